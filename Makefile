@@ -1,0 +1,68 @@
+# Needs only Python 3.10 or newer and make. The first target that runs makes .venv and installs
+# what is pinned in constraints.txt; after that nothing here needs a network.
+#
+#   make demo                     train, break things, prove that nothing was lost
+#   make check test               what every change must pass
+#   make test-all                 the same, with the slow tests
+#   make demo PYTHON=python3.12   with another interpreter
+#   make demo TORCH_INDEX=URL     take torch from a second package index as well
+#
+# TORCH_INDEX: on Linux the default package index serves torch built for CUDA, some gigabytes. To get
+# the small CPU build, give the address of PyTorch's own index of CPU wheels (its installation page
+# names it), or of a mirror: a build found there wins over a plain one of the same version.
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+SEEDS ?= 0:200
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
+PYTEST := $(BIN)/python -m pytest -q
+
+.PHONY: help demo check test test-all sim bench clean
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+demo: $(STAMP)
+	$(BIN)/holdfast demo
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(PYTEST) tests/test_tidy.py
+
+# Two processes: enough to halve the time, few enough that the tests' own workers are not starved.
+test: $(STAMP)
+	$(PYTEST) -n 2
+
+test-all: $(STAMP)
+	$(PYTEST) -n 2 -m ""
+
+sim: $(STAMP)
+	$(BIN)/holdfast sim --seeds $(SEEDS)
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/run.py
+
+# The stamp is written last: an interrupted installation is simply done again. torch comes first,
+# by itself, so that TORCH_INDEX is asked for nothing else; no build isolation, so that a current
+# environment is brought up to date without a network.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "Holdfast needs Python 3.10 or newer: make PYTHON=/path/to/python3 ..." >&2; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || \
+	  { echo "No venv module (on Debian and Ubuntu it is the package python3-venv)." >&2; exit 1; }
+	@echo "installing into $(VENV); the first time this takes some minutes"
+	$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch setuptools
+	$(PIP) --no-build-isolation -e '.[dev]'
+	@touch $@
+
+# Keeps the environment, which is slow to make; `rm -rf .venv` starts from nothing.
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	find $(wildcard src tests examples benchmarks) -name __pycache__ -type d -prune -exec rm -rf {} +

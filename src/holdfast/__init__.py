@@ -1,0 +1,46 @@
+"""Holdfast: fault-tolerant distributed training whose result depends on the job alone.
+
+    import holdfast
+
+    job = holdfast.join()
+    job.protect(model=model, optimizer=optimizer)
+    data = job.batches(dataset, batch_size=32)
+    for step in job.steps(data, until=1000):
+        for inputs, targets in step:
+            step.backward(loss_fn(model(inputs), targets))
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from holdfast.core.errors import HoldfastError, InvariantError, StateMismatch, UserError, WorldError
+
+if TYPE_CHECKING:
+    from holdfast.train.job import Batches, Job, Step, join
+
+__all__ = [
+    "Batches",
+    "HoldfastError",
+    "InvariantError",
+    "Job",
+    "StateMismatch",
+    "Step",
+    "UserError",
+    "WorldError",
+    "join",
+]
+__version__ = "0.1.0"
+
+_TRAINING = ("Batches", "Job", "Step", "join")
+
+
+def __getattr__(name: str) -> Any:
+    """Import torch only in processes that train: the control plane must start in an instant."""
+    if name in _TRAINING:
+        from holdfast.train import job
+
+        return getattr(job, name)
+    raise AttributeError(f"module 'holdfast' has no attribute {name!r}")

@@ -1,0 +1,48 @@
+"""The `holdfast` command: one small parser per sub-command, imported only when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from holdfast.core.errors import HoldfastError
+
+COMMANDS = {
+    "run": "run a training script on this machine, through failures",
+    "status": "show a running job: view, step, processes",
+    "demo": "train a small model through faults and prove that nothing changed",
+    "ledger": "prove from a run's ledger that every sample was used exactly once",
+    "sim": "run the protocol in the deterministic simulator",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit status; bad input is one line on standard error and status 2."""
+    args = sys.argv[1:] if argv is None else argv
+    if not args or args[0] in ("-h", "--help", "help"):
+        print("usage: holdfast COMMAND ...\n")
+        for name, text in COMMANDS.items():
+            print(f"  {name:<8} {text}")
+        print("\nholdfast COMMAND --help tells more of one.")
+        return 0 if args else 2
+    if args[0] == "--version":
+        import holdfast
+
+        print(holdfast.__version__)
+        return 0
+    if args[0] not in COMMANDS:
+        names = ", ".join(COMMANDS)
+        print(f"holdfast: there is no command {args[0]!r}: use one of {names}", file=sys.stderr)
+        return 2
+    module = importlib.import_module(f"holdfast.cli.{args[0]}")
+    try:
+        return int(module.main(args[1:]))
+    except HoldfastError as error:
+        print(f"holdfast: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,356 @@
+"""The agent machine: one node's workers, their processes, and the lease that lets them act.
+
+It does not know sockets, process handles or clocks. The invariants it keeps: at most one process
+of a worker lives at a time; a worker is reported lost only after its process has ended; when the
+lease has run out, all workers are fenced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import assert_never
+
+from holdfast.core.errors import require
+from holdfast.core.liveness import FreezeDetector, FreezePolicy, ProcessSample
+from holdfast.core.types import (
+    NO_VIEW,
+    AgentId,
+    AgentReport,
+    Directive,
+    Incarnation,
+    Stage,
+    ViewNumber,
+    WorkerDirective,
+    WorkerId,
+    WorkerStatus,
+)
+
+UNANSWERED_MAX = 1024  # reports whose sending time is remembered until the coordinator answers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentPolicy:
+    heartbeat_s: float = 0.5
+    lease_s: float = 10.0
+    freeze: FreezePolicy = field(default_factory=FreezePolicy)
+
+
+# ---------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class DirectiveArrived:
+    directive: Directive
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSaid:
+    status: WorkerStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Spawned:
+    worker: WorkerId
+    incarnation: Incarnation
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessExited:
+    """The process is gone for good. `code` as Python gives it: negative for a signal."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    code: int
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    worker: WorkerId
+    incarnation: Incarnation
+    sample: ProcessSample
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """The coordinator can be reached (again): it should hear from us now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    pass
+
+
+AgentEvent = DirectiveArrived | WorkerSaid | Spawned | ProcessExited | Sampled | Connected | Tick
+
+# ---------------------------------------------------------------- effects
+
+
+@dataclass(frozen=True, slots=True)
+class SendReport:
+    report: AgentReport
+
+
+@dataclass(frozen=True, slots=True)
+class SendWorker:
+    worker: WorkerId
+    incarnation: Incarnation
+    directive: WorkerDirective
+
+
+@dataclass(frozen=True, slots=True)
+class Spawn:
+    worker: WorkerId
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """End the process and everything it started; ProcessExited must follow."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Quit:
+    """Every worker has ended and the job is over."""
+
+
+AgentEffect = SendReport | SendWorker | Spawn | Kill | Quit
+
+
+@dataclass(slots=True)
+class _Process:
+    status: WorkerStatus
+    detector: FreezeDetector
+    running: bool = True  # until ProcessExited; a status may turn FAILED before that
+    told: WorkerDirective | None = None
+    killed_for: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentSnapshot:
+    agent: AgentId
+    incarnation: Incarnation
+    lease_until: float
+    report: AgentReport
+
+
+class AgentMachine:
+    """See the module's docstring; `handle` is the only mutator."""
+
+    def __init__(
+        self,
+        agent: AgentId,
+        incarnation: Incarnation,
+        slots: int,
+        policy: AgentPolicy,
+        pid: int = 0,
+    ) -> None:
+        self._agent = agent
+        self._incarnation = incarnation
+        self._slots = slots
+        self._pid = pid
+        self._policy = policy
+        self._processes: dict[WorkerId, _Process] = {}
+        self._directive: Directive | None = None
+        self._seq = 0
+        self._sent_at: dict[int, float] = {}  # report seq -> when; bounded by the lease
+        self._lease_until: float | None = None
+        self._next_report = float("-inf")
+
+    def handle(self, event: AgentEvent, now: float) -> list[AgentEffect]:
+        """Apply one event at time `now` (seconds); returns effects in order."""
+        effects: list[AgentEffect] = []
+        urgent = False
+        match event:
+            case DirectiveArrived(directive):
+                effects += self._directed(directive, now)
+            case WorkerSaid(status):
+                urgent = self._worker_said(status)
+                effects += self._forward(status.worker)
+            case Spawned(worker, incarnation, pid):
+                process = self._current(worker, incarnation)
+                if process is not None:
+                    process.status = dataclasses.replace(process.status, pid=pid)
+                    urgent = True
+            case ProcessExited():
+                urgent = self._exited(event)
+                effects += self._reconcile()
+            case Sampled(worker, incarnation, sample):
+                effects += self._sampled(worker, incarnation, sample)
+            case Connected():
+                urgent = True
+            case Tick():
+                pass
+            case _:
+                assert_never(event)
+        effects += self._expire(now)
+        over = self._directive is not None and self._directive.shutdown
+        over = over and not any(p.running for p in self._processes.values())
+        if urgent or over or now >= self._next_report:
+            effects.append(self._report(now))
+        return [*effects, Quit()] if over else effects
+
+    def deadline(self) -> float | None:
+        if self._lease_until is None:
+            return self._next_report
+        return min(self._next_report, self._lease_until)
+
+    def snapshot(self) -> AgentSnapshot:
+        return AgentSnapshot(
+            agent=self._agent,
+            incarnation=self._incarnation,
+            lease_until=self._lease_until if self._lease_until is not None else float("inf"),
+            report=self._make_report(),
+        )
+
+    def check(self) -> None:
+        for worker, process in self._processes.items():
+            require(process.status.worker == worker, f"worker {worker} holds another's status")
+        require(len(self._sent_at) <= UNANSWERED_MAX, "reports without an answer pile up")
+
+    # ------------------------------------------------------------ directives
+
+    def _directed(self, directive: Directive, now: float) -> list[AgentEffect]:
+        old = self._directive
+        if directive.agent != self._agent or directive.agent_incarnation != self._incarnation:
+            return []
+        if old is not None and (directive.term, directive.seq) <= (old.term, old.seq):
+            return []
+        if directive.view is None and old is not None:
+            directive = dataclasses.replace(directive, view=old.view)
+        self._directive = directive
+        heard_at = self._sent_at.get(directive.heard)
+        if heard_at is not None:
+            self._lease_until = max(self._lease_until or 0.0, heard_at + self._policy.lease_s)
+            self._sent_at = {s: t for s, t in self._sent_at.items() if s > directive.heard}
+        effects = self._reconcile()
+        for worker in list(self._processes):
+            effects += self._forward(worker)
+        return effects
+
+    def _reconcile(self) -> list[AgentEffect]:
+        """Kill what is not wanted; start what is, once its older process has ended."""
+        directive = self._directive
+        if directive is None:
+            return []
+        wanted = dict(directive.wanted)
+        effects: list[AgentEffect] = []
+        for worker, process in self._processes.items():
+            if process.running and wanted.get(worker, -1) != process.status.incarnation:
+                effects += self._kill(worker, "the coordinator replaced it")
+        for worker, incarnation in directive.wanted:
+            old = self._processes.get(worker)
+            if old is not None and (old.running or old.status.incarnation >= incarnation):
+                continue
+            status = WorkerStatus(worker=worker, incarnation=incarnation)
+            detector = FreezeDetector(self._policy.freeze)
+            self._processes[worker] = _Process(status=status, detector=detector)
+            effects.append(Spawn(worker, incarnation))
+        return effects
+
+    def _forward(self, worker: WorkerId) -> list[AgentEffect]:
+        process, directive = self._processes.get(worker), self._directive
+        if process is None or directive is None or not process.status.stage.alive:
+            return []
+        told = WorkerDirective(
+            stop_view=directive.stop_view,
+            pending_view=directive.pending_view,
+            view=directive.view,
+            release_loop=directive.release_loop,
+        )
+        if told == process.told:
+            return []
+        process.told = told
+        return [SendWorker(worker, process.status.incarnation, told)]
+
+    # ------------------------------------------------------------ workers
+
+    def _worker_said(self, status: WorkerStatus) -> bool:
+        """Returns whether the coordinator should hear of it before the next heartbeat."""
+        process = self._current(status.worker, status.incarnation)
+        if process is None or not process.status.stage.alive or status.seq <= process.status.seq:
+            return False
+        old = process.status
+        process.status = dataclasses.replace(status, pid=old.pid)
+        quiet = dataclasses.replace(
+            status, seq=old.seq, pid=old.pid, committed=old.committed, waiting=old.waiting
+        )
+        return quiet != old
+
+    def _sampled(
+        self, worker: WorkerId, incarnation: Incarnation, sample: ProcessSample
+    ) -> list[AgentEffect]:
+        process = self._current(worker, incarnation)
+        if process is None or not process.running:
+            return []
+        reason = process.detector.observe(sample)
+        return self._kill(worker, reason) if reason is not None else []
+
+    def _exited(self, event: ProcessExited) -> bool:
+        process = self._current(event.worker, event.incarnation)
+        if process is None:
+            return False
+        process.running = False
+        if process.status.stage == Stage.FAILED:
+            return True
+        if process.killed_for:
+            stage, detail = Stage.LOST, process.killed_for
+        elif event.code == 0:
+            stage, detail = Stage.EXITED, event.detail
+        elif event.code < 0:
+            stage, detail = Stage.LOST, event.detail or f"ended by signal {-event.code}"
+        else:
+            stage, detail = Stage.FAILED, event.detail or f"exit code {event.code}"
+        seq = process.status.seq + 1
+        process.status = dataclasses.replace(process.status, stage=stage, detail=detail, seq=seq)
+        return True
+
+    def _kill(self, worker: WorkerId, reason: str) -> list[AgentEffect]:
+        process = self._processes[worker]
+        if process.killed_for:
+            return []
+        process.killed_for = reason
+        return [Kill(worker, process.status.incarnation, reason)]
+
+    # ------------------------------------------------------------ time
+
+    def _expire(self, now: float) -> list[AgentEffect]:
+        if self._lease_until is None or now < self._lease_until:
+            return []
+        self._lease_until = None
+        effects: list[AgentEffect] = []
+        for worker, process in self._processes.items():
+            if process.running:
+                effects += self._kill(worker, "fenced: the node lost its lease")
+        return effects
+
+    def _report(self, now: float) -> SendReport:
+        self._seq += 1
+        self._next_report = now + self._policy.heartbeat_s
+        self._sent_at[self._seq] = now
+        self._sent_at.pop(self._seq - UNANSWERED_MAX, None)
+        return SendReport(self._make_report())
+
+    def _make_report(self) -> AgentReport:
+        view = self._directive.view if self._directive else None
+        return AgentReport(
+            agent=self._agent,
+            incarnation=self._incarnation,
+            seq=self._seq,
+            slots=self._slots,
+            pid=self._pid,
+            view_known=view.number if view else ViewNumber(NO_VIEW),
+            workers=tuple(p.status for _, p in sorted(self._processes.items())),
+        )
+
+    def _current(self, worker: WorkerId, incarnation: Incarnation) -> _Process | None:
+        process = self._processes.get(worker)
+        if process is None or process.status.incarnation != incarnation:
+            return None
+        return process

@@ -1,0 +1,68 @@
+"""Which worker hosts which virtual rank: pure decisions, balanced to within one.
+
+Two situations, two rules. In the middle of a step a survivor keeps what it has computed, so only
+lost vranks move. At a step boundary nothing computed is at stake, so the layout returns to
+contiguous blocks (fewest partial sums per worker), given to the workers that already host most of
+each block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from holdfast.core.errors import require
+from holdfast.core.types import WorkerId
+
+
+def spread_blocks(vranks: int, workers: int) -> list[range]:
+    """Contiguous blocks of 0 .. vranks-1, the larger ones first, sizes differing by at most one."""
+    require(1 <= workers <= vranks, f"{workers} workers cannot host {vranks} virtual ranks")
+    base, extra = divmod(vranks, workers)
+    blocks, start = [], 0
+    for i in range(workers):
+        size = base + (1 if i < extra else 0)
+        blocks.append(range(start, start + size))
+        start += size
+    return blocks
+
+
+def assign_at_boundary(
+    vranks: int, workers: Sequence[WorkerId], previous: Sequence[WorkerId]
+) -> tuple[WorkerId, ...]:
+    """Contiguous balanced blocks; each worker keeps the block it overlaps most, where it can."""
+    blocks = spread_blocks(vranks, len(workers))
+    overlaps = sorted(
+        (-sum(previous[v] == w for v in block), b, i)
+        for b, block in enumerate(blocks)
+        for i, w in enumerate(workers)
+        if previous
+    )
+    host: dict[int, WorkerId] = {}
+    placed: set[WorkerId] = set()
+    for count, b, i in overlaps:
+        if count < 0 and b not in host and workers[i] not in placed:
+            host[b] = workers[i]
+            placed.add(workers[i])
+    free = iter([w for w in workers if w not in placed])
+    owners: list[WorkerId] = []
+    for b, block in enumerate(blocks):
+        worker = host[b] if b in host else next(free)
+        owners.extend([worker] * len(block))
+    return tuple(owners)
+
+
+def assign_mid_step(
+    survivors: Sequence[WorkerId], previous: Sequence[WorkerId]
+) -> tuple[WorkerId, ...]:
+    """Give each lost vrank to the least loaded survivor, a neighbour's host first on equal load."""
+    require(len(survivors) > 0, "no survivor to take the virtual ranks")
+    load = {w: sum(owner == w for owner in previous) for w in survivors}
+    owners = list(previous)
+    for v, owner in enumerate(previous):
+        if owner in load:
+            continue
+        neighbour = previous[v ^ 1] if v ^ 1 < len(previous) else None
+        heir = min(survivors, key=lambda w: (load[w], w != neighbour, w))
+        owners[v] = heir
+        load[heir] += 1
+    return tuple(owners)

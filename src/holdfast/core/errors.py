@@ -1,0 +1,46 @@
+"""Every exception that Holdfast raises on purpose.
+
+HoldfastError
+|-- UserError           the user can mend it: the message names the offending value and what to do
+|   `-- StateMismatch   a protected object cannot take the job's state
+|-- WorldError          a machine, network or disk failed; normally survived, never a bug
+|   |-- Severed         the process group of a view was broken or given up
+|   `-- WireError       a frame that is malformed, too large, unauthenticated or of another version
+`-- InvariantError      our own bug: carries what was expected and what was found
+"""
+
+from __future__ import annotations
+
+
+class HoldfastError(Exception):
+    """The root of the tree above."""
+
+
+class UserError(HoldfastError):
+    """Bad input: one sentence with the offending value and the next action."""
+
+
+class StateMismatch(UserError):
+    """A protected object's shapes, names or types differ from the job's."""
+
+
+class WorldError(HoldfastError):
+    """A machine, network or disk failed."""
+
+
+class Severed(WorldError):
+    """The process group of a view cannot be used any more."""
+
+
+class WireError(WorldError):
+    """A frame that must not be believed; the connection is closed."""
+
+
+class InvariantError(HoldfastError):
+    """Holdfast broke its own rules: please report it with the message."""
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise InvariantError unless `condition`; unlike assert, never compiled away."""
+    if not condition:
+        raise InvariantError(message)

@@ -1,0 +1,34 @@
+"""Where a job goes on after a view was stopped: a pure function of the survivors' statuses.
+
+The vote of step t ends with every member holding the complete reduced gradient of t. So if anyone
+committed t, everyone can; if nobody did but all survivors hold the gradient, committing it loses
+nothing; otherwise t is redone, and redoing gives the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from holdfast.core.errors import require
+from holdfast.core.types import WorkerStatus
+
+
+def resume_step(survivors: Sequence[WorkerStatus]) -> tuple[int, str]:
+    """The number of steps that count as committed, and the reason why.
+
+    `survivors` all hold state and have promised not to act in the stopped view.
+    """
+    require(len(survivors) > 0, "no survivor to resume from")
+    newest = max(s.committed for s in survivors)
+    behind = [s for s in survivors if s.committed < newest]
+    if behind:
+        for s in behind:
+            require(
+                s.committed == newest - 1 and s.reduced,
+                f"worker {s.worker} is at step {s.committed} (reduced: {s.reduced}) while another "
+                f"committed {newest} steps",
+            )
+        return newest, f"step {newest - 1} was committed by a survivor: all commit it"
+    if all(s.reduced for s in survivors):
+        return newest + 1, f"all survivors hold the gradient of step {newest}: all commit it"
+    return newest, f"step {newest} is redone for the lost virtual ranks"

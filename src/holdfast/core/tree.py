@@ -1,0 +1,93 @@
+"""The canonical binary tree over virtual ranks: the one order in which anything is ever summed.
+
+Level by level, vrank i is combined with i+1, then i+2, then i+4 and so on, left operand first. A
+node is (start, width): the sum over vranks start .. start+width-1, cut off at V. Because every sum
+follows this tree, it does not depend on which worker computed which leaf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+Node = tuple[int, int]
+T = TypeVar("T")
+
+
+def root(vranks: int) -> Node:
+    """The node that covers all of 0 .. vranks-1 (its width is a power of two)."""
+    width = 1
+    while width < vranks:
+        width *= 2
+    return (0, width)
+
+
+def parent(node: Node) -> Node:
+    start, width = node
+    return (start - start % (2 * width), 2 * width)
+
+
+def children(node: Node) -> tuple[Node, Node]:
+    start, width = node
+    return (start, width // 2), (start + width // 2, width // 2)
+
+
+def maximal_nodes(leaves: Iterable[int], vranks: int) -> tuple[Node, ...]:
+    """The fewest nodes that together cover exactly `leaves`, in order of their start.
+
+    A node whose right half lies wholly beyond V counts as covered when its left half is.
+    """
+    nodes = {(v, 1) for v in leaves}
+    width = 1
+    while width < vranks:
+        for start in range(0, vranks, 2 * width):
+            left, right = (start, width), (start + width, width)
+            if left in nodes and (right in nodes or start + width >= vranks):
+                nodes.discard(left)
+                nodes.discard(right)
+                nodes.add((start, 2 * width))
+        width *= 2
+    return tuple(sorted(nodes))
+
+
+def fold(values: dict[Node, T], vranks: int, add: Callable[[T, T], T]) -> T:
+    """Combine `values`, whose nodes must tile 0 .. V-1, along the tree; left operand first.
+
+    Raises KeyError when a leaf is missing, so that an incomplete sum can never pass for a whole one.
+    """
+
+    def value(node: Node) -> T:
+        if node in values:
+            return values[node]
+        if node[1] == 1:
+            raise KeyError(f"virtual rank {node[0]} is missing from the sum")
+        left, right = children(node)
+        if right[0] >= vranks:
+            return value(left)
+        return add(value(left), value(right))
+
+    return value(root(vranks))
+
+
+def merge(values: dict[Node, T], node: Node, value: T, vranks: int, add: Callable[[T, T], T]) -> None:
+    """Put one node's value into `values` and combine it upwards as far as siblings allow.
+
+    `add(left, right)` may reuse either operand. Keeps at most O(log V) nodes for contiguous leaves.
+    """
+    top = root(vranks)
+    while node != top:
+        up = parent(node)
+        left, right = children(up)
+        if node == left:
+            if right[0] >= vranks:
+                node = up
+                continue
+            if right not in values:
+                break
+            value = add(value, values.pop(right))
+        else:
+            if left not in values:
+                break
+            value = add(values.pop(left), value)
+        node = up
+    values[node] = value

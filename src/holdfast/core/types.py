@@ -1,0 +1,160 @@
+"""The words of the protocol as values: ids, statuses, views and the records that travel.
+
+Everything here is immutable. Both control protocols are level-triggered: each record says what its
+sender's whole state is, never what has just changed, so that a lost, repeated or late record does
+no harm (an older one is recognised by its sequence number and dropped).
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import NewType
+
+WorkerId = NewType("WorkerId", int)
+AgentId = NewType("AgentId", str)
+Incarnation = NewType("Incarnation", int)
+ViewNumber = NewType("ViewNumber", int)
+
+NO_VIEW = ViewNumber(0)
+RELEASE_ALL = 1 << 30  # a release_loop no loop counter reaches
+
+
+class Stage(enum.Enum):
+    """Where a worker process is in its life."""
+
+    BOOTING = "booting"  # started; its script has not asked for steps yet
+    READY = "ready"  # wants to be, or is, a member of views
+    EXITED = "exited"  # ended by itself with exit code 0
+    FAILED = "failed"  # the user's script raised: a bug, not a fault
+    LOST = "lost"  # killed, crashed or fenced: a machine fault
+
+    @property
+    def alive(self) -> bool:
+        return self in (Stage.BOOTING, Stage.READY)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStatus:
+    """All that the control plane knows of one incarnation of a worker.
+
+    `promised` is the heart of every view change: the worker will never again act in a view numbered
+    `promised` or less, so what it says of `committed` and `reduced` can only change in a later view.
+    """
+
+    worker: WorkerId
+    incarnation: Incarnation
+    seq: int = 0
+    stage: Stage = Stage.BOOTING
+    view: ViewNumber = NO_VIEW  # newest view installed
+    promised: ViewNumber = NO_VIEW
+    has_state: bool = False  # holds the job's state after `committed` steps
+    tainted: bool = False  # neither initial nor the job's: a state was loaded but not verified
+    committed: int = 0  # steps committed; also the index of the next step
+    reduced: bool = False  # holds the complete reduced gradient of step `committed`
+    at_boundary: bool = False  # held between steps, its state at rest: it can donate
+    waiting: bool = False  # its own tasks of the step are done; it waits for others
+    loop: int = 0  # how many step loops its script has entered
+    ended: bool = False  # its current loop has run all its steps
+    detail: str = ""  # why it was lost, or the traceback of a failure
+    pid: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One incarnation of a worker as a member of a view."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    agent: AgentId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """A numbered membership decision. `members` are sorted by worker; `owners[v]` hosts vrank v."""
+
+    number: ViewNumber
+    members: tuple[Member, ...]
+    owners: tuple[WorkerId, ...]
+    resume_step: int
+    joiners: tuple[WorkerId, ...] = ()
+    reason: str = ""
+
+    @property
+    def workers(self) -> tuple[WorkerId, ...]:
+        return tuple(m.worker for m in self.members)
+
+    @property
+    def donors(self) -> tuple[WorkerId, ...]:
+        """Members that hold the state; empty when the job starts from its initial state."""
+        return tuple(w for w in self.workers if w not in self.joiners)
+
+    @property
+    def leader(self) -> WorkerId:
+        return (self.donors or self.workers)[0]
+
+    def hosted_by(self, worker: WorkerId) -> tuple[int, ...]:
+        return tuple(v for v, owner in enumerate(self.owners) if owner == worker)
+
+    def member(self, worker: WorkerId) -> Member | None:
+        return next((m for m in self.members if m.worker == worker), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentReport:
+    """Agent to coordinator: the whole state of a node. `seq` grows within one agent incarnation."""
+
+    agent: AgentId
+    incarnation: Incarnation
+    seq: int
+    slots: int
+    pid: int = 0
+    view_known: ViewNumber = NO_VIEW
+    workers: tuple[WorkerStatus, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Directive:
+    """Coordinator to agent: what the node should be doing. Ordered by (term, seq)."""
+
+    term: int
+    seq: int
+    agent: AgentId
+    agent_incarnation: Incarnation
+    heard: int = 0  # newest report heard; the agent's lease runs from when it sent that
+    wanted: tuple[tuple[WorkerId, Incarnation], ...] = ()
+    stop_view: ViewNumber = NO_VIEW
+    pending_view: ViewNumber = NO_VIEW
+    view: View | None = None
+    release_loop: int = 0
+    shutdown: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerDirective:
+    """Agent to worker, over a channel that keeps order: the part of a directive that concerns it."""
+
+    stop_view: ViewNumber = NO_VIEW
+    pending_view: ViewNumber = NO_VIEW
+    view: View | None = None
+    release_loop: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """A worker's place on a node, and the newest incarnation that was ordered for it."""
+
+    worker: WorkerId
+    agent: AgentId
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRecord:
+    """What the coordinator must never forget: written to its journal before anyone is told."""
+
+    term: int
+    view: View | None = None
+    slots: tuple[Slot, ...] = ()
+    release_loop: int = 0
+    outcome: str | None = None  # None while running, "" after success, else the reason of failure

@@ -1,0 +1,349 @@
+"""The worker machine: what one incarnation of a worker may do, and what it must have promised.
+
+It does not know tensors, sockets, threads or time. Its driver feeds it what happened and carries
+out the effects in order. The invariant it keeps: once it has promised a view number, nothing that
+happens in that view or an older one can change `committed` or `reduced`; only a newer view can.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import assert_never
+
+from holdfast.core.errors import require
+from holdfast.core.types import (
+    NO_VIEW,
+    Incarnation,
+    Stage,
+    View,
+    ViewNumber,
+    WorkerDirective,
+    WorkerId,
+    WorkerStatus,
+)
+
+# ---------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class LoopEntered:
+    """The script asks for steps; on the first loop the worker becomes a candidate for views."""
+
+
+@dataclass(frozen=True, slots=True)
+class Directed:
+    directive: WorkerDirective
+
+
+@dataclass(frozen=True, slots=True)
+class GroupBroken:
+    """An exchange of this view failed here."""
+
+    view: ViewNumber
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """The driver starts to overwrite the script's state with the job's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Synced:
+    """The view's group works and every joiner holds the state, verified on all members."""
+
+    view: ViewNumber
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """The complete reduced gradient of `step` is here."""
+
+    view: ViewNumber
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Voted:
+    """Every member's vote on `step` is here; `pending` if any voter knew of a planned change."""
+
+    view: ViewNumber
+    step: int
+    pending: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LocalDone:
+    """This worker's own tasks of the current step are done (True) or there are some again."""
+
+    done: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AtBoundary:
+    """The script finished with the last step and asks for the next: the state is at rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoopEnded:
+    """The script's current loop has no further step."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptFailed:
+    detail: str
+
+
+WorkerEvent = (
+    LoopEntered
+    | Directed
+    | GroupBroken
+    | Loading
+    | Synced
+    | Reduced
+    | Voted
+    | LocalDone
+    | AtBoundary
+    | LoopEnded
+    | ScriptFailed
+)
+
+# ---------------------------------------------------------------- effects
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Send this status to the agent, soon and in order."""
+
+    status: WorkerStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Sever:
+    """Break the group of this view (and of every older one) at once."""
+
+    view: ViewNumber
+
+
+@dataclass(frozen=True, slots=True)
+class Install:
+    """Build the group of this view, bring joiners up to date, then go on with its step."""
+
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """The script may apply the gradient of `step`."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """The script may leave the boundary and compute `step`."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The script may leave its ended loop."""
+
+    loop: int
+
+
+WorkerEffect = Tell | Sever | Install | Commit | Begin | Release
+
+# ---------------------------------------------------------------- the machine
+
+
+class WorkerMachine:
+    """See the module's docstring; `handle` is the only mutator."""
+
+    def __init__(self, worker: WorkerId, incarnation: Incarnation) -> None:
+        self._status = WorkerStatus(worker=worker, incarnation=incarnation)
+        self._view: View | None = None
+        self._synced = False
+        self._held = False  # the script waits at a boundary
+        self._stop_next = False  # a vote announced a planned change: stop at the next boundary
+        self._pending_view = NO_VIEW
+        self._release_loop = 0
+        self._released_loop = 0
+
+    def handle(self, event: WorkerEvent, now: float) -> list[WorkerEffect]:
+        """Apply one event at time `now` (seconds, any fixed origin); returns effects in order."""
+        match event:
+            case LoopEntered():
+                return self._loop_entered()
+            case Directed(directive):
+                return self._directed(directive)
+            case GroupBroken(view):
+                return self._promise(view)
+            case Loading():
+                self._change(tainted=True)
+                return []
+            case Synced(view):
+                return self._group_synced(view)
+            case Reduced(view, step):
+                if self._acting_in(view) and step == self._status.committed:
+                    self._change(reduced=True)
+                return []
+            case Voted(view, step, pending):
+                return self._voted(view, step, pending)
+            case LocalDone(done):
+                self._change(waiting=done)
+                return []
+            case AtBoundary():
+                return self._at_boundary()
+            case LoopEnded():
+                self._change(ended=True, waiting=False)
+                return [self._tell(), *self._release()]
+            case ScriptFailed(detail):
+                self._change(stage=Stage.FAILED, detail=detail)
+                return [self._tell()]
+            case _:
+                assert_never(event)
+
+    def deadline(self) -> float | None:
+        """A worker never wants to be woken: its agent's heartbeat fetches `snapshot`."""
+        return None
+
+    def snapshot(self) -> WorkerStatus:
+        return self._status
+
+    @property
+    def view(self) -> View | None:
+        return self._view
+
+    @property
+    def pending(self) -> bool:
+        """What this worker says in its votes: it knows of a planned change to the current view."""
+        return self._view is not None and self._pending_view >= self._view.number
+
+    @property
+    def leads(self) -> bool:
+        return self._view is not None and self._view.leader == self._status.worker
+
+    def check(self) -> None:
+        status = self._status
+        number = self._view.number if self._view else NO_VIEW
+        require(status.view == number, f"status shows view {status.view}, installed is {number}")
+        require(not status.reduced or status.has_state, "a gradient without a state")
+        require(not (status.at_boundary and not self._held), "at rest but the script is running")
+
+    # ------------------------------------------------------------ transitions
+
+    def _loop_entered(self) -> list[WorkerEffect]:
+        status = self._status
+        self._change(stage=Stage.READY, loop=status.loop + 1, ended=False)
+        return [self._tell()]
+
+    def _directed(self, directive: WorkerDirective) -> list[WorkerEffect]:
+        effects: list[WorkerEffect] = []
+        self._release_loop = max(self._release_loop, directive.release_loop)
+        self._pending_view = max(self._pending_view, directive.pending_view)
+        if directive.stop_view > self._status.promised:
+            effects += self._promise(directive.stop_view)
+        view = directive.view
+        if view is not None and view.number > max(self._status.view, self._status.promised):
+            me = view.member(self._status.worker)
+            if me is not None and me.incarnation == self._status.incarnation:
+                effects += self._install(view)
+        return effects + self._release()
+
+    def _promise(self, number: ViewNumber) -> list[WorkerEffect]:
+        if number <= self._status.promised:
+            return []
+        self._change(promised=number, at_boundary=self._held and self._status.has_state)
+        return [Sever(number), self._tell()]
+
+    def _install(self, view: View) -> list[WorkerEffect]:
+        status = self._status
+        effects: list[WorkerEffect] = []
+        if status.view > status.promised:
+            effects += self._promise(status.view)
+        joining = status.worker in view.joiners
+        require(
+            joining != status.has_state,
+            f"view {view.number} takes worker {status.worker} for "
+            f"{'a joiner' if joining else 'a donor'}, but has_state is {status.has_state}",
+        )
+        self._view, self._synced, self._stop_next = view, False, False
+        committing = not joining and status.committed < view.resume_step
+        if committing:
+            require(
+                status.reduced and status.committed == view.resume_step - 1,
+                f"view {view.number} resumes at {view.resume_step}; worker {status.worker} is at "
+                f"{status.committed}, reduced: {status.reduced}",
+            )
+            effects.append(Commit(status.committed))
+        self._change(
+            view=view.number,
+            committed=status.committed if joining else view.resume_step,
+            reduced=False,
+            at_boundary=False,
+            waiting=status.waiting and not committing,
+        )
+        effects += [Install(view), self._tell()]
+        if not view.joiners:
+            effects += self._begin()
+        return effects
+
+    def _group_synced(self, number: ViewNumber) -> list[WorkerEffect]:
+        if not self._acting_in(number) or self._view is None or self._synced:
+            return []
+        self._synced = True
+        if not self._status.has_state:
+            self._change(has_state=True, tainted=False, committed=self._view.resume_step)
+        return [self._tell(), *self._begin()]
+
+    def _begin(self) -> list[WorkerEffect]:
+        if not self._held:
+            return []
+        self._held = False
+        self._change(at_boundary=False)
+        return [Begin(self._status.committed)]
+
+    def _voted(self, view: ViewNumber, step: int, pending: bool) -> list[WorkerEffect]:
+        if not self._acting_in(view) or step != self._status.committed:
+            return []
+        require(self._status.reduced, f"step {step} was voted on without its gradient")
+        self._stop_next = pending
+        self._change(committed=step + 1, reduced=False, waiting=False)
+        return [Commit(step)]
+
+    def _at_boundary(self) -> list[WorkerEffect]:
+        self._held = True
+        view = self._view
+        if view is None:
+            return []
+        if self._status.promised >= view.number:
+            self._change(at_boundary=self._status.has_state)
+            return [self._tell()]
+        if self._stop_next:
+            return self._promise(view.number)
+        if view.joiners and not self._synced:
+            return []
+        return self._begin()
+
+    def _release(self) -> list[WorkerEffect]:
+        loop = self._status.loop
+        allowed = self._release_loop >= loop or self.leads
+        if self._status.ended and allowed and self._released_loop < loop:
+            self._released_loop = loop
+            return [Release(loop)]
+        return []
+
+    # ------------------------------------------------------------ leaves
+
+    def _acting_in(self, number: ViewNumber) -> bool:
+        return self._status.view == number > self._status.promised
+
+    def _change(self, **fields: object) -> None:
+        seq = self._status.seq + 1
+        self._status = dataclasses.replace(self._status, seq=seq, **fields)  # type: ignore[arg-type]
+
+    def _tell(self) -> Tell:
+        return Tell(self._status)

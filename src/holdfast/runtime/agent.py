@@ -1,0 +1,175 @@
+"""The agent process: starts, watches, fences and serves the workers of one node.
+
+    python -m holdfast.runtime.agent RUN_DIR HOST PORT AGENT_ID INCARNATION PARENT_PID
+
+Workers' standard output goes to this process's own (the launcher's); each worker also has a log
+file in the run directory. A worker that dies takes its whole process group with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import assert_never
+
+from holdfast.core import agent as machine
+from holdfast.core.errors import WireError
+from holdfast.core.types import AgentId, Directive, Incarnation, WorkerId, WorkerStatus
+from holdfast.runtime.channel import Channel, connect
+from holdfast.runtime.lifetime import die_with_parent
+from holdfast.runtime.process import WorkerProcess, WorkerTemplate
+from holdfast.runtime.procfs import sample_process
+from holdfast.runtime.rundir import JobSpec, RunDir
+from holdfast.wire.messages import Address, AddressBook
+
+RECONNECT_S = 0.1
+TICK_S_MIN = 0.01
+
+
+class AgentServer:
+    """Drives one AgentMachine; everything runs in one event loop."""
+
+    def __init__(
+        self, core: machine.AgentMachine, template: WorkerTemplate, policy: machine.AgentPolicy
+    ) -> None:
+        self._core = core
+        self._template = template
+        self._policy = policy
+        self._coordinator: Channel | None = None
+        self._processes: dict[WorkerId, WorkerProcess] = {}
+        self._quit = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def run(self, host: str, port: int, secret: bytes) -> None:
+        """Serve until the job is over and every worker has ended."""
+        tasks = [
+            asyncio.ensure_future(self._talk(host, port, secret)),
+            asyncio.ensure_future(self._watch()),
+        ]
+        await self._quit.wait()
+        for process in list(self._processes.values()):
+            await process.drained()
+        for task in tasks:
+            task.cancel()
+        if self._coordinator is not None:
+            self._coordinator.close()
+
+    async def _talk(self, host: str, port: int, secret: bytes) -> None:
+        """Keep a connection to the coordinator, for ever: it may be restarted at any time."""
+        refused = ""
+        while True:
+            try:
+                self._coordinator = await connect(host, port, secret)
+                self._feed(machine.Connected())
+                while (m := await self._coordinator.receive(Directive, AddressBook)) is not None:
+                    if isinstance(m, Directive):
+                        self._feed(machine.DirectiveArrived(m))
+                    else:
+                        for process in self._processes.values():
+                            process.send(m)
+            except WireError as error:
+                if str(error) != refused:
+                    refused = str(error)
+                    print(f"holdfast: agent: {error}", file=sys.stderr, flush=True)
+            except OSError:
+                pass
+            if self._coordinator is not None:
+                self._coordinator.close()
+            self._coordinator = None
+            await asyncio.sleep(RECONNECT_S)
+
+    async def _watch(self) -> None:
+        while True:
+            for worker, process in list(self._processes.items()):
+                sample = sample_process(process.pid) if process.running else None
+                if sample is not None:
+                    self._feed(machine.Sampled(worker, process.incarnation, sample))
+            await asyncio.sleep(self._policy.freeze.sample_s)
+
+    def _feed(self, event: machine.AgentEvent) -> None:
+        now = time.monotonic()
+        for effect in self._core.handle(event, now):
+            self._carry_out(effect)
+        if self._timer is not None:
+            self._timer.cancel()
+        deadline = self._core.deadline()
+        if deadline is not None:
+            delay_s = max(deadline - time.monotonic(), TICK_S_MIN)
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(delay_s, self._feed, machine.Tick())
+
+    def _carry_out(self, effect: machine.AgentEffect) -> None:
+        match effect:
+            case machine.SendReport(report):
+                if self._coordinator is not None:
+                    self._coordinator.send(report)
+            case machine.SendWorker(worker, incarnation, directive):
+                process = self._processes.get(worker)
+                if process is not None and process.incarnation == incarnation:
+                    process.send(directive)
+            case machine.Spawn(worker, incarnation):
+                asyncio.ensure_future(self._spawn(worker, incarnation))
+            case machine.Kill(worker, incarnation, reason):
+                process = self._processes.get(worker)
+                if process is not None and process.incarnation == incarnation:
+                    process.note(f"holdfast: killed: {reason}")
+                    process.kill()
+            case machine.Quit():
+                self._quit.set()
+            case _:
+                assert_never(effect)
+
+    async def _spawn(self, worker: WorkerId, incarnation: Incarnation) -> None:
+        process = WorkerProcess(self._template, worker, incarnation)
+        self._processes[worker] = process
+        try:
+            await process.start(self._on_message, self._on_exit)
+        except OSError as error:
+            reason = f"cannot start a process: {error.strerror}"
+            self._feed(machine.ProcessExited(worker, incarnation, 1, reason))
+            return
+        self._feed(machine.Spawned(worker, incarnation, process.pid))
+        if process.killed_early:
+            process.kill()
+
+    def _on_message(self, process: WorkerProcess, message: WorkerStatus | Address) -> None:
+        if isinstance(message, WorkerStatus):
+            if (message.worker, message.incarnation) == (process.worker, process.incarnation):
+                self._feed(machine.WorkerSaid(message))
+        elif self._coordinator is not None:
+            self._coordinator.send(message)
+
+    def _on_exit(self, process: WorkerProcess, code: int, detail: str) -> None:
+        self._feed(machine.ProcessExited(process.worker, process.incarnation, code, detail))
+
+
+def make_agent(
+    run_dir: RunDir, spec: JobSpec, agent: AgentId, incarnation: Incarnation, host: str
+) -> AgentServer:
+    policy = machine.AgentPolicy(lease_s=spec.lease_s)
+    core = machine.AgentMachine(agent, incarnation, spec.nproc, policy, os.getpid())
+    template = WorkerTemplate(run_dir=run_dir, spec=spec, host=host)
+    return AgentServer(core, template, policy)
+
+
+def main(argv: list[str]) -> int:
+    run_dir, host, port = RunDir(Path(argv[0])), argv[1], int(argv[2])
+    agent, incarnation = AgentId(argv[3]), Incarnation(int(argv[4]))
+    die_with_parent(int(argv[5]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides what Ctrl-C means
+    spec = run_dir.spec()
+
+    async def serve() -> None:
+        server = make_agent(run_dir, spec, agent, incarnation, host)
+        await server.run(host, port, run_dir.secret())
+
+    asyncio.run(serve())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

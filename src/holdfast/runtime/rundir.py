@@ -1,0 +1,137 @@
+"""The run directory: what is where, and writing it so that a reader never sees half a file."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import xxhash
+
+from holdfast.core.errors import UserError
+from holdfast.core.types import JobRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpec:
+    """What the operator asked for; written once as job.json."""
+
+    script: str
+    args: tuple[str, ...]
+    nproc: int
+    virtual_ranks: int
+    workers_min: int
+    seed: int
+    threads: int
+    lease_s: float
+    hang_s: float
+    losses_max: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """Paths inside one run directory, and the files with a format of their own."""
+
+    path: Path
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def result(self) -> Path:
+        return self.path / "result.json"
+
+    @property
+    def coordinator(self) -> Path:
+        return self.path / "coordinator.json"
+
+    @property
+    def journal(self) -> Path:
+        return self.path / "journal"
+
+    def create(self, spec: JobSpec) -> None:
+        """Make a fresh run directory. UserError when it is in use or cannot be written."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            if (self.path / "job.json").exists():
+                raise UserError(
+                    f"--run-dir {self.path} already holds a run: name another directory"
+                )
+            self.logs.mkdir(exist_ok=True)
+            (self.path / "ledger").mkdir(exist_ok=True)
+            descriptor = os.open(self.path / "secret", os.O_WRONLY | os.O_CREAT, 0o600)
+            with open(descriptor, "w") as file:
+                file.write(secrets.token_hex(32))
+            write_json(self.path / "job.json", asdict(spec))
+        except OSError as error:
+            raise unwritable(self.path, error) from None
+
+    def spec(self) -> JobSpec:
+        return msgspec.convert(self._read_json("job.json"), JobSpec)
+
+    def secret(self) -> bytes:
+        try:
+            return bytes.fromhex((self.path / "secret").read_text())
+        except (OSError, ValueError) as error:
+            raise UserError(f"{self.path} has no readable secret ({error}): is it a run?") from None
+
+    def address(self) -> tuple[str, int]:
+        """Where the coordinator listens."""
+        found = self._read_json("coordinator.json")
+        try:
+            return str(found["host"]), int(found["port"])
+        except (KeyError, TypeError, ValueError):
+            raise UserError(f"{self.coordinator} is damaged: {found!r}") from None
+
+    def outcome(self) -> str | None:
+        """How the run ended; None while it has not."""
+        try:
+            return str(json.loads(self.result.read_text())["outcome"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def save_record(self, record: JobRecord) -> None:
+        """Replace the journal. Survives the death of the process, not that of the machine."""
+        body = msgspec.msgpack.encode(record)
+        _replace(self.journal, xxhash.xxh3_128(body).digest() + body)
+
+    def load_record(self) -> JobRecord | None:
+        """The newest record; None when there is none or its digest is wrong."""
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            data = self.journal.read_bytes()
+            if xxhash.xxh3_128(data[16:]).digest() == data[:16]:
+                return msgspec.msgpack.decode(data[16:], type=JobRecord)
+        return None
+
+    def _read_json(self, name: str) -> Any:
+        path = self.path / name
+        try:
+            return json.loads(path.read_text())
+        except FileNotFoundError:
+            raise UserError(f"{path} does not exist: is {self.path} a run directory?") from None
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path} cannot be read: {error}") from None
+
+
+def unwritable(path: Path, error: OSError) -> UserError:
+    return UserError(f"cannot write under {path}: {error.strerror}; free space or use --run-dir")
+
+
+def write_json(path: Path, value: object) -> None:
+    _replace(path, json.dumps(value, indent=2).encode() + b"\n")
+
+
+def _replace(path: Path, data: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_bytes(data)
+    os.replace(temporary, path)

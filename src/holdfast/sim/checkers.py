@@ -1,0 +1,218 @@
+"""The ground truth of a simulated run, and everything that must never be seen in it.
+
+It looks only at facts of the world (which processes live, which bytes were summed, what is on the
+coordinator's disk, which promises were given), never at what a machine believes of another one.
+The oracle is written apart from the product's own summation.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from holdfast.core.types import Directive, JobRecord, View
+
+if TYPE_CHECKING:
+    from holdfast.sim.workers import Process
+
+Key = tuple[int, int]  # worker, incarnation
+INITIAL_STATE = 1
+
+
+class Violation(AssertionError):
+    """The machines did something that must never happen."""
+
+
+def task(state: int, step: int, vrank: int) -> int:
+    """The content of one gradient: a pure function, like the real one."""
+    return hash((state, step, vrank, 17))
+
+
+def add(left: int, right: int) -> int:
+    """Neither commutative nor associative, so that any other order of summation shows."""
+    return hash((left, right, 5))
+
+
+def apply(state: int, step: int, total: int) -> int:
+    return hash((state, step, total, 29))
+
+
+def expected_sum(state: int, step: int, vranks: int) -> int:
+    """Pairs, then pairs of pairs: the definition of the canonical tree, level by level."""
+    level = [task(state, step, v) for v in range(vranks)]
+    while len(level) > 1:
+        pairs = [add(level[i], level[i + 1]) for i in range(0, len(level) - 1, 2)]
+        level = pairs + level[len(pairs) * 2 :]
+    return level[0]
+
+
+class Truth:
+    """Observes; raises Violation. Nothing in the simulated world reads it."""
+
+    def __init__(self, vranks: int, steps: int) -> None:
+        self.vranks = vranks
+        self.steps = steps
+        self.states = [INITIAL_STATE]
+        self.sums: list[int] = []
+        self.views: dict[int, View] = {}
+        self.newest = 0
+        self.processes: dict[Key, Process] = {}
+        self.live: dict[int, Process] = {}
+        self.leading: dict[Key, int] = {}
+        self.disk: JobRecord | None = None
+        self.completed = False
+        self.commits = 0
+
+    def start(self) -> None:
+        """Run the whole job without faults."""
+        for step in range(self.steps):
+            state = self.states[-1]
+            self.sums.append(expected_sum(state, step, self.vranks))
+            self.states.append(apply(state, step, self.sums[-1]))
+
+    # ------------------------------------------------------------ processes
+
+    def spawned(self, process: Process) -> None:
+        key = process.key
+        if key in self.processes:
+            raise Violation(f"worker {key[0]} was started twice as incarnation {key[1]}")
+        if key[0] in self.live:
+            raise Violation(f"two processes of worker {key[0]} live: {self.live[key[0]].key}, {key}")
+        self.processes[key] = process
+        self.live[key[0]] = process
+
+    def died(self, process: Process) -> None:
+        del self.live[process.key[0]]
+        self.leading.pop(process.key, None)
+
+    def left(self, process: Process) -> None:
+        """A script ran to its end: it must hold the result of the job."""
+        if process.step != self.steps or process.state != self.states[self.steps]:
+            raise Violation(f"worker {process.key} finished at step {process.step} of {self.steps}")
+        self.completed = True
+
+    def finished(self, outcome: str) -> None:
+        if outcome:
+            raise Violation(f"the job gave up: {outcome}")
+        if not self.completed:
+            raise Violation("the job was declared done and no script ever reached its end")
+
+    # ------------------------------------------------------------ membership
+
+    def persisted(self, record: JobRecord) -> None:
+        if self.disk is not None and self.disk.term > record.term:
+            raise Violation("a deposed coordinator wrote to the journal")
+        self.disk = record
+        if record.view is not None:
+            self._formed(record.view)
+
+    def directed(self, directive: Directive) -> None:
+        """The coordinator speaks: what it says must be durable."""
+        slots = {s.worker: s.incarnation for s in self.disk.slots} if self.disk else {}
+        for worker, incarnation in directive.wanted:
+            if slots.get(worker, 0) < incarnation:
+                raise Violation(f"worker {worker}.{incarnation} was ordered before it was durable")
+        view = directive.view
+        if view is None:
+            return
+        self._formed(view)
+        kept = self.disk.view if self.disk else None
+        if kept is None or kept.number < view.number:
+            raise Violation(f"view {view.number} was sent before it was durable")
+
+    def _formed(self, view: View) -> None:
+        known = self.views.get(view.number)
+        if known is not None:
+            if known is not view and known != view:
+                raise Violation(f"two views are numbered {view.number}: {known} and {view}")
+            return
+        if view.number <= self.newest:
+            raise Violation(f"view {view.number} was formed after view {self.newest}")
+        before = self.views.get(self.newest)
+        self.views[view.number] = view
+        self.newest = view.number
+        for member in before.members if before else ():
+            process = self.processes[(member.worker, member.incarnation)]
+            if not process.alive or before is None:
+                continue
+            status = process.machine.snapshot()
+            if status.promised < before.number:
+                raise Violation(
+                    f"view {view.number} was formed while worker {process.key} can still act in "
+                    f"view {before.number}"
+                )
+            if not view.donors and status.has_state:
+                raise Violation(f"starting again although worker {process.key} holds the state")
+        self._balanced(view)
+
+    def _balanced(self, view: View) -> None:
+        owned = sum(len(view.hosted_by(w)) for w in view.workers)
+        if len(view.owners) != self.vranks or owned != self.vranks:
+            raise Violation(f"view {view.number} hosts {owned} of {self.vranks} virtual ranks")
+
+    def installed(self, process: Process, view: View, before: int) -> None:
+        if self.views.get(view.number) != view:
+            raise Violation(f"worker {process.key} installs a view that was never formed: {view}")
+        if view.number <= before:
+            raise Violation(f"worker {process.key} goes from view {before} back to {view.number}")
+        if view.member(process.key[0]) is None:
+            raise Violation(f"worker {process.key} installs view {view.number} of others")
+
+    # ------------------------------------------------------------ content
+
+    def donated(self, process: Process, view: View) -> None:
+        if not process.at_rest:
+            raise Violation(f"worker {process.key} donates in the middle of a step")
+        if process.state != self.states[view.resume_step]:
+            raise Violation(f"worker {process.key} donates a state that is not the job's")
+
+    def synced(self, process: Process, view: View, digests: dict[int, int | None]) -> None:
+        for worker, digest in sorted(digests.items()):
+            if view.joiners and digest != self.states[view.resume_step]:
+                raise Violation(f"worker {worker} starts view {view.number} from a wrong state")
+
+    def reduced(
+        self, process: Process, view: View, step: int, parts: list[tuple[Key, int, int]]
+    ) -> None:
+        """`parts` are (sender, vrank, token) as they went into the sum of `step`."""
+        seen: dict[int, Key] = {}
+        for sender, vrank, token in parts:
+            member = view.member(sender[0])  # type: ignore[arg-type]
+            if member is None or member.incarnation != sender[1]:
+                raise Violation(f"{sender} contributes to view {view.number} it is no member of")
+            if vrank in seen:
+                raise Violation(
+                    f"step {step}: vrank {vrank} counts twice, from {seen[vrank]} and {sender}"
+                )
+            if token != task(self.states[step], step, vrank):
+                raise Violation(f"step {step}: vrank {vrank} from {sender} has other contents")
+            seen[vrank] = sender
+        if len(seen) != self.vranks:
+            raise Violation(f"step {step} is summed from {len(seen)} of {self.vranks} vranks")
+
+    def committed(self, process: Process, step: int, total: int | None, by_vote: bool) -> None:
+        self.commits += 1
+        if step >= self.steps:
+            raise Violation(f"worker {process.key} commits step {step} of {self.steps}")
+        if total != self.sums[step]:
+            raise Violation(f"worker {process.key} commits step {step} with other contents")
+        if process.state != self.states[step]:
+            raise Violation(f"worker {process.key} applies step {step} to another state")
+        if by_vote and process.machine.snapshot().view < self.newest:
+            raise Violation(
+                f"worker {process.key} commits step {step} by a vote of view "
+                f"{process.machine.snapshot().view} although view {self.newest} was formed"
+            )
+
+    def applied(self, process: Process) -> None:
+        if process.state != self.states[process.step]:
+            raise Violation(f"worker {process.key} diverged at step {process.step}")
+
+    def acted(self, process: Process) -> None:
+        """After every event of a worker: no two may believe that they lead."""
+        machine = process.machine
+        if not machine.leads or machine.snapshot().promised >= machine.snapshot().view:
+            self.leading.pop(process.key, None)
+            return
+        self.leading[process.key] = machine.snapshot().view
+        if len(self.leading) > 1:
+            raise Violation(f"several leaders: {self.leading}")

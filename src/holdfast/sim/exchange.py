@@ -1,0 +1,274 @@
+"""The data plane of one simulated worker: groups, contributions, votes and state transfer.
+
+Per view, connections are reliable and keep order while both ends live and neither has severed. What
+was under way when an end closes arrives or is lost, and the other end hears of it or never does, by
+the seed. What is sent and when mirrors the real driver.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from holdfast.core import tree
+from holdfast.core.types import View, WorkerId
+from holdfast.core.worker import GroupBroken, Loading, Reduced, Synced, Voted
+from holdfast.sim.checkers import Key, add
+
+if TYPE_CHECKING:
+    from holdfast.sim.workers import Process
+    from holdfast.sim.world import World
+
+Parts = tuple[tuple[int, int], ...]  # vrank and token
+
+
+class Group:
+    """One worker's end of the process group of a view."""
+
+    def __init__(self, view: View, keys: tuple[Key, ...]) -> None:
+        self.view = view
+        self.number = view.number
+        self.keys = keys
+        self.open = True
+        self.ready = False
+        self.synced = False
+        self.sent_step = -1
+        self.voted_step = -1
+        self.done_step = -1
+        self.parts: dict[int, dict[Key, Parts]] = {}
+        self.votes: dict[int, dict[Key, bool]] = {}
+        self.states: dict[Key, tuple[int, int]] = {}
+        self.digests: dict[int, int | None] = {}
+
+
+class DataNetwork:
+    """Connections between workers, and the place where the members of a view meet."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._arrived: dict[int, list[Process]] = {}
+        self._last: dict[tuple[int, Key, Key], float] = {}
+        self._cut_links: dict[tuple[int, Key, Key], bool] = {}
+        self._apart: dict[tuple[str, str], bool] = {}
+
+    def arrive(self, process: Process, group: Group) -> None:
+        """A member builds the group: it is ready once all are here and reach each other."""
+        here = self._arrived.setdefault(group.number, [])
+        here.append(process)
+        if len(here) < len(group.keys):
+            return
+        world = self._world
+        if any(not p.alive or not p.open_group(group.number) for p in here):
+            return
+        if any(self._is_apart(a, b) for a in here for b in here):
+            return
+        build_s = world.options.build_s
+        for p in here:
+            p.post(world.rng.uniform(0.2, 1.0) * build_s, group_ready, p, group.number)
+
+    def send(self, sender: Process, group: Group, key: Key, kind: str, step: int, body: object,
+             extra_s: float = 0.0) -> None:
+        world = self._world
+        receiver = world.processes.get(key)
+        if receiver is None:
+            return
+        link = (group.number, sender.key, key)
+        at = world.now + extra_s + world.delay(world.options.data_s)
+        at = max(at, self._last.get(link, 0.0))
+        self._last[link] = at
+        world.at(at - world.now, self._deliver, link, sender, receiver, kind, step, body)
+
+    def _deliver(self, link: tuple[int, Key, Key], sender: Process, receiver: Process, kind: str,
+                 step: int, body: object) -> None:
+        if sender.cut_through >= link[0] or self._cut_links or self._apart:
+            if sender.cut_through >= link[0] or link in self._cut_links:
+                return
+            if self._is_apart(sender, receiver):
+                self._cut_links[link] = True  # order is kept: nothing later may overtake the loss
+                return
+        receiver.deliver(received, (receiver, link[0], kind, step, sender.key, body))
+
+    def close(self, process: Process, group: Group, reason: str) -> None:
+        """One end closes: what it had under way and what its peers notice is up to the seed."""
+        if not group.open:
+            return
+        group.open = False
+        world, options = self._world, self._world.options
+        if world.rng.random() < options.cut_in_flight:
+            process.cut_through = max(process.cut_through, group.number)
+        for peer in self._arrived.get(group.number, ()):
+            if peer is process or not peer.alive or world.rng.random() < options.unheard_break:
+                continue
+            delay_s = world.delay(options.data_s) * world.rng.choice((1, 1, 20))
+            peer.post(delay_s, broken, peer, group.number, reason)
+
+    def cut_link(self, a: Process, b: Process, number: int) -> None:
+        """A connection breaks between two live workers; at least one of them is told."""
+        rng = self._world.rng
+        self._cut_links[(number, a.key, b.key)] = self._cut_links[(number, b.key, a.key)] = True
+        told = rng.choice(((a,), (b,), (a, b)))
+        for process in told:
+            process.post(rng.uniform(0.0, 0.5), broken, process, number, "link broke")
+
+    def part(self, a: str, b: str) -> None:
+        """Two nodes' data networks lose each other; groups across them break."""
+        self._apart[(a, b)] = self._apart[(b, a)] = True
+        live = self._world.live()
+        for p in live:
+            for q in live:
+                if p.agent == a and q.agent == b and p.group is not None and q.group is not None:
+                    if p.group.number == q.group.number and p.group.open and q.group.open:
+                        self.cut_link(p, q, p.group.number)
+
+    def join(self, a: str, b: str) -> None:
+        self._apart.pop((a, b), None)
+        self._apart.pop((b, a), None)
+
+    def _is_apart(self, a: Process, b: Process) -> bool:
+        return (a.agent, b.agent) in self._apart
+
+
+# ---------------------------------------------------------------- one worker's side
+
+
+def install(process: Process, view: View) -> None:
+    """Begin to build the group of `view`, and give up if the others do not come."""
+    keys = tuple((int(m.worker), int(m.incarnation)) for m in view.members)
+    group = process.group = Group(view, keys)
+    world = process.world
+    world.data.arrive(process, group)
+    process.post(world.options.build_timeout_s, build_timeout, process, view.number)
+
+
+def build_timeout(process: Process, number: int) -> None:
+    group = process.open_group(number)
+    if group is not None and not group.ready:
+        process.feed(GroupBroken(group.view.number, "the group could not be built in time"))
+
+
+def broken(process: Process, number: int, reason: str) -> None:
+    group = process.open_group(number)
+    if group is not None:
+        process.feed(GroupBroken(group.view.number, reason))
+
+
+def group_ready(process: Process, number: int) -> None:
+    group = process.open_group(number)
+    if group is None:
+        return
+    group.ready = True
+    view, data = group.view, process.world.data
+    if not view.joiners:
+        group.synced = True
+        process.feed(Synced(view.number))
+    elif process.worker not in view.joiners:
+        process.world.truth.donated(process, view)
+        for key in group.keys:
+            if WorkerId(key[0]) in view.joiners:
+                body = (process.state, process.step)
+                data.send(process, group, key, "state", 0, body, process.world.options.load_s)
+        verify(process, number)
+    elif view.donors:
+        process.feed(Loading())
+        process.state = None
+        loaded(process, group)  # what donors that were ready earlier have sent may all be here
+    else:
+        verify(process, number)
+    advance(process)
+
+
+def loaded(process: Process, group: Group) -> None:
+    if group.ready and len(group.states) == len(group.view.donors):
+        process.post(
+            process.world.delay(process.world.options.load_s), store_state, process, group.number
+        )
+
+
+def store_state(process: Process, number: int) -> None:
+    group = process.open_group(number)
+    if group is None:
+        return
+    _, (process.state, process.step) = min(group.states.items())
+    verify(process, number)
+
+
+def verify(process: Process, number: int) -> None:
+    """Tell everyone the digest of this worker's state."""
+    group = process.open_group(number)
+    if group is None:
+        return
+    for key in group.keys:
+        if key != process.key:
+            process.world.data.send(process, group, key, "digest", 0, process.state)
+    group.digests[process.key[0]] = process.state
+    advance(process)
+
+
+def received(
+    process: Process, number: int, kind: str, step: int, sender: Key, body: object
+) -> None:
+    group = process.open_group(number)
+    if group is None:
+        return
+    if kind == "part":
+        group.parts.setdefault(step, {})[sender] = body  # type: ignore[assignment]
+    elif kind == "vote":
+        group.votes.setdefault(step, {})[sender] = body  # type: ignore[assignment]
+    elif kind == "state":
+        group.states[sender] = body  # type: ignore[assignment]
+        loaded(process, group)
+    else:
+        group.digests[sender[0]] = body  # type: ignore[assignment]
+    advance(process)
+
+
+def advance(process: Process) -> None:
+    """Do whatever of the present step's exchange can be done now."""
+    group = process.group
+    if group is None or not group.open or not group.ready:
+        return
+    view = group.view
+    if not group.synced:
+        if len(group.digests) < len(group.keys):
+            return
+        group.synced = True
+        process.world.truth.synced(process, view, group.digests)
+        process.feed(Synced(view.number))
+        return
+    step = process.step
+    if process.local_done and group.sent_step < step:
+        group.sent_step = step
+        mine = tuple((v, process.tokens[v]) for v in view.hosted_by(process.worker))
+        group.parts.setdefault(step, {})[process.key] = mine
+        tell_all(process, group, "part", step, mine)
+    if group.sent_step == step and group.voted_step < step:
+        if len(group.parts[step]) == len(group.keys):
+            reduce(process, group, step)
+    if group.voted_step == step and group.done_step < step:
+        votes = group.votes[step]
+        if len(votes) == len(group.keys):
+            group.done_step = step
+            pending = any(votes[key] for key in group.keys)
+            process.feed(Voted(view.number, step, pending))
+
+
+def reduce(process: Process, group: Group, step: int) -> None:
+    """Sum what came, in the canonical order; then vote."""
+    parts = group.parts.pop(step)
+    flat = [(key, v, token) for key in group.keys for v, token in parts[key]]
+    process.world.truth.reduced(process, group.view, step, flat)
+    values = {(v, 1): token for _, v, token in flat}
+    process.total = tree.fold(values, process.world.options.vranks, add)
+    process.total_step = step
+    group.voted_step = step
+    process.feed(Reduced(group.view.number, step))
+    if not group.open:
+        return
+    vote = process.machine.pending
+    group.votes.setdefault(step, {})[process.key] = vote
+    tell_all(process, group, "vote", step, vote)
+
+
+def tell_all(process: Process, group: Group, kind: str, step: int, body: object) -> None:
+    for key in group.keys:
+        if key != process.key:
+            process.world.data.send(process, group, key, kind, step, body)

@@ -1,0 +1,155 @@
+"""What goes wrong in a run, and when: chosen by the seed while the run unfolds.
+
+Faults strike until `faults_end_s`; then everything heals, and what is left must finish the job.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from holdfast.sim.workers import Process
+    from holdfast.sim.world import World
+
+
+class Faults:
+    """Injects the kinds of faults that the options of this seed allow."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._inside_worker = False
+        self._inside_coordinator = False
+        self._kinds: tuple[str, ...] = ()
+        self.active = False
+        self.count: dict[str, int] = {}
+
+    def start(self) -> None:
+        kinds = self._world.options.faults
+        self._kinds = tuple(k for k in kinds if not k.endswith("_inside") and k != "lossy")
+        self._inside_worker = "worker_crash_inside" in kinds
+        self._inside_coordinator = "coordinator_crash_inside" in kinds
+        self.active = True
+        self._world.at(self._world.options.faults_end_s, self._stop)
+        self._next()
+
+    def _stop(self) -> None:
+        """The world heals: what is stopped runs again, what is cut is joined, by its own timer."""
+        self.active = self._inside_worker = self._inside_coordinator = False
+
+    def _next(self) -> None:
+        world = self._world
+        if self.active and self._kinds:
+            self._strike(world.rng.choice(self._kinds))
+            world.at(world.rng.expovariate(1 / world.options.fault_every_s), self._next)
+
+    # ------------------------------------------------------------ in the middle of things
+
+    def strikes_inside(self, process: Process) -> bool:
+        """Whether this process dies here, between two effects."""
+        if not self._inside_worker or self._world.rng.random() >= 0.004:
+            return False
+        self._note("worker_crash_inside")
+        process.end(-11, "crashed between two effects")
+        return True
+
+    def strikes_coordinator(self) -> bool:
+        if not self._inside_coordinator or self._world.rng.random() >= 0.01:
+            return False
+        self._note("coordinator_crash_inside")
+        self._world.coordinator.crash()
+        self._world.at(self._world.rng.uniform(0.1, 4.0), self._world.coordinator.start)
+        return True
+
+    # ------------------------------------------------------------ from outside
+
+    def _strike(self, kind: str) -> None:
+        world, rng = self._world, self._world.rng
+        live = world.live()
+        match kind:
+            case "agent_crash" | "agent_lost" | "partition" | "data_partition":
+                self._strike_node(kind)
+            case "coordinator_crash":
+                self._note(kind)
+                world.coordinator.crash()
+                world.at(rng.uniform(0.1, 8.0), world.coordinator.start)
+            case "link_break":
+                a, b = (rng.choice(live), rng.choice(live)) if live else (None, None)
+                if a is not None and b is not None and a is not b and a.group and b.group:
+                    if a.group.number == b.group.number and a.group.open and b.group.open:
+                        self._note(kind)
+                        world.data.cut_link(a, b, a.group.number)
+            case _:
+                if live:
+                    self._note(kind)
+                    self._strike_worker(kind, rng.choice(live))
+
+    def _strike_worker(self, kind: str, process: Process) -> None:
+        world, rng = self._world, self._world.rng
+        match kind:
+            case "worker_crash":
+                process.end(rng.choice((-9, -11, -6)), "crashed")
+            case "freeze":
+                process.stopped = True
+                process.host.watch(process)
+                if rng.random() < 0.7:  # else only the agent ends it
+                    world.at(rng.uniform(0.1, 4.0), process.resume)
+            case "silent":
+                process.silent = True
+                process.host.watch(process)
+                world.at(rng.uniform(0.5, 6.0), process.resume)
+            case "busy":
+                process.stuck = True
+                world.at(rng.uniform(0.5, 6.0), self._unstick, process)
+            case "stuck":
+                process.stuck = True
+                world.at(3 * world.options.hang_s, self._unstick, process)
+            case "slow":
+                process.slowness = rng.uniform(2.0, 10.0)
+                world.at(rng.uniform(1.0, 20.0), self._hasten, process)
+
+    def _strike_node(self, kind: str) -> None:
+        world, rng = self._world, self._world.rng
+        hosts = [h for _, h in sorted(world.hosts.items()) if not h.gone and h.incarnation]
+        if not hosts:
+            return
+        host = rng.choice(hosts)
+        duration_s = min(rng.choice((0.2, 1.0, 10.0)) * rng.uniform(0.2, 2.0), self._left_s() + 1)
+        match kind:
+            case "agent_crash":
+                self._note(kind)
+                host.crash()
+                world.at(duration_s, host.start)
+            case "agent_lost":
+                if len(hosts) > 1 and rng.random() < 0.3:
+                    self._note(kind)
+                    host.crash()
+                    host.gone = True
+            case "partition":
+                self._note(kind)
+                for up in rng.choice(((True,), (False,), (True, False))):
+                    world.cut[(host.name, up)] = world.cut.get((host.name, up), 0) + 1
+                    world.at(duration_s, self._heal, host.name, up)
+            case "data_partition":
+                other = rng.choice(hosts)
+                if other is not host:
+                    self._note(kind)
+                    world.data.part(host.name, other.name)
+                    world.at(duration_s, world.data.join, host.name, other.name)
+
+    # ------------------------------------------------------------ leaves
+
+    def _left_s(self) -> float:
+        return max(self._world.options.faults_end_s - self._world.now, 0.0)
+
+    def _heal(self, name: str, up: bool) -> None:
+        self._world.cut[(name, up)] -= 1
+
+    def _unstick(self, process: Process) -> None:
+        process.stuck = False
+
+    def _hasten(self, process: Process) -> None:
+        process.slowness = 1.0
+
+    def _note(self, kind: str) -> None:
+        self.count[kind] = self.count.get(kind, 0) + 1
+        self._world.mark(f"fault: {kind}")

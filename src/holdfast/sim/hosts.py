@@ -1,0 +1,241 @@
+"""The coordinator's and the agents' processes, and the control network between them.
+
+The network loses, repeats, delays and reorders; partitions cut either direction or both. A host
+that crashes loses its memory; only the coordinator's journal is durable.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from holdfast.core import agent as ag
+from holdfast.core import coordinator as co
+from holdfast.core.liveness import ProcessSample
+from holdfast.core.types import AgentId, AgentReport, Directive, Incarnation, WorkerId, WorkerStatus
+from holdfast.sim.workers import Process
+
+if TYPE_CHECKING:
+    from holdfast.sim.world import World
+
+
+class CoordinatorHost:
+    """Runs one CoordinatorMachine at a time; the journal outlives them."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.machine: co.CoordinatorMachine | None = None
+        self.term = 0
+        self.offset_s = 0.0
+        self.outcome: str | None = None
+        self._wake_at: float | None = None
+
+    def start(self) -> None:
+        if self.outcome is not None or self.machine is not None:
+            return
+        world = self.world
+        self.term += 1
+        self.offset_s = world.rng.uniform(0, 1000)  # another machine, another monotonic clock
+        self._wake_at = None
+        self.machine = world.machines.coordinator(
+            world.coordinator_policy, self.term, world.truth.disk, self._clock()
+        )
+        self.handle(co.Tick())
+
+    def crash(self) -> None:
+        self.machine = None
+
+    def hear(self, report: AgentReport) -> None:
+        self.handle(co.ReportArrived(report))
+
+    def handle(self, event: co.CoordinatorEvent) -> None:
+        machine, world = self.machine, self.world
+        if machine is None:
+            return
+        effects = machine.handle(event, self._clock())
+        world.note(self, event, effects)
+        machine.check()
+        for effect in effects:
+            if world.faults.strikes_coordinator():
+                return
+            self._carry_out(effect)
+        self._sleep()
+
+    def _carry_out(self, effect: co.CoordinatorEffect) -> None:
+        world = self.world
+        match effect:
+            case co.Persist(record):
+                world.truth.persisted(record)
+            case co.SendDirective(directive):
+                world.truth.directed(directive)
+                host = world.hosts[directive.agent]
+                world.transmit(host.name, False, host.hear, directive)
+            case co.Announce(kind):
+                world.announced[kind] = world.announced.get(kind, 0) + 1
+            case co.Finish(outcome):
+                world.truth.finished(outcome)
+                self.outcome = outcome
+                self.machine = None
+
+    def _clock(self) -> float:
+        return self.world.now + self.offset_s
+
+    def _sleep(self) -> None:
+        if self.machine is None:
+            return
+        deadline = self.machine.deadline()
+        if deadline is None:
+            return
+        at = deadline - self.offset_s + 1e-6
+        if self._wake_at is None or at < self._wake_at:
+            self._wake_at = at
+            self.world.at(max(at - self.world.now, 0.0), self._woken, self.term, at)
+
+    def _woken(self, term: int, at: float) -> None:
+        if self.machine is not None and self.term == term and self._wake_at == at:
+            self._wake_at = None
+            self.handle(co.Tick())
+
+
+class AgentHost:
+    """One node: its agent's machine and the worker processes, which die with the agent."""
+
+    def __init__(self, world: World, name: AgentId) -> None:
+        self.world = world
+        self.name = name
+        self.machine: ag.AgentMachine | None = None
+        self.incarnation = 0
+        self.gone = False  # quit, or lost for good
+        self.processes: dict[int, Process] = {}  # by worker, newest
+        self.rate = 1.0
+        self.offset_s = 0.0
+        self._channel_free: dict[int, float] = {}
+        self._watched: dict[int, Process] = {}
+        self._wake_at: float | None = None
+
+    def start(self) -> None:
+        if self.gone or self.machine is not None:
+            return
+        world = self.world
+        self.incarnation += 1
+        self.rate = 1.0 + world.rng.uniform(-1, 1) * world.options.drift
+        self.offset_s = world.rng.uniform(0, 1000)
+        self._wake_at = None
+        self.machine = world.machines.agent(
+            self.name, Incarnation(self.incarnation), world.options.slots, world.agent_policy
+        )
+        self.handle(ag.Tick())
+
+    def crash(self) -> None:
+        """The agent dies, and the kernel takes its workers with it."""
+        self.machine = None
+        for process in self.processes.values():
+            process.end(-9, "its agent died")
+        self.processes = {}
+        self._watched = {}
+
+    def hear(self, directive: Directive) -> None:
+        self.handle(ag.DirectiveArrived(directive))
+
+    def handle(self, event: ag.AgentEvent) -> None:
+        machine, world = self.machine, self.world
+        if machine is None:
+            return
+        effects = machine.handle(event, self._clock())
+        world.note(self, event, effects)
+        machine.check()
+        for effect in effects:
+            self._carry_out(effect)
+        self._sleep()
+
+    def _carry_out(self, effect: ag.AgentEffect) -> None:
+        world = self.world
+        match effect:
+            case ag.SendReport(report):
+                world.transmit(self.name, True, world.coordinator.hear, report)
+            case ag.SendWorker(worker, incarnation, directive):
+                process = self.processes.get(worker)
+                if process is not None and process.key[1] == incarnation:
+                    at = world.now + world.delay(world.options.channel_s)
+                    at = max(at, self._channel_free.get(worker, 0.0))
+                    self._channel_free[worker] = at
+                    process.post(at - world.now, process.directed, directive)
+            case ag.Spawn(worker, incarnation):
+                process = Process(world, self, worker, incarnation)
+                world.spawned(process)
+                self.processes[worker] = process
+                process.start()
+                pid = world.count["spawns"]
+                self._later(0.01, ag.Spawned(worker, incarnation, pid))
+            case ag.Kill(worker, incarnation, reason):
+                world.count["kills"] += 1
+                process = self.processes.get(worker)
+                if process is not None and process.key[1] == incarnation:
+                    world.at(world.rng.uniform(0.0, 0.05), process.end, -9, reason)
+            case ag.Quit():
+                self.gone = True
+                self.machine = None
+
+    # ------------------------------------------------------------ workers
+
+    def worker_said(self, process: Process, status: WorkerStatus) -> None:
+        """Also what a process said just before it died may still be read."""
+        current = self.processes.get(process.worker)
+        if current is not None and current.key == process.key:
+            self.handle(ag.WorkerSaid(status))
+
+    def process_ended(self, process: Process, code: int, detail: str) -> None:
+        incarnation = Incarnation(process.key[1])
+        self._later(0.02, ag.ProcessExited(process.worker, incarnation, code, detail))
+
+    def watch(self, process: Process) -> None:
+        """Sample a process that is stopped or silent, until it is seen to run again.
+
+        Samples of healthy processes only set the detector back, so they are left out.
+        """
+        if self._watched.get(process.worker) is not process:
+            self._watched[process.worker] = process
+            self._sample(process, 0)
+
+    def _sample(self, process: Process, progress: int) -> None:
+        if self._watched.get(process.worker) is not process or not process.alive:
+            return
+        if not process.stopped:
+            progress += 1
+        sample = ProcessSample(state="T" if process.stopped else "S", progress=progress)
+        self.handle(ag.Sampled(process.worker, Incarnation(process.key[1]), sample))
+        if process.stopped or process.silent:
+            self.world.at(0.25, self._sample, process, progress)
+        else:
+            self._watched.pop(process.worker, None)
+
+    # ------------------------------------------------------------ time
+
+    def _later(self, delay_s: float, event: ag.AgentEvent) -> None:
+        self.world.at(self.world.delay(delay_s), self._handle_if, self.incarnation, event)
+
+    def _handle_if(self, incarnation: int, event: ag.AgentEvent) -> None:
+        if self.incarnation == incarnation:
+            self.handle(event)
+
+    def _clock(self) -> float:
+        return self.world.now * self.rate + self.offset_s
+
+    def _sleep(self) -> None:
+        if self.machine is None:
+            return
+        deadline = self.machine.deadline()
+        if deadline is None:
+            return
+        at = max((deadline - self.offset_s) / self.rate + 1e-6, self.world.now)
+        if self._wake_at is None or at < self._wake_at:
+            self._wake_at = at
+            self.world.at(at - self.world.now, self._woken, self.incarnation, at)
+
+    def _woken(self, incarnation: int, at: float) -> None:
+        if self.machine is not None and self.incarnation == incarnation and self._wake_at == at:
+            self._wake_at = None
+            self.handle(ag.Tick())
+
+
+def worker_id(value: int) -> WorkerId:
+    return WorkerId(value)

@@ -1,0 +1,122 @@
+"""What one simulated run is made of: sizes, speeds and fault kinds, all drawn from its seed.
+
+Swarm testing: each seed switches on only some kinds of faults, because a run with every kind at
+once spends its life in the same few recovery paths.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+FAULT_KINDS = (
+    "worker_crash",
+    "worker_crash_inside",
+    "freeze",
+    "silent",
+    "busy",
+    "stuck",
+    "slow",
+    "agent_crash",
+    "agent_lost",
+    "coordinator_crash",
+    "coordinator_crash_inside",
+    "partition",
+    "lossy",
+    "link_break",
+    "data_partition",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """One run. Durations in seconds of simulated time; `loops` are the steps each loop ends at."""
+
+    seed: int
+    agents: int
+    agents_late: int
+    slots: int
+    vranks: int
+    loops: tuple[int, ...]
+    workers_start: int
+    workers_min: int
+    task_s: float
+    optimizer_s: float
+    boot_s: float
+    load_s: float
+    build_s: float
+    build_timeout_s: float
+    control_s: float
+    channel_s: float
+    data_s: float
+    heartbeat_s: float
+    lease_s: float
+    lease_margin_s: float
+    settle_s: float
+    hang_s: float
+    loss: float
+    duplicate: float
+    drift: float  # clocks run this fraction fast or slow at most
+    cut_in_flight: float  # chance that a closed connection loses what was under way
+    unheard_break: float  # chance that a peer never notices a closed connection
+    faults: tuple[str, ...]
+    fault_every_s: float
+    faults_end_s: float
+
+    @property
+    def steps(self) -> int:
+        return self.loops[-1]
+
+    @property
+    def finish_by_s(self) -> float:
+        """When a run whose faults have ended must be over: every wait it may meet, twice."""
+        work_s = self.steps * (self.vranks * self.task_s * 4 + self.optimizer_s + 40 * self.data_s)
+        waits_s = self.lease_s + self.lease_margin_s + self.settle_s + self.hang_s
+        return self.faults_end_s + 60 + 4 * waits_s + 2 * work_s + 4 * self.build_timeout_s
+
+
+def draw(seed: int, small: bool = False) -> Options:
+    """The options of a seed; `small` keeps runs short, for tests that need many of them."""
+    rng = Random(seed * 2 + small)
+    agents = rng.randint(1, 3 if small else 4)
+    slots = rng.randint(1, 2 if small else 4)
+    late = rng.randint(1, agents - 1) if agents > 1 and rng.random() < 0.3 else 0
+    workers = (agents - late) * slots
+    most = 6 if small else 16
+    fewest = rng.randint(1, workers) if rng.random() < 0.15 else min(workers, most)
+    steps = rng.randint(4, 7) if small else rng.randint(6, 15)
+    loops = (rng.randint(1, steps - 1), steps) if rng.random() < 0.25 else (steps,)
+    kinds = [kind for kind in FAULT_KINDS if rng.random() < 0.35]
+    vranks = rng.randint(fewest, max(most, fewest))
+    return Options(
+        seed=seed,
+        agents=agents,
+        agents_late=late,
+        slots=slots,
+        vranks=vranks,
+        loops=loops,
+        workers_start=workers if rng.random() < 0.8 else rng.randint(1, workers),
+        workers_min=1 if rng.random() < 0.8 else min(rng.randint(1, workers), vranks),
+        task_s=rng.choice((0.01, 0.05, 0.2)) * rng.uniform(0.5, 2) * 8 / vranks,
+        optimizer_s=rng.choice((0.0, 0.01, 0.2)),
+        boot_s=rng.uniform(0.1, 2.0),
+        load_s=rng.choice((0.01, 0.5)),
+        build_s=rng.choice((0.005, 0.1)),
+        build_timeout_s=rng.uniform(3.0, 10.0),
+        control_s=rng.choice((0.0005, 0.005, 0.05, 0.2)),
+        channel_s=rng.choice((0.0002, 0.002, 0.02)),
+        data_s=rng.choice((0.0002, 0.002, 0.02, 0.05)),
+        heartbeat_s=0.5,
+        lease_s=rng.uniform(2.0, 6.0),
+        lease_margin_s=0.5,
+        settle_s=rng.uniform(3.0, 10.0),
+        hang_s=rng.uniform(8.0, 20.0),
+        loss=rng.uniform(0.02, 0.3) if "lossy" in kinds else 0.0,
+        duplicate=rng.uniform(0.0, 0.2) if "lossy" in kinds else 0.0,
+        drift=rng.choice((0.0, 0.005)),
+        cut_in_flight=rng.choice((0.0, 0.5, 1.0)),
+        unheard_break=rng.choice((0.0, 0.3, 0.9)),
+        faults=tuple(kinds),
+        fault_every_s=rng.uniform(0.4, 3.0),
+        faults_end_s=rng.uniform(4.0, 20.0) if small else rng.uniform(8.0, 40.0),
+    )

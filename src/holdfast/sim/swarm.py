@@ -1,0 +1,64 @@
+"""Run seeds: one to a result, many to a summary."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from holdfast.core.errors import InvariantError
+from holdfast.sim.checkers import Violation
+from holdfast.sim.options import Options, draw
+from holdfast.sim.world import Machines, World
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What one seed came to. `failure` is empty when nothing was found."""
+
+    options: Options
+    events: int
+    simulated_s: float
+    digest: int
+    views: int
+    commits: int
+    spawns: int
+    faults: dict[str, int] = field(default_factory=dict)
+    failure: str = ""
+    story: tuple[str, ...] = ()
+
+    @property
+    def replay(self) -> str:
+        return f"holdfast sim --seed {self.options.seed} --trace"
+
+
+def run_seed(
+    seed: int,
+    *,
+    small: bool = False,
+    machines: Machines | None = None,
+    listener: Callable[[str], None] | None = None,
+) -> Result:
+    """Run one seed to its end. Every failure is a result, also a crash of a machine."""
+    options = draw(seed, small)
+    world = World(options, machines or Machines(), listener)
+    failure = ""
+    try:
+        world.run()
+    except (Violation, InvariantError) as error:
+        failure = f"{type(error).__name__}: {error}"
+    except Exception as error:  # a machine or the simulator itself broke: also a finding
+        where = traceback.format_exc(limit=-4)
+        failure = f"{type(error).__name__}: {error}\n{where}"
+    return Result(
+        options=options,
+        events=world.events,
+        simulated_s=world.now,
+        digest=world.digest,
+        views=world.truth.newest,
+        commits=world.truth.commits,
+        spawns=world.count["spawns"],
+        faults=dict(world.faults.count),
+        failure=failure,
+        story=tuple(world.recent()) if failure else (),
+    )

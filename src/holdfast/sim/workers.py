@@ -1,0 +1,249 @@
+"""One simulated worker process: its script, its control thread and the driver of its machine.
+
+It mirrors the real driver: the machine decides, and this carries out. A process can be stopped (it
+handles nothing until it is resumed), silent (the same, but its counters move), or end at any point,
+also between two effects.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from holdfast.core.types import Directive, Incarnation, WorkerDirective, WorkerId, WorkerStatus
+from holdfast.core.worker import (
+    AtBoundary,
+    Begin,
+    Commit,
+    Directed,
+    Install,
+    LocalDone,
+    LoopEnded,
+    LoopEntered,
+    Release,
+    Sever,
+    Tell,
+    Voted,
+    WorkerEffect,
+    WorkerEvent,
+)
+from holdfast.sim import exchange
+from holdfast.sim.checkers import INITIAL_STATE, Key, apply, task
+
+if TYPE_CHECKING:
+    from holdfast.sim.exchange import Group
+    from holdfast.sim.hosts import AgentHost
+    from holdfast.sim.world import World
+
+__all__ = ["Directive", "Process", "WorkerStatus"]
+
+
+class Process:
+    """A process of one incarnation of a worker. `state` is None while it is being written."""
+
+    def __init__(
+        self, world: World, host: AgentHost, worker: WorkerId, incarnation: Incarnation
+    ) -> None:
+        self.world = world
+        self.host = host
+        self.agent = host.name
+        self.worker = worker
+        self.key: Key = (int(worker), int(incarnation))
+        self.machine = world.machines.worker(worker, incarnation)
+        self.alive = True
+        self.stopped = False  # by a signal: the kernel shows state T
+        self.silent = False  # in foreign code that holds the interpreter lock
+        self.stuck = False  # the main thread never comes back
+        self.slowness = 1.0
+        self.backlog: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self.state: int | None = INITIAL_STATE
+        self.step = 0  # steps applied to `state`
+        self.at_rest = False  # the script is held between two steps
+        self.computing = False
+        self.in_step = False
+        self.local_done = False
+        self.tokens: dict[int, int] = {}
+        self.total: int | None = None
+        self.total_step = -1
+        self.loop = 0
+        self.group: Group | None = None
+        self.cut_through = -1  # what was sent in views up to this and has not arrived is lost
+        self._events: deque[WorkerEvent] = deque()
+        self._feeding = False
+        self._poked = False
+        self._channel_free = 0.0
+
+    # ------------------------------------------------------------ life
+
+    def start(self) -> None:
+        options = self.world.options
+        self.post(self.world.rng.uniform(0.5, 1.5) * options.boot_s, self._enter_loop)
+        self.post(self.world.rng.uniform(0.0, options.heartbeat_s), self._heartbeat)
+
+    def post(self, delay_s: float, call: Callable[..., None], *args: Any) -> None:
+        """Have this process do something later, if it still lives then."""
+        self.world.at(delay_s, self.deliver, call, args)
+
+    def deliver(self, call: Callable[..., None], args: tuple[Any, ...]) -> None:
+        if not self.alive:
+            return
+        if self.stopped or self.silent:
+            self.backlog.append((call, args))
+            return
+        call(*args)
+
+    def resume(self) -> None:
+        """Awake again: everything that piled up is handled at once."""
+        self.stopped = self.silent = False
+        while self.backlog and self.alive and not (self.stopped or self.silent):
+            call, args = self.backlog.popleft()
+            call(*args)
+
+    def end(self, code: int, detail: str = "") -> None:
+        """The process is gone at this very moment; its agent hears of it a little later."""
+        if not self.alive:
+            return
+        self.alive = False
+        self.world.ended(self)
+        if self.group is not None:
+            self.world.data.close(self, self.group, "peer died")
+        self.host.process_ended(self, code, detail)
+
+    def open_group(self, number: int) -> Group | None:
+        group = self.group
+        return group if group is not None and group.number == number and group.open else None
+
+    # ------------------------------------------------------------ the machine's driver
+
+    def feed(self, event: WorkerEvent) -> None:
+        """Hand one event to the machine and carry out its effects, in order, to the end."""
+        self._events.append(event)
+        if self._feeding:
+            return
+        self._feeding = True
+        while self._events and self.alive:
+            event = self._events.popleft()
+            before = self.machine.snapshot().view
+            effects = self.machine.handle(event, self.world.now)
+            self.world.note(self, event, effects)
+            self.machine.check()
+            for effect in effects:
+                if self.alive and not self.world.faults.strikes_inside(self):
+                    self._carry_out(effect, event, before)
+            if self.alive:
+                self.world.truth.acted(self)
+        self._feeding = False
+        if self._poked and self.alive:
+            self._poked = False
+            exchange.advance(self)
+
+    def _carry_out(self, effect: WorkerEffect, event: WorkerEvent, before: int) -> None:
+        match effect:
+            case Tell(status):
+                self._tell(status)
+            case Sever(number):
+                group = self.group
+                if group is not None and group.number <= number:
+                    self.world.data.close(self, group, "peer severed")
+            case Install(view):
+                self.world.truth.installed(self, view, before)
+                exchange.install(self, view)
+                self._compute()
+            case Commit(step):
+                self._commit(step, isinstance(event, Voted))
+            case Begin(step):
+                self._begin(step)
+            case Release(_):
+                self.post(self.world.delay(0.001), self._released)
+
+    def directed(self, directive: WorkerDirective) -> None:
+        self.feed(Directed(directive))
+
+    def _tell(self, status: WorkerStatus) -> None:
+        """Over the channel to the agent, which keeps order."""
+        world = self.world
+        at = max(world.now + world.delay(world.options.channel_s), self._channel_free)
+        self._channel_free = at
+        world.at(at - world.now, self.host.worker_said, self, status)
+
+    def _heartbeat(self) -> None:
+        self._tell(self.machine.snapshot())
+        self.post(self.world.options.heartbeat_s, self._heartbeat)
+
+    # ------------------------------------------------------------ the script
+
+    def _enter_loop(self) -> None:
+        self.loop += 1
+        self.feed(LoopEntered())
+        if self.step >= self._until() and self.machine.snapshot().has_state:
+            self.feed(LoopEnded())
+        else:
+            self.at_rest = True
+            self.feed(AtBoundary())
+
+    def _until(self) -> int:
+        return self.world.options.loops[self.loop - 1]
+
+    def _begin(self, step: int) -> None:
+        self.at_rest = False
+        if step >= self._until():
+            self.feed(LoopEnded())
+            return
+        self.in_step = True
+        self.local_done = False
+        self.tokens = {}
+        self._compute()
+
+    def _compute(self) -> None:
+        """Start the next missing task of this step, or say that there is none."""
+        view = self.machine.view
+        if not self.in_step or self.computing or view is None:
+            return
+        missing = [v for v in view.hosted_by(self.worker) if v not in self.tokens]
+        if bool(missing) == self.local_done:
+            self.local_done = not missing
+            self.feed(LocalDone(self.local_done))
+        if missing:
+            self.computing = True
+            world = self.world
+            delay_s = world.rng.uniform(0.5, 1.5) * world.options.task_s * self.slowness
+            self.post(delay_s, self._computed, missing[0])
+        self._poked = True
+
+    def _computed(self, vrank: int) -> None:
+        if self.stuck:
+            self.post(0.25, self._computed, vrank)
+            return
+        self.computing = False
+        if not self.in_step:
+            return
+        self.tokens[vrank] = task(self.state or 0, self.step, vrank)
+        self._compute()
+        exchange.advance(self)
+
+    def _commit(self, step: int, by_vote: bool) -> None:
+        total = self.total if self.total_step == step else None
+        self.world.truth.committed(self, step, total, by_vote)
+        self.in_step = self.local_done = False
+        before, self.state = self.state, None
+        optimizer_s = self.world.options.optimizer_s
+        delay_s = self.world.rng.uniform(0.5, 1.5) * optimizer_s * self.slowness
+        self.post(delay_s, self._applied, before, step, total)
+
+    def _applied(self, before: int, step: int, total: int) -> None:
+        self.state = apply(before, step, total)
+        self.step = step + 1
+        self.world.truth.applied(self)
+        if self.step >= self._until():
+            self.feed(LoopEnded())
+        else:
+            self.at_rest = True
+            self.feed(AtBoundary())
+
+    def _released(self) -> None:
+        if self.loop == len(self.world.options.loops):
+            self.world.truth.left(self)
+            self.end(0)
+        else:
+            self._enter_loop()

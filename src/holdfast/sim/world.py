@@ -1,0 +1,196 @@
+"""The simulated world: one heap of events, one source of chance, and everything that lives in it.
+
+Same options, same trace, whatever the hash seed: nothing here iterates over a set or reads a clock.
+"""
+
+from __future__ import annotations
+
+import heapq
+import zlib
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from holdfast.core.agent import AgentMachine, AgentPolicy
+from holdfast.core.coordinator import CoordinatorMachine, CoordinatorPolicy
+from holdfast.core.types import AgentId
+from holdfast.core.worker import WorkerMachine
+from holdfast.sim.checkers import Key, Truth, Violation
+from holdfast.sim.exchange import DataNetwork
+from holdfast.sim.faults import Faults
+from holdfast.sim.hosts import AgentHost, CoordinatorHost
+from holdfast.sim.options import Options
+from holdfast.sim.workers import Process
+
+STORY_MAX = 40
+EVENTS_MAX = 3_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machines:
+    """Which machines the world runs; tests put faulty ones here."""
+
+    coordinator: type[CoordinatorMachine] = CoordinatorMachine
+    agent: type[AgentMachine] = AgentMachine
+    worker: type[WorkerMachine] = WorkerMachine
+
+
+class World:
+    """One run; see `swarm.run_seed` for how it is used."""
+
+    def __init__(self, options: Options, machines: Machines, listener: Callable[[str], None] | None
+                 ) -> None:
+        self.options = options
+        self.machines = machines
+        self.listener = listener
+        self.rng = Random(options.seed)
+        self.now = 0.0
+        self.events = 0
+        self.digest = 0
+        self.truth = Truth(options.vranks, options.steps)
+        self.data = DataNetwork(self)
+        self.faults = Faults(self)
+        self.coordinator = CoordinatorHost(self)
+        self.hosts: dict[AgentId, AgentHost] = {}
+        self.processes: dict[Key, Process] = {}
+        self.cut: dict[tuple[str, bool], int] = {}  # (agent, towards the coordinator)
+        self.announced: dict[str, int] = {}
+        self.count = {"spawns": 0, "kills": 0}
+        self.story: deque[tuple[float, object, object, object]] = deque(maxlen=STORY_MAX)
+        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._order = 0
+        self.agent_policy = AgentPolicy(heartbeat_s=options.heartbeat_s, lease_s=options.lease_s)
+        self.coordinator_policy = CoordinatorPolicy(
+            virtual_ranks=options.vranks,
+            workers_start=options.workers_start,
+            workers_min=options.workers_min,
+            lease_s=options.lease_s,
+            lease_margin_s=options.lease_margin_s,
+            settle_s=options.settle_s,
+            hang_s=options.hang_s,
+            losses_max=10_000,
+            backoff_s=0.1,
+            backoff_max_s=2.0,
+        )
+
+    # ------------------------------------------------------------ time
+
+    def run(self) -> None:
+        """From the start to the end of the job; raises whatever a checker or a machine finds."""
+        self.truth.start()
+        self._start()
+        deadline = self.options.finish_by_s
+        while self._heap:
+            at, _, call, args = heapq.heappop(self._heap)
+            if at > deadline:
+                break
+            self.now = at
+            self.events += 1
+            call(*args)
+            if self.coordinator.outcome is not None and not self.truth.live:
+                return
+            if self.events > EVENTS_MAX:
+                raise Violation(f"no end after {self.events} events")
+        raise Violation(f"not finished {deadline - self.options.faults_end_s:.0f} s after the faults")
+
+    def at(self, delay_s: float, call: Callable[..., None], *args: Any) -> None:
+        self._order += 1
+        heapq.heappush(self._heap, (self.now + delay_s, self._order, call, args))
+
+    def delay(self, typical_s: float) -> float:
+        """Mostly about `typical_s`, now and then many times that."""
+        rng = self.rng
+        value = typical_s * (0.5 + rng.random())
+        return value * 10 if rng.random() < 0.02 else value
+
+    def _start(self) -> None:
+        options = self.options
+        self.faults.start()
+        for i in range(options.agents):
+            name = AgentId(f"agent{i}")
+            self.hosts[name] = AgentHost(self, name)
+            late = i >= options.agents - options.agents_late
+            span_s = options.faults_end_s if late else 0.5
+            self.at(self.rng.uniform(0.0, span_s), self.hosts[name].start)
+        self.at(self.rng.uniform(0.0, 0.5), self.coordinator.start)
+
+    # ------------------------------------------------------------ the control network
+
+    def transmit(self, agent: str, up: bool, hear: Callable[[Any], None], message: object) -> None:
+        """Agent to coordinator (`up`) or back: may be lost, repeated, late or out of order."""
+        if self.cut.get((agent, up)):
+            return
+        options, lossy = self.options, self.faults.active and self.options.loss > 0
+        if lossy and self.rng.random() < options.loss:
+            return
+        self.at(self.delay(options.control_s), self._arrive, agent, up, hear, message)
+        if lossy and self.rng.random() < options.duplicate:
+            self.at(self.delay(options.control_s * 20), self._arrive, agent, up, hear, message)
+
+    def _arrive(self, agent: str, up: bool, hear: Callable[[Any], None], message: object) -> None:
+        if not self.cut.get((agent, up)):
+            hear(message)
+
+    # ------------------------------------------------------------ processes
+
+    def spawned(self, process: Process) -> None:
+        self.count["spawns"] += 1
+        self.truth.spawned(process)
+        self.processes[process.key] = process
+
+    def ended(self, process: Process) -> None:
+        self.truth.died(process)
+
+    def live(self) -> list[Process]:
+        return [p for _, p in sorted(self.truth.live.items())]
+
+    # ------------------------------------------------------------ the story
+
+    def note(self, who: object, event: object, effects: list[Any]) -> None:
+        """Remember one event of a machine; its digest makes two runs comparable."""
+        self.story.append((self.now, who, event, effects))
+        text = f"{self.now:.9f}{type(event).__name__}{len(effects)}"
+        self.digest = zlib.crc32(text.encode(), self.digest)
+        if self.listener is not None:
+            self.listener(tell(self.now, who, event, effects))
+
+    def mark(self, text: str) -> None:
+        self.story.append((self.now, None, text, ()))
+        if self.listener is not None:
+            self.listener(tell(self.now, None, text, ()))
+
+    def recent(self) -> list[str]:
+        return [tell(*entry) for entry in self.story]
+
+
+def tell(now: float, who: object, event: object, effects: Any) -> str:
+    """One line (and one per effect) of the story."""
+    match who:
+        case Process():
+            name = f"worker {who.key[0]}.{who.key[1]}"
+        case AgentHost():
+            name = f"{who.name}.{who.incarnation}"
+        case CoordinatorHost():
+            name = f"coordinator.{who.term}"
+        case _:
+            return f"{now:10.4f}  *** {event}"
+    lines = [f"{now:10.4f}  {name:14} {_short(event)}"]
+    lines += [f"{'':28}-> {_short(effect)}" for effect in effects]
+    return "\n".join(lines)
+
+
+def _short(value: object) -> str:
+    """A dataclass without the noise: names of types and whatever is not a default."""
+    if isinstance(value, tuple):
+        return "(" + ", ".join(_short(v) for v in value) + ")"
+    fields = getattr(value, "__dataclass_fields__", None)
+    if fields is None:
+        return str(value)
+    shown = [
+        f"{name}={_short(getattr(value, name))}"
+        for name, field in fields.items()
+        if getattr(value, name) != field.default
+    ]
+    return f"{type(value).__name__}({', '.join(shown)})"

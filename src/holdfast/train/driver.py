@@ -1,0 +1,135 @@
+"""The worker machine's driver: events in under one lock, effects out, waiting threads woken.
+
+Three threads meet here: the script's own (computes), the engine (exchanges) and the control thread
+(talks to the agent). Whatever they see becomes an event of the pure machine; what the machine
+decides is left in plain attributes, and everyone who waits for a change waits on `changed`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Protocol, assert_never
+
+from holdfast.core import worker as machine
+from holdfast.core.errors import Severed
+from holdfast.core.types import Incarnation, View, WorkerId, WorkerStatus
+
+
+class Link(Protocol):
+    """The way to the agent. Neither call blocks."""
+
+    def tell(self, status: WorkerStatus) -> None: ...
+
+    def publish(self, view: int, address: bytes) -> None: ...
+
+
+class Cuttable(Protocol):
+    def sever(self) -> None: ...
+
+
+class Driver:
+    """See the module's docstring. Public attributes are read under `changed`."""
+
+    def __init__(self, worker: WorkerId, incarnation: Incarnation, link: Link) -> None:
+        self.worker = worker
+        self.changed = threading.Condition(threading.RLock())
+        self.view: View | None = None  # newest installed
+        self.severed = 0  # views up to this number must not be used
+        self.committed = 0
+        self.begun: int | None = None  # the step that the script may compute
+        self.released = 0  # the loop that the script may leave
+        self.failure: BaseException | None = None
+        self.books: dict[int, dict[WorkerId, bytes]] = {}
+        self._machine = machine.WorkerMachine(worker, incarnation)
+        self._link = link
+        self._group: tuple[int, Cuttable] | None = None
+
+    def post(self, event: machine.WorkerEvent) -> None:
+        """Feed one event to the machine and carry out what it decides."""
+        with self.changed:
+            for effect in self._machine.handle(event, time.monotonic()):
+                self._carry_out(effect)
+            self.changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Let the script's thread raise `error` at its next wait."""
+        with self.changed:
+            self.failure = self.failure or error
+            self.changed.notify_all()
+
+    def status(self) -> WorkerStatus:
+        with self.changed:
+            return self._machine.snapshot()
+
+    @property
+    def leads(self) -> bool:
+        with self.changed:
+            return self._machine.leads
+
+    @property
+    def pending(self) -> bool:
+        with self.changed:
+            return self._machine.pending
+
+    def hosted(self) -> tuple[int, ...]:
+        with self.changed:
+            return self.view.hosted_by(self.worker) if self.view else ()
+
+    def adopt_group(self, view: int, group: Cuttable) -> None:
+        """From now on severing `view` cuts `group`. Raises Severed if that has happened already."""
+        with self.changed:
+            self.check_alive(view)
+            self._group = (view, group)
+
+    def check_alive(self, view: int) -> None:
+        with self.changed:
+            if view <= self.severed or self.failure is not None:
+                raise Severed(f"view {view} was given up")
+
+    def learn_addresses(self, view: int, addresses: dict[WorkerId, bytes]) -> None:
+        with self.changed:
+            self.books = {view: addresses}
+            self.changed.notify_all()
+
+    def _carry_out(self, effect: machine.WorkerEffect) -> None:
+        match effect:
+            case machine.Tell(status):
+                self._link.tell(status)
+            case machine.Sever(view):
+                self.severed = max(self.severed, view)
+                if self._group is not None and self._group[0] <= view:
+                    self._group[1].sever()
+                    self._group = None
+            case machine.Install(view):
+                self.view = view
+                self.committed = max(self.committed, view.resume_step)
+            case machine.Commit(step):
+                self.committed = step + 1
+            case machine.Begin(step):
+                self.begun = step
+            case machine.Release(loop):
+                self.released = loop
+            case _:
+                assert_never(effect)
+
+
+class ViewRendezvous:
+    """How the members of one view exchange addresses: through the agent and the coordinator."""
+
+    def __init__(self, driver: Driver, link: Link, view: View) -> None:
+        self._driver = driver
+        self._link = link
+        self._view = view
+
+    def publish(self, address: bytes) -> None:
+        self._driver.check_alive(self._view.number)
+        self._link.publish(self._view.number, address)
+
+    def lookup(self, rank: int) -> bytes:
+        number = self._view.number
+        with self._driver.changed:
+            while number not in self._driver.books:
+                self._driver.check_alive(number)
+                self._driver.changed.wait()
+            return self._driver.books[number][self._view.workers[rank]]

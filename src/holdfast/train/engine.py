@@ -1,0 +1,191 @@
+"""The engine thread: builds each view's group, syncs joiners, reduces and votes, step after step.
+
+It never decides anything about membership: when an exchange fails it says so and waits for the next
+view. Partial sums live in the buckets, so a new view simply reduces them again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from holdfast.core import worker as machine
+from holdfast.core.errors import Severed
+from holdfast.core.types import View
+from holdfast.train.buckets import Bucket, Gradients
+from holdfast.train.driver import Driver, Link, ViewRendezvous
+from holdfast.train.exchange import BucketSum, BuffersSpread, Layout, Operation, TableGather, vote
+from holdfast.train.record import Buffers, StepTable
+from holdfast.train.transfer import StateSync
+from holdfast.train.transport import AloneTransport, Rendezvous, Transport
+
+
+class StepState:
+    """What the script's thread and the engine share of the present step, under the driver's lock."""
+
+    def __init__(self, gradients: Gradients, table: StepTable, buffers: Buffers) -> None:
+        self.gradients = gradients
+        self.table = table
+        self.buffers = buffers
+        self.index: int | None = None  # the open step
+        self.reduced_in = 0  # the view in which its gradient became complete
+        self.done: set[int] = set()  # virtual ranks whose tasks are complete here
+
+    def open(self, index: int) -> None:
+        self.index = index
+        self.done.clear()
+        self.table.used.zero_()
+
+
+class Engine(threading.Thread):
+    """See the module's docstring. `start` it once everything is protected."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        link: Link,
+        step: StepState,
+        protected: Mapping[str, Any],
+        make_transport: Callable[[], Transport],
+    ) -> None:
+        super().__init__(name="holdfast-engine", daemon=True)
+        self._driver = driver
+        self._link = link
+        self._step = step
+        self._protected = protected
+        self._make_transport = make_transport
+        self._filled: deque[Bucket] = deque()
+
+    def run(self) -> None:
+        served = 0
+        self._step.gradients.on_filled = self._on_filled
+        while True:
+            view = self._next_view(served)
+            served = view.number
+            alone = len(view.members) == 1
+            transport = AloneTransport() if alone else self._make_transport()
+            try:
+                self._serve(view, transport)
+            except Severed as error:
+                self._driver.post(machine.GroupBroken(view.number, str(error)))
+            except BaseException as error:  # handed to the script's thread, which raises it
+                self._driver.fail(error)
+                return
+            finally:
+                transport.close()
+
+    def _next_view(self, served: int) -> View:
+        with self._driver.changed:
+            while self._driver.view is None or self._driver.view.number <= served:
+                self._driver.changed.wait()
+            return self._driver.view
+
+    def _serve(self, view: View, transport: Transport) -> None:
+        driver, number = self._driver, view.number
+        layout = Layout.of(view, driver.worker)
+        driver.adopt_group(number, transport)
+        self._open(view, layout, transport)
+        if view.joiners:
+            ranks = {w: r for r, w in enumerate(view.workers)}
+            sync = StateSync(
+                transport, layout, self._protected, lambda: driver.post(machine.Loading())
+            )
+            sync.run([ranks[w] for w in view.donors], [ranks[w] for w in view.joiners])
+        driver.post(machine.Synced(number))
+        while True:
+            step = self._await_open_step(number)
+            self._reduce(layout, transport, number)
+            self._step.reduced_in = number
+            driver.post(machine.Reduced(number, step))
+            pending = vote(transport, layout, number, step, driver.pending)
+            driver.post(machine.Voted(number, step, pending))
+
+    def _open(self, view: View, layout: Layout, transport: Transport) -> None:
+        """Connect in a thread of its own: a member that dies meanwhile must not hold us up."""
+        rendezvous: Rendezvous = ViewRendezvous(self._driver, self._link, view)
+        outcome: list[BaseException | None] = []
+
+        def connect() -> None:
+            try:
+                transport.open(layout.rank, layout.size, rendezvous)
+                result = None
+            except BaseException as error:
+                result = error
+            with self._driver.changed:
+                outcome.append(result)
+                self._driver.changed.notify_all()
+
+        threading.Thread(target=connect, name="holdfast-connect", daemon=True).start()
+        with self._driver.changed:
+            while not outcome:
+                self._driver.check_alive(view.number)
+                self._driver.changed.wait()
+        if outcome[0] is not None:
+            raise outcome[0]
+
+    def _await_open_step(self, number: int) -> int:
+        """Wait until the script works on the step to be committed next."""
+        driver = self._driver
+        with driver.changed:
+            while self._step.index != driver.committed:
+                driver.check_alive(number)
+                driver.changed.wait()
+            driver.check_alive(number)
+            hosted = set(driver.hosted())
+            buckets = self._step.gradients.buckets
+            self._filled = deque(b for b in buckets if hosted <= b.contributed)
+            return driver.committed
+
+    def _on_filled(self, bucket: Bucket) -> None:
+        if set(self._driver.hosted()) <= bucket.contributed:
+            self._filled.append(bucket)
+            self._driver.changed.notify_all()
+
+    def _reduce(self, layout: Layout, transport: Transport, number: int) -> None:
+        """All operations of the step; those that are ready overlap with the script's backward."""
+        left = len(self._step.gradients.buckets)
+        gathering: deque[Operation] = deque()
+        spreading: list[Operation] = []
+        while left or gathering:
+            for bucket in self._take_filled(number, wait=not gathering):
+                left -= 1
+                operation = BucketSum(bucket, layout)
+                with self._driver.changed:
+                    self._driver.check_alive(number)
+                    operation.gather(transport)
+                gathering.append(operation)
+            if gathering:
+                operation = gathering.popleft()
+                operation.spread(transport)
+                spreading.append(operation)
+        closing = self._closing_operations(layout, number)
+        for operation in closing:
+            operation.gather(transport)
+        for operation in closing:
+            operation.spread(transport)
+        for operation in (*spreading, *closing):
+            operation.finish()
+
+    def _take_filled(self, number: int, *, wait: bool) -> list[Bucket]:
+        with self._driver.changed:
+            while wait and not self._filled:
+                self._driver.check_alive(number)
+                self._driver.changed.wait()
+            taken = list(self._filled)
+            self._filled.clear()
+            return taken
+
+    def _closing_operations(self, layout: Layout, number: int) -> list[Operation]:
+        """What can only be exchanged once this worker's own tasks are complete."""
+        driver, step = self._driver, self._step
+        mine = set(layout.hosted[layout.rank])
+        with driver.changed:
+            while not mine <= step.done:
+                driver.check_alive(number)
+                driver.changed.wait()
+        operations: list[Operation] = [TableGather(step.table, step.gradients.used, layout)]
+        if len(step.buffers):
+            operations.append(BuffersSpread(step.buffers, layout))
+        return operations

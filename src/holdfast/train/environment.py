@@ -1,0 +1,63 @@
+"""What the launcher tells a worker process through its environment, read once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.core.errors import UserError
+from holdfast.core.types import Incarnation, WorkerId
+
+VARIABLES = (
+    "HOLDFAST_FD",
+    "HOLDFAST_WORKER",
+    "HOLDFAST_INCARNATION",
+    "HOLDFAST_VIRTUAL",
+    "HOLDFAST_SEED",
+    "HOLDFAST_RUN_DIR",
+    "HOLDFAST_HOST",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerEnvironment:
+    """`channel_fd` is None without a launcher."""
+
+    channel_fd: int | None = None
+    worker: WorkerId = WorkerId(0)
+    incarnation: Incarnation = Incarnation(1)
+    virtual_ranks: int = 1
+    seed: int = 0
+    run_dir: Path | None = None
+    host: str = "127.0.0.1"
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> WorkerEnvironment:
+        def number(name: str, default: int) -> int:
+            text = environ.get(name, str(default))
+            try:
+                return int(text)
+            except ValueError:
+                raise UserError(f"{name}={text!r} is not a whole number: unset it") from None
+
+        fd = number("HOLDFAST_FD", -1)
+        run_dir = environ.get("HOLDFAST_RUN_DIR")
+        return cls(
+            channel_fd=fd if fd >= 0 else None,
+            worker=WorkerId(number("HOLDFAST_WORKER", 0)),
+            incarnation=Incarnation(number("HOLDFAST_INCARNATION", 1)),
+            virtual_ranks=number("HOLDFAST_VIRTUAL", 1),
+            seed=number("HOLDFAST_SEED", 0),
+            run_dir=Path(run_dir) if run_dir else None,
+            host=environ.get("HOLDFAST_HOST", "127.0.0.1"),
+        )
+
+
+def take_channel(environment: WorkerEnvironment) -> int | None:
+    """The channel's descriptor, once: children of this process must neither inherit nor reuse it."""
+    os.environ.pop("HOLDFAST_FD", None)
+    if environment.channel_fd is not None:
+        os.set_inheritable(environment.channel_fd, False)
+    return environment.channel_fd

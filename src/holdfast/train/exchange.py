@@ -1,0 +1,214 @@
+"""The exact reduction of one step among the members of one view.
+
+Reduce-scatter by direct exchange: member i owns the i-th piece of every bucket, receives everyone's
+partial sums for that piece and folds them along the canonical tree; then the pieces are gathered by
+all. It moves the bytes of a ring all-reduce when each member holds one node of the tree. Every
+operation has two phases (gather, spread) so that many can be under way at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from holdfast.core import tree
+from holdfast.core.errors import Severed, require
+from holdfast.core.types import View, WorkerId
+from holdfast.train.buckets import Bucket
+from holdfast.train.record import Buffers, StepTable
+from holdfast.train.transport import Message, Pending, Transport
+
+TAG_VOTE, TAG_TABLE, TAG_BUFFERS, TAG_STATE, TAG_BUCKETS = 1, 2, 3, 16, 1024
+PIECE_ALIGN = 64  # elements; pieces start on cache lines
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Who holds which nodes of the tree in one view, seen from one member."""
+
+    rank: int
+    size: int
+    vranks: int
+    hosted: tuple[tuple[int, ...], ...]  # by rank
+    nodes: tuple[tuple[tree.Node, ...], ...]  # by rank
+
+    @classmethod
+    def of(cls, view: View, me: WorkerId) -> Layout:
+        hosted = tuple(view.hosted_by(w) for w in view.workers)
+        vranks = len(view.owners)
+        nodes = tuple(tree.maximal_nodes(h, vranks) for h in hosted)
+        return cls(view.workers.index(me), len(view.members), vranks, hosted, nodes)
+
+    @property
+    def peers(self) -> list[int]:
+        """Every other rank, starting after one's own, so that not all send to rank 0 first."""
+        return [(self.rank + i) % self.size for i in range(1, self.size)]
+
+    def piece(self, rank: int, numel: int) -> slice:
+        """The elements of a flat buffer that `rank` sums."""
+        share = -(-numel // self.size)
+        share = -(-share // PIECE_ALIGN) * PIECE_ALIGN
+        return slice(min(rank * share, numel), min((rank + 1) * share, numel))
+
+
+class Operation(Protocol):
+    """One thing to be agreed on by all members before the vote."""
+
+    def gather(self, transport: Transport) -> None: ...
+
+    def spread(self, transport: Transport) -> None:
+        """Finish gathering, then start the second phase."""
+        ...
+
+    def finish(self) -> None: ...
+
+
+class BucketSum:
+    """The sum of one bucket over all virtual ranks, into its `result`."""
+
+    def __init__(self, bucket: Bucket, layout: Layout) -> None:
+        self._bucket = bucket
+        self._layout = layout
+        self._received: dict[tree.Node, torch.Tensor] = {}
+        self._pending: Pending | None = None
+
+    def gather(self, transport: Transport) -> None:
+        layout, bucket = self._layout, self._bucket
+        numel = bucket.result.data.numel()
+        own = layout.piece(layout.rank, numel)
+        width = own.stop - own.start
+        sends: list[Message] = []
+        receives: list[Message] = []
+        incoming = [(p, node) for p in layout.peers for node in layout.nodes[p]]
+        scratch = bucket.scratch(width * len(incoming))
+        for i, (peer, node) in enumerate(incoming):
+            self._received[node] = scratch[i * width : (i + 1) * width]
+            receives.append((peer, self._received[node]))
+        for peer in layout.peers:
+            piece = layout.piece(peer, numel)
+            for node in layout.nodes[layout.rank]:
+                sends.append((peer, bucket.partials[node].data[piece]))
+        tag = TAG_BUCKETS + 2 * bucket.index
+        self._pending = transport.exchange(_nonempty(sends), _nonempty(receives), tag)
+
+    def spread(self, transport: Transport) -> None:
+        _wait(self._pending)
+        layout, bucket = self._layout, self._bucket
+        numel = bucket.result.data.numel()
+        piece = layout.piece(layout.rank, numel)
+        self._fold(bucket.result.data[piece], piece)
+        peers = layout.peers
+        sends = [(p, bucket.result.data[piece]) for p in peers]
+        receives = [(p, bucket.result.data[layout.piece(p, numel)]) for p in peers]
+        tag = TAG_BUCKETS + 2 * bucket.index + 1
+        self._pending = transport.exchange(_nonempty(sends), _nonempty(receives), tag)
+
+    def finish(self) -> None:
+        _wait(self._pending)
+
+    def _fold(self, out: torch.Tensor, piece: slice) -> None:
+        """Sum into `out` without touching the partial sums: they may be needed again."""
+        layout = self._layout
+        own = {n: self._bucket.partials[n].data[piece] for n in layout.nodes[layout.rank]}
+        kept = {id(t) for t in own.values()}
+
+        def add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+            into = next((t for t in (left, right) if id(t) not in kept), None)
+            if len(values) == 2:
+                into = out
+            return torch.add(left, right, out=torch.empty_like(left) if into is None else into)
+
+        values = {**own, **self._received}
+        total = tree.fold(values, layout.vranks, add)
+        if total.data_ptr() != out.data_ptr():
+            out.copy_(total)
+
+
+class TableGather:
+    """Everyone's rows and used flags, in everyone's table."""
+
+    def __init__(self, table: StepTable, used: torch.Tensor, layout: Layout) -> None:
+        self._table = table
+        self._used = used
+        self._layout = layout
+        self._messages: dict[int, torch.Tensor] = {}
+        self._pending: Pending | None = None
+
+    def gather(self, transport: Transport) -> None:
+        layout = self._layout
+        self._table.used.copy_(self._used)
+        mine = self._table.pack(layout.hosted[layout.rank], self._used)
+        self._messages = {p: self._table.message(len(layout.hosted[p])) for p in layout.peers}
+        sends = [(p, mine) for p in layout.peers]
+        self._pending = transport.exchange(
+            _nonempty(sends), _nonempty(list(self._messages.items())), TAG_TABLE
+        )
+
+    def spread(self, transport: Transport) -> None:
+        _wait(self._pending)
+        for peer, message in self._messages.items():
+            self._table.unpack(self._layout.hosted[peer], message)
+
+    def finish(self) -> None:
+        return
+
+
+class BuffersSpread:
+    """The buffers that virtual rank 0 left, from its host to all: first their size, then they."""
+
+    def __init__(self, buffers: Buffers, layout: Layout) -> None:
+        self._buffers = buffers
+        self._layout = layout
+        self._host = next(r for r, hosted in enumerate(layout.hosted) if 0 in hosted)
+        self._size = torch.zeros(1, dtype=torch.int64)
+        self._pending: Pending | None = None
+
+    def gather(self, transport: Transport) -> None:
+        if self._layout.rank == self._host:
+            require(self._buffers.left is not None, "virtual rank 0 left no buffers")
+            self._size[0] = len(self._buffers.left)
+        self._pending = self._send(transport, self._size)
+
+    def spread(self, transport: Transport) -> None:
+        _wait(self._pending)
+        if self._layout.rank != self._host:
+            self._buffers.left = torch.empty(int(self._size[0]), dtype=torch.uint8)
+        self._pending = self._send(transport, self._buffers.left)
+
+    def finish(self) -> None:
+        _wait(self._pending)
+
+    def _send(self, transport: Transport, message: torch.Tensor) -> Pending:
+        if self._layout.rank == self._host:
+            return transport.exchange([(p, message) for p in self._layout.peers], [], TAG_BUFFERS)
+        return transport.exchange([], [(self._host, message)], TAG_BUFFERS)
+
+
+def all_gather(transport: Transport, layout: Layout, mine: torch.Tensor, tag: int) -> torch.Tensor:
+    """[size, *mine.shape]: every member's small record, by rank. Blocks; raises Severed."""
+    table = torch.empty((layout.size, *mine.shape), dtype=mine.dtype)
+    table[layout.rank] = mine
+    transport.exchange(
+        [(p, mine) for p in layout.peers], [(p, table[p]) for p in layout.peers], tag
+    ).wait()
+    return table
+
+
+def vote(transport: Transport, layout: Layout, view: int, step: int, pending: bool) -> bool:
+    """The all-gather that ends a step; returns whether any member knows of a planned change."""
+    mine = torch.tensor([view, step, int(pending)], dtype=torch.int64)
+    votes = all_gather(transport, layout, mine, TAG_VOTE)
+    if not bool((votes[:, :2] == mine[:2]).all()):
+        raise Severed(f"votes of view {view}, step {step} do not match: {votes.tolist()}")
+    return bool(votes[:, 2].any())
+
+
+def _wait(pending: Pending | None) -> None:
+    require(pending is not None, "an operation was continued before it began")
+    pending.wait()
+
+
+def _nonempty(messages: list[Message]) -> list[Message]:
+    return [m for m in messages if m[1].numel() > 0]

@@ -1,0 +1,386 @@
+"""The public face of training: `join`, `Job` and `Step`.
+
+The script's thread lives here. It computes tasks, waits for what the engine and the machine decide,
+and never takes part in the exchange itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from holdfast.core import tree
+from holdfast.core import worker as machine
+from holdfast.core.errors import UserError
+from holdfast.observe.ledger import LedgerEntry, LedgerHeader, LedgerWriter
+from holdfast.train.buckets import Gradients
+from holdfast.train.driver import Driver
+from holdfast.train.engine import Engine, StepState
+from holdfast.train.environment import WorkerEnvironment, take_channel
+from holdfast.train.gloo import GlooDevice, GlooTransport
+from holdfast.train.link import AgentLink, SoloLink
+from holdfast.train.loading import BatchSource, LoadOptions
+from holdfast.train.record import Buffers, StepTable
+from holdfast.train.rng import enter_stream
+from holdfast.train.sampling import SamplePlan
+from holdfast.train.transport import Transport
+
+
+def join(*, seed: int | None = None) -> Job:
+    """Become a worker of the job that launched this process; alone, a job of one worker.
+
+    Seeds Python's, NumPy's and torch's generators from the job's seed, so that every worker builds
+    the same model. `seed` overrides the launcher's. Raises UserError on a broken environment.
+    """
+    environment = WorkerEnvironment.read(os.environ)
+    job_seed = environment.seed if seed is None else seed
+    random.seed(job_seed)
+    np.random.seed(job_seed % 2**32)
+    torch.manual_seed(job_seed)
+    fd = take_channel(environment)
+    link: AgentLink | SoloLink
+    if fd is None:
+        link = SoloLink(environment.worker, environment.virtual_ranks)
+    else:
+        link = AgentLink(socket.socket(fileno=fd), environment.worker)
+    driver = Driver(environment.worker, environment.incarnation, link)
+    device = GlooDevice(environment.host)
+    job = Job(environment, job_seed, driver, link, lambda: GlooTransport(device))
+    if isinstance(link, AgentLink):
+        link.start(driver)
+    return job
+
+
+class Batches:
+    """A dataset and the way its samples fall into steps; made by `Job.batches`."""
+
+    def __init__(
+        self, dataset: Any, options: LoadOptions, plan: SamplePlan, first_step: int | None = None
+    ) -> None:
+        self.dataset = dataset
+        self.options = options
+        self.plan = plan
+        self.first_step = first_step
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.plan.steps_per_epoch
+
+
+class Job:
+    """One worker's handle on the whole job. Made by `join`, never directly."""
+
+    def __init__(
+        self,
+        environment: WorkerEnvironment,
+        seed: int,
+        driver: Driver,
+        link: AgentLink | SoloLink,
+        make_transport: Callable[[], Transport],
+    ) -> None:
+        self.seed = seed
+        self._environment = environment
+        self._driver = driver
+        self._link = link
+        self._make_transport = make_transport
+        self._protected: dict[str, Any] = {}
+        self._work: _Work | None = None
+        self._loops_until = 0  # where the newest loop of this script ends
+
+    @property
+    def virtual_ranks(self) -> int:
+        return self._environment.virtual_ranks
+
+    @property
+    def worker(self) -> int:
+        """This worker's number; a restarted worker keeps it."""
+        return self._environment.worker
+
+    @property
+    def is_leader(self) -> bool:
+        """True on exactly one live worker of the present view."""
+        return self._driver.leads
+
+    @property
+    def run_dir(self) -> Path | None:
+        return self._environment.run_dir
+
+    def protect(self, **objects: Any) -> None:
+        """Name everything that makes up the job's state: models, optimizers, schedulers, scalers.
+
+        Each must have `state_dict` and `load_state_dict`. Gradients of every nn.Module's parameters
+        are reduced. Call it once, before the first `steps`. Raises UserError.
+        """
+        if self._work is not None:
+            raise UserError("job.protect(...) came after job.steps(...): protect everything first")
+        for name, value in objects.items():
+            for method in ("state_dict", "load_state_dict"):
+                if not callable(getattr(value, method, None)):
+                    raise UserError(
+                        f"job.protect({name}=...): a {type(value).__name__} has no {method}(); "
+                        "give it one, or leave it out if it holds no state"
+                    )
+            self._protected[name] = value
+
+    def batches(
+        self,
+        dataset: Any,
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        **loading: Any,
+    ) -> Batches:
+        """Batches of a map-style dataset: `batch_size` samples for each virtual rank and step.
+
+        Every epoch is a permutation that depends on the job's seed only. Without `drop_last` an
+        epoch's last step shares out what remains, and gradients are weighted so that they stay the
+        mean over the step's samples. `loading`: fields of LoadOptions (num_workers, collate_fn,
+        pin_memory, prefetch_factor, ...). Raises UserError.
+        """
+        try:
+            length = len(dataset)
+            options = LoadOptions(**loading)
+        except TypeError as error:
+            raise UserError(f"job.batches({type(dataset).__name__}): {error}") from None
+        plan = SamplePlan(
+            length=length,
+            batch_size=batch_size,
+            virtual_ranks=self.virtual_ranks,
+            seed=self.seed,
+            shuffle=shuffle,
+            drop_last=drop_last,
+        )
+        return Batches(dataset, options, plan)
+
+    def steps(self, data: Batches, until: int) -> Iterator[Step]:
+        """The job's steps from where it stands up to (not including) number `until`.
+
+        The loop's end is a meeting point: the leader leaves it first; the others follow once the
+        leader's script has ended or asked for steps again, so that one of them can take its place.
+        """
+        if not self._protected:
+            raise UserError("nothing is protected: call job.protect(model=...) before job.steps")
+        if until < self._loops_until:
+            raise UserError(
+                f"job.steps(until={until}) after a loop until {self._loops_until}: steps are "
+                "counted over the whole job, so until must not go back"
+            )
+        if self._work is None:
+            self._work = _Work(self)
+            self._work.start(self._link, self._make_transport)
+        if data.first_step is None:
+            data.first_step = self._loops_until
+        self._loops_until = until
+        yield from self._work.loop(data, until)
+
+
+class Step:
+    """One step of the job as its script sees it: iterate over it, then use `.grad` and `loss`."""
+
+    def __init__(self, work: _Work, source: BatchSource, index: int) -> None:
+        self.index = index
+        self.epoch, self.step_in_epoch = source.plan.epoch_of(index)
+        self.loss = float("nan")  # after the batches: mean over the step's samples, all workers
+        self.complete = False
+        self._work = work
+        self._source = source
+        self._scale = 0.0
+        self._owed: int | None = None  # the virtual rank whose backward has not been called yet
+        self._task_loss = 0.0
+
+    def __iter__(self) -> Iterator[Any]:
+        """This worker's batches. There are more after another worker has failed in this step."""
+        while (vrank := self._work.next_task(self.index)) is not None:
+            yield from self._task(vrank)
+        self._work.finish(self)
+        self.complete = True
+
+    def backward(self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None = None) -> None:
+        """Compute this batch's share of the gradient; once for each batch.
+
+        `loss`: a scalar, the mean over the batch. `scaler`: scale it by this GradScaler first.
+        Raises UserError when called out of turn.
+        """
+        if self._owed is None:
+            raise UserError("step.backward(loss) was called without a new batch: once per batch")
+        if loss.numel() != 1:
+            raise UserError(f"step.backward needs a scalar loss, not {list(loss.shape)}: use mean()")
+        self._owed = None
+        share = loss if self._scale == 1.0 else loss * self._scale
+        (scaler.scale(share) if scaler is not None else share).backward()
+        self._task_loss = float(loss.detach())
+
+    def _task(self, vrank: int) -> Iterator[Any]:
+        plan, work = self._source.plan, self._work
+        count = len(plan.indices(self.index, vrank))
+        self._task_loss = 0.0
+        work.begin_task(vrank)
+        if count:
+            self._scale = plan.weight(self.index, vrank) / plan.virtual_ranks
+            self._owed = vrank
+            batch = self._source.batch(self.index, vrank)
+            enter_stream(plan.seed, self.index, vrank, "model")
+            yield batch
+            if self._owed is not None:
+                raise UserError("a batch went by without step.backward(loss): call it for each one")
+        work.end_task(vrank, self._task_loss, count, plan.digest(self.index, vrank))
+
+
+class _Work:
+    """Everything behind the job's loop; `loop`, `next_task`, ... run in the script's thread."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._driver = job._driver
+        modules = [(n, o) for n, o in job._protected.items() if isinstance(o, torch.nn.Module)]
+        params = [(f"{n}.{k}", p) for n, m in modules for k, p in m.named_parameters()]
+        trained = [(k, p) for k, p in params if p.requires_grad]
+        self._gradients = Gradients(trained, job.virtual_ranks, self._driver.changed)
+        table = StepTable(job.virtual_ranks, len(trained))
+        self._step = StepState(self._gradients, table, Buffers(modules))
+        self._source: BatchSource | None = None
+        self._followed: tuple[int, ...] = ()
+        self._until = 0
+        self._loop = 0
+        self._ledger: LedgerWriter | None = None
+
+    def start(self, link: AgentLink | SoloLink, make_transport: Callable[[], Transport]) -> None:
+        self._gradients.attach()
+        Engine(self._driver, link, self._step, self._job._protected, make_transport).start()
+
+    def loop(self, data: Batches, until: int) -> Iterator[Step]:
+        """One `Job.steps` loop."""
+        driver = self._driver
+        plan = dataclasses.replace(data.plan, first_step=data.first_step or 0)
+        self._source = BatchSource(data.dataset, plan, data.options)
+        self._followed, self._until = (), until
+        self._loop += 1
+        driver.post(machine.LoopEntered())
+        if isinstance(self._job._link, SoloLink) and driver.view is None:
+            self._job._link.start(driver)
+        try:
+            while (index := self._enter_step()) < until:
+                step = Step(self, self._source, index)
+                yield step
+                if not step.complete:
+                    raise UserError(f"step {index} was left early: use all its batches")
+            driver.post(machine.LoopEnded())
+            self._wait(lambda: driver.released >= self._loop)
+        finally:
+            self._source.close()
+
+    def _enter_step(self) -> int:
+        """Wait at the boundary; returns the step that may be computed now."""
+        driver = self._driver
+        with driver.changed:
+            if driver.begun is not None and driver.committed >= self._until:
+                return driver.committed
+            driver.begun = None
+            driver.post(machine.AtBoundary())
+            self._wait(lambda: driver.begun is not None)
+            index = driver.begun
+        if index < self._until:
+            self._gradients.begin_step()
+            self._step.buffers.remember()
+            with driver.changed:
+                self._step.open(index)
+                driver.changed.notify_all()
+        return index
+
+    def next_task(self, index: int) -> int | None:
+        """The next virtual rank to compute for step `index`; None once the step is committed."""
+        driver, done = self._driver, self._step.done
+        with driver.changed:
+            said = False
+            while driver.committed <= index:
+                hosted = driver.hosted()
+                missing = [v for v in hosted if v not in done]
+                if missing:
+                    if said:
+                        driver.post(machine.LocalDone(False))
+                    self._follow(hosted, index)
+                    return missing[0]
+                if not said:
+                    said = True
+                    driver.post(machine.LocalDone(True))
+                self._check()
+                driver.changed.wait()
+        return None
+
+    def begin_task(self, vrank: int) -> None:
+        self._step.buffers.restore()
+        self._gradients.begin_task(vrank)
+
+    def end_task(self, vrank: int, loss: float, count: int, digest: int) -> None:
+        self._gradients.end_task()
+        if vrank == 0 and len(self._step.buffers):
+            self._step.buffers.capture()
+        with self._driver.changed:
+            me = self._driver.status()
+            self._step.table.put(vrank, loss, count, digest, (me.worker, me.incarnation))
+            self._step.done.add(vrank)
+            self._driver.changed.notify_all()
+
+    def finish(self, step: Step) -> None:
+        """The step is committed: hand its gradient, buffers and loss to the script."""
+        table, job = self._step.table, self._job
+        self._step.buffers.apply()
+        self._gradients.publish(table.used)
+        enter_stream(job.seed, step.index, job.virtual_ranks, "job")
+        plan = self._source.plan
+        losses = {
+            (v, 1): loss * plan.weight(step.index, v) for v, loss in enumerate(table.losses())
+        }
+        total = tree.fold(losses, job.virtual_ranks, lambda a, b: a + b)
+        step.loss = total / job.virtual_ranks
+        self._record(step)
+
+    def _record(self, step: Step) -> None:
+        run_dir, table = self._job.run_dir, self._step.table
+        if run_dir is None:
+            return
+        if self._ledger is None:
+            me = self._driver.status()
+            name = f"worker-{me.worker}-{me.incarnation}.jsonl"
+            header = LedgerHeader(
+                seed=self._job.seed,
+                virtual_ranks=self._job.virtual_ranks,
+                plan=self._source.plan.to_dict(),
+                worker=me.worker,
+                incarnation=me.incarnation,
+            )
+            self._ledger = LedgerWriter(run_dir / "ledger" / name, header)
+        self._ledger.append(
+            LedgerEntry(
+                step=step.index,
+                view=self._step.reduced_in,
+                hosts=tuple(table.hosts()),
+                counts=tuple(table.counts()),
+                digests=tuple(f"{d:016x}" for d in table.digests()),
+                loss=step.loss.hex(),
+            )
+        )
+
+    def _follow(self, hosted: tuple[int, ...], index: int) -> None:
+        if hosted != self._followed:
+            self._followed = hosted
+            self._source.follow(hosted, index, self._until)
+
+    def _wait(self, ready: Callable[[], bool]) -> None:
+        with self._driver.changed:
+            while not ready():
+                self._check()
+                self._driver.changed.wait()
+
+    def _check(self) -> None:
+        if self._driver.failure is not None:
+            raise self._driver.failure

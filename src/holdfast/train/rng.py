@@ -1,0 +1,49 @@
+"""Random streams: every task's randomness is a function of (seed, step, virtual rank, purpose).
+
+Must not know workers, data or models. Invariant: after `enter_stream`, what the global generators
+of Python, NumPy and torch give does not depend on anything that happened before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import struct
+
+import numpy as np
+import torch
+
+_WORD = (1 << 32) - 1
+
+
+def stream_seed(seed: int, step: int, vrank: int, purpose: str) -> int:
+    """64 bits: blake2b over little-endian (seed, step, vrank) as u64, then `purpose` in UTF-8.
+
+    A cryptographic hash, so that neighbouring steps and vranks have unrelated streams, and one from
+    the standard library, so that it is the same on every machine and for ever.
+    """
+    return int.from_bytes(_words(seed, step, vrank, purpose)[:8], "little")
+
+
+def enter_stream(seed: int, step: int, vrank: int, purpose: str) -> None:
+    """Key the global generators of Python, NumPy, torch's CPU and, if in use, every CUDA device.
+
+    CUDA is never initialised by this: `torch.manual_seed` would instead queue one more call for the
+    day it is, at every task. PyTorch's CPU generator uses the low 32 bits of its seed only. Costs
+    about 25 microseconds, half of them NumPy's.
+    """
+    words = _words(seed, step, vrank, purpose)
+    torch_seed, python_seed, numpy_seed = struct.unpack("<QQQ", words)
+    # Each has a seed of its own: Python and NumPy are both Mersenne twisters that are keyed in the
+    # same way, and would give the very same numbers from the same seed.
+    random.seed(python_seed)
+    np.random.seed((numpy_seed & _WORD, numpy_seed >> 32))
+    torch.default_generator.manual_seed(torch_seed)
+    if torch.cuda.is_initialized():
+        for generator in torch.cuda.default_generators:
+            generator.manual_seed(torch_seed)
+
+
+def _words(seed: int, step: int, vrank: int, purpose: str) -> bytes:
+    message = struct.pack("<QQQ", seed, step, vrank) + purpose.encode()
+    return hashlib.blake2b(message, digest_size=24, person=b"holdfast-stream").digest()

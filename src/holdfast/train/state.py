@@ -1,0 +1,193 @@
+"""The job's state as bytes and tensors: no pickle, nothing executable, one fingerprint.
+
+`flatten` takes what `state_dict()` of every protected object returned apart into a skeleton
+(MessagePack of plain values, with numbered places for tensors) and the list of tensors; `restore`
+does the reverse. Equal states give equal skeletons and so equal fingerprints.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import xxhash
+
+from holdfast.core.errors import StateMismatch, UserError, WireError
+
+Meta = tuple[str, tuple[int, ...]]  # dtype name, shape
+
+_DICTS: dict[str, Callable[[list], Any]] = {
+    "dict": dict,
+    "OrderedDict": collections.OrderedDict,
+    "Counter": lambda items: collections.Counter(dict(items)),
+}
+_SEQUENCES: dict[str, Callable[[list], Any]] = {
+    "list": list,
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "Size": torch.Size,
+}
+
+
+def flatten(state: object, name: str) -> tuple[bytes, list[torch.Tensor]]:
+    """The skeleton and the tensors of `state`. UserError names what cannot travel."""
+    tensors: list[torch.Tensor] = []
+    skeleton = msgspec.msgpack.encode(_encode(state, tensors, name))
+    return skeleton, tensors
+
+
+def metas(skeleton: bytes) -> list[Meta]:
+    """dtype and shape of every tensor of a skeleton, in order."""
+    found: list[Meta] = []
+    _decode(_parse(skeleton), lambda meta: found.append(meta))
+    return found
+
+
+def restore(skeleton: bytes, tensors: list[torch.Tensor]) -> Any:
+    """The inverse of `flatten`. WireError when the skeleton is malformed."""
+    supply = iter(tensors)
+    return _decode(_parse(skeleton), lambda meta: next(supply))
+
+
+def empty(meta: Meta) -> torch.Tensor:
+    """An uninitialised host tensor for one place of a skeleton."""
+    dtype = getattr(torch, meta[0], None)
+    if not isinstance(dtype, torch.dtype) or any(n < 0 for n in meta[1]):
+        raise WireError(f"a state skeleton names an impossible tensor {meta}")
+    return torch.empty(meta[1], dtype=dtype)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A flat uint8 view of a tensor (of a host copy, if it lives elsewhere or has gaps)."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def fingerprint(skeleton: bytes, tensors: list[torch.Tensor]) -> int:
+    """63 bits over every value of the state (xxh3: against accidents, not attackers)."""
+    digest = xxhash.xxh3_64(skeleton)
+    for tensor in tensors:
+        digest.update(as_bytes(tensor).numpy())
+    return digest.intdigest() >> 1
+
+
+def capture(protected: Mapping[str, Any]) -> tuple[bytes, list[torch.Tensor]]:
+    """The state of all protected objects together."""
+    return flatten({name: obj.state_dict() for name, obj in protected.items()}, "state")
+
+
+def apply(protected: Mapping[str, Any], skeleton: bytes, tensors: list[torch.Tensor]) -> None:
+    """Load a captured state into the protected objects; StateMismatch says what does not fit."""
+    state = restore(skeleton, tensors)
+    if list(state) != list(protected):
+        raise StateMismatch(
+            f"this script protects {list(protected)} but the job protects {list(state)}: "
+            "every worker must run the same script"
+        )
+    for name, obj in protected.items():
+        if isinstance(obj, torch.nn.Module):
+            _compare(name, obj.state_dict(), state[name])
+        try:
+            obj.load_state_dict(state[name])
+        except (RuntimeError, ValueError, KeyError, TypeError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise StateMismatch(
+                f"{name} cannot take the job's state ({reason}): every worker must build the same "
+                "objects"
+            ) from None
+
+
+def _compare(name: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+    for key in [*mine, *[k for k in theirs if k not in mine]]:
+        here, there = mine.get(key), theirs.get(key)
+        if not (isinstance(here, torch.Tensor) or isinstance(there, torch.Tensor)):
+            continue
+        here_is, there_is = _describe(here), _describe(there)
+        if here_is != there_is:
+            raise StateMismatch(
+                f"{name}.{key} is {here_is} on this worker and {there_is} in the job: "
+                "build the same model on every worker"
+            )
+
+
+def _describe(value: object) -> str:
+    if not isinstance(value, torch.Tensor):
+        return "missing" if value is None else type(value).__name__
+    return f"{list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+
+
+def _encode(value: object, tensors: list[torch.Tensor], path: str) -> list:
+    if value is None or isinstance(value, bool | str | bytes):
+        return ["v", value]
+    if isinstance(value, int):
+        return ["i", str(int(value))]
+    if isinstance(value, float):
+        return ["f", float(value).hex()]
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return ["t", str(value.dtype).removeprefix("torch."), list(value.shape)]
+    if isinstance(value, np.ndarray) and value.dtype.hasobject is False:
+        tensors.append(torch.from_numpy(np.ascontiguousarray(value)))
+        dtype = str(tensors[-1].dtype).removeprefix("torch.")
+        return ["n", dtype, list(value.shape)]
+    if isinstance(value, np.generic):
+        return _encode(value.item(), tensors, path)
+    if isinstance(value, torch.dtype | torch.device):
+        return ["d" if isinstance(value, torch.dtype) else "D", str(value).removeprefix("torch.")]
+    kind = type(value).__name__
+    if isinstance(value, dict):
+        kind = kind if kind in _DICTS else "dict"
+        pairs = [
+            [_encode(k, tensors, path), _encode(v, tensors, f"{path}[{k!r}]")]
+            for k, v in value.items()
+        ]
+        return ["m", kind, pairs]
+    if isinstance(value, list | tuple | set | frozenset):
+        kind = kind if kind in _SEQUENCES else "list" if isinstance(value, list) else "tuple"
+        items = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
+        return ["s", kind, [_encode(v, tensors, f"{path}[{i}]") for i, v in enumerate(items)]]
+    raise UserError(
+        f"{path} is a {kind}, which cannot travel between workers: keep tensors, numbers, strings, "
+        "lists and dictionaries in state_dict()"
+    )
+
+
+def _parse(skeleton: bytes) -> Any:
+    try:
+        return msgspec.msgpack.decode(skeleton)
+    except msgspec.DecodeError as error:
+        raise WireError(f"a state skeleton cannot be read: {error}") from None
+
+
+def _decode(node: Any, tensor: Callable[[Meta], Any]) -> Any:
+    try:
+        match node[0]:
+            case "v":
+                return node[1]
+            case "i":
+                return int(node[1])
+            case "f":
+                return float.fromhex(node[1])
+            case "t":
+                return tensor((str(node[1]), tuple(node[2])))
+            case "n":
+                found = tensor((str(node[1]), tuple(node[2])))
+                return found.numpy() if isinstance(found, torch.Tensor) else found
+            case "d":
+                dtype = getattr(torch, str(node[1]), None)
+                if isinstance(dtype, torch.dtype):
+                    return dtype
+            case "D":
+                return torch.device(str(node[1]))
+            case "m":
+                pairs = [(_decode(k, tensor), _decode(v, tensor)) for k, v in node[2]]
+                return _DICTS[node[1]](pairs)
+            case "s":
+                return _SEQUENCES[node[1]]([_decode(v, tensor) for v in node[2]])
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise WireError(f"a state skeleton is malformed: {error!r}") from None
+    raise WireError(f"a state skeleton has an unknown part {node[0]!r}")

@@ -1,0 +1,85 @@
+"""Messages <-> bytes: one kind byte and a MessagePack map, decoded against the exact type.
+
+Nothing is ever constructed that the receiver did not name: `decode` takes the kinds it may accept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+
+from holdfast.core.errors import WireError
+from holdfast.core.types import AgentReport, Directive, WorkerDirective, WorkerId, WorkerStatus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """Where one member of a view can be reached by the others' transports (opaque to all else)."""
+
+    view: int
+    worker: WorkerId
+    address: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddressBook:
+    """All members' addresses, once the last has come."""
+
+    view: int
+    addresses: tuple[tuple[WorkerId, bytes], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatusRequest:
+    """An operator's question."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatusReply:
+    """The answer as JSON text, ready to print."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopRequest:
+    """An operator's order to end the job."""
+
+    reason: str
+
+
+KINDS: dict[int, type] = {
+    1: WorkerStatus,
+    2: WorkerDirective,
+    3: AgentReport,
+    4: Directive,
+    5: Address,
+    6: AddressBook,
+    7: StatusRequest,
+    8: StatusReply,
+    9: StopRequest,
+}
+_KIND_OF = {cls: kind for kind, cls in KINDS.items()}
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODERS = {kind: msgspec.msgpack.Decoder(cls) for kind, cls in KINDS.items()}
+
+M = TypeVar("M")
+
+
+def encode(message: object) -> bytes:
+    return bytes([_KIND_OF[type(message)]]) + _ENCODER.encode(message)
+
+
+def decode(payload: bytes, *accepted: type[M]) -> M:
+    """The message, which is of one of the `accepted` types. WireError says what was wrong."""
+    kind = KINDS.get(payload[0]) if payload else None
+    if kind is None or kind not in accepted:
+        names = ", ".join(cls.__name__ for cls in accepted)
+        raise WireError(f"a message of kind {payload[:1]!r} came where {names} was expected")
+    try:
+        message: M = _DECODERS[payload[0]].decode(payload[1:])
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise WireError(f"a {kind.__name__} is malformed: {error}") from None
+    return message

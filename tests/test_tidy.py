@@ -1,0 +1,210 @@
+"""The house rules hold, and every one of them is able to fail.
+
+The rules and their reasons are in tidy.py. Each is shown planted bad snippets that it must refuse
+and good ones that it must let pass: a rule that cannot fail protects nothing.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import tidy
+
+CORE = "src/holdfast/core/x.py"
+RUNTIME = "src/holdfast/runtime/x.py"
+SIM = "src/holdfast/sim/x.py"
+TRAIN = "src/holdfast/train/x.py"
+ROOT = "src/holdfast/__init__.py"
+CLI = "src/holdfast/cli/main.py"
+
+LONG_FUNCTION = "def f():\n" + "    x = 1\n" * 70
+CONSTRUCTOR = "class C:\n    def __init__(self, a, b, c, d, e, f, *, g{more}): ..."
+FIELD_SET = "class C:\n    seen: set[int]\n    def f(self):\n        return [x for x in self.seen]"
+
+# rule, path, source
+BAD = [
+    ("layers", CORE, "from holdfast.wire import codec"),
+    ("layers", CORE, "def f():\n    import holdfast.train"),
+    ("layers", CORE, "from ..wire import codec"),
+    ("layers", CORE, "from holdfast import runtime"),
+    ("layers", RUNTIME, "import holdfast"),
+    ("layers", RUNTIME, "from holdfast import join"),
+    ("layers", RUNTIME, "from holdfast.sim.world import World"),
+    ("layers", SIM, "from holdfast.runtime.agent import Agent"),
+    ("layers", SIM, "from holdfast.train import job"),
+    ("layers", TRAIN, "import holdfast.observe.ledger"),
+    ("layers", CLI, "from holdfast.testing import faults"),
+    ("layers", "src/holdfast/unheard_of/x.py", "from holdfast.core import types"),
+    ("torch-only-in-train", RUNTIME, "import torch.distributed as dist"),
+    ("torch-only-in-train", CLI, "def f():\n    from torch import nn"),
+    ("pure-core", CORE, "import time"),
+    ("pure-core", CORE, "from os import urandom"),
+    ("pure-core", CORE, "import numpy as np"),
+    ("pure-core", CORE, "x = hash('a')"),
+    ("no-code-from-data", RUNTIME, "import pickle"),
+    ("no-code-from-data", RUNTIME, "from marshal import loads"),
+    ("no-code-from-data", RUNTIME, "import shelve"),
+    ("no-code-from-data", RUNTIME, "eval('1')"),
+    ("no-code-from-data", RUNTIME, "exec('x = 1')"),
+    ("no-code-from-data", TRAIN, "import torch\ntorch.load(f)"),
+    ("no-code-from-data", TRAIN, "import torch\ntorch.load(f, weights_only=False)"),
+    ("no-code-from-data", TRAIN, "np.load(f, allow_pickle=True)"),
+    ("no-code-from-data", TRAIN, "dist.broadcast_object_list(xs)"),
+    ("python-3.10", CORE, "from typing import assert_never"),
+    ("python-3.10", RUNTIME, "import asyncio\nasyncio.timeout(1)"),
+    ("function-size", CORE, LONG_FUNCTION),
+    ("function-size", "tests/test_x.py", LONG_FUNCTION),
+    ("file-size", CORE, "x = 1\n" * 601),
+    ("line-size", CORE, "x = '" + "a" * 95 + "'"),
+    ("constructor-size", CORE, CONSTRUCTOR.format(more=", h")),
+    ("constructor-size", CORE, CONSTRUCTOR.format(more=", **h")),
+    ("module-docstring", CORE, "x = 1"),
+    ("module-docstring", "src/holdfast/core/__init__.py", ""),
+    ("public-docstring", ROOT, "__all__ = ['f']\ndef f(): ..."),
+    ("public-docstring", ROOT, "__all__ = ['C']\nclass C:\n    'C.'\n    def f(self): ..."),
+    ("public-docstring", ROOT, "__all__ = ['nowhere']"),
+    ("public-docstring", ROOT, "from holdfast.train.x import f\n__all__ = [*LAZY]"),
+    ("unused-module", RUNTIME, "x = 1"),
+    ("unit-in-name", RUNTIME, "def f(timeout): ..."),
+    ("unit-in-name", RUNTIME, "async def f(*, poll_interval=1.0): ..."),
+    ("unit-in-name", RUNTIME, "class Policy:\n    delay_max: float = 1.0"),
+    ("no-sleep-in-tests", "tests/test_x.py", "import time\ntime.sleep(1)"),
+    ("no-sleep-in-tests", "tests/test_x.py", "from time import sleep"),
+    ("no-set-order", CORE, "for x in {1, 2}: ..."),
+    ("no-set-order", CORE, "for x in set(xs): ..."),
+    ("no-set-order", CORE, "ys = [x for x in {y for y in xs}]"),
+    ("no-set-order", CORE, "ys = list(frozenset(xs))"),
+    ("no-set-order", CORE, "ys = tuple(a.keys() & b.keys())"),
+    ("no-set-order", CORE, "def f(xs: set[int]):\n    return [*xs]"),
+    ("no-set-order", CORE, "def f():\n    xs = set()\n    return next(iter(xs))"),
+    ("no-set-order", CORE, "def f():\n    xs = {1}\n    ys = xs - {2}\n    return ys.pop()"),
+    ("no-set-order", CORE, FIELD_SET),
+]
+GOOD = [
+    ("layers", CORE, "from holdfast.core.types import View\nfrom . import tree"),
+    ("layers", RUNTIME, "from holdfast.train import job\nfrom holdfast import wire"),
+    ("layers", CLI, "import holdfast\nfrom holdfast.sim import world"),
+    ("layers", ROOT, "from holdfast.train.job import join"),
+    ("layers", "src/holdfast/testing/x.py", "import holdfast\nfrom holdfast.cli import main"),
+    ("torch-only-in-train", TRAIN, "import torch"),
+    ("torch-only-in-train", "src/holdfast/testing/x.py", "import torch"),
+    ("torch-only-in-train", "examples/x.py", "import torch"),
+    ("pure-core", CORE, "import enum, math\nfrom holdfast.core import tree\nx = tree.id(1)"),
+    ("no-code-from-data", TRAIN, "model.eval()\ntorch.load(f, weights_only=True)\njson.load(f)"),
+    ("python-3.10", CORE, "from typing import NoReturn\nasyncio.wait_for(x, 1)"),
+    ("function-size", CORE, LONG_FUNCTION.removesuffix("    x = 1\n")),
+    ("file-size", CORE, "x = 1\n" * 600),
+    ("line-size", CORE, "x = '" + "a" * 94 + "'"),
+    ("constructor-size", CORE, CONSTRUCTOR.format(more="")),
+    ("module-docstring", CORE, '"""What it is for."""'),
+    ("public-docstring", ROOT, "__all__ = ['f', 'V']\nV = 1\ndef f():\n    'What it does.'"),
+    ("public-docstring", ROOT, "__all__ = ['C']\nclass C:\n    'C.'\n    def _f(self): ..."),
+    ("unused-module", CLI, "x = 1"),
+    ("unit-in-name", RUNTIME, "def f(timeout_s, delay_max_s, on_timeout_call): ..."),
+    ("unit-in-name", RUNTIME, "def wait(timeout: timedelta): sock.recv(timeout=1)"),
+    ("no-sleep-in-tests", "tests/test_x.py", "clock.sleep(1)"),
+    ("no-sleep-in-tests", RUNTIME, "import time\ntime.sleep(1)"),
+    ("no-set-order", CORE, "for x in sorted({1, 2}): ...\ny = 1 in {1, 2}"),
+    ("no-set-order", CORE, "def f(xs):\n    xs = set(xs)\n    xs = sorted(xs)\n    return [*xs]"),
+    ("no-set-order", CORE, "def f(xs: set): ...\ndef g(xs: list):\n    return [x for x in xs]"),
+    ("no-set-order", RUNTIME, "for x in {1, 2}: ..."),
+]
+
+
+def rule_named(name: str) -> tidy.Rule:
+    return next(r for r in tidy.RULES if r.name == name)
+
+
+@pytest.fixture(scope="module")
+def modules() -> list[tidy.Module]:
+    return tidy.repository()
+
+
+@pytest.mark.parametrize("rule", tidy.RULES, ids=lambda rule: rule.name)
+def test_the_repository_keeps_the_rule(rule, modules):
+    found = tidy.broken(rule, modules)
+    if found:
+        lines = "\n  ".join(found)
+        pytest.fail(f"rule {rule.name}: {rule.why}.\n  {lines}", pytrace=False)
+
+
+@pytest.mark.parametrize(("name", "path", "source"), BAD)
+def test_a_planted_breach_is_found(name, path, source):
+    assert tidy.broken(rule_named(name), [tidy.parse(path, source)])
+
+
+@pytest.mark.parametrize(("name", "path", "source"), GOOD)
+def test_what_the_rule_allows_passes(name, path, source):
+    assert tidy.broken(rule_named(name), [tidy.parse(path, source)]) == []
+
+
+def test_every_rule_is_shown_to_fail_and_to_pass():
+    names = [r.name for r in tidy.RULES]
+    assert len(names) == len(set(names))
+    assert set(names) == {name for name, _, _ in BAD} == {name for name, _, _ in GOOD}
+
+
+def test_a_breach_is_excused_only_with_its_rule_and_a_reason():
+    rule = rule_named("pure-core")
+    for comment, count in [
+        ("# tidy: allow pure-core because it is only planted", 0),
+        ("# tidy: allow pure-core", 1),
+        ("# tidy: allow layers because it is only planted", 1),
+    ]:
+        assert len(tidy.broken(rule, [tidy.parse(CORE, f"import time  {comment}")])) == count
+
+
+def test_modules_are_used_through_imports_and_through_names_in_strings():
+    files = {
+        CLI: "from holdfast.sim import world\nimport sys\nrun([sys.executable, '-m', NAME])",
+        "src/holdfast/sim/world.py": "AGENT = 'holdfast.runtime.x'",
+        RUNTIME: "from holdfast.core.x import f",
+        CORE: "",
+        "src/holdfast/core/lonely.py": "import holdfast.core.pair",
+        "src/holdfast/core/pair.py": "import holdfast.core.lonely",
+    }
+    found = tidy.broken(rule_named("unused-module"), [tidy.parse(p, s) for p, s in files.items()])
+    assert [line.split(":")[0] for line in found] == [
+        "src/holdfast/core/lonely.py",
+        "src/holdfast/core/pair.py",
+    ]
+
+
+def test_public_names_are_followed_to_where_they_are_defined():
+    files = {
+        ROOT: "if TYPE_CHECKING:\n    from holdfast.train.x import f as g\n__all__ = ['g']",
+        TRAIN: "def f(): ...",
+    }
+    found = tidy.broken(
+        rule_named("public-docstring"), [tidy.parse(p, s) for p, s in files.items()]
+    )
+    assert [line.split(":")[0] for line in found] == [TRAIN]
+
+
+def test_the_repository_is_what_is_judged(modules):
+    names = {m.name for m in modules}
+    assert {"holdfast", "holdfast.core.coordinator", "tests/test_tidy.py"} <= names
+
+
+def test_only_the_training_process_needs_torch(modules):
+    names = [
+        m.name
+        for m in modules
+        if m.path.startswith("src/")
+        and m.package not in tidy.TORCH_USERS
+        and not m.name.endswith("__main__")
+    ]
+    script = (
+        "import importlib, sys\n"
+        "sys.modules['torch'] = None  # as if it were not installed\n"
+        "for name in sys.argv[1:]:\n"
+        "    try: importlib.import_module(name)\n"
+        "    except ImportError as error: print(f'{name}: {error}')\n"
+    )
+    command = [sys.executable, "-c", script, *names]
+    environment = {"PYTHONPATH": str(tidy.ROOT / "src"), "PATH": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "", rule_named("torch-only-in-train").why

@@ -1,0 +1,594 @@
+"""The mechanical house rules that test_tidy.py enforces, each with its reason.
+
+A rule reads syntax trees and never runs what it judges. Where a rule's reason does not apply, it is
+broken in the open: `# tidy: allow RULE because ...` on the line that is reported.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("src", "tests", "examples", "benchmarks")
+
+# Highest first. A module may import from its own package and from any lower row; packages of one
+# row are strangers to each other. "" is holdfast/__init__.py.
+LAYERS = (
+    ("", "__main__", "testing"),
+    ("cli", "dashboard", "launch"),
+    ("runtime", "sim"),
+    ("train", "servers", "observe"),
+    ("store",),
+    ("wire", "coding"),
+    ("core",),
+)
+FORBIDDEN = {("sim", "train")}  # although the rows would allow it
+PUBLIC_API_USERS = ("cli",)  # may `import holdfast` as a user would
+TORCH_USERS = ("train", "testing")
+
+# Where execution can start; every other module must be reachable from one of these.
+ENTRY_POINTS = (
+    "holdfast",
+    "holdfast.__main__",
+    "holdfast.cli.main",
+)
+
+IMPURE = frozenset(
+    "_thread asyncio concurrent datetime multiprocessing os pathlib queue random secrets select "
+    "selectors signal socket ssl subprocess tempfile threading time uuid".split()
+)
+IMPURE_CALLS = frozenset({"hash", "id", "input", "open", "print"})
+CODE_LOADERS = frozenset("_pickle cloudpickle dill joblib marshal pickle shelve".split())
+ORDER_FOLLOWERS = frozenset("dict.fromkeys enumerate filter iter list map tuple zip".split())
+PICKLING_COLLECTIVES = frozenset(
+    "all_gather_object broadcast_object_list gather_object recv_object_list scatter_object_list "
+    "send_object_list".split()
+)
+NEWER_THAN_310 = {
+    "typing": "LiteralString Never NotRequired Required Self TypeVarTuple Unpack assert_never "
+    "assert_type dataclass_transform override reveal_type".split(),
+    "enum": "EnumCheck ReprEnum StrEnum verify".split(),
+    "asyncio": "Barrier Runner TaskGroup timeout timeout_at".split(),
+    "datetime": ["UTC"],
+    "contextlib": ["chdir"],
+}
+
+FUNCTION_LINES_MAX = 70
+FILE_LINES_MAX = 600
+LINE_COLUMNS_MAX = 100
+CONSTRUCTOR_PARAMETERS_MAX = 7
+
+
+@dataclass(frozen=True, kw_only=True)
+class Module:
+    """One Python file: where it is, what it is called and what it says."""
+
+    path: str  # relative to the repository's root, with forward slashes
+    source: str
+    tree: ast.Module
+
+    @property
+    def name(self) -> str:
+        """`holdfast.core.types` for files under src, otherwise the path itself."""
+        if not self.path.startswith("src/"):
+            return self.path
+        dotted = self.path.removeprefix("src/").removesuffix(".py").replace("/", ".")
+        return dotted.removesuffix(".__init__")
+
+    @property
+    def package(self) -> str:
+        """`core` for holdfast.core.types, "" for holdfast itself, "?" outside src."""
+        parts = self.name.split(".")
+        if parts[0] != "holdfast" or not self.path.startswith("src/"):
+            return "?"
+        return parts[1] if len(parts) > 1 else ""
+
+
+@dataclass(frozen=True)
+class Finding:
+    module: Module
+    line: int
+    what: str
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`find` sees all modules at once, since some rules are about how they hang together."""
+
+    name: str
+    find: Callable[[list[Module]], Iterator[Finding]]
+    why: str
+
+
+def parse(path: str, source: str) -> Module:
+    return Module(path=path, source=source, tree=ast.parse(source, path, feature_version=(3, 10)))
+
+
+def imports(module: Module) -> Iterator[tuple[int, str]]:
+    """Every dotted name the file imports, at any depth; `from a import b` gives a and a.b."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = module.name.split(".")
+                keep = len(parts) - node.level + module.path.endswith("/__init__.py")
+                base = ".".join([*parts[:keep], *([base] if base else [])])
+            if base != "holdfast":  # in `from holdfast import core` only holdfast.core matters
+                yield node.lineno, base
+            for alias in node.names:
+                yield node.lineno, f"{base}.{alias.name}"
+
+
+def functions(module: Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def called_name(node: ast.AST) -> str:
+    """`a.b.c` for a call written a.b.c(...), "" for anything else."""
+    return ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+
+
+def in_src(modules: list[Module]) -> Iterator[Module]:
+    return (m for m in modules if m.path.startswith("src/"))
+
+
+def in_core(modules: list[Module]) -> Iterator[Module]:
+    return (m for m in modules if m.package == "core")
+
+
+# ---------------------------------------------------------------- layers and imports
+
+
+def row(package: str) -> int | None:
+    return next((i for i, packages in enumerate(LAYERS) if package in packages), None)
+
+
+def import_refused(importer: str, imported: str) -> str | None:
+    """Why `importer` (a package of holdfast) may not import `imported`, or None."""
+    if importer == imported or row(importer) == 0:
+        return None
+    if (importer, imported) in FORBIDDEN:
+        return f"{importer} must never import {imported}"
+    if imported == "" and importer in PUBLIC_API_USERS:
+        return None
+    above, below = row(importer), row(imported)
+    if above is None or below is None:
+        return f"no layer is known for {importer if above is None else imported}: add it to LAYERS"
+    if above == below:
+        return f"{importer} and {imported} are in one layer and must not know each other"
+    return f"{imported or 'holdfast itself'} is above {importer}" if above > below else None
+
+
+def find_layers(modules: list[Module]) -> Iterator[Finding]:
+    packages = {m.package for m in in_src(modules)} | {p for layer in LAYERS for p in layer}
+    for module in in_src(modules):
+        for line, name in imports(module):
+            parts = name.split(".")
+            if parts[0] != "holdfast":
+                continue
+            imported = parts[1] if len(parts) > 1 and parts[1] in packages else ""
+            refused = import_refused(module.package, imported)
+            if refused:
+                yield Finding(module, line, f"imports {name}: {refused}")
+
+
+def find_torch(modules: list[Module]) -> Iterator[Finding]:
+    for module in in_src(modules):
+        if module.package not in TORCH_USERS:
+            for line, name in imports(module):
+                if name.startswith("torch"):
+                    yield Finding(module, line, f"imports {name}")
+
+
+def find_impure_core(modules: list[Module]) -> Iterator[Finding]:
+    for module in in_core(modules):
+        for line, name in imports(module):
+            top = name.split(".")[0]
+            if top in IMPURE:
+                yield Finding(module, line, f"imports {name}")
+            elif top != "holdfast" and top not in sys.stdlib_module_names:
+                yield Finding(module, line, f"imports {name}, which is not in the standard library")
+        for node in ast.walk(module.tree):
+            if called_name(node) in IMPURE_CALLS:
+                yield Finding(module, node.lineno, f"calls {called_name(node)}()")
+
+
+def find_code_from_data(modules: list[Module]) -> Iterator[Finding]:
+    for module in in_src(modules):
+        for line, name in imports(module):
+            if name.split(".")[0] in CODE_LOADERS or name == "torch.load":
+                yield Finding(module, line, f"imports {name}")
+        for node in ast.walk(module.tree):
+            name = called_name(node)
+            if not isinstance(node, ast.Call) or not name:
+                continue
+            true = {k.arg for k in node.keywords if ast.unparse(k.value) == "True"}
+            if name in ("eval", "exec"):
+                yield Finding(module, node.lineno, f"calls {name}()")
+            elif name == "torch.load" and "weights_only" not in true:
+                yield Finding(module, node.lineno, "calls torch.load without weights_only=True")
+            elif "allow_pickle" in true:
+                yield Finding(module, node.lineno, f"calls {name} with allow_pickle=True")
+            elif name.split(".")[-1] in PICKLING_COLLECTIVES:
+                yield Finding(module, node.lineno, f"calls {name}, which unpickles what peers send")
+
+
+def find_newer_python(modules: list[Module]) -> Iterator[Finding]:
+    new = {f"{module}.{name}" for module, names in NEWER_THAN_310.items() for name in names}
+    for module in modules:
+        for line, name in imports(module):
+            if name in new or name == "tomllib":
+                yield Finding(module, line, f"imports {name}, which Python 3.10 lacks")
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Attribute) and ast.unparse(node) in new:
+                yield Finding(module, node.lineno, f"{ast.unparse(node)} is missing in Python 3.10")
+
+
+# ---------------------------------------------------------------- sizes
+
+
+def find_long_functions(modules: list[Module]) -> Iterator[Finding]:
+    for module in modules:
+        for function in functions(module):
+            lines = (function.end_lineno or function.lineno) - function.lineno + 1
+            if lines > FUNCTION_LINES_MAX:
+                yield Finding(module, function.lineno, f"{function.name} has {lines} lines")
+
+
+def find_long_files(modules: list[Module]) -> Iterator[Finding]:
+    for module in modules:
+        lines = len(module.source.splitlines())
+        if lines > FILE_LINES_MAX:
+            yield Finding(module, FILE_LINES_MAX, f"has {lines} lines")
+
+
+def find_long_lines(modules: list[Module]) -> Iterator[Finding]:
+    for module in modules:
+        for number, line in enumerate(module.source.splitlines(), 1):
+            if len(line) > LINE_COLUMNS_MAX:
+                yield Finding(module, number, f"has {len(line)} columns")
+
+
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.arg]:
+    a = function.args
+    rest = [x for x in (a.vararg, a.kwarg) if x is not None]
+    return [*a.posonlyargs, *a.args, *a.kwonlyargs, *rest]
+
+
+def find_wide_constructors(modules: list[Module]) -> Iterator[Finding]:
+    for module in in_src(modules):
+        for function in functions(module):
+            count = len(parameters(function)) - 1
+            if function.name == "__init__" and count > CONSTRUCTOR_PARAMETERS_MAX:
+                yield Finding(module, function.lineno, f"__init__ takes {count} parameters")
+
+
+# ---------------------------------------------------------------- names, docstrings, use
+
+
+def find_unitless_times(modules: list[Module]) -> Iterator[Finding]:
+    unitless = re.compile(r"(^|_)(timeouts?|intervals?|delays?)(_(min|max|default|initial))?$")
+    for module in in_src(modules):
+        named: list[tuple[int, str, ast.expr | None]] = []
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                named += [(p.lineno, p.arg, p.annotation) for p in parameters(node)]
+            elif isinstance(node, ast.ClassDef):  # the fields of dataclasses are parameters too
+                named += [
+                    (s.lineno, s.target.id, s.annotation)
+                    for s in node.body
+                    if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)
+                ]
+        for line, name, annotation in named:
+            typed = ast.unparse(annotation) if annotation else ""
+            if unitless.search(name) and "timedelta" not in typed:
+                yield Finding(module, line, f"`{name}` has no unit: seconds are named `{name}_s`")
+
+
+def find_missing_module_docstrings(modules: list[Module]) -> Iterator[Finding]:
+    for module in in_src(modules):
+        if not ast.get_docstring(module.tree):
+            yield Finding(module, 1, "has no docstring")
+
+
+def definition(modules: dict[str, Module], module: str, name: str) -> tuple[Module, ast.AST] | None:
+    """Where `name`, as seen from `module`, is defined: follows `from x import name` through src."""
+    if module not in modules:
+        return None
+    for node in ast.walk(modules[module].tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                if (alias.asname or alias.name) == name and node.module.startswith("holdfast"):
+                    return definition(modules, node.module, alias.name)
+    for node in modules[module].tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            if node.name == name:
+                return modules[module], node
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if any(isinstance(t, ast.Name) and t.id == name for t in targets):
+                return modules[module], node
+    return None
+
+
+def exported(module: Module) -> Iterator[tuple[int, str]]:
+    for node in module.tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            for element in ast.walk(node.value):
+                if isinstance(element, ast.Constant) and isinstance(element.value, str):
+                    yield element.lineno, element.value
+
+
+def find_undocumented_api(modules: list[Module]) -> Iterator[Finding]:
+    by_name = {m.name: m for m in in_src(modules)}
+    root = by_name.get("holdfast")
+    if root is None:
+        return
+    names = list(exported(root))
+    if root.tree.body and not names:
+        yield Finding(root, 1, "has no __all__ written out as a list of strings")
+    for line, name in names:
+        found = definition(by_name, "holdfast", name)
+        if found is None:
+            if f"holdfast.{name}" not in by_name:
+                what = f"`{name}` is in __all__, but no import or definition tells where it is"
+                yield Finding(root, line, f"{what} (one under TYPE_CHECKING will do)")
+            continue
+        where, node = found
+        documented = [node]
+        if isinstance(node, ast.ClassDef):
+            documented += [
+                m
+                for m in node.body
+                if isinstance(m, ast.FunctionDef | ast.AsyncFunctionDef) and m.name[0] != "_"
+            ]
+        for item in documented:
+            callable_ = isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+            if callable_ and not ast.get_docstring(item):
+                title = name if item is node else f"{name}.{item.name}"
+                yield Finding(where, item.lineno, f"`{title}` is public and has no docstring")
+
+
+def uses(module: Module, known: dict[str, Module]) -> Iterator[str]:
+    """Modules this one needs: imported, or named in a string as in `python -m NAME`."""
+    for _, name in imports(module):
+        yield name
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            name = node.value.partition(":")[0]
+            if name in known:
+                yield name
+
+
+def find_unused_modules(modules: list[Module]) -> Iterator[Finding]:
+    known = {m.name: m for m in in_src(modules)}
+    roots = [known[n] for n in ENTRY_POINTS if n in known]
+    # The test kit is shipped for others' tests; ours are its first users.
+    outside = [m for m in modules if not m.path.startswith("src/")]
+    roots += [known[n] for m in outside for n in uses(m, known) if n in known]
+    roots = [m for m in roots if m.package == "testing" or m.name in ENTRY_POINTS]
+    reached = {m.name for m in roots}
+    while roots:
+        module = roots.pop()
+        for name in uses(module, known):
+            if name in known and name not in reached:
+                reached.add(name)
+                roots.append(known[name])
+    for name, module in known.items():
+        if name not in reached and not module.path.endswith("/__init__.py"):
+            yield Finding(module, 1, f"no entry point reaches {name}")
+
+
+# ---------------------------------------------------------------- determinism
+
+
+def find_sleeping_tests(modules: list[Module]) -> Iterator[Finding]:
+    for module in modules:
+        if module.path.startswith("tests/"):
+            for line, name in imports(module):
+                if name == "time.sleep":
+                    yield Finding(module, line, "imports time.sleep")
+            for node in ast.walk(module.tree):
+                if called_name(node) == "time.sleep":
+                    yield Finding(module, node.lineno, "calls time.sleep")
+
+
+def typed_as_set(annotation: ast.AST | None) -> bool:
+    text = ast.unparse(annotation) if annotation else ""
+    return re.match(r"(typing\.|t\.)?(set|frozenset|Set|AbstractSet|FrozenSet)\b", text) is not None
+
+
+def set_key(node: ast.AST) -> str:
+    """One key for a plain name, another for an attribute, whoever's it is; "" for the rest."""
+    if isinstance(node, ast.Name):
+        return node.id
+    return f".{node.attr}" if isinstance(node, ast.Attribute) else ""
+
+
+class SetNames:
+    """Which names and attributes hold sets, as far as the text of some nodes tells.
+
+    Untyped ones count only if every value they are given is a set: `xs = sorted(xs)` clears xs.
+    """
+
+    def __init__(self, nodes: list[ast.AST], fields: bool = False) -> None:
+        self.given: dict[str, list[ast.expr]] = {}
+        self.typed: set[str] = set()
+        for node in nodes:
+            if isinstance(node, ast.arg) and typed_as_set(node.annotation):
+                self.typed.add(node.arg)
+            elif isinstance(node, ast.AnnAssign) and typed_as_set(node.annotation):
+                self.typed.add(set_key(node.target))
+                if fields:
+                    self.typed.add("." + set_key(node.target).lstrip("."))
+            elif isinstance(node, ast.Assign):
+                for target in node.targets:
+                    self.given.setdefault(set_key(target), []).append(node.value)
+
+    def is_set(self, node: ast.AST) -> bool:
+        if isinstance(node, ast.Set | ast.SetComp):
+            return True
+        if isinstance(node, ast.Call):
+            how = called_name(node).rpartition(".")[2]
+            return called_name(node) in ("set", "frozenset") or (
+                how in ("union", "intersection", "difference", "symmetric_difference")
+            )
+        if isinstance(node, ast.BinOp):
+            sides = (node.left, node.right)
+            return isinstance(node.op, ast.BitOr | ast.BitAnd | ast.Sub | ast.BitXor) and any(
+                called_name(side).endswith(".keys") or self.is_set(side) for side in sides
+            )
+        key = set_key(node)
+        given = self.given.pop(key, [])  # popped meanwhile: a name may be given itself
+        found = key in self.typed or (bool(given) and all(self.is_set(v) for v in given))
+        if given:
+            self.given[key] = given
+        return bool(key) and found
+
+
+def iterated(node: ast.AST) -> Iterator[ast.expr]:
+    """The expressions whose order this node would follow."""
+    if isinstance(node, ast.For | ast.comprehension):
+        yield node.iter
+    elif isinstance(node, ast.Starred):
+        yield node.value
+    elif isinstance(node, ast.Call):
+        name = called_name(node)
+        if name in ORDER_FOLLOWERS or name.endswith(".join"):
+            yield from node.args
+        elif name.endswith(".pop") and not node.args and isinstance(node.func, ast.Attribute):
+            yield node.func.value
+
+
+def find_set_iteration(modules: list[Module]) -> Iterator[Finding]:
+    for module in in_core(modules):
+        everywhere = list(ast.walk(module.tree))
+        fields = SetNames(everywhere, fields=True)
+        scopes = [list(ast.walk(f)) for f in functions(module)]
+        inside = {id(n) for scope in scopes for n in scope}
+        scopes.append([n for n in everywhere if id(n) not in inside])
+        for scope in scopes:
+            names = SetNames(scope)
+            names.typed |= {t for t in fields.typed if t.startswith(".")}
+            names.given |= {k: v for k, v in fields.given.items() if k.startswith(".")}
+            for node in scope:
+                for expression in iterated(node):
+                    if names.is_set(expression):
+                        what = f"follows the order of the set `{ast.unparse(expression)}`"
+                        yield Finding(module, expression.lineno, what)
+
+
+# ---------------------------------------------------------------- all of them
+
+RULES = [
+    Rule(
+        "layers",
+        find_layers,
+        "imports go one way (cli, dashboard, launch -> runtime, sim -> train, servers, observe -> "
+        "store -> wire, coding -> core), so that what is simulated is the product and each part "
+        "can be understood without those above it",
+    ),
+    Rule(
+        "torch-only-in-train",
+        find_torch,
+        "agents, coordinator and simulator must start fast and run where torch is not installed; "
+        "only the training process needs it",
+    ),
+    Rule(
+        "pure-core",
+        find_impure_core,
+        "the core decides and never acts: time, randomness and ids are arguments, or the simulator "
+        "could not replay it from a seed",
+    ),
+    Rule(
+        "no-code-from-data",
+        find_code_from_data,
+        "bytes from a peer or a disk must never become code",
+    ),
+    Rule(
+        "python-3.10",
+        find_newer_python,
+        "pyproject.toml promises Python 3.10; core/errors.py is the place for small stand-ins",
+    ),
+    Rule(
+        "function-size",
+        find_long_functions,
+        f"a function fits on a screen: at most {FUNCTION_LINES_MAX} lines, branches in the parent "
+        "and pure leaves",
+    ),
+    Rule(
+        "file-size",
+        find_long_files,
+        f"a file is about one thing: at most {FILE_LINES_MAX} lines",
+    ),
+    Rule(
+        "line-size",
+        find_long_lines,
+        f"two versions fit side by side: at most {LINE_COLUMNS_MAX} columns",
+    ),
+    Rule(
+        "constructor-size",
+        find_wide_constructors,
+        f"more than {CONSTRUCTOR_PARAMETERS_MAX} parameters are several objects in one, or want a "
+        "policy record",
+    ),
+    Rule(
+        "module-docstring",
+        find_missing_module_docstrings,
+        "a module says what it is for, what it must not know and which invariant it keeps",
+    ),
+    Rule(
+        "public-docstring",
+        find_undocumented_api,
+        "what users call says its shapes, units and errors",
+    ),
+    Rule(
+        "unused-module",
+        find_unused_modules,
+        "code that nothing reaches is not tested by use and misleads readers: wire it in, delete "
+        "it, or name it in ENTRY_POINTS (tests/tidy.py)",
+    ),
+    Rule(
+        "unit-in-name",
+        find_unitless_times,
+        "a time-out in the wrong unit looks like a hang: times are seconds, named ..._s",
+    ),
+    Rule(
+        "no-sleep-in-tests",
+        find_sleeping_tests,
+        "a fixed pause is too long on a fast machine and too short on a busy one: wait for the "
+        "condition, or pass the time in",
+    ),
+    Rule(
+        "no-set-order",
+        find_set_iteration,
+        "set order changes with the hash seed, so traces would too: use sorted(...), or a tuple, "
+        "list or dict from the start",
+    ),
+]
+
+
+def broken(rule: Rule, modules: list[Module]) -> list[str]:
+    """What breaks `rule`, one line each, except where the source says why it may."""
+    found = {}
+    for f in rule.find(modules):
+        lines = f.module.source.splitlines()
+        text = lines[f.line - 1] if f.line <= len(lines) else ""
+        if f"tidy: allow {rule.name} because " not in text:
+            found.setdefault((f.module.path, f.line), f.what)
+    return [f"{path}:{line}: {what}" for (path, line), what in sorted(found.items())]
+
+
+def repository() -> list[Module]:
+    paths = [p for folder in FOLDERS for p in sorted((ROOT / folder).rglob("*.py"))]
+    return [parse(p.relative_to(ROOT).as_posix(), p.read_text(encoding="utf-8")) for p in paths]
