@@ -580,7 +580,7 @@ RULES = [
 
 def broken(rule: Rule, modules: list[Module]) -> list[str]:
     """What breaks `rule`, one line each, except where the source says why it may."""
-    found = {}
+    found: dict[tuple[str, int], str] = {}
     for f in rule.find(modules):
         lines = f.module.source.splitlines()
         text = lines[f.line - 1] if f.line <= len(lines) else ""

@@ -126,7 +126,7 @@ class _Slot:
     agent: AgentId
     incarnation: Incarnation
     counted: Incarnation = Incarnation(0)  # newest incarnation whose loss was counted
-    respawn_at: float | None = None
+    respawn_at: float | None = None  # set from a loss until the next incarnation is ordered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,8 +276,13 @@ class CoordinatorMachine:
             )
             effects.append(Announce("failed", self._outcome))
         elif self._note_release():
-            if not any(s.stage.alive for s in self._members_known()):
+            left = [s for s in self._members_known() if s.stage.alive]
+            if not left:
                 self._outcome = ""
+            elif not all(s.ended for s in left):
+                # Somebody has the last gradient but not its votes: a view of those left commits it.
+                effects += self._stop_if_broken(now)
+                effects += self._form(now)
         elif self._all_exited():
             self._outcome = ""
         else:
@@ -312,20 +317,25 @@ class CoordinatorMachine:
         if self._release_loop == RELEASE_ALL:
             return
         for worker, slot in self._slots.items():
-            lost = self._loss(worker, slot, now)
-            if lost is None:
-                continue
-            if slot.counted < slot.incarnation:
-                slot.counted = slot.incarnation
-                self._losses += 1
-                excess = self._losses - 2 * len(self._slots)
-                backoff_s = self._policy.backoff_s * 2.0 ** min(excess, 10)
-                delay_s = min(backoff_s, self._policy.backoff_max_s) if excess > 0 else 0.0
-                slot.respawn_at = now + delay_s
-                yield Announce("lost", f"worker {worker} was lost: {lost}", worker)
-            if slot.respawn_at is None or now >= slot.respawn_at:
+            if slot.respawn_at is None:
+                lost = self._loss(worker, slot, now)
+                if lost is None:
+                    continue
+                slot.respawn_at = now
+                if slot.counted < slot.incarnation:
+                    slot.counted = slot.incarnation
+                    slot.respawn_at = now + self._count_loss()
+                    yield Announce("lost", f"worker {worker} was lost: {lost}", worker)
+            if now >= slot.respawn_at:
                 slot.incarnation = Incarnation(slot.incarnation + 1)
                 slot.respawn_at = None
+
+    def _count_loss(self) -> float:
+        """Returns the back-off: none at first, then longer with every loss without progress."""
+        self._losses += 1
+        excess = self._losses - 2 * len(self._slots)
+        backoff_s = self._policy.backoff_s * 2.0 ** min(excess, 10)
+        return min(backoff_s, self._policy.backoff_max_s) if excess > 0 else 0.0
 
     def _loss(self, worker: WorkerId, slot: _Slot, now: float) -> str | None:
         """Why the ordered incarnation of `worker` is gone, or None while it is not."""
@@ -383,14 +393,17 @@ class CoordinatorMachine:
             status = self._status(member.worker, member.incarnation)
             if status is None or view is None or status.promised < view.number:
                 return
-            alive.append(status)
+            if self._ordered(status):  # else it is being replaced: its agent will end it
+                alive.append(status)
         survivors = [s for s in alive if s.has_state]
+        finishing = self._release_loop == RELEASE_ALL
         if view is None or not survivors:
-            yield from self._form_initial(now)
+            if not finishing:
+                yield from self._form_initial(now)
             return
         step, why = resume_step(survivors)
         at_rest = all(s.at_boundary for s in survivors)
-        joiners = self._candidates() if at_rest else []
+        joiners = self._candidates() if at_rest and not finishing else []
         room = self._policy.virtual_ranks - len(survivors)
         joiners = joiners[: max(room, 0)]
         if at_rest and len(survivors) + len(joiners) < self._policy.workers_min:
@@ -498,6 +511,8 @@ class CoordinatorMachine:
         finishing = self._release_loop == RELEASE_ALL
         members = self._view.workers if self._view else ()
         for worker, slot in self._slots.items():
+            if slot.respawn_at is not None:
+                continue  # lost: ordering it would start the same incarnation again elsewhere
             if slot.agent == agent and (not finishing or worker in members):
                 yield worker, slot.incarnation
 

@@ -76,7 +76,9 @@ class Truth:
         if key in self.processes:
             raise Violation(f"worker {key[0]} was started twice as incarnation {key[1]}")
         if key[0] in self.live:
-            raise Violation(f"two processes of worker {key[0]} live: {self.live[key[0]].key}, {key}")
+            raise Violation(
+                f"two processes of worker {key[0]} live: {self.live[key[0]].key}, {key}"
+            )
         self.processes[key] = process
         self.live[key[0]] = process
 

@@ -65,8 +65,16 @@ class DataNetwork:
         for p in here:
             p.post(world.rng.uniform(0.2, 1.0) * build_s, group_ready, p, group.number)
 
-    def send(self, sender: Process, group: Group, key: Key, kind: str, step: int, body: object,
-             extra_s: float = 0.0) -> None:
+    def send(
+        self,
+        sender: Process,
+        group: Group,
+        key: Key,
+        kind: str,
+        step: int,
+        body: object,
+        extra_s: float = 0.0,
+    ) -> None:
         world = self._world
         receiver = world.processes.get(key)
         if receiver is None:
@@ -77,8 +85,15 @@ class DataNetwork:
         self._last[link] = at
         world.at(at - world.now, self._deliver, link, sender, receiver, kind, step, body)
 
-    def _deliver(self, link: tuple[int, Key, Key], sender: Process, receiver: Process, kind: str,
-                 step: int, body: object) -> None:
+    def _deliver(
+        self,
+        link: tuple[int, Key, Key],
+        sender: Process,
+        receiver: Process,
+        kind: str,
+        step: int,
+        body: object,
+    ) -> None:
         if sender.cut_through >= link[0] or self._cut_links or self._apart:
             if sender.cut_through >= link[0] or link in self._cut_links:
                 return
@@ -244,7 +259,7 @@ def advance(process: Process) -> None:
         if len(group.parts[step]) == len(group.keys):
             reduce(process, group, step)
     if group.voted_step == step and group.done_step < step:
-        votes = group.votes[step]
+        votes = group.votes.get(step, {})
         if len(votes) == len(group.keys):
             group.done_step = step
             pending = any(votes[key] for key in group.keys)

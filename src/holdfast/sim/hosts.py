@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from holdfast.core import agent as ag
 from holdfast.core import coordinator as co
 from holdfast.core.liveness import ProcessSample
-from holdfast.core.types import AgentId, AgentReport, Directive, Incarnation, WorkerId, WorkerStatus
+from holdfast.core.types import AgentId, AgentReport, Directive, Incarnation, WorkerStatus
 from holdfast.sim.workers import Process
 
 if TYPE_CHECKING:
@@ -235,7 +235,3 @@ class AgentHost:
         if self.machine is not None and self.incarnation == incarnation and self._wake_at == at:
             self._wake_at = None
             self.handle(ag.Tick())
-
-
-def worker_id(value: int) -> WorkerId:
-    return WorkerId(value)

@@ -88,6 +88,7 @@ def draw(seed: int, small: bool = False) -> Options:
     loops = (rng.randint(1, steps - 1), steps) if rng.random() < 0.25 else (steps,)
     kinds = [kind for kind in FAULT_KINDS if rng.random() < 0.35]
     vranks = rng.randint(fewest, max(most, fewest))
+    most_needed = slots if "agent_lost" in kinds else workers  # one node always remains
     return Options(
         seed=seed,
         agents=agents,
@@ -96,7 +97,7 @@ def draw(seed: int, small: bool = False) -> Options:
         vranks=vranks,
         loops=loops,
         workers_start=workers if rng.random() < 0.8 else rng.randint(1, workers),
-        workers_min=1 if rng.random() < 0.8 else min(rng.randint(1, workers), vranks),
+        workers_min=1 if rng.random() < 0.8 else min(rng.randint(1, most_needed), vranks),
         task_s=rng.choice((0.01, 0.05, 0.2)) * rng.uniform(0.5, 2) * 8 / vranks,
         optimizer_s=rng.choice((0.0, 0.01, 0.2)),
         boot_s=rng.uniform(0.1, 2.0),

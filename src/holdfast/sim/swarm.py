@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from holdfast.core.errors import InvariantError
@@ -17,6 +17,7 @@ class Result:
     """What one seed came to. `failure` is empty when nothing was found."""
 
     options: Options
+    small: bool
     events: int
     simulated_s: float
     digest: int
@@ -29,7 +30,7 @@ class Result:
 
     @property
     def replay(self) -> str:
-        return f"holdfast sim --seed {self.options.seed} --trace"
+        return f"holdfast sim --seed {self.options.seed}{' --small' if self.small else ''} --trace"
 
 
 def run_seed(
@@ -52,6 +53,7 @@ def run_seed(
         failure = f"{type(error).__name__}: {error}\n{where}"
     return Result(
         options=options,
+        small=small,
         events=world.events,
         simulated_s=world.now,
         digest=world.digest,
@@ -62,3 +64,33 @@ def run_seed(
         failure=failure,
         story=tuple(world.recent()) if failure else (),
     )
+
+
+@dataclass(slots=True)
+class Summary:
+    """What many seeds came to; a run that met no faults and no view change proves nothing."""
+
+    seeds: int = 0
+    failures: int = 0
+    events: int = 0
+    simulated_s: float = 0.0
+    views: int = 0
+    commits: int = 0
+    spawns: int = 0
+    faults: dict[str, int] = field(default_factory=dict)
+
+    def add(self, result: Result) -> None:
+        self.seeds += 1
+        self.failures += bool(result.failure)
+        self.events += result.events
+        self.simulated_s += result.simulated_s
+        self.views += result.views
+        self.commits += result.commits
+        self.spawns += result.spawns
+        for kind, count in sorted(result.faults.items()):
+            self.faults[kind] = self.faults.get(kind, 0) + count
+
+
+def run_many(seeds: range, small: bool = False) -> Iterator[Result]:
+    for seed in seeds:
+        yield run_seed(seed, small=small)

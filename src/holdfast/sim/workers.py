@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from holdfast.core.types import Directive, Incarnation, WorkerDirective, WorkerId, WorkerStatus
+from holdfast.core.types import Incarnation, WorkerDirective, WorkerId, WorkerStatus
 from holdfast.core.worker import (
     AtBoundary,
     Begin,
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from holdfast.sim.exchange import Group
     from holdfast.sim.hosts import AgentHost
     from holdfast.sim.world import World
-
-__all__ = ["Directive", "Process", "WorkerStatus"]
 
 
 class Process:

@@ -40,8 +40,9 @@ class Machines:
 class World:
     """One run; see `swarm.run_seed` for how it is used."""
 
-    def __init__(self, options: Options, machines: Machines, listener: Callable[[str], None] | None
-                 ) -> None:
+    def __init__(
+        self, options: Options, machines: Machines, listener: Callable[[str], None] | None
+    ) -> None:
         self.options = options
         self.machines = machines
         self.listener = listener
@@ -93,7 +94,8 @@ class World:
                 return
             if self.events > EVENTS_MAX:
                 raise Violation(f"no end after {self.events} events")
-        raise Violation(f"not finished {deadline - self.options.faults_end_s:.0f} s after the faults")
+        waited_s = deadline - self.options.faults_end_s
+        raise Violation(f"not finished {waited_s:.0f} s after the faults")
 
     def at(self, delay_s: float, call: Callable[..., None], *args: Any) -> None:
         self._order += 1

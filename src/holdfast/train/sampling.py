@@ -198,9 +198,10 @@ def permute(positions: Indices, length: int, seed: int, epoch: int) -> Indices:
 def _feistel(
     values: NDArray[np.uint64], rows: int, columns: int, keys: tuple[np.uint64, ...]
 ) -> NDArray[np.uint64]:
-    """A bijection on [0, rows * columns): rounds that shift one coordinate by a hash of the other."""
+    """A bijection on [0, rows * columns): each coordinate is shifted by a hash of the other."""
     high, low = np.uint64(rows), np.uint64(columns)
-    row, column = np.divmod(values, low)
+    row: NDArray[np.uint64] = values // low
+    column: NDArray[np.uint64] = values % low
     for first, second in zip(keys[::2], keys[1::2], strict=True):
         row = (row + _hash(column ^ first)) % high
         column = (column + _hash(row ^ second)) % low

@@ -1,0 +1,102 @@
+"""Recovery: from the moment a worker dies (or freezes) to the survivors' next committed step.
+
+The stall is what remains of that gap after the work itself: the gap between the survivors' commits
+around the fault, minus an undisturbed step, minus the tasks that a survivor had to compute again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import signal
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from recovery_worker import TASK_S
+
+from holdfast.testing.run import LocalRun, strike
+
+WORKERS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One step as one worker saw it end."""
+
+    worker: int
+    step: int
+    at: float  # monotonic seconds
+    tasks: int
+
+
+def lines(run: LocalRun) -> list[Line]:
+    found = []
+    for text in list(run.out):
+        if text.startswith("STEP "):
+            _, worker, step, at, tasks = text.split()
+            found.append(Line(int(worker), int(step), float(at), int(tasks)))
+    return found
+
+
+def stall_s(found: list[Line], victim: int, struck_at: float) -> tuple[float, float]:
+    """(stall, gap) in seconds, over the survivors, around a fault at `struck_at`."""
+    survivors = [x for x in found if x.worker != victim]
+    after = [x for x in survivors if x.at > struck_at]
+    step = min(x.step for x in after)
+    ended = [x for x in after if x.step == step]
+    before = [x for x in survivors if x.step == step - 1]
+    steps = sorted({x.step for x in survivors if x.step < step})[-12:]
+    ends = [max(x.at for x in survivors if x.step == s) for s in steps]
+    usual = statistics.median(b - a for a, b in zip(ends, ends[1:], strict=False))
+    gap = max(x.at for x in ended) - max(x.at for x in before)
+    again = TASK_S * max(x.tasks - 1 for x in ended)
+    return gap - usual - again, max(x.at for x in ended) - struck_at
+
+
+def measure(faults: int, number: int, seed: int) -> tuple[list[float], list[float]]:
+    """(stalls, seconds from the fault to the next commit) of `faults` faults in one run."""
+    rng = random.Random(seed)
+    stalls, gaps = [], []
+    script = str(Path(__file__).with_name("recovery_worker.py"))
+    with tempfile.TemporaryDirectory() as folder:
+        options = ["--nproc", str(WORKERS)]
+        with LocalRun(Path(folder) / "run", options, [script, "1000000"]) as run:
+            for _ in range(faults):
+                run.until_members(WORKERS)
+                seen = max((x.step for x in lines(run)), default=0)
+                run.until(lambda: max((x.step for x in lines(run)), default=0) > seen + 12, 60, "")
+                members = run.until_members(WORKERS)
+                victim = rng.choice(sorted(members))
+                time.sleep(rng.uniform(0, 2 * TASK_S))
+                struck_at = time.monotonic()
+                strike(members[victim], number)
+                run.until(
+                    lambda: sum(x.at > struck_at and x.worker != victim for x in lines(run)) >= 9,
+                    60,
+                    "the survivors go on",
+                )
+                stall, gap = stall_s(lines(run), victim, struck_at)
+                stalls.append(stall)
+                gaps.append(gap)
+                print(f"  worker {victim}: stall {stall * 1e3:.0f} ms, next commit {gap:.2f} s later")
+    return stalls, gaps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--freezes", type=int, default=5)
+    options = parser.parse_args()
+    print(f"kill -9 of one of {WORKERS} workers:")
+    stalls, _ = measure(options.kills, signal.SIGKILL, seed=1)
+    print(f"  median stall {statistics.median(stalls) * 1e3:.0f} ms, max {max(stalls) * 1e3:.0f} ms")
+    print(f"kill -STOP of one of {WORKERS} workers:")
+    _, gaps = measure(options.freezes, signal.SIGSTOP, seed=2)
+    print(f"  median time to the next commit {statistics.median(gaps):.2f} s, max {max(gaps):.2f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""One worker of benchmarks/step_time.py: DDP and Holdfast in turn, in the same process.
+
+Both train the same model on the same batches with the same optimizer; blocks of steps alternate, so
+that a drift of the machine's speed falls on both alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import holdfast
+
+BATCH, WIDTH = 16, 512
+
+
+def big() -> nn.Module:
+    """An MLP of 5.8 million parameters in ten large tensors."""
+    inner = [nn.Linear(1024, 1024), nn.ReLU()] * 4
+    layers = [nn.Linear(WIDTH, 1024), nn.ReLU(), *inner, nn.Linear(1024, 1024), nn.Linear(1024, 10)]
+    return nn.Sequential(*[nn.Linear(m.in_features, m.out_features) if isinstance(m, nn.Linear)
+                           else m for m in layers])
+
+
+def transformer() -> nn.Module:
+    """A six-layer encoder of 5.0 million parameters: large tensors and small ones, as in practice."""
+    layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
+    body = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
+    return nn.Sequential(nn.Unflatten(1, (16, 32)), nn.Linear(32, 256), body, nn.Flatten(),
+                         nn.Linear(16 * 256, 64), nn.Linear(64, 10))
+
+
+def many_small() -> nn.Module:
+    """600 small tensors: the fixed cost per tensor shows."""
+    return nn.Sequential(nn.Linear(WIDTH, 64), *[nn.Linear(64, 64) for _ in range(298)],
+                         nn.Linear(64, 10))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": big, "transformer": transformer, "many-small": many_small,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", choices=MODELS, required=True)
+    parser.add_argument("--workers", type=int, required=True)
+    parser.add_argument("--rendezvous", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--blocks", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=10)
+    options = parser.parse_args()
+    job = holdfast.join()
+    store = dist.FileStore(options.rendezvous, options.workers)
+    dist.init_process_group("gloo", store=store, rank=job.worker, world_size=options.workers,
+                            timeout=timedelta(minutes=5))
+    model, twin = MODELS[options.model](), MODELS[options.model]()
+    twin.load_state_dict(model.state_dict())
+    replica = nn.parallel.DistributedDataParallel(twin)
+    ours = torch.optim.SGD(model.parameters(), lr=1e-3)
+    theirs = torch.optim.SGD(twin.parameters(), lr=1e-3)
+    inputs, targets = torch.randn(4096, WIDTH), torch.randint(0, 10, (4096,))
+    dataset = torch.utils.data.TensorDataset(inputs, targets)
+    job.protect(model=model, optimizer=ours)
+    data = job.batches(_Whole(dataset), BATCH, collate_fn=_as_is)
+
+    def ddp_block() -> float:
+        began = time.perf_counter()
+        for i in range(options.steps):
+            at = (job.worker * options.steps + i) * BATCH % 4000
+            x, y = _Whole(dataset).__getitems__(list(range(at, at + BATCH)))
+            nn.functional.cross_entropy(replica(x), y).backward()
+            theirs.step()
+            theirs.zero_grad()
+        return (time.perf_counter() - began) / options.steps
+
+    times: dict[str, list[float]] = {"ddp": [], "holdfast": []}
+    began = time.perf_counter()
+    for step in job.steps(data, until=options.steps * (options.blocks + 2)):
+        for x, y in step:
+            step.backward(nn.functional.cross_entropy(model(x), y))
+        ours.step()
+        ours.zero_grad()
+        if (step.index + 1) % options.steps == 0:
+            spent = (time.perf_counter() - began) / options.steps
+            if step.index >= 2 * options.steps:
+                times["holdfast"].append(spent)
+            dist.barrier()
+            spent = ddp_block()
+            if step.index >= 2 * options.steps:
+                times["ddp"].append(spent)
+            dist.barrier()
+            began = time.perf_counter()
+    if job.is_leader:
+        params = sum(p.numel() for p in model.parameters())
+        found = {"parameters": params, "tensors": len(list(model.parameters())), "times": times}
+        options.out.write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def _as_is(batch: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return batch
+
+
+class _Whole:
+    """Fetches a batch in one indexing operation, so that loading costs nothing on either side."""
+
+    def __init__(self, dataset: torch.utils.data.TensorDataset) -> None:
+        self.tensors = dataset.tensors
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def __getitems__(self, indices: list[int]) -> tuple[torch.Tensor, ...]:
+        return tuple(t[indices] for t in self.tensors)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    main()

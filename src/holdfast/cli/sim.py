@@ -1,0 +1,125 @@
+"""`holdfast sim`: run the deterministic simulation and say plainly what it found."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+from holdfast.sim.swarm import Result, Summary, run_many, run_seed
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns 0 when every seed is clean, 1 when one is not; 2 for bad arguments."""
+    args = _parser().parse_args(argv)
+    try:
+        return _one(args) if args.seed is not None else _many(args)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="holdfast sim",
+        description="Run the real machines in a simulated world full of faults, from seeds.",
+    )
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--seed", type=_seed, metavar="N", help="run one seed")
+    which.add_argument("--seeds", type=_seeds, metavar="A:B", help="run seeds A to B-1")
+    parser.add_argument("--small", action="store_true", help="small jobs: shorter runs, more seeds")
+    parser.add_argument("--trace", action="store_true", help="with --seed: print every event")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    return parser
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a seed: give a number such as 7")
+    return int(text)
+
+
+def _seeds(text: str) -> range:
+    first, colon, last = text.partition(":")
+    if not (colon and first.isdecimal() and last.isdecimal() and int(first) < int(last)):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a range of seeds: give first:last+1, such as 0:200"
+        )
+    return range(int(first), int(last))
+
+
+def _one(args: argparse.Namespace) -> int:
+    started = time.perf_counter()
+    listener = print if args.trace and not args.json else None
+    result = run_seed(args.seed, small=args.small, listener=listener)
+    summary = Summary()
+    summary.add(result)
+    if args.json:
+        print(json.dumps(dataclasses.asdict(result) | {"replay": result.replay}))
+    else:
+        _show(result, story=not args.trace)
+        _show_summary(summary, time.perf_counter() - started)
+    return 1 if result.failure else 0
+
+
+def _many(args: argparse.Namespace) -> int:
+    started = time.perf_counter()
+    summary, failed = Summary(), []
+    for result in _with_progress(run_many(args.seeds, args.small), args.seeds):
+        summary.add(result)
+        if result.failure:
+            seed, failure = result.options.seed, result.failure
+            failed.append({"seed": seed, "failure": failure, "replay": result.replay})
+            if not args.json:
+                _show(result, story=False)
+    elapsed_s = time.perf_counter() - started
+    if args.json:
+        rate = {"elapsed_s": elapsed_s, "events_per_s": summary.events / elapsed_s}
+        print(json.dumps(dataclasses.asdict(summary) | rate | {"failed": failed}))
+    else:
+        _show_summary(summary, elapsed_s)
+    return 1 if failed else 0
+
+
+def _with_progress(results: Iterator[Result], seeds: Sequence[int]) -> Iterator[Result]:
+    """A progress bar where a person watches; elsewhere nothing."""
+    if not sys.stderr.isatty():
+        yield from results
+        return
+    from rich.console import Console
+    from rich.progress import track
+
+    yield from track(results, "simulating", len(seeds), console=Console(stderr=True))
+
+
+def _show(result: Result, story: bool) -> None:
+    if not result.failure:
+        return
+    for line in result.story if story else ():
+        print(line)
+    print(f"seed {result.options.seed} FAILED at {result.simulated_s:.3f} s: {result.failure}")
+    print(f"  replay: {result.replay}")
+
+
+def _show_summary(summary: Summary, elapsed_s: float) -> None:
+    verdict = f"{summary.failures} FAILED" if summary.failures else "all clean"
+    seeds = "1 seed" if summary.seeds == 1 else f"{summary.seeds} seeds"
+    print(
+        f"{seeds}, {verdict}: {summary.events} events ({summary.events / elapsed_s:,.0f}/s), "
+        f"{summary.simulated_s:,.0f} simulated s in {elapsed_s:.1f} s"
+    )
+    faults = ", ".join(f"{kind} {count}" for kind, count in sorted(summary.faults.items()))
+    total = sum(summary.faults.values())
+    print(
+        f"  {summary.views} views, {summary.commits} commits by workers, {summary.spawns} processes, "
+        f"{total} faults ({faults or 'none'})"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,463 @@
+"""The ledger: which samples each committed step used, and the proof that each was used exactly once.
+
+Every incarnation of every worker appends to a file of its own, one JSON line per committed step, so
+that all copies of a step must agree. Must not know torch, datasets or how samples are drawn: the
+plan that the header names is made by the caller's `plan_of` and recomputed here. Invariant: nothing
+in a file is believed; whatever is wrong with it becomes a finding that names file and line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Protocol
+
+import msgspec
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from holdfast.core.errors import UserError, WorldError
+
+LEDGER_DIR = "ledger"
+LINE_BYTES_MAX = 1 << 26
+FINDINGS_MAX = 1000
+STEP_SAMPLES_MAX = 1 << 26  # a plan that claims more for one step is not recomputed
+
+Host = tuple[int, int]  # (worker, incarnation)
+_Natural = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
+_Hex64 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerHeader:
+    """Who writes, and for which job. A later header in the same file names the next plan."""
+
+    seed: int
+    virtual_ranks: int
+    plan: Mapping[str, Any]
+    worker: int
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerEntry:
+    """One committed step. `hosts`, `counts` and `digests` have one item per virtual rank."""
+
+    step: int
+    view: int
+    hosts: Sequence[Host]
+    counts: Sequence[int]
+    digests: Sequence[int]
+    loss: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerReport:
+    """What `verify` found. `lost` and `repeated` count samples, over all epochs."""
+
+    findings: tuple[str, ...]
+    files: int
+    copies: int  # lines read, over all workers
+    steps: int  # distinct steps
+    samples: int  # proved to have been used
+    lost: int
+    repeated: int
+    replayed: tuple[int, ...]  # steps committed again after all workers were lost
+    torn: int  # files whose last line was cut off by the death of their writer
+
+    @property
+    def ok(self) -> bool:
+        return not (self.findings or self.lost or self.repeated) and self.steps > 0
+
+    def to_dict(self) -> dict[str, Any]:
+        names = [name for name in self.__slots__ if name not in ("findings", "replayed")]
+        return {
+            "ok": self.ok,
+            **{name: getattr(self, name) for name in names},
+            "replayed": list(self.replayed),
+            "findings": list(self.findings),
+        }
+
+
+class Plan(Protocol):
+    """What verifying needs of a plan; `train.sampling.SamplePlan` is one."""
+
+    @property
+    def virtual_ranks(self) -> int: ...
+    def step_samples(self, step: int) -> int: ...
+    def step_tasks(self, step: int) -> list[NDArray[np.int64]]: ...
+    def digest_of(self, indices: NDArray[np.int64]) -> int: ...
+    def epoch_of(self, step: int) -> tuple[int, int]: ...
+    def samples_before(self, step: int) -> int: ...
+
+
+PlanOf = Callable[[Mapping[str, Any]], Plan]
+
+
+class _HeaderLine(msgspec.Struct, tag="header", tag_field="kind", forbid_unknown_fields=True):
+    seed: Annotated[int, msgspec.Meta(ge=0)]
+    virtual_ranks: Annotated[int, msgspec.Meta(ge=1)]
+    plan: dict[str, Any]
+    worker: _Natural
+    incarnation: _Natural
+
+
+class _StepLine(msgspec.Struct, tag="step", tag_field="kind", forbid_unknown_fields=True):
+    step: _Natural
+    view: _Natural
+    hosts: tuple[tuple[_Natural, _Natural], ...]
+    counts: tuple[_Natural, ...]
+    digests: tuple[_Hex64, ...]
+    loss: str
+
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(_HeaderLine | _StepLine).decode
+
+
+def ledger_path(run_dir: str | os.PathLike[str], worker: int, incarnation: int) -> Path:
+    """Where an incarnation of a worker keeps its copy."""
+    return Path(run_dir) / LEDGER_DIR / f"worker-{worker:05d}-{incarnation:05d}.jsonl"
+
+
+class LedgerWriter:
+    """Appends to one file; each line is handed to the operating system whole, so that the death of
+    the process loses none. (It is not forced to the disk: the loss of the machine may.)"""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._file: int | None = None
+        self._size = 0
+
+    def begin(self, header: LedgerHeader) -> None:
+        """Open the file, if it is not open, and write the header of the entries that follow."""
+        if self._file is None:
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+                self._file = os.open(self.path, flags, 0o644)
+                self._size = os.fstat(self._file).st_size
+            except OSError as error:
+                raise _disk_error(self.path, error) from error
+        line = _HeaderLine(
+            seed=header.seed,
+            virtual_ranks=header.virtual_ranks,
+            plan=dict(header.plan),
+            worker=header.worker,
+            incarnation=header.incarnation,
+        )
+        self._write(_encode(line))
+
+    def append(self, entry: LedgerEntry) -> None:
+        line = _StepLine(
+            step=entry.step,
+            view=entry.view,
+            hosts=tuple(entry.hosts),
+            counts=tuple(entry.counts),
+            digests=tuple(f"{digest:016x}" for digest in entry.digests),
+            loss=float(entry.loss).hex(),
+        )
+        self._write(_encode(line))
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _write(self, line: bytes) -> None:
+        if self._file is None:
+            raise WorldError(f"the ledger {self.path} is not open for writing")
+        rest = memoryview(line + b"\n")
+        try:
+            while rest:
+                rest = rest[os.write(self._file, rest) :]
+        except OSError as error:
+            with contextlib.suppress(OSError):  # half a line must not stay in front of later ones
+                os.ftruncate(self._file, self._size)
+            raise _disk_error(self.path, error) from error
+        self._size += len(line) + 1
+
+
+def _disk_error(path: Path, error: OSError) -> Exception:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return UserError(
+            f"the ledger {path} cannot grow ({error.strerror}): free space there or move the run"
+        )
+    return WorldError(f"the ledger {path} cannot be written: {error}")
+
+
+def verify(run_dir: str | os.PathLike[str], plan_of: PlanOf) -> LedgerReport:
+    """Check every copy of every step against the others, the plan and its epochs.
+
+    Takes memory for a small record per step, and for the indices of one epoch. UserError when the
+    run has no ledger.
+    """
+    directory = Path(run_dir) / LEDGER_DIR
+    paths = sorted(directory.glob("*.jsonl"))
+    if not paths:
+        raise UserError(f"{directory} has no *.jsonl files: name the directory of a run")
+    audit = _Audit(plan_of)
+    for path in paths:
+        audit.read(path)
+    audit.check_steps()
+    lost, repeated, samples = audit.count_samples()
+    return LedgerReport(
+        findings=tuple(audit.findings),
+        files=len(paths),
+        copies=audit.copies,
+        steps=len(audit.steps),
+        samples=samples,
+        lost=lost,
+        repeated=repeated,
+        replayed=tuple(audit.replayed),
+        torn=audit.torn,
+    )
+
+
+# What all copies of a step must agree on. Hashed, so that a million steps fit in memory.
+_CONTENT = ("plan", "counts", "digests", "loss")
+
+
+@dataclass(slots=True)
+class _Step:
+    """What is kept of one step while the files are read."""
+
+    content: tuple[Any, ...]  # as _CONTENT
+    where: str  # of the first copy
+    plan: int  # its index, or -1 when it cannot be recomputed
+    commits: list[tuple[int, tuple[Host, ...], Host]] = field(default_factory=list)
+    wrong: tuple[int, ...] = ()  # vranks whose samples are not the plan's
+
+
+class _Audit:
+    """The state of one verification. Files are read one after the other, steps checked in order."""
+
+    def __init__(self, plan_of: PlanOf) -> None:
+        self.findings: list[str] = []
+        self.steps: dict[int, _Step] = {}
+        self.replayed: list[int] = []
+        self.copies = 0
+        self.torn = 0
+        self._plan_of = plan_of
+        self._plans: list[Plan] = []
+        self._plan_index: dict[bytes, int] = {}
+        self._hosts: dict[tuple[Host, ...], tuple[Host, ...]] = {}  # each kept once
+
+    def find(self, text: str) -> None:
+        if len(self.findings) < FINDINGS_MAX:
+            self.findings.append(text)
+        elif len(self.findings) == FINDINGS_MAX:
+            self.findings.append(f"more than {FINDINGS_MAX} findings: the rest is not listed")
+
+    def read(self, path: Path) -> None:
+        """All lines of one file. A last line without its newline was torn by a death: no finding."""
+        header: _HeaderLine | None = None
+        plan = -1
+        try:
+            with path.open("rb") as file:
+                for number, line in enumerate(iter(lambda: file.readline(LINE_BYTES_MAX), b""), 1):
+                    where = f"{path.name}:{number}"
+                    if not line.endswith(b"\n"):
+                        if len(line) == LINE_BYTES_MAX:
+                            self.find(f"{where}: longer than {LINE_BYTES_MAX} bytes: not read on")
+                        else:
+                            self.torn += 1
+                        return
+                    match self._parse(where, line):
+                        case _HeaderLine() as header:
+                            plan = self._adopt(where, header)
+                        case _StepLine() as entry if header is None:
+                            self.find(f"{where}: step {entry.step} comes before any header")
+                        case _StepLine() as entry:
+                            self._take(where, header, plan, entry)
+        except OSError as error:
+            self.find(f"{path.name}: cannot be read: {error}")
+
+    def _parse(self, where: str, line: bytes) -> _HeaderLine | _StepLine | None:
+        try:
+            value = _decode(line)
+            if isinstance(value, _StepLine):
+                float.fromhex(value.loss)
+            return value
+        except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
+            self.find(f"{where}: malformed: {error}")
+            return None
+
+    def _adopt(self, where: str, header: _HeaderLine) -> int:
+        """The index of the header's plan; -1, with a finding, when there is no such plan."""
+        key = msgspec.json.encode((header.seed, header.virtual_ranks, header.plan), order="sorted")
+        if key not in self._plan_index:
+            self._plan_index[key] = -1
+            try:
+                plan = self._plan_of(header.plan)
+            except UserError as error:
+                self.find(f"{where}: {error}")
+                return -1
+            if plan.virtual_ranks != header.virtual_ranks:
+                self.find(
+                    f"{where}: the plan has {plan.virtual_ranks} virtual ranks "
+                    f"but the header {header.virtual_ranks}"
+                )
+                return -1
+            self._plan_index[key] = len(self._plans)
+            self._plans.append(plan)
+        return self._plan_index[key]
+
+    def _take(self, where: str, header: _HeaderLine, plan: int, entry: _StepLine) -> None:
+        vranks = header.virtual_ranks
+        for name in ("hosts", "counts", "digests"):
+            if len(getattr(entry, name)) != vranks:
+                self.find(
+                    f"{where}: step {entry.step} has {len(getattr(entry, name))} {name} "
+                    f"for {vranks} virtual ranks"
+                )
+                return
+        self.copies += 1
+        content = (plan, _hash(entry.counts), _hash(entry.digests), entry.loss)
+        step = self.steps.get(entry.step)
+        if step is None:
+            wrong = self._compare(where, plan, entry)
+            step = _Step(content=content, where=where, plan=plan, wrong=wrong)
+            self.steps[entry.step] = step
+        elif step.content != content:
+            differing = [
+                name
+                for name, ours, theirs in zip(_CONTENT, step.content, content, strict=True)
+                if ours != theirs
+            ]
+            self.find(
+                f"{where}: step {entry.step} differs from {step.where} in {', '.join(differing)}"
+            )
+        writer = (header.worker, header.incarnation)
+        if any(writer == other for _, _, other in step.commits):
+            self.find(f"{where}: step {entry.step} is written twice by incarnation {writer}")
+        hosts = self._hosts.setdefault(entry.hosts, entry.hosts)
+        step.commits.append((entry.view, hosts, writer))
+
+    def _compare(self, where: str, index: int, entry: _StepLine) -> tuple[int, ...]:
+        """The vranks of a step whose counts or digests are not the plan's."""
+        everyone = tuple(range(len(entry.counts)))
+        if index < 0:
+            return everyone
+        plan, number = self._plans[index], entry.step
+        try:
+            before = plan.samples_before(number)
+        except Exception as error:  # noqa: BLE001 - a step that the plan does not have
+            self.find(f"{where}: {error}")
+            return everyone
+        if before < 0 or plan.step_samples(number) > STEP_SAMPLES_MAX:
+            self.find(f"{where}: step {number} is too large to be recomputed")
+            return everyone
+        tasks = plan.step_tasks(number)
+        wrong = []
+        for vrank, task in enumerate(tasks):
+            if len(task) != entry.counts[vrank]:
+                self.find(
+                    f"{where}: step {number} virtual rank {vrank} used {entry.counts[vrank]} "
+                    f"samples, its plan has {len(task)}"
+                )
+                wrong.append(vrank)
+            elif f"{plan.digest_of(task):016x}" != entry.digests[vrank]:
+                self.find(
+                    f"{where}: step {number} virtual rank {vrank} used other samples than its "
+                    f"plan: digest {entry.digests[vrank]}"
+                )
+                wrong.append(vrank)
+        return tuple(wrong)
+
+    def check_steps(self) -> None:
+        """No step is missing, and none was committed twice while any worker survived."""
+        expected = 0
+        for number in sorted(self.steps):
+            if number > expected:
+                self.find(f"no copy of step {_span(expected, number)}")
+            expected = number + 1
+            self._check_commits(number, self.steps[number])
+
+    def _check_commits(self, number: int, step: _Step) -> None:
+        """Copies with other hosts are other commits: each by none of those who had made one before.
+
+        Copies of one commit may differ in view: who learns of it late does so in a later view.
+        """
+        groups: dict[tuple[Host, ...], tuple[int, set[Host]]] = {}
+        for view, hosts, writer in step.commits:
+            first, involved = groups.get(hosts, (view, set(hosts)))
+            groups[hosts] = (min(first, view), involved | {writer})
+        if len(groups) == 1:
+            return
+        seen: set[Host] = set()
+        views = set()
+        for view, involved in sorted(groups.values(), key=lambda group: group[0]):
+            if seen & involved or view in views:
+                self.find(
+                    f"{step.where}: step {number} has copies with different hosts (view {view}) "
+                    f"although {sorted(seen & involved) or 'the view'} did not change"
+                )
+                return
+            seen |= involved
+            views.add(view)
+        self.replayed.append(number)
+
+    def count_samples(self) -> tuple[int, int, int]:
+        """(lost, repeated, used) samples, epoch by epoch, over the indices of all proved tasks."""
+        lost = repeated = used = 0
+        for index, plan in enumerate(self._plans):
+            numbers = sorted(n for n, step in self.steps.items() if step.plan == index)
+            expected = sum(
+                plan.samples_before(stop) - plan.samples_before(start)
+                for start, stop in self._spans(index, numbers)
+            )
+            distinct = 0
+            for epoch in _by_epoch(plan, numbers):
+                tasks = [
+                    task
+                    for number in epoch
+                    for vrank, task in enumerate(self._tasks(plan, number))
+                    if vrank not in self.steps[number].wrong
+                ]
+                samples = np.sort(np.concatenate(tasks)) if tasks else np.empty(0, np.int64)
+                again = int(np.count_nonzero(samples[1:] == samples[:-1]))
+                repeated += again
+                distinct += len(samples) - again
+            used += distinct
+            lost += expected - distinct
+        return lost, repeated, used
+
+    def _tasks(self, plan: Plan, number: int) -> list[NDArray[np.int64]]:
+        if len(self.steps[number].wrong) == plan.virtual_ranks:
+            return []  # perhaps not even computable
+        return plan.step_tasks(number)
+
+    def _spans(self, index: int, numbers: list[int]) -> list[tuple[int, int]]:
+        """The ranges of steps that were the plan's to do: those it did, and those missing before."""
+        everyone = sorted(self.steps)
+        follows = dict(zip(everyone, [-1, *everyone], strict=False))
+        return [
+            (max(follows[n] + 1, _first_step(self._plans[index], n)), n + 1) for n in numbers
+        ]
+
+
+def _first_step(plan: Plan, step: int) -> int:
+    """The plan's first step: where its samples begin."""
+    return int(getattr(plan, "first_step", 0)) if step >= 0 else step
+
+
+def _by_epoch(plan: Plan, numbers: list[int]) -> list[list[int]]:
+    epochs: dict[int, list[int]] = {}
+    for number in numbers:
+        with contextlib.suppress(Exception):  # a step before the plan's first: already a finding
+            epochs.setdefault(plan.epoch_of(number)[0], []).append(number)
+    return list(epochs.values())
+
+
+def _span(start: int, stop: int) -> str:
+    return str(start) if stop == start + 1 else f"{start} to {stop - 1}"
+
+
+def _hash(values: tuple[Any, ...]) -> int:
+    return xxhash.xxh3_64_intdigest(",".join(map(str, values)))
