@@ -7,6 +7,7 @@ around the fault, minus an undisturbed step, minus the tasks that a survivor had
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import signal
 import statistics
@@ -50,10 +51,29 @@ def stall_s(found: list[Line], victim: int, struck_at: float) -> tuple[float, fl
     before = [x for x in survivors if x.step == step - 1]
     steps = sorted({x.step for x in survivors if x.step < step})[-12:]
     ends = [max(x.at for x in survivors if x.step == s) for s in steps]
-    usual = statistics.median(b - a for a, b in zip(ends, ends[1:], strict=False))
+    usual = statistics.median(b - a for a, b in itertools.pairwise(ends))
     gap = max(x.at for x in ended) - max(x.at for x in before)
     again = TASK_S * max(x.tasks - 1 for x in ended)
     return gap - usual - again, max(x.at for x in ended) - struck_at
+
+
+def one_fault(run: LocalRun, rng: random.Random, number: int) -> tuple[float, float, int]:
+    """Strike a random member once all are there and steady; (stall, gap, victim)."""
+    run.until_members(WORKERS)
+    seen = max((x.step for x in lines(run)), default=0)
+    steady = seen + 12
+    run.until(lambda: max((x.step for x in lines(run)), default=0) > steady, 60, "12 steps")
+    members = run.until_members(WORKERS)
+    victim = rng.choice(sorted(members))
+    time.sleep(rng.uniform(0, 2 * TASK_S))  # at any point of a step
+    struck_at = time.monotonic()
+    strike(members[victim], number)
+
+    def went_on() -> bool:
+        return sum(x.at > struck_at and x.worker != victim for x in lines(run)) >= 9
+
+    run.until(went_on, 60, "the survivors' next steps")
+    return (*stall_s(lines(run), victim, struck_at), victim)
 
 
 def measure(faults: int, number: int, seed: int) -> tuple[list[float], list[float]]:
@@ -65,23 +85,10 @@ def measure(faults: int, number: int, seed: int) -> tuple[list[float], list[floa
         options = ["--nproc", str(WORKERS)]
         with LocalRun(Path(folder) / "run", options, [script, "1000000"]) as run:
             for _ in range(faults):
-                run.until_members(WORKERS)
-                seen = max((x.step for x in lines(run)), default=0)
-                run.until(lambda: max((x.step for x in lines(run)), default=0) > seen + 12, 60, "")
-                members = run.until_members(WORKERS)
-                victim = rng.choice(sorted(members))
-                time.sleep(rng.uniform(0, 2 * TASK_S))
-                struck_at = time.monotonic()
-                strike(members[victim], number)
-                run.until(
-                    lambda: sum(x.at > struck_at and x.worker != victim for x in lines(run)) >= 9,
-                    60,
-                    "the survivors go on",
-                )
-                stall, gap = stall_s(lines(run), victim, struck_at)
+                stall, gap, victim = one_fault(run, rng, number)
                 stalls.append(stall)
                 gaps.append(gap)
-                print(f"  worker {victim}: stall {stall * 1e3:.0f} ms, next commit {gap:.2f} s later")
+                print(f"  worker {victim}: stall {stall * 1e3:.0f} ms, next commit in {gap:.2f} s")
     return stalls, gaps
 
 
@@ -92,10 +99,14 @@ def main() -> None:
     options = parser.parse_args()
     print(f"kill -9 of one of {WORKERS} workers:")
     stalls, _ = measure(options.kills, signal.SIGKILL, seed=1)
-    print(f"  median stall {statistics.median(stalls) * 1e3:.0f} ms, max {max(stalls) * 1e3:.0f} ms")
+    print(
+        f"  median stall {statistics.median(stalls) * 1e3:.0f} ms, max {max(stalls) * 1e3:.0f} ms"
+    )
     print(f"kill -STOP of one of {WORKERS} workers:")
     _, gaps = measure(options.freezes, signal.SIGSTOP, seed=2)
-    print(f"  median time to the next commit {statistics.median(gaps):.2f} s, max {max(gaps):.2f} s")
+    print(
+        f"  median time to the next commit {statistics.median(gaps):.2f} s, max {max(gaps):.2f} s"
+    )
 
 
 if __name__ == "__main__":

@@ -27,26 +27,39 @@ def big() -> nn.Module:
     """An MLP of 5.8 million parameters in ten large tensors."""
     inner = [nn.Linear(1024, 1024), nn.ReLU()] * 4
     layers = [nn.Linear(WIDTH, 1024), nn.ReLU(), *inner, nn.Linear(1024, 1024), nn.Linear(1024, 10)]
-    return nn.Sequential(*[nn.Linear(m.in_features, m.out_features) if isinstance(m, nn.Linear)
-                           else m for m in layers])
+    return nn.Sequential(
+        *[
+            nn.Linear(m.in_features, m.out_features) if isinstance(m, nn.Linear) else m
+            for m in layers
+        ]
+    )
 
 
 def transformer() -> nn.Module:
-    """A six-layer encoder of 5.0 million parameters: large tensors and small ones, as in practice."""
+    """A six-layer encoder of 5.0 million parameters: large tensors and small ones."""
     layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
     body = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
-    return nn.Sequential(nn.Unflatten(1, (16, 32)), nn.Linear(32, 256), body, nn.Flatten(),
-                         nn.Linear(16 * 256, 64), nn.Linear(64, 10))
+    return nn.Sequential(
+        nn.Unflatten(1, (16, 32)),
+        nn.Linear(32, 256),
+        body,
+        nn.Flatten(),
+        nn.Linear(16 * 256, 64),
+        nn.Linear(64, 10),
+    )
 
 
 def many_small() -> nn.Module:
     """600 small tensors: the fixed cost per tensor shows."""
-    return nn.Sequential(nn.Linear(WIDTH, 64), *[nn.Linear(64, 64) for _ in range(298)],
-                         nn.Linear(64, 10))
+    return nn.Sequential(
+        nn.Linear(WIDTH, 64), *[nn.Linear(64, 64) for _ in range(298)], nn.Linear(64, 10)
+    )
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "mlp": big, "transformer": transformer, "many-small": many_small,
+    "mlp": big,
+    "transformer": transformer,
+    "many-small": many_small,
 }
 
 
@@ -61,8 +74,13 @@ def main() -> None:
     options = parser.parse_args()
     job = holdfast.join()
     store = dist.FileStore(options.rendezvous, options.workers)
-    dist.init_process_group("gloo", store=store, rank=job.worker, world_size=options.workers,
-                            timeout=timedelta(minutes=5))
+    dist.init_process_group(
+        "gloo",
+        store=store,
+        rank=job.worker,
+        world_size=options.workers,
+        timeout=timedelta(minutes=5),
+    )
     model, twin = MODELS[options.model](), MODELS[options.model]()
     twin.load_state_dict(model.state_dict())
     replica = nn.parallel.DistributedDataParallel(twin)

@@ -13,6 +13,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import tidy_sets
+from tidy_sets import Function
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("src", "tests", "examples", "benchmarks")
 
@@ -22,7 +25,8 @@ LAYERS = (
     ("", "__main__", "testing"),
     ("cli", "dashboard", "launch"),
     ("runtime", "sim"),
-    ("train", "servers", "observe"),
+    ("train", "servers"),
+    ("observe",),  # below train: what is observed is written while training
     ("store",),
     ("wire", "coding"),
     ("core",),
@@ -44,7 +48,6 @@ IMPURE = frozenset(
 )
 IMPURE_CALLS = frozenset({"hash", "id", "input", "open", "print"})
 CODE_LOADERS = frozenset("_pickle cloudpickle dill joblib marshal pickle shelve".split())
-ORDER_FOLLOWERS = frozenset("dict.fromkeys enumerate filter iter list map tuple zip".split())
 PICKLING_COLLECTIVES = frozenset(
     "all_gather_object broadcast_object_list gather_object recv_object_list scatter_object_list "
     "send_object_list".split()
@@ -127,15 +130,16 @@ def imports(module: Module) -> Iterator[tuple[int, str]]:
                 yield node.lineno, f"{base}.{alias.name}"
 
 
-def functions(module: Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+def functions(module: Module) -> Iterator[Function]:
     for node in ast.walk(module.tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        if isinstance(node, Function):
             yield node
 
 
-def called_name(node: ast.AST) -> str:
-    """`a.b.c` for a call written a.b.c(...), "" for anything else."""
-    return ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+def calls(module: Module) -> Iterator[tuple[ast.Call, str]]:
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Call):
+            yield node, tidy_sets.called(node)
 
 
 def in_src(modules: list[Module]) -> Iterator[Module]:
@@ -198,9 +202,9 @@ def find_impure_core(modules: list[Module]) -> Iterator[Finding]:
                 yield Finding(module, line, f"imports {name}")
             elif top != "holdfast" and top not in sys.stdlib_module_names:
                 yield Finding(module, line, f"imports {name}, which is not in the standard library")
-        for node in ast.walk(module.tree):
-            if called_name(node) in IMPURE_CALLS:
-                yield Finding(module, node.lineno, f"calls {called_name(node)}()")
+        for call, name in calls(module):
+            if name in IMPURE_CALLS:
+                yield Finding(module, call.lineno, f"calls {name}()")
 
 
 def find_code_from_data(modules: list[Module]) -> Iterator[Finding]:
@@ -208,10 +212,7 @@ def find_code_from_data(modules: list[Module]) -> Iterator[Finding]:
         for line, name in imports(module):
             if name.split(".")[0] in CODE_LOADERS or name == "torch.load":
                 yield Finding(module, line, f"imports {name}")
-        for node in ast.walk(module.tree):
-            name = called_name(node)
-            if not isinstance(node, ast.Call) or not name:
-                continue
+        for node, name in calls(module):
             true = {k.arg for k in node.keywords if ast.unparse(k.value) == "True"}
             if name in ("eval", "exec"):
                 yield Finding(module, node.lineno, f"calls {name}()")
@@ -259,7 +260,7 @@ def find_long_lines(modules: list[Module]) -> Iterator[Finding]:
                 yield Finding(module, number, f"has {len(line)} columns")
 
 
-def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.arg]:
+def parameters(function: Function) -> list[ast.arg]:
     a = function.args
     rest = [x for x in (a.vararg, a.kwarg) if x is not None]
     return [*a.posonlyargs, *a.args, *a.kwonlyargs, *rest]
@@ -281,7 +282,7 @@ def find_unitless_times(modules: list[Module]) -> Iterator[Finding]:
     for module in in_src(modules):
         named: list[tuple[int, str, ast.expr | None]] = []
         for node in ast.walk(module.tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            if isinstance(node, Function):
                 named += [(p.lineno, p.arg, p.annotation) for p in parameters(node)]
             elif isinstance(node, ast.ClassDef):  # the fields of dataclasses are parameters too
                 named += [
@@ -311,7 +312,7 @@ def definition(modules: dict[str, Module], module: str, name: str) -> tuple[Modu
                 if (alias.asname or alias.name) == name and node.module.startswith("holdfast"):
                     return definition(modules, node.module, alias.name)
     for node in modules[module].tree.body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        if isinstance(node, Function | ast.ClassDef):
             if node.name == name:
                 return modules[module], node
         elif isinstance(node, ast.Assign | ast.AnnAssign):
@@ -345,16 +346,10 @@ def find_undocumented_api(modules: list[Module]) -> Iterator[Finding]:
                 yield Finding(root, line, f"{what} (one under TYPE_CHECKING will do)")
             continue
         where, node = found
-        documented = [node]
-        if isinstance(node, ast.ClassDef):
-            documented += [
-                m
-                for m in node.body
-                if isinstance(m, ast.FunctionDef | ast.AsyncFunctionDef) and m.name[0] != "_"
-            ]
-        for item in documented:
-            callable_ = isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-            if callable_ and not ast.get_docstring(item):
+        members = node.body if isinstance(node, ast.ClassDef) else []
+        public = [m for m in members if isinstance(m, Function) and m.name[0] != "_"]
+        for item in [node, *public]:
+            if isinstance(item, Function | ast.ClassDef) and not ast.get_docstring(item):
                 title = name if item is node else f"{name}.{item.name}"
                 yield Finding(where, item.lineno, f"`{title}` is public and has no docstring")
 
@@ -363,11 +358,14 @@ def uses(module: Module, known: dict[str, Module]) -> Iterator[str]:
     """Modules this one needs: imported, or named in a string as in `python -m NAME`."""
     for _, name in imports(module):
         yield name
+    texts, prefixes = [], [""]  # a prefix: f"holdfast.cli.{...}", completed by a word of the file
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            name = node.value.partition(":")[0]
-            if name in known:
-                yield name
+            texts.append(node.value.partition(":")[0])
+        elif isinstance(node, ast.JoinedStr) and isinstance(node.values[0], ast.Constant):
+            prefixes.append(str(node.values[0].value))
+    for prefix in prefixes:
+        yield from (prefix + text for text in texts if prefix + text in known)
 
 
 def find_unused_modules(modules: list[Module]) -> Iterator[Finding]:
@@ -394,98 +392,20 @@ def find_unused_modules(modules: list[Module]) -> Iterator[Finding]:
 
 def find_sleeping_tests(modules: list[Module]) -> Iterator[Finding]:
     for module in modules:
-        if module.path.startswith("tests/"):
+        # tests/scripts holds the jobs under test, and a slow job must be slow.
+        if module.path.startswith("tests/") and not module.path.startswith("tests/scripts/"):
             for line, name in imports(module):
                 if name == "time.sleep":
                     yield Finding(module, line, "imports time.sleep")
-            for node in ast.walk(module.tree):
-                if called_name(node) == "time.sleep":
-                    yield Finding(module, node.lineno, "calls time.sleep")
-
-
-def typed_as_set(annotation: ast.AST | None) -> bool:
-    text = ast.unparse(annotation) if annotation else ""
-    return re.match(r"(typing\.|t\.)?(set|frozenset|Set|AbstractSet|FrozenSet)\b", text) is not None
-
-
-def set_key(node: ast.AST) -> str:
-    """One key for a plain name, another for an attribute, whoever's it is; "" for the rest."""
-    if isinstance(node, ast.Name):
-        return node.id
-    return f".{node.attr}" if isinstance(node, ast.Attribute) else ""
-
-
-class SetNames:
-    """Which names and attributes hold sets, as far as the text of some nodes tells.
-
-    Untyped ones count only if every value they are given is a set: `xs = sorted(xs)` clears xs.
-    """
-
-    def __init__(self, nodes: list[ast.AST], fields: bool = False) -> None:
-        self.given: dict[str, list[ast.expr]] = {}
-        self.typed: set[str] = set()
-        for node in nodes:
-            if isinstance(node, ast.arg) and typed_as_set(node.annotation):
-                self.typed.add(node.arg)
-            elif isinstance(node, ast.AnnAssign) and typed_as_set(node.annotation):
-                self.typed.add(set_key(node.target))
-                if fields:
-                    self.typed.add("." + set_key(node.target).lstrip("."))
-            elif isinstance(node, ast.Assign):
-                for target in node.targets:
-                    self.given.setdefault(set_key(target), []).append(node.value)
-
-    def is_set(self, node: ast.AST) -> bool:
-        if isinstance(node, ast.Set | ast.SetComp):
-            return True
-        if isinstance(node, ast.Call):
-            how = called_name(node).rpartition(".")[2]
-            return called_name(node) in ("set", "frozenset") or (
-                how in ("union", "intersection", "difference", "symmetric_difference")
-            )
-        if isinstance(node, ast.BinOp):
-            sides = (node.left, node.right)
-            return isinstance(node.op, ast.BitOr | ast.BitAnd | ast.Sub | ast.BitXor) and any(
-                called_name(side).endswith(".keys") or self.is_set(side) for side in sides
-            )
-        key = set_key(node)
-        given = self.given.pop(key, [])  # popped meanwhile: a name may be given itself
-        found = key in self.typed or (bool(given) and all(self.is_set(v) for v in given))
-        if given:
-            self.given[key] = given
-        return bool(key) and found
-
-
-def iterated(node: ast.AST) -> Iterator[ast.expr]:
-    """The expressions whose order this node would follow."""
-    if isinstance(node, ast.For | ast.comprehension):
-        yield node.iter
-    elif isinstance(node, ast.Starred):
-        yield node.value
-    elif isinstance(node, ast.Call):
-        name = called_name(node)
-        if name in ORDER_FOLLOWERS or name.endswith(".join"):
-            yield from node.args
-        elif name.endswith(".pop") and not node.args and isinstance(node.func, ast.Attribute):
-            yield node.func.value
+            for call, name in calls(module):
+                if name == "time.sleep":
+                    yield Finding(module, call.lineno, "calls time.sleep")
 
 
 def find_set_iteration(modules: list[Module]) -> Iterator[Finding]:
     for module in in_core(modules):
-        everywhere = list(ast.walk(module.tree))
-        fields = SetNames(everywhere, fields=True)
-        scopes = [list(ast.walk(f)) for f in functions(module)]
-        inside = {id(n) for scope in scopes for n in scope}
-        scopes.append([n for n in everywhere if id(n) not in inside])
-        for scope in scopes:
-            names = SetNames(scope)
-            names.typed |= {t for t in fields.typed if t.startswith(".")}
-            names.given |= {k: v for k, v in fields.given.items() if k.startswith(".")}
-            for node in scope:
-                for expression in iterated(node):
-                    if names.is_set(expression):
-                        what = f"follows the order of the set `{ast.unparse(expression)}`"
-                        yield Finding(module, expression.lineno, what)
+        for line, text in tidy_sets.orders_followed(module.tree):
+            yield Finding(module, line, f"follows the order of the set `{text}`")
 
 
 # ---------------------------------------------------------------- all of them

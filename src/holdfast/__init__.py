@@ -10,6 +10,8 @@
             step.backward(loss_fn(model(inputs), targets))
         optimizer.step()
         optimizer.zero_grad()
+
+Names that need torch are imported when they are first used.
 """
 
 from __future__ import annotations

@@ -116,8 +116,8 @@ def _show_summary(summary: Summary, elapsed_s: float) -> None:
     faults = ", ".join(f"{kind} {count}" for kind, count in sorted(summary.faults.items()))
     total = sum(summary.faults.values())
     print(
-        f"  {summary.views} views, {summary.commits} commits by workers, {summary.spawns} processes, "
-        f"{total} faults ({faults or 'none'})"
+        f"  {summary.views} views, {summary.commits} commits by workers, "
+        f"{summary.spawns} processes, {total} faults ({faults or 'none'})"
     )
 
 

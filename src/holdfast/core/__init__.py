@@ -1,0 +1,1 @@
+"""The protocol as pure machines: no clock, randomness, sockets, threads or tensors."""

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import assert_never
 
-from holdfast.core.errors import require
+from holdfast.core.errors import assert_never, require
 from holdfast.core.liveness import FreezeDetector, FreezePolicy, ProcessSample
 from holdfast.core.types import (
     NO_VIEW,

@@ -12,10 +12,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import assert_never
 
 from holdfast.core.assignment import assign_at_boundary, assign_mid_step
-from holdfast.core.errors import require
+from holdfast.core.errors import assert_never, require
 from holdfast.core.resume import resume_step
 from holdfast.core.types import (
     NO_VIEW,
@@ -43,6 +42,9 @@ class CoordinatorPolicy:
     lease_s: float = 10.0
     lease_margin_s: float = 1.0  # clock drift and delivery, on top of the agent's own lease
     settle_s: float = 120.0  # start with workers_min once the others are this late
+    patience_s: float = (
+        5.0  # a planned stop that leaves a worker waiting this long is no longer one
+    )
     hang_s: float = 1800.0  # a member others wait for, with nothing moving, is replaced after this
     losses_max: int = 30  # workers lost with no step committed in between
     backoff_s: float = 0.5
@@ -203,6 +205,7 @@ class CoordinatorMachine:
         times = [a.heard_at + fence_s for a in self._agents.values()]
         times += [s.respawn_at for s in self._slots.values() if s.respawn_at is not None]
         times.append(self._started_at + fence_s)
+        times.append(self._still_since + self._policy.patience_s)
         times.append(self._still_since + self._policy.hang_s)
         if self._wanting_since is not None:
             times.append(self._wanting_since + self._policy.settle_s)
@@ -276,10 +279,11 @@ class CoordinatorMachine:
             )
             effects.append(Announce("failed", self._outcome))
         elif self._note_release():
-            left = [s for s in self._members_known() if s.stage.alive]
+            members = self._view.members if self._view else ()
+            left = [self._status(m.worker) for m in members if not self._gone(m, now)]
             if not left:
                 self._outcome = ""
-            elif not all(s.ended for s in left):
+            elif any(s is not None and not s.ended for s in left):
                 # Somebody has the last gradient but not its votes: a view of those left commits it.
                 effects += self._stop_if_broken(now)
                 effects += self._form(now)
@@ -373,15 +377,26 @@ class CoordinatorMachine:
         if view is None or self._stop_view >= view.number:
             return
         reason = None
+        stopped = waiting = False
         for member in view.members:
             status = self._status(member.worker, member.incarnation)
             if self._gone(member, now):
                 reason = f"worker {member.worker} is gone"
-            elif status is not None and status.promised >= view.number and not status.at_boundary:
+            elif status is None:
+                continue
+            elif status.promised < view.number:
+                waiting = waiting or status.waiting
+            elif status.at_boundary and status.committed > view.resume_step:
+                stopped = True  # at rest after a vote: as planned, if the others come to rest too
+            else:
                 reason = reason or f"worker {member.worker} could not go on in it"
+        if stopped and waiting and now - self._still_since >= self._policy.patience_s:
+            reason = reason or "a worker waits for one that has stopped"
         if reason is not None:
             self._stop_view = view.number
-            yield Announce("stop_view", f"view {view.number} is stopped: {reason}", None, view.number)
+            yield Announce(
+                "stop_view", f"view {view.number} is stopped: {reason}", None, view.number
+            )
 
     def _form(self, now: float) -> Iterator[CoordinatorEffect]:
         """The next view, once nobody can act in the present one any more."""
@@ -508,12 +523,14 @@ class CoordinatorMachine:
     def _wanted(self, agent: AgentId, now: float) -> Iterator[tuple[WorkerId, Incarnation]]:
         if self._outcome is not None:
             return
-        finishing = self._release_loop == RELEASE_ALL
-        members = self._view.workers if self._view else ()
+        if self._release_loop == RELEASE_ALL:  # only who is still on its way out: nothing starts
+            for member in self._view.members if self._view else ():
+                if member.agent == agent and not self._gone(member, now):
+                    yield member.worker, member.incarnation
+            return
         for worker, slot in self._slots.items():
-            if slot.respawn_at is not None:
-                continue  # lost: ordering it would start the same incarnation again elsewhere
-            if slot.agent == agent and (not finishing or worker in members):
+            # A lost one is not ordered: that would start the same incarnation a second time.
+            if slot.agent == agent and slot.respawn_at is None:
                 yield worker, slot.incarnation
 
     # ------------------------------------------------------------ knowing
@@ -538,7 +555,8 @@ class CoordinatorMachine:
 
     def _members_known(self) -> list[WorkerStatus]:
         found = [
-            self._status(m.worker, m.incarnation) for m in (self._view.members if self._view else ())
+            self._status(m.worker, m.incarnation)
+            for m in (self._view.members if self._view else ())
         ]
         return [s for s in found if s is not None]
 

@@ -11,6 +11,8 @@ HoldfastError
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 
 class HoldfastError(Exception):
     """The root of the tree above."""
@@ -38,6 +40,11 @@ class WireError(WorldError):
 
 class InvariantError(HoldfastError):
     """Holdfast broke its own rules: please report it with the message."""
+
+
+def assert_never(value: NoReturn) -> NoReturn:
+    """For the last branch of a match: typing.assert_never, which Python 3.10 lacks."""
+    raise InvariantError(f"unhandled {value!r}")
 
 
 def require(condition: bool, message: str) -> None:

@@ -25,7 +25,7 @@ class ProcessSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FreezePolicy:
-    """How many samples in a row make a freeze; with 0.25 s a sample, 1 s stopped and 2.5 s silent."""
+    """How many samples in a row make a freeze: by default 1 s stopped, or 2.5 s silent."""
 
     sample_s: float = 0.25
     stopped_samples: int = 4

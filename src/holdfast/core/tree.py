@@ -53,7 +53,7 @@ def maximal_nodes(leaves: Iterable[int], vranks: int) -> tuple[Node, ...]:
 def fold(values: dict[Node, T], vranks: int, add: Callable[[T, T], T]) -> T:
     """Combine `values`, whose nodes must tile 0 .. V-1, along the tree; left operand first.
 
-    Raises KeyError when a leaf is missing, so that an incomplete sum can never pass for a whole one.
+    Raises KeyError when a leaf is missing: an incomplete sum can never pass for a whole one.
     """
 
     def value(node: Node) -> T:
@@ -69,7 +69,9 @@ def fold(values: dict[Node, T], vranks: int, add: Callable[[T, T], T]) -> T:
     return value(root(vranks))
 
 
-def merge(values: dict[Node, T], node: Node, value: T, vranks: int, add: Callable[[T, T], T]) -> None:
+def merge(
+    values: dict[Node, T], node: Node, value: T, vranks: int, add: Callable[[T, T], T]
+) -> None:
     """Put one node's value into `values` and combine it upwards as far as siblings allow.
 
     `add(left, right)` may reuse either operand. Keeps at most O(log V) nodes for contiguous leaves.

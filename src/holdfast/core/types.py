@@ -39,7 +39,7 @@ class WorkerStatus:
     """All that the control plane knows of one incarnation of a worker.
 
     `promised` is the heart of every view change: the worker will never again act in a view numbered
-    `promised` or less, so what it says of `committed` and `reduced` can only change in a later view.
+    `promised` or less, so what it says of `committed` and `reduced` only changes in a later view.
     """
 
     worker: WorkerId
@@ -132,7 +132,7 @@ class Directive:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerDirective:
-    """Agent to worker, over a channel that keeps order: the part of a directive that concerns it."""
+    """Agent to worker, over a channel that keeps order: what of a directive concerns it."""
 
     stop_view: ViewNumber = NO_VIEW
     pending_view: ViewNumber = NO_VIEW

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import assert_never
 
-from holdfast.core.errors import require
+from holdfast.core.errors import assert_never, require
 from holdfast.core.types import (
     NO_VIEW,
     Incarnation,
@@ -172,7 +171,7 @@ class WorkerMachine:
         self._release_loop = 0
         self._released_loop = 0
 
-    def handle(self, event: WorkerEvent, now: float) -> list[WorkerEffect]:
+    def handle(self, event: WorkerEvent, now: float) -> list[WorkerEffect]:  # noqa: RET503
         """Apply one event at time `now` (seconds, any fixed origin); returns effects in order."""
         match event:
             case LoopEntered():
@@ -271,6 +270,10 @@ class WorkerMachine:
             f"{'a joiner' if joining else 'a donor'}, but has_state is {status.has_state}",
         )
         self._view, self._synced, self._stop_next = view, False, False
+        require(
+            joining or status.committed <= view.resume_step,
+            f"view {view.number} goes back to step {view.resume_step} from {status.committed}",
+        )
         committing = not joining and status.committed < view.resume_step
         if committing:
             require(

@@ -1,0 +1,1 @@
+"""What a job leaves for people and proofs: the ledger."""

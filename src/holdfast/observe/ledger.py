@@ -1,4 +1,4 @@
-"""The ledger: which samples each committed step used, and the proof that each was used exactly once.
+"""The ledger: which samples each committed step used; and the proof: each was used exactly once.
 
 Every incarnation of every worker appends to a file of its own, one JSON line per committed step, so
 that all copies of a step must agree. Must not know torch, datasets or how samples are drawn: the
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from holdfast.core.errors import UserError, WorldError
 LEDGER_DIR = "ledger"
 LINE_BYTES_MAX = 1 << 26
 FINDINGS_MAX = 1000
+FINDING_CHARS_MAX = 1000  # it may quote what the file says
 STEP_SAMPLES_MAX = 1 << 26  # a plan that claims more for one step is not recomputed
 
 Host = tuple[int, int]  # (worker, incarnation)
@@ -89,6 +91,8 @@ class Plan(Protocol):
 
     @property
     def virtual_ranks(self) -> int: ...
+    @property
+    def first_step(self) -> int: ...
     def step_samples(self, step: int) -> int: ...
     def step_tasks(self, step: int) -> list[NDArray[np.int64]]: ...
     def digest_of(self, indices: NDArray[np.int64]) -> int: ...
@@ -126,8 +130,11 @@ def ledger_path(run_dir: str | os.PathLike[str], worker: int, incarnation: int) 
 
 
 class LedgerWriter:
-    """Appends to one file; each line is handed to the operating system whole, so that the death of
-    the process loses none. (It is not forced to the disk: the loss of the machine may.)"""
+    """Appends to one file, one write per line.
+
+    A line is with the operating system before `append` returns: the death of the process loses
+    none. It is not forced to the disk: the death of the machine may lose some.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -250,12 +257,12 @@ class _Audit:
 
     def find(self, text: str) -> None:
         if len(self.findings) < FINDINGS_MAX:
-            self.findings.append(text)
+            self.findings.append(text[:FINDING_CHARS_MAX])
         elif len(self.findings) == FINDINGS_MAX:
             self.findings.append(f"more than {FINDINGS_MAX} findings: the rest is not listed")
 
     def read(self, path: Path) -> None:
-        """All lines of one file. A last line without its newline was torn by a death: no finding."""
+        """All lines of one file. A last line without newline was torn by a death: no finding."""
         header: _HeaderLine | None = None
         plan = -1
         try:
@@ -269,10 +276,8 @@ class _Audit:
                             self.torn += 1
                         return
                     match self._parse(where, line):
-                        case _HeaderLine() as header:
-                            plan = self._adopt(where, header)
-                        case _StepLine() as entry if header is None:
-                            self.find(f"{where}: step {entry.step} comes before any header")
+                        case _HeaderLine() as found:
+                            header, plan = found, self._adopt(where, found)
                         case _StepLine() as entry:
                             self._take(where, header, plan, entry)
         except OSError as error:
@@ -308,7 +313,10 @@ class _Audit:
             self._plans.append(plan)
         return self._plan_index[key]
 
-    def _take(self, where: str, header: _HeaderLine, plan: int, entry: _StepLine) -> None:
+    def _take(self, where: str, header: _HeaderLine | None, plan: int, entry: _StepLine) -> None:
+        if header is None:
+            self.find(f"{where}: step {entry.step} comes before any header")
+            return
         vranks = header.virtual_ranks
         for name in ("hosts", "counts", "digests"):
             if len(getattr(entry, name)) != vranks:
@@ -321,7 +329,8 @@ class _Audit:
         content = (plan, _hash(entry.counts), _hash(entry.digests), entry.loss)
         step = self.steps.get(entry.step)
         if step is None:
-            wrong = self._compare(where, plan, entry)
+            plan = self._covering(where, plan, entry.step)
+            wrong = self._compare(where, self._plans[plan], entry) if plan >= 0 else ()
             step = _Step(content=content, where=where, plan=plan, wrong=wrong)
             self.steps[entry.step] = step
         elif step.content != content:
@@ -339,34 +348,30 @@ class _Audit:
         hosts = self._hosts.setdefault(entry.hosts, entry.hosts)
         step.commits.append((entry.view, hosts, writer))
 
-    def _compare(self, where: str, index: int, entry: _StepLine) -> tuple[int, ...]:
-        """The vranks of a step whose counts or digests are not the plan's."""
-        everyone = tuple(range(len(entry.counts)))
+    def _covering(self, where: str, index: int, number: int) -> int:
+        """`index` when that plan has the step and it can be recomputed, else -1 with a finding."""
         if index < 0:
-            return everyone
-        plan, number = self._plans[index], entry.step
-        try:
-            before = plan.samples_before(number)
-        except Exception as error:  # noqa: BLE001 - a step that the plan does not have
-            self.find(f"{where}: {error}")
-            return everyone
-        if before < 0 or plan.step_samples(number) > STEP_SAMPLES_MAX:
+            return -1
+        plan = self._plans[index]
+        if number < plan.first_step:
+            self.find(f"{where}: step {number} is before the plan's first, {plan.first_step}")
+            return -1
+        if plan.step_samples(number) > STEP_SAMPLES_MAX:
             self.find(f"{where}: step {number} is too large to be recomputed")
-            return everyone
-        tasks = plan.step_tasks(number)
+            return -1
+        return index
+
+    def _compare(self, where: str, plan: Plan, entry: _StepLine) -> tuple[int, ...]:
+        """The vranks of a step whose counts or digests are not the plan's."""
         wrong = []
-        for vrank, task in enumerate(tasks):
-            if len(task) != entry.counts[vrank]:
-                self.find(
-                    f"{where}: step {number} virtual rank {vrank} used {entry.counts[vrank]} "
-                    f"samples, its plan has {len(task)}"
-                )
+        for vrank, task in enumerate(plan.step_tasks(entry.step)):
+            name = f"{where}: step {entry.step} virtual rank {vrank}"
+            count, digest = entry.counts[vrank], entry.digests[vrank]
+            if count != len(task):
+                self.find(f"{name} used {count} samples, its plan has {len(task)}")
                 wrong.append(vrank)
-            elif f"{plan.digest_of(task):016x}" != entry.digests[vrank]:
-                self.find(
-                    f"{where}: step {number} virtual rank {vrank} used other samples than its "
-                    f"plan: digest {entry.digests[vrank]}"
-                )
+            elif digest != f"{plan.digest_of(task):016x}":
+                self.find(f"{name} used other samples than its plan's: digest {digest}")
                 wrong.append(vrank)
         return tuple(wrong)
 
@@ -391,16 +396,15 @@ class _Audit:
         if len(groups) == 1:
             return
         seen: set[Host] = set()
-        views = set()
+        last_view = -1
         for view, involved in sorted(groups.values(), key=lambda group: group[0]):
-            if seen & involved or view in views:
-                self.find(
-                    f"{step.where}: step {number} has copies with different hosts (view {view}) "
-                    f"although {sorted(seen & involved) or 'the view'} did not change"
-                )
+            again = sorted(seen & involved)
+            if again or view == last_view:
+                who = f"by {again}, who had done so before" if again else "by others"
+                self.find(f"{step.where}: step {number} was committed again in view {view} {who}")
                 return
             seen |= involved
-            views.add(view)
+            last_view = view
         self.replayed.append(number)
 
     def count_samples(self) -> tuple[int, int, int]:
@@ -410,17 +414,18 @@ class _Audit:
             numbers = sorted(n for n, step in self.steps.items() if step.plan == index)
             expected = sum(
                 plan.samples_before(stop) - plan.samples_before(start)
-                for start, stop in self._spans(index, numbers)
+                for start, stop in self._spans(plan, numbers)
             )
             distinct = 0
-            for epoch in _by_epoch(plan, numbers):
+            epochs = [plan.epoch_of(number)[0] for number in numbers]
+            for _, epoch in itertools.groupby(zip(epochs, numbers, strict=True), lambda e: e[0]):
                 tasks = [
                     task
-                    for number in epoch
-                    for vrank, task in enumerate(self._tasks(plan, number))
+                    for _, number in epoch
+                    for vrank, task in enumerate(plan.step_tasks(number))
                     if vrank not in self.steps[number].wrong
                 ]
-                samples = np.sort(np.concatenate(tasks)) if tasks else np.empty(0, np.int64)
+                samples = np.sort(np.concatenate([np.empty(0, np.int64), *tasks]))
                 again = int(np.count_nonzero(samples[1:] == samples[:-1]))
                 repeated += again
                 distinct += len(samples) - again
@@ -428,31 +433,11 @@ class _Audit:
             lost += expected - distinct
         return lost, repeated, used
 
-    def _tasks(self, plan: Plan, number: int) -> list[NDArray[np.int64]]:
-        if len(self.steps[number].wrong) == plan.virtual_ranks:
-            return []  # perhaps not even computable
-        return plan.step_tasks(number)
-
-    def _spans(self, index: int, numbers: list[int]) -> list[tuple[int, int]]:
-        """The ranges of steps that were the plan's to do: those it did, and those missing before."""
-        everyone = sorted(self.steps)
-        follows = dict(zip(everyone, [-1, *everyone], strict=False))
-        return [
-            (max(follows[n] + 1, _first_step(self._plans[index], n)), n + 1) for n in numbers
-        ]
-
-
-def _first_step(plan: Plan, step: int) -> int:
-    """The plan's first step: where its samples begin."""
-    return int(getattr(plan, "first_step", 0)) if step >= 0 else step
-
-
-def _by_epoch(plan: Plan, numbers: list[int]) -> list[list[int]]:
-    epochs: dict[int, list[int]] = {}
-    for number in numbers:
-        with contextlib.suppress(Exception):  # a step before the plan's first: already a finding
-            epochs.setdefault(plan.epoch_of(number)[0], []).append(number)
-    return list(epochs.values())
+    def _spans(self, plan: Plan, numbers: list[int]) -> list[tuple[int, int]]:
+        """Ranges of steps that were the plan's to do: each it did, and those missing before it."""
+        present = sorted(self.steps)
+        previous = dict(zip(present, [-1, *present], strict=False))
+        return [(max(previous[n] + 1, plan.first_step), n + 1) for n in numbers]
 
 
 def _span(start: int, stop: int) -> str:
@@ -460,4 +445,4 @@ def _span(start: int, stop: int) -> str:
 
 
 def _hash(values: tuple[Any, ...]) -> int:
-    return xxhash.xxh3_64_intdigest(",".join(map(str, values)))
+    return xxhash.xxh3_64_intdigest(",".join(map(str, values)).encode())

@@ -1,0 +1,1 @@
+"""The drivers around the machines on real computers: sockets, processes, files, clocks."""

@@ -14,10 +14,9 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import assert_never
 
 from holdfast.core import agent as machine
-from holdfast.core.errors import WireError
+from holdfast.core.errors import WireError, assert_never
 from holdfast.core.types import AgentId, Directive, Incarnation, WorkerId, WorkerStatus
 from holdfast.runtime.channel import Channel, connect
 from holdfast.runtime.lifetime import die_with_parent
@@ -41,6 +40,7 @@ class AgentServer:
         self._policy = policy
         self._coordinator: Channel | None = None
         self._processes: dict[WorkerId, WorkerProcess] = {}
+        self._spawning: dict[WorkerId, asyncio.Task[None]] = {}
         self._quit = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -112,7 +112,9 @@ class AgentServer:
                 if process is not None and process.incarnation == incarnation:
                     process.send(directive)
             case machine.Spawn(worker, incarnation):
-                asyncio.ensure_future(self._spawn(worker, incarnation))
+                process = WorkerProcess(self._template, worker, incarnation)
+                self._processes[worker] = process
+                self._spawning[worker] = asyncio.ensure_future(self._spawn(process))
             case machine.Kill(worker, incarnation, reason):
                 process = self._processes.get(worker)
                 if process is not None and process.incarnation == incarnation:
@@ -123,9 +125,8 @@ class AgentServer:
             case _:
                 assert_never(effect)
 
-    async def _spawn(self, worker: WorkerId, incarnation: Incarnation) -> None:
-        process = WorkerProcess(self._template, worker, incarnation)
-        self._processes[worker] = process
+    async def _spawn(self, process: WorkerProcess) -> None:
+        worker, incarnation = process.worker, process.incarnation
         try:
             await process.start(self._on_message, self._on_exit)
         except OSError as error:

@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
             return end.code
         _tell(story_fd, str(end.code))
         return 1
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - told to the agent
         _tell(story_fd, describe(error))
         return 1
     return 0

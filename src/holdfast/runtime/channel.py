@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from typing import TypeVar
+from typing import Any
 
 from holdfast.core.errors import WireError
 from holdfast.wire import frames
@@ -12,8 +12,6 @@ from holdfast.wire.messages import decode, encode
 
 HANDSHAKE_S = 5.0
 BACKLOG_BYTES_MAX = 64 << 20
-
-M = TypeVar("M")
 
 
 class Channel:
@@ -39,7 +37,8 @@ class Channel:
         if not self._writer.is_closing():
             self._writer.write(self._sealer.seal(encode(message)))
 
-    async def receive(self, *accepted: type[M]) -> M | None:
+    async def receive(self, *accepted: type) -> Any:
+        """The next message, of one of the accepted types; None at the end. WireError."""
         while not self._payloads:
             try:
                 data = await self._reader.read(1 << 16)

@@ -17,11 +17,19 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import assert_never
 
 from holdfast.core import coordinator as machine
-from holdfast.core.errors import WireError
-from holdfast.core.types import RELEASE_ALL, AgentId, AgentReport, Stage, View, WorkerId
+from holdfast.core.errors import WireError, assert_never
+from holdfast.core.types import (
+    RELEASE_ALL,
+    AgentId,
+    AgentReport,
+    JobRecord,
+    Stage,
+    View,
+    WorkerId,
+    WorkerStatus,
+)
 from holdfast.runtime.channel import Channel, accept
 from holdfast.runtime.lifetime import die_with_parent
 from holdfast.runtime.rundir import JobSpec, RunDir, write_json
@@ -33,6 +41,8 @@ from holdfast.wire.messages import (
     StopRequest,
 )
 
+Incoming = AgentReport | Address | StatusRequest | StopRequest
+INCOMING = (AgentReport, Address, StatusRequest, StopRequest)
 TICK_S_MIN = 0.02
 FAREWELL_S = 2.0  # how long agents may take to hear that the job is over
 
@@ -65,7 +75,8 @@ class CoordinatorServer:
         write_json(self._run_dir.coordinator, where)
         self._feed(machine.Tick())
         await self._finished.wait()
-        write_json(self._run_dir.result, {"outcome": self._outcome, "step": self._core.snapshot().step})
+        step = self._core.snapshot().step
+        write_json(self._run_dir.result, {"outcome": self._outcome, "step": step})
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._agents_gone(), FAREWELL_S)
         server.close()
@@ -81,7 +92,7 @@ class CoordinatorServer:
         try:
             channel = await accept(reader, writer, self._secret)
             while True:
-                message = await channel.receive(AgentReport, Address, StatusRequest, StopRequest)
+                message: Incoming | None = await channel.receive(*INCOMING)
                 match message:
                     case None:
                         break
@@ -131,7 +142,7 @@ class CoordinatorServer:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(delay_s, self._feed, machine.Tick())
 
-    def _save(self, record: machine.JobRecord) -> None:
+    def _save(self, record: JobRecord) -> None:
         try:
             self._run_dir.save_record(record)
         except OSError as error:
@@ -211,7 +222,7 @@ def _job_state(snapshot: machine.CoordinatorSnapshot) -> str:
     return "recovering" if snapshot.stop_view >= view.number else "training"
 
 
-def _state(status: machine.WorkerStatus, member: bool, view: View | None) -> str:
+def _state(status: WorkerStatus, member: bool, view: View | None) -> str:
     if not status.stage.alive or status.stage == Stage.BOOTING:
         return status.stage.value
     if not member:

@@ -1,4 +1,4 @@
-"""One machine's launcher: starts the coordinator and the agent, keeps them alive, ends with the job.
+"""One machine's launcher: starts coordinator and agent, keeps them alive, ends with the job.
 
 It holds the coordinator's listening socket, so a coordinator that dies comes back at the same
 address. Everything it starts dies with it. Exit status: 0 when the job succeeded, 1 when it failed,
@@ -31,7 +31,7 @@ class _Kept:
     """A process that is started again when it crashes."""
 
     name: str
-    popen: subprocess.Popen[bytes] | None = None
+    running: list[subprocess.Popen[bytes]] = field(default_factory=list)  # none or one
     pidfd: int = -1
     starts: list[float] = field(default_factory=list)
 
@@ -61,9 +61,9 @@ class Launcher:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
             for kept in (self._agent, self._coordinator):
-                if kept.popen is not None and kept.popen.poll() is None:
-                    kept.popen.kill()
-                    kept.popen.wait()
+                for popen in kept.running:
+                    popen.kill()
+                    popen.wait()
             for each in (wake_read, wake_write):
                 os.close(each)
             listener.close()
@@ -84,7 +84,8 @@ class Launcher:
                 if passed_on > 2:
                     return 130
                 print("holdfast: stopping (Ctrl-C twice more to kill)", file=sys.stderr, flush=True)
-                self._coordinator.popen.send_signal(signal.SIGTERM)
+                for popen in self._coordinator.running:
+                    popen.send_signal(signal.SIGTERM)
             if self._coordinator.pidfd in readable:
                 code = self._reap(self._coordinator)
                 if code in (0, 1):
@@ -100,9 +101,9 @@ class Launcher:
         """One of the two has ended because the job has: let the other end as well."""
         deadline = time.monotonic() + FAREWELL_S
         for kept in (self._agent, self._coordinator):
-            if kept.popen is not None and kept.popen.returncode is None:
+            for popen in kept.running:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    kept.popen.wait(max(deadline - time.monotonic(), 0.1))
+                    popen.wait(max(deadline - time.monotonic(), 0.1))
         outcome = self._run_dir.outcome()
         if outcome:
             print(f"holdfast: {outcome}", file=sys.stderr, flush=True)
@@ -115,26 +116,26 @@ class Launcher:
         port, me = listener.getsockname()[1], os.getpid()
         run_dir = str(self._run_dir.path)
         module = f"holdfast.runtime.{kept.name}"
-        if kept is self._coordinator:
-            args, fds = [run_dir, str(listener.fileno()), str(me)], (listener.fileno(),)
-        else:
-            incarnation = len(kept.starts)
-            args, fds = [run_dir, HOST, str(port), AGENT, str(incarnation), str(me)], ()
-        kept.popen = subprocess.Popen(
+        args, fds = [run_dir, str(listener.fileno()), str(me)], [listener.fileno()]
+        if kept is self._agent:
+            args, fds = [run_dir, HOST, str(port), AGENT, str(len(kept.starts)), str(me)], []
+        popen = subprocess.Popen(
             [sys.executable, "-m", module, *args],
             stdin=subprocess.DEVNULL,
             pass_fds=fds,
             start_new_session=True,
         )
-        kept.pidfd = os.pidfd_open(kept.popen.pid)
+        kept.running.append(popen)
+        kept.pidfd = os.pidfd_open(popen.pid)
 
     def _reap(self, kept: _Kept) -> int:
         os.close(kept.pidfd)
-        return kept.popen.wait()
+        return kept.running.pop().wait()
 
     def _restart(self, kept: _Kept, code: int, listener: socket.socket) -> None:
         recent = [t for t in kept.starts if t > time.monotonic() - RESTART_WINDOW_S]
         if len(recent) > RESTARTS_MAX:
             raise SystemExit(f"holdfast: the {kept.name} died {len(recent)} times in a minute")
-        print(f"holdfast: the {kept.name} died ({code}) and is restarted", file=sys.stderr, flush=True)
+        text = f"holdfast: the {kept.name} died ({code}) and is restarted"
+        print(text, file=sys.stderr, flush=True)
         self._start(kept, listener)

@@ -9,10 +9,10 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 from holdfast.core.errors import WireError
 from holdfast.core.types import Incarnation, WorkerId, WorkerStatus
@@ -79,15 +79,16 @@ class WorkerProcess:
         self._writer: asyncio.StreamWriter | None = None
         self._sealer = Sealer(None)
         self._pipes: list[asyncio.Task[None]] = []
+        self._tasks: list[asyncio.Task[None]] = []
         self._story = b""
-        self._log: BinaryIO | None = None
+        self._log: IO[bytes] | None = None
 
     async def start(self, on_message: OnMessage, on_exit: OnExit) -> None:
         """Raises OSError when no process can be made."""
         ours, theirs = socket.socketpair()
         story_read, story_write = os.pipe()
         try:
-            self._popen = subprocess.Popen(
+            self._popen = subprocess.Popen(  # noqa: ASYNC220 - must not leave the main thread
                 self._template.command(),
                 env=self._template.environment(
                     self.worker, self.incarnation, theirs.fileno(), story_write
@@ -108,13 +109,16 @@ class WorkerProcess:
         self.pid, self.running = self._popen.pid, True
         self._open_log()
         reader, self._writer = await asyncio.open_connection(sock=ours)
+        prefix = f"[worker {self.worker}] ".encode()
         self._pipes = [
             asyncio.ensure_future(self._copy(self._popen.stdout, 1, b"")),
-            asyncio.ensure_future(self._copy(self._popen.stderr, 2, f"[worker {self.worker}] ".encode())),
+            asyncio.ensure_future(self._copy(self._popen.stderr, 2, prefix)),
             asyncio.ensure_future(self._collect_story(story_read)),
         ]
-        asyncio.ensure_future(self._listen(reader, on_message))
-        asyncio.ensure_future(self._reap(on_exit))
+        self._tasks = [
+            asyncio.ensure_future(self._listen(reader, on_message)),
+            asyncio.ensure_future(self._reap(on_exit)),
+        ]
 
     def send(self, message: object) -> None:
         if self._writer is not None and not self._writer.is_closing():
@@ -172,7 +176,8 @@ class WorkerProcess:
                 if not data:
                     return
                 for payload in opener.feed(data):
-                    on_message(self, decode(payload, WorkerStatus, Address))
+                    message: WorkerStatus | Address = decode(payload, WorkerStatus, Address)
+                    on_message(self, message)
             except OSError:
                 return
             except WireError as error:
@@ -180,7 +185,7 @@ class WorkerProcess:
                 self.kill()
                 return
 
-    async def _copy(self, pipe: BinaryIO | None, to_fd: int, prefix: bytes) -> None:
+    async def _copy(self, pipe: IO[bytes] | None, to_fd: int, prefix: bytes) -> None:
         """Pass whole lines on to the console, and everything to the log."""
         rest = b""
         async for data in _chunks(pipe):
@@ -199,7 +204,7 @@ class WorkerProcess:
     def _open_log(self) -> None:
         path: Path = self._template.run_dir.logs / f"worker-{self.worker}-{self.incarnation}.log"
         with contextlib.suppress(OSError):
-            self._log = open(path, "ab", buffering=0)
+            self._log = open(path, "ab", buffering=0)  # noqa: SIM115 - closed when reaped
 
     def _write_log(self, data: bytes) -> None:
         if self._log is None:
@@ -216,7 +221,7 @@ class WorkerProcess:
             self._log = None
 
 
-async def _chunks(pipe: BinaryIO | None):  # type: ignore[no-untyped-def]
+async def _chunks(pipe: IO[bytes] | None) -> AsyncIterator[bytes]:
     reader = asyncio.StreamReader()
     protocol = asyncio.StreamReaderProtocol(reader)
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, pipe)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from holdfast.core.types import Directive, JobRecord, View
+from holdfast.core.types import RELEASE_ALL, Directive, JobRecord, View, WorkerId
 
 if TYPE_CHECKING:
     from holdfast.sim.workers import Process
 
 Key = tuple[int, int]  # worker, incarnation
 INITIAL_STATE = 1
+REPLACED = "the coordinator replaced it"  # as the agent machine words it
 
 
 class Violation(AssertionError):
@@ -98,6 +99,21 @@ class Truth:
         if not self.completed:
             raise Violation("the job was declared done and no script ever reached its end")
 
+    def killed(self, process: Process, reason: str) -> None:
+        """An agent says that the coordinator replaced a worker: the journal must say so too."""
+        disk = self.disk
+        if disk is None or reason != REPLACED or disk.outcome is not None:
+            return
+        ordered = next((s.incarnation for s in disk.slots if s.worker == process.key[0]), 0)
+        if ordered <= process.key[1] and disk.release_loop != RELEASE_ALL:
+            raise Violation(f"worker {process.key} is ended for a directive that does not hold")
+
+    def replaced(self, worker: int) -> None:
+        """A worker counts as hung: then something must be wrong with its process."""
+        process = self.live.get(worker)
+        if process is not None and not process.was_stuck:
+            raise Violation(f"worker {process.key} is replaced as hung although nothing ails it")
+
     # ------------------------------------------------------------ membership
 
     def persisted(self, record: JobRecord) -> None:
@@ -129,12 +145,15 @@ class Truth:
             return
         if view.number <= self.newest:
             raise Violation(f"view {view.number} was formed after view {self.newest}")
+        for member in view.members:
+            if (member.worker, member.incarnation) not in self.processes:
+                raise Violation(f"view {view.number} has a member that was never started: {member}")
         before = self.views.get(self.newest)
         self.views[view.number] = view
         self.newest = view.number
         for member in before.members if before else ():
             process = self.processes[(member.worker, member.incarnation)]
-            if not process.alive or before is None:
+            if before is None or not process.alive:
                 continue
             status = process.machine.snapshot()
             if status.promised < before.number:
@@ -178,7 +197,7 @@ class Truth:
         """`parts` are (sender, vrank, token) as they went into the sum of `step`."""
         seen: dict[int, Key] = {}
         for sender, vrank, token in parts:
-            member = view.member(sender[0])  # type: ignore[arg-type]
+            member = view.member(WorkerId(sender[0]))
             if member is None or member.incarnation != sender[1]:
                 raise Violation(f"{sender} contributes to view {view.number} it is no member of")
             if vrank in seen:

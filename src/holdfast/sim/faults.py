@@ -46,18 +46,20 @@ class Faults:
 
     def strikes_inside(self, process: Process) -> bool:
         """Whether this process dies here, between two effects."""
-        if not self._inside_worker or self._world.rng.random() >= 0.004:
+        world = self._world
+        if not self._inside_worker or world.rng.random() >= world.options.crash_inside:
             return False
         self._note("worker_crash_inside")
         process.end(-11, "crashed between two effects")
         return True
 
     def strikes_coordinator(self) -> bool:
-        if not self._inside_coordinator or self._world.rng.random() >= 0.01:
+        world = self._world
+        if not self._inside_coordinator or world.rng.random() >= world.options.crash_inside:
             return False
         self._note("coordinator_crash_inside")
-        self._world.coordinator.crash()
-        self._world.at(self._world.rng.uniform(0.1, 4.0), self._world.coordinator.start)
+        world.coordinator.crash()
+        world.at(world.rng.uniform(0.1, 4.0), world.coordinator.start)
         return True
 
     # ------------------------------------------------------------ from outside
@@ -71,17 +73,25 @@ class Faults:
             case "coordinator_crash":
                 self._note(kind)
                 world.coordinator.crash()
-                world.at(rng.uniform(0.1, 8.0), world.coordinator.start)
+                world.at(rng.choice((0.5, 8.0)) * rng.uniform(0.1, 1.0), world.coordinator.start)
             case "link_break":
-                a, b = (rng.choice(live), rng.choice(live)) if live else (None, None)
-                if a is not None and b is not None and a is not b and a.group and b.group:
-                    if a.group.number == b.group.number and a.group.open and b.group.open:
-                        self._note(kind)
-                        world.data.cut_link(a, b, a.group.number)
+                self._break_link()
             case _:
                 if live:
                     self._note(kind)
                     self._strike_worker(kind, rng.choice(live))
+
+    def _break_link(self) -> None:
+        world = self._world
+        live = [p for p in world.live() if p.group is not None and p.group.open]
+        a = world.rng.choice(live) if live else None
+        if a is None or a.group is None:
+            return
+        number = a.group.number
+        peers = [p for p in live if p is not a and p.open_group(number) is not None]
+        if peers:
+            self._note("link_break")
+            world.data.cut_link(a, world.rng.choice(peers), number)
 
     def _strike_worker(self, kind: str, process: Process) -> None:
         world, rng = self._world, self._world.rng
@@ -98,10 +108,10 @@ class Faults:
                 process.host.watch(process)
                 world.at(rng.uniform(0.5, 6.0), process.resume)
             case "busy":
-                process.stuck = True
+                process.stuck = process.was_stuck = True
                 world.at(rng.uniform(0.5, 6.0), self._unstick, process)
             case "stuck":
-                process.stuck = True
+                process.stuck = process.was_stuck = rng.random() < 0.2 or process.was_stuck
                 world.at(3 * world.options.hang_s, self._unstick, process)
             case "slow":
                 process.slowness = rng.uniform(2.0, 10.0)

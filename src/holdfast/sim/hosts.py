@@ -69,8 +69,9 @@ class CoordinatorHost:
                 world.truth.directed(directive)
                 host = world.hosts[directive.agent]
                 world.transmit(host.name, False, host.hear, directive)
-            case co.Announce(kind):
-                world.announced[kind] = world.announced.get(kind, 0) + 1
+            case co.Announce(kind, _, worker):
+                if kind == "replaced" and "hung" in effect.text and worker is not None:
+                    world.truth.replaced(worker)
             case co.Finish(outcome):
                 world.truth.finished(outcome)
                 self.outcome = outcome
@@ -170,6 +171,7 @@ class AgentHost:
                 world.count["kills"] += 1
                 process = self.processes.get(worker)
                 if process is not None and process.key[1] == incarnation:
+                    world.truth.killed(process, reason)
                     world.at(world.rng.uniform(0.0, 0.05), process.end, -9, reason)
             case ag.Quit():
                 self.gone = True

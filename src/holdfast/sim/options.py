@@ -60,6 +60,7 @@ class Options:
     cut_in_flight: float  # chance that a closed connection loses what was under way
     unheard_break: float  # chance that a peer never notices a closed connection
     faults: tuple[str, ...]
+    crash_inside: float  # chance of a crash before each single effect
     fault_every_s: float
     faults_end_s: float
 
@@ -79,12 +80,12 @@ def draw(seed: int, small: bool = False) -> Options:
     """The options of a seed; `small` keeps runs short, for tests that need many of them."""
     rng = Random(seed * 2 + small)
     agents = rng.randint(1, 3 if small else 4)
-    slots = rng.randint(1, 2 if small else 4)
+    slots = rng.randint(1 if agents > 1 else 2, 2 if small else 4)
     late = rng.randint(1, agents - 1) if agents > 1 and rng.random() < 0.3 else 0
     workers = (agents - late) * slots
     most = 6 if small else 16
     fewest = rng.randint(1, workers) if rng.random() < 0.15 else min(workers, most)
-    steps = rng.randint(4, 7) if small else rng.randint(6, 15)
+    steps = rng.randint(5, 10) if small else rng.randint(6, 15)
     loops = (rng.randint(1, steps - 1), steps) if rng.random() < 0.25 else (steps,)
     kinds = [kind for kind in FAULT_KINDS if rng.random() < 0.35]
     vranks = rng.randint(fewest, max(most, fewest))
@@ -98,17 +99,17 @@ def draw(seed: int, small: bool = False) -> Options:
         loops=loops,
         workers_start=workers if rng.random() < 0.8 else rng.randint(1, workers),
         workers_min=1 if rng.random() < 0.8 else min(rng.randint(1, most_needed), vranks),
-        task_s=rng.choice((0.01, 0.05, 0.2)) * rng.uniform(0.5, 2) * 8 / vranks,
+        task_s=rng.choice((0.02, 0.1, 0.5)) * rng.uniform(0.5, 2) * workers / vranks,
         optimizer_s=rng.choice((0.0, 0.01, 0.2)),
-        boot_s=rng.uniform(0.1, 2.0),
-        load_s=rng.choice((0.01, 0.5)),
+        boot_s=rng.choice((0.1, 0.3, 2.0)) * rng.uniform(0.5, 1.0),
+        load_s=rng.choice((0.01, 0.3, 1.0)),
         build_s=rng.choice((0.005, 0.1)),
         build_timeout_s=rng.uniform(3.0, 10.0),
         control_s=rng.choice((0.0005, 0.005, 0.05, 0.2)),
         channel_s=rng.choice((0.0002, 0.002, 0.02)),
-        data_s=rng.choice((0.0002, 0.002, 0.02, 0.05)),
+        data_s=rng.choice((0.0002, 0.002, 0.02, 0.2)),
         heartbeat_s=0.5,
-        lease_s=rng.uniform(2.0, 6.0),
+        lease_s=rng.uniform(1.2, 3.0) if small else rng.uniform(2.0, 6.0),
         lease_margin_s=0.5,
         settle_s=rng.uniform(3.0, 10.0),
         hang_s=rng.uniform(8.0, 20.0),
@@ -116,8 +117,9 @@ def draw(seed: int, small: bool = False) -> Options:
         duplicate=rng.uniform(0.0, 0.2) if "lossy" in kinds else 0.0,
         drift=rng.choice((0.0, 0.005)),
         cut_in_flight=rng.choice((0.0, 0.5, 1.0)),
-        unheard_break=rng.choice((0.0, 0.3, 0.9)),
+        unheard_break=rng.choice((0.0, 0.3, 1.0)),
         faults=tuple(kinds),
-        fault_every_s=rng.uniform(0.4, 3.0),
+        crash_inside=rng.choice((0.002, 0.01)),
+        fault_every_s=rng.choice((0.2, 0.5, 2.0)) * rng.uniform(0.5, 1.5),
         faults_end_s=rng.uniform(4.0, 20.0) if small else rng.uniform(8.0, 40.0),
     )

@@ -53,6 +53,7 @@ class Process:
         self.stopped = False  # by a signal: the kernel shows state T
         self.silent = False  # in foreign code that holds the interpreter lock
         self.stuck = False  # the main thread never comes back
+        self.was_stuck = False
         self.slowness = 1.0
         self.backlog: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self.state: int | None = INITIAL_STATE

@@ -57,7 +57,6 @@ class World:
         self.hosts: dict[AgentId, AgentHost] = {}
         self.processes: dict[Key, Process] = {}
         self.cut: dict[tuple[str, bool], int] = {}  # (agent, towards the coordinator)
-        self.announced: dict[str, int] = {}
         self.count = {"spawns": 0, "kills": 0}
         self.story: deque[tuple[float, object, object, object]] = deque(maxlen=STORY_MAX)
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -70,6 +69,7 @@ class World:
             lease_s=options.lease_s,
             lease_margin_s=options.lease_margin_s,
             settle_s=options.settle_s,
+            patience_s=2.0,
             hang_s=options.hang_s,
             losses_max=10_000,
             backoff_s=0.1,

@@ -116,7 +116,7 @@ class LocalRun:
         return []
 
     def leftovers(self) -> list[int]:
-        """Processes of this run that live: by the run directory in their environment or arguments."""
+        """Processes of this run that live: they name its directory in environment or arguments."""
         mark = str(self.run_dir.path.resolve()).encode()
         found = []
         for name in filter(str.isdigit, os.listdir("/proc")):

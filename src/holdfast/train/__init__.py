@@ -1,0 +1,1 @@
+"""Inside the training process: the only package that imports torch."""

@@ -37,9 +37,7 @@ class Flat:
 class Bucket:
     """Some parameters, their partial sums of the present step, and the reduced result."""
 
-    def __init__(
-        self, index: int, params: list[torch.nn.Parameter], places: list[int]
-    ) -> None:
+    def __init__(self, index: int, params: list[torch.nn.Parameter], places: list[int]) -> None:
         self.index = index
         self.params = params
         self.places = places  # of each parameter in the model's own order
@@ -59,12 +57,12 @@ class Bucket:
     def leaf(self) -> Flat:
         """The gradients now in `.grad`, moved to a flat buffer; a missing one counts as 0."""
         leaf = self._spare.pop() if self._spare else Flat(self.params)
-        grads = [p.grad for p in self.params]
-        if any(g is None for g in grads):
-            for view, grad in zip(leaf.views, grads, strict=True):
-                view.zero_() if grad is None else view.copy_(grad)
-        else:
+        grads = [p.grad for p in self.params if p.grad is not None]
+        if len(grads) == len(self.params):
             torch._foreach_copy_(leaf.views, grads)
+        else:
+            for view, p in zip(leaf.views, self.params, strict=True):
+                view.zero_() if p.grad is None else view.copy_(p.grad)
         for p in self.params:
             p.grad = None
         return leaf
@@ -90,7 +88,10 @@ class Gradients:
     """All buckets of the protected models. `on_filled(bucket)` is called with `lock` held."""
 
     def __init__(
-        self, params: Iterable[tuple[str, torch.nn.Parameter]], vranks: int, lock: threading.Condition
+        self,
+        params: Iterable[tuple[str, torch.nn.Parameter]],
+        vranks: int,
+        lock: threading.Condition,
     ) -> None:
         self._named = [(n, p) for n, p in params if p.requires_grad]
         self._vranks = vranks

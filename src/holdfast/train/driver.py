@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Protocol, assert_never
+from typing import Protocol
 
 from holdfast.core import worker as machine
-from holdfast.core.errors import Severed
+from holdfast.core.errors import Severed, assert_never
 from holdfast.core.types import Incarnation, View, WorkerId, WorkerStatus
 
 

@@ -23,7 +23,7 @@ from holdfast.train.transport import AloneTransport, Rendezvous, Transport
 
 
 class StepState:
-    """What the script's thread and the engine share of the present step, under the driver's lock."""
+    """What the script's thread and the engine share of a step, under the driver's lock."""
 
     def __init__(self, gradients: Gradients, table: StepTable, buffers: Buffers) -> None:
         self.gradients = gradients
@@ -70,7 +70,7 @@ class Engine(threading.Thread):
                 self._serve(view, transport)
             except Severed as error:
                 self._driver.post(machine.GroupBroken(view.number, str(error)))
-            except BaseException as error:  # handed to the script's thread, which raises it
+            except BaseException as error:  # noqa: BLE001 - the script's thread raises it
                 self._driver.fail(error)
                 return
             finally:
@@ -111,7 +111,7 @@ class Engine(threading.Thread):
             try:
                 transport.open(layout.rank, layout.size, rendezvous)
                 result = None
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 - raised by the waiting thread
                 result = error
             with self._driver.changed:
                 outcome.append(result)
@@ -151,15 +151,15 @@ class Engine(threading.Thread):
         while left or gathering:
             for bucket in self._take_filled(number, wait=not gathering):
                 left -= 1
-                operation = BucketSum(bucket, layout)
+                started = BucketSum(bucket, layout)
                 with self._driver.changed:
                     self._driver.check_alive(number)
-                    operation.gather(transport)
-                gathering.append(operation)
+                    started.gather(transport)
+                gathering.append(started)
             if gathering:
-                operation = gathering.popleft()
-                operation.spread(transport)
-                spreading.append(operation)
+                gathered = gathering.popleft()
+                gathered.spread(transport)
+                spreading.append(gathered)
         closing = self._closing_operations(layout, number)
         for operation in closing:
             operation.gather(transport)

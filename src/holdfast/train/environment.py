@@ -56,7 +56,7 @@ class WorkerEnvironment:
 
 
 def take_channel(environment: WorkerEnvironment) -> int | None:
-    """The channel's descriptor, once: children of this process must neither inherit nor reuse it."""
+    """The channel's descriptor, once: children of this process must not inherit or reuse it."""
     os.environ.pop("HOLDFAST_FD", None)
     if environment.channel_fd is not None:
         os.set_inheritable(environment.channel_fd, False)

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from holdfast.core import tree
-from holdfast.core.errors import Severed, require
+from holdfast.core.errors import InvariantError, Severed
 from holdfast.core.types import View, WorkerId
 from holdfast.train.buckets import Bucket
 from holdfast.train.record import Buffers, StepTable
@@ -167,18 +167,22 @@ class BuffersSpread:
 
     def gather(self, transport: Transport) -> None:
         if self._layout.rank == self._host:
-            require(self._buffers.left is not None, "virtual rank 0 left no buffers")
-            self._size[0] = len(self._buffers.left)
+            self._size[0] = len(self._left())
         self._pending = self._send(transport, self._size)
 
     def spread(self, transport: Transport) -> None:
         _wait(self._pending)
         if self._layout.rank != self._host:
             self._buffers.left = torch.empty(int(self._size[0]), dtype=torch.uint8)
-        self._pending = self._send(transport, self._buffers.left)
+        self._pending = self._send(transport, self._left())
 
     def finish(self) -> None:
         _wait(self._pending)
+
+    def _left(self) -> torch.Tensor:
+        if self._buffers.left is None:
+            raise InvariantError("virtual rank 0 left no buffers")
+        return self._buffers.left
 
     def _send(self, transport: Transport, message: torch.Tensor) -> Pending:
         if self._layout.rank == self._host:
@@ -206,7 +210,8 @@ def vote(transport: Transport, layout: Layout, view: int, step: int, pending: bo
 
 
 def _wait(pending: Pending | None) -> None:
-    require(pending is not None, "an operation was continued before it began")
+    if pending is None:
+        raise InvariantError("an operation was continued before it began")
     pending.wait()
 
 

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 from holdfast.core.errors import Severed
@@ -51,7 +50,7 @@ class _AddressStore(dist.Store):
         self._mine = b""
         self.ports = {port}
 
-    def set(self, key: str, value: bytes) -> None:
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # gloo sets bytes
         self._mine = bytes(value)
         self._rendezvous.publish(self._port.to_bytes(2, "big") + self._mine)
 
@@ -63,7 +62,7 @@ class _AddressStore(dist.Store):
         self.ports.add(int.from_bytes(address[:2], "big"))
         return address[2:]
 
-    def wait(self, keys: Sequence[str], timeout_s: timedelta | None = None) -> None:
+    def wait(self, keys: Sequence[str], limit: timedelta | None = None) -> None:
         for key in keys:
             self.get(key)
 
@@ -97,7 +96,7 @@ class GlooTransport:
     def open(self, rank: int, size: int, rendezvous: Rendezvous) -> None:
         device, port = self._device.get()
         store = _AddressStore(rank, port, rendezvous)
-        options = dist.ProcessGroupGloo._Options()
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [device]
         options._timeout = timedelta(seconds=self._build_s)
         old = sockets.socket_inodes().keys()
@@ -119,9 +118,9 @@ class GlooTransport:
         works: list[dist.Work] = []
         try:
             for peer, tensor in receives:
-                works.append(group.recv([tensor], peer, tag))
+                works.append(group.recv([tensor], peer, tag))  # type: ignore[attr-defined]
             for peer, tensor in sends:
-                works.append(group.send([tensor], peer, tag))
+                works.append(group.send([tensor], peer, tag))  # type: ignore[attr-defined]
         except RuntimeError as error:
             raise Severed(f"gloo: {str(error).splitlines()[0]}") from None
         return _GlooPending(works, self)

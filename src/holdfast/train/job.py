@@ -20,14 +20,14 @@ import torch
 from holdfast.core import tree
 from holdfast.core import worker as machine
 from holdfast.core.errors import UserError
-from holdfast.observe.ledger import LedgerEntry, LedgerHeader, LedgerWriter
+from holdfast.observe.ledger import LedgerEntry, LedgerHeader, LedgerWriter, ledger_path
 from holdfast.train.buckets import Gradients
 from holdfast.train.driver import Driver
 from holdfast.train.engine import Engine, StepState
 from holdfast.train.environment import WorkerEnvironment, take_channel
 from holdfast.train.gloo import GlooDevice, GlooTransport
 from holdfast.train.link import AgentLink, SoloLink
-from holdfast.train.loading import BatchSource, LoadOptions
+from holdfast.train.loading import BatchSource, LoadOptions, dataset_length
 from holdfast.train.record import Buffers, StepTable
 from holdfast.train.rng import enter_stream
 from holdfast.train.sampling import SamplePlan
@@ -72,6 +72,7 @@ class Batches:
 
     @property
     def steps_per_epoch(self) -> int:
+        """Steps in which every sample is used once (but for a dropped tail)."""
         return self.plan.steps_per_epoch
 
 
@@ -97,6 +98,7 @@ class Job:
 
     @property
     def virtual_ranks(self) -> int:
+        """V: into how many fixed shares every step falls, for the life of the job."""
         return self._environment.virtual_ranks
 
     @property
@@ -111,6 +113,7 @@ class Job:
 
     @property
     def run_dir(self) -> Path | None:
+        """The run's directory; None without a launcher."""
         return self._environment.run_dir
 
     def protect(self, **objects: Any) -> None:
@@ -147,12 +150,11 @@ class Job:
         pin_memory, prefetch_factor, ...). Raises UserError.
         """
         try:
-            length = len(dataset)
             options = LoadOptions(**loading)
         except TypeError as error:
             raise UserError(f"job.batches({type(dataset).__name__}): {error}") from None
         plan = SamplePlan(
-            length=length,
+            length=dataset_length(dataset),
             batch_size=batch_size,
             virtual_ranks=self.virtual_ranks,
             seed=self.seed,
@@ -213,7 +215,9 @@ class Step:
         if self._owed is None:
             raise UserError("step.backward(loss) was called without a new batch: once per batch")
         if loss.numel() != 1:
-            raise UserError(f"step.backward needs a scalar loss, not {list(loss.shape)}: use mean()")
+            raise UserError(
+                f"step.backward needs a scalar loss, not {list(loss.shape)}: use mean()"
+            )
         self._owed = None
         share = loss if self._scale == 1.0 else loss * self._scale
         (scaler.scale(share) if scaler is not None else share).backward()
@@ -221,7 +225,7 @@ class Step:
 
     def _task(self, vrank: int) -> Iterator[Any]:
         plan, work = self._source.plan, self._work
-        count = len(plan.indices(self.index, vrank))
+        count = plan.task_samples(self.index, vrank)
         self._task_loss = 0.0
         work.begin_task(vrank)
         if count:
@@ -231,7 +235,7 @@ class Step:
             enter_stream(plan.seed, self.index, vrank, "model")
             yield batch
             if self._owed is not None:
-                raise UserError("a batch went by without step.backward(loss): call it for each one")
+                raise UserError("a batch had no step.backward(loss): call it once for each one")
         work.end_task(vrank, self._task_loss, count, plan.digest(self.index, vrank))
 
 
@@ -247,11 +251,12 @@ class _Work:
         self._gradients = Gradients(trained, job.virtual_ranks, self._driver.changed)
         table = StepTable(job.virtual_ranks, len(trained))
         self._step = StepState(self._gradients, table, Buffers(modules))
-        self._source: BatchSource | None = None
+        self._source: list[BatchSource] = []  # the present loop's, once there is one
         self._followed: tuple[int, ...] = ()
         self._until = 0
         self._loop = 0
         self._ledger: LedgerWriter | None = None
+        self._ledger_begun = False  # the present loop's header is written
 
     def start(self, link: AgentLink | SoloLink, make_transport: Callable[[], Transport]) -> None:
         self._gradients.attach()
@@ -261,22 +266,23 @@ class _Work:
         """One `Job.steps` loop."""
         driver = self._driver
         plan = dataclasses.replace(data.plan, first_step=data.first_step or 0)
-        self._source = BatchSource(data.dataset, plan, data.options)
-        self._followed, self._until = (), until
+        source = BatchSource(data.dataset, plan, data.options)
+        self._source = [source]
+        self._followed, self._until, self._ledger_begun = (), until, False
         self._loop += 1
         driver.post(machine.LoopEntered())
         if isinstance(self._job._link, SoloLink) and driver.view is None:
             self._job._link.start(driver)
         try:
             while (index := self._enter_step()) < until:
-                step = Step(self, self._source, index)
+                step = Step(self, source, index)
                 yield step
                 if not step.complete:
-                    raise UserError(f"step {index} was left early: use all its batches")
+                    raise UserError(f"step {index} was left early: iterate over all its batches")
             driver.post(machine.LoopEnded())
             self._wait(lambda: driver.released >= self._loop)
         finally:
-            self._source.close()
+            source.close()
 
     def _enter_step(self) -> int:
         """Wait at the boundary; returns the step that may be computed now."""
@@ -287,7 +293,7 @@ class _Work:
             driver.begun = None
             driver.post(machine.AtBoundary())
             self._wait(lambda: driver.begun is not None)
-            index = driver.begun
+            index = driver.committed
         if index < self._until:
             self._gradients.begin_step()
             self._step.buffers.remember()
@@ -336,7 +342,7 @@ class _Work:
         self._step.buffers.apply()
         self._gradients.publish(table.used)
         enter_stream(job.seed, step.index, job.virtual_ranks, "job")
-        plan = self._source.plan
+        plan = self._source[0].plan
         losses = {
             (v, 1): loss * plan.weight(step.index, v) for v, loss in enumerate(table.losses())
         }
@@ -350,30 +356,35 @@ class _Work:
             return
         if self._ledger is None:
             me = self._driver.status()
-            name = f"worker-{me.worker}-{me.incarnation}.jsonl"
-            header = LedgerHeader(
-                seed=self._job.seed,
-                virtual_ranks=self._job.virtual_ranks,
-                plan=self._source.plan.to_dict(),
-                worker=me.worker,
-                incarnation=me.incarnation,
-            )
-            self._ledger = LedgerWriter(run_dir / "ledger" / name, header)
+            self._ledger = LedgerWriter(ledger_path(run_dir, me.worker, me.incarnation))
+        if not self._ledger_begun:
+            self._ledger_begun = True
+            self._ledger.begin(self._header())
         self._ledger.append(
             LedgerEntry(
                 step=step.index,
                 view=self._step.reduced_in,
-                hosts=tuple(table.hosts()),
-                counts=tuple(table.counts()),
-                digests=tuple(f"{d:016x}" for d in table.digests()),
-                loss=step.loss.hex(),
+                hosts=table.hosts(),
+                counts=table.counts(),
+                digests=table.digests(),
+                loss=step.loss,
             )
+        )
+
+    def _header(self) -> LedgerHeader:
+        me = self._driver.status()
+        return LedgerHeader(
+            seed=self._job.seed,
+            virtual_ranks=self._job.virtual_ranks,
+            plan=self._source[0].plan.to_dict(),
+            worker=me.worker,
+            incarnation=me.incarnation,
         )
 
     def _follow(self, hosted: tuple[int, ...], index: int) -> None:
         if hosted != self._followed:
             self._followed = hosted
-            self._source.follow(hosted, index, self._until)
+            self._source[0].follow(hosted, index, self._until)
 
     def _wait(self, ready: Callable[[], bool]) -> None:
         with self._driver.changed:

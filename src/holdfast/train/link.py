@@ -15,7 +15,15 @@ import time
 
 from holdfast.core import worker as machine
 from holdfast.core.errors import WireError
-from holdfast.core.types import Member, View, ViewNumber, WorkerDirective, WorkerId, WorkerStatus
+from holdfast.core.types import (
+    AgentId,
+    Member,
+    View,
+    ViewNumber,
+    WorkerDirective,
+    WorkerId,
+    WorkerStatus,
+)
 from holdfast.train.driver import Driver
 from holdfast.wire.frames import Opener, Sealer
 from holdfast.wire.messages import Address, AddressBook, decode, encode
@@ -73,7 +81,7 @@ class AgentLink:
                 driver.fail(error)
 
     def _receive(self, driver: Driver, payload: bytes) -> None:
-        message = decode(payload, WorkerDirective, AddressBook)
+        message: WorkerDirective | AddressBook = decode(payload, WorkerDirective, AddressBook)
         if isinstance(message, AddressBook):
             if self._address is not None and self._address.view == message.view:
                 self._address = None
@@ -97,7 +105,7 @@ class SoloLink:
 
     def start(self, driver: Driver) -> None:
         status = driver.status()
-        member = Member(worker=self._worker, incarnation=status.incarnation, agent="solo")
+        member = Member(worker=self._worker, incarnation=status.incarnation, agent=AgentId("solo"))
         view = View(
             number=ViewNumber(1),
             members=(member,),
@@ -107,5 +115,3 @@ class SoloLink:
             reason="a job of one worker without a launcher",
         )
         driver.post(machine.Directed(WorkerDirective(view=view, release_loop=1 << 30)))
-
-

@@ -136,7 +136,7 @@ class BatchSource:
             return self._ready.pop(task)
         batch = self._inline(task)
         # Loading took about as long as each data worker needed to finish what it was doing, so
-        # that replacing outdated tasks at the front of the queue waits for next to nothing.
+        # that replacing tasks at the front of the queue waits for next to nothing.
         self._refresh(self.options.num_workers, idle_only=False)
         return batch
 
@@ -209,13 +209,18 @@ class BatchSource:
         self._pipeline.start()
 
     def _refresh(self, count_max: int, *, idle_only: bool) -> None:
-        """Replace up to `count_max` results that nobody wants, at the front of the queue."""
+        """Receive up to `count_max` results, so that what is wanted sooner can be sent instead.
+
+        At the front of the queue may be no task, one that is no longer wanted, or (after going
+        back to an earlier step) one that is wanted later.
+        """
         sent = self._pipeline.sent
         for _ in range(count_max):
-            if not sent or self._feed.peek() is None:
+            urgent = self._feed.peek()
+            if not sent or urgent is None:
                 return
             front = sent[0]
-            if front is not None and (idle_only or self._feed.wants(front)):
+            if front is not None and (idle_only or (self._feed.wants(front) and front < urgent)):
                 return
             self._receive()
 

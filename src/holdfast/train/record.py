@@ -1,8 +1,8 @@
 """What a step leaves behind besides gradients: one row per virtual rank, and module buffers.
 
-Rows hold each task's loss, sample count, sample digest and host; with them travels which parameters were
-used. Module buffers (BatchNorm's statistics) are defined as those left by virtual rank 0: every
-task starts from the buffers of the step's start, so a task stays a pure function.
+Rows hold each task's loss, sample count, sample digest and host; with them travels which parameters
+were used. Module buffers (BatchNorm's statistics) are defined as those left by virtual rank 0:
+every task starts from the buffers of the step's start, so a task stays a pure function.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ class StepTable:
         self.rows = torch.zeros(vranks, COLUMNS, dtype=torch.int64)
         self.used = torch.zeros(params, dtype=torch.bool)
 
-    def put(
-        self, vrank: int, loss: float, count: int, digest: int, host: tuple[int, int]
-    ) -> None:
+    def put(self, vrank: int, loss: float, count: int, digest: int, host: tuple[int, int]) -> None:
         """One task's row; `host` is the (worker, incarnation) that computed it."""
         bits = torch.tensor([loss], dtype=torch.float64).view(torch.int64)
         signed = digest - (1 << 64) if digest >= 1 << 63 else digest

@@ -1,4 +1,4 @@
-"""Finding and cutting the TCP connections of a process group from outside the library that made them.
+"""Finding and cutting the TCP connections of a process group that another library made.
 
 Gloo offers no way to abort: its `abort` and `shutdown` do nothing. But a socket that is shut down
 fails at once on both sides, which is exactly what severing a view needs. The sockets of a group are

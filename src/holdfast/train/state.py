@@ -44,7 +44,7 @@ def flatten(state: object, name: str) -> tuple[bytes, list[torch.Tensor]]:
 def metas(skeleton: bytes) -> list[Meta]:
     """dtype and shape of every tensor of a skeleton, in order."""
     found: list[Meta] = []
-    _decode(_parse(skeleton), lambda meta: found.append(meta))
+    _decode(_parse(skeleton), found.append)
     return found
 
 
@@ -71,7 +71,7 @@ def fingerprint(skeleton: bytes, tensors: list[torch.Tensor]) -> int:
     """63 bits over every value of the state (xxh3: against accidents, not attackers)."""
     digest = xxhash.xxh3_64(skeleton)
     for tensor in tensors:
-        digest.update(as_bytes(tensor).numpy())
+        digest.update(as_bytes(tensor).numpy().data)
     return digest.intdigest() >> 1
 
 

@@ -135,5 +135,5 @@ def _parts(sizes: list[int], donors: list[int]) -> list[_Part]:
 
 
 def _digest(data: torch.Tensor) -> torch.Tensor:
-    words = xxhash.xxh3_128(data.numpy()).digest()
+    words = xxhash.xxh3_128(data.numpy().data).digest()
     return torch.frombuffer(bytearray(words), dtype=torch.int64).clone()

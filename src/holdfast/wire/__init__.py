@@ -1,0 +1,1 @@
+"""Bytes and messages: no sockets, nothing unpickled."""

@@ -84,7 +84,7 @@ def read_greeting(data: bytes) -> bytes:
         raise WireError(f"this is not a Holdfast server: it greets with {data[:8]!r}")
     version = int.from_bytes(data[len(MAGIC) : len(MAGIC) + 2], "big")
     if version != VERSION:
-        raise WireError(f"the server speaks version {version}, this side {VERSION}: use one release")
+        raise WireError(f"the server speaks version {version}, we speak {VERSION}: use one release")
     return data[len(MAGIC) + 2 :]
 
 

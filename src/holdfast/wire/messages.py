@@ -6,7 +6,7 @@ Nothing is ever constructed that the receiver did not name: `decode` takes the k
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
 import msgspec
 
@@ -63,23 +63,22 @@ KINDS: dict[int, type] = {
 }
 _KIND_OF = {cls: kind for kind, cls in KINDS.items()}
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODERS = {kind: msgspec.msgpack.Decoder(cls) for kind, cls in KINDS.items()}
-
-M = TypeVar("M")
+_DECODERS: dict[int, msgspec.msgpack.Decoder[Any]] = {
+    kind: msgspec.msgpack.Decoder(cls) for kind, cls in KINDS.items()
+}
 
 
 def encode(message: object) -> bytes:
     return bytes([_KIND_OF[type(message)]]) + _ENCODER.encode(message)
 
 
-def decode(payload: bytes, *accepted: type[M]) -> M:
+def decode(payload: bytes, *accepted: type) -> Any:
     """The message, which is of one of the `accepted` types. WireError says what was wrong."""
     kind = KINDS.get(payload[0]) if payload else None
     if kind is None or kind not in accepted:
         names = ", ".join(cls.__name__ for cls in accepted)
         raise WireError(f"a message of kind {payload[:1]!r} came where {names} was expected")
     try:
-        message: M = _DECODERS[payload[0]].decode(payload[1:])
+        return _DECODERS[payload[0]].decode(payload[1:])
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise WireError(f"a {kind.__name__} is malformed: {error}") from None
-    return message

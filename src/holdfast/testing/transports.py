@@ -1,0 +1,207 @@
+"""The contract of every Transport, as functions that each member of a group runs.
+
+`run_contract` starts real processes, hands each a rendezvous, and collects what they found wrong.
+A new transport passes all of CONTRACT or is not a transport.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from holdfast.core.errors import Severed
+from holdfast.train.transport import Transport
+
+POLL_S = 0.001
+MakeTransport = Callable[[], Transport]
+
+
+@dataclass(slots=True)
+class SharedRendezvous:
+    """A rendezvous over a dictionary that all test processes share."""
+
+    addresses: MutableMapping[str, bytes]
+    group: str
+    rank: int
+    given_up: threading.Event
+
+    def publish(self, address: bytes) -> None:
+        self.addresses[f"{self.group}/{self.rank}"] = address
+
+    def lookup(self, rank: int) -> bytes:
+        while f"{self.group}/{rank}" not in self.addresses:
+            if self.given_up.is_set():
+                raise Severed("the view was given up")
+            time.sleep(POLL_S)
+        return self.addresses[f"{self.group}/{rank}"]
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """One process's place in a contract test."""
+
+    rank: int
+    size: int
+    make: MakeTransport
+    addresses: MutableMapping[str, Any]
+    device: str
+
+    def open(self, group: str) -> Transport:
+        transport = self.make()
+        rendezvous = SharedRendezvous(self.addresses, group, self.rank, threading.Event())
+        transport.open(self.rank, self.size, rendezvous)
+        return transport
+
+    def meet(self, name: str) -> None:
+        """Wait until every process has come here."""
+        self.addresses[f"meet/{name}/{self.rank}"] = True
+        while not all(f"meet/{name}/{r}" in self.addresses for r in range(self.size)):
+            time.sleep(POLL_S)
+
+    def peers(self) -> list[int]:
+        return [r for r in range(self.size) if r != self.rank]
+
+    def full(self, value: float, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.full((numel,), value, dtype=dtype, device=self.device)
+
+
+def delivers(seat: Seat) -> None:
+    """Everyone's tensors reach everyone, of several types and sizes, several under way at once."""
+    transport = seat.open("delivers")
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8):
+        for numel in (1, 1000, 300_000):
+            waits, got = [], {}
+            for tag in (5, 6):
+                got[tag] = {p: seat.full(0, numel, dtype) for p in seat.peers()}
+                sends = [(p, seat.full(seat.rank + tag, numel, dtype)) for p in seat.peers()]
+                waits.append((transport.exchange(sends, list(got[tag].items()), tag), sends))
+            for pending, _ in waits:
+                pending.wait()
+            for tag, tensors in got.items():
+                for peer, tensor in tensors.items():
+                    assert torch.equal(tensor, seat.full(peer + tag, numel, dtype)), (dtype, numel)
+    transport.close()
+
+
+def keeps_order(seat: Seat) -> None:
+    """Messages of one pair under one tag arrive in the order sent."""
+    transport = seat.open("order")
+    sends = [(p, seat.full(i, 1000)) for p in seat.peers() for i in range(20)]
+    got = [(p, seat.full(-1, 1000)) for p in seat.peers() for _ in range(20)]
+    transport.exchange(sends, got, 9).wait()
+    assert [t[0].item() for _, t in got] == [float(i) for _ in seat.peers() for i in range(20)]
+    transport.close()
+
+
+def severs(seat: Seat) -> None:
+    """A sever on one side ends every wait on all sides, and nothing works afterwards."""
+    transport = seat.open("severs")
+    seat.meet("severs")
+    if seat.rank == 0:
+        threading.Timer(0.05, transport.sever).start()
+    _must_sever(lambda: _never_sent(seat, transport))
+    _must_sever(lambda: _never_sent(seat, transport))
+    transport.close()
+
+
+def survives_rebuilding(seat: Seat) -> None:
+    """Group after group works after the one before was severed."""
+    for i in range(4):
+        transport = seat.open(f"rebuilt{i}")
+        got = [(p, seat.full(-1, 1000)) for p in seat.peers()]
+        transport.exchange([(p, seat.full(i, 1000)) for p in seat.peers()], got, 3).wait()
+        assert all(bool((t == i).all()) for _, t in got)
+        seat.meet(f"rebuilt{i}")
+        transport.sever()
+        transport.close()
+
+
+def gives_up_opening(seat: Seat) -> None:
+    """A member that never comes does not hold the others for ever: the rendezvous ends it."""
+    if seat.rank == seat.size - 1:
+        return
+    given_up = threading.Event()
+    rendezvous = SharedRendezvous(seat.addresses, "absent", seat.rank, given_up)
+    transport = seat.make()
+    threading.Timer(0.05, given_up.set).start()
+    _must_sever(lambda: transport.open(seat.rank, seat.size, rendezvous))
+    transport.close()
+
+
+def notices_death(seat: Seat) -> None:
+    """The death of a member in the middle of an exchange ends the waits of those who sever."""
+    transport = seat.open("death")
+    seat.meet("death")
+    if seat.rank == seat.size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if seat.rank > 0:  # rank 0 must notice by itself; its own sever then frees the others
+        threading.Timer(2.0, transport.sever).start()
+    _must_sever(lambda: _never_sent(seat, transport))
+    transport.close()
+
+
+CONTRACT = [delivers, keeps_order, severs, survives_rebuilding, gives_up_opening, notices_death]
+
+
+def run_contract(
+    case: Callable[[Seat], None],
+    make_of: Callable[[int], MakeTransport],
+    size: int,
+    device: str = "cpu",
+    timeout_s: float = 60.0,
+) -> list[str]:
+    """Run one case in `size` processes; `make_of(rank)` is pickled to them. Returns complaints."""
+    context = mp.get_context("spawn")
+    with context.Manager() as manager:
+        addresses = manager.dict()
+        processes = [
+            context.Process(target=_member, args=(case, rank, size, make_of, addresses, device))
+            for rank in range(size)
+        ]
+        for process in processes:
+            process.start()
+        complaints: list[str] = []
+        for rank, process in enumerate(processes):
+            process.join(timeout_s)
+            if process.is_alive():
+                process.kill()
+                complaints.append(f"rank {rank} hangs in {case.__name__}")
+        return complaints + [v for k, v in addresses.items() if k.startswith("error/")]
+
+
+def _member(
+    case: Callable[[Seat], None],
+    rank: int,
+    size: int,
+    make_of: Callable[[int], MakeTransport],
+    addresses: MutableMapping[str, Any],
+    device: str,
+) -> None:
+    torch.set_num_threads(1)
+    try:
+        case(Seat(rank, size, make_of(rank), addresses, device))
+    except BaseException:  # noqa: BLE001 - every complaint counts
+        addresses[f"error/{rank}"] = f"rank {rank}: {traceback.format_exc()}"
+    os._exit(0)
+
+
+def _never_sent(seat: Seat, transport: Transport) -> None:
+    """Wait for messages that nobody sends."""
+    transport.exchange([], [(p, seat.full(0, 1000)) for p in seat.peers()], 77).wait()
+
+
+def _must_sever(action: Callable[[], None]) -> None:
+    try:
+        action()
+    except Severed:
+        return
+    raise AssertionError("the exchange ended without raising Severed")

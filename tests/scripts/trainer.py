@@ -1,0 +1,154 @@
+"""The training script of the process tests: every kind of state, and faults at exact points.
+
+--fault SIGNAL:POINT:STEP:WORKERS strikes the first incarnations of those workers with a real signal
+when they reach that point of that step (several: repeat it). --rejoin STEP waits after that step
+until a lost worker is ready to come back, so that short runs see joins. The last line printed is
+the SHA-256 of everything protected.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import signal
+import time
+
+import torch
+from torch import nn
+
+import holdfast
+from holdfast.train import engine, exchange, state, transfer
+
+STATE_POINTS = ("donate", "receive", "load", "open")
+
+
+class Net(nn.Module):
+    """BatchNorm, dropout, two dtypes, a parameter used now and then and one never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(20, 64)
+        self.norm = nn.BatchNorm1d(64)
+        self.drop = nn.Dropout(0.2)
+        self.rare = nn.Linear(64, 64)
+        self.never = nn.Linear(3, 3)
+        self.low = nn.Linear(64, 64).to(torch.bfloat16)
+        self.last = nn.Linear(64, 5)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen += len(x)
+        hidden = self.drop(torch.relu(self.norm(self.first(x))))
+        if x[0, 0] > 0:
+            hidden = hidden + self.rare(hidden)
+        hidden = hidden + self.low(hidden.to(torch.bfloat16)).float()
+        return self.last(hidden)
+
+
+class Faults:
+    """Strikes this process when it comes by a named point."""
+
+    def __init__(self, specs: list[str], job: holdfast.Job) -> None:
+        self.step = -1
+        self._mine: list[tuple[int, str, int]] = []
+        first = os.environ.get("HOLDFAST_INCARNATION") == "1"
+        for spec in specs:
+            number, point, step, workers = spec.split(":")
+            theirs = point in ("receive", "load")  # only a later incarnation ever receives
+            second = os.environ.get("HOLDFAST_INCARNATION") == "2"
+            if str(job.worker) in workers.split(",") and (second if theirs else first):
+                self._mine.append((getattr(signal, number), point, int(step)))
+
+    def at(self, point: str) -> None:
+        for number, name, step in self._mine:
+            if name == point and (step == self.step or point in STATE_POINTS):
+                os.kill(os.getpid(), number)
+
+    def install(self, model: nn.Module) -> None:
+        """Wrap the library's own steps, so that the strike comes at an exact place inside them."""
+        model.last.weight.register_hook(lambda grad: self.at("backward"))
+        _wrap(exchange.BucketSum, "gather", after=lambda: self.at("gather"))
+        _wrap(exchange.BucketSum, "spread", after=lambda: self.at("spread"))
+        _wrap(exchange.TableGather, "gather", after=lambda: self.at("table"))
+        _wrap(engine, "vote", before=lambda: self.at("vote"), after=lambda: self.at("voted"))
+        _wrap(transfer.StateSync, "_donate", before=lambda: self.at("donate"))
+        _wrap(transfer.StateSync, "_receive", before=lambda: self.at("receive"))
+        _wrap(state, "apply", before=lambda: self.at("load"))
+        original = engine.Engine._open
+
+        def open_view(engine_self: engine.Engine, view: object, *rest: object) -> None:
+            if view.number > 1:
+                self.at("open")
+            original(engine_self, view, *rest)
+
+        engine.Engine._open = open_view
+
+
+def _wrap(owner: object, name: str, before=lambda: None, after=lambda: None) -> None:
+    original = getattr(owner, name)
+
+    def wrapped(*args: object, **kwargs: object) -> object:
+        before()
+        result = original(*args, **kwargs)
+        after()
+        return result
+
+    setattr(owner, name, wrapped)
+
+
+def digest(**protected: object) -> str:
+    skeleton, tensors = state.capture(protected)
+    found = hashlib.sha256(skeleton)
+    for tensor in tensors:
+        found.update(state.as_bytes(tensor).numpy().tobytes())
+    return found.hexdigest()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--task-s", type=float, default=0.0)
+    parser.add_argument("--fault", action="append", default=[])
+    parser.add_argument("--rejoin", type=int, action="append", default=[])
+    parser.add_argument("--loaders", type=int, default=0)
+    options = parser.parse_args()
+    job = holdfast.join()
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [4, 8])
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
+    job.protect(model=model, optimizer=optimizer, schedule=schedule, scaler=scaler)
+    generator = torch.Generator().manual_seed(7)
+    inputs = torch.randn(203, 20, generator=generator)
+    dataset = torch.utils.data.TensorDataset(inputs, inputs[:, :5].argmax(1))
+    data = job.batches(dataset, batch_size=6, num_workers=options.loaders)
+    faults = Faults(options.fault, job)
+    faults.install(model)
+    for step in job.steps(data, until=options.steps):
+        faults.step = step.index
+        for x, y in step:
+            faults.at("forward")
+            time.sleep(options.task_s)  # the work of a task
+            step.backward(nn.functional.cross_entropy(model(x), y), scaler=scaler)
+        faults.at("optimizer")
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        schedule.step()
+        optimizer.zero_grad()
+        faults.at("stepped")
+        if step.index in options.rejoin:
+            lost_at = job._driver.view.number
+            while not job._driver.pending and job._driver.view.number == lost_at:
+                time.sleep(0.005)
+    if job.is_leader:
+        faults.at("end")
+        parts = dict(model=model, optimizer=optimizer, schedule=schedule, scaler=scaler)
+        print(digest(**parts), flush=True)
+
+
+if __name__ == "__main__":
+    main()

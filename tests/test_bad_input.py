@@ -1,0 +1,152 @@
+"""Bad input: one clear sentence with the offending value, a non-zero exit, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conftest import RUN_S, Start
+from holdfast.testing.run import LocalRun
+
+HOLDFAST = [sys.executable, "-m", "holdfast.cli.main"]
+SCRIPT = str(Path(__file__).parent / "scripts" / "faulty.py")
+
+
+def shared_memory() -> list[str]:
+    return sorted(n for n in os.listdir("/dev/shm") if n.startswith(("torch_", "sem.", "holdfast")))
+
+
+def fails(run: LocalRun) -> str:
+    """Wait for failure; returns standard error."""
+    code = run.wait(RUN_S)
+    assert code == 1, run.story()
+    assert run.leftovers() == []
+    return "\n".join(run.err)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["run", "missing.py"], ["missing.py", "check the path"]),
+        (["run", "--nproc", "4", "--virtual", "2", SCRIPT], ["--virtual 2", "--nproc 4"]),
+        (["run", "--nproc", "0", SCRIPT], ["--nproc 0"]),
+        (["run", "--nproc", "2", "--min-workers", "3", SCRIPT], ["--min-workers 3"]),
+        (["run", "--threads", "0", SCRIPT], ["--threads 0"]),
+        (["run", "--run-dir", "/proc/none", SCRIPT], ["/proc/none", "--run-dir"]),
+        (["status", "--run-dir", "nowhere"], ["nowhere", "run"]),
+        (["ledger", "verify", "nowhere"], ["nowhere"]),
+        (["dance"], ["dance", "run"]),
+    ],
+)
+def test_a_wrong_command_line(args: list[str], words: list[str], tmp_path: Path) -> None:
+    found = subprocess.run(
+        [*HOLDFAST, *args],
+        check=False,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=RUN_S,
+    )
+    assert found.returncode != 0
+    lines = [line for line in found.stderr.splitlines() if line.startswith("holdfast")]
+    assert len(lines) == 1, found.stderr
+    assert all(word in lines[0] for word in words), lines
+    assert "Traceback" not in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        ("stateless", ["UserError", "thing", "Stateless", "state_dict"]),
+        ("empty", ["UserError", "length 0"]),
+        ("no-backward", ["UserError", "step.backward"]),
+        ("twice", ["UserError", "once per batch"]),
+        ("other-model", ["StateMismatch", "model.weight is [7, 8]", "[8, 8]"]),
+        ("join", ["StateMismatch", "worker 1", "model.weight is [7, 8]", "[8, 8]"]),
+        ("exit", ["worker 1", "exit code 7"]),
+    ],
+)
+def test_a_mistake_in_the_script(mistake: str, words: list[str], start: Start) -> None:
+    with start(mistake, nproc=2, script="faulty.py") as run:
+        text = fails(run)
+    assert all(word in text for word in words), text
+    assert "Traceback" not in text
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ("raise", "ValueError: the user's own mistake"),
+        ("late", "RuntimeError: after the loop"),
+    ],
+)
+def test_an_exception_stops_the_job_and_is_shown_once(
+    mistake: str, message: str, start: Start
+) -> None:
+    before = shared_memory()
+    with start(mistake, nproc=2, script="faulty.py") as run:
+        text = fails(run)
+    assert text.count(message) == 1, text
+    assert text.count("Traceback") == 1, text
+    assert "bootstrap" not in text, "the story begins in the user's script"
+    assert shared_memory() == before
+
+
+def test_a_script_that_always_crashes_ends_at_last(start: Start) -> None:
+    with start("crash", nproc=2, script="faulty.py", options=("--losses-max", "3")) as run:
+        text = fails(run)
+    assert "no step committed in between" in text
+    assert "--losses-max" in text
+
+
+def test_an_interrupt_ends_everything(start: Start) -> None:
+    with start("hang", nproc=2, script="faulty.py") as run:
+        run.until(lambda: "step 0" in run.out, RUN_S, "the first step")
+        run.signal(signal.SIGINT)
+        assert run.wait(RUN_S) == 130
+        assert run.leftovers() == []
+
+
+def test_nothing_outlives_a_killed_launcher(start: Start) -> None:
+    with start("hang", nproc=2, script="faulty.py") as run:
+        run.until(lambda: "step 0" in run.out, RUN_S, "the first step")
+        run.signal(signal.SIGKILL)
+        run.wait(RUN_S)
+        deadline = 200
+        while run.leftovers() and deadline:
+            deadline -= 1
+            subprocess.run(["true"], check=True)
+        assert run.leftovers() == []
+
+
+def test_a_run_directory_is_not_used_twice(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "run1").mkdir()
+    (tmp_path / "run1" / "job.json").write_text("{}")
+    with start("late", nproc=1, script="faulty.py") as run:
+        assert run.wait(RUN_S) == 2
+    assert "already holds a run" in run.story()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+@pytest.mark.parametrize("size", ["16k", "40k"])
+def test_a_full_disk(size: str, start: Start, tmp_path: Path) -> None:
+    disk = tmp_path / "run1"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("this machine does not allow mounts")
+    try:
+        with start("--steps", "3000", nproc=2) as run:
+            code = run.wait(RUN_S)
+            assert code in (1, 2), run.story()
+            assert run.leftovers() == []
+        lines = [line for line in run.err if "No space left" in line]
+        assert lines, run.story()
+        assert "Traceback" not in run.story()
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)

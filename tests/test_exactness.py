@@ -1,0 +1,117 @@
+"""Real processes, real signals: the last line of every run is the undisturbed run's digest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from conftest import Start, finish
+from holdfast.observe.ledger import verify
+from holdfast.testing.run import LocalRun
+from holdfast.train.sampling import SamplePlan
+
+STEPS = 12
+Reference = Callable[[int], str]
+
+
+def check_ledger(run: LocalRun, steps: int) -> None:
+    report = verify(run.run_dir.path, SamplePlan.from_dict)
+    assert report.ok, report.findings
+    assert report.steps == steps
+    assert (report.lost, report.repeated) == (0, 0)
+
+
+@pytest.mark.parametrize("nproc", [2, 3, 4])
+def test_the_number_of_workers_does_not_matter(
+    nproc: int, start: Start, reference: Reference
+) -> None:
+    with start("--steps", str(STEPS), nproc=nproc) as run:
+        assert finish(run) == reference(STEPS)
+    check_ledger(run, STEPS)
+    assert run.events("lost") == []
+
+
+def test_data_loader_processes_do_not_matter(start: Start, reference: Reference) -> None:
+    fault = "SIGKILL:forward:4:1"
+    with start("--steps", str(STEPS), "--loaders", "2", "--fault", fault, nproc=2) as run:
+        assert finish(run) == reference(STEPS)
+    check_ledger(run, STEPS)
+
+
+# Every place of a step at which a worker can die; worker 0 leads, so it is struck as well.
+KILLS = [
+    "SIGKILL:forward:4:1",
+    "SIGKILL:backward:4:0",
+    "SIGKILL:gather:4:2",
+    "SIGKILL:spread:4:3",
+    "SIGKILL:table:4:1",
+    "SIGKILL:vote:4:0",
+    "SIGKILL:voted:4:2",
+    "SIGKILL:optimizer:4:0",
+    "SIGKILL:stepped:4:1",
+    "SIGKILL:forward:0:3",
+    "SIGKILL:forward:4:0,1",
+    "SIGKILL:vote:4:0,1,2",
+    "SIGKILL:end:11:0",
+    "SIGSEGV:backward:4:2",
+]
+
+
+@pytest.mark.parametrize("fault", KILLS)
+def test_a_kill_at_any_point_of_a_step(fault: str, start: Start, reference: Reference) -> None:
+    with start("--steps", str(STEPS), "--fault", fault) as run:
+        assert finish(run) == reference(STEPS)
+    check_ledger(run, STEPS)
+    victims = [int(w) for w in fault.split(":")[3].split(",")]
+    assert sorted(e["worker"] for e in run.events("lost")) == victims
+
+
+def test_the_lost_worker_comes_back(start: Start, reference: Reference) -> None:
+    args = ["--steps", str(STEPS), "--fault", "SIGKILL:forward:4:1", "--rejoin", "7"]
+    with start(*args) as run:
+        assert finish(run) == reference(STEPS)
+    check_ledger(run, STEPS)
+    views = [e["text"] for e in run.events("view")]
+    assert views[-1].startswith("view 3: workers 0, 1, 2, 3"), views
+
+
+# (faults, workers lost): faults while a view changes or while the state travels.
+DURING_CHANGES = [
+    (["SIGKILL:forward:4:1", "SIGKILL:open:4:2"], [1, 2]),
+    (["SIGKILL:forward:4:1", "SIGKILL:donate:0:0"], [0, 1]),
+    (["SIGKILL:forward:4:1", "SIGKILL:donate:0:3"], [1, 3]),
+    (["SIGKILL:forward:4:1", "SIGKILL:receive:0:1"], [1, 1]),
+    (["SIGKILL:forward:4:1", "SIGKILL:load:0:1"], [1, 1]),
+]
+
+
+@pytest.mark.parametrize(("faults", "lost"), DURING_CHANGES)
+def test_a_kill_during_a_view_change_or_a_state_transfer(
+    faults: list[str], lost: list[int], start: Start, reference: Reference
+) -> None:
+    args = [word for fault in faults for word in ("--fault", fault)]
+    with start("--steps", str(STEPS), "--rejoin", "7", *args) as run:
+        assert finish(run) == reference(STEPS)
+    check_ledger(run, STEPS)
+    assert sorted(e["worker"] for e in run.events("lost")) == lost
+
+
+@pytest.mark.parametrize("point", ["forward", "spread", "vote", "optimizer"])
+def test_a_freeze_at_any_point_of_a_step(point: str, start: Start, reference: Reference) -> None:
+    with start("--steps", str(STEPS), "--fault", f"SIGSTOP:{point}:4:2") as run:
+        assert finish(run) == reference(STEPS)
+    check_ledger(run, STEPS)
+    (lost,) = run.events("lost")
+    assert lost["worker"] == 2
+    assert "frozen" in lost["text"]
+
+
+def test_every_worker_lost_starts_again_and_ends_the_same(
+    start: Start, reference: Reference
+) -> None:
+    with start("--steps", str(STEPS), "--fault", "SIGKILL:forward:5:0,1", nproc=2) as run:
+        assert finish(run) == reference(STEPS)
+    assert any("every worker was lost" in e["text"] for e in run.events("view"))
+    report = verify(run.run_dir.path, SamplePlan.from_dict)
+    assert report.ok, report.findings

@@ -1,0 +1,352 @@
+"""The checkers are only worth what they catch: planted protocol bugs, each found within a few seeds.
+
+Every mutation is one mistake that a maintainer could make in the core. If one is no longer caught,
+either the checkers went blind or the mutated code is no longer reached; both need an answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from holdfast.core import agent as ag
+from holdfast.core import coordinator as co
+from holdfast.core import worker as wo
+from holdfast.core.agent import AgentMachine
+from holdfast.core.coordinator import CoordinatorMachine
+from holdfast.core.liveness import FreezeDetector
+from holdfast.core.types import View, ViewNumber, WorkerStatus
+from holdfast.core.worker import WorkerMachine
+from holdfast.sim.swarm import run_seed
+from holdfast.sim.world import Machines
+
+SEEDS_MAX = 300
+Patch = Callable[[pytest.MonkeyPatch], Machines]
+MUTATIONS: dict[str, Patch] = {}
+
+
+def mutation(plant: Patch) -> Patch:
+    MUTATIONS[plant.__name__] = plant
+    return plant
+
+
+def doctored(**fields: Any) -> type[CoordinatorMachine]:
+    """A coordinator that misreads every status in the same way."""
+
+    class Doctored(CoordinatorMachine):
+        def _known(self) -> dict[Any, WorkerStatus]:
+            known = super()._known()
+            return {w: dataclasses.replace(s, **fields) for w, s in known.items()}
+
+        def _status(self, worker: Any, incarnation: Any = None) -> WorkerStatus | None:
+            status = super()._status(worker, incarnation)
+            return status and dataclasses.replace(status, **fields)
+
+    return Doctored
+
+
+# ---------------------------------------------------------------- resume rule
+
+
+@mutation
+def resume_ignores_a_commit(patch: pytest.MonkeyPatch) -> Machines:
+    patch.setattr(co, "resume_step", lambda s: (min(x.committed for x in s), "planted"))
+    return Machines()
+
+
+@mutation
+def commits_although_one_survivor_has_no_gradient(patch: pytest.MonkeyPatch) -> Machines:
+    def resume(survivors: list[WorkerStatus]) -> tuple[int, str]:
+        newest = max(s.committed for s in survivors)
+        return newest + any(s.reduced and s.committed == newest for s in survivors), "planted"
+
+    patch.setattr(co, "resume_step", resume)
+    return Machines()
+
+
+# ---------------------------------------------------------------- views
+
+
+@mutation
+def view_is_formed_before_all_promised(patch: pytest.MonkeyPatch) -> Machines:
+    class Hasty(CoordinatorMachine):
+        def _status(self, worker: Any, incarnation: Any = None) -> WorkerStatus | None:
+            status = super()._status(worker, incarnation)
+            return status and dataclasses.replace(
+                status, promised=ViewNumber(max(status.promised, self._stop_view))
+            )
+
+    return Machines(coordinator=Hasty)
+
+
+@mutation
+def view_number_is_reused(patch: pytest.MonkeyPatch) -> Machines:
+    class Reusing(CoordinatorMachine):
+        def _install(self, *args: Any) -> co.Announce:
+            announce = super()._install(*args)
+            assert self._view is not None
+            number = ViewNumber(max(1, self._view.number - 1))
+            self._view = dataclasses.replace(self._view, number=number)
+            return announce
+
+    return Machines(coordinator=Reusing)
+
+
+@mutation
+def journal_is_written_after_sending(patch: pytest.MonkeyPatch) -> Machines:
+    class Late(CoordinatorMachine):
+        def handle(self, event: co.CoordinatorEvent, now: float) -> list[co.CoordinatorEffect]:
+            return sorted(super().handle(event, now), key=lambda e: isinstance(e, co.Persist))
+
+    return Machines(coordinator=Late)
+
+
+@mutation
+def journal_keeps_only_views(patch: pytest.MonkeyPatch) -> Machines:
+    class Sparse(CoordinatorMachine):
+        def handle(self, event: co.CoordinatorEvent, now: float) -> list[co.CoordinatorEffect]:
+            before = self._view
+            effects = super().handle(event, now)
+            same = before is self._view
+            return [e for e in effects if not (same and isinstance(e, co.Persist))]
+
+    return Machines(coordinator=Sparse)
+
+
+@mutation
+def stale_reports_are_believed(patch: pytest.MonkeyPatch) -> Machines:
+    class Credulous(CoordinatorMachine):
+        def _hear(self, report: Any, now: float) -> bool:
+            agent = self._agents.get(report.agent)
+            if agent is not None and agent.incarnation == report.incarnation:
+                agent.seq = -1
+            return super()._hear(report, now)
+
+    return Machines(coordinator=Credulous)
+
+
+@mutation
+def deposed_agent_is_believed(patch: pytest.MonkeyPatch) -> Machines:
+    class Credulous(CoordinatorMachine):
+        def _hear(self, report: Any, now: float) -> bool:
+            agent = self._agents.get(report.agent)
+            if agent is not None and agent.incarnation > report.incarnation:
+                agent.seq, agent.incarnation = -1, report.incarnation
+            return super()._hear(report, now)
+
+    return Machines(coordinator=Credulous)
+
+
+# ---------------------------------------------------------------- assignment
+
+
+@mutation
+def lost_vranks_go_to_nobody(patch: pytest.MonkeyPatch) -> Machines:
+    patch.setattr(co, "assign_mid_step", lambda survivors, previous: tuple(previous))
+    return Machines()
+
+
+@mutation
+def a_vrank_goes_to_two(patch: pytest.MonkeyPatch) -> Machines:
+    def hosted_by(self: View, worker: Any) -> tuple[int, ...]:
+        return tuple(v for v, owner in enumerate(self.owners) if worker in (owner, self.owners[0]))
+
+    patch.setattr(View, "hosted_by", hosted_by)
+    return Machines()
+
+
+# ---------------------------------------------------------------- joining
+
+
+@mutation
+def joiner_is_admitted_in_the_middle_of_a_step(patch: pytest.MonkeyPatch) -> Machines:
+    return Machines(coordinator=doctored(at_boundary=True))
+
+
+@mutation
+def starts_again_although_survivors_hold_the_state(patch: pytest.MonkeyPatch) -> Machines:
+    return Machines(coordinator=doctored(has_state=False, tainted=False))
+
+
+@mutation
+def tainted_worker_counts_as_fresh(patch: pytest.MonkeyPatch) -> Machines:
+    return Machines(coordinator=doctored(tainted=False))
+
+
+@mutation
+def joiner_never_says_that_it_loads(patch: pytest.MonkeyPatch) -> Machines:
+    class Silent(WorkerMachine):
+        def handle(self, event: wo.WorkerEvent, now: float) -> list[wo.WorkerEffect]:
+            return [] if isinstance(event, wo.Loading) else super().handle(event, now)
+
+    return Machines(worker=Silent)
+
+
+@mutation
+def pending_change_is_read_from_the_own_vote(patch: pytest.MonkeyPatch) -> Machines:
+    class Selfish(WorkerMachine):
+        def _voted(self, view: ViewNumber, step: int, pending: bool) -> list[wo.WorkerEffect]:
+            return super()._voted(view, step, self.pending)
+
+    return Machines(worker=Selfish)
+
+
+# ---------------------------------------------------------------- workers
+
+
+@mutation
+def worker_acts_after_promising(patch: pytest.MonkeyPatch) -> Machines:
+    class Perjured(WorkerMachine):
+        def _acting_in(self, number: ViewNumber) -> bool:
+            return self._status.view == number
+
+        def _promise(self, number: ViewNumber) -> list[wo.WorkerEffect]:
+            return [e for e in super()._promise(number) if not isinstance(e, wo.Sever)]
+
+    return Machines(worker=Perjured)
+
+
+@mutation
+def worker_promises_without_severing(patch: pytest.MonkeyPatch) -> Machines:
+    class Attached(WorkerMachine):
+        def _promise(self, number: ViewNumber) -> list[wo.WorkerEffect]:
+            return [e for e in super()._promise(number) if not isinstance(e, wo.Sever)]
+
+    return Machines(worker=Attached)
+
+
+@mutation
+def worker_installs_a_view_it_gave_up(patch: pytest.MonkeyPatch) -> Machines:
+    class Backward(WorkerMachine):
+        def _directed(self, directive: Any) -> list[wo.WorkerEffect]:
+            effects = super()._directed(directive)
+            view = directive.view
+            me = view.member(self._status.worker) if view is not None else None
+            if me is not None and me.incarnation == self._status.incarnation:
+                if view.number != self._status.view:
+                    effects += self._install(view)
+            return effects
+
+    return Machines(worker=Backward)
+
+
+@mutation
+def broken_group_is_not_given_up(patch: pytest.MonkeyPatch) -> Machines:
+    class Stubborn(WorkerMachine):
+        def handle(self, event: wo.WorkerEvent, now: float) -> list[wo.WorkerEffect]:
+            return [] if isinstance(event, wo.GroupBroken) else super().handle(event, now)
+
+    return Machines(worker=Stubborn)
+
+
+# ---------------------------------------------------------------- processes and leases
+
+
+@mutation
+def same_incarnation_is_started_again(patch: pytest.MonkeyPatch) -> Machines:
+    class Reviving(AgentMachine):
+        def _reconcile(self) -> list[ag.AgentEffect]:
+            for process in self._processes.values():
+                if not process.running:
+                    less = process.status.incarnation - 1
+                    process.status = dataclasses.replace(process.status, incarnation=less)
+            return super()._reconcile()
+
+    return Machines(agent=Reviving)
+
+
+@mutation
+def next_incarnation_starts_before_the_old_one_ended(patch: pytest.MonkeyPatch) -> Machines:
+    class Impatient(AgentMachine):
+        def _kill(self, worker: Any, reason: str) -> list[ag.AgentEffect]:
+            effects = super()._kill(worker, reason)
+            self._processes[worker].running = False
+            return effects
+
+    return Machines(agent=Impatient)
+
+
+@mutation
+def lost_worker_is_still_ordered_during_its_back_off(patch: pytest.MonkeyPatch) -> Machines:
+    class Ordering(CoordinatorMachine):
+        def _wanted(self, agent: Any, now: float) -> Iterator[Any]:
+            for worker, slot in self._slots.items():
+                if slot.agent == agent and self._outcome is None:
+                    yield worker, slot.incarnation
+
+    return Machines(coordinator=Ordering)
+
+
+@mutation
+def agent_does_not_fence_without_a_lease(patch: pytest.MonkeyPatch) -> Machines:
+    class Unfenced(AgentMachine):
+        def _expire(self, now: float) -> list[ag.AgentEffect]:
+            if self._lease_until is not None and now >= self._lease_until:
+                self._lease_until = None
+            return []
+
+    return Machines(agent=Unfenced)
+
+
+@mutation
+def coordinator_gives_up_leases_too_early(patch: pytest.MonkeyPatch) -> Machines:
+    class Early(CoordinatorMachine):
+        def _fence_s(self) -> float:
+            return self._policy.lease_s * 0.5
+
+    return Machines(coordinator=Early)
+
+
+@mutation
+def lease_runs_from_when_the_answer_came(patch: pytest.MonkeyPatch) -> Machines:
+    class Generous(AgentMachine):
+        def _directed(self, directive: Any, now: float) -> list[ag.AgentEffect]:
+            if directive.heard in self._sent_at:
+                self._sent_at[directive.heard] = now + 2.0
+            return super()._directed(directive, now)
+
+    return Machines(agent=Generous)
+
+
+@mutation
+def agent_obeys_an_older_term(patch: pytest.MonkeyPatch) -> Machines:
+    class Obedient(AgentMachine):
+        def _directed(self, directive: Any, now: float) -> list[ag.AgentEffect]:
+            old = self._directive
+            if old is not None and directive.term < old.term:
+                self._directive = dataclasses.replace(old, term=0)
+            return super()._directed(directive, now)
+
+    return Machines(agent=Obedient)
+
+
+@mutation
+def replaced_worker_stays_a_survivor(patch: pytest.MonkeyPatch) -> Machines:
+    class Keeping(CoordinatorMachine):
+        def _ordered(self, status: WorkerStatus) -> bool:
+            return True
+
+    return Machines(coordinator=Keeping)
+
+
+@mutation
+def frozen_worker_is_never_noticed(patch: pytest.MonkeyPatch) -> Machines:
+    patch.setattr(FreezeDetector, "observe", lambda self, sample: None)
+    return Machines()
+
+
+# ---------------------------------------------------------------- the test
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_the_checkers_catch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    machines = MUTATIONS[name](monkeypatch)
+    for seed in range(SEEDS_MAX):
+        result = run_seed(seed, small=True, machines=machines)
+        if result.failure:
+            print(f"seed {seed}: {result.failure.splitlines()[0]}")
+            return
+    pytest.fail(f"{SEEDS_MAX} seeds did not catch the planted bug {name!r}")
