@@ -22,7 +22,7 @@ import holdfast
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
+    def __init__(self, width: int, heads: int = 4, dropout: float = 0.1) -> None:
         super().__init__()
         self.heads, self.dropout = heads, dropout
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
@@ -45,7 +45,9 @@ class GPT(nn.Module):
         super().__init__()
         self.context = context
         self.bytes, self.places = nn.Embedding(256, width), nn.Embedding(context, width)
-        self.blocks = nn.Sequential(*(Block(width, heads=4, dropout=0.1) for _ in range(layers)))
+        for table in (self.bytes, self.places):
+            nn.init.normal_(table.weight, std=0.2)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -64,11 +66,10 @@ def standard_library(context: int, bytes_max: int = 2_000_000) -> torch.utils.da
 @torch.no_grad()
 def write(model: GPT, prompt: bytes, length: int) -> str:
     """`prompt` continued by the model, by throwing dice with a fixed seed."""
-    model.eval()
     dice = torch.Generator().manual_seed(0)
     text = torch.tensor([list(prompt)])
     for _ in range(length):
-        odds = F.softmax(model(text[:, -model.context :])[0, -1] / 0.6, dim=-1)
+        odds = F.softmax(model(text[:, -model.context :])[0, -1] / 0.8, dim=-1)
         text = torch.cat([text, torch.multinomial(odds, 1, generator=dice)[None]], dim=1)
     return bytes(text[0].tolist()).decode("ascii", "replace")
 
@@ -89,14 +90,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch-size", type=int, default=8, help="windows per virtual rank")
     parser.add_argument("--width", type=int, default=96)
-    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--context", type=int, default=64, help="bytes the model looks back")
     parser.add_argument("--print-every", type=int, default=10, metavar="STEPS")
     options = parser.parse_args()
 
     job = holdfast.join()
     model = GPT(options.width, options.layers, options.context)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=8e-3, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
     job.protect(model=model, optimizer=optimizer, schedule=schedule)
     data = job.batches(standard_library(options.context), options.batch_size)
@@ -110,7 +111,7 @@ def main() -> None:
         if job.is_leader and (step.index + 1) % options.print_every == 0:
             print(f"step {step.index} loss {step.loss:.4f} time {time.time():.4f}", flush=True)
     if job.is_leader:
-        print("sample:", write(model, b"def ", length=300), sep="\n")
+        print("sample:", write(model.eval(), b"def ", length=300), sep="\n")
         print(digest([part.state_dict() for part in (model, optimizer, schedule)]), flush=True)
 
 

@@ -35,7 +35,7 @@ BAD = [
     ("layers", RUNTIME, "from holdfast.sim.world import World"),
     ("layers", SIM, "from holdfast.runtime.agent import Agent"),
     ("layers", SIM, "from holdfast.train import job"),
-    ("layers", TRAIN, "import holdfast.observe.ledger"),
+    ("layers", "src/holdfast/observe/x.py", "import holdfast.train.job"),
     ("layers", CLI, "from holdfast.testing import faults"),
     ("layers", "src/holdfast/unheard_of/x.py", "from holdfast.core import types"),
     ("torch-only-in-train", RUNTIME, "import torch.distributed as dist"),

@@ -10,6 +10,7 @@ import torch
 from holdfast.core.errors import Severed
 from holdfast.testing.transports import CONTRACT, MakeTransport, Seat, run_contract
 from holdfast.train.gloo import GlooDevice, GlooTransport
+from holdfast.train.nccl import NcclTransport
 from holdfast.train.transport import AloneTransport
 
 
@@ -19,8 +20,6 @@ def gloo(rank: int) -> MakeTransport:
 
 
 def nccl(rank: int) -> MakeTransport:
-    from holdfast.train.nccl import NcclTransport
-
     device = GlooDevice("127.0.0.1")
     return lambda: NcclTransport(device, torch.device("cuda", rank))
 

@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
         "--hang-s",
         type=float,
         default=1800.0,
-        help="replace a worker that others wait for once nothing has moved this long (default 1800)",
+        help="replace a worker that others wait for after nothing moved this long (default 1800)",
     )
     found.add_argument(
         "--lease-s",

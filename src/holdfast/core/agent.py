@@ -179,7 +179,7 @@ class AgentMachine:
                     urgent = True
             case ProcessExited():
                 urgent = self._exited(event)
-                effects += self._reconcile()
+                effects += self._reconcile(now)
             case Sampled(worker, incarnation, sample):
                 effects += self._sampled(worker, incarnation, sample)
             case Connected():
@@ -228,13 +228,16 @@ class AgentMachine:
         if heard_at is not None:
             self._lease_until = max(self._lease_until or 0.0, heard_at + self._policy.lease_s)
             self._sent_at = {s: t for s, t in self._sent_at.items() if s > directive.heard}
-        effects = self._reconcile()
+        effects = self._reconcile(now)
         for worker in list(self._processes):
             effects += self._forward(worker)
         return effects
 
-    def _reconcile(self) -> list[AgentEffect]:
-        """Kill what is not wanted; start what is, once its older process has ended."""
+    def _reconcile(self, now: float) -> list[AgentEffect]:
+        """Kill what is not wanted; start what is, once its older process has ended.
+
+        Without a lease nothing starts: nobody would ever fence it.
+        """
         directive = self._directive
         if directive is None:
             return []
@@ -243,7 +246,8 @@ class AgentMachine:
         for worker, process in self._processes.items():
             if process.running and wanted.get(worker, -1) != process.status.incarnation:
                 effects += self._kill(worker, "the coordinator replaced it")
-        for worker, incarnation in directive.wanted:
+        leased = self._lease_until is not None and now < self._lease_until
+        for worker, incarnation in directive.wanted if leased else ():
             old = self._processes.get(worker)
             if old is not None and (old.running or old.status.incarnation >= incarnation):
                 continue

@@ -155,7 +155,7 @@ class CoordinatorMachine:
         self._release_loop = record.release_loop if record else 0
         self._outcome = record.outcome if record else None
         self._slots = {
-            s.worker: _Slot(agent=s.agent, incarnation=s.incarnation, counted=s.incarnation)
+            s.worker: _Slot(s.agent, s.incarnation, counted=Incarnation(s.incarnation - 1))
             for s in (record.slots if record else ())
         }
         self._agents: dict[AgentId, _Agent] = {}
@@ -178,8 +178,7 @@ class CoordinatorMachine:
         reply_to: AgentId | None = None
         match event:
             case ReportArrived(report):
-                if self._hear(report, now):
-                    reply_to = report.agent
+                reply_to = report.agent if self._hear(report, now) else None
             case StopRequested(reason):
                 if self._outcome is None:
                     effects.append(Announce("stop", reason))
@@ -201,12 +200,10 @@ class CoordinatorMachine:
 
     def deadline(self) -> float | None:
         """The earliest time at which a Tick could change something."""
-        fence_s = self._fence_s()
-        times = [a.heard_at + fence_s for a in self._agents.values()]
+        times = [a.heard_at + self._fence_s() for a in self._agents.values()]
         times += [s.respawn_at for s in self._slots.values() if s.respawn_at is not None]
-        times.append(self._started_at + fence_s)
-        times.append(self._still_since + self._policy.patience_s)
-        times.append(self._still_since + self._policy.hang_s)
+        waits_s = (self._policy.patience_s, self._policy.hang_s)
+        times += [self._started_at + self._fence_s(), *(self._still_since + w for w in waits_s)]
         if self._wanting_since is not None:
             times.append(self._wanting_since + self._policy.settle_s)
         return min((t for t in times if t > self._now), default=None)
@@ -243,8 +240,7 @@ class CoordinatorMachine:
             agent = _Agent(report.incarnation, report.seq, now, report.view_known)
             self._agents[report.agent] = agent
         agent.seq, agent.heard_at, agent.pid = report.seq, now, report.pid
-        agent.view_known = report.view_known
-        agent.statuses = {s.worker: s for s in report.workers}
+        agent.view_known, agent.statuses = report.view_known, {s.worker: s for s in report.workers}
         here = [w for w, s in self._slots.items() if s.agent == report.agent]
         if anew:
             self._renew_unheard(report.agent, here)
@@ -255,11 +251,10 @@ class CoordinatorMachine:
 
     def _renew_unheard(self, name: AgentId, workers: list[WorkerId]) -> None:
         """An agent that starts to speak knows nothing of these: what was ordered before is void."""
-        members = self._view.members if self._view else ()
         for worker in workers:
             slot = self._slots[worker]
             member = Member(worker=worker, incarnation=slot.incarnation, agent=name)
-            if worker not in self._agents[name].statuses and member not in members:
+            if worker not in self._agents[name].statuses and member not in self._members:
                 slot.incarnation = Incarnation(slot.incarnation + 1)
 
     # ------------------------------------------------------------ deciding
@@ -279,8 +274,7 @@ class CoordinatorMachine:
             )
             effects.append(Announce("failed", self._outcome))
         elif self._note_release():
-            members = self._view.members if self._view else ()
-            left = [self._status(m.worker) for m in members if not self._gone(m, now)]
+            left = [self._status(m.worker) for m in self._members if not self._gone(m, now)]
             if not left:
                 self._outcome = ""
             elif any(s is not None and not s.ended for s in left):
@@ -345,21 +339,20 @@ class CoordinatorMachine:
         """Why the ordered incarnation of `worker` is gone, or None while it is not."""
         agent = self._agents.get(slot.agent)
         member = Member(worker=worker, incarnation=slot.incarnation, agent=slot.agent)
+        in_view = member in self._members
         if agent is None or now >= agent.heard_at + self._fence_s():
-            in_view = self._view is not None and self._view.member(worker) == member
             return "its node's lease ran out" if in_view and self._gone(member, now) else None
         status = agent.statuses.get(worker)
         if status is None or status.incarnation < slot.incarnation:
             # Not started yet, or the agent itself restarted and its workers died with it.
-            in_view = self._view is not None and self._view.member(worker) == member
             return "its agent restarted" if in_view else None
         return status.detail or "gone" if status.stage == Stage.LOST else None
 
     def _note_release(self) -> bool:
         """Let ended workers go once the leader's script is past the loop; True when it is over."""
-        if self._view is None:
-            return self._release_loop == RELEASE_ALL
-        leader = self._status(self._view.leader)
+        view = self._view
+        member = view.member(view.leader) if view else None
+        leader = self._status(member.worker, member.incarnation) if member else None
         if leader is not None and leader.stage == Stage.EXITED:
             self._release_loop = RELEASE_ALL
         elif leader is not None:
@@ -367,10 +360,8 @@ class CoordinatorMachine:
         return self._release_loop == RELEASE_ALL
 
     def _all_exited(self) -> bool:
-        known = self._known()
-        return bool(known) and all(
-            w in known and known[w].stage == Stage.EXITED for w in self._slots
-        )
+        stages = [s.stage for s in self._known().values()]
+        return 0 < len(stages) == len(self._slots) and all(s == Stage.EXITED for s in stages)
 
     def _stop_if_broken(self, now: float) -> Iterator[CoordinatorEffect]:
         view = self._view
@@ -389,20 +380,18 @@ class CoordinatorMachine:
             elif status.at_boundary and status.committed > view.resume_step:
                 stopped = True  # at rest after a vote: as planned, if the others come to rest too
             else:
-                reason = reason or f"worker {member.worker} could not go on in it"
+                reason = reason or f"worker {member.worker} lost touch with another"
         if stopped and waiting and now - self._still_since >= self._policy.patience_s:
             reason = reason or "a worker waits for one that has stopped"
         if reason is not None:
-            self._stop_view = view.number
-            yield Announce(
-                "stop_view", f"view {view.number} is stopped: {reason}", None, view.number
-            )
+            self._stop_view = number = view.number
+            yield Announce("stop_view", f"view {number} is stopped: {reason}", None, number)
 
     def _form(self, now: float) -> Iterator[CoordinatorEffect]:
         """The next view, once nobody can act in the present one any more."""
         view = self._view
         alive: list[WorkerStatus] = []
-        for member in view.members if view else ():
+        for member in self._members:
             if self._gone(member, now):
                 continue
             status = self._status(member.worker, member.incarnation)
@@ -418,9 +407,8 @@ class CoordinatorMachine:
             return
         step, why = resume_step(survivors)
         at_rest = all(s.at_boundary for s in survivors)
-        joiners = self._candidates() if at_rest and not finishing else []
-        room = self._policy.virtual_ranks - len(survivors)
-        joiners = joiners[: max(room, 0)]
+        room = max(self._policy.virtual_ranks - len(survivors), 0)
+        joiners = self._candidates()[:room] if at_rest and not finishing else []
         if at_rest and len(survivors) + len(joiners) < self._policy.workers_min:
             return
         staying = [s.worker for s in survivors]
@@ -451,8 +439,7 @@ class CoordinatorMachine:
         self._wanting_since = None
         members = [s.worker for s in ready][: self._policy.virtual_ranks]
         owners = assign_at_boundary(self._policy.virtual_ranks, members, ())
-        again = self._view is not None
-        why = "every worker was lost: from step 0 again" if again else "the job starts"
+        why = "every worker was lost: from step 0 again" if self._view else "the job starts"
         self._step = 0
         yield self._install(members, owners, 0, members, why)
 
@@ -465,30 +452,34 @@ class CoordinatorMachine:
         why: str,
     ) -> Announce:
         number = ViewNumber((self._view.number if self._view else NO_VIEW) + 1)
-        slots = self._slots
         self._view = View(
             number=number,
             members=tuple(
-                Member(worker=w, incarnation=slots[w].incarnation, agent=slots[w].agent)
+                Member(worker=w, incarnation=self._slots[w].incarnation, agent=self._slots[w].agent)
                 for w in members
             ),
             owners=owners,
             resume_step=step,
+            leader=self._leader([w for w in members if w not in joiners] or members),
             joiners=tuple(sorted(joiners)),
             reason=why,
         )
         names = ", ".join(map(str, members))
         return Announce("view", f"view {number}: workers {names}; {why}", None, number, step)
 
+    def _leader(self, eligible: list[WorkerId]) -> WorkerId:
+        """The one before, if it survives: what it does alone it must be able to finish alone."""
+        view = self._view
+        return view.leader if view is not None and view.leader in eligible else eligible[0]
+
     def _invite(self) -> Iterator[CoordinatorEffect]:
         """Plan a change at the next boundary when somebody is ready to join."""
         view = self._view
         if view is None or self._stop_view >= view.number or self._pending_view >= view.number:
             return
-        if any(s.ended for s in self._members_known()):
-            return
         joiners = self._candidates()
-        if joiners and len(view.members) < self._policy.virtual_ranks:
+        room = len(view.members) < self._policy.virtual_ranks
+        if joiners and room and not any(s.ended for s in self._members_known()):
             self._pending_view = view.number
             names = ", ".join(str(s.worker) for s in joiners)
             yield Announce("join", f"worker {names} joins at the next step boundary")
@@ -524,7 +515,7 @@ class CoordinatorMachine:
         if self._outcome is not None:
             return
         if self._release_loop == RELEASE_ALL:  # only who is still on its way out: nothing starts
-            for member in self._view.members if self._view else ():
+            for member in self._members:
                 if member.agent == agent and not self._gone(member, now):
                     yield member.worker, member.incarnation
             return
@@ -535,29 +526,26 @@ class CoordinatorMachine:
 
     # ------------------------------------------------------------ knowing
 
+    @property
+    def _members(self) -> tuple[Member, ...]:
+        return self._view.members if self._view else ()
+
     def _known(self) -> dict[WorkerId, WorkerStatus]:
         """The newest status heard of each worker, of whichever incarnation."""
-        known: dict[WorkerId, WorkerStatus] = {}
-        for worker, slot in self._slots.items():
-            agent = self._agents.get(slot.agent)
-            status = agent.statuses.get(worker) if agent else None
-            if status is not None:
-                known[worker] = status
-        return known
+        statuses = [(worker, self._status(worker)) for worker in self._slots]
+        return {worker: status for worker, status in statuses if status is not None}
 
     def _status(
         self, worker: WorkerId, incarnation: Incarnation | None = None
     ) -> WorkerStatus | None:
-        status = self._known().get(worker)
-        if status is None or (incarnation is not None and status.incarnation != incarnation):
-            return None
-        return status
+        slot = self._slots.get(worker)
+        agent = self._agents.get(slot.agent) if slot else None
+        status = agent.statuses.get(worker) if agent else None
+        other = status is not None and incarnation not in (None, status.incarnation)
+        return None if other else status
 
     def _members_known(self) -> list[WorkerStatus]:
-        found = [
-            self._status(m.worker, m.incarnation)
-            for m in (self._view.members if self._view else ())
-        ]
+        found = [self._status(m.worker, m.incarnation) for m in self._members]
         return [s for s in found if s is not None]
 
     def _ordered(self, status: WorkerStatus) -> bool:
@@ -565,8 +553,7 @@ class CoordinatorMachine:
 
     def _candidates(self) -> list[WorkerStatus]:
         """Workers that could join a view: ready, newest of their slot, without the job's state."""
-        members = self._view.members if self._view else ()
-        acting = {m.worker: m.incarnation for m in members}
+        acting = {m.worker: m.incarnation for m in self._members}
         promised = self._view.number if self._view else NO_VIEW
         return [
             s

@@ -77,6 +77,7 @@ class View:
     members: tuple[Member, ...]
     owners: tuple[WorkerId, ...]
     resume_step: int
+    leader: WorkerId  # stays the same as long as it survives
     joiners: tuple[WorkerId, ...] = ()
     reason: str = ""
 
@@ -88,10 +89,6 @@ class View:
     def donors(self) -> tuple[WorkerId, ...]:
         """Members that hold the state; empty when the job starts from its initial state."""
         return tuple(w for w in self.workers if w not in self.joiners)
-
-    @property
-    def leader(self) -> WorkerId:
-        return (self.donors or self.workers)[0]
 
     def hosted_by(self, worker: WorkerId) -> tuple[int, ...]:
         return tuple(v for v, owner in enumerate(self.owners) if owner == worker)

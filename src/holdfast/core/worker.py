@@ -223,7 +223,12 @@ class WorkerMachine:
 
     @property
     def leads(self) -> bool:
-        return self._view is not None and self._view.leader == self._status.worker
+        view = self._view
+        return (
+            view is not None
+            and view.leader == self._status.worker
+            and view.number > self._status.promised
+        )
 
     def check(self) -> None:
         status = self._status
@@ -346,7 +351,8 @@ class WorkerMachine:
 
     def _change(self, **fields: object) -> None:
         seq = self._status.seq + 1
-        self._status = dataclasses.replace(self._status, seq=seq, **fields)  # type: ignore[arg-type]
+        status = dataclasses.replace(self._status, seq=seq, **fields)  # type: ignore[arg-type]
+        self._status = status
 
     def _tell(self) -> Tell:
         return Tell(self._status)

@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
     os.set_inheritable(story_fd, False)
     os.set_inheritable(int(os.environ["HOLDFAST_FD"]), False)
     sys.argv = argv
-    sys.path[0] = os.path.dirname(os.path.abspath(argv[0]))
+    sys.path[0] = os.path.dirname(os.path.realpath(argv[0]))  # as python itself does
     try:
         runpy.run_path(argv[0], run_name="__main__")
     except SystemExit as end:

@@ -111,7 +111,7 @@ class Truth:
     def replaced(self, worker: int) -> None:
         """A worker counts as hung: then something must be wrong with its process."""
         process = self.live.get(worker)
-        if process is not None and not process.was_stuck:
+        if process is not None and not process.ailing:
             raise Violation(f"worker {process.key} is replaced as hung although nothing ails it")
 
     # ------------------------------------------------------------ membership
@@ -175,7 +175,7 @@ class Truth:
             raise Violation(f"worker {process.key} installs a view that was never formed: {view}")
         if view.number <= before:
             raise Violation(f"worker {process.key} goes from view {before} back to {view.number}")
-        if view.member(process.key[0]) is None:
+        if view.member(process.worker) is None:
             raise Violation(f"worker {process.key} installs view {view.number} of others")
 
     # ------------------------------------------------------------ content
@@ -223,6 +223,11 @@ class Truth:
                 f"worker {process.key} commits step {step} by a vote of view "
                 f"{process.machine.snapshot().view} although view {self.newest} was formed"
             )
+
+    def begun(self, process: Process) -> None:
+        """A vote that announces a change is the last of its view, for everyone."""
+        if process.machine.snapshot().view == process.last_step_of:
+            raise Violation(f"worker {process.key} begins another step after an announced change")
 
     def applied(self, process: Process) -> None:
         if process.state != self.states[process.step]:

@@ -263,6 +263,8 @@ def advance(process: Process) -> None:
         if len(votes) == len(group.keys):
             group.done_step = step
             pending = any(votes[key] for key in group.keys)
+            if pending:
+                process.last_step_of = group.number
             process.feed(Voted(view.number, step, pending))
 
 

@@ -108,12 +108,13 @@ class Faults:
                 process.host.watch(process)
                 world.at(rng.uniform(0.5, 6.0), process.resume)
             case "busy":
-                process.stuck = process.was_stuck = True
+                process.stuck = process.ailing = True
                 world.at(rng.uniform(0.5, 6.0), self._unstick, process)
             case "stuck":
-                process.stuck = process.was_stuck = rng.random() < 0.2 or process.was_stuck
+                process.stuck = process.ailing = rng.random() < 0.2 or process.ailing
                 world.at(3 * world.options.hang_s, self._unstick, process)
             case "slow":
+                process.ailing = True
                 process.slowness = rng.uniform(2.0, 10.0)
                 world.at(rng.uniform(1.0, 20.0), self._hasten, process)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -39,9 +40,15 @@ def run_seed(
     small: bool = False,
     machines: Machines | None = None,
     listener: Callable[[str], None] | None = None,
+    tuned: dict[str, object] | None = None,
 ) -> Result:
-    """Run one seed to its end. Every failure is a result, also a crash of a machine."""
+    """Run one seed to its end. Every failure is a result, also a crash of a machine.
+
+    `tuned` replaces some of the drawn options, for tests that aim at one situation.
+    """
     options = draw(seed, small)
+    if tuned:
+        options = dataclasses.replace(options, **tuned)  # type: ignore[arg-type]
     world = World(options, machines or Machines(), listener)
     failure = ""
     try:

@@ -53,7 +53,7 @@ class Process:
         self.stopped = False  # by a signal: the kernel shows state T
         self.silent = False  # in foreign code that holds the interpreter lock
         self.stuck = False  # the main thread never comes back
-        self.was_stuck = False
+        self.ailing = False  # stuck or very slow at some time: it may count as hung
         self.slowness = 1.0
         self.backlog: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self.state: int | None = INITIAL_STATE
@@ -67,6 +67,7 @@ class Process:
         self.total_step = -1
         self.loop = 0
         self.group: Group | None = None
+        self.last_step_of = -1  # the view whose vote announced a planned change
         self.cut_through = -1  # what was sent in views up to this and has not arrived is lost
         self._events: deque[WorkerEvent] = deque()
         self._feeding = False
@@ -186,6 +187,7 @@ class Process:
 
     def _begin(self, step: int) -> None:
         self.at_rest = False
+        self.world.truth.begun(self)
         if step >= self._until():
             self.feed(LoopEnded())
             return

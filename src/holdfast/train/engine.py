@@ -145,12 +145,13 @@ class Engine(threading.Thread):
 
     def _reduce(self, layout: Layout, transport: Transport, number: int) -> None:
         """All operations of the step; those that are ready overlap with the script's backward."""
-        left = len(self._step.gradients.buckets)
+        begun, total = 0, len(self._step.gradients.buckets)
         gathering: deque[Operation] = deque()
         spreading: list[Operation] = []
-        while left or gathering:
-            for bucket in self._take_filled(number, wait=not gathering):
-                left -= 1
+        while begun < total or gathering:
+            only = begun if transport.ordered else None
+            for bucket in self._take_filled(number, only, wait=not gathering):
+                begun += 1
                 started = BucketSum(bucket, layout)
                 with self._driver.changed:
                     self._driver.check_alive(number)
@@ -168,13 +169,17 @@ class Engine(threading.Thread):
         for operation in (*spreading, *closing):
             operation.finish()
 
-    def _take_filled(self, number: int, *, wait: bool) -> list[Bucket]:
+    def _take_filled(self, number: int, only: int | None, *, wait: bool) -> list[Bucket]:
+        """Buckets to begin with now. With `only`, none but that one, and one at a time."""
         with self._driver.changed:
-            while wait and not self._filled:
+            while True:
+                taken = [b for b in self._filled if only is None or (wait and b.index == only)]
+                if taken or not wait:
+                    break
                 self._driver.check_alive(number)
                 self._driver.changed.wait()
-            taken = list(self._filled)
-            self._filled.clear()
+            for bucket in taken:
+                self._filled.remove(bucket)
             return taken
 
     def _closing_operations(self, layout: Layout, number: int) -> list[Operation]:

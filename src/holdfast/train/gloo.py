@@ -85,6 +85,8 @@ class _GlooPending:
 class GlooTransport:
     """One view's gloo group; see `Transport` for the contract."""
 
+    ordered = False
+
     def __init__(self, device: GlooDevice, build_s: float = 30.0) -> None:
         self._device = device
         self._build_s = build_s

@@ -28,6 +28,7 @@ from holdfast.train.environment import WorkerEnvironment, take_channel
 from holdfast.train.gloo import GlooDevice, GlooTransport
 from holdfast.train.link import AgentLink, SoloLink
 from holdfast.train.loading import BatchSource, LoadOptions, dataset_length
+from holdfast.train.nccl import NcclTransport
 from holdfast.train.record import Buffers, StepTable
 from holdfast.train.rng import enter_stream
 from holdfast.train.sampling import SamplePlan
@@ -52,8 +53,7 @@ def join(*, seed: int | None = None) -> Job:
     else:
         link = AgentLink(socket.socket(fileno=fd), environment.worker)
     driver = Driver(environment.worker, environment.incarnation, link)
-    device = GlooDevice(environment.host)
-    job = Job(environment, job_seed, driver, link, lambda: GlooTransport(device))
+    job = Job(environment, job_seed, driver, link)
     if isinstance(link, AgentLink):
         link.start(driver)
     return job
@@ -85,13 +85,11 @@ class Job:
         seed: int,
         driver: Driver,
         link: AgentLink | SoloLink,
-        make_transport: Callable[[], Transport],
     ) -> None:
         self.seed = seed
         self._environment = environment
         self._driver = driver
         self._link = link
-        self._make_transport = make_transport
         self._protected: dict[str, Any] = {}
         self._work: _Work | None = None
         self._loops_until = 0  # where the newest loop of this script ends
@@ -178,7 +176,7 @@ class Job:
             )
         if self._work is None:
             self._work = _Work(self)
-            self._work.start(self._link, self._make_transport)
+            self._work.start(self._link, GlooDevice(self._environment.host))
         if data.first_step is None:
             data.first_step = self._loops_until
         self._loops_until = until
@@ -248,6 +246,7 @@ class _Work:
         modules = [(n, o) for n, o in job._protected.items() if isinstance(o, torch.nn.Module)]
         params = [(f"{n}.{k}", p) for n, m in modules for k, p in m.named_parameters()]
         trained = [(k, p) for k, p in params if p.requires_grad]
+        self._devices = [p.device for _, p in trained if p.is_cuda]
         self._gradients = Gradients(trained, job.virtual_ranks, self._driver.changed)
         table = StepTable(job.virtual_ranks, len(trained))
         self._step = StepState(self._gradients, table, Buffers(modules))
@@ -258,8 +257,12 @@ class _Work:
         self._ledger: LedgerWriter | None = None
         self._ledger_begun = False  # the present loop's header is written
 
-    def start(self, link: AgentLink | SoloLink, make_transport: Callable[[], Transport]) -> None:
+    def start(self, link: AgentLink | SoloLink, gloo: GlooDevice) -> None:
         self._gradients.attach()
+
+        def make_transport() -> Transport:
+            return NcclTransport(gloo, self._devices[0]) if self._devices else GlooTransport(gloo)
+
         Engine(self._driver, link, self._step, self._job._protected, make_transport).start()
 
     def loop(self, data: Batches, until: int) -> Iterator[Step]:

@@ -111,6 +111,7 @@ class SoloLink:
             members=(member,),
             owners=(self._worker,) * self._vranks,
             resume_step=0,
+            leader=self._worker,
             joiners=(self._worker,),
             reason="a job of one worker without a launcher",
         )

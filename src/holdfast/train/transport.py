@@ -36,7 +36,12 @@ class Pending(Protocol):
 
 
 class Transport(Protocol):
-    """One view's group. `open` blocks until all members are connected."""
+    """One view's group. `open` blocks until all members are connected.
+
+    `ordered`: tags are ignored, so all members must start the same exchanges in the same order.
+    """
+
+    ordered: bool
 
     def open(self, rank: int, size: int, rendezvous: Rendezvous) -> None: ...
 
@@ -65,6 +70,8 @@ class NothingPending:
 
 class AloneTransport:
     """The transport of a view with one member: nothing to send, nobody to lose."""
+
+    ordered = False
 
     def __init__(self) -> None:
         self._severed = False

@@ -57,7 +57,7 @@ class Opener:
         self._buffer += data
         payloads: list[bytes] = []
         head = 4 + (TAG_BYTES if self._key is not None else 0)
-        while len(self._buffer) >= head:
+        while len(self._buffer) >= 4:
             size = int.from_bytes(self._buffer[:4], "big")
             if size > self._bytes_max:
                 raise WireError(f"a frame of {size} bytes is over the limit of {self._bytes_max}")

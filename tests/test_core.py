@@ -1,0 +1,197 @@
+"""Properties of the core's pure decisions: the tree, the assignment, the resume rule, freezing."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.core import tree
+from holdfast.core.assignment import assign_at_boundary, assign_mid_step, spread_blocks
+from holdfast.core.errors import InvariantError
+from holdfast.core.liveness import FreezeDetector, FreezePolicy, ProcessSample
+from holdfast.core.resume import resume_step
+from holdfast.core.types import Incarnation, WorkerId, WorkerStatus
+
+settings.register_profile("core", max_examples=150, deadline=None)
+settings.load_profile("core")
+
+
+def add(left: str, right: str) -> str:
+    """Shows the whole shape of the sum: neither associative nor commutative."""
+    return f"({left}+{right})"
+
+
+def definition(vranks: int) -> str:
+    level = [str(v) for v in range(vranks)]
+    while len(level) > 1:
+        pairs = [add(*level[i : i + 2]) for i in range(0, len(level) - 1, 2)]
+        level = pairs + level[len(pairs) * 2 :]
+    return level[0]
+
+
+# ---------------------------------------------------------------- tree
+
+
+@given(vranks=st.integers(1, 40), data=st.data())
+def test_sum_does_not_depend_on_who_merged_what(vranks: int, data: st.DataObject) -> None:
+    order = data.draw(st.permutations(range(vranks)))
+    owners = data.draw(st.lists(st.integers(0, 4), min_size=vranks, max_size=vranks))
+    whole: dict[tree.Node, str] = {}
+    for worker in range(5):
+        own: dict[tree.Node, str] = {}
+        for v in order:
+            if owners[v] == worker:
+                tree.merge(own, (v, 1), str(v), vranks, add)
+        leaves = [v for v in range(vranks) if owners[v] == worker]
+        assert tuple(sorted(own)) == tree.maximal_nodes(leaves, vranks)
+        whole.update(own)
+    assert tree.fold(whole, vranks, add) == definition(vranks)
+    merged: dict[tree.Node, str] = {}
+    for node in data.draw(st.permutations(sorted(whole))):
+        tree.merge(merged, node, whole[node], vranks, add)
+    assert merged == {tree.root(vranks): definition(vranks)}
+
+
+@given(vranks=st.integers(1, 40), missing=st.integers(0, 39))
+def test_incomplete_sum_never_passes(vranks: int, missing: int) -> None:
+    values = {(v, 1): str(v) for v in range(vranks) if v != missing % vranks}
+    with pytest.raises(KeyError, match=f"virtual rank {missing % vranks} is missing"):
+        tree.fold(values, vranks, add)
+
+
+@given(vranks=st.integers(1, 64), data=st.data())
+def test_maximal_nodes_cover_exactly_their_leaves(vranks: int, data: st.DataObject) -> None:
+    leaves = data.draw(st.sets(st.integers(0, vranks - 1)))
+    nodes = tree.maximal_nodes(leaves, vranks)
+    covered = [v for start, width in nodes for v in range(start, min(start + width, vranks))]
+    assert sorted(covered) == sorted(leaves)
+    assert len(nodes) <= max(1, len(leaves))
+
+
+@given(vranks=st.integers(2, 64))
+def test_parent_and_children_agree(vranks: int) -> None:
+    for child in tree.children(tree.root(vranks)):
+        assert tree.parent(child) == tree.root(vranks)
+
+
+# ---------------------------------------------------------------- assignment
+
+
+def loads(owners: tuple[WorkerId, ...], workers: list[WorkerId]) -> list[int]:
+    return [owners.count(w) for w in workers]
+
+
+@given(vranks=st.integers(1, 32), data=st.data())
+def test_boundary_assignment_is_balanced_and_contiguous(vranks: int, data: st.DataObject) -> None:
+    everyone = [WorkerId(w) for w in range(40)]
+    workers = sorted(data.draw(st.sets(st.sampled_from(everyone), min_size=1, max_size=vranks)))
+    previous = data.draw(
+        st.just(()) | st.lists(st.sampled_from(everyone), min_size=vranks, max_size=vranks)
+    )
+    owners = assign_at_boundary(vranks, workers, previous)
+    assert len(owners) == vranks
+    assert max(loads(owners, workers)) - min(loads(owners, workers)) <= 1
+    blocks = [owners[i] for i in range(vranks) if i == 0 or owners[i] != owners[i - 1]]
+    assert sorted(blocks) == workers
+    assert assign_at_boundary(vranks, workers, owners) == owners  # nothing moves without a reason
+
+
+@given(vranks=st.integers(1, 32), data=st.data())
+def test_in_the_middle_of_a_step_only_lost_vranks_move(vranks: int, data: st.DataObject) -> None:
+    workers = [WorkerId(w) for w in range(data.draw(st.integers(1, vranks)))]
+    previous = assign_at_boundary(vranks, workers, ())
+    survivors = sorted(data.draw(st.sets(st.sampled_from(workers), min_size=1)))
+    owners = assign_mid_step(survivors, previous)
+    for before, after in zip(previous, owners, strict=True):
+        assert after in survivors
+        assert after == before or before not in survivors
+    if len(workers) > len(survivors):
+        most = max(loads(owners, survivors))
+        assert most - min(loads(owners, survivors)) <= 1
+
+
+def test_more_workers_than_virtual_ranks_is_refused() -> None:
+    with pytest.raises(InvariantError, match="3 workers cannot host 2 virtual ranks"):
+        spread_blocks(2, 3)
+
+
+# ---------------------------------------------------------------- resume rule
+
+
+def survivor(worker: int, committed: int, reduced: bool) -> WorkerStatus:
+    return WorkerStatus(
+        worker=WorkerId(worker),
+        incarnation=Incarnation(1),
+        has_state=True,
+        committed=committed,
+        reduced=reduced,
+    )
+
+
+@given(step=st.integers(0, 9), reduced=st.lists(st.booleans(), min_size=1, max_size=6))
+def test_uncommitted_step_is_committed_only_if_all_hold_its_gradient(
+    step: int, reduced: list[bool]
+) -> None:
+    resumed, why = resume_step([survivor(i, step, r) for i, r in enumerate(reduced)])
+    assert resumed == step + all(reduced)
+    assert why
+
+
+@given(step=st.integers(1, 9), committed=st.lists(st.booleans(), min_size=1, max_size=6))
+def test_commit_of_one_is_the_commit_of_all(step: int, committed: list[bool]) -> None:
+    survivors = [survivor(i, step - (not c), not c) for i, c in enumerate([*committed, True])]
+    assert resume_step(survivors)[0] == step
+
+
+@pytest.mark.parametrize(
+    "survivors",
+    [
+        [survivor(0, 3, False), survivor(1, 2, False)],  # committed without the gradient of all
+        [survivor(0, 4, False), survivor(1, 2, True)],  # two steps apart
+        [],
+    ],
+)
+def test_impossible_reports_are_refused(survivors: list[WorkerStatus]) -> None:
+    with pytest.raises(InvariantError):
+        resume_step(survivors)
+
+
+# ---------------------------------------------------------------- frozen or busy
+
+POLICY = FreezePolicy(sample_s=0.25, stopped_samples=4, silent_samples=10)
+
+
+def verdicts(samples: list[tuple[str, int]]) -> list[str | None]:
+    detector = FreezeDetector(POLICY)
+    return [detector.observe(ProcessSample(state=s, progress=p)) for s, p in samples]
+
+
+@given(st.lists(st.tuples(st.sampled_from("RSDt"), st.integers(1, 5)), max_size=60))
+def test_whatever_makes_progress_is_not_frozen(samples: list[tuple[str, int]]) -> None:
+    progress, fed = 0, []
+    for state, more in samples:
+        progress += more
+        fed.append((state, progress))
+    assert not any(verdicts(fed))
+
+
+def test_stopped_process_is_frozen_after_its_samples() -> None:
+    seen = verdicts([("S", 1), *[("T", 1)] * 4])
+    assert seen[:4] == [None] * 4
+    assert seen[4] == "frozen: the kernel reports it stopped for 1 s"
+
+
+def test_silent_process_is_frozen_after_its_samples() -> None:
+    seen = verdicts([("S", 7)] * 11)
+    assert seen[:10] == [None] * 10
+    assert seen[10] == "frozen: no thread of it was scheduled for 2.5 s"
+
+
+def test_one_sign_of_life_starts_the_count_again() -> None:
+    assert not any(verdicts([("T", 1), ("T", 1), ("T", 1), ("S", 2)] * 5))
+    assert not any(verdicts([("S", i // 10) for i in range(40)]))
+
+
+def test_a_traced_process_is_somebody_debugging() -> None:
+    assert not any(verdicts([("t", 1)] * 50))

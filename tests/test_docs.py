@@ -1,0 +1,47 @@
+"""Pages that are drawn from the code must be up to date, and the public surface is pinned."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import holdfast
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_protocol_page_is_drawn_from_this_code() -> None:
+    spec = importlib.util.spec_from_file_location("draw", ROOT / "docs" / "draw_protocol.py")
+    assert spec is not None
+    assert spec.loader is not None
+    draw = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(draw)
+    page = (ROOT / "docs" / "protocol.md").read_text()
+    assert draw.drawn(page) == page, "run: python docs/draw_protocol.py"
+    planted = page.replace("| `Commit` | step |", "| `Commit` | nothing |")
+    assert draw.drawn(planted) != planted
+
+
+def test_the_public_surface() -> None:
+    assert sorted(holdfast.__all__) == [
+        "Batches",
+        "HoldfastError",
+        "InvariantError",
+        "Job",
+        "StateMismatch",
+        "Step",
+        "UserError",
+        "WorldError",
+        "join",
+    ]
+    public = [n for n in dir(holdfast.Job) if not n.startswith("_")]
+    assert public == [
+        "batches",
+        "is_leader",
+        "protect",
+        "run_dir",
+        "steps",
+        "virtual_ranks",
+        "worker",
+    ]
+    assert [n for n in dir(holdfast.Step) if not n.startswith("_")] == ["backward"]

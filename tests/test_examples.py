@@ -1,0 +1,61 @@
+"""The examples run as they are, and their result does not depend on the number of workers."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conftest import finish
+from holdfast.testing.run import LocalRun
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+ARGS = {
+    "gpt.py": ["--steps", "4", "--width", "32", "--layers", "1", "--batch-size", "4"],
+    "digits.py": ["--steps", "4", "--batch-size", "8"],
+}
+
+
+@pytest.mark.parametrize("name", ARGS)
+def test_the_last_line_does_not_depend_on_the_workers(name: str, tmp_path: Path) -> None:
+    if name == "digits.py":
+        pytest.importorskip("sklearn")
+    last = []
+    for workers in (1, 2):
+        options = ["--nproc", str(workers), "--virtual", "2"]
+        script = [str(EXAMPLES / name), *ARGS[name]]
+        with LocalRun(tmp_path / f"{workers}", options, script) as run:
+            last.append(finish(run))
+    assert re.fullmatch("[0-9a-f]{64}", last[0])
+    assert last[0] == last[1]
+
+
+def test_an_example_runs_alone() -> None:
+    command = [sys.executable, str(EXAMPLES / "gpt.py"), *ARGS["gpt.py"], "--print-every", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    lines = done.stdout.splitlines()
+    assert [line.split()[:2] for line in lines[:2]] == [["step", "1"], ["step", "3"]]
+    assert re.fullmatch("[0-9a-f]{64}", lines[-1])
+
+
+def test_without_scikit_learn_the_digits_say_so_in_one_line() -> None:
+    code = (
+        "import runpy, sys\n"
+        "sys.modules['sklearn'] = None  # as if it were not installed\n"
+        f"runpy.run_path({str(EXAMPLES / 'digits.py')!r}, run_name='__main__')\n"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "digits.py needs scikit-learn: pip install scikit-learn\n"
+
+
+def test_the_demo_runs_the_example_that_people_read() -> None:
+    spec = importlib.util.find_spec("holdfast.testing.gpt")
+    assert spec is not None
+    assert spec.origin is not None
+    assert Path(spec.origin).read_bytes() == (EXAMPLES / "gpt.py").read_bytes()
