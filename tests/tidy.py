@@ -414,8 +414,8 @@ RULES = [
     Rule(
         "layers",
         find_layers,
-        "imports go one way (cli, dashboard, launch -> runtime, sim -> train, servers, observe -> "
-        "store -> wire, coding -> core), so that what is simulated is the product and each part "
+        "imports go one way (cli, dashboard, launch -> runtime, sim -> train, servers -> observe "
+        "-> store -> wire, coding -> core), so that what is simulated is the product and each part "
         "can be understood without those above it",
     ),
     Rule(

@@ -159,7 +159,7 @@ def _encode(value: object, tensors: list[torch.Tensor], path: str) -> list:
 def _parse(skeleton: bytes) -> Any:
     try:
         return msgspec.msgpack.decode(skeleton)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"a state skeleton cannot be read: {error}") from None
 
 
@@ -188,6 +188,6 @@ def _decode(node: Any, tensor: Callable[[Meta], Any]) -> Any:
                 return _DICTS[node[1]](pairs)
             case "s":
                 return _SEQUENCES[node[1]]([_decode(v, tensor) for v in node[2]])
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise WireError(f"a state skeleton is malformed: {error!r}") from None
     raise WireError(f"a state skeleton has an unknown part {node[0]!r}")

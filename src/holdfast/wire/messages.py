@@ -80,5 +80,5 @@ def decode(payload: bytes, *accepted: type) -> Any:
         raise WireError(f"a message of kind {payload[:1]!r} came where {names} was expected")
     try:
         return _DECODERS[payload[0]].decode(payload[1:])
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"a {kind.__name__} is malformed: {error}") from None

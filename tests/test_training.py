@@ -1,0 +1,369 @@
+"""The training library's parts: sums, state, buffers, and what the loop means in plain PyTorch."""
+
+from __future__ import annotations
+
+import collections
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from conftest import RUN_S
+from holdfast.core import tree
+from holdfast.core.errors import Severed, StateMismatch, UserError, WireError
+from holdfast.train import state
+from holdfast.train.buckets import Bucket, Flat, Gradients
+from holdfast.train.exchange import BucketSum, Layout
+from holdfast.train.record import Buffers
+from holdfast.train.transfer import StateSync
+from holdfast.train.transport import Message, NothingPending, Pending
+
+
+class Mailbox:
+    """A transport between threads of one process: the tiniest fake that keeps the contract."""
+
+    ordered = False
+
+    def __init__(self, rank: int, shared: dict, changed: threading.Condition) -> None:
+        self._rank = rank
+        self._shared = shared
+        self._changed = changed
+        self.damage = False  # a planted fault: the next large message arrives with a flipped bit
+
+    def exchange(self, sends: list[Message], receives: list[Message], tag: int) -> Pending:
+        with self._changed:
+            for peer, tensor in sends:
+                copy = tensor.clone()
+                if self.damage and copy.numel() > 100:
+                    copy.view(torch.uint8)[7] ^= 1
+                    self.damage = False
+                self._shared[self._rank, peer, tag].append(copy)
+            self._changed.notify_all()
+            for peer, tensor in receives:
+                box = self._shared[peer, self._rank, tag]
+                assert self._changed.wait_for(lambda box=box: box, RUN_S)
+                tensor.copy_(box.popleft())
+        return NothingPending()
+
+
+def mailboxes(size: int) -> list[Mailbox]:
+    shared: dict = collections.defaultdict(collections.deque)
+    changed = threading.Condition()
+    return [Mailbox(rank, shared, changed) for rank in range(size)]
+
+
+def together(*actions: object) -> list[BaseException]:
+    """Run all in threads; returns what they raised."""
+    errors: list[BaseException] = []
+
+    def guarded(action: object) -> None:
+        try:
+            action()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(a,)) for a in actions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(RUN_S)
+    return errors
+
+
+# ---------------------------------------------------------------- sums
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), vranks=st.integers(1, 9), seed=st.integers(0, 100))
+def test_the_sum_does_not_depend_on_who_hosts_what(
+    data: st.DataObject, vranks: int, seed: int
+) -> None:
+    size = data.draw(st.integers(1, vranks))
+    hosts = data.draw(st.permutations([v % size for v in range(vranks)]))
+    generator = torch.Generator().manual_seed(seed)
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    leaves = torch.randn(vranks, 300, generator=generator).to(dtype)
+    expected = tree.fold({(v, 1): leaves[v] for v in range(vranks)}, vranks, torch.add)
+    hosted = tuple(tuple(v for v in range(vranks) if hosts[v] == r) for r in range(size))
+    nodes = tuple(tree.maximal_nodes(h, vranks) for h in hosted)
+    boxes = mailboxes(size)
+    buckets = []
+    sums = []
+    for rank in range(size):
+        bucket = Bucket(0, [nn.Parameter(torch.zeros(300, dtype=dtype))], [0])
+        for v in data.draw(st.permutations(hosted[rank])):
+            leaf = Flat(bucket.params)
+            leaf.data.copy_(leaves[v])
+            bucket.contribute(v, leaf, vranks)
+        buckets.append(bucket)
+        sums.append(BucketSum(bucket, Layout(rank, size, vranks, hosted, nodes)))
+
+    def reduce(rank: int) -> None:
+        sums[rank].gather(boxes[rank])
+        sums[rank].spread(boxes[rank])
+        sums[rank].finish()
+
+    for _ in range(2):  # a reduction can be repeated: it leaves the partial sums alone
+        assert together(*[lambda r=r: reduce(r) for r in range(size)]) == []
+        for bucket in buckets:
+            assert torch.equal(bucket.result.data, expected)
+
+
+def gradients_of(model: nn.Module) -> Gradients:
+    found = Gradients(model.named_parameters(), 1, threading.Condition(threading.RLock()))
+    found.attach()
+    return found
+
+
+def test_unused_parameters_count_as_zero_and_are_marked() -> None:
+    model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+    gradients = gradients_of(model)
+    gradients.begin_step()
+    gradients.begin_task(0)
+    model[0](torch.ones(2, 3)).sum().backward()
+    gradients.end_task()
+    assert gradients.used.tolist() == [True, True, False, False]
+    (bucket,) = gradients.buckets
+    assert bucket.contributed == {0}
+    bucket.result.data.copy_(bucket.partials[0, 1].data)
+    gradients.publish(gradients.used)
+    assert model[1].weight.grad is None
+    assert torch.equal(model[0].bias.grad, torch.full((3,), 2.0))
+
+
+def test_a_gradient_that_comes_twice_is_refused() -> None:
+    model = nn.Linear(3, 3)
+    gradients = gradients_of(model)
+    gradients.begin_step()
+    gradients.begin_task(0)
+    loss = model(torch.ones(1, 3)).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(UserError, match="twice in one backward pass"):
+        loss.backward()
+
+
+def test_buckets_hold_one_dtype_and_respect_their_size() -> None:
+    model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(6)], nn.Linear(8, 8).bfloat16())
+    sizes = [
+        (sum(p.numel() * p.element_size() for p in b.params), {p.dtype for p in b.params})
+        for b in gradients_of(model).buckets
+    ]
+    assert all(len(dtypes) == 1 for _, dtypes in sizes)
+    assert all(size <= 8 << 20 for size, _ in sizes)
+    assert sum(size for size, _ in sizes) == sum(
+        p.numel() * p.element_size() for p in model.parameters()
+    )
+
+
+# ---------------------------------------------------------------- buffers
+
+
+def test_every_task_starts_from_the_buffers_of_the_steps_start() -> None:
+    norm = nn.BatchNorm1d(4)
+    twin = nn.BatchNorm1d(4)
+    buffers, others = Buffers([("m", norm)]), Buffers([("m", twin)])
+    first, second = torch.randn(8, 4), torch.randn(8, 4)
+    for each, module, order in ((buffers, norm, (0, 1)), (others, twin, (1, 0))):
+        each.remember()
+        for vrank in order:
+            each.restore()
+            module(first if vrank == 0 else second)
+            if vrank == 0:
+                each.capture()
+        each.apply()
+    expected = nn.BatchNorm1d(4)
+    expected(first)
+    for module in (norm, twin):
+        for key, value in expected.state_dict().items():
+            assert torch.equal(module.state_dict()[key], value), key
+
+
+# ---------------------------------------------------------------- state
+
+PLAIN = {
+    "none": None,
+    "flags": [True, False],
+    "int": 1 << 80,
+    "float": -0.0,
+    "text": "ü",
+    "bytes": b"\x00\xff",
+    "nested": {"a": (1, 2.5), 3: [None]},
+    "ordered": collections.OrderedDict(b=1, a=2),
+    "counter": collections.Counter({4: 1, 8: 1}),
+    "dtype": torch.bfloat16,
+    "array": np.arange(6).reshape(2, 3),
+    "tensors": [
+        torch.randn(3, 4),
+        torch.tensor(5),
+        torch.empty(0),
+        torch.ones(2, dtype=torch.bool),
+    ],
+}
+
+
+def test_a_state_survives_the_journey() -> None:
+    skeleton, tensors = state.flatten(PLAIN, "state")
+    copies = [state.empty(meta) for meta in state.metas(skeleton)]
+    for copy, tensor in zip(copies, tensors, strict=True):
+        state.as_bytes(copy).copy_(state.as_bytes(tensor))
+    found = state.restore(skeleton, copies)
+    assert list(found) == list(PLAIN)
+    for key in set(PLAIN) - {"tensors", "array"}:
+        assert found[key] == PLAIN[key], key
+        assert type(found[key]) is type(PLAIN[key]), key
+    assert np.array_equal(found["array"], PLAIN["array"])
+    assert all(map(torch.equal, found["tensors"], PLAIN["tensors"]))
+    assert state.fingerprint(skeleton, copies) == state.fingerprint(skeleton, tensors)
+    copies[0].view(torch.uint8)[1] ^= 1
+    assert state.fingerprint(skeleton, copies) != state.fingerprint(skeleton, tensors)
+
+
+def test_what_cannot_travel_is_named() -> None:
+    with pytest.raises(UserError, match=r"state\['f'\] is a function"):
+        state.flatten({"f": lambda: 0}, "state")
+
+
+@settings(max_examples=500)
+@given(data=st.binary(max_size=200))
+def test_no_bytes_crash_the_state_reader(data: bytes) -> None:
+    try:
+        state.metas(data)
+    except WireError:
+        return
+
+
+def test_a_damaged_skeleton_is_refused() -> None:
+    skeleton, _ = state.flatten(PLAIN, "state")
+    for position in range(len(skeleton)):
+        damaged = bytearray(skeleton)
+        damaged[position] ^= 0x11
+        try:
+            for meta in state.metas(bytes(damaged)):
+                if np.prod(meta[1], dtype=float) < 1e6:
+                    state.empty(meta)
+        except WireError:
+            continue
+
+
+def sync_pair(donor: nn.Module, joiner: nn.Module, damage: bool) -> list[BaseException]:
+    boxes = mailboxes(2)
+    boxes[0].damage = damage
+    layouts = [Layout(rank, 2, 2, ((0,), (1,)), (((0, 1),), ((1, 1),))) for rank in (0, 1)]
+    loads: list[int] = []
+    syncs = [
+        StateSync(box, layout, {"m": module}, lambda: loads.append(1))
+        for box, layout, module in zip(boxes, layouts, (donor, joiner), strict=True)
+    ]
+    errors = together(lambda: syncs[0].run([0], [1]), lambda: syncs[1].run([0], [1]))
+    assert len(loads) == (0 if damage else 1)
+    return errors
+
+
+def test_a_joiner_receives_the_state() -> None:
+    donor, joiner = nn.Linear(20, 20), nn.Linear(20, 20)
+    assert sync_pair(donor, joiner, damage=False) == []
+    assert torch.equal(donor.weight, joiner.weight)
+
+
+def test_a_damaged_transfer_is_never_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("conftest.RUN_S", 1.0)
+    monkeypatch.setitem(globals(), "RUN_S", 1.0)  # the donor waits in vain for the joiner
+    donor, joiner = nn.Linear(20, 20), nn.Linear(20, 20)
+    before = joiner.weight.clone()
+    errors = sync_pair(donor, joiner, damage=True)
+    assert any(isinstance(e, Severed) and "damaged" in str(e) for e in errors), errors
+    assert torch.equal(joiner.weight, before)
+
+
+def test_a_model_of_another_shape_is_named() -> None:
+    skeleton, tensors = state.capture({"m": nn.Linear(8, 7)})
+    with pytest.raises(StateMismatch, match=r"m\.weight is \[8, 8\] .* and \[7, 8\]"):
+        state.apply({"m": nn.Linear(8, 8)}, skeleton, tensors)
+
+
+# ---------------------------------------------------------------- the loop, in plain PyTorch
+
+PLAIN_SCRIPT = """
+import os, torch, holdfast
+from torch import nn
+os.environ["HOLDFAST_VIRTUAL"] = "4"
+job = holdfast.join()
+model = nn.Linear(5, 3)
+twin = nn.Linear(5, 3)
+twin.load_state_dict(model.state_dict())
+ours = torch.optim.SGD(model.parameters(), lr=0.1)
+theirs = torch.optim.SGD(twin.parameters(), lr=0.1)
+x = torch.randn(37, 5)
+class Numbered(torch.utils.data.Dataset):
+    def __len__(self):
+        return 37
+    def __getitem__(self, i):
+        return i, x[i]
+job.protect(model=model, optimizer=ours)
+seen = []
+for step in job.steps(job.batches(Numbered(), batch_size=4), until=9):
+    used = []
+    for i, batch in step:
+        used += i.tolist()
+        step.backward(model(batch).square().mean())
+    loss = twin(x[used]).square().mean()
+    theirs.zero_grad()
+    loss.backward()
+    assert torch.allclose(model.weight.grad, twin.weight.grad, rtol=1e-5, atol=1e-6)
+    assert abs(step.loss - loss.item()) < 1e-5, (step.loss, loss.item())
+    ours.step()
+    theirs.step()
+    ours.zero_grad()
+    seen += used
+assert [sorted(seen[e * 37:(e + 1) * 37]) == list(range(37)) for e in range(3)] == [True] * 3
+assert step.epoch == 2 and job.is_leader
+"""
+
+
+def test_a_step_is_the_mean_over_its_samples_also_in_an_uneven_tail(tmp_path: Path) -> None:
+    script = tmp_path / "plain.py"
+    script.write_text(PLAIN_SCRIPT)
+    found = subprocess.run(
+        [sys.executable, str(script)], check=False, capture_output=True, text=True, timeout=RUN_S
+    )
+    assert found.returncode == 0, found.stderr
+
+
+TWO_LOOPS = """
+import torch, holdfast
+from torch import nn
+job = holdfast.join()
+model = nn.Linear(5, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+job.protect(model=model, optimizer=optimizer)
+data = job.batches(torch.utils.data.TensorDataset(torch.randn(16, 5)), batch_size=2)
+for until in (3, 7, 7):
+    for step in job.steps(data, until=until):
+        for (x,) in step:
+            step.backward(model(x).square().mean())
+        optimizer.step()
+    if job.is_leader:
+        print("after", until, model.weight.sum().item(), flush=True)
+"""
+
+
+def test_several_loops_in_one_script(tmp_path: Path) -> None:
+    script = tmp_path / "loops.py"
+    script.write_text(TWO_LOOPS)
+    command = [sys.executable, "-m", "holdfast.cli.main", "run", "--virtual", "2"]
+    outputs = []
+    for nproc in ("1", "2"):
+        options = ["--nproc", nproc, "--run-dir", str(tmp_path / nproc), str(script)]
+        found = subprocess.run(
+            [*command, *options], check=True, capture_output=True, text=True, timeout=RUN_S
+        )
+        outputs.append(found.stdout)
+    assert outputs[0] == outputs[1]
+    assert [line.split()[1] for line in outputs[0].splitlines()] == ["3", "7", "7"]
