@@ -13,12 +13,14 @@ from collections.abc import Callable
 import pytest
 
 from conftest import RUN_S, Start, finish
+from holdfast.core.errors import HoldfastError
 from holdfast.observe.ledger import verify
 from holdfast.testing.run import LocalRun, strike
 from holdfast.train.sampling import SamplePlan
 
 STEPS = 160
 TASK_S = 0.03
+NOBODY = 1 << 30  # no process has this number
 Reference = Callable[[int], str]
 
 
@@ -54,7 +56,11 @@ def kill_a_joiner(run: LocalRun, rng: random.Random) -> None:
     state = rng.choice(["booting", "spare", "joining"])
 
     def replacement() -> int | None:
-        for worker in run.status()["workers"]:
+        try:
+            workers = run.status()["workers"]
+        except HoldfastError:  # the run has ended before the replacement came: nothing to strike
+            return NOBODY
+        for worker in workers:
             new = worker["id"] == victim and worker["pid"] not in (0, members[victim])
             late = state == "joining" and worker["state"] in ("computing", "waiting")
             if new and (worker["state"] == state or late):

@@ -98,9 +98,16 @@ class Gradients:
         self._lock = lock
         self._vrank: int | None = None  # whose backward pass is running
         self.on_filled: Callable[[Bucket], None] = lambda bucket: None
-        self.used = torch.zeros(len(self._named), dtype=torch.bool)
+        self._used = bytearray(len(self._named))  # plain bytes: marked once per parameter and task
         self.buckets: list[Bucket] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
+
+    @property
+    def used(self) -> torch.Tensor:
+        """[parameters] bool: which ones this worker's tasks of the step have used so far."""
+        if not self._used:
+            return torch.zeros(0, dtype=torch.bool)
+        return torch.frombuffer(bytearray(self._used), dtype=torch.bool)
 
     def attach(self) -> None:
         """Build the buckets and hook every parameter."""
@@ -121,7 +128,7 @@ class Gradients:
         with self._lock:
             for bucket in self.buckets:
                 bucket.reset()
-            self.used.zero_()
+            self._used = bytearray(len(self._named))
         for _, p in self._named:
             p.grad = None
 
@@ -155,7 +162,7 @@ class Gradients:
             if param.grad is None or param.grad.layout != torch.strided:
                 name = self._named[index][0]
                 raise UserError(f"parameter {name} has a sparse gradient: make it dense")
-            self.used[index] = True
+            self._used[index] = 1
             bucket.missing -= 1
             if bucket.missing == 0:
                 self._fill(bucket, vrank)

@@ -148,22 +148,24 @@ class Engine(threading.Thread):
         begun, total = 0, len(self._step.gradients.buckets)
         gathering: deque[Operation] = deque()
         spreading: list[Operation] = []
+        closing: list[Operation] = []
         while begun < total or gathering:
             only = begun if transport.ordered else None
             for bucket in self._take_filled(number, only, wait=not gathering):
                 begun += 1
-                started = BucketSum(bucket, layout)
-                with self._driver.changed:
+                with self._driver.changed:  # a newer view may merge the partial sums further
                     self._driver.check_alive(number)
-                    started.gather(transport)
+                    started = BucketSum(bucket, layout)
+                started.gather(transport)
                 gathering.append(started)
+            if begun == total and not closing:  # under way beside the last buckets
+                closing = self._closing_operations(layout, number)
+                for operation in closing:
+                    operation.gather(transport)
             if gathering:
                 gathered = gathering.popleft()
                 gathered.spread(transport)
                 spreading.append(gathered)
-        closing = self._closing_operations(layout, number)
-        for operation in closing:
-            operation.gather(transport)
         for operation in closing:
             operation.spread(transport)
         for operation in (*spreading, *closing):

@@ -71,6 +71,7 @@ class BucketSum:
     def __init__(self, bucket: Bucket, layout: Layout) -> None:
         self._bucket = bucket
         self._layout = layout
+        self._own = {n: bucket.partials[n].data for n in layout.nodes[layout.rank]}
         self._received: dict[tree.Node, torch.Tensor] = {}
         self._pending: Pending | None = None
 
@@ -88,8 +89,7 @@ class BucketSum:
             receives.append((peer, self._received[node]))
         for peer in layout.peers:
             piece = layout.piece(peer, numel)
-            for node in layout.nodes[layout.rank]:
-                sends.append((peer, bucket.partials[node].data[piece]))
+            sends += [(peer, data[piece]) for data in self._own.values()]
         tag = TAG_BUCKETS + 2 * bucket.index
         self._pending = transport.exchange(_nonempty(sends), _nonempty(receives), tag)
 
@@ -111,7 +111,7 @@ class BucketSum:
     def _fold(self, out: torch.Tensor, piece: slice) -> None:
         """Sum into `out` without touching the partial sums: they may be needed again."""
         layout = self._layout
-        own = {n: self._bucket.partials[n].data[piece] for n in layout.nodes[layout.rank]}
+        own = {n: data[piece] for n, data in self._own.items()}
         kept = {id(t) for t in own.values()}
 
         def add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

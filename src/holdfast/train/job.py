@@ -246,6 +246,8 @@ class _Work:
         modules = [(n, o) for n, o in job._protected.items() if isinstance(o, torch.nn.Module)]
         params = [(f"{n}.{k}", p) for n, m in modules for k, p in m.named_parameters()]
         trained = [(k, p) for k, p in params if p.requires_grad]
+        if not trained:
+            raise UserError("nothing to train: protect a torch.nn.Module with parameters")
         self._devices = [p.device for _, p in trained if p.is_cuda]
         self._gradients = Gradients(trained, job.virtual_ranks, self._driver.changed)
         table = StepTable(job.virtual_ranks, len(trained))
