@@ -1,4 +1,4 @@
-"""Step time against DistributedDataParallel on gloo: the same process, model and batches, in turn."""
+"""Step time against DistributedDataParallel on gloo: same process, model and batches, in turn."""
 
 from __future__ import annotations
 

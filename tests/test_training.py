@@ -66,7 +66,7 @@ def together(*actions: object) -> list[BaseException]:
     def guarded(action: object) -> None:
         try:
             action()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - returned to the test
             errors.append(error)
 
     threads = [threading.Thread(target=guarded, args=(a,)) for a in actions]
