@@ -126,7 +126,7 @@ AgentEffect = SendReport | SendWorker | Spawn | Kill | Quit
 class _Process:
     status: WorkerStatus
     detector: FreezeDetector
-    running: bool = True  # until ProcessExited; a status may turn FAILED before that
+    running: bool = True  # until ProcessExited
     told: WorkerDirective | None = None
     killed_for: str = ""
 
@@ -300,8 +300,6 @@ class AgentMachine:
         if process is None:
             return False
         process.running = False
-        if process.status.stage == Stage.FAILED:
-            return True
         if process.killed_for:
             stage, detail = Stage.LOST, process.killed_for
         elif event.code == 0:

@@ -89,11 +89,6 @@ class LoopEnded:
     """The script's current loop has no further step."""
 
 
-@dataclass(frozen=True, slots=True)
-class ScriptFailed:
-    detail: str
-
-
 WorkerEvent = (
     LoopEntered
     | Directed
@@ -105,7 +100,6 @@ WorkerEvent = (
     | LocalDone
     | AtBoundary
     | LoopEnded
-    | ScriptFailed
 )
 
 # ---------------------------------------------------------------- effects
@@ -199,9 +193,6 @@ class WorkerMachine:
             case LoopEnded():
                 self._change(ended=True, waiting=False)
                 return [self._tell(), *self._release()]
-            case ScriptFailed(detail):
-                self._change(stage=Stage.FAILED, detail=detail)
-                return [self._tell()]
             case _:
                 assert_never(event)
 
