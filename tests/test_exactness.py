@@ -115,3 +115,14 @@ def test_every_worker_lost_starts_again_and_ends_the_same(
     assert any("every worker was lost" in e["text"] for e in run.events("view"))
     report = verify(run.run_dir.path, SamplePlan.from_dict)
     assert report.ok, report.findings
+
+
+def test_the_job_waits_while_there_are_too_few_workers(start: Start, reference: Reference) -> None:
+    args = ["--steps", str(STEPS), "--fault", "SIGKILL:forward:4:1"]
+    with start(*args, nproc=2, options=("--min-workers", "2")) as run:
+        assert finish(run) == reference(STEPS)
+    check_ledger(run, STEPS)
+    assert len(run.events("wait")) == 1
+    last = run.events("view")[-1]
+    assert last["text"].startswith("view 3: workers 0, 1"), last
+    assert last["step"] == 5, "step 4 was redone by the survivor; step 5 waited for the other"

@@ -161,8 +161,7 @@ class CoordinatorMachine:
         self._agents: dict[AgentId, _Agent] = {}
         self._persisted = record
         self._seq = 0
-        self._stop_view = NO_VIEW
-        self._pending_view = NO_VIEW
+        self._stop_view = self._pending_view = NO_VIEW
         self._wanting_since: float | None = None  # since when a first view could not be formed
         self._step = self._view.resume_step if self._view else 0
         self._losses = 0  # since the last progress
@@ -409,7 +408,7 @@ class CoordinatorMachine:
         at_rest = all(s.at_boundary for s in survivors)
         room = max(self._policy.virtual_ranks - len(survivors), 0)
         joiners = self._candidates()[:room] if at_rest and not finishing else []
-        if at_rest and len(survivors) + len(joiners) < self._policy.workers_min:
+        if at_rest and not finishing and len(survivors + joiners) < self._policy.workers_min:
             return
         staying = [s.worker for s in survivors]
         members = sorted([*staying, *[s.worker for s in joiners]])
@@ -473,16 +472,17 @@ class CoordinatorMachine:
         return view.leader if view is not None and view.leader in eligible else eligible[0]
 
     def _invite(self) -> Iterator[CoordinatorEffect]:
-        """Plan a change at the next boundary when somebody is ready to join."""
+        """Plan a change at the next boundary: somebody can join, or too few are left."""
         view = self._view
         if view is None or self._stop_view >= view.number or self._pending_view >= view.number:
             return
-        joiners = self._candidates()
-        room = len(view.members) < self._policy.virtual_ranks
-        if joiners and room and not any(s.ended for s in self._members_known()):
+        joiners = self._candidates() if len(view.members) < self._policy.virtual_ranks else []
+        short = len(view.members) < self._policy.workers_min
+        if (joiners or short) and not any(s.ended for s in self._members_known()):
             self._pending_view = view.number
             names = ", ".join(str(s.worker) for s in joiners)
-            yield Announce("join", f"worker {names} joins at the next step boundary")
+            who, kind = (f"worker {names} joins", "join") if joiners else ("the job waits", "wait")
+            yield Announce(kind, f"{who} at the next step boundary")
 
     # ------------------------------------------------------------ telling
 
