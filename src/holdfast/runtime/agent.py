@@ -53,10 +53,10 @@ class AgentServer:
         await self._quit.wait()
         for process in list(self._processes.values()):
             await process.drained()
+        if self._coordinator is not None:
+            await self._coordinator.finish()
         for task in tasks:
             task.cancel()
-        if self._coordinator is not None:
-            self._coordinator.close()
 
     async def _talk(self, host: str, port: int, secret: bytes) -> None:
         """Keep a connection to the coordinator, for ever: it may be restarted at any time."""

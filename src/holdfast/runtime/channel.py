@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from typing import Any
 
@@ -51,6 +52,12 @@ class Channel:
 
     def close(self) -> None:
         self._writer.close()
+
+    async def finish(self) -> None:
+        """Close once everything that was sent has been handed to the kernel."""
+        self._writer.close()
+        with contextlib.suppress(OSError, asyncio.TimeoutError):
+            await asyncio.wait_for(self._writer.wait_closed(), HANDSHAKE_S)
 
 
 async def accept(

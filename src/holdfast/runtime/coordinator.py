@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from pathlib import Path
 
 from holdfast.core import coordinator as machine
@@ -44,6 +45,7 @@ from holdfast.wire.messages import (
 Incoming = AgentReport | Address | StatusRequest | StopRequest
 INCOMING = (AgentReport, Address, StatusRequest, StopRequest)
 TICK_S_MIN = 0.02
+CRASHED = 70  # exit status of a coordinator that met a bug of ours
 FAREWELL_S = 2.0  # how long agents may take to hear that the job is over
 
 
@@ -110,11 +112,22 @@ class CoordinatorServer:
                         assert_never(message)
         except WireError as error:
             self._say("refused", f"a connection was refused: {error}")
+        except Exception:  # noqa: BLE001 - asyncio would keep it to itself: crash, be restarted
+            traceback.print_exc()
+            os._exit(CRASHED)
         finally:
             if channel is not None:
                 channel.close()
             if agent is not None and self._agents.get(agent) is channel:
                 del self._agents[agent]
+                self._agent_left()
+
+    def _agent_left(self) -> None:
+        """An agent leaves an ended job when its workers are gone; its last word may be lost."""
+        outcome = self._core.snapshot().record.outcome
+        if outcome is not None and not self._agents:
+            self._outcome = outcome
+            self._finished.set()
 
     def _feed(self, event: machine.CoordinatorEvent) -> None:
         now = time.monotonic()

@@ -105,6 +105,9 @@ class Launcher:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     popen.wait(max(deadline - time.monotonic(), 0.1))
         outcome = self._run_dir.outcome()
+        record = self._run_dir.load_record()
+        if outcome is None and record is not None:  # decided and journaled, but not yet written out
+            outcome = record.outcome
         if outcome:
             print(f"holdfast: {outcome}", file=sys.stderr, flush=True)
         if interrupted:

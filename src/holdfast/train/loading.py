@@ -206,7 +206,10 @@ class BatchSource:
             ) from lost
         self.stats.restarts += 1
         self._feed.forget(self._ready)
-        self._pipeline.start()
+        try:
+            self._pipeline.start()
+        except _DataWorkerLost as again:
+            self._restart(again)
 
     def _refresh(self, count_max: int, *, idle_only: bool) -> None:
         """Receive up to `count_max` results, so that what is wanted sooner can be sent instead.
@@ -361,7 +364,13 @@ class _Pipeline:
             generator=torch.Generator(),
             prefetch_factor=self._options.prefetch_factor,
         )
-        self._iterator = iter(loader)
+        try:
+            self._iterator = iter(loader)
+        except RuntimeError as error:
+            # Until it is disarmed below, PyTorch's handler raises here when a data worker dies.
+            if "DataLoader worker" not in str(error):
+                raise
+            raise _DataWorkerLost(str(error)) from error
         _disarm(self._iterator)
 
     def receive(self) -> tuple[Task | None, str, Any]:
