@@ -26,6 +26,10 @@ POLL_S = 0.01
 ACTIVE = ("computing", "waiting", "ended")  # states of workers that are members of the view
 
 
+class RunEnded(AssertionError):
+    """The run was over before what was waited for came about."""
+
+
 class LocalRun:
     """One `holdfast run` in a process of its own. Use as a context manager: it always ends it."""
 
@@ -91,10 +95,11 @@ class LocalRun:
         return {}
 
     def until(self, ready: Callable[[], Any], timeout_s: float, what: str) -> Any:
-        """Poll until `ready()` is truthy and return it; AssertionError if the run ends before."""
+        """Poll until `ready()` is truthy and return it; RunEnded if the run ends before."""
         deadline = time.monotonic() + timeout_s
         while not (found := ready()):
-            assert self.running(), f"the run ended before {what}:\n{self.story()}"
+            if not self.running():
+                raise RunEnded(f"the run ended before {what}:\n{self.story()}")
             assert time.monotonic() < deadline, f"not in {timeout_s} s: {what}\n{self.story()}"
             time.sleep(POLL_S)
         return found

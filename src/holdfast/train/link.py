@@ -16,6 +16,7 @@ import time
 from holdfast.core import worker as machine
 from holdfast.core.errors import WireError
 from holdfast.core.types import (
+    RELEASE_ALL,
     AgentId,
     Member,
     View,
@@ -115,4 +116,4 @@ class SoloLink:
             joiners=(self._worker,),
             reason="a job of one worker without a launcher",
         )
-        driver.post(machine.Directed(WorkerDirective(view=view, release_loop=1 << 30)))
+        driver.post(machine.Directed(WorkerDirective(view=view, release_loop=RELEASE_ALL)))

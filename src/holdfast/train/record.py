@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import torch
 
 from holdfast.core.errors import UserError
+from holdfast.train.state import as_bytes
 
 LOSS, COUNT, DIGEST, WORKER, INCARNATION, COLUMNS = 0, 1, 2, 3, 4, 5
 
@@ -97,8 +98,8 @@ class Buffers:
         flags = torch.zeros(len(self), dtype=torch.uint8)
         parts: list[torch.Tensor] = []
         for i, (value, start) in enumerate(zip(self._values(), self._start, strict=True)):
-            left = _bytes(value)
-            if not torch.equal(left, _bytes(start)):
+            left = as_bytes(value)
+            if not torch.equal(left, as_bytes(start)):
                 flags[i] = 1
                 parts.append(left)
         self._left = torch.cat([flags, *parts])
@@ -134,7 +135,3 @@ class Buffers:
                 raise UserError(f"buffer {name} changed its shape during training: keep it fixed")
             found.append(value)
         return found
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
