@@ -1,8 +1,9 @@
 """The agent machine: one node's workers, their processes, and the lease that lets them act.
 
 It does not know sockets, process handles or clocks. The invariants it keeps: at most one process
-of a worker lives at a time; a worker is reported lost only after its process has ended; when the
-lease has run out, all workers are fenced.
+of a worker lives at a time; a worker is reported lost only after its process has ended; a worker
+whose right to act has run out (core/lease.py) is suspended at once, and wakes only when the
+coordinator still wants it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import dataclasses
 from dataclasses import dataclass, field
 
 from holdfast.core.errors import assert_never, require
+from holdfast.core.lease import LeasePolicy, acting_until
 from holdfast.core.liveness import FreezeDetector, FreezePolicy, ProcessSample
 from holdfast.core.types import (
     NO_VIEW,
@@ -31,7 +33,7 @@ UNANSWERED_MAX = 1024  # reports whose sending time is remembered until the coor
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentPolicy:
     heartbeat_s: float = 0.5
-    lease_s: float = 10.0
+    lease: LeasePolicy = field(default_factory=LeasePolicy)
     freeze: FreezePolicy = field(default_factory=FreezePolicy)
 
 
@@ -115,11 +117,27 @@ class Kill:
 
 
 @dataclass(frozen=True, slots=True)
+class Suspend:
+    """Stop the process and everything it started, as they are: nothing of it may run."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Let a suspended process go on."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
 class Quit:
     """Every worker has ended and the job is over."""
 
 
-AgentEffect = SendReport | SendWorker | Spawn | Kill | Quit
+AgentEffect = SendReport | SendWorker | Spawn | Kill | Suspend | Resume | Quit
 
 
 @dataclass(slots=True)
@@ -127,6 +145,7 @@ class _Process:
     status: WorkerStatus
     detector: FreezeDetector
     running: bool = True  # until ProcessExited
+    suspended: bool = False
     told: WorkerDirective | None = None
     killed_for: str = ""
 
@@ -135,7 +154,7 @@ class _Process:
 class AgentSnapshot:
     agent: AgentId
     incarnation: Incarnation
-    lease_until: float
+    suspended: tuple[WorkerId, ...]
     report: AgentReport
 
 
@@ -159,7 +178,8 @@ class AgentMachine:
         self._directive: Directive | None = None
         self._seq = 0
         self._sent_at: dict[int, float] = {}  # report seq -> when; bounded by the lease
-        self._lease_until: float | None = None
+        self._answered_at: float | None = None  # when the newest report that was answered was sent
+        self._fence_at: float | None = None
         self._next_report = float("-inf")
 
     def handle(self, event: AgentEvent, now: float) -> list[AgentEffect]:
@@ -171,7 +191,7 @@ class AgentMachine:
                 effects += self._directed(directive, now)
             case WorkerSaid(status):
                 urgent = self._worker_said(status)
-                effects += self._forward(status.worker)
+                effects += self._forward(status.worker, now)
             case Spawned(worker, incarnation, pid):
                 process = self._current(worker, incarnation)
                 if process is not None:
@@ -188,7 +208,7 @@ class AgentMachine:
                 pass
             case _:
                 assert_never(event)
-        effects += self._expire(now)
+        effects += self._fence(now)
         over = self._directive is not None and self._directive.shutdown
         over = over and not any(p.running for p in self._processes.values())
         if urgent or over or now >= self._next_report:
@@ -196,15 +216,15 @@ class AgentMachine:
         return [*effects, Quit()] if over else effects
 
     def deadline(self) -> float | None:
-        if self._lease_until is None:
+        if self._fence_at is None:
             return self._next_report
-        return min(self._next_report, self._lease_until)
+        return min(self._next_report, self._fence_at)
 
     def snapshot(self) -> AgentSnapshot:
         return AgentSnapshot(
             agent=self._agent,
             incarnation=self._incarnation,
-            lease_until=self._lease_until if self._lease_until is not None else float("inf"),
+            suspended=tuple(w for w, p in sorted(self._processes.items()) if p.suspended),
             report=self._make_report(),
         )
 
@@ -223,14 +243,16 @@ class AgentMachine:
             return []
         if directive.view is None and old is not None:
             directive = dataclasses.replace(directive, view=old.view)
+        if directive.undecided and old is not None:
+            directive = dataclasses.replace(directive, wanted=old.wanted)
         self._directive = directive
         heard_at = self._sent_at.get(directive.heard)
         if heard_at is not None:
-            self._lease_until = max(self._lease_until or 0.0, heard_at + self._policy.lease_s)
+            self._answered_at = heard_at
             self._sent_at = {s: t for s, t in self._sent_at.items() if s > directive.heard}
         effects = self._reconcile(now)
         for worker in list(self._processes):
-            effects += self._forward(worker)
+            effects += self._forward(worker, now)
         return effects
 
     def _reconcile(self, now: float) -> list[AgentEffect]:
@@ -246,7 +268,8 @@ class AgentMachine:
         for worker, process in self._processes.items():
             if process.running and wanted.get(worker, -1) != process.status.incarnation:
                 effects += self._kill(worker, "the coordinator replaced it")
-        leased = self._lease_until is not None and now < self._lease_until
+        answered_at = self._answered_at
+        leased = answered_at is not None and now < answered_at + self._policy.lease.lease_s
         for worker, incarnation in directive.wanted if leased else ():
             old = self._processes.get(worker)
             if old is not None and (old.running or old.status.incarnation >= incarnation):
@@ -257,7 +280,7 @@ class AgentMachine:
             effects.append(Spawn(worker, incarnation))
         return effects
 
-    def _forward(self, worker: WorkerId) -> list[AgentEffect]:
+    def _forward(self, worker: WorkerId, now: float) -> list[AgentEffect]:
         process, directive = self._processes.get(worker), self._directive
         if process is None or directive is None or not process.status.stage.alive:
             return []
@@ -266,9 +289,13 @@ class AgentMachine:
             pending_view=directive.pending_view,
             view=directive.view,
             release_loop=directive.release_loop,
+            acting_until=self._acting_until(process, now),
         )
-        if told == process.told:
-            return []
+        old = process.told
+        if old is not None and dataclasses.replace(told, acting_until=old.acting_until) == old:
+            gained_s = told.acting_until - old.acting_until
+            if gained_s < self._policy.lease.lease_s / 8:  # not worth a message yet
+                return []
         process.told = told
         return [SendWorker(worker, process.status.incarnation, told)]
 
@@ -282,7 +309,12 @@ class AgentMachine:
         old = process.status
         process.status = dataclasses.replace(status, pid=old.pid)
         quiet = dataclasses.replace(
-            status, seq=old.seq, pid=old.pid, committed=old.committed, waiting=old.waiting
+            status,
+            seq=old.seq,
+            pid=old.pid,
+            committed=old.committed,
+            waiting=old.waiting,
+            proved_at=old.proved_at,
         )
         return quiet != old
 
@@ -290,7 +322,7 @@ class AgentMachine:
         self, worker: WorkerId, incarnation: Incarnation, sample: ProcessSample
     ) -> list[AgentEffect]:
         process = self._current(worker, incarnation)
-        if process is None or not process.running:
+        if process is None or not process.running or process.suspended:
             return []
         reason = process.detector.observe(sample)
         return self._kill(worker, reason) if reason is not None else []
@@ -321,15 +353,58 @@ class AgentMachine:
 
     # ------------------------------------------------------------ time
 
-    def _expire(self, now: float) -> list[AgentEffect]:
-        if self._lease_until is None or now < self._lease_until:
-            return []
-        self._lease_until = None
+    def _fence(self, now: float) -> list[AgentEffect]:
+        """Suspend who has lost the right to act; wake who has got it back and is still wanted.
+
+        A state that the coordinator has given up by now is of no use: its process ends.
+        """
         effects: list[AgentEffect] = []
+        self._fence_at = None
+        abandoned = self._answered_at is not None and (
+            now >= self._answered_at + self._policy.lease.abandon_s
+        )
         for worker, process in self._processes.items():
-            if process.running:
-                effects += self._kill(worker, "fenced: the node lost its lease")
+            if not process.running or process.killed_for:
+                continue
+            if abandoned:
+                effects += self._kill(worker, "no coordinator was heard for too long")
+                continue
+            until = self._acting_until(process, now)
+            incarnation = process.status.incarnation
+            if now >= until:
+                until = (self._answered_at or now) + self._policy.lease.abandon_s
+                if not process.suspended:
+                    process.suspended = True
+                    effects.append(Suspend(worker, incarnation))
+            elif process.suspended:
+                process.suspended = False
+                process.detector = FreezeDetector(self._policy.freeze)
+                effects += self._forward(worker, now)
+                effects.append(Resume(worker, incarnation))
+            else:
+                effects += self._forward(worker, now)
+            self._fence_at = until if self._fence_at is None else min(self._fence_at, until)
         return effects
+
+    def _acting_until(self, process: _Process, now: float) -> float:
+        answered_at = self._answered_at
+        if answered_at is None:
+            return now
+        proved_at = now if self._alone() else process.status.proved_at
+        return acting_until(answered_at, proved_at, self._policy.lease)
+
+    def _alone(self) -> bool:
+        """All members of the view run here and, as far as this agent has ever said, act in it."""
+        view = self._directive.view if self._directive else None
+        if view is None:
+            return False
+        for member in view.members:
+            process = self._current(member.worker, member.incarnation)
+            if process is None or not process.running or process.suspended or process.killed_for:
+                return False
+            if process.status.promised >= view.number:
+                return False
+        return True
 
     def _report(self, now: float) -> SendReport:
         self._seq += 1
@@ -339,7 +414,11 @@ class AgentMachine:
         return SendReport(self._make_report())
 
     def _make_report(self) -> AgentReport:
-        view = self._directive.view if self._directive else None
+        directive = self._directive
+        view = directive.view if directive else None
+        forgotten = (
+            directive is not None and view is not None and (directive.view_number < view.number)
+        )
         return AgentReport(
             agent=self._agent,
             incarnation=self._incarnation,
@@ -347,6 +426,8 @@ class AgentMachine:
             slots=self._slots,
             pid=self._pid,
             view_known=view.number if view else ViewNumber(NO_VIEW),
+            view=view if forgotten else None,
+            release_loop=directive.release_loop if directive else 0,
             workers=tuple(p.status for _, p in sorted(self._processes.items())),
         )
 

@@ -4,18 +4,32 @@ It does not know sockets, processes, files or clocks. Each event only updates wh
 `_advance` derives from the whole of it what should happen next, so that a lost, late or repeated
 report can delay a decision but never change it. The invariants it keeps: view numbers grow and are
 durable before anyone hears of them; a view is formed only once every member of the one before has
-promised not to act in it or is gone for good; an incarnation is never ordered twice.
+promised not to act in it, is gone for good, or has lost its right to act; an incarnation is never
+ordered twice.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from holdfast.core.assignment import assign_at_boundary, assign_mid_step
+from holdfast.core.admission import Attendance, admit, attend
+from holdfast.core.assignment import assign_at_boundary
 from holdfast.core.errors import assert_never, require
-from holdfast.core.resume import resume_step
+from holdfast.core.formation import (
+    Proposal,
+    Situation,
+    candidates,
+    last_view,
+    next_view,
+    survivors_of,
+    unreachable,
+    why_broken,
+)
+from holdfast.core.lease import LeasePolicy
+from holdfast.core.restart import RestartPolicy, bench, replace_lost
+from holdfast.core.roster import Roster
 from holdfast.core.types import (
     NO_VIEW,
     RELEASE_ALL,
@@ -25,7 +39,6 @@ from holdfast.core.types import (
     Incarnation,
     JobRecord,
     Member,
-    Slot,
     Stage,
     View,
     ViewNumber,
@@ -33,22 +46,20 @@ from holdfast.core.types import (
     WorkerStatus,
 )
 
+SKIPPED = 1000  # numbers passed over after the loss of the journal: more than were given unheard
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorPolicy:
     virtual_ranks: int
-    workers_start: int  # workers to wait for before step 0
+    nodes_min: int = 1  # nodes to wait for before step 0
+    nodes_max: int = 1 << 20  # more than these wait until one is lost
     workers_min: int = 1  # fewer than this and the job waits at the next boundary
-    lease_s: float = 10.0
-    lease_margin_s: float = 1.0  # clock drift and delivery, on top of the agent's own lease
+    lease: LeasePolicy = field(default_factory=LeasePolicy)
     settle_s: float = 120.0  # start with workers_min once the others are this late
-    patience_s: float = (
-        5.0  # a planned stop that leaves a worker waiting this long is no longer one
-    )
+    patience_s: float = 5.0  # a planned stop that keeps a worker waiting longer is no longer one
     hang_s: float = 1800.0  # a member others wait for, with nothing moving, is replaced after this
-    losses_max: int = 30  # workers lost with no step committed in between
-    backoff_s: float = 0.5
-    backoff_max_s: float = 30.0
+    restart: RestartPolicy = field(default_factory=RestartPolicy)
 
 
 # ---------------------------------------------------------------- events
@@ -108,27 +119,7 @@ class Finish:
 
 CoordinatorEffect = Persist | SendDirective | Announce | Finish
 
-# ---------------------------------------------------------------- state
-
-
-@dataclass(slots=True)
-class _Agent:
-    incarnation: Incarnation
-    seq: int
-    heard_at: float
-    view_known: ViewNumber
-    view_told: ViewNumber = NO_VIEW
-    pid: int = 0
-    statuses: dict[WorkerId, WorkerStatus] = field(default_factory=dict)
-    sent: Directive | None = None
-
-
-@dataclass(slots=True)
-class _Slot:
-    agent: AgentId
-    incarnation: Incarnation
-    counted: Incarnation = Incarnation(0)  # newest incarnation whose loss was counted
-    respawn_at: float | None = None  # set from a loss until the next incarnation is ordered
+# ---------------------------------------------------------------- the machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,47 +128,64 @@ class CoordinatorSnapshot:
     step: int
     stop_view: ViewNumber
     pending_view: ViewNumber
-    agents: tuple[tuple[AgentId, Incarnation, int], ...]  # with the agent's pid
+    agents: tuple[
+        tuple[AgentId, Incarnation, int, bool], ...
+    ]  # with the agent's pid, and if silent
     workers: tuple[WorkerStatus, ...]
+    waiting_nodes: tuple[AgentId, ...]
     finished: bool
 
 
 class CoordinatorMachine:
-    """See the module's docstring; `handle` is the only mutator."""
+    """See the module's docstring; `handle` is the only mutator.
+
+    `forgotten`: how often the record was lost; if not 0, what it said must be learnt from the
+    agents first, and numbers that it may have given are passed over.
+    """
 
     def __init__(
-        self, policy: CoordinatorPolicy, term: int, record: JobRecord | None, now: float
+        self,
+        policy: CoordinatorPolicy,
+        term: int,
+        record: JobRecord | None,
+        now: float,
+        forgotten: int = 0,
     ) -> None:
         self._policy = policy
         self._term = term
-        self._started_at = now
         self._view = record.view if record else None
+        self._forgotten = record.forgotten if record else forgotten
+        passed_over = self._forgotten * SKIPPED
+        self._views_used = record.views_used if record else ViewNumber(passed_over)
         self._release_loop = record.release_loop if record else 0
         self._outcome = record.outcome if record else None
-        self._slots = {
-            s.worker: _Slot(s.agent, s.incarnation, counted=Incarnation(s.incarnation - 1))
-            for s in (record.slots if record else ())
-        }
-        self._agents: dict[AgentId, _Agent] = {}
+        self._roster = Roster(record, now, Incarnation(passed_over + 1))
+        lease = policy.lease
+        self._learn_until = now + lease.lease_s + lease.margin_s if forgotten else None
         self._persisted = record
         self._seq = 0
         self._stop_view = self._pending_view = NO_VIEW
+        self._witness_at: float | None = None  # see core/lease.py
         self._wanting_since: float | None = None  # since when a first view could not be formed
         self._step = self._view.resume_step if self._view else 0
         self._losses = 0  # since the last progress
         self._still_since = now
         self._still: object = None
+        self._attendance = Attendance()
         self._finished = False
-        self._now = now
+        self._review_at: float | None = now
 
     def handle(self, event: CoordinatorEvent, now: float) -> list[CoordinatorEffect]:
         """Apply one event at time `now` (seconds); returns effects in order."""
-        self._now = now
         effects: list[CoordinatorEffect] = []
         reply_to: AgentId | None = None
         match event:
             case ReportArrived(report):
-                reply_to = report.agent if self._hear(report, now) else None
+                changed = self._hear(report, now)
+                reply_to = report.agent if changed is not None else None
+                review = self._review_at
+                if not changed and (review is None or now < review):
+                    return [self._answer(reply_to)] if reply_to is not None else []
             case StopRequested(reason):
                 if self._outcome is None:
                     effects.append(Announce("stop", reason))
@@ -188,33 +196,51 @@ class CoordinatorMachine:
                 assert_never(event)
         effects += self._advance(now)
         record = self._record()
-        if record != self._persisted:
+        if record != self._persisted and self._learn_until is None:
             self._persisted = record
             effects.insert(0, Persist(record))
-        effects += self._directives(reply_to, now)
+        effects += self._directives(reply_to)
         if self._over(now) and not self._finished:
             self._finished = True
             effects.append(Finish(self._outcome or ""))
+        self._review_at = self._next_review(now)
         return effects
 
     def deadline(self) -> float | None:
         """The earliest time at which a Tick could change something."""
-        times = [a.heard_at + self._fence_s() for a in self._agents.values()]
-        times += [s.respawn_at for s in self._slots.values() if s.respawn_at is not None]
-        waits_s = (self._policy.patience_s, self._policy.hang_s)
-        times += [self._started_at + self._fence_s(), *(self._still_since + w for w in waits_s)]
+        return self._review_at
+
+    def _next_review(self, now: float) -> float | None:
+        policy, lease, roster = self._policy, self._policy.lease, self._roster
+        heard = [n.heard_at for n in roster.nodes.values()]
+        heard += [roster.started_at, *([self._witness_at] if self._witness_at is not None else [])]
+        fence_s = lease.lease_s + lease.margin_s
+        times = [
+            t + wait_s
+            for t in heard
+            for wait_s in (lease.suspect_s, fence_s, lease.abandon_s + lease.margin_s)
+        ]
+        times += [p.respawn_at for p in roster.places.values() if p.respawn_at is not None]
+        times += [self._still_since + w for w in (policy.patience_s, policy.hang_s)]
         if self._wanting_since is not None:
-            times.append(self._wanting_since + self._policy.settle_s)
-        return min((t for t in times if t > self._now), default=None)
+            times.append(self._wanting_since + policy.settle_s)
+        if self._learn_until is not None:
+            times.append(self._learn_until)
+        return min((t for t in times if t > now), default=None)
 
     def snapshot(self) -> CoordinatorSnapshot:
+        roster, attendance = self._roster, self._attendance
         return CoordinatorSnapshot(
             record=self._record(),
             step=self._step,
             stop_view=self._stop_view,
             pending_view=self._pending_view,
-            agents=tuple((a, r.incarnation, r.pid) for a, r in sorted(self._agents.items())),
-            workers=tuple(s for _, s in sorted(self._known().items())),
+            agents=tuple(
+                (name, node.incarnation, node.pid, name in attendance.silent)
+                for name, node in sorted(roster.nodes.items())
+            ),
+            workers=tuple(s for _, s in sorted(roster.known().items())),
+            waiting_nodes=attendance.waiting,
             finished=self._finished,
         )
 
@@ -226,69 +252,103 @@ class CoordinatorMachine:
             require(set(view.owners) <= set(workers), f"view {view.number}: a stranger owns a rank")
             require(len(view.owners) == self._policy.virtual_ranks, "a virtual rank has no owner")
             require(self._stop_view <= view.number, "stopping a view that does not exist")
-        require(self._record() == self._persisted or self._persisted is None, "unsaved record")
+        saved = self._record() == self._persisted or self._persisted is None
+        require(saved or self._learn_until is not None, "unsaved record")
 
     # ------------------------------------------------------------ hearing
 
-    def _hear(self, report: AgentReport, now: float) -> bool:
-        agent = self._agents.get(report.agent)
-        if agent is not None and (report.incarnation, report.seq) <= (agent.incarnation, agent.seq):
-            return False
-        anew = agent is None or agent.incarnation != report.incarnation
-        if agent is None or anew:
-            agent = _Agent(report.incarnation, report.seq, now, report.view_known)
-            self._agents[report.agent] = agent
-        agent.seq, agent.heard_at, agent.pid = report.seq, now, report.pid
-        agent.view_known, agent.statuses = report.view_known, {s.worker: s for s in report.workers}
-        here = [w for w, s in self._slots.items() if s.agent == report.agent]
-        if anew:
-            self._renew_unheard(report.agent, here)
-        for _ in range(report.slots - len(here)):
-            worker = WorkerId(max(self._slots, default=-1) + 1)
-            self._slots[worker] = _Slot(report.agent, Incarnation(1))
-        return True
+    def _hear(self, report: AgentReport, now: float) -> bool | None:
+        roster = self._roster
+        anew = roster.is_new(report)
+        changed = roster.hear(report, now)
+        if changed is None:
+            return None
+        if self._learn_until is not None:
+            self._learn(report)
+        elif anew:
+            if self._forgotten:
+                roster.recall(report, None)
+            roster.renew_unheard(report.agent, self._view)
+        if changed and self._view is not None and self._witness_at is None:
+            if any(self._is_witness(m) for m in self._members if m.agent == report.agent):
+                self._witness_at = now
+        return changed
 
-    def _renew_unheard(self, name: AgentId, workers: list[WorkerId]) -> None:
-        """An agent that starts to speak knows nothing of these: what was ordered before is void."""
-        for worker in workers:
-            slot = self._slots[worker]
-            member = Member(worker=worker, incarnation=slot.incarnation, agent=name)
-            if worker not in self._agents[name].statuses and member not in self._members:
-                slot.incarnation = Incarnation(slot.incarnation + 1)
+    def _is_witness(self, member: Member) -> bool:
+        if self._roster.dead(member.worker, member.incarnation):
+            return True
+        status = self._roster.status(member.worker, member.incarnation)
+        return status is not None and status.promised >= self._number
+
+    def _learn(self, report: AgentReport) -> None:
+        """The journal is lost: the newest view that any agent knows is the present one."""
+        if report.view is not None and report.view.number > self._number:
+            self._view = report.view
+            self._views_used = ViewNumber(max(self._views_used, report.view.number + SKIPPED))
+            self._step = report.view.resume_step
+        self._release_loop = max(self._release_loop, report.release_loop)
+        self._roster.recall(report, report.view)
 
     # ------------------------------------------------------------ deciding
 
     def _advance(self, now: float) -> list[CoordinatorEffect]:
-        if self._outcome is not None:
+        situation = self._situation(now)
+        if self._learns(situation) or self._outcome is not None:
             return []
-        effects: list[CoordinatorEffect] = [*self._note_progress(now), *self._replace_lost(now)]
-        failed = [s for s in self._known().values() if s.stage == Stage.FAILED]
+        effects: list[CoordinatorEffect] = [
+            *self._admit(situation),
+            *self._note_progress(situation),
+        ]
+        effects += self._replace_lost(situation)
+        failed = [s for s in self._roster.known().values() if s.stage == Stage.FAILED]
         if failed:
             self._outcome = f"worker {failed[0].worker} failed: {failed[0].detail}"
             effects.append(Announce("failed", self._outcome, failed[0].worker))
-        elif self._losses > self._policy.losses_max:
+        elif self._losses > self._policy.restart.losses_max:
             self._outcome = (
                 f"{self._losses} workers were lost at step {self._step} with no step committed in "
                 "between: see the worker logs; raise --losses-max if the machines are to blame"
             )
             effects.append(Announce("failed", self._outcome))
         elif self._note_release():
-            left = [self._status(m.worker) for m in self._members if not self._gone(m, now)]
+            left = [situation.status(m) for m in self._members if not situation.fenced(m)]
             if not left:
                 self._outcome = ""
             elif any(s is not None and not s.ended for s in left):
                 # Somebody has the last gradient but not its votes: a view of those left commits it.
-                effects += self._stop_if_broken(now)
-                effects += self._form(now)
-        elif self._all_exited():
+                effects += self._stop_if_broken(situation)
+                effects += self._form(situation)
+        elif self._roster.all_exited():
             self._outcome = ""
         else:
-            effects += self._stop_if_broken(now)
-            effects += self._form(now)
-            effects += self._invite()
+            effects += self._stop_if_broken(situation)
+            effects += self._form(situation)
+            effects += self._invite(self._situation(now))
         return effects
 
-    def _note_progress(self, now: float) -> list[CoordinatorEffect]:
+    def _learns(self, situation: Situation) -> bool:
+        """Whether something of a lost record may still come from the agents."""
+        if self._learn_until is None:
+            return False
+        for name, node in self._roster.nodes.items():
+            if node.view_known > self._number and not situation.silent(name):
+                return True
+        if situation.now < self._learn_until:
+            return True
+        self._learn_until = None
+        for name in self._roster.nodes:
+            self._roster.renew_unheard(name, self._view)
+        return False
+
+    def _admit(self, situation: Situation) -> Iterator[CoordinatorEffect]:
+        if self._release_loop < RELEASE_ALL:
+            waiting, lines = admit(situation, self._policy.nodes_max)
+            self._attendance, news = attend(situation, waiting, self._attendance)
+            yield from (Announce("node", line) for line in lines)
+            yield from (Announce(kind, line) for kind, line in news)
+
+    def _note_progress(self, situation: Situation) -> list[CoordinatorEffect]:
+        now = situation.now
         members = self._members_known()
         step = max((s.committed for s in members), default=self._step)
         if step > self._step:
@@ -296,7 +356,8 @@ class CoordinatorMachine:
         self._step = max(step, self._view.resume_step) if self._view else step
         still = tuple((s.worker, s.incarnation, s.committed, s.waiting) for s in members)
         waited_for = [s for s in members if not s.waiting and not s.ended and s.stage.alive]
-        if still != self._still or not any(s.waiting for s in members):
+        unseen = any(situation.silent(m.agent) for m in self._members)
+        if still != self._still or unseen or not any(s.waiting for s in members):
             self._still, self._still_since = still, now
         elif now - self._still_since >= self._policy.hang_s:
             self._still_since = now
@@ -304,180 +365,134 @@ class CoordinatorMachine:
         return []
 
     def _order_anew(self, status: WorkerStatus, reason: str) -> Announce:
-        slot = self._slots[status.worker]
-        slot.incarnation = Incarnation(slot.incarnation + 1)
-        slot.respawn_at = None
+        self._roster.order_anew(status.worker)
         return Announce("replaced", f"worker {status.worker} is replaced: {reason}", status.worker)
 
-    def _replace_lost(self, now: float) -> Iterator[CoordinatorEffect]:
-        """Count each loss once; order the next incarnation when its back-off has passed."""
-        if self._release_loop == RELEASE_ALL:
-            return
-        for worker, slot in self._slots.items():
-            if slot.respawn_at is None:
-                lost = self._loss(worker, slot, now)
-                if lost is None:
-                    continue
-                slot.respawn_at = now
-                if slot.counted < slot.incarnation:
-                    slot.counted = slot.incarnation
-                    slot.respawn_at = now + self._count_loss()
-                    yield Announce("lost", f"worker {worker} was lost: {lost}", worker)
-            if now >= slot.respawn_at:
-                slot.incarnation = Incarnation(slot.incarnation + 1)
-                slot.respawn_at = None
-
-    def _count_loss(self) -> float:
-        """Returns the back-off: none at first, then longer with every loss without progress."""
-        self._losses += 1
-        excess = self._losses - 2 * len(self._slots)
-        backoff_s = self._policy.backoff_s * 2.0 ** min(excess, 10)
-        return min(backoff_s, self._policy.backoff_max_s) if excess > 0 else 0.0
-
-    def _loss(self, worker: WorkerId, slot: _Slot, now: float) -> str | None:
-        """Why the ordered incarnation of `worker` is gone, or None while it is not."""
-        agent = self._agents.get(slot.agent)
-        member = Member(worker=worker, incarnation=slot.incarnation, agent=slot.agent)
-        in_view = member in self._members
-        if agent is None or now >= agent.heard_at + self._fence_s():
-            return "its node's lease ran out" if in_view and self._gone(member, now) else None
-        status = agent.statuses.get(worker)
-        if status is None or status.incarnation < slot.incarnation:
-            # Not started yet, or the agent itself restarted and its workers died with it.
-            return "its agent restarted" if in_view else None
-        return status.detail or "gone" if status.stage == Stage.LOST else None
+    def _replace_lost(self, situation: Situation) -> Iterator[Announce]:
+        if self._release_loop < RELEASE_ALL:
+            for worker, why in replace_lost(situation, self._policy.restart):
+                self._losses += 1
+                yield Announce("lost", f"worker {worker} was lost: {why}", worker)
 
     def _note_release(self) -> bool:
         """Let ended workers go once the leader's script is past the loop; True when it is over."""
         view = self._view
         member = view.member(view.leader) if view else None
-        leader = self._status(member.worker, member.incarnation) if member else None
+        leader = self._roster.status(member.worker, member.incarnation) if member else None
         if leader is not None and leader.stage == Stage.EXITED:
             self._release_loop = RELEASE_ALL
         elif leader is not None:
             self._release_loop = max(self._release_loop, leader.loop - 1)
         return self._release_loop == RELEASE_ALL
 
-    def _all_exited(self) -> bool:
-        stages = [s.stage for s in self._known().values()]
-        return 0 < len(stages) == len(self._slots) and all(s == Stage.EXITED for s in stages)
-
-    def _stop_if_broken(self, now: float) -> Iterator[CoordinatorEffect]:
+    def _stop_if_broken(self, situation: Situation) -> Iterator[CoordinatorEffect]:
         view = self._view
         if view is None or self._stop_view >= view.number:
             return
-        reason = None
-        stopped = waiting = False
-        for member in view.members:
-            status = self._status(member.worker, member.incarnation)
-            if self._gone(member, now):
-                reason = f"worker {member.worker} is gone"
-            elif status is None:
-                continue
-            elif status.promised < view.number:
-                waiting = waiting or status.waiting
-            elif status.at_boundary and status.committed > view.resume_step:
-                stopped = True  # at rest after a vote: as planned, if the others come to rest too
-            else:
-                reason = reason or f"worker {member.worker} lost touch with another"
-        if stopped and waiting and now - self._still_since >= self._policy.patience_s:
-            reason = reason or "a worker waits for one that has stopped"
+        waited_s = situation.now - self._still_since
+        reason = why_broken(situation, waited_s, self._policy.patience_s)
         if reason is not None:
             self._stop_view = number = view.number
             yield Announce("stop_view", f"view {number} is stopped: {reason}", None, number)
 
-    def _form(self, now: float) -> Iterator[CoordinatorEffect]:
+    def _form(self, situation: Situation) -> Iterator[CoordinatorEffect]:
         """The next view, once nobody can act in the present one any more."""
-        view = self._view
-        alive: list[WorkerStatus] = []
-        for member in self._members:
-            if self._gone(member, now):
-                continue
-            status = self._status(member.worker, member.incarnation)
-            if status is None or view is None or status.promised < view.number:
-                return
-            if self._ordered(status):  # else it is being replaced: its agent will end it
-                alive.append(status)
-        survivors = [s for s in alive if s.has_state]
         finishing = self._release_loop == RELEASE_ALL
-        if view is None or not survivors:
-            if not finishing:
-                yield from self._form_initial(now)
+        survivors = survivors_of(situation)
+        if survivors is None:
             return
-        step, why = resume_step(survivors)
-        at_rest = all(s.at_boundary for s in survivors)
-        room = max(self._policy.virtual_ranks - len(survivors), 0)
-        joiners = self._candidates()[:room] if at_rest and not finishing else []
-        if at_rest and not finishing and len(survivors + joiners) < self._policy.workers_min:
+        for worker in unreachable(situation):
+            wait_s = bench(self._roster, worker, situation.now, self._policy.restart)
+            text = f"worker {worker} is left out for {wait_s:.3g} s: the network does not reach it"
+            yield Announce("benched", text, worker)
+        survivors = [s for s in survivors if self._roster.ordered(s)]
+        if not survivors:
+            # Silent members may hold the state: they are waited for, until that is given up.
+            if not finishing and not any(situation.may_return(m) for m in self._members):
+                yield from self._form_initial(situation)
             return
-        staying = [s.worker for s in survivors]
-        members = sorted([*staying, *[s.worker for s in joiners]])
-        if at_rest:
-            owners = assign_at_boundary(self._policy.virtual_ranks, members, view.owners)
-            if joiners:
-                why = f"worker {', '.join(str(s.worker) for s in joiners)} joins"
-        else:
-            owners = assign_mid_step(staying, view.owners)
-        yield self._install(members, owners, step, [s.worker for s in joiners], why)
+        policy = self._policy
+        if finishing:
+            yield self._install(last_view(situation, survivors))
+            return
+        proposal = next_view(situation, survivors, policy.virtual_ranks, policy.workers_min)
+        if proposal is not None:
+            yield self._install(proposal)
 
-    def _form_initial(self, now: float) -> Iterator[CoordinatorEffect]:
+    def _form_initial(self, situation: Situation) -> Iterator[CoordinatorEffect]:
         """Nobody holds the state: start, or start again, from the initial one."""
+        now, roster, policy = situation.now, self._roster, self._policy
         if self._wanting_since is None:
             self._wanting_since = now
-        known = self._known()
+        known = roster.known()
         for status in known.values():
             stained = status.tainted or status.has_state
-            if stained and status.stage == Stage.READY and self._ordered(status):
+            if stained and status.stage == Stage.READY and roster.ordered(status):
                 yield self._order_anew(status, "its state is neither initial nor the job's")
-        ready = [s for s in self._candidates() if not s.tainted and not s.has_state]
-        late = now >= self._wanting_since + self._policy.settle_s
-        pending = [w for w in self._slots if w not in known or known[w].stage != Stage.EXITED]
-        everyone = len(ready) == len(pending) and len(self._slots) >= self._policy.workers_start
-        if not ready or not (everyone or (late and len(ready) >= self._policy.workers_min)):
+        ready = [s for s in candidates(situation) if not s.tainted]
+        late = now >= self._wanting_since + policy.settle_s
+        pending = [w for w in roster.places if w not in known or known[w].stage != Stage.EXITED]
+        nodes = sum(1 for n in roster.nodes if roster.here(n) and not situation.silent(n))
+        if self._view is None and nodes < policy.nodes_min:
+            self._wanting_since = now
+            return
+        everyone = len(ready) == len(pending)
+        if not ready or not (everyone or (late and len(ready) >= policy.workers_min)):
             return
         self._wanting_since = None
-        members = [s.worker for s in ready][: self._policy.virtual_ranks]
-        owners = assign_at_boundary(self._policy.virtual_ranks, members, ())
+        workers = tuple(s.worker for s in ready)[: policy.virtual_ranks]
         why = "every worker was lost: from step 0 again" if self._view else "the job starts"
         self._step = 0
-        yield self._install(members, owners, 0, members, why)
+        yield self._install(
+            Proposal(
+                workers=workers,
+                owners=assign_at_boundary(policy.virtual_ranks, workers, ()),
+                resume_step=0,
+                joiners=workers,
+                why=why,
+            )
+        )
 
-    def _install(
-        self,
-        members: list[WorkerId],
-        owners: tuple[WorkerId, ...],
-        step: int,
-        joiners: list[WorkerId],
-        why: str,
-    ) -> Announce:
-        number = ViewNumber((self._view.number if self._view else NO_VIEW) + 1)
+    def _install(self, proposal: Proposal) -> Announce:
+        number = ViewNumber(max(self._number, self._views_used) + 1)
+        for member in self._members:
+            place = self._roster.places.get(member.worker)
+            if member.worker in proposal.workers or place is None or place.respawn_at is not None:
+                continue
+            if place.incarnation == member.incarnation:
+                self._roster.order_anew(member.worker)  # left out: never again as it was
+        workers, places = proposal.workers, self._roster.places
         self._view = View(
             number=number,
             members=tuple(
-                Member(worker=w, incarnation=self._slots[w].incarnation, agent=self._slots[w].agent)
-                for w in members
+                Member(worker=w, incarnation=places[w].incarnation, agent=places[w].agent)
+                for w in workers
             ),
-            owners=owners,
-            resume_step=step,
-            leader=self._leader([w for w in members if w not in joiners] or members),
-            joiners=tuple(sorted(joiners)),
-            reason=why,
+            owners=proposal.owners,
+            resume_step=proposal.resume_step,
+            leader=self._leader([w for w in workers if w not in proposal.joiners] or workers),
+            joiners=proposal.joiners,
+            reason=proposal.why,
         )
-        names = ", ".join(map(str, members))
-        return Announce("view", f"view {number}: workers {names}; {why}", None, number, step)
+        self._views_used = number
+        self._witness_at = None
+        names, step = ", ".join(map(str, workers)), proposal.resume_step
+        return Announce(
+            "view", f"view {number}: workers {names}; {proposal.why}", None, number, step
+        )
 
-    def _leader(self, eligible: list[WorkerId]) -> WorkerId:
+    def _leader(self, eligible: Sequence[WorkerId]) -> WorkerId:
         """The one before, if it survives: what it does alone it must be able to finish alone."""
         view = self._view
         return view.leader if view is not None and view.leader in eligible else eligible[0]
 
-    def _invite(self) -> Iterator[CoordinatorEffect]:
+    def _invite(self, situation: Situation) -> Iterator[CoordinatorEffect]:
         """Plan a change at the next boundary: somebody can join, or too few are left."""
-        view = self._view
+        view, policy = self._view, self._policy
         if view is None or self._stop_view >= view.number or self._pending_view >= view.number:
             return
-        joiners = self._candidates() if len(view.members) < self._policy.virtual_ranks else []
-        short = len(view.members) < self._policy.workers_min
+        joiners = candidates(situation) if len(view.members) < policy.virtual_ranks else []
+        short = len(view.members) < policy.workers_min
         if (joiners or short) and not any(s.ended for s in self._members_known()):
             self._pending_view = view.number
             names = ", ".join(str(s.worker) for s in joiners)
@@ -486,115 +501,101 @@ class CoordinatorMachine:
 
     # ------------------------------------------------------------ telling
 
-    def _directives(self, reply_to: AgentId | None, now: float) -> Iterator[SendDirective]:
-        for name, agent in sorted(self._agents.items()):
-            view = self._view
-            directive = Directive(
-                term=self._term,
-                seq=agent.sent.seq if agent.sent else 0,
-                agent=name,
-                agent_incarnation=agent.incarnation,
-                heard=agent.seq if name == reply_to else (agent.sent.heard if agent.sent else 0),
-                wanted=tuple(self._wanted(name, now)),
-                stop_view=self._stop_view,
-                pending_view=self._pending_view,
-                view=view if view and agent.view_known < view.number else None,
-                release_loop=self._release_loop,
-                shutdown=self._outcome is not None,
-            )
-            if name != reply_to and agent.sent is not None:
-                old_view = directive.view is None or agent.view_told >= directive.view.number
-                if old_view and directive == dataclasses.replace(agent.sent, view=directive.view):
+    def _directives(self, reply_to: AgentId | None) -> Iterator[SendDirective]:
+        for name, node in sorted(self._roster.nodes.items()):
+            heard = node.seq if name == reply_to else (node.sent.heard if node.sent else 0)
+            directive = self._directive(name, heard)
+            if name != reply_to and node.sent is not None:
+                old_view = directive.view is None or node.view_told >= directive.view.number
+                same = dataclasses.replace(node.sent, seq=directive.seq, view=directive.view)
+                if old_view and directive == same:
                     continue
-            self._seq += 1
-            agent.view_told = view.number if view else NO_VIEW
-            agent.sent = dataclasses.replace(directive, seq=self._seq)
-            yield SendDirective(agent.sent)
+            yield self._send(name, directive)
 
-    def _wanted(self, agent: AgentId, now: float) -> Iterator[tuple[WorkerId, Incarnation]]:
-        if self._outcome is not None:
+    def _answer(self, name: AgentId) -> SendDirective:
+        return self._send(name, self._directive(name, self._roster.nodes[name].seq))
+
+    def _send(self, name: AgentId, directive: Directive) -> SendDirective:
+        node = self._roster.nodes[name]
+        self._seq = directive.seq
+        node.view_told, node.sent = directive.view_number, directive
+        return SendDirective(directive)
+
+    def _directive(self, name: AgentId, heard: int) -> Directive:
+        view, node = self._view, self._roster.nodes[name]
+        return Directive(
+            term=self._term,
+            seq=self._seq + 1,
+            agent=name,
+            agent_incarnation=node.incarnation,
+            heard=heard,
+            wanted=tuple(self._wanted(name)),
+            stop_view=self._stop_view,
+            pending_view=self._pending_view,
+            view_number=self._number,
+            view=view if view and node.view_known < view.number else None,
+            release_loop=self._release_loop,
+            undecided=self._learn_until is not None,
+            shutdown=self._outcome is not None,
+        )
+
+    def _wanted(self, name: AgentId) -> Iterator[tuple[WorkerId, Incarnation]]:
+        if self._outcome is not None or self._learn_until is not None:
             return
-        if self._release_loop == RELEASE_ALL:  # only who is still on its way out: nothing starts
+        if self._release_loop == RELEASE_ALL:  # who is still on its way out: nothing starts
             for member in self._members:
-                if member.agent == agent and not self._gone(member, now):
+                here = member.agent == name
+                if here and not self._roster.dead(member.worker, member.incarnation):
                     yield member.worker, member.incarnation
-            return
-        for worker, slot in self._slots.items():
-            # A lost one is not ordered: that would start the same incarnation a second time.
-            if slot.agent == agent and slot.respawn_at is None:
-                yield worker, slot.incarnation
+        else:
+            yield from self._roster.wanted(name)
 
     # ------------------------------------------------------------ knowing
+
+    @property
+    def _number(self) -> ViewNumber:
+        return self._view.number if self._view else NO_VIEW
 
     @property
     def _members(self) -> tuple[Member, ...]:
         return self._view.members if self._view else ()
 
-    def _known(self) -> dict[WorkerId, WorkerStatus]:
-        """The newest status heard of each worker, of whichever incarnation."""
-        statuses = [(worker, self._status(worker)) for worker in self._slots]
-        return {worker: status for worker, status in statuses if status is not None}
-
-    def _status(
-        self, worker: WorkerId, incarnation: Incarnation | None = None
-    ) -> WorkerStatus | None:
-        slot = self._slots.get(worker)
-        agent = self._agents.get(slot.agent) if slot else None
-        status = agent.statuses.get(worker) if agent else None
-        other = status is not None and incarnation not in (None, status.incarnation)
-        return None if other else status
+    def _situation(self, now: float) -> Situation:
+        return Situation(
+            view=self._view,
+            roster=self._roster,
+            lease=self._policy.lease,
+            witness_at=self._witness_at,
+            now=now,
+        )
 
     def _members_known(self) -> list[WorkerStatus]:
-        found = [self._status(m.worker, m.incarnation) for m in self._members]
+        found = [self._roster.status(m.worker, m.incarnation) for m in self._members]
         return [s for s in found if s is not None]
-
-    def _ordered(self, status: WorkerStatus) -> bool:
-        return status.incarnation == self._slots[status.worker].incarnation
-
-    def _candidates(self) -> list[WorkerStatus]:
-        """Workers that could join a view: ready, newest of their slot, without the job's state."""
-        acting = {m.worker: m.incarnation for m in self._members}
-        promised = self._view.number if self._view else NO_VIEW
-        return [
-            s
-            for s in sorted(self._known().values(), key=lambda s: s.worker)
-            if s.stage == Stage.READY
-            and self._ordered(s)
-            and not s.has_state
-            and (acting.get(s.worker) != s.incarnation or s.promised >= promised)
-        ]
-
-    def _gone(self, member: Member, now: float) -> bool:
-        """Whether this incarnation can never act again: its process ended, or its lease ran out."""
-        agent = self._agents.get(member.agent)
-        if agent is None:
-            return now >= self._started_at + self._fence_s()
-        if now >= agent.heard_at + self._fence_s():
-            return True
-        status = agent.statuses.get(member.worker)
-        if status is None or status.incarnation > member.incarnation:
-            return True
-        return status.incarnation == member.incarnation and not status.stage.alive
-
-    def _fence_s(self) -> float:
-        return self._policy.lease_s + self._policy.lease_margin_s
 
     def _record(self) -> JobRecord:
         return JobRecord(
             term=self._term,
             view=self._view,
-            slots=tuple(
-                Slot(worker=w, agent=s.agent, incarnation=s.incarnation)
-                for w, s in self._slots.items()
-            ),
+            views_used=self._views_used,
+            slots=self._roster.slots(),
+            workers_named=self._roster.workers_named,
+            forgotten=self._forgotten,
             release_loop=self._release_loop,
             outcome=self._outcome,
         )
 
     def _over(self, now: float) -> bool:
-        return self._outcome is not None and not any(
+        """Whether all that may still run has ended: nodes that are silent end it by themselves."""
+        roster, fence_s = self._roster, self._policy.lease.lease_s + self._policy.lease.margin_s
+        if self._outcome is None:
+            return False
+        if now < roster.started_at + fence_s:
+            if any(p.agent not in roster.nodes for p in roster.places.values()):
+                return False
+        return not any(
             s.stage.alive
-            for a in self._agents.values()
-            if now < a.heard_at + self._fence_s()
-            for s in a.statuses.values()
+            for n in roster.nodes.values()
+            if now < n.heard_at + fence_s
+            for s in n.statuses.values()
         )

@@ -56,6 +56,8 @@ class WorkerStatus:
     waiting: bool = False  # its own tasks of the step are done; it waits for others
     loop: int = 0  # how many step loops its script has entered
     ended: bool = False  # its current loop has run all its steps
+    unreached: tuple[WorkerId, ...] = ()  # members of `view` that the network does not reach
+    proved_at: float = 0.0  # its node's clock: every member of `view` acted in it since then
     detail: str = ""  # why it was lost, or the traceback of a failure
     pid: int = 0
 
@@ -107,6 +109,8 @@ class AgentReport:
     slots: int
     pid: int = 0
     view_known: ViewNumber = NO_VIEW
+    view: View | None = None  # only for a coordinator that has forgotten it
+    release_loop: int = 0
     workers: tuple[WorkerStatus, ...] = ()
 
 
@@ -122,8 +126,10 @@ class Directive:
     wanted: tuple[tuple[WorkerId, Incarnation], ...] = ()
     stop_view: ViewNumber = NO_VIEW
     pending_view: ViewNumber = NO_VIEW
-    view: View | None = None
+    view_number: ViewNumber = NO_VIEW  # the newest view formed
+    view: View | None = None  # that view, for agents that may not know it
     release_loop: int = 0
+    undecided: bool = False  # the coordinator still learns what there is: go on as before
     shutdown: bool = False
 
 
@@ -135,6 +141,7 @@ class WorkerDirective:
     pending_view: ViewNumber = NO_VIEW
     view: View | None = None
     release_loop: int = 0
+    acting_until: float = float("inf")  # its node's clock: it promises its view then
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +159,9 @@ class JobRecord:
 
     term: int
     view: View | None = None
+    views_used: ViewNumber = NO_VIEW  # no number up to this may be given to another view
     slots: tuple[Slot, ...] = ()
+    workers_named: int = 0  # ids below this have been given to slots
+    forgotten: int = 0  # how often such a record was lost
     release_loop: int = 0
     outcome: str | None = None  # None while running, "" after success, else the reason of failure

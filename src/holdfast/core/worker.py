@@ -89,6 +89,19 @@ class LoopEnded:
     """The script's current loop has no further step."""
 
 
+@dataclass(frozen=True, slots=True)
+class LinkLost:
+    """The network does not reach these members of the view any more."""
+
+    view: ViewNumber
+    peers: tuple[WorkerId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed: the right to act may have ended."""
+
+
 WorkerEvent = (
     LoopEntered
     | Directed
@@ -100,6 +113,8 @@ WorkerEvent = (
     | LocalDone
     | AtBoundary
     | LoopEnded
+    | LinkLost
+    | Tick
 )
 
 # ---------------------------------------------------------------- effects
@@ -164,6 +179,8 @@ class WorkerMachine:
         self._pending_view = NO_VIEW
         self._release_loop = 0
         self._released_loop = 0
+        self.acting_until = float("inf")  # by its node's clock
+        self._began_at = 0.0  # when the step under way, or this view, began here
 
     def handle(self, event: WorkerEvent, now: float) -> list[WorkerEffect]:  # noqa: RET503
         """Apply one event at time `now` (seconds, any fixed origin); returns effects in order."""
@@ -171,7 +188,7 @@ class WorkerMachine:
             case LoopEntered():
                 return self._loop_entered()
             case Directed(directive):
-                return self._directed(directive)
+                return self._directed(directive, now)
             case GroupBroken(view):
                 return self._promise(view)
             case Loading():
@@ -184,7 +201,7 @@ class WorkerMachine:
                     self._change(reduced=True)
                 return []
             case Voted(view, step, pending):
-                return self._voted(view, step, pending)
+                return self._voted(view, step, pending, now)
             case LocalDone(done):
                 self._change(waiting=done)
                 return []
@@ -192,13 +209,17 @@ class WorkerMachine:
                 return self._at_boundary()
             case LoopEnded():
                 self._change(ended=True, waiting=False)
-                return [self._tell(), *self._release()]
+                return [self._tell(), *self._release(now)]
+            case LinkLost(view, peers):
+                return self._link_lost(view, peers)
+            case Tick():
+                return self._expire(now)
             case _:
                 assert_never(event)
 
     def deadline(self) -> float | None:
-        """A worker never wants to be woken: its agent's heartbeat fetches `snapshot`."""
-        return None
+        """When its right to act ends; None while it has none to lose."""
+        return self.acting_until if self._acting_in(self._status.view) else None
 
     def snapshot(self) -> WorkerStatus:
         return self._status
@@ -212,13 +233,13 @@ class WorkerMachine:
         """What this worker says in its votes: it knows of a planned change to the current view."""
         return self._view is not None and self._pending_view >= self._view.number
 
-    @property
-    def leads(self) -> bool:
+    def leads(self, now: float) -> bool:
         view = self._view
         return (
             view is not None
             and view.leader == self._status.worker
             and view.number > self._status.promised
+            and now < self.acting_until
         )
 
     def check(self) -> None:
@@ -235,8 +256,9 @@ class WorkerMachine:
         self._change(stage=Stage.READY, loop=status.loop + 1, ended=False)
         return [self._tell()]
 
-    def _directed(self, directive: WorkerDirective) -> list[WorkerEffect]:
+    def _directed(self, directive: WorkerDirective, now: float) -> list[WorkerEffect]:
         effects: list[WorkerEffect] = []
+        self.acting_until = directive.acting_until
         self._release_loop = max(self._release_loop, directive.release_loop)
         self._pending_view = max(self._pending_view, directive.pending_view)
         if directive.stop_view > self._status.promised:
@@ -245,8 +267,20 @@ class WorkerMachine:
         if view is not None and view.number > max(self._status.view, self._status.promised):
             me = view.member(self._status.worker)
             if me is not None and me.incarnation == self._status.incarnation:
-                effects += self._install(view)
-        return effects + self._release()
+                effects += self._install(view, now)
+        return effects + self._expire(now) + self._release(now)
+
+    def _expire(self, now: float) -> list[WorkerEffect]:
+        """The second fence, for when the agent itself was too late to suspend this process."""
+        if self._acting_in(self._status.view) and now >= self.acting_until:
+            return self._promise(self._status.view)
+        return []
+
+    def _link_lost(self, view: ViewNumber, peers: tuple[WorkerId, ...]) -> list[WorkerEffect]:
+        if self._status.view != view or set(peers) <= set(self._status.unreached):
+            return []
+        self._change(unreached=tuple(sorted({*self._status.unreached, *peers})))
+        return self._promise(view) or [self._tell()]
 
     def _promise(self, number: ViewNumber) -> list[WorkerEffect]:
         if number <= self._status.promised:
@@ -254,7 +288,7 @@ class WorkerMachine:
         self._change(promised=number, at_boundary=self._held and self._status.has_state)
         return [Sever(number), self._tell()]
 
-    def _install(self, view: View) -> list[WorkerEffect]:
+    def _install(self, view: View, now: float) -> list[WorkerEffect]:
         status = self._status
         effects: list[WorkerEffect] = []
         if status.view > status.promised:
@@ -284,7 +318,9 @@ class WorkerMachine:
             reduced=False,
             at_boundary=False,
             waiting=status.waiting and not committing,
+            unreached=(),
         )
+        self._began_at = now
         effects += [Install(view), self._tell()]
         if not view.joiners:
             effects += self._begin()
@@ -305,12 +341,16 @@ class WorkerMachine:
         self._change(at_boundary=False)
         return [Begin(self._status.committed)]
 
-    def _voted(self, view: ViewNumber, step: int, pending: bool) -> list[WorkerEffect]:
+    def _voted(self, view: ViewNumber, step: int, pending: bool, now: float) -> list[WorkerEffect]:
         if not self._acting_in(view) or step != self._status.committed:
             return []
+        if now >= self.acting_until:  # the others may have been told to go on without it
+            return self._promise(view)
         require(self._status.reduced, f"step {step} was voted on without its gradient")
         self._stop_next = pending
-        self._change(committed=step + 1, reduced=False, waiting=False)
+        # All others needed this worker's share of the step, which it sent after this moment.
+        proved_at, self._began_at = self._began_at, now
+        self._change(committed=step + 1, reduced=False, waiting=False, proved_at=proved_at)
         return [Commit(step)]
 
     def _at_boundary(self) -> list[WorkerEffect]:
@@ -327,9 +367,9 @@ class WorkerMachine:
             return []
         return self._begin()
 
-    def _release(self) -> list[WorkerEffect]:
+    def _release(self, now: float) -> list[WorkerEffect]:
         loop = self._status.loop
-        allowed = self._release_loop >= loop or self.leads
+        allowed = self._release_loop >= loop or self.leads(now)
         if self._status.ended and allowed and self._released_loop < loop:
             self._released_loop = loop
             return [Release(loop)]

@@ -46,6 +46,11 @@ def expected_sum(state: int, step: int, vranks: int) -> int:
     return level[0]
 
 
+def out_of_time(process: Process) -> bool:
+    """Its right to act has ended by its own clock, which it reads before it acts."""
+    return process.host.clock() >= process.machine.acting_until
+
+
 class Truth:
     """Observes; raises Violation. Nothing in the simulated world reads it."""
 
@@ -57,9 +62,10 @@ class Truth:
         self.views: dict[int, View] = {}
         self.newest = 0
         self.processes: dict[Key, Process] = {}
-        self.live: dict[int, Process] = {}
+        self.live: dict[Key, Process] = {}
         self.leading: dict[Key, int] = {}
         self.disk: JobRecord | None = None
+        self.forgotten = False  # the coordinator has lost the journal and still learns
         self.completed = False
         self.commits = 0
 
@@ -76,15 +82,16 @@ class Truth:
         key = process.key
         if key in self.processes:
             raise Violation(f"worker {key[0]} was started twice as incarnation {key[1]}")
-        if key[0] in self.live:
-            raise Violation(
-                f"two processes of worker {key[0]} live: {self.live[key[0]].key}, {key}"
-            )
+        forgotten = self.disk is not None and self.disk.forgotten
+        for other in self.live.values():
+            # Who has lost the journal may give a node that it never heard of another one's number.
+            if other.worker == process.worker and (other.agent == process.agent or not forgotten):
+                raise Violation(f"two processes of worker {key[0]} live: {other.key}, {key}")
         self.processes[key] = process
-        self.live[key[0]] = process
+        self.live[key] = process
 
     def died(self, process: Process) -> None:
-        del self.live[process.key[0]]
+        del self.live[process.key]
         self.leading.pop(process.key, None)
 
     def left(self, process: Process) -> None:
@@ -104,27 +111,32 @@ class Truth:
         disk = self.disk
         if disk is None or reason != REPLACED or disk.outcome is not None:
             return
-        ordered = next((s.incarnation for s in disk.slots if s.worker == process.key[0]), 0)
+        places = {s.worker: s.incarnation for s in disk.slots}
+        if process.worker not in places:
+            return  # another node has taken this one's place
+        ordered = places[process.worker]
         if ordered <= process.key[1] and disk.release_loop != RELEASE_ALL:
             raise Violation(f"worker {process.key} is ended for a directive that does not hold")
 
     def replaced(self, worker: int) -> None:
         """A worker counts as hung: then something must be wrong with its process."""
-        process = self.live.get(worker)
-        if process is not None and not process.ailing:
-            raise Violation(f"worker {process.key} is replaced as hung although nothing ails it")
+        for process in self.live.values():
+            if process.worker == worker and not process.ailing:
+                raise Violation(f"worker {process.key} is replaced as hung: nothing ails it")
 
     # ------------------------------------------------------------ membership
 
     def persisted(self, record: JobRecord) -> None:
         if self.disk is not None and self.disk.term > record.term:
             raise Violation("a deposed coordinator wrote to the journal")
-        self.disk = record
+        self.disk, self.forgotten = record, False
         if record.view is not None:
             self._formed(record.view)
 
     def directed(self, directive: Directive) -> None:
         """The coordinator speaks: what it says must be durable."""
+        if self.forgotten:
+            return
         slots = {s.worker: s.incarnation for s in self.disk.slots} if self.disk else {}
         for worker, incarnation in directive.wanted:
             if slots.get(worker, 0) < incarnation:
@@ -153,9 +165,11 @@ class Truth:
         self.newest = view.number
         for member in before.members if before else ():
             process = self.processes[(member.worker, member.incarnation)]
-            if before is None or not process.alive:
+            if before is None or not process.alive or process.suspended or out_of_time(process):
                 continue
             status = process.machine.snapshot()
+            if self.disk is not None and self.disk.forgotten and status.view < before.number:
+                continue  # a view that was lost with the journal before anybody heard of it
             if status.promised < before.number:
                 raise Violation(
                     f"view {view.number} was formed while worker {process.key} can still act in "
@@ -233,12 +247,30 @@ class Truth:
         if process.state != self.states[process.step]:
             raise Violation(f"worker {process.key} diverged at step {process.step}")
 
+    def woken(self, process: Process) -> None:
+        """An agent lets a suspended worker go on: it must not act in a view of the past."""
+        status = process.machine.snapshot()
+        if self.newest > status.view > status.promised:
+            raise Violation(f"worker {process.key} wakes in view {status.view} of {self.newest}")
+        self.acted(process)
+
+    def read(self, directive: Directive) -> None:
+        """Whoever asks after a view was formed must hear of that view: views are linearizable."""
+        nobody_knew = directive.view_number == 0 and self.disk is not None and self.disk.forgotten
+        if directive.view_number < self.newest and not (self.forgotten or nobody_knew):
+            raise Violation(f"view {self.newest} was formed, {directive.view_number} was answered")
+
     def acted(self, process: Process) -> None:
         """After every event of a worker: no two may believe that they lead."""
         machine = process.machine
-        if not machine.leads or machine.snapshot().promised >= machine.snapshot().view:
+        leads = machine.leads(process.host.clock()) and not process.suspended
+        if not leads or machine.snapshot().promised >= machine.snapshot().view:
             self.leading.pop(process.key, None)
             return
         self.leading[process.key] = machine.snapshot().view
+        for key in list(self.leading):
+            other = self.processes[key]
+            if other.suspended or not other.machine.leads(other.host.clock()):
+                del self.leading[key]  # its time ran out, or its agent stopped it
         if len(self.leading) > 1:
             raise Violation(f"several leaders: {self.leading}")

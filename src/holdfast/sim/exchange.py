@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.core import tree
 from holdfast.core.types import View, WorkerId
-from holdfast.core.worker import GroupBroken, Loading, Reduced, Synced, Voted
+from holdfast.core.worker import GroupBroken, LinkLost, Loading, Reduced, Synced, Voted
 from holdfast.sim.checkers import Key, add
 
 if TYPE_CHECKING:
@@ -124,6 +124,19 @@ class DataNetwork:
         for process in told:
             process.post(rng.uniform(0.0, 0.5), broken, process, number, "link broke")
 
+    def silence(self, a: Process, b: Process, number: int) -> None:
+        """Nothing passes between two workers any more; in time the kernel says so, to one or both.
+
+        What was never sent on a link that is healed again in time goes unnoticed, as it may.
+        """
+        world = self._world
+        self._cut_links[(number, a.key, b.key)] = self._cut_links[(number, b.key, a.key)] = True
+        told = world.rng.choice(((a,), (b,), (a, b)))
+        for process in told:
+            peer = b if process is a else a
+            delay_s = world.rng.uniform(1.0, 1.5) * world.options.link_s
+            process.post(delay_s, link_lost, process, number, peer.worker)
+
     def part(self, a: str, b: str) -> None:
         """Two nodes' data networks lose each other; groups across them break."""
         self._apart[(a, b)] = self._apart[(b, a)] = True
@@ -132,11 +145,15 @@ class DataNetwork:
             for q in live:
                 if p.agent == a and q.agent == b and p.group is not None and q.group is not None:
                     if p.group.number == q.group.number and p.group.open and q.group.open:
-                        self.cut_link(p, q, p.group.number)
+                        self.silence(p, q, p.group.number)
 
     def join(self, a: str, b: str) -> None:
         self._apart.pop((a, b), None)
         self._apart.pop((b, a), None)
+
+    def unreached(self, process: Process, group: Group) -> tuple[WorkerId, ...]:
+        here = self._arrived.get(group.number, [])
+        return tuple(p.worker for p in here if p.alive and self._is_apart(process, p))
 
     def _is_apart(self, a: Process, b: Process) -> bool:
         return (a.agent, b.agent) in self._apart
@@ -151,7 +168,24 @@ def install(process: Process, view: View) -> None:
     group = process.group = Group(view, keys)
     world = process.world
     world.data.arrive(process, group)
+    process.post(world.options.link_s, unbuilt, process, view.number)
     process.post(world.options.build_timeout_s, build_timeout, process, view.number)
+
+
+def unbuilt(process: Process, number: int) -> None:
+    """The group takes long: whom does the network not reach?"""
+    group = process.open_group(number)
+    if group is None or group.ready:
+        return
+    lost = process.world.data.unreached(process, group)
+    if lost:
+        process.feed(LinkLost(group.view.number, lost))
+
+
+def link_lost(process: Process, number: int, peer: WorkerId) -> None:
+    group = process.open_group(number)
+    if group is not None:
+        process.feed(LinkLost(group.view.number, (peer,)))
 
 
 def build_timeout(process: Process, number: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from holdfast.sim.hosts import AgentHost
     from holdfast.sim.workers import Process
     from holdfast.sim.world import World
 
@@ -19,13 +20,16 @@ class Faults:
         self._world = world
         self._inside_worker = False
         self._inside_coordinator = False
+        self._journal = False
         self._kinds: tuple[str, ...] = ()
         self.active = False
         self.count: dict[str, int] = {}
 
     def start(self) -> None:
         kinds = self._world.options.faults
-        self._kinds = tuple(k for k in kinds if not k.endswith("_inside") and k != "lossy")
+        passive = ("lossy", "journal_lost")
+        self._kinds = tuple(k for k in kinds if not k.endswith("_inside") and k not in passive)
+        self._journal = "journal_lost" in kinds
         self._inside_worker = "worker_crash_inside" in kinds
         self._inside_coordinator = "coordinator_crash_inside" in kinds
         self.active = True
@@ -62,6 +66,13 @@ class Faults:
         world.at(world.rng.uniform(0.1, 4.0), world.coordinator.start)
         return True
 
+    def loses_journal(self) -> bool:
+        """Whether a coordinator that starts finds its journal damaged."""
+        if not (self._journal and self.active) or self._world.rng.random() >= 0.3:
+            return False
+        self._note("journal_lost")
+        return True
+
     # ------------------------------------------------------------ from outside
 
     def _strike(self, kind: str) -> None:
@@ -69,6 +80,8 @@ class Faults:
         live = world.live()
         match kind:
             case "agent_crash" | "agent_lost" | "partition" | "data_partition":
+                self._strike_node(kind)
+            case "agent_freeze" | "node_freeze":
                 self._strike_node(kind)
             case "coordinator_crash":
                 self._note(kind)
@@ -135,6 +148,11 @@ class Faults:
                     self._note(kind)
                     host.crash()
                     host.gone = True
+            case "agent_freeze" | "node_freeze":
+                if not host.frozen and host.machine is not None:
+                    self._note(kind)
+                    self._freeze(host, whole=kind == "node_freeze")
+                    world.at(duration_s, self._thaw, host)
             case "partition":
                 self._note(kind)
                 for up in rng.choice(((True,), (False,), (True, False))):
@@ -146,6 +164,20 @@ class Faults:
                     self._note(kind)
                     world.data.part(host.name, other.name)
                     world.at(duration_s, world.data.join, host.name, other.name)
+
+    def _freeze(self, host: AgentHost, whole: bool) -> None:
+        host.frozen = True
+        for process in host.processes.values() if whole else ():
+            process.silent = True  # with the whole machine: nobody there sees it stopped
+
+    def _thaw(self, host: AgentHost) -> None:
+        """Who runs first on a machine that wakes is not known."""
+        processes = list(host.processes.values())
+        if self._world.rng.random() < 0.5:
+            host.thaw()
+        for process in processes:
+            process.resume()
+        host.thaw()
 
     # ------------------------------------------------------------ leaves
 

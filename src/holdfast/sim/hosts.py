@@ -6,6 +6,7 @@ that crashes loses its memory; only the coordinator's journal is durable.
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING
 
 from holdfast.core import agent as ag
@@ -25,6 +26,7 @@ class CoordinatorHost:
         self.world = world
         self.machine: co.CoordinatorMachine | None = None
         self.term = 0
+        self.forgotten = 0  # how often the journal was lost
         self.offset_s = 0.0
         self.outcome: str | None = None
         self._wake_at: float | None = None
@@ -36,8 +38,17 @@ class CoordinatorHost:
         self.term += 1
         self.offset_s = world.rng.uniform(0, 1000)  # another machine, another monotonic clock
         self._wake_at = None
+        record = world.truth.disk
+        if record is not None and world.faults.loses_journal():
+            self.forgotten += 1
+            world.truth.forgotten = True
+        forgotten = world.truth.forgotten
         self.machine = world.machines.coordinator(
-            world.coordinator_policy, self.term, world.truth.disk, self._clock()
+            world.coordinator_policy,
+            self.term,
+            None if forgotten else record,
+            self._clock(),
+            self.forgotten if forgotten else 0,
         )
         self.handle(co.Tick())
 
@@ -68,6 +79,7 @@ class CoordinatorHost:
             case co.SendDirective(directive):
                 world.truth.directed(directive)
                 host = world.hosts[directive.agent]
+                world.truth.read(directive)
                 world.transmit(host.name, False, host.hear, directive)
             case co.Announce(kind, _, worker):
                 if kind == "replaced" and "hung" in effect.text and worker is not None:
@@ -109,6 +121,8 @@ class AgentHost:
         self.processes: dict[int, Process] = {}  # by worker, newest
         self.rate = 1.0
         self.offset_s = 0.0
+        self.frozen = False  # the agent's process; its workers run on
+        self._backlog: deque[ag.AgentEvent] = deque()
         self._channel_free: dict[int, float] = {}
         self._watched: dict[int, Process] = {}
         self._wake_at: float | None = None
@@ -118,6 +132,7 @@ class AgentHost:
             return
         world = self.world
         self.incarnation += 1
+        self.frozen = False
         self.rate = 1.0 + world.rng.uniform(-1, 1) * world.options.drift
         self.offset_s = world.rng.uniform(0, 1000)
         self._wake_at = None
@@ -129,7 +144,8 @@ class AgentHost:
     def crash(self) -> None:
         """The agent dies, and the kernel takes its workers with it."""
         self.machine = None
-        for process in self.processes.values():
+        self._backlog.clear()
+        for process in list(self.processes.values()):
             process.end(-9, "its agent died")
         self.processes = {}
         self._watched = {}
@@ -141,12 +157,20 @@ class AgentHost:
         machine, world = self.machine, self.world
         if machine is None:
             return
-        effects = machine.handle(event, self._clock())
+        if self.frozen:
+            self._backlog.append(event)
+            return
+        effects = machine.handle(event, self.clock())
         world.note(self, event, effects)
         machine.check()
         for effect in effects:
             self._carry_out(effect)
         self._sleep()
+
+    def thaw(self) -> None:
+        self.frozen = False
+        while self._backlog and not self.frozen:
+            self.handle(self._backlog.popleft())
 
     def _carry_out(self, effect: ag.AgentEffect) -> None:
         world = self.world
@@ -173,6 +197,16 @@ class AgentHost:
                 if process is not None and process.key[1] == incarnation:
                     world.truth.killed(process, reason)
                     world.at(world.rng.uniform(0.0, 0.05), process.end, -9, reason)
+            case ag.Suspend(worker, incarnation):
+                process = self.processes.get(worker)
+                if process is not None and process.key[1] == incarnation:
+                    process.suspended = True
+            case ag.Resume(worker, incarnation):
+                process = self.processes.get(worker)
+                if process is not None and process.key[1] == incarnation:
+                    process.suspended = False
+                    world.truth.woken(process)
+                    process.wake()
             case ag.Quit():
                 self.gone = True
                 self.machine = None
@@ -205,7 +239,7 @@ class AgentHost:
             progress += 1
         sample = ProcessSample(state="T" if process.stopped else "S", progress=progress)
         self.handle(ag.Sampled(process.worker, Incarnation(process.key[1]), sample))
-        if process.stopped or process.silent:
+        if process.alive and (process.stopped or process.silent):
             self.world.at(0.25, self._sample, process, progress)
         else:
             self._watched.pop(process.worker, None)
@@ -219,8 +253,12 @@ class AgentHost:
         if self.incarnation == incarnation:
             self.handle(event)
 
-    def _clock(self) -> float:
+    def clock(self) -> float:
+        """This node's monotonic clock, which its workers read as well."""
         return self.world.now * self.rate + self.offset_s
+
+    def world_time(self, clock: float) -> float:
+        return (clock - self.offset_s) / self.rate
 
     def _sleep(self) -> None:
         if self.machine is None:
@@ -228,7 +266,8 @@ class AgentHost:
         deadline = self.machine.deadline()
         if deadline is None:
             return
-        at = max((deadline - self.offset_s) / self.rate + 1e-6, self.world.now)
+        late_s = self.world.rng.uniform(0.0, self.world.options.late_s)
+        at = max(self.world_time(deadline) + 1e-6, self.world.now) + late_s
         if self._wake_at is None or at < self._wake_at:
             self._wake_at = at
             self.world.at(at - self.world.now, self._woken, self.incarnation, at)

@@ -19,8 +19,11 @@ FAULT_KINDS = (
     "slow",
     "agent_crash",
     "agent_lost",
+    "agent_freeze",
+    "node_freeze",
     "coordinator_crash",
     "coordinator_crash_inside",
+    "journal_lost",
     "partition",
     "lossy",
     "link_break",
@@ -38,7 +41,8 @@ class Options:
     slots: int
     vranks: int
     loops: tuple[int, ...]
-    workers_start: int
+    nodes_min: int
+    nodes_max: int
     workers_min: int
     task_s: float
     optimizer_s: float
@@ -46,12 +50,16 @@ class Options:
     load_s: float
     build_s: float
     build_timeout_s: float
+    link_s: float  # silence of the network after which the kernel gives a connection up
     control_s: float
     channel_s: float
     data_s: float
     heartbeat_s: float
     lease_s: float
     lease_margin_s: float
+    suspect_s: float
+    abandon_s: float
+    late_s: float  # how late an agent's timers may be
     settle_s: float
     hang_s: float
     loss: float
@@ -72,7 +80,7 @@ class Options:
     def finish_by_s(self) -> float:
         """When a run whose faults have ended must be over: every wait it may meet, twice."""
         work_s = self.steps * (self.vranks * self.task_s * 4 + self.optimizer_s + 40 * self.data_s)
-        waits_s = self.lease_s + self.lease_margin_s + self.settle_s + self.hang_s
+        waits_s = self.lease_s + self.lease_margin_s + self.settle_s + self.hang_s + self.abandon_s
         return self.faults_end_s + 60 + 4 * waits_s + 2 * work_s + 4 * self.build_timeout_s
 
 
@@ -89,7 +97,9 @@ def draw(seed: int, small: bool = False) -> Options:
     loops = (rng.randint(1, steps - 1), steps) if rng.random() < 0.25 else (steps,)
     kinds = [kind for kind in FAULT_KINDS if rng.random() < 0.35]
     vranks = rng.randint(fewest, max(most, fewest))
-    most_needed = slots if "agent_lost" in kinds else workers  # one node always remains
+    nodes_max = agents if rng.random() < 0.7 else max(agents - 1, 1)
+    # One node always remains.
+    most_needed = slots if "agent_lost" in kinds else min(workers, nodes_max * slots)
     return Options(
         seed=seed,
         agents=agents,
@@ -97,7 +107,8 @@ def draw(seed: int, small: bool = False) -> Options:
         slots=slots,
         vranks=vranks,
         loops=loops,
-        workers_start=workers if rng.random() < 0.8 else rng.randint(1, workers),
+        nodes_min=1 if "agent_lost" in kinds else rng.randint(1, min(agents - late, nodes_max)),
+        nodes_max=nodes_max,
         workers_min=1 if rng.random() < 0.8 else min(rng.randint(1, most_needed), vranks),
         task_s=rng.choice((0.02, 0.1, 0.5)) * rng.uniform(0.5, 2) * workers / vranks,
         optimizer_s=rng.choice((0.0, 0.01, 0.2)),
@@ -105,12 +116,16 @@ def draw(seed: int, small: bool = False) -> Options:
         load_s=rng.choice((0.01, 0.3, 1.0)),
         build_s=rng.choice((0.005, 0.1)),
         build_timeout_s=rng.uniform(3.0, 10.0),
+        link_s=rng.uniform(0.5, 2.0),
         control_s=rng.choice((0.0005, 0.005, 0.05, 0.2)),
         channel_s=rng.choice((0.0002, 0.002, 0.02)),
         data_s=rng.choice((0.0002, 0.002, 0.02, 0.2)),
         heartbeat_s=0.5,
         lease_s=rng.uniform(1.2, 3.0) if small else rng.uniform(2.0, 6.0),
         lease_margin_s=0.5,
+        suspect_s=rng.uniform(0.8, 1.2),
+        abandon_s=rng.uniform(8.0, 15.0),
+        late_s=rng.choice((0.0, 0.3)),
         settle_s=rng.uniform(3.0, 10.0),
         hang_s=rng.uniform(8.0, 20.0),
         loss=rng.uniform(0.02, 0.3) if "lossy" in kinds else 0.0,

@@ -24,6 +24,7 @@ from holdfast.core.worker import (
     Release,
     Sever,
     Tell,
+    Tick,
     Voted,
     WorkerEffect,
     WorkerEvent,
@@ -52,6 +53,7 @@ class Process:
         self.alive = True
         self.stopped = False  # by a signal: the kernel shows state T
         self.silent = False  # in foreign code that holds the interpreter lock
+        self.suspended = False  # by its agent
         self.stuck = False  # the main thread never comes back
         self.ailing = False  # stuck or very slow at some time: it may count as hung
         self.slowness = 1.0
@@ -73,6 +75,7 @@ class Process:
         self._feeding = False
         self._poked = False
         self._channel_free = 0.0
+        self._wake_at: float | None = None
 
     # ------------------------------------------------------------ life
 
@@ -88,15 +91,22 @@ class Process:
     def deliver(self, call: Callable[..., None], args: tuple[Any, ...]) -> None:
         if not self.alive:
             return
-        if self.stopped or self.silent:
+        if not self.running:
             self.backlog.append((call, args))
             return
         call(*args)
 
+    @property
+    def running(self) -> bool:
+        return not (self.stopped or self.silent or self.suspended)
+
     def resume(self) -> None:
-        """Awake again: everything that piled up is handled at once."""
+        """No longer frozen: what piled up is handled at once, unless its agent suspended it."""
         self.stopped = self.silent = False
-        while self.backlog and self.alive and not (self.stopped or self.silent):
+        self.wake()
+
+    def wake(self) -> None:
+        while self.backlog and self.alive and self.running:
             call, args = self.backlog.popleft()
             call(*args)
 
@@ -125,7 +135,7 @@ class Process:
         while self._events and self.alive:
             event = self._events.popleft()
             before = self.machine.snapshot().view
-            effects = self.machine.handle(event, self.world.now)
+            effects = self.machine.handle(event, self.host.clock())
             self.world.note(self, event, effects)
             self.machine.check()
             for effect in effects:
@@ -134,9 +144,25 @@ class Process:
             if self.alive:
                 self.world.truth.acted(self)
         self._feeding = False
+        self._arm()
         if self._poked and self.alive:
             self._poked = False
             exchange.advance(self)
+
+    def _arm(self) -> None:
+        """Wake the machine when it wants to be; the control thread looks ten times a second."""
+        deadline = self.machine.deadline()
+        if deadline is None or deadline == float("inf") or not self.alive:
+            return
+        at = self.host.world_time(deadline) + self.world.rng.uniform(0.0, 0.1)
+        if self._wake_at is None or at < self._wake_at:
+            self._wake_at = at
+            self.post(max(at - self.world.now, 0.0), self._woken, at)
+
+    def _woken(self, at: float) -> None:
+        if self._wake_at == at:
+            self._wake_at = None
+            self.feed(Tick())
 
     def _carry_out(self, effect: WorkerEffect, event: WorkerEvent, before: int) -> None:
         match effect:

@@ -15,6 +15,8 @@ from typing import Any
 
 from holdfast.core.agent import AgentMachine, AgentPolicy
 from holdfast.core.coordinator import CoordinatorMachine, CoordinatorPolicy
+from holdfast.core.lease import LeasePolicy
+from holdfast.core.restart import RestartPolicy
 from holdfast.core.types import AgentId
 from holdfast.core.worker import WorkerMachine
 from holdfast.sim.checkers import Key, Truth, Violation
@@ -61,19 +63,30 @@ class World:
         self.story: deque[tuple[float, object, object, object]] = deque(maxlen=STORY_MAX)
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = 0
-        self.agent_policy = AgentPolicy(heartbeat_s=options.heartbeat_s, lease_s=options.lease_s)
+        lease = LeasePolicy(
+            lease_s=options.lease_s,
+            margin_s=options.lease_margin_s,
+            suspect_s=options.suspect_s,
+            abandon_s=options.abandon_s,
+        )
+        self.agent_policy = AgentPolicy(heartbeat_s=options.heartbeat_s, lease=lease)
         self.coordinator_policy = CoordinatorPolicy(
             virtual_ranks=options.vranks,
-            workers_start=options.workers_start,
+            nodes_min=options.nodes_min,
+            nodes_max=options.nodes_max,
             workers_min=options.workers_min,
-            lease_s=options.lease_s,
-            lease_margin_s=options.lease_margin_s,
+            lease=lease,
             settle_s=options.settle_s,
             patience_s=2.0,
             hang_s=options.hang_s,
-            losses_max=10_000,
-            backoff_s=0.1,
-            backoff_max_s=2.0,
+            restart=RestartPolicy(
+                losses_max=10_000,
+                backoff_s=0.1,
+                backoff_max_s=2.0,
+                bench_s=1.0,
+                bench_max_s=8.0,
+                probation_s=5.0,
+            ),
         )
 
     # ------------------------------------------------------------ time

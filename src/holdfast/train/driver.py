@@ -65,7 +65,7 @@ class Driver:
     @property
     def leads(self) -> bool:
         with self.changed:
-            return self._machine.leads
+            return self._machine.leads(time.monotonic())
 
     @property
     def pending(self) -> bool:

@@ -1,0 +1,219 @@
+"""Views: when the present one must stop, and what the next one is. Pure verdicts with reasons.
+
+What is known comes in as a `Situation`; nothing here remembers or changes anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from holdfast.core.assignment import assign_at_boundary, assign_mid_step
+from holdfast.core.lease import LeasePolicy, fenced_from
+from holdfast.core.resume import resume_step
+from holdfast.core.roster import Roster
+from holdfast.core.types import AgentId, Member, Stage, View, WorkerId, WorkerStatus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """The next view, before it has a number."""
+
+    workers: tuple[WorkerId, ...]
+    owners: tuple[WorkerId, ...]
+    resume_step: int
+    joiners: tuple[WorkerId, ...]
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """The present view, what is known of its members, and how much silence proves what.
+
+    `witness_at` is when some member of the view was first heard to act in it no more.
+    """
+
+    view: View | None
+    roster: Roster
+    lease: LeasePolicy
+    witness_at: float | None
+    now: float
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        return self.view.members if self.view else ()
+
+    def status(self, member: Member) -> WorkerStatus | None:
+        return self.roster.status(member.worker, member.incarnation)
+
+    def silent(self, name: AgentId) -> bool:
+        """A node that has just not been heard yet is given the time of a whole lease."""
+        lease = self.lease
+        unheard = name not in self.roster.nodes
+        patience_s = lease.lease_s + lease.margin_s if unheard else lease.suspect_s
+        return self.now >= self.roster.heard_at(name) + patience_s
+
+    def fenced(self, member: Member) -> bool:
+        """Whether this process can never act in the view again: it died, or its lease ran out."""
+        if member.agent in self.roster.nodes and self.roster.dead(
+            member.worker, member.incarnation
+        ):
+            return True
+        heard_at = self.roster.heard_at(member.agent)
+        return self.silent(member.agent) and self.now >= fenced_from(
+            heard_at, self.witness_at, self.lease
+        )
+
+    def may_return(self, member: Member) -> bool:
+        return self.silent(member.agent) and not self.abandoned(member)
+
+    def abandoned(self, member: Member) -> bool:
+        """Whether the state that this process may hold is given up as well."""
+        if member.agent in self.roster.nodes and self.roster.dead(
+            member.worker, member.incarnation
+        ):
+            return True
+        return self.now >= fenced_from(self.roster.heard_at(member.agent), None, self.lease)
+
+
+def candidates(situation: Situation) -> list[WorkerStatus]:
+    """Workers that could join a view: ready, wanted, heard, and without the job's state."""
+    view, roster = situation.view, situation.roster
+    found = []
+    for worker, status in sorted(roster.known().items()):
+        if status.stage != Stage.READY or status.has_state or not roster.ordered(status):
+            continue
+        member = view.member(worker) if view else None
+        acting = member is not None and member.incarnation == status.incarnation
+        if acting and view is not None and status.promised < view.number:
+            continue
+        if not situation.silent(roster.places[worker].agent):
+            found.append(status)
+    return found
+
+
+def why_broken(situation: Situation, waited_s: float, patience_s: float) -> str | None:
+    """Why the present view must be stopped, if it must.
+
+    `waited_s`: for how long nothing has moved while a member waits for others.
+    """
+    view = situation.view
+    if view is None:
+        return None
+    reason = None
+    stopped = waiting = False
+    silent: list[AgentId] = []
+    for member in view.members:
+        status = situation.status(member)
+        if situation.fenced(member):
+            reason = f"worker {member.worker} is gone"
+        elif situation.silent(member.agent):
+            silent.append(member.agent)
+        elif status is None:
+            continue
+        elif status.promised < view.number:
+            waiting = waiting or status.waiting
+        elif status.at_boundary and status.committed > view.resume_step:
+            stopped = True  # at rest after a vote: as planned, if the others come to rest too
+        else:
+            reason = reason or f"worker {member.worker} lost touch with another"
+    if silent and len(silent) < len(view.members):
+        reason = reason or f"node {silent[0]} has not been heard for a while"
+    if stopped and waiting and waited_s >= patience_s:
+        reason = reason or "a worker waits for one that has stopped"
+    return reason
+
+
+def survivors_of(situation: Situation) -> list[WorkerStatus] | None:
+    """Members that hold the state and can go on; None while anyone may still act in the view."""
+    view, roster = situation.view, situation.roster
+    alive: list[WorkerStatus] = []
+    for member in situation.members:
+        if situation.fenced(member):
+            continue
+        status = situation.status(member)
+        if status is None or view is None or status.promised < view.number:
+            return None
+        if situation.silent(member.agent):
+            return None
+        if roster.ordered(status):  # else it is being replaced: its agent will end it
+            alive.append(status)
+    return [s for s in alive if s.has_state]
+
+
+def unreachable(situation: Situation) -> list[WorkerId]:
+    """Whom to leave out so that all others reach each other: few, best not the leader.
+
+    Each member names the members that its network does not reach. Joiners go first, then whoever
+    takes part in most of these pairs, then one of a node with fewer members.
+    """
+    view = situation.view
+    if view is None:
+        return []
+    present = [m for m in view.members if not situation.fenced(m)]
+    names = {m.worker for m in present}
+    pairs: list[tuple[WorkerId, WorkerId]] = []
+    for member in present:
+        status = situation.status(member)
+        for other in status.unreached if status is not None and status.view == view.number else ():
+            if other in names:
+                pairs.append((member.worker, other))
+    left_out: list[WorkerId] = []
+    while pairs:
+        worst = max(
+            (m for m in present if any(m.worker in pair for pair in pairs)),
+            key=lambda m: (
+                m.worker in view.joiners,  # so that the last holder of the state always stays
+                sum(m.worker in pair for pair in pairs),
+                m.worker != view.leader,
+                -sum(other.agent == m.agent for other in present),
+                m.worker,
+            ),
+        )
+        left_out.append(worst.worker)
+        pairs = [pair for pair in pairs if worst.worker not in pair]
+    return left_out
+
+
+def next_view(
+    situation: Situation, survivors: Sequence[WorkerStatus], vranks: int, workers_min: int
+) -> Proposal | None:
+    """The view of these survivors, with joiners if all are at rest; None to wait for more."""
+    view = situation.view
+    assert view is not None
+    step, why = resume_step(survivors)
+    at_rest = all(s.at_boundary for s in survivors)
+    room = max(vranks - len(survivors), 0)
+    joiners = candidates(situation)[:room] if at_rest else []
+    if at_rest and len(survivors) + len(joiners) < workers_min:
+        return None
+    staying = [s.worker for s in survivors]
+    members = sorted([*staying, *[s.worker for s in joiners]])
+    if at_rest:
+        owners = assign_at_boundary(vranks, members, view.owners)
+        if joiners:
+            why = f"worker {', '.join(str(s.worker) for s in joiners)} joins"
+    else:
+        owners = assign_mid_step(staying, view.owners)
+    return Proposal(
+        workers=tuple(members),
+        owners=owners,
+        resume_step=step,
+        joiners=tuple(sorted(s.worker for s in joiners)),
+        why=why,
+    )
+
+
+def last_view(situation: Situation, survivors: Sequence[WorkerStatus]) -> Proposal:
+    """While the job finishes: nobody joins, and nobody is waited for."""
+    view = situation.view
+    assert view is not None
+    step, why = resume_step(survivors)
+    staying = sorted(s.worker for s in survivors)
+    return Proposal(
+        workers=tuple(staying),
+        owners=assign_mid_step(staying, view.owners),
+        resume_step=step,
+        joiners=(),
+        why=why,
+    )

@@ -1,0 +1,50 @@
+"""What the operator asked for: one job's settings, and the policies that follow from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast.core.coordinator import CoordinatorPolicy
+from holdfast.core.lease import LeasePolicy
+from holdfast.core.restart import RestartPolicy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpec:
+    """Written once as job.json, and sent to every node that joins."""
+
+    job: str  # a random name, the same on all nodes
+    script: str
+    args: tuple[str, ...]
+    cwd: str
+    nproc: int  # workers of the first node
+    nodes_min: int
+    nodes_max: int
+    virtual_ranks: int
+    workers_min: int
+    seed: int
+    threads: int
+    lease_s: float
+    abandon_s: float
+    hang_s: float
+    losses_max: int
+
+    def lease(self) -> LeasePolicy:
+        """One number sets the pace: silence of half a lease is suspicious, a fifth is margin."""
+        return LeasePolicy(
+            lease_s=self.lease_s,
+            margin_s=self.lease_s / 5,
+            suspect_s=self.lease_s / 2,
+            abandon_s=self.abandon_s,
+        )
+
+    def policy(self) -> CoordinatorPolicy:
+        return CoordinatorPolicy(
+            virtual_ranks=self.virtual_ranks,
+            nodes_min=self.nodes_min,
+            nodes_max=self.nodes_max,
+            workers_min=self.workers_min,
+            lease=self.lease(),
+            hang_s=self.hang_s,
+            restart=RestartPolicy(losses_max=self.losses_max),
+        )
