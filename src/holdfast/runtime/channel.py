@@ -158,7 +158,7 @@ async def connect(
     """
     sock = await dial(host, port, connect_s)
     peer = f"{host}:{port}"
-    hint = "" if tls else "; if it wants TLS, this side needs certificates"
+    hint = "; its log says why" if tls else "; if it wants TLS, this side needs certificates"
     try:
         tune(sock, dead_s)
         return await asyncio.wait_for(_join(sock, host, secret, tls), handshake_s)

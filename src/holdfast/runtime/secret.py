@@ -51,23 +51,31 @@ def read_secret_file(path: Path) -> bytes:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise UserError(f"the secret file {path} cannot be read: {error.strerror}") from None
-    with open(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise UserError(f"the secret file {path} is not a regular file: name one")
-        if found.st_uid not in (0, os.geteuid()):
-            raise UserError(
-                f"the secret file {path} belongs to user {found.st_uid}: it must be yours or root's"
-            )
-        open_to = found.st_mode & (0o077 if found.st_uid == os.geteuid() != 0 else 0o037)
-        if open_to:
-            raise UserError(
-                f"the secret file {path} has mode {stat.S_IMODE(found.st_mode):04o}, so others can "
-                "read or change it: chmod 0600 (in Kubernetes, defaultMode: 0400, or 0440 with an "
-                "fsGroup)"
-            )
-        data = file.read(FILE_BYTES_MAX + 1)
+    try:
+        refusal = _unfit(os.fstat(descriptor))
+        if refusal:
+            raise UserError(f"the secret file {path} {refusal}")
+        data = os.read(descriptor, FILE_BYTES_MAX)
+    except OSError as error:
+        raise UserError(f"the secret file {path} cannot be read: {error.strerror}") from None
+    finally:
+        os.close(descriptor)
     return parse_secret(data.decode("ascii", errors="replace"), str(path))
+
+
+def _unfit(found: os.stat_result) -> str:
+    """Why a secret must not come from this file; empty if it may."""
+    me = os.geteuid()
+    if not stat.S_ISREG(found.st_mode):
+        return "is not a regular file: name one"
+    if found.st_uid not in (0, me):
+        return f"belongs to user {found.st_uid}: it must be yours or root's"
+    if found.st_mode & (0o037 if found.st_uid == 0 else 0o077):
+        return (
+            f"has mode {stat.S_IMODE(found.st_mode):04o}, so others can read or change it: chmod "
+            "0600 (in Kubernetes, defaultMode: 0400, or 0440 with an fsGroup)"
+        )
+    return ""
 
 
 def read_run_dir(path: Path) -> bytes:
