@@ -15,6 +15,7 @@ import xxhash
 
 from holdfast.core.errors import UserError
 from holdfast.core.types import JobRecord
+from holdfast.runtime.secret import read_run_dir
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,10 +81,7 @@ class RunDir:
         return msgspec.convert(self._read_json("job.json"), JobSpec)
 
     def secret(self) -> bytes:
-        try:
-            return bytes.fromhex((self.path / "secret").read_text())
-        except (OSError, ValueError) as error:
-            raise UserError(f"{self.path} has no readable secret ({error}): is it a run?") from None
+        return read_run_dir(self.path)
 
     def address(self) -> tuple[str, int]:
         """Where the coordinator listens."""

@@ -7,14 +7,17 @@ frames have no tag.
 
 The handshake proves to both sides that the other knows the job's secret, without sending it:
     server -> client   magic, version, server nonce
-    client -> server   client nonce, proof("client")
+    client -> server   magic, version, client nonce, proof("client")
     server -> client   proof("server")
+Both nonces are fresh and part of every proof and key, so nothing of a connection can be used again
+in another. A client sends these bytes and not one more before it has seen the server's proof.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Iterator
 
 from holdfast.core.errors import WireError
 
@@ -24,8 +27,8 @@ NONCE_BYTES = 16
 PROOF_BYTES = 32
 TAG_BYTES = 16
 FRAME_BYTES_MAX = 64 << 20
+FIRST_FRAME_BYTES_MAX = 4 << 20  # until a frame has come that could be believed
 GREETING_BYTES = len(MAGIC) + 2 + NONCE_BYTES
-ANSWER_BYTES = NONCE_BYTES + PROOF_BYTES
 
 
 class Sealer:
@@ -44,47 +47,75 @@ class Sealer:
 
 
 class Opener:
-    """Collects bytes of one direction and returns the payloads of whole frames."""
+    """Collects bytes of one direction and returns the payloads of whole frames.
 
-    def __init__(self, key: bytes | None, bytes_max: int = FRAME_BYTES_MAX) -> None:
+    It never holds more than one frame of the allowed size and what was fed at once: at first
+    `first_bytes_max`, since a frame's length is read before its tag can be checked.
+    """
+
+    def __init__(
+        self,
+        key: bytes | None,
+        bytes_max: int = FRAME_BYTES_MAX,
+        first_bytes_max: int = FIRST_FRAME_BYTES_MAX,
+    ) -> None:
         self._key = key
         self._bytes_max = bytes_max
+        self._first_bytes_max = min(first_bytes_max, bytes_max)
         self._number = 0
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> list[bytes]:
-        """Payloads completed by `data`. WireError: the connection must be closed."""
+    @property
+    def held_bytes(self) -> int:
+        return len(self._buffer)
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Takes `data`; iterate to get the payloads it completes, before feeding again.
+
+        WireError, after the payloads that came before the bad frame: close the connection.
+        """
         self._buffer += data
-        payloads: list[bytes] = []
+        return self._frames()
+
+    def _frames(self) -> Iterator[bytes]:
         head = 4 + (TAG_BYTES if self._key is not None else 0)
         while len(self._buffer) >= 4:
             size = int.from_bytes(self._buffer[:4], "big")
-            if size > self._bytes_max:
-                raise WireError(f"a frame of {size} bytes is over the limit of {self._bytes_max}")
+            size_max = self._bytes_max if self._number else self._first_bytes_max
+            if size > size_max:
+                raise WireError(f"a frame of {size} bytes is over the limit of {size_max}")
             if len(self._buffer) < head + size:
-                break
-            payload = bytes(self._buffer[head : head + size])
+                return
+            with memoryview(self._buffer) as view:
+                tag, payload = bytes(view[4:head]), bytes(view[head : head + size])
             if self._key is not None:
-                expected = _tag(self._key, self._number, payload)
-                if not hmac.compare_digest(expected, bytes(self._buffer[4:head])):
+                if not hmac.compare_digest(_tag(self._key, self._number, payload), tag):
                     raise WireError(f"frame {self._number} is not authentic")
             self._number += 1
-            del self._buffer[: head + size]
-            payloads.append(payload)
-        return payloads
+            del self._buffer[: head + size]  # moves the array's start, not its bytes
+            yield payload
 
 
 def greeting(nonce: bytes) -> bytes:
     return MAGIC + VERSION.to_bytes(2, "big") + nonce
 
 
-def read_greeting(data: bytes) -> bytes:
-    """The server's nonce."""
-    if data[: len(MAGIC)] != MAGIC:
-        raise WireError(f"this is not a Holdfast server: it greets with {data[:8]!r}")
+def check_start(data: bytes, whose: str) -> None:
+    """WireError as soon as the first bytes cannot become a greeting of ours."""
+    if not MAGIC.startswith(data[: len(MAGIC)]):
+        raise WireError(f"this is not a Holdfast {whose}: it begins with {bytes(data[:8])!r}")
+
+
+def read_greeting(data: bytes, whose: str) -> bytes:
+    """The nonce in a greeting of the "server" or "client". WireError."""
+    check_start(data, whose)
+    if len(data) != GREETING_BYTES:
+        raise WireError(f"the {whose}'s greeting has {len(data)} bytes, not {GREETING_BYTES}")
     version = int.from_bytes(data[len(MAGIC) : len(MAGIC) + 2], "big")
     if version != VERSION:
-        raise WireError(f"the server speaks version {version}, we speak {VERSION}: use one release")
+        raise WireError(
+            f"the {whose} speaks version {version}, we speak {VERSION}: use one release"
+        )
     return data[len(MAGIC) + 2 :]
 
 

@@ -1,0 +1,67 @@
+"""TCP as the control plane needs it: connects quickly or not at all, and notices a dead network.
+
+Without this a connection whose network is gone looks alive for a quarter of an hour. With it the
+kernel gives up once nothing has been acknowledged for `dead_s`. A frozen peer is something else:
+its kernel goes on acknowledging. Only when what it leaves unread has filled its receive buffer for
+`dead_s` is it cut off too, as one that does not read; it can connect again when it wakes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import socket
+
+CONNECT_S = 1.0
+RESOLVE_S = 5.0  # for a name; an address needs no time
+DEAD_S = 2.0
+
+
+def tune(sock: socket.socket, dead_s: float) -> None:
+    """Give it up after `dead_s` without an acknowledgement; if it is idle, up to 1 s later."""
+    if sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    # Keepalive covers an idle connection, the user time-out one with data under way; the kernel
+    # counts keepalive in whole seconds, and ends it by the user time-out rather than by its count.
+    probe_s = max(1, math.ceil(dead_s / 2))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, probe_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, probe_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, round(dead_s * 1000)))
+
+
+async def dial(host: str, port: int, connect_s: float) -> socket.socket:
+    """A connected socket; each address of the host is tried for `connect_s`. OSError."""
+    loop = asyncio.get_running_loop()
+    resolving = loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    try:
+        found = await asyncio.wait_for(resolving, RESOLVE_S)
+    except asyncio.TimeoutError:
+        raise TimeoutError(f"the name {host} is not resolved within {RESOLVE_S:g} s") from None
+    failure: OSError = ConnectionError(f"{host} has no address")
+    for family, kind, protocol, _, address in found:
+        sock = socket.socket(family, kind, protocol)
+        sock.setblocking(False)
+        try:
+            await asyncio.wait_for(loop.sock_connect(sock, address), connect_s)
+        except asyncio.TimeoutError:
+            sock.close()
+            failure = TimeoutError(f"{host}:{port} does not answer within {connect_s:g} s")
+        except OSError as error:
+            sock.close()
+            failure = error
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            return sock
+    raise failure
+
+
+def name_of(address: object) -> str:
+    """HOST:PORT for people, from what the kernel says of a connection's end."""
+    if isinstance(address, tuple) and len(address) >= 2:
+        host, port = address[:2]
+        return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"
+    return "a peer without an address"

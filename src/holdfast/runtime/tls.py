@@ -1,0 +1,88 @@
+"""TLS with the operator's own certificates: both sides show one that the operator's CA has signed.
+
+TLS hides what the control plane says; that a peer belongs to the job is still proved by the job's
+secret, inside. Only TLS 1.3 is spoken, since all of a job's processes are of one release.
+"""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.core.errors import UserError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsFiles:
+    """PEM files: this process's certificate (with its chain), its key, and the CA of all."""
+
+    cert: Path
+    key: Path
+    ca: Path
+
+
+def server_context(files: TlsFiles) -> ssl.SSLContext:
+    """For `Gate` and `accept`. UserError."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.num_tickets = 0  # nothing to resume: each connection proves its certificate afresh
+    return _filled(context, files)
+
+
+def client_context(files: TlsFiles, check_names: bool = True) -> ssl.SSLContext:
+    """For `connect`. `check_names`: the server's certificate must be for the host asked. UserError.
+
+    Without the check any certificate of the CA may be the server's; the secret still decides.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # requires a certificate
+    context.check_hostname = check_names
+    return _filled(context, files)
+
+
+def why(error: ssl.SSLError) -> str:
+    """What went wrong in TLS, in a few words about the peer."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not accepted: {error.verify_message}"
+    reason = (error.reason or str(error)).lower().replace("_", " ")
+    if "alert" in reason:
+        return f"it refuses our side of TLS: {reason}"
+    if reason in ("wrong version number", "http request", "https proxy request"):
+        return "it does not speak TLS"
+    if reason == "peer did not return a certificate":
+        return "it shows no certificate"
+    return f"TLS failed: {reason}"
+
+
+def _filled(context: ssl.SSLContext, files: TlsFiles) -> ssl.SSLContext:
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    for path in (files.cert, files.key, files.ca):
+        try:
+            with open(path, "rb"):  # the ssl module's own errors do not name the file
+                pass
+        except OSError as error:
+            raise UserError(f"the TLS file {path} cannot be read: {error.strerror}") from None
+    try:
+        context.load_cert_chain(files.cert, files.key, password=lambda: b"")
+    except (ssl.SSLError, ValueError) as error:
+        if isinstance(error, ssl.SSLError) and error.reason == "KEY_VALUES_MISMATCH":
+            raise UserError(
+                f"the TLS key {files.key} does not belong to the certificate {files.cert}: "
+                "name the two that were made together"
+            ) from None
+        raise UserError(
+            f"{files.cert} and {files.key} are not a PEM certificate and its PEM key without a "
+            f"password ({_short(error)}): check both files"
+        ) from None
+    try:
+        context.load_verify_locations(files.ca)
+    except (ssl.SSLError, ValueError) as error:
+        raise UserError(
+            f"the TLS file {files.ca} holds no CA certificate in PEM ({_short(error)}): check it"
+        ) from None
+    return context
+
+
+def _short(error: Exception) -> str:
+    reason = getattr(error, "reason", None)
+    return str(reason or error).lower().replace("_", " ")

@@ -1,0 +1,146 @@
+"""A gate on the loopback address with its log, and clients of it, honest and otherwise."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from holdfast.core.errors import WireError
+from holdfast.runtime.channel import Channel, Gate, GatePolicy, Serve, connect
+from holdfast.wire import frames
+from holdfast.wire.messages import StatusReply, StatusRequest
+
+HOST = "127.0.0.1"
+SECRET = b"s" * 32
+PATIENCE_S = 20.0  # bounds a hang; everything here takes milliseconds
+T = TypeVar("T")
+
+
+@dataclass
+class Site:
+    """`lines`: the gate's log. `channels`: those that were let in."""
+
+    port: int
+    gate: Gate
+    lines: list[str]
+    channels: list[Channel] = field(default_factory=list)
+
+
+async def answer(channel: Channel) -> None:
+    """Serve one client: a reply to every request."""
+    while await channel.receive(StatusRequest) is not None:
+        channel.send(StatusReply(text="hello"))
+
+
+@contextlib.asynccontextmanager
+async def site(
+    serve: Serve = answer, tls: ssl.SSLContext | None = None, **policy: Any
+) -> AsyncIterator[Site]:
+    """An open gate; nothing of it is left afterwards."""
+
+    async def keep_and_serve(channel: Channel) -> None:
+        here.channels.append(channel)
+        await serve(channel)
+
+    lines: list[str] = []
+    gate = Gate(SECRET, keep_and_serve, lines.append, tls, GatePolicy(**policy))
+    with socket.create_server((HOST, 0), backlog=1024) as listener:
+        here = Site(listener.getsockname()[1], gate, lines)
+        gate.open(listener)
+        try:
+            yield here
+        finally:
+            gate.close()
+            for channel in here.channels:
+                channel.close()
+
+
+def play(scene: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run a scene; whatever the event loop complains about fails the test."""
+    complaints: list[dict[str, Any]] = []
+
+    async def watched() -> T:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: complaints.append(context))
+        return await asyncio.wait_for(scene(), PATIENCE_S)
+
+    result = asyncio.run(watched())
+    if complaints:
+        raise AssertionError(str(complaints))
+    return result
+
+
+async def until(ready: Callable[[], Any]) -> None:
+    async def poll() -> None:
+        while not ready():
+            await asyncio.sleep(0.002)
+
+    await asyncio.wait_for(poll(), PATIENCE_S)
+
+
+async def ask(channel: Channel) -> object:
+    channel.send(StatusRequest())
+    return await channel.receive(StatusReply)
+
+
+async def honest(here: Site, tls: ssl.SSLContext | None = None) -> None:
+    """Others are unaffected: someone who knows the secret is served."""
+    channel = await connect(HOST, here.port, SECRET, tls=tls)
+    assert await ask(channel) == StatusReply(text="hello")
+    channel.close()
+
+
+@dataclass
+class Stranger:
+    """A plain connection that can say anything."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    @property
+    def name(self) -> str:
+        host, port = self.writer.get_extra_info("sockname")[:2]
+        return f"{host}:{port}"
+
+    def say(self, data: bytes) -> None:
+        self.writer.write(data)
+
+    async def ended(self) -> bytes:
+        """Wait until the other side has closed the connection; returns what it had said."""
+        said = b""
+        with contextlib.suppress(ConnectionError):
+            while data := await asyncio.wait_for(self.reader.read(1 << 16), PATIENCE_S):
+                said += data
+        self.writer.close()
+        return said
+
+
+async def stranger(here: Site, source: str = HOST) -> Stranger:
+    return Stranger(*await asyncio.open_connection(HOST, here.port, local_addr=(source, 0)))
+
+
+async def shaken_hands(here: Site) -> tuple[Stranger, frames.Sealer]:
+    """A client inside the gate that can then send any bytes, with the sealer of its frames."""
+    found = await stranger(here)
+    theirs = frames.read_greeting(await found.reader.readexactly(frames.GREETING_BYTES), "server")
+    mine = b"n" * frames.NONCE_BYTES
+    found.say(frames.greeting(mine) + frames.proof(SECRET, "client", theirs, mine))
+    claim = await found.reader.readexactly(frames.PROOF_BYTES)
+    frames.check_proof(claim, SECRET, "server", theirs, mine)
+    return found, frames.Sealer(frames.session_key(SECRET, "client", theirs, mine))
+
+
+async def refusal(attempt: Coroutine[Any, Any, Any]) -> str:
+    """The text of the error that an attempt to connect or to be served ends with."""
+    try:
+        channel = await attempt
+        await ask(channel)
+    except (WireError, OSError) as error:
+        return str(error)
+    channel.close()
+    return ""

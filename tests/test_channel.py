@@ -1,0 +1,469 @@
+"""The gate against strangers, over real sockets: each is refused, with one line that says why.
+
+Every test ends with a client that knows the secret and is served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import re
+import socket
+
+import pytest
+
+from gates import (
+    HOST,
+    PATIENCE_S,
+    SECRET,
+    Site,
+    Stranger,
+    answer,
+    ask,
+    honest,
+    play,
+    refusal,
+    shaken_hands,
+    site,
+    stranger,
+    until,
+)
+from holdfast.core.errors import WireError
+from holdfast.core.types import WorkerStatus
+from holdfast.runtime.channel import Channel, Gate, connect
+from holdfast.runtime.complaints import Complaints
+from holdfast.wire import frames
+from holdfast.wire.messages import KINDS, StatusReply, StatusRequest, encode
+
+NONCE = b"n" * frames.NONCE_BYTES
+
+
+async def refused(here: Site, peer: Stranger, why: str) -> None:
+    """`peer` is hung up on; exactly one line of the log is about it and tells why."""
+    await peer.ended()
+    await until(lambda: here.lines)
+    await honest(here)
+    about = [line for line in here.lines if f" {peer.name}: " in line]
+    assert len(about) == 1, here.lines
+    assert re.search(why, about[0]), about
+    assert len(here.lines) == 1, here.lines
+
+
+# ---------------------------------------------------------------- before the proof
+
+
+def other_version() -> bytes:
+    greeting = bytearray(frames.greeting(NONCE))
+    greeting[len(frames.MAGIC) + 1] += 1
+    return bytes(greeting)
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", r"not a Holdfast client: it begins with b'GET / HT'"),
+        (b"\x16\x03\x01\x02\x00\x01\x00", "speaks TLS, which this job was started without"),
+        (b"\xff", "not a Holdfast client"),
+        (other_version(), "the client speaks version 2, we speak 1: use one release"),
+        (frames.greeting(NONCE) + b"p" * 32, "the client does not know this job's secret"),
+        (frames.greeting(NONCE) + b"p" * 33, "goes on before it is let in"),
+        (frames.greeting(NONCE) + b"p" * 1_000_000, "goes on before it is let in"),
+    ],
+    ids=["http", "tls", "byte", "version", "proof", "one more byte", "a million more"],
+)
+def test_wrong_words_before_the_proof(words: bytes, why: str) -> None:
+    async def scene() -> None:
+        async with site() as here:
+            peer = await stranger(here)
+            peer.say(words)
+            await refused(here, peer, why)
+
+    play(scene)
+
+
+def test_a_wrong_secret_is_told_to_both_sides() -> None:
+    async def scene() -> None:
+        async with site() as here:
+            told = await refusal(connect(HOST, here.port, b"another secret"))
+            assert told == (
+                f"{HOST}:{here.port}: it hung up on our proof: has it another secret or CA, or did "
+                "it just end?"
+            )
+            await until(lambda: here.lines)
+            await honest(here)
+            assert len(here.lines) == 1
+            assert here.lines[0].endswith("the client does not know this job's secret")
+
+    play(scene)
+
+
+async def recorded(here: Site) -> tuple[bytes, bytes]:
+    """What an honest client and the server said to each other: (client's bytes, server's bytes)."""
+    spoken: tuple[list[bytes], list[bytes]] = ([], [])
+
+    async def copy(
+        reader: asyncio.StreamReader, writer: asyncio.StreamWriter, to: list[bytes]
+    ) -> None:
+        while data := await reader.read(1 << 16):
+            to.append(data)
+            writer.write(data)
+        writer.close()
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far = await asyncio.open_connection(HOST, here.port)
+        await asyncio.gather(copy(reader, far[1], spoken[0]), copy(far[0], writer, spoken[1]))
+
+    server = await asyncio.start_server(relay, HOST, 0)
+    channel = await connect(HOST, server.sockets[0].getsockname()[1], SECRET)
+    assert await ask(channel) == StatusReply(text="hello")
+    channel.close()
+    await until(lambda: here.gate.strangers == 0 and here.channels)
+    server.close()
+    return b"".join(spoken[0]), b"".join(spoken[1])
+
+
+def test_a_replayed_handshake_opens_nothing() -> None:
+    async def scene() -> None:
+        async with site() as here:
+            client_said, server_said = await recorded(here)
+            peer = await stranger(here)
+            peer.say(client_said[: frames.GREETING_BYTES + frames.PROOF_BYTES])
+            await refused(here, peer, "does not know this job's secret")
+            assert len(here.channels) == 2  # the two honest ones
+
+            async def pose(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                writer.write(server_said)
+                await reader.read()
+                writer.close()
+
+            server = await asyncio.start_server(pose, HOST, 0)
+            port = server.sockets[0].getsockname()[1]
+            with pytest.raises(WireError, match="the server does not know this job's secret"):
+                await connect(HOST, port, SECRET)
+            server.close()
+
+    play(scene)
+
+
+def test_one_that_leaves_at_once() -> None:
+    async def scene() -> None:
+        async with site() as here:
+            peer = await stranger(here)
+            peer.writer.close()
+            await refused(here, peer, "left before the handshake was done")
+
+    play(scene)
+
+
+@pytest.mark.parametrize("words", [b"", b"HOL", frames.greeting(NONCE) + b"p" * 31])
+def test_one_that_never_finishes_is_hung_up_on(words: bytes) -> None:
+    async def scene() -> None:
+        async with site(handshake_s=0.2) as here:
+            peer = await stranger(here)
+            peer.say(words)
+            await refused(here, peer, "did not finish the handshake in 0.2 s")
+
+    play(scene)
+
+
+def test_dripping_bytes_do_not_gain_time() -> None:
+    async def scene() -> None:
+        async with site(handshake_s=0.3) as here:
+            peer = await stranger(here)
+            await peer.reader.readexactly(frames.GREETING_BYTES)
+            for byte in frames.greeting(NONCE):
+                peer.say(bytes([byte]))
+                await asyncio.sleep(0.05)
+                if peer.reader.at_eof():
+                    break
+            else:
+                pytest.fail("all of it was listened to")
+            await refused(here, peer, "did not finish the handshake in 0.3 s")
+
+    play(scene)
+
+
+def test_the_number_of_strangers_is_bounded() -> None:
+    async def scene() -> None:
+        async with site(strangers_max=4, handshake_s=PATIENCE_S) as here:
+            peers = [await stranger(here) for _ in range(4)]
+            await until(lambda: here.gate.strangers == 4)
+            await honest(here)  # the oldest makes room
+            await peers[0].ended()
+            await until(lambda: here.lines)
+            assert here.lines == [
+                f"refused {peers[0].name}: too many connections have not proved themselves: 4"
+            ]
+            for peer in peers[1:]:
+                assert await peer.reader.read(100) != b""  # the greeting: still welcome
+                assert not peer.reader.at_eof()
+                peer.writer.close()
+
+    play(scene)
+
+
+def test_a_flood_from_one_address_does_not_keep_others_out() -> None:
+    async def scene() -> None:
+        async with site(strangers_max=8, handshake_s=PATIENCE_S) as here:
+            slow = await stranger(here, "127.0.0.3")  # the oldest of all, but alone
+            await until(lambda: here.gate.strangers == 1)
+            flood = [await stranger(here, "127.0.0.2") for _ in range(30)]
+            await asyncio.gather(*(peer.ended() for peer in flood[:23]))
+            await until(lambda: here.gate.strangers == 8)
+            assert not slow.reader.at_eof()
+            assert not any("127.0.0.3" in line for line in here.lines)
+            await honest(here)
+            for peer in [slow, *flood[23:]]:
+                peer.writer.close()
+
+    play(scene)
+
+
+def test_bad_connections_do_not_flood_the_log() -> None:
+    async def scene() -> None:
+        async with site(lines_max=3, window_s=0.5) as here:
+            for _ in range(50):
+                peer = await stranger(here)
+                peer.say(b"nonsense")
+                await peer.ended()
+            await honest(here)
+            await until(lambda: told(here.lines) == 50)
+            counted = [line for line in here.lines if line.startswith("and ")]
+            assert 1 <= len(counted) <= len(here.lines) / 2
+            assert re.search(
+                r"and \d+ more in 0.5 s, the last: refused 127.0.0.1:\d+: ", counted[0]
+            )
+
+    play(scene)
+
+
+def told(lines: list[str]) -> int:
+    """How many refusals the log accounts for."""
+    found = [re.match(r"and (\d+) more", line) for line in lines]
+    return sum(int(m[1]) if m else 1 for m in found)
+
+
+# ---------------------------------------------------------------- after the proof
+
+
+@pytest.mark.parametrize(
+    ("second", "why"),
+    [
+        ("replayed", "frame 1 is not authentic"),
+        ("reordered", "frame 1 is not authentic"),
+        ("altered", "frame 1 is not authentic"),
+        ("unsealed", "a frame of 1751672936 bytes is over the limit of"),
+        ("oversize", r"a frame of 67108865 bytes is over the limit of 67108864"),
+        ("malformed", "a StatusRequest is malformed"),
+        ("empty", "a message of kind b'' came where StatusRequest was expected"),
+        ("unexpected", "a message of kind .* came where StatusRequest was expected"),
+        ("unknown", "a message of kind b'.xfa' came where"),
+    ],
+)
+def test_wrong_frames_after_the_proof(second: str, why: str) -> None:
+    async def scene() -> None:
+        async with site() as here:
+            peer, sealer = await shaken_hands(here)
+            first = sealer.seal(encode(StatusRequest()))
+            peer.say(first + wrong(second, first, sealer))
+            assert await peer.reader.read(1) != b""  # the first was good, and was answered
+            await refused(here, peer, why)
+
+    play(scene)
+
+
+def wrong(what: str, first: bytes, sealer: frames.Sealer) -> bytes:
+    request = encode(StatusRequest())
+    kind = {cls: number for number, cls in KINDS.items()}
+    match what:
+        case "replayed":
+            return first
+        case "reordered":
+            sealer.seal(request)
+            return sealer.seal(request)
+        case "altered":
+            return sealer.seal(request)[:-1] + b"\x81"
+        case "unsealed":
+            return b"hhhh" * 10
+        case "oversize":
+            return (frames.FRAME_BYTES_MAX + 1).to_bytes(4, "big")
+        case "malformed":
+            return sealer.seal(request[:1] + b"\xc1")
+        case "empty":
+            return sealer.seal(b"")
+        case "unexpected":
+            return sealer.seal(bytes([kind[WorkerStatus]]) + b"\x80")
+    return sealer.seal(b"\xfa" + request)
+
+
+def test_the_first_frame_may_not_be_huge() -> None:
+    async def scene() -> None:
+        async with site() as here:
+            peer, _ = await shaken_hands(here)
+            peer.say((frames.FIRST_FRAME_BYTES_MAX + 1).to_bytes(4, "big"))
+            await refused(here, peer, f"over the limit of {frames.FIRST_FRAME_BYTES_MAX}")
+
+    play(scene)
+
+
+def test_one_that_never_reads_is_cut_off() -> None:
+    async def flood(channel: Channel) -> None:
+        """As the coordinator does: sends when it has something to say, and listens all the time."""
+        if (await channel.receive(StatusRequest)) is not None and greedy:
+            greedy.clear()
+            listening = asyncio.ensure_future(channel.receive(StatusRequest))
+            while not listening.done():
+                channel.send(StatusReply(text="x" * 10_000))
+                await asyncio.sleep(0)
+            await listening
+        else:
+            channel.send(StatusReply(text="hello"))
+            await answer(channel)
+
+    greedy = ["the first client"]
+
+    async def scene() -> None:
+        async with site(flood, backlog_bytes_max=1 << 20) as here:
+            peer, sealer = await shaken_hands(here)
+            peer.writer.transport.pause_reading()
+            peer.say(sealer.seal(encode(StatusRequest())))
+            await until(lambda: here.lines)
+            assert re.fullmatch(
+                rf"refused {peer.name}: it has left 10\d{{5}} bytes unread", here.lines[0]
+            )
+            peer.writer.transport.resume_reading()
+            await refused(here, peer, "bytes unread")
+
+    play(scene)
+
+
+def test_one_that_never_reads_is_lost_to_the_kernel_s_patience() -> None:
+    """The backlog is within bounds, but nothing of it moves: the kernel gives up after dead_s."""
+
+    async def flood(channel: Channel) -> None:
+        while await channel.receive(StatusRequest) is not None:
+            first = len(here[0].channels) == 1
+            channel.send(StatusReply(text="x" * 20_000_000 if first else "hello"))
+
+    here: list[Site] = []
+
+    async def scene() -> None:
+        async with site(flood, dead_s=0.5) as place:
+            here.append(place)
+            peer, sealer = await shaken_hands(place)
+            peer.writer.transport.pause_reading()
+            peer.say(sealer.seal(encode(StatusRequest())))
+            await until(lambda: place.lines)
+            assert place.lines == [
+                f"lost {peer.name}: its network is cut, or it does not read: nothing was "
+                "acknowledged"
+            ]
+            await honest(place)
+            assert len(place.lines) == 1
+            peer.writer.transport.abort()
+
+    play(scene)
+
+
+def test_a_fault_of_our_own_is_not_kept_quiet() -> None:
+    async def broken(channel: Channel) -> None:
+        raise ZeroDivisionError("planted")
+
+    async def scene() -> None:
+        async with site(broken) as here:
+            channel = await connect(HOST, here.port, SECRET)
+            assert await channel.receive(StatusReply) is None
+            channel.close()
+
+    with pytest.raises(AssertionError, match="planted"):
+        play(scene)
+
+
+def test_a_channel_that_is_finished_has_delivered_everything() -> None:
+    async def talk(channel: Channel) -> None:
+        for _ in range(300):
+            channel.send(StatusReply(text="x" * 10_000))
+        await channel.finish()
+
+    async def scene() -> None:
+        async with site(talk) as here:
+            channel = await connect(HOST, here.port, SECRET)
+            for _ in range(300):
+                assert await channel.receive(StatusReply) == StatusReply(text="x" * 10_000)
+            assert await channel.receive(StatusReply) is None
+            channel.close()
+            assert here.lines == []
+
+    play(scene)
+
+
+# ---------------------------------------------------------------- the gate itself
+
+
+class Exhausted(socket.socket):
+    """A listener that finds no free descriptor the first time."""
+
+    tries = 0
+
+    def accept(self) -> tuple[socket.socket, object]:
+        self.tries += 1
+        if self.tries == 1:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return super().accept()
+
+
+def test_running_out_of_descriptors_is_a_pause() -> None:
+    async def scene() -> None:
+        lines: list[str] = []
+        with Exhausted() as listener:
+            listener.bind((HOST, 0))
+            listener.listen()
+            gate = Gate(SECRET, answer, lines.append)
+            gate.open(listener)
+            channel = await connect(HOST, listener.getsockname()[1], SECRET)
+            assert await ask(channel) == StatusReply(text="hello")
+            channel.close()
+            gate.close()
+        assert lines == ["accepting no connections for now: Too many open files"]
+
+    play(scene)
+
+
+def test_a_closed_gate_lets_nobody_in_and_keeps_who_is_inside() -> None:
+    async def scene() -> None:
+        async with site(handshake_s=PATIENCE_S) as here:
+            inside = await connect(HOST, here.port, SECRET)
+            assert await ask(inside) == StatusReply(text="hello")
+            waiting = await stranger(here)
+            await until(lambda: here.gate.strangers == 1)
+            here.gate.close()
+            await waiting.ended()
+            late = await stranger(here)  # the kernel still takes it, for whoever listens next
+            assert await ask(inside) == StatusReply(text="hello")
+            assert here.gate.strangers == 0
+            late.writer.close()
+            inside.close()
+
+    play(scene)
+
+
+def test_complaints_are_told_or_counted() -> None:
+    said: list[str] = []
+    log = Complaints(said.append, lines_max=2, window_s=10.0)
+    assert log.deadline() is None
+    for second in range(5):
+        log.add(f"c{second}", 100.0 + second)
+    assert said == ["c0", "c1"]
+    assert log.deadline() == 110.0
+    log.flush(109.9)
+    assert said == ["c0", "c1"]
+    log.flush(110.0)
+    assert said == ["c0", "c1", "and 3 more in 10 s, the last: c4"]
+    assert log.deadline() is None
+    log.add("c5", 111.0)
+    log.add("c6", 130.0)  # nobody had flushed: a new window all the same
+    assert said[3:] == ["c5", "c6"]
+    log.add("c7", 131.0)
+    log.add("c8", 132.0)
+    log.flush(133.0, force=True)
+    assert said[5:] == ["c7", "and 1 more in 10 s, the last: c8"]
