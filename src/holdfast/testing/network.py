@@ -1,0 +1,475 @@
+"""A laboratory of hosts with real, separate networks on one machine, whose cables can be cut.
+
+    with Lab(3) as lab:
+        server = lab.hosts[0].popen([sys.executable, "server.py", lab.hosts[0].address])
+        client = lab.hosts[1].popen([sys.executable, "client.py", lab.hosts[0].address])
+        fault = lab.cut(lab.hosts[1])       # silence: nothing is refused, nothing is closed
+        lab.heal(fault)
+        lab.hosts[0].crash()                # every process there is killed at once
+
+A host is a Linux network namespace with its own loopback and one interface, `eth0`, on a switch
+that all hosts of the lab share and that leads nowhere else. Only the network is separate. Processes
+of all hosts share the file system, /proc, the process ids and the host name, so that they can be
+signalled and read as usual, and sockets in the file system (AF_UNIX with a path) connect across
+hosts whatever is cut. Abstract AF_UNIX names are a part of the network and stay within a host.
+/sys/class/net shows the machine's interfaces; /proc/net and what the kernel tells are the host's.
+
+Frames are lost inside the switch, so a cut is silent for both sides: nothing is refused, no link
+goes down, and no address becomes unreachable, since every host knows all hardware addresses from
+the start. Delays are not made here but by relays (relay.py): few kernels are built with netem.
+
+The namespaces have no names. Open file descriptors of the owner, the process that made the lab,
+are all that keeps them, so two labs cannot clash, and the kernel removes them with their interfaces
+and rules when the owner dies, however it dies. What may be left are processes; they carry the
+owner's identity in their environment, and the next lab kills those whose owner is gone.
+
+Needs root (or a user namespace: `unshare --user --map-root-user pytest ...`), `ip` and `nft`.
+`Lab.available()` says what is missing. This module must know nothing about jobs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import enum
+import functools
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from holdfast.core.errors import UserError, WorldError
+
+INTERFACE = "eth0"  # in every host
+HOSTS_MAX = 200
+OWNER = "HOLDFAST_LAB"  # environment variable of every process started in a host
+TOOL_S = 30.0  # bounds `ip` and `nft`, which need milliseconds
+KILL_S = 10.0  # bounds the death of killed processes
+POLL_S = 0.002
+DICE = 100_000
+CLONE_NEWNET = 0x40000000
+THREAD_NAMESPACE = "/proc/thread-self/ns/net"
+TOOL_PACKAGES = {"ip": "iproute2", "nft": "nftables"}
+
+
+class Direction(enum.Enum):
+    """As seen from the host: IN is what is sent to it."""
+
+    BOTH = "both"
+    IN = "in"
+    OUT = "out"
+
+
+class Host:
+    """One machine of a lab. Made by the lab; `address` is its IPv4 address there."""
+
+    def __init__(self, index: int, namespace_fd: int) -> None:
+        self.index = index
+        self.address = f"10.73.0.{index + 1}"
+        self.children: list[subprocess.Popen[Any]] = []  # started here and not known to have ended
+        self.fd = namespace_fd
+
+    def __repr__(self) -> str:
+        return f"host {self.index}"
+
+    @property
+    def namespace(self) -> str:
+        """A path that other processes can open, as in `nsenter --net=PATH COMMAND`."""
+        return f"/proc/{os.getpid()}/fd/{self.fd}"
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """The calling thread, and no other, is in this host: sockets it makes belong here for good.
+
+        Processes started meanwhile run here, too. Nothing else changes; do not `await` inside.
+        """
+        with _entered(self.fd):
+            yield
+
+    def socket(self, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.socket:
+        """An IPv4 socket of this host for use by the calling process, which stays where it is."""
+        with self.entered():
+            return socket.socket(socket.AF_INET, kind)
+
+    def popen(
+        self, args: Sequence[str], env: Mapping[str, str] | None = None, **kw: Any
+    ) -> subprocess.Popen[Any]:
+        """subprocess.Popen inside this host. Its pid is the process itself, with no wrapper."""
+        # Not a helper thread: a process that wants to die with its parent dies with the *thread*
+        # that started it. Not preexec_fn: unsafe where threads run.
+        with self.entered():
+            child: subprocess.Popen[Any] = subprocess.Popen(args, env=_marked(env), **kw)
+        self.children = [c for c in self.children if c.poll() is None]
+        self.children.append(child)
+        return child
+
+    def run(
+        self, args: Sequence[str], env: Mapping[str, str] | None = None, **kw: Any
+    ) -> subprocess.CompletedProcess[Any]:
+        """subprocess.run inside this host."""
+        with self.entered():
+            return subprocess.run(args, env=_marked(env), check=kw.pop("check", False), **kw)
+
+    def pids(self) -> list[int]:
+        """Every process that lives in this host, whoever started it; not the calling process."""
+        return [pid for pid in _processes() if self._holds(pid)]
+
+    def crash(self) -> int:
+        """SIGKILL every process in this host; returns how many, once none of them lives.
+
+        The kernel survives, so peers see connections close. To take the power away, cut first.
+        """
+        return _kill_all(self._holds)
+
+    def _holds(self, pid: int) -> bool:
+        with contextlib.suppress(OSError):  # gone, or a zombie, which is nowhere
+            return os.stat(f"/proc/{pid}/ns/net").st_ino == os.fstat(self.fd).st_ino
+        return False
+
+
+class Fault:
+    """Something that is wrong with a lab's network until it is healed; made by the lab.
+
+    In a with statement it is healed at the end. `final`: what it dropped, once it is healed.
+    """
+
+    def __init__(self, lab: Lab, number: int, text: str) -> None:
+        self.text = text
+        self.table = f"fault{number}"  # each fault is one nftables table in the switch
+        self.final: int | None = None
+        self._lab = lab
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def __enter__(self) -> Fault:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.heal()
+
+    def heal(self) -> None:
+        """End it; nothing happens if it has been healed already."""
+        self._lab.heal(self)
+
+    def dropped(self) -> int:
+        """Frames lost to it so far. A large TCP segment that is still whole counts as one."""
+        return self._lab.dropped(self)
+
+
+class Lab:
+    """`size` hosts on one switch. Use as a context manager: it always removes everything.
+
+    Faults add up: a frame arrives if none of them drops it. All times are the kernel's, so a fault
+    is in force when the method that made it returns.
+    """
+
+    def __init__(self, size: int) -> None:
+        if not 1 <= size <= HOSTS_MAX:
+            raise UserError(f"a lab of {size} hosts: choose 1 to {HOSTS_MAX}")
+        self.size = size
+        self.hosts: tuple[Host, ...] = ()
+        self.faults: tuple[Fault, ...] = ()  # in force now
+        self._switch_fd = -1
+        self._made = 0
+        self._open = contextlib.ExitStack()
+
+    @staticmethod
+    @functools.cache
+    def available() -> str:
+        """Empty if labs work here, otherwise the reason why not. Asked once, by making one."""
+        if sys.platform != "linux":
+            return f"network namespaces need Linux, and this is {sys.platform}"
+        try:
+            with Lab(1) as lab, lab.cut(lab.hosts[0]), lab.drop(lab.hosts[0], 50.0):
+                return ""
+        except WorldError as error:
+            return str(error)
+
+    def __enter__(self) -> Lab:
+        clean_leftovers()
+        with contextlib.ExitStack() as stack:
+            self._switch_fd = _new_namespace(stack)
+            self.hosts = tuple(Host(i, _new_namespace(stack)) for i in range(self.size))
+            stack.callback(self._empty)
+            self._connect()
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._open.close()
+
+    def cut(self, host: Host, direction: Direction | str = Direction.BOTH) -> Fault:
+        """Separate `host` from all others; "in" loses what is sent to it, "out" what it sends."""
+        self._know(host)
+        if direction not in (names := [d.value for d in Direction]):
+            direction = getattr(direction, "value", direction)
+        if direction not in names:
+            raise UserError(f"{direction!r} is no direction: choose one of {', '.join(names)}")
+        rules = {"in": [_to(host)], "out": [_from(host)], "both": [_from(host), _to(host)]}
+        state = {"in": "hears nobody", "out": "is heard by nobody", "both": "is cut off"}
+        return self._add(f"{host} {state[direction]}", rules[direction])
+
+    def cut_pair(self, a: Host, b: Host, one_way: bool = False) -> Fault:
+        """Separate `a` and `b` from each other only; `one_way` loses just what `a` sends to `b`."""
+        self._know(a, b)
+        if one_way:
+            return self._add(f"{b} does not hear {a}", [_from(a) + _to(b)])
+        return self._add(f"{a} and {b} are separated", [_from(a) + _to(b), _from(b) + _to(a)])
+
+    def drop(self, where: Host | tuple[Host, Host], percent: float) -> Fault:
+        """Lose that share of the frames, at random: all of a host's, or those between a pair.
+
+        Each frame meets the dice once. What TCP sends in one burst passes as one large frame (up to
+        64 KiB), so bulk transfers lose whole bursts rather than single packets.
+        """
+        if not 0 < percent <= 100:
+            raise UserError(f"a loss of {percent} percent: choose more than 0 and at most 100")
+        if isinstance(where, Host):
+            self._know(where)
+            rules, name = [_from(where), _to(where)], f"{where} loses"
+        else:
+            a, b = where
+            self._know(a, b)
+            rules, name = [_from(a) + _to(b), _from(b) + _to(a)], f"{a} and {b} lose"
+        highest = max(1, round(percent * DICE / 100)) - 1
+        dice = f"numgen random mod {DICE} <= {highest} "
+        return self._add(f"{name} {percent:g} %", [rule + dice for rule in rules])
+
+    def heal(self, *faults: Fault) -> None:
+        """End these faults at the same instant; one that has been healed already is passed over."""
+        ending = [fault for fault in self.faults if fault in faults]
+        if ending:
+            counts = self._counts()
+            self._nft("-f", "-", text="".join(f"delete table bridge {f.table}\n" for f in ending))
+            for fault in ending:
+                fault.final = counts[fault.table]
+            self.faults = tuple(fault for fault in self.faults if fault not in ending)
+
+    def heal_all(self) -> None:
+        """End every fault at the same instant."""
+        self.heal(*self.faults)
+
+    def dropped(self, fault: Fault) -> int:
+        """Frames that a fault has dropped so far, or until it was healed."""
+        return self._counts()[fault.table] if fault.final is None else fault.final
+
+    def crash_all(self) -> int:
+        """`Host.crash` for all hosts."""
+        return sum(host.crash() for host in self.hosts)
+
+    def _know(self, *hosts: Host) -> None:
+        for host in hosts:
+            if host not in self.hosts:
+                raise UserError(f"{host} is not a host of this lab: take one of `lab.hosts`")
+        if len(set(hosts)) < len(hosts):
+            raise UserError(f"{hosts[0]} is no pair with itself: its loopback cannot be cut")
+
+    def _add(self, text: str, rules: Sequence[str]) -> Fault:
+        fault = Fault(self, self._made, text)
+        lines = "\n".join(f"{rule} counter drop" for rule in rules)
+        hook = "type filter hook forward priority 0; policy accept;"
+        chain = f"chain drops {{\n{hook}\n{lines}\n}}"
+        self._nft("-f", "-", text=f"table bridge {fault.table} {{\n{chain}\n}}\n")
+        self._made += 1
+        self.faults = (*self.faults, fault)
+        return fault
+
+    def _counts(self) -> dict[str, int]:
+        """Frames dropped, by table."""
+        counts = {fault.table: 0 for fault in self.faults}
+        for item in json.loads(self._nft("-j", "list", "ruleset"))["nftables"]:
+            rule = item.get("rule", {"expr": []})
+            for part in rule["expr"]:
+                if "counter" in part:
+                    counts[rule["table"]] += part["counter"]["packets"]
+        return counts
+
+    def _connect(self) -> None:
+        """Make the switch and plug every host in."""
+        lines = [
+            "link add name switch type bridge stp_state 0 forward_delay 0 mcast_snooping 0",
+            "link set dev switch addrgenmode none up",
+        ]
+        for host in self.hosts:
+            port, far = _port(host), f"name {INTERFACE} netns {host.namespace}"
+            lines += [
+                f"link add name {port} type veth peer {far} address {_hardware(host)}",
+                f"link set dev {port} master switch addrgenmode none up",
+            ]
+        _ip(self._switch_fd, lines)
+        for host in self.hosts:
+            lines = [
+                "link set dev lo up",
+                f"link set dev {INTERFACE} addrgenmode none up",
+                f"address add {host.address}/24 dev {INTERFACE}",
+            ]
+            for other in self.hosts:
+                if other is not host:
+                    where = f"{other.address} lladdr {_hardware(other)} dev {INTERFACE}"
+                    lines.append(f"neighbour add {where} nud permanent")
+            _ip(host.fd, lines)
+
+    def _empty(self) -> None:
+        """Kill all processes, then remove what is in the switch: the cables go with their ports."""
+        # Healed first: the last words of the dead are heard, so that no half-closed connection is
+        # left for the kernel to time out.
+        with contextlib.suppress(WorldError):  # what follows matters more
+            self.heal_all()
+        self.crash_all()
+        for child in (child for host in self.hosts for child in host.children):
+            child.kill()  # it may have left its host
+            child.wait(KILL_S)
+        with contextlib.suppress(WorldError):  # the kernel will do it, only later
+            names = [_port(host) for host in self.hosts] + ["switch"]
+            _ip(self._switch_fd, [f"link delete dev {name}" for name in names])
+
+    def _nft(self, *arguments: str, text: str = "") -> str:
+        with _entered(self._switch_fd):
+            return run_tool("nft", arguments, text)
+
+
+def clean_leftovers() -> int:
+    """Kill what runs in labs whose owner is dead; returns how many processes. Every lab does it."""
+    return _kill_all(_is_leftover)
+
+
+def _identity(pid: int) -> str:
+    """Of a living process, for ever; "" if there is none."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+        if fields[0] not in "ZX":
+            # Containers count their processes on their own, and may see each other's.
+            return f"{os.stat('/proc/self/ns/pid').st_ino}:{pid}:{fields[19]}"
+    return ""
+
+
+def _is_leftover(pid: int) -> bool:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
+        for entry in file.read().split(b"\0"):
+            name, _, value = entry.decode(errors="replace").partition("=")
+            if name == OWNER and value.count(":") == 2:
+                kind, owner, _ = value.split(":")
+                ours = _identity(os.getpid()).split(":", maxsplit=1)[0] == kind
+                return ours and _identity(int(owner)) != value
+    return False
+
+
+def _marked(env: Mapping[str, str] | None) -> dict[str, str]:
+    return {**(os.environ if env is None else env), OWNER: _identity(os.getpid())}
+
+
+def _processes() -> list[int]:
+    return [
+        int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()
+    ]
+
+
+def _kill_all(doomed: Callable[[int], bool]) -> int:
+    """SIGKILL until no doomed process lives; they may go on starting others meanwhile."""
+    killed: set[int] = set()
+    deadline = time.monotonic() + KILL_S
+    while found := [pid for pid in _processes() if doomed(pid)]:
+        if time.monotonic() > deadline:
+            raise WorldError(f"processes {found} do not die from SIGKILL within {KILL_S} s")
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                handle = os.pidfd_open(pid)
+                try:
+                    if doomed(pid):  # still, or another process has got its number meanwhile
+                        signal.pidfd_send_signal(handle, signal.SIGKILL)
+                        killed.add(pid)
+                finally:
+                    os.close(handle)
+        time.sleep(POLL_S)
+    return len(killed)
+
+
+def _port(host: Host) -> str:
+    """The switch's end of the host's cable."""
+    return f"port{host.index}"
+
+
+def _hardware(host: Host) -> str:
+    return f"02:00:00:00:00:{host.index + 1:02x}"
+
+
+def _from(host: Host) -> str:
+    return f'iifname "{_port(host)}" '
+
+
+def _to(host: Host) -> str:
+    return f'oifname "{_port(host)}" '
+
+
+def _call(name: str, *arguments: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if getattr(libc, name)(*arguments) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{name}: {os.strerror(code)}")
+
+
+@contextlib.contextmanager
+def _returning() -> Iterator[None]:
+    """Wherever the calling thread goes meanwhile, it comes back to its network namespace."""
+    home = os.open(THREAD_NAMESPACE, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield
+    finally:
+        try:
+            _call("setns", home, CLONE_NEWNET)
+        finally:
+            os.close(home)
+
+
+@contextlib.contextmanager
+def _entered(namespace_fd: int) -> Iterator[None]:
+    with _returning():
+        _call("setns", namespace_fd, CLONE_NEWNET)
+        yield
+
+
+def _new_namespace(stack: contextlib.ExitStack) -> int:
+    """A file descriptor, closed by `stack`, that keeps a new network namespace."""
+    try:
+        with _returning():
+            _call("unshare", CLONE_NEWNET)
+            found = os.open(THREAD_NAMESPACE, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise WorldError(
+            f"no network namespace can be made ({error}): run as root, or under "
+            "`unshare --user --map-root-user`"
+        ) from error
+    stack.callback(os.close, found)
+    return found
+
+
+def run_tool(name: str, arguments: Sequence[str], text: str) -> str:
+    """Run `ip` or `nft` where the calling thread is; returns what it says."""
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
+    program = shutil.which(name, path=path)
+    if program is None:
+        raise WorldError(f"`{name}` is not installed (package {TOOL_PACKAGES[name]})")
+    done = subprocess.run(
+        [program, *arguments],
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=TOOL_S,
+        check=False,
+    )
+    if done.returncode != 0:
+        said = " ".join(done.stderr.split()) or f"exit status {done.returncode}"
+        raise WorldError(f"`{name}` was refused: {said}")
+    return done.stdout
+
+
+def _ip(namespace_fd: int, lines: Sequence[str]) -> None:
+    with _entered(namespace_fd):
+        run_tool("ip", ["-batch", "-"], "".join(f"{line}\n" for line in lines))
