@@ -80,11 +80,21 @@ class Connected:
 
 
 @dataclass(frozen=True, slots=True)
+class Drained:
+    """This node is not to be used (any more), or again if the reason is empty."""
+
+    reason: str
+    leave: bool = False  # for good: quit once nothing runs here
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     pass
 
 
-AgentEvent = DirectiveArrived | WorkerSaid | Spawned | ProcessExited | Sampled | Connected | Tick
+AgentEvent = (
+    DirectiveArrived | WorkerSaid | Spawned | ProcessExited | Sampled | Connected | Drained | Tick
+)
 
 # ---------------------------------------------------------------- effects
 
@@ -174,6 +184,8 @@ class AgentMachine:
         self._slots = slots
         self._pid = pid
         self._policy = policy
+        self._draining = ""
+        self._leaves = False
         self._processes: dict[WorkerId, _Process] = {}
         self._directive: Directive | None = None
         self._seq = 0
@@ -204,12 +216,15 @@ class AgentMachine:
                 effects += self._sampled(worker, incarnation, sample)
             case Connected():
                 urgent = True
+            case Drained(reason, leave):
+                urgent = reason != self._draining
+                self._draining, self._leaves = reason, self._leaves or leave
             case Tick():
                 pass
             case _:
                 assert_never(event)
         effects += self._fence(now)
-        over = self._directive is not None and self._directive.shutdown
+        over = self._directive is not None and (self._directive.shutdown or self._leaves)
         over = over and not any(p.running for p in self._processes.values())
         if urgent or over or now >= self._next_report:
             effects.append(self._report(now))
@@ -425,6 +440,7 @@ class AgentMachine:
             seq=self._seq,
             slots=self._slots,
             pid=self._pid,
+            draining=self._draining,
             view_known=view.number if view else ViewNumber(NO_VIEW),
             view=view if forgotten else None,
             release_loop=directive.release_loop if directive else 0,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from holdfast.core.admission import Attendance, admit, attend
 from holdfast.core.assignment import assign_at_boundary
@@ -22,13 +22,14 @@ from holdfast.core.formation import (
     Situation,
     candidates,
     last_view,
+    leaving,
     next_view,
     survivors_of,
     unreachable,
     why_broken,
 )
-from holdfast.core.lease import LeasePolicy
-from holdfast.core.restart import RestartPolicy, bench, replace_lost
+from holdfast.core.job import CoordinatorPolicy
+from holdfast.core.restart import bench, replace_lost
 from holdfast.core.roster import Roster
 from holdfast.core.types import (
     NO_VIEW,
@@ -47,19 +48,6 @@ from holdfast.core.types import (
 )
 
 SKIPPED = 1000  # numbers passed over after the loss of the journal: more than were given unheard
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CoordinatorPolicy:
-    virtual_ranks: int
-    nodes_min: int = 1  # nodes to wait for before step 0
-    nodes_max: int = 1 << 20  # more than these wait until one is lost
-    workers_min: int = 1  # fewer than this and the job waits at the next boundary
-    lease: LeasePolicy = field(default_factory=LeasePolicy)
-    settle_s: float = 120.0  # start with workers_min once the others are this late
-    patience_s: float = 5.0  # a planned stop that keeps a worker waiting longer is no longer one
-    hang_s: float = 1800.0  # a member others wait for, with nothing moving, is replaced after this
-    restart: RestartPolicy = field(default_factory=RestartPolicy)
 
 
 # ---------------------------------------------------------------- events
@@ -259,10 +247,12 @@ class CoordinatorMachine:
 
     def _hear(self, report: AgentReport, now: float) -> bool | None:
         roster = self._roster
-        anew = roster.is_new(report)
+        anew, drained = roster.is_new(report), roster.draining(report.agent)
         changed = roster.hear(report, now)
         if changed is None:
             return None
+        if report.draining and not drained:
+            roster.drain(report.agent, self._view)
         if self._learn_until is not None:
             self._learn(report)
         elif anew:
@@ -493,10 +483,16 @@ class CoordinatorMachine:
             return
         joiners = candidates(situation) if len(view.members) < policy.virtual_ranks else []
         short = len(view.members) < policy.workers_min
-        if (joiners or short) and not any(s.ended for s in self._members_known()):
+        left = leaving(situation)
+        if (joiners or short or left) and not any(s.ended for s in self._members_known()):
             self._pending_view = view.number
             names = ", ".join(str(s.worker) for s in joiners)
-            who, kind = (f"worker {names} joins", "join") if joiners else ("the job waits", "wait")
+            who, kind = f"worker {names} joins", "join"
+            if not joiners:
+                who, kind = "the job waits", "wait"
+            if not joiners and left:
+                name, why = min(left.items())
+                who, kind = f"node {name} is left ({why})", "drain"
             yield Announce(kind, f"{who} at the next step boundary")
 
     # ------------------------------------------------------------ telling
@@ -548,7 +544,7 @@ class CoordinatorMachine:
                 if here and not self._roster.dead(member.worker, member.incarnation):
                     yield member.worker, member.incarnation
         else:
-            yield from self._roster.wanted(name)
+            yield from self._roster.wanted(name, self._view)
 
     # ------------------------------------------------------------ knowing
 

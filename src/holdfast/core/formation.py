@@ -87,9 +87,18 @@ def candidates(situation: Situation) -> list[WorkerStatus]:
         acting = member is not None and member.incarnation == status.incarnation
         if acting and view is not None and status.promised < view.number:
             continue
-        if not situation.silent(roster.places[worker].agent):
+        name = roster.places[worker].agent
+        if not situation.silent(name) and not roster.draining(name):
             found.append(status)
     return found
+
+
+def leaving(situation: Situation) -> dict[AgentId, str]:
+    """Nodes that members should leave at the next boundary, and why: others can go on."""
+    drained = {m.agent: situation.roster.draining(m.agent) for m in situation.members}
+    if not all(drained.values()) or candidates(situation):
+        return {name: why for name, why in drained.items() if why}
+    return {}
 
 
 def why_broken(situation: Situation, waited_s: float, patience_s: float) -> str | None:
@@ -183,16 +192,26 @@ def next_view(
     assert view is not None
     step, why = resume_step(survivors)
     at_rest = all(s.at_boundary for s in survivors)
-    room = max(vranks - len(survivors), 0)
+    places = situation.roster.places
+    drained = [s.worker for s in survivors if situation.roster.draining(places[s.worker].agent)]
+    kept = [s.worker for s in survivors if s.worker not in drained]
+    room = max(vranks - len(kept), 0)
     joiners = candidates(situation)[:room] if at_rest else []
-    if at_rest and len(survivors) + len(joiners) < workers_min:
+    if not at_rest or not kept:
+        # A node is left only while no step is under way, and by way of a view in which others
+        # have received its state.
+        kept = [s.worker for s in survivors]
+        joiners = joiners[: max(vranks - len(kept), 0)]
+    if at_rest and len(kept) + len(joiners) < workers_min:
         return None
-    staying = [s.worker for s in survivors]
+    staying = kept
     members = sorted([*staying, *[s.worker for s in joiners]])
     if at_rest:
         owners = assign_at_boundary(vranks, members, view.owners)
         if joiners:
             why = f"worker {', '.join(str(s.worker) for s in joiners)} joins"
+        elif len(kept) < len(survivors):
+            why = f"worker {', '.join(map(str, drained))} leaves"
     else:
         owners = assign_mid_step(staying, view.owners)
     return Proposal(

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from holdfast.core.coordinator import CoordinatorPolicy
 from holdfast.core.lease import LeasePolicy
 from holdfast.core.restart import RestartPolicy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorPolicy:
+    virtual_ranks: int
+    nodes_min: int = 1  # nodes to wait for before step 0
+    nodes_max: int = 1 << 20  # more than these wait until one is lost
+    workers_min: int = 1  # fewer than this and the job waits at the next boundary
+    lease: LeasePolicy = field(default_factory=LeasePolicy)
+    settle_s: float = 120.0  # start with workers_min once the others are this late
+    patience_s: float = 5.0  # a planned stop that keeps a worker waiting longer is no longer one
+    hang_s: float = 1800.0  # a member others wait for, with nothing moving, is replaced after this
+    restart: RestartPolicy = field(default_factory=RestartPolicy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

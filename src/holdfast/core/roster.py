@@ -35,6 +35,7 @@ class Node:
     heard_at: float
     offered: int = 0  # slots
     pid: int = 0
+    draining: str = ""
     view_known: ViewNumber = NO_VIEW
     view_told: ViewNumber = NO_VIEW
     statuses: dict[WorkerId, WorkerStatus] = field(default_factory=dict)
@@ -82,11 +83,12 @@ class Roster:
         old, statuses = node.statuses, {s.worker: s for s in report.workers}
         changed = (
             anew
-            or node.offered != report.slots
+            or (node.offered, node.draining) != (report.slots, report.draining)
             or len(old) != len(statuses)
             or any(s.worker not in old or differs(old[s.worker], s) for s in report.workers)
         )
         node.seq, node.heard_at, node.pid = report.seq, now, report.pid
+        node.draining = report.draining
         node.offered, node.view_known, node.statuses = report.slots, report.view_known, statuses
         return changed
 
@@ -119,6 +121,13 @@ class Roster:
         for _ in range(self.nodes[name].offered - len(self.here(name))):
             self.place(WorkerId(self.workers_named), Place(name, self.first))
 
+    def drain(self, name: AgentId, view: View | None) -> None:
+        """Who takes no part here is not wanted now, and never again as the same incarnation."""
+        for worker in self.here(name):
+            member = view.member(worker) if view else None
+            if member is None or member.incarnation != self.places[worker].incarnation:
+                self.order_anew(worker)
+
     def dismiss(self, name: AgentId) -> None:
         for worker in self._by_node.pop(name, []):
             del self.places[worker]
@@ -145,14 +154,24 @@ class Roster:
             Slot(worker=w, agent=p.agent, incarnation=p.incarnation) for w, p in self.places.items()
         )
 
-    def wanted(self, name: AgentId) -> Iterator[tuple[WorkerId, Incarnation]]:
-        """What should run on a node; a lost one never again as the same incarnation."""
+    def wanted(self, name: AgentId, view: View | None) -> Iterator[tuple[WorkerId, Incarnation]]:
+        """What should run on a node; a lost one never again as the same incarnation.
+
+        On a node that is being drained, only members of the view: nothing starts there.
+        """
+        draining = self.draining(name)
         for worker in self.here(name):
             place = self.places[worker]
-            if place.respawn_at is None:
+            member = view.member(worker) if draining and view else None
+            stays = member is not None and member.incarnation == place.incarnation
+            if place.respawn_at is None and (stays or not draining):
                 yield worker, place.incarnation
 
     # ------------------------------------------------------------ knowing
+
+    def draining(self, name: AgentId) -> str:
+        node = self.nodes.get(name)
+        return node.draining if node is not None else ""
 
     def heard_at(self, name: AgentId) -> float:
         node = self.nodes.get(name)

@@ -108,6 +108,7 @@ class AgentReport:
     seq: int
     slots: int
     pid: int = 0
+    draining: str = ""  # why this node is to be left at the next step boundary, if it is
     view_known: ViewNumber = NO_VIEW
     view: View | None = None  # only for a coordinator that has forgotten it
     release_loop: int = 0

@@ -65,6 +65,7 @@ class Truth:
         self.live: dict[Key, Process] = {}
         self.leading: dict[Key, int] = {}
         self.disk: JobRecord | None = None
+        self.newest_lost = 0  # the newest view formed when the journal was lost: perhaps unheard of
         self.forgotten = False  # the coordinator has lost the journal and still learns
         self.completed = False
         self.commits = 0
@@ -114,6 +115,13 @@ class Truth:
         places = {s.worker: s.incarnation for s in disk.slots}
         if process.worker not in places:
             return  # another node has taken this one's place
+        view = self.views.get(self.newest)
+        member = view.member(process.worker) if view is not None else None
+        if self.newest <= self.newest_lost:
+            return
+        acting = member is not None and member.incarnation == process.key[1]
+        if process.host.drained and not acting:
+            return  # nothing but members of the view runs there
         ordered = places[process.worker]
         if ordered <= process.key[1] and disk.release_loop != RELEASE_ALL:
             raise Violation(f"worker {process.key} is ended for a directive that does not hold")
@@ -256,8 +264,7 @@ class Truth:
 
     def read(self, directive: Directive) -> None:
         """Whoever asks after a view was formed must hear of that view: views are linearizable."""
-        nobody_knew = directive.view_number == 0 and self.disk is not None and self.disk.forgotten
-        if directive.view_number < self.newest and not (self.forgotten or nobody_knew):
+        if directive.view_number < self.newest and self.newest > self.newest_lost:
             raise Violation(f"view {self.newest} was formed, {directive.view_number} was answered")
 
     def acted(self, process: Process) -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from holdfast.core import agent as ag
+
 if TYPE_CHECKING:
     from holdfast.sim.hosts import AgentHost
     from holdfast.sim.workers import Process
@@ -81,7 +83,7 @@ class Faults:
         match kind:
             case "agent_crash" | "agent_lost" | "partition" | "data_partition":
                 self._strike_node(kind)
-            case "agent_freeze" | "node_freeze":
+            case "agent_freeze" | "node_freeze" | "drain":
                 self._strike_node(kind)
             case "coordinator_crash":
                 self._note(kind)
@@ -153,6 +155,11 @@ class Faults:
                     self._note(kind)
                     self._freeze(host, whole=kind == "node_freeze")
                     world.at(duration_s, self._thaw, host)
+            case "drain":
+                self._note(kind)
+                host.drained = True
+                host.handle(ag.Drained("asked for"))
+                world.at(duration_s, host.handle, ag.Drained(""))
             case "partition":
                 self._note(kind)
                 for up in rng.choice(((True,), (False,), (True, False))):

@@ -42,6 +42,7 @@ class CoordinatorHost:
         if record is not None and world.faults.loses_journal():
             self.forgotten += 1
             world.truth.forgotten = True
+            world.truth.newest_lost = world.truth.newest
         forgotten = world.truth.forgotten
         self.machine = world.machines.coordinator(
             world.coordinator_policy,
@@ -122,6 +123,7 @@ class AgentHost:
         self.rate = 1.0
         self.offset_s = 0.0
         self.frozen = False  # the agent's process; its workers run on
+        self.drained = False  # now or before
         self._backlog: deque[ag.AgentEvent] = deque()
         self._channel_free: dict[int, float] = {}
         self._watched: dict[int, Process] = {}

@@ -21,6 +21,7 @@ FAULT_KINDS = (
     "agent_lost",
     "agent_freeze",
     "node_freeze",
+    "drain",
     "coordinator_crash",
     "coordinator_crash_inside",
     "journal_lost",

@@ -14,7 +14,8 @@ from random import Random
 from typing import Any
 
 from holdfast.core.agent import AgentMachine, AgentPolicy
-from holdfast.core.coordinator import CoordinatorMachine, CoordinatorPolicy
+from holdfast.core.coordinator import CoordinatorMachine
+from holdfast.core.job import CoordinatorPolicy
 from holdfast.core.lease import LeasePolicy
 from holdfast.core.restart import RestartPolicy
 from holdfast.core.types import AgentId
