@@ -9,6 +9,7 @@ from holdfast.core.errors import HoldfastError
 
 COMMANDS = {
     "run": "run a training script on this machine, through failures",
+    "agent": "add this machine to a running job",
     "status": "show a running job: view, step, processes",
     "demo": "train a small model through faults and prove that nothing changed",
     "ledger": "prove from a run's ledger that every sample was used exactly once",

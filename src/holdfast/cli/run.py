@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import sys
 import time
 from pathlib import Path
 
 from holdfast.core.errors import UserError
-from holdfast.runtime.launcher import Launcher
-from holdfast.runtime.rundir import JobSpec, RunDir
+from holdfast.core.job import JobSpec
+from holdfast.runtime.launcher import launch_job
+from holdfast.runtime.rundir import RunDir
+from holdfast.runtime.secret import SECRET_BYTES_MIN, VARIABLE, load_secret
 
 
 def parser() -> argparse.ArgumentParser:
@@ -33,6 +36,32 @@ def parser() -> argparse.ArgumentParser:
         metavar="M",
         help="wait at a step boundary while fewer than M workers live (default 1)",
     )
+    found.add_argument(
+        "--nodes-min",
+        type=int,
+        default=1,
+        metavar="A",
+        help="nodes to wait for before step 0; others join by `holdfast agent` (default 1)",
+    )
+    found.add_argument(
+        "--nodes-max",
+        type=int,
+        metavar="B",
+        help="further nodes wait until one is lost (default: --nodes-min)",
+    )
+    found.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address of this machine to listen on, by which other nodes reach it "
+        "(default 127.0.0.1: this machine only)",
+    )
+    found.add_argument("--port", type=int, default=0, help="to listen on (default: a free one)")
+    found.add_argument(
+        "--secret-file",
+        type=Path,
+        help="with the secret that nodes must know, readable by you only (default: "
+        "HOLDFAST_SECRET, or a new one in the run directory)",
+    )
     found.add_argument("--run-dir", type=Path, help="default: holdfast-runs/TIME-PID")
     found.add_argument("--seed", type=int, default=0, help="the job's seed (default 0)")
     found.add_argument(
@@ -50,8 +79,16 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument(
         "--lease-s",
         type=float,
-        default=30.0,
-        help="a node unheard of for this long has fenced its workers (default 30)",
+        default=2.5,
+        help="a node that neither hears the coordinator nor completes steps for so long stops its "
+        "workers; twice this bounds the pause when a node is cut off (default 2.5)",
+    )
+    found.add_argument(
+        "--abandon-s",
+        type=float,
+        default=300.0,
+        help="how long a job goes on without any coordinator, and how long unheard nodes that "
+        "alone hold its state are waited for (default 300)",
     )
     found.add_argument(
         "--losses-max",
@@ -70,37 +107,62 @@ def main(argv: list[str]) -> int:
     spec = make_spec(options)
     name = time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
     run_dir = RunDir(options.run_dir or Path("holdfast-runs") / name)
-    run_dir.create(spec)
+    run_dir.create(spec, make_secret(options))
     print(f"holdfast: run directory {run_dir.path}", file=sys.stderr, flush=True)
-    return Launcher(run_dir, spec).run()
+    return launch_job(run_dir, spec, options.host, options.port)
+
+
+def make_secret(options: argparse.Namespace) -> bytes:
+    if options.secret_file is not None or VARIABLE in os.environ:
+        return load_secret(os.environ, file=options.secret_file)
+    return secrets.token_bytes(SECRET_BYTES_MIN)
 
 
 def make_spec(options: argparse.Namespace) -> JobSpec:
     """Check the options against each other; UserError says which value is wrong."""
-    virtual = options.nproc if options.virtual is None else options.virtual
+    nodes_min = options.nodes_min
+    nodes_max = nodes_min if options.nodes_max is None else options.nodes_max
+    workers = options.nproc * nodes_min
+    virtual = workers if options.virtual is None else options.virtual
     if options.nproc < 1:
         raise UserError(f"--nproc {options.nproc}: at least 1 worker is needed")
-    if virtual < options.nproc:
+    if not 1 <= nodes_min <= nodes_max:
+        raise UserError(f"--nodes-min {nodes_min} must be from 1 to --nodes-max {nodes_max}")
+    if virtual < workers:
+        of = "--nproc" if nodes_min == 1 else f"{nodes_min} nodes with --nproc"
         raise UserError(
-            f"--virtual {virtual} is smaller than --nproc {options.nproc}: every worker needs a "
+            f"--virtual {virtual} is smaller than {of} {options.nproc}: every worker needs a "
             "virtual rank, so raise --virtual or lower --nproc"
         )
-    if not 1 <= options.min_workers <= options.nproc:
+    if not 1 <= options.min_workers <= options.nproc * nodes_max:
         raise UserError(f"--min-workers {options.min_workers} must be from 1 to --nproc")
+    if not 0 <= options.port < 1 << 16:
+        raise UserError(f"--port {options.port} must be from 0 to 65535")
+    if options.host in ("0.0.0.0", "::", ""):
+        raise UserError(
+            f"--host {options.host!r}: name one address, by which other nodes reach this machine"
+        )
+    if options.abandon_s < 2 * options.lease_s:
+        raise UserError(f"--abandon-s {options.abandon_s} must be at least twice --lease-s")
     for flag in ("threads", "losses_max", "hang_s", "lease_s"):
         if getattr(options, flag) <= 0:
             raise UserError(f"--{flag.replace('_', '-')} {getattr(options, flag)} must be positive")
     if not options.script.is_file():
         raise UserError(f"there is no script {options.script}: check the path")
     return JobSpec(
+        job=secrets.token_hex(8),
+        cwd=os.getcwd(),
         script=str(options.script),
         args=tuple(options.args),
         nproc=options.nproc,
+        nodes_min=nodes_min,
+        nodes_max=nodes_max,
         virtual_ranks=virtual,
         workers_min=options.min_workers,
         seed=options.seed,
         threads=options.threads,
         lease_s=options.lease_s,
+        abandon_s=options.abandon_s,
         hang_s=options.hang_s,
         losses_max=options.losses_max,
     )

@@ -1,13 +1,15 @@
 """The agent process: starts, watches, fences and serves the workers of one node.
 
-    python -m holdfast.runtime.agent RUN_DIR HOST PORT AGENT_ID INCARNATION PARENT_PID
+    python -m holdfast.runtime.agent RUN_DIR --coordinator HOST PORT --name NAME ...
 
-Workers' standard output goes to this process's own (the launcher's); each worker also has a log
-file in the run directory. A worker that dies takes its whole process group with it.
+SIGTERM asks it to leave: its workers go at the next step boundary, then it ends. Workers' standard
+output goes to this process's own (the launcher's); each worker also has a log file in the run
+directory. A worker that dies takes its whole process group with it.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import signal
@@ -22,7 +24,8 @@ from holdfast.runtime.channel import Channel, connect
 from holdfast.runtime.lifetime import die_with_parent
 from holdfast.runtime.process import WorkerProcess, WorkerTemplate
 from holdfast.runtime.procfs import sample_process
-from holdfast.runtime.rundir import JobSpec, RunDir
+from holdfast.runtime.rundir import RunDir
+from holdfast.runtime.secret import read_run_dir
 from holdfast.wire.messages import Address, AddressBook
 
 RECONNECT_S = 0.1
@@ -46,6 +49,9 @@ class AgentServer:
 
     async def run(self, host: str, port: int, secret: bytes) -> None:
         """Serve until the job is over and every worker has ended."""
+        leave = machine.Drained("it was asked to leave", leave=True)
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, lambda: self._feed(leave))
         tasks = [
             asyncio.ensure_future(self._talk(host, port, secret)),
             asyncio.ensure_future(self._watch()),
@@ -120,6 +126,16 @@ class AgentServer:
                 if process is not None and process.incarnation == incarnation:
                     process.note(f"holdfast: killed: {reason}")
                     process.kill()
+            case machine.Suspend(worker, incarnation):
+                process = self._processes.get(worker)
+                if process is not None and process.incarnation == incarnation:
+                    process.note("holdfast: suspended: the node has not heard the coordinator")
+                    process.suspend()
+            case machine.Resume(worker, incarnation):
+                process = self._processes.get(worker)
+                if process is not None and process.incarnation == incarnation:
+                    process.note("holdfast: resumed")
+                    process.resume()
             case machine.Quit():
                 self._quit.set()
             case _:
@@ -148,25 +164,29 @@ class AgentServer:
         self._feed(machine.ProcessExited(process.worker, process.incarnation, code, detail))
 
 
-def make_agent(
-    run_dir: RunDir, spec: JobSpec, agent: AgentId, incarnation: Incarnation, host: str
-) -> AgentServer:
-    policy = machine.AgentPolicy(lease_s=spec.lease_s)
-    core = machine.AgentMachine(agent, incarnation, spec.nproc, policy, os.getpid())
-    template = WorkerTemplate(run_dir=run_dir, spec=spec, host=host)
-    return AgentServer(core, template, policy)
-
-
 def main(argv: list[str]) -> int:
-    run_dir, host, port = RunDir(Path(argv[0])), argv[1], int(argv[2])
-    agent, incarnation = AgentId(argv[3]), Incarnation(int(argv[4]))
-    die_with_parent(int(argv[5]))
+    parser = argparse.ArgumentParser(prog="holdfast.runtime.agent")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--coordinator", nargs=2, metavar=("HOST", "PORT"))
+    parser.add_argument("--name", type=AgentId)
+    parser.add_argument("--incarnation", type=int)
+    parser.add_argument("--nproc", type=int)
+    parser.add_argument("--host", help="by which other nodes reach this one")
+    parser.add_argument("--parent", type=int)
+    options = parser.parse_args(argv)
+    die_with_parent(options.parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides what Ctrl-C means
-    spec = run_dir.spec()
+    run_dir = RunDir(options.run_dir)
+    spec, secret = run_dir.spec(), read_run_dir(run_dir.path)
+    host, port = options.coordinator[0], int(options.coordinator[1])
 
     async def serve() -> None:
-        server = make_agent(run_dir, spec, agent, incarnation, host)
-        await server.run(host, port, run_dir.secret())
+        policy = machine.AgentPolicy(heartbeat_s=spec.lease_s / 5, lease=spec.lease())
+        core = machine.AgentMachine(
+            options.name, Incarnation(options.incarnation), options.nproc, policy, os.getpid()
+        )
+        template = WorkerTemplate(run_dir=run_dir, spec=spec, host=options.host)
+        await AgentServer(core, template, policy).run(host, port, secret)
 
     asyncio.run(serve())
     return 0

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from holdfast.core import coordinator as machine
 from holdfast.core.errors import WireError, assert_never
+from holdfast.core.job import JobSpec
 from holdfast.core.types import (
     RELEASE_ALL,
     AgentId,
@@ -33,17 +34,19 @@ from holdfast.core.types import (
 )
 from holdfast.runtime.channel import Channel, accept
 from holdfast.runtime.lifetime import die_with_parent
-from holdfast.runtime.rundir import JobSpec, RunDir, write_json
+from holdfast.runtime.rundir import RunDir, write_json
 from holdfast.wire.messages import (
     Address,
     AddressBook,
+    JoinReply,
+    JoinRequest,
     StatusReply,
     StatusRequest,
     StopRequest,
 )
 
-Incoming = AgentReport | Address | StatusRequest | StopRequest
-INCOMING = (AgentReport, Address, StatusRequest, StopRequest)
+Incoming = AgentReport | Address | JoinRequest | StatusRequest | StopRequest
+INCOMING = (AgentReport, Address, JoinRequest, StatusRequest, StopRequest)
 TICK_S_MIN = 0.02
 CRASHED = 70  # exit status of a coordinator that met a bug of ours
 FAREWELL_S = 2.0  # how long agents may take to hear that the job is over
@@ -104,6 +107,9 @@ class CoordinatorServer:
                         self._feed(machine.ReportArrived(message))
                     case Address():
                         self._note_address(message, channel)
+                    case JoinRequest():
+                        host = str(writer.get_extra_info("peername")[0])
+                        channel.send(JoinReply(spec=self._spec, seen_as=host))
                     case StatusRequest():
                         channel.send(StatusReply(text=json.dumps(self._status())))
                     case StopRequest():
@@ -218,7 +224,9 @@ class CoordinatorServer:
             "step": snapshot.step,
             "state": "over" if snapshot.finished else _job_state(snapshot),
             "coordinator": {"pid": os.getpid(), "term": record.term},
-            "agents": [{"id": a, "incarnation": i, "pid": p} for a, i, p in snapshot.agents],
+            "agents": [
+                {"id": a, "incarnation": i, "pid": p, "silent": s} for a, i, p, s in snapshot.agents
+            ],
             "workers": workers,
             "leader": view.leader if view else None,
         }
@@ -255,16 +263,8 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides what Ctrl-C means
     spec = run_dir.spec()
     record = run_dir.load_record()
-    policy = machine.CoordinatorPolicy(
-        virtual_ranks=spec.virtual_ranks,
-        workers_start=spec.nproc,
-        workers_min=spec.workers_min,
-        lease_s=spec.lease_s,
-        hang_s=spec.hang_s,
-        losses_max=spec.losses_max,
-    )
     term = record.term + 1 if record else 1
-    core = machine.CoordinatorMachine(policy, term, record, time.monotonic())
+    core = machine.CoordinatorMachine(spec.policy(), term, record, time.monotonic())
 
     async def serve() -> str:
         return await CoordinatorServer(run_dir, spec, core).run(socket.socket(fileno=listen_fd))

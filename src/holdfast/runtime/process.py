@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import IO
 
 from holdfast.core.errors import WireError
+from holdfast.core.job import JobSpec
 from holdfast.core.types import Incarnation, WorkerId, WorkerStatus
-from holdfast.runtime.rundir import JobSpec, RunDir
+from holdfast.runtime.rundir import RunDir
 from holdfast.wire.frames import Opener, Sealer
 from holdfast.wire.messages import Address, decode, encode
 
@@ -129,12 +130,23 @@ class WorkerProcess:
         if not self.running:
             self.killed_early = True
             return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
+
+    def suspend(self) -> None:
+        """Stop it and whatever it has started, as they are."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
 
     def note(self, text: str) -> None:
         """A line of ours in the worker's log."""
         self._write_log(text.encode() + b"\n")
+
+    def _signal(self, number: int) -> None:
+        if self.running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, number)
 
     async def drained(self) -> None:
         """Everything that the process printed has been passed on."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,24 +13,9 @@ import msgspec
 import xxhash
 
 from holdfast.core.errors import UserError
+from holdfast.core.job import JobSpec
 from holdfast.core.types import JobRecord
 from holdfast.runtime.secret import read_run_dir
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobSpec:
-    """What the operator asked for; written once as job.json."""
-
-    script: str
-    args: tuple[str, ...]
-    nproc: int
-    virtual_ranks: int
-    workers_min: int
-    seed: int
-    threads: int
-    lease_s: float
-    hang_s: float
-    losses_max: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +44,7 @@ class RunDir:
     def journal(self) -> Path:
         return self.path / "journal"
 
-    def create(self, spec: JobSpec) -> None:
+    def create(self, spec: JobSpec, secret: bytes) -> None:
         """Make a fresh run directory. UserError when it is in use or cannot be written."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -72,10 +56,17 @@ class RunDir:
             (self.path / "ledger").mkdir(exist_ok=True)
             descriptor = os.open(self.path / "secret", os.O_WRONLY | os.O_CREAT, 0o600)
             with open(descriptor, "w") as file:
-                file.write(secrets.token_hex(32))
+                file.write(secret.hex())
             write_json(self.path / "job.json", asdict(spec))
         except OSError as error:
             raise unwritable(self.path, error) from None
+
+    def attach(self, spec: JobSpec, secret: bytes) -> None:
+        """Make this the directory of a node that joins: a fresh one, or the job's own if shared."""
+        if not (self.path / "job.json").exists():
+            self.create(spec, secret)
+        elif self.spec().job != spec.job:
+            raise UserError(f"--run-dir {self.path} belongs to another job: name another directory")
 
     def spec(self) -> JobSpec:
         return msgspec.convert(self._read_json("job.json"), JobSpec)

@@ -52,6 +52,13 @@ class Driver:
                 self._carry_out(effect)
             self.changed.notify_all()
 
+    def tick(self) -> None:
+        """Called several times a second: has the right to act ended?"""
+        with self.changed:
+            deadline = self._machine.deadline()
+            if deadline is not None and time.monotonic() >= deadline:
+                self.post(machine.Tick())
+
     def fail(self, error: BaseException) -> None:
         """Let the script's thread raise `error` at its next wait."""
         with self.changed:

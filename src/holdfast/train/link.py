@@ -67,6 +67,7 @@ class AgentLink:
                 self._send(driver.status())
                 if self._address is not None:
                     self._send(self._address)
+            driver.tick()
             if not select.select([self._channel], [], [], POLL_S)[0]:
                 continue
             try:

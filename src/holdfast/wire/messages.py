@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from holdfast.core.errors import WireError
+from holdfast.core.job import JobSpec
 from holdfast.core.types import AgentReport, Directive, WorkerDirective, WorkerId, WorkerStatus
 
 
@@ -44,6 +45,19 @@ class StatusReply:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JoinRequest:
+    """A node asks what the job is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinReply:
+    """The job, and the address by which the asker is seen from here."""
+
+    spec: JobSpec
+    seen_as: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StopRequest:
     """An operator's order to end the job."""
 
@@ -60,6 +74,8 @@ KINDS: dict[int, type] = {
     7: StatusRequest,
     8: StatusReply,
     9: StopRequest,
+    10: JoinRequest,
+    11: JoinReply,
 }
 _KIND_OF = {cls: kind for kind, cls in KINDS.items()}
 _ENCODER = msgspec.msgpack.Encoder()
