@@ -23,6 +23,7 @@ from network_peers import PATIENCE_S, PYTHON, SILENCE_S, call, connected, receiv
 
 pytestmark = pytest.mark.skipif(bool(Lab.available()), reason=Lab.available())
 
+PIDS = os.stat("/proc/self/ns/pid").st_ino
 EVERYONE = {(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)}  # from, to
 
 
@@ -371,6 +372,8 @@ def test_peers_of_a_crashed_host_see_connections_close(lab):
     a, b, _ = lab.hosts
     _, port = serve(b)
     with connected(a, b.address, port) as connection:
+        connection.sendall(b"x")
+        assert connection.recv(1) == b"x"  # it is accepted: one that is not would be reset
         b.crash()
         assert connection.recv(1) == b""
 
@@ -445,7 +448,7 @@ def test_leftovers_of_a_killed_owner_are_cleaned_and_no_others():
     assert namespace not in found
 
 
-@pytest.mark.parametrize("mark", ["", "nonsense", "1:2:3", "a:b:c"])
+@pytest.mark.parametrize("mark", ["", "nonsense", "1:2:3", "a:b:c", f"{PIDS}:x:1"])
 def test_marks_that_are_not_ours_are_left_alone(mark):
     """Also those of other containers, whose processes have other numbers than here."""
     with subprocess.Popen(["sleep", "1000"], env={**os.environ, OWNER: mark}) as child:

@@ -138,6 +138,7 @@ def test_a_reset_reaches_both_sides(hosts):
             listener.accept()[0] as far,
         ):
             far.settimeout(PATIENCE_S)
+            until(lambda: relay.connections() == 1)
             assert relay.reset() == 1
             for end in (near, far):
                 with pytest.raises(ConnectionResetError):

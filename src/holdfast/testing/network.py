@@ -23,7 +23,7 @@ are all that keeps them, so two labs cannot clash, and the kernel removes them w
 and rules when the owner dies, however it dies. What may be left are processes; they carry the
 owner's identity in their environment, and the next lab kills those whose owner is gone.
 
-Needs root (or a user namespace: `unshare --user --map-root-user pytest ...`), `ip` and `nft`.
+Needs root (or a user namespace: `unshare --user --map-root-user --net pytest ...`), `ip` and `nft`.
 `Lab.available()` says what is missing. This module must know nothing about jobs.
 """
 
@@ -351,7 +351,7 @@ def _identity(pid: int) -> str:
 
 
 def _is_leftover(pid: int) -> bool:
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
+    with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/environ", "rb") as file:
         for entry in file.read().split(b"\0"):
             name, _, value = entry.decode(errors="replace").partition("=")
             if name == OWNER and value.count(":") == 2:
@@ -420,12 +420,13 @@ def _returning() -> Iterator[None]:
     """Wherever the calling thread goes meanwhile, it comes back to its network namespace."""
     home = os.open(THREAD_NAMESPACE, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        yield
-    finally:
+        _call("setns", home, CLONE_NEWNET)  # the way back, tried first: some may leave for ever
         try:
-            _call("setns", home, CLONE_NEWNET)
+            yield
         finally:
-            os.close(home)
+            _call("setns", home, CLONE_NEWNET)
+    finally:
+        os.close(home)
 
 
 @contextlib.contextmanager
@@ -444,7 +445,7 @@ def _new_namespace(stack: contextlib.ExitStack) -> int:
     except OSError as error:
         raise WorldError(
             f"no network namespace can be made ({error}): run as root, or under "
-            "`unshare --user --map-root-user`"
+            "`unshare --user --map-root-user --net`"
         ) from error
     stack.callback(os.close, found)
     return found
