@@ -16,6 +16,8 @@ from network_peers import PATIENCE_S, SILENCE_S, call, connected, receive, serve
 
 pytestmark = pytest.mark.skipif(bool(Lab.available()), reason=Lab.available())
 
+LATE_S = 1.0  # a busy machine's delays
+
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Lab]:
@@ -45,7 +47,7 @@ def test_a_relay_delays_both_directions(hosts, taken_in):
     with Relay(a, None if taken_in else (b.address, port), delay_s=0.1) as relay:
         where = (b.address, port) if taken_in else relay.address
         with connected(a, *where) as connection:
-            assert 0.2 <= echo_s(connection) < 0.3 + SILENCE_S
+            assert 0.2 <= echo_s(connection) < 0.2 + LATE_S
             assert connection.getpeername() == where
             assert relay.connections() == 1
             relay.reshape(delay_s=0.0)
@@ -63,7 +65,7 @@ def test_jitter_varies_but_keeps_the_order(hosts):
         connected(a, *relay.address) as connection,
     ):
         times = [echo_s(connection) for _ in range(10)]
-        assert all(0.02 <= t < 0.12 + SILENCE_S for t in times)
+        assert all(0.02 <= t < 0.12 + LATE_S for t in times)
         assert max(times) - min(times) > 0.01
         text = bytes(range(256)) * 400
         assert echo_s(connection, text) > 0.02
@@ -78,7 +80,7 @@ def test_the_rate_is_kept_in_each_direction(hosts):
         connected(a, *relay.address) as other,
     ):
         # 200 kB at 1 MB/s, there and back at the same time
-        assert 0.19 <= echo_s(connection, bytes(200_000)) < 0.3 + SILENCE_S
+        assert 0.19 <= echo_s(connection, bytes(200_000)) < 0.2 + LATE_S
         other.sendall(bytes(100_000))
         assert echo_s(connection, bytes(100_000)) >= 0.18  # it shares the path
 
@@ -101,7 +103,7 @@ def test_both_hosts_may_have_relays(hosts):
     _, port = serve(b)
     with Relay(a, delay_s=0.05), Relay(b, delay_s=0.05) as second:
         with connected(a, b.address, port) as connection:
-            assert 0.1 <= echo_s(connection) < 0.2 + SILENCE_S
+            assert 0.1 <= echo_s(connection) < 0.1 + LATE_S
             assert second.connections() == 0
         assert call(b, a.address, serve(a)[1]) == "over the wire"
 
@@ -138,6 +140,7 @@ def test_a_reset_reaches_both_sides(hosts):
             listener.accept()[0] as far,
         ):
             far.settimeout(PATIENCE_S)
+            until(lambda: relay.connections() == 1)
             assert relay.reset() == 1
             for end in (near, far):
                 with pytest.raises(ConnectionResetError):

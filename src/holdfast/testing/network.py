@@ -16,14 +16,14 @@ hosts whatever is cut. Abstract AF_UNIX names are a part of the network and stay
 
 Frames are lost inside the switch, so a cut is silent for both sides: nothing is refused, no link
 goes down, and no address becomes unreachable, since every host knows all hardware addresses from
-the start. Delays are not made here but by relays (relay.py): few kernels are built with netem.
+the start. Delays are not made here but by relays (relay.py), since some kernels lack netem.
 
 The namespaces have no names. Open file descriptors of the owner, the process that made the lab,
 are all that keeps them, so two labs cannot clash, and the kernel removes them with their interfaces
 and rules when the owner dies, however it dies. What may be left are processes; they carry the
 owner's identity in their environment, and the next lab kills those whose owner is gone.
 
-Needs root (or a user namespace: `unshare --user --map-root-user pytest ...`), `ip` and `nft`.
+Needs root (or a user namespace: `unshare --user --map-root-user --net pytest ...`), `ip` and `nft`.
 `Lab.available()` says what is missing. This module must know nothing about jobs.
 """
 
@@ -52,7 +52,7 @@ OWNER = "HOLDFAST_LAB"  # environment variable of every process started in a hos
 TOOL_S = 30.0  # bounds `ip` and `nft`, which need milliseconds
 KILL_S = 10.0  # bounds the death of killed processes
 POLL_S = 0.002
-DICE = 100_000
+DICE = 100_000  # sides: a loss is rounded to a thousandth of a percent
 CLONE_NEWNET = 0x40000000
 THREAD_NAMESPACE = "/proc/thread-self/ns/net"
 TOOL_PACKAGES = {"ip": "iproute2", "nft": "nftables"}
@@ -112,7 +112,7 @@ class Host:
     def run(
         self, args: Sequence[str], env: Mapping[str, str] | None = None, **kw: Any
     ) -> subprocess.CompletedProcess[Any]:
-        """subprocess.run inside this host."""
+        """subprocess.run inside this host, where the calling thread is until it returns."""
         with self.entered():
             return subprocess.run(args, env=_marked(env), check=kw.pop("check", False), **kw)
 
@@ -166,8 +166,8 @@ class Fault:
 class Lab:
     """`size` hosts on one switch. Use as a context manager: it always removes everything.
 
-    Faults add up: a frame arrives if none of them drops it. All times are the kernel's, so a fault
-    is in force when the method that made it returns.
+    Faults add up: a frame arrives if none of them drops it. A fault is in force when the method
+    that made it returns. For use by one thread at a time.
     """
 
     def __init__(self, size: int) -> None:
@@ -189,12 +189,13 @@ class Lab:
         try:
             with Lab(1) as lab, lab.cut(lab.hosts[0]), lab.drop(lab.hosts[0], 50.0):
                 return ""
-        except WorldError as error:
+        except (WorldError, OSError, subprocess.SubprocessError) as error:
             return str(error)
 
     def __enter__(self) -> Lab:
         clean_leftovers()
         with contextlib.ExitStack() as stack:
+            stack.callback(self._forget)
             self._switch_fd = _new_namespace(stack)
             self.hosts = tuple(Host(i, _new_namespace(stack)) for i in range(self.size))
             stack.callback(self._empty)
@@ -208,13 +209,15 @@ class Lab:
     def cut(self, host: Host, direction: Direction | str = Direction.BOTH) -> Fault:
         """Separate `host` from all others; "in" loses what is sent to it, "out" what it sends."""
         self._know(host)
-        if direction not in (names := [d.value for d in Direction]):
-            direction = getattr(direction, "value", direction)
-        if direction not in names:
+        names = [known.value for known in Direction]
+        if direction not in (*Direction, *names):
             raise UserError(f"{direction!r} is no direction: choose one of {', '.join(names)}")
-        rules = {"in": [_to(host)], "out": [_from(host)], "both": [_from(host), _to(host)]}
-        state = {"in": "hears nobody", "out": "is heard by nobody", "both": "is cut off"}
-        return self._add(f"{host} {state[direction]}", rules[direction])
+        match Direction(direction):
+            case Direction.IN:
+                return self._add(f"{host} hears nobody", [_to(host)])
+            case Direction.OUT:
+                return self._add(f"{host} is heard by nobody", [_from(host)])
+        return self._add(f"{host} is cut off", [_from(host), _to(host)])
 
     def cut_pair(self, a: Host, b: Host, one_way: bool = False) -> Fault:
         """Separate `a` and `b` from each other only; `one_way` loses just what `a` sends to `b`."""
@@ -293,21 +296,23 @@ class Lab:
 
     def _connect(self) -> None:
         """Make the switch and plug every host in."""
+        # Without this every interface would tell its own IPv6 address to all.
+        quiet = "addrgenmode none" if os.path.exists("/proc/sys/net/ipv6") else ""
         lines = [
-            "link add name switch type bridge stp_state 0 forward_delay 0 mcast_snooping 0",
-            "link set dev switch addrgenmode none up",
+            "link add name switch type bridge stp_state 0 forward_delay 0",
+            f"link set dev switch {quiet} up",
         ]
         for host in self.hosts:
             port, far = _port(host), f"name {INTERFACE} netns {host.namespace}"
             lines += [
                 f"link add name {port} type veth peer {far} address {_hardware(host)}",
-                f"link set dev {port} master switch addrgenmode none up",
+                f"link set dev {port} master switch {quiet} up",
             ]
         _ip(self._switch_fd, lines)
         for host in self.hosts:
             lines = [
                 "link set dev lo up",
-                f"link set dev {INTERFACE} addrgenmode none up",
+                f"link set dev {INTERFACE} {quiet} up",
                 f"address add {host.address}/24 dev {INTERFACE}",
             ]
             for other in self.hosts:
@@ -330,6 +335,13 @@ class Lab:
             names = [_port(host) for host in self.hosts] + ["switch"]
             _ip(self._switch_fd, [f"link delete dev {name}" for name in names])
 
+    def _forget(self) -> None:
+        """The file descriptors are closed; their numbers will soon mean something else."""
+        for host in self.hosts:
+            host.fd = -1
+        self._switch_fd = -1
+        self.faults = ()
+
     def _nft(self, *arguments: str, text: str = "") -> str:
         with _entered(self._switch_fd):
             return run_tool("nft", arguments, text)
@@ -341,22 +353,22 @@ def clean_leftovers() -> int:
 
 
 def _identity(pid: int) -> str:
-    """Of a living process, for ever; "" if there is none."""
+    """A name that no other process ever has; "" if this one does not live."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
         fields = file.read().rpartition(")")[2].split()
         if fields[0] not in "ZX":
-            # Containers count their processes on their own, and may see each other's.
+            # Containers number their processes on their own, and may see each other's.
             return f"{os.stat('/proc/self/ns/pid').st_ino}:{pid}:{fields[19]}"
     return ""
 
 
 def _is_leftover(pid: int) -> bool:
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
+    with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/environ", "rb") as file:
         for entry in file.read().split(b"\0"):
             name, _, value = entry.decode(errors="replace").partition("=")
             if name == OWNER and value.count(":") == 2:
-                kind, owner, _ = value.split(":")
-                ours = _identity(os.getpid()).split(":", maxsplit=1)[0] == kind
+                container, owner, _ = value.split(":")
+                ours = _identity(os.getpid()).startswith(f"{container}:")
                 return ours and _identity(int(owner)) != value
     return False
 
@@ -420,16 +432,19 @@ def _returning() -> Iterator[None]:
     """Wherever the calling thread goes meanwhile, it comes back to its network namespace."""
     home = os.open(THREAD_NAMESPACE, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        yield
-    finally:
+        _call("setns", home, CLONE_NEWNET)  # the way back, tried first: some may leave for ever
         try:
-            _call("setns", home, CLONE_NEWNET)
+            yield
         finally:
-            os.close(home)
+            _call("setns", home, CLONE_NEWNET)
+    finally:
+        os.close(home)
 
 
 @contextlib.contextmanager
 def _entered(namespace_fd: int) -> Iterator[None]:
+    if namespace_fd < 0:
+        raise UserError("this lab is not open: use it, and its hosts, in a with statement")
     with _returning():
         _call("setns", namespace_fd, CLONE_NEWNET)
         yield
@@ -444,7 +459,7 @@ def _new_namespace(stack: contextlib.ExitStack) -> int:
     except OSError as error:
         raise WorldError(
             f"no network namespace can be made ({error}): run as root, or under "
-            "`unshare --user --map-root-user`"
+            "`unshare --user --map-root-user --net`"
         ) from error
     stack.callback(os.close, found)
     return found

@@ -1,6 +1,6 @@
 """A TCP relay inside a host of a lab: a slow, narrow, frozen or breaking path.
 
-For delays and narrow paths, which the kernel makes only where it was built with netem.
+For delays and narrow paths without netem, which some kernels lack.
 
     with Relay(host, delay_s=0.05, rate_bytes_s=10e6) as relay:
         ...                     # whatever connects from this host to another now goes through it
@@ -29,7 +29,6 @@ import json
 import random
 import socket
 import struct
-import subprocess
 import sys
 from collections.abc import Awaitable
 from typing import Any, TextIO
@@ -66,39 +65,31 @@ class Relay:
         self.target = target
         # With the port that was found, once started. What is taken in arrives at the loopback.
         self.address = listen or ("127.0.0.1" if target is None else host.address, 0)
-        self._taking = False
         self._shape = _checked(delay_s, jitter_s, rate_bytes_s)
-        self._process: subprocess.Popen[Any] | None = None
         self._control: TextIO | None = None
+        self._open = contextlib.ExitStack()
 
     def __enter__(self) -> Relay:
-        here, there = socket.socketpair()
-        here.settimeout(ANSWER_S)
-        self._control = here.makefile("rw", buffering=1)  # closes the socket, too
-        with here, there:
-            number = str(there.fileno())
-            command = [sys.executable, "-m", "holdfast.testing.relay", number]
-            self._process = self.host.popen(command, pass_fds=[there.fileno()])
-        try:
+        with contextlib.ExitStack() as stack:
+            here, there = socket.socketpair()
+            here.settimeout(ANSWER_S)
+            self._control = stack.enter_context(here.makefile("rw", buffering=1))
+            with here, there:  # what was made of `here` lives on
+                number = there.fileno()
+                command = [sys.executable, "-m", "holdfast.testing.relay", str(number)]
+                process = self.host.popen(command, pass_fds=[number])
+            stack.callback(process.wait)
+            stack.callback(process.kill)
             what = {"listen": self.address, "target": self.target, **self._shape}
             self.address = (self.address[0], self._ask(**what)["port"])
             if self.target is None:
                 self._take_in()
-        except WorldError:
-            self.__exit__()
-            raise
+                stack.callback(self._nft, f"delete table ip {self._table()}")
+            self._open = stack.pop_all()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._taking:
-            self._nft(f"delete table ip {self._table()}")
-            self._taking = False
-        if self._control is not None:
-            with contextlib.suppress(OSError):
-                self._control.close()
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+        self._open.close()
 
     def pause(self) -> None:
         """From now on nothing is passed on, and new connections reach only the relay."""
@@ -127,7 +118,6 @@ class Relay:
         others = f'oifname "{INTERFACE}" meta mark != {MARK} meta l4proto tcp'
         rule = f"{others} redirect to :{self.address[1]}"
         self._nft(f"table ip {self._table()} {{\nchain out {{\n{hook}\n{rule}\n}}\n}}")
-        self._taking = True
 
     def _table(self) -> str:
         return f"relay{self.address[1]}"
@@ -251,12 +241,11 @@ class _Proxy:
         queue: asyncio.Queue[tuple[float, bytes]],
         direction: _Direction,
     ) -> None:
-        clock, arrival, chunk = asyncio.get_running_loop().time, 0.0, b"-"
-        while chunk:
+        clock, chunk = asyncio.get_running_loop().time, b"-"
+        while chunk:  # until the empty one, which passes on the end
             await self.going.wait()
             chunk = await reader.read(direction.chunk_bytes())
-            arrival = max(arrival, direction.arrival(len(chunk), clock()))
-            await queue.put((arrival, chunk))
+            await queue.put((direction.arrival(len(chunk), clock()), chunk))
 
     async def _give(
         self, queue: asyncio.Queue[tuple[float, bytes]], writer: asyncio.StreamWriter
