@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.cli.run import make_spec, parser
 from holdfast.core.errors import UserError
+from holdfast.core.types import Incarnation, WorkerId
+from holdfast.runtime.process import WorkerTemplate
+from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.secret import (
     derive_peer_key,
     load_secret,
@@ -151,3 +155,15 @@ def test_the_peer_key_tells_nothing_of_the_secret() -> None:
     assert len(one) == len(other) == 32
     assert len({one, other, bytes.fromhex(A), bytes.fromhex(B)}) == 4
     assert derive_peer_key(bytes.fromhex(A)) == one
+
+
+def test_workers_get_the_peer_key_and_never_the_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(tmp_path / "secret", A, 0o600)
+    monkeypatch.setenv("HOLDFAST_SECRET", B)
+    spec = make_spec(parser().parse_args([__file__]))
+    template = WorkerTemplate(run_dir=RunDir(tmp_path), spec=spec, host="127.0.0.1")
+    environment = template.environment(WorkerId(0), Incarnation(1), 3, 4)
+    assert environment["HOLDFAST_PEER_KEY"] == derive_peer_key(bytes.fromhex(A)).hex()
+    assert not any(secret in value for value in environment.values() for secret in (A, B))

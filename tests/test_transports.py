@@ -2,31 +2,138 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from holdfast.core.errors import Severed
-from holdfast.testing.transports import CONTRACT, MakeTransport, Seat, run_contract
-from holdfast.train.gloo import GlooDevice, GlooTransport
+from holdfast.core.errors import Severed, UserError
+from holdfast.testing.transports import (
+    CONTRACT,
+    MakeTransport,
+    Seat,
+    SharedRendezvous,
+    refuses_impostors,
+    run_contract,
+)
+from holdfast.train import proof
+from holdfast.train.environment import WorkerEnvironment, take_channel
+from holdfast.train.gloo import TAG_PROOF, GlooDevice, GlooTransport, _AddressStore
 from holdfast.train.nccl import NcclTransport
 from holdfast.train.transport import AloneTransport
 
+KEY = b"k" * 32
+
 
 def gloo(rank: int) -> MakeTransport:
-    device = GlooDevice("127.0.0.1")
+    device = GlooDevice("127.0.0.1", KEY)
     return lambda: GlooTransport(device)
 
 
+def gloo_with_impostor(rank: int) -> MakeTransport:
+    """Of three, the last has another job's key."""
+    device = GlooDevice("127.0.0.1", KEY if rank < 2 else b"j" * 32)
+    return lambda: GlooTransport(device)
+
+
+def gloo_with_keyless_impostor(rank: int) -> MakeTransport:
+    device = GlooDevice("127.0.0.1", KEY if rank < 2 else b"")
+    return lambda: GlooTransport(device)
+
+
+class Echo(GlooTransport):
+    """An impostor without the key: it shows everyone the token that they have just shown it."""
+
+    def _prove(self, rank: int, size: int, group: bytes) -> None:
+        for peer in range(size - 1):
+            heard = torch.zeros(proof.TOKEN_BYTES, dtype=torch.uint8)
+            self.exchange([], [(peer, heard)], TAG_PROOF).wait()
+            self.exchange([(peer, heard)], [], TAG_PROOF).wait()
+        raise Severed("it has nothing more to try")
+
+
+def gloo_with_echo(rank: int) -> MakeTransport:
+    device = GlooDevice("127.0.0.1", KEY)
+    return lambda: GlooTransport(device) if rank < 2 else Echo(device)
+
+
+class Silent(GlooTransport):
+    """An impostor that connects and says nothing."""
+
+    def _prove(self, rank: int, size: int, group: bytes) -> None:
+        self.exchange([], [(0, torch.zeros(1))], 77).wait()
+
+
+def gloo_with_silent_impostor(rank: int) -> MakeTransport:
+    device = GlooDevice("127.0.0.1", KEY)
+    return lambda: (GlooTransport if rank < 2 else Silent)(device, build_s=1.0)
+
+
 def nccl(rank: int) -> MakeTransport:
-    device = GlooDevice("127.0.0.1")
+    device = GlooDevice("127.0.0.1", KEY)
     return lambda: NcclTransport(device, torch.device("cuda", rank))
 
 
 @pytest.mark.parametrize("case", CONTRACT, ids=lambda case: case.__name__)
 def test_gloo(case: Callable[[Seat], None]) -> None:
     assert run_contract(case, gloo, size=3) == []
+
+
+@pytest.mark.parametrize(
+    "make_of",
+    [gloo_with_impostor, gloo_with_keyless_impostor, gloo_with_echo],
+    ids=["another key", "no key", "echo"],
+)
+def test_gloo_refuses_impostors(make_of: Callable[[int], MakeTransport]) -> None:
+    assert run_contract(refuses_impostors, make_of, size=3) == []
+
+
+def opens_for_nobody(seat: Seat) -> None:
+    with pytest.raises(Severed):
+        seat.open("silent")
+
+
+def test_gloo_does_not_wait_for_a_silent_impostor() -> None:
+    assert run_contract(opens_for_nobody, gloo_with_silent_impostor, size=3) == []
+
+
+def test_a_token_is_bound_to_key_group_sender_and_receiver() -> None:
+    group = proof.group_name([b"a", b"b", b"c"])
+    good = proof.token(KEY, group, 0, 1)
+    assert len(good) == proof.TOKEN_BYTES
+    assert proof.is_token(good, KEY, group, 0, 1)
+    assert not proof.is_token(good, b"j" * 32, group, 0, 1)
+    assert not proof.is_token(good, KEY, group, 1, 0)
+    assert not proof.is_token(good, KEY, group, 0, 2)
+    assert not proof.is_token(good[:-1], KEY, group, 0, 1)
+    for other in ([b"a", b"b", b"d"], [b"b", b"a", b"c"], [b"ab", b"", b"c"], [b"a", b"b"]):
+        assert not proof.is_token(good, KEY, proof.group_name(other), 0, 1)
+
+
+def test_every_group_has_a_name_of_its_own() -> None:
+    """The same members, ports and gloo addresses: what was overheard once is of no use again."""
+    published: list[bytes] = []
+    for _ in range(2):
+        rendezvous = SharedRendezvous({}, "again", 0, threading.Event())
+        store = _AddressStore(0, 4711, rendezvous)
+        store.set("rank/0", b"gloo's address")
+        assert store.get("rank/0") == b"gloo's address"
+        published.append(rendezvous.lookup(0))
+    assert proof.group_name(published[:1]) != proof.group_name(published[1:])
+
+
+def test_the_peer_key_is_taken_out_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_PEER_KEY", KEY.hex())
+    environment = WorkerEnvironment.read(os.environ)
+    take_channel(environment)
+    assert environment.peer_key == KEY
+    assert "HOLDFAST_PEER_KEY" not in os.environ
+    assert KEY.hex() not in repr(environment)
+    assert str(KEY) not in repr(environment)
+    with pytest.raises(UserError, match=r"^HOLDFAST_PEER_KEY is not hexadecimal: unset it$"):
+        WorkerEnvironment.read({"HOLDFAST_PEER_KEY": "xyz"})
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each process: 2")

@@ -17,6 +17,7 @@ from typing import IO
 from holdfast.core.errors import WireError
 from holdfast.core.job import JobSpec
 from holdfast.core.types import Incarnation, WorkerId, WorkerStatus
+from holdfast.runtime import secret
 from holdfast.runtime.rundir import RunDir
 from holdfast.wire.frames import Opener, Sealer
 from holdfast.wire.messages import Address, decode, encode
@@ -42,8 +43,9 @@ class WorkerTemplate:
         self, worker: WorkerId, incarnation: Incarnation, channel_fd: int, story_fd: int
     ) -> dict[str, str]:
         threads = str(self.spec.threads)
+        inherited = {k: v for k, v in os.environ.items() if k != secret.VARIABLE}
         return {
-            **os.environ,
+            **inherited,
             # A fixed number of threads keeps sums inside kernels the same on every machine.
             "OMP_NUM_THREADS": threads,
             "MKL_NUM_THREADS": threads,
@@ -57,6 +59,7 @@ class WorkerTemplate:
             "HOLDFAST_SEED": str(self.spec.seed),
             "HOLDFAST_RUN_DIR": str(self.run_dir.path.resolve()),
             "HOLDFAST_HOST": self.host,
+            "HOLDFAST_PEER_KEY": secret.derive_peer_key(self.run_dir.secret()).hex(),
         }
 
 

@@ -149,6 +149,23 @@ def notices_death(seat: Seat) -> None:
     transport.close()
 
 
+def refuses_impostors(seat: Seat) -> None:
+    """A member that cannot prove itself never becomes one: nobody's group opens, and it is named.
+
+    Only for a `make_of` whose last rank is an impostor; so it is not in CONTRACT.
+    """
+    try:
+        seat.open("impostor")
+    except Severed as error:
+        seat.addresses[f"reason/{seat.rank}"] = str(error)
+    else:
+        raise AssertionError("a group with an impostor opened")
+    seat.meet("impostor")
+    reasons = [seat.addresses[f"reason/{r}"] for r in range(seat.size - 1)]
+    expected = f"the peer at rank {seat.size - 1} has not proved"
+    assert any(r.startswith(expected) for r in reasons), reasons
+
+
 CONTRACT = [delivers, keeps_order, severs, survives_rebuilding, gives_up_opening, notices_death]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from holdfast.core.errors import UserError
@@ -18,6 +18,7 @@ VARIABLES = (
     "HOLDFAST_SEED",
     "HOLDFAST_RUN_DIR",
     "HOLDFAST_HOST",
+    "HOLDFAST_PEER_KEY",
 )
 
 
@@ -32,6 +33,7 @@ class WorkerEnvironment:
     seed: int = 0
     run_dir: Path | None = None
     host: str = "127.0.0.1"
+    peer_key: bytes = field(default=b"", repr=False)  # proves to other workers whose we are
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> WorkerEnvironment:
@@ -44,6 +46,10 @@ class WorkerEnvironment:
 
         fd = number("HOLDFAST_FD", -1)
         run_dir = environ.get("HOLDFAST_RUN_DIR")
+        try:
+            peer_key = bytes.fromhex(environ.get("HOLDFAST_PEER_KEY", ""))
+        except ValueError:
+            raise UserError("HOLDFAST_PEER_KEY is not hexadecimal: unset it") from None
         return cls(
             channel_fd=fd if fd >= 0 else None,
             worker=WorkerId(number("HOLDFAST_WORKER", 0)),
@@ -52,12 +58,17 @@ class WorkerEnvironment:
             seed=number("HOLDFAST_SEED", 0),
             run_dir=Path(run_dir) if run_dir else None,
             host=environ.get("HOLDFAST_HOST", "127.0.0.1"),
+            peer_key=peer_key,
         )
 
 
 def take_channel(environment: WorkerEnvironment) -> int | None:
-    """The channel's descriptor, once: children of this process must not inherit or reuse it."""
-    os.environ.pop("HOLDFAST_FD", None)
+    """The channel's descriptor, once: children of this process must not inherit or reuse it.
+
+    Nor the peer key, which `environment` holds by now.
+    """
+    for name in ("HOLDFAST_FD", "HOLDFAST_PEER_KEY"):
+        os.environ.pop(name, None)
     if environment.channel_fd is not None:
         os.set_inheritable(environment.channel_fd, False)
     return environment.channel_fd

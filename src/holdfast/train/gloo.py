@@ -2,29 +2,35 @@
 
 Every wait carries its own (long) timeout, because a timeout of the group itself would poison it;
 nothing is ever detected here by waiting: peers' deaths close sockets, and the control plane severs.
+A group is only handed out once every peer has proved that it belongs to the job (see proof.py).
 """
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from holdfast.core.errors import Severed
-from holdfast.train import sockets
+from holdfast.train import proof, sockets
 from holdfast.train.transport import Message, Pending, Rendezvous
 
 FOREVER = timedelta(days=365)
+TAG_PROOF = 9
 _DEVICE_LOCK = threading.Lock()
 
 
 class GlooDevice:
-    """The listening endpoint shared by all groups of this process."""
+    """The listening endpoint shared by all groups of this process, and the job's peer key."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, peer_key: bytes = b"") -> None:
+        self.peer_key = peer_key
         self._host = host
         self._device: object | None = None
         self._port = 0
@@ -40,27 +46,31 @@ class GlooDevice:
 
 
 class _AddressStore(dist.Store):
-    """Gloo's rendezvous on ours: each rank sets one address and reads every other's."""
+    """Gloo's rendezvous on ours: each rank sets one address and reads every other's.
+
+    What is published is the port, a nonce for the proof, and gloo's address.
+    """
 
     def __init__(self, rank: int, port: int, rendezvous: Rendezvous) -> None:
         super().__init__()
         self._rank = rank
-        self._port = port
+        self._head = port.to_bytes(2, "big") + os.urandom(proof.NONCE_BYTES)
         self._rendezvous = rendezvous
-        self._mine = b""
+        self.published: dict[int, bytes] = {}  # by rank
         self.ports = {port}
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # gloo sets bytes
-        self._mine = bytes(value)
-        self._rendezvous.publish(self._port.to_bytes(2, "big") + self._mine)
+        self.published[self._rank] = self._head + bytes(value)
+        self._rendezvous.publish(self.published[self._rank])
 
     def get(self, key: str) -> bytes:
-        rank = int(key.rpartition("/")[2])
-        if rank == self._rank:
-            return self._mine
-        address = self._rendezvous.lookup(rank)
-        self.ports.add(int.from_bytes(address[:2], "big"))
-        return address[2:]
+        return self.address_of(int(key.rpartition("/")[2]))[len(self._head) :]
+
+    def address_of(self, rank: int) -> bytes:
+        if rank not in self.published:
+            self.published[rank] = self._rendezvous.lookup(rank)
+            self.ports.add(int.from_bytes(self.published[rank][:2], "big"))
+        return self.published[rank]
 
     def wait(self, keys: Sequence[str], limit: timedelta | None = None) -> None:
         for key in keys:
@@ -74,12 +84,15 @@ class _GlooPending:
 
     def wait(self) -> None:
         for work in self.works:
-            try:
-                work.wait(FOREVER)
-            except RuntimeError as error:
-                raise Severed(f"gloo: {str(error).splitlines()[0]}") from None
+            self.wait_for(work, FOREVER)
         if self.transport.severed:
             raise Severed("the view was given up")
+
+    def wait_for(self, work: dist.Work, limit: timedelta) -> None:
+        try:
+            work.wait(limit)
+        except RuntimeError as error:
+            raise Severed(f"gloo: {str(error).splitlines()[0]}") from None
 
 
 class GlooTransport:
@@ -112,8 +125,18 @@ class GlooTransport:
             if self.severed:
                 sockets.cut(kept)
                 raise Severed("the view was given up while its group was built")
+        try:
+            self._prove(rank, size, proof.group_name([store.address_of(r) for r in range(size)]))
+        except Severed:
+            self.sever()
+            raise
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Pending:
+        return self._start(sends, receives, tag)
+
+    def _start(
+        self, sends: Sequence[Message], receives: Sequence[Message], tag: int
+    ) -> _GlooPending:
         group = self._group
         if group is None or self.severed:
             raise Severed("the view was given up")
@@ -126,6 +149,34 @@ class GlooTransport:
         except RuntimeError as error:
             raise Severed(f"gloo: {str(error).splitlines()[0]}") from None
         return _GlooPending(works, self)
+
+    def _prove(self, rank: int, size: int, group: bytes) -> None:
+        """Show every peer our token and see theirs, within the time for building the group."""
+        key, deadline = self._device.peer_key, time.monotonic() + self._build_s
+        peers = [r for r in range(size) if r != rank]
+        mine = {p: bytearray(proof.token(key, group, rank, p)) for p in peers}
+        theirs = {p: torch.zeros(proof.TOKEN_BYTES, dtype=torch.uint8) for p in peers}
+        sends = [(p, torch.frombuffer(mine[p], dtype=torch.uint8)) for p in peers]
+        pending = self._start(sends, list(theirs.items()), TAG_PROOF)
+        failure: Severed | None = None
+        # Receives come first, one for each peer. All are waited for: a peer that severs because it
+        # has met an impostor must not keep us from naming the impostor too.
+        for i, work in enumerate(pending.works):
+            left_s = max(deadline - time.monotonic(), 0.001)
+            try:
+                pending.wait_for(work, timedelta(seconds=left_s))
+            except Severed as error:
+                failure = failure or error
+                continue
+            if i < len(peers):
+                peer = peers[i]
+                if not proof.is_token(theirs[peer].numpy().tobytes(), key, group, peer, rank):
+                    raise Severed(
+                        f"the peer at rank {peer} has not proved that it belongs to this job: is "
+                        "HOLDFAST_PEER_KEY the same on every node?"
+                    )
+        if failure is not None:
+            raise failure
 
     def sever(self) -> None:
         with self._lock:

@@ -176,7 +176,8 @@ class Job:
             )
         if self._work is None:
             self._work = _Work(self)
-            self._work.start(self._link, GlooDevice(self._environment.host))
+            here = GlooDevice(self._environment.host, self._environment.peer_key)
+            self._work.start(self._link, here)
         if data.first_step is None:
             data.first_step = self._loops_until
         self._loops_until = until

@@ -1,0 +1,37 @@
+"""What workers show each other before they exchange anything: that they belong to one job.
+
+Gloo connects to whoever comes. So each member of a fresh group sends every other a token that only
+a holder of the job's peer key can make. It is bound to its sender, its receiver and the group: to
+the addresses of all its members, which hold a fresh random number of each and so belong to one view
+alone. A token that was overheard is of no use in another group or to another member.
+
+This proves who was there when the group was built. It does not hide or seal what is sent later.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Sequence
+
+TOKEN_BYTES = 32
+NONCE_BYTES = 16
+
+
+def group_name(addresses: Sequence[bytes]) -> bytes:
+    """A digest that only this group has; `addresses` by rank, each with its owner's nonce."""
+    digest = hashlib.sha256(b"holdfast group 1")
+    for address in addresses:
+        digest.update(len(address).to_bytes(4, "big") + address)
+    return digest.digest()
+
+
+def token(key: bytes, group: bytes, sender: int, receiver: int) -> bytes:
+    """What rank `sender` shows to rank `receiver`."""
+    text = b"holdfast peer 1|%s|%d|%d" % (group, sender, receiver)
+    return hmac.digest(key, text, hashlib.sha256)
+
+
+def is_token(claim: bytes, key: bytes, group: bytes, sender: int, receiver: int) -> bool:
+    """Compared in constant time."""
+    return hmac.compare_digest(claim, token(key, group, sender, receiver))
