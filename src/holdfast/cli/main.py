@@ -11,6 +11,7 @@ COMMANDS = {
     "run": "run a training script on this machine, through failures",
     "agent": "add this machine to a running job",
     "status": "show a running job: view, step, processes",
+    "coordinator": "stand by as another coordinator of a job, on any machine",
     "demo": "train a small model through faults and prove that nothing changed",
     "ledger": "prove from a run's ledger that every sample was used exactly once",
     "sim": "run the protocol in the deterministic simulator",
@@ -23,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     if not args or args[0] in ("-h", "--help", "help"):
         print("usage: holdfast COMMAND ...\n")
         for name, text in COMMANDS.items():
-            print(f"  {name:<8} {text}")
+            print(f"  {name:<11} {text}")
         print("\nholdfast COMMAND --help tells more of one.")
         return 0 if args else 2
     if args[0] == "--version":

@@ -5,7 +5,11 @@ HoldfastError
 |   `-- StateMismatch   a protected object cannot take the job's state
 |-- WorldError          a machine, network or disk failed; normally survived, never a bug
 |   |-- Severed         the process group of a view was broken or given up
-|   `-- WireError       a frame that is malformed, too large, unauthenticated or of another version
+|   |-- WireError       a frame that is malformed, too large, unauthenticated or of another version
+|   |-- Damaged         stored bytes are not what was written
+|   |-- Unreachable     no server of a service carried out a request in time
+|   |-- Refused         a service is there and will not do what it was asked
+|   `-- Deposed         this coordinator's term is over: another may be in office
 `-- InvariantError      our own bug: carries what was expected and what was found
 """
 
@@ -36,6 +40,22 @@ class Severed(WorldError):
 
 class WireError(WorldError):
     """A frame that must not be believed; the connection is closed."""
+
+
+class Damaged(WorldError):
+    """Stored bytes that must not be believed; the message says what is wrong with them."""
+
+
+class Unreachable(WorldError):
+    """Every server was tried until the time was up; the request may have been carried out."""
+
+
+class Refused(WorldError):
+    """The service answered that it will not; asking again changes nothing by itself."""
+
+
+class Deposed(WorldError):
+    """A coordinator that cannot be sure to be in office must not act any more."""
 
 
 class InvariantError(HoldfastError):

@@ -1,275 +1,215 @@
-"""The coordinator process: sockets, clock and journal around the pure machine.
+"""The coordinator process: who it is, when it may act, and how it ends.
 
-    python -m holdfast.runtime.coordinator RUN_DIR LISTEN_FD PARENT_PID
+    python -m holdfast.runtime.coordinator RUN_DIR LISTEN_FD PARENT_PID [--election URL ...]
 
-It listens on a socket that it inherits, so that a restarted coordinator has the same address. Exit
-status: 0 the job succeeded, 1 it failed (result.json says why); anything else is a crash.
+It listens on a socket that it inherits, so that a restarted coordinator has the same address.
+Alone it keeps its journal in the run directory; with an election it first stands by until it is in
+office, and its journal is in etcd.
+
+Exit status: 0 the job succeeded, 1 it failed (result.json says why) or cannot be run as asked,
+DEPOSED (or SIGALRM) it was in office and is no longer; anything else is a crash.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import socket
 import sys
 import time
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.core import coordinator as machine
-from holdfast.core.errors import WireError, assert_never
+from holdfast.core.errors import Deposed, HoldfastError, WorldError
 from holdfast.core.job import JobSpec
-from holdfast.core.types import (
-    RELEASE_ALL,
-    AgentId,
-    AgentReport,
-    JobRecord,
-    Stage,
-    View,
-    WorkerId,
-    WorkerStatus,
-)
-from holdfast.runtime.channel import Channel, accept
+from holdfast.runtime.channel import connect
+from holdfast.runtime.coordinator_server import CRASHED, DEPOSED, CoordinatorServer, leave, tell
+from holdfast.runtime.election import Election, ElectionUrl, EtcdJournal, Office, parse_election
+from holdfast.runtime.journal import FileJournal, Loaded
 from holdfast.runtime.lifetime import die_with_parent
-from holdfast.runtime.rundir import RunDir, write_json
-from holdfast.wire.messages import (
-    Address,
-    AddressBook,
-    JoinReply,
-    JoinRequest,
-    StatusReply,
-    StatusRequest,
-    StopRequest,
-)
+from holdfast.runtime.rundir import RunDir
+from holdfast.runtime.secret import load_secret
+from holdfast.wire.messages import StopRequest
 
-Incoming = AgentReport | Address | JoinRequest | StatusRequest | StopRequest
-INCOMING = (AgentReport, Address, JoinRequest, StatusRequest, StopRequest)
-TICK_S_MIN = 0.02
-CRASHED = 70  # exit status of a coordinator that met a bug of ours
-FAREWELL_S = 2.0  # how long agents may take to hear that the job is over
+LOOK_S = 0.5  # between two looks for a job that nobody has begun
 
 
-class CoordinatorServer:
-    """Drives one CoordinatorMachine; everything runs in one event loop."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """What a coordinator process is given for its life."""
 
-    def __init__(self, run_dir: RunDir, spec: JobSpec, core: machine.CoordinatorMachine) -> None:
-        self._run_dir = run_dir
-        self._spec = spec
-        self._core = core
-        self._secret = b""
-        self._agents: dict[AgentId, Channel] = {}
-        self._addresses: dict[WorkerId, bytes] = {}  # of the members of `_addressed`
-        self._addressed = 0
-        self._finished = asyncio.Event()
-        self._outcome = ""
-        self._timer: asyncio.TimerHandle | None = None
-
-    async def run(self, listener: socket.socket) -> str:
-        """Serve until the job is over; returns its outcome."""
-        self._secret = self._run_dir.secret()
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(
-            signal.SIGTERM, lambda: self._feed(machine.StopRequested("interrupted"))
-        )
-        server = await asyncio.start_server(self._serve, sock=listener)
-        host, port = listener.getsockname()[:2]
-        where = {"host": host, "port": port, "pid": os.getpid()}
-        write_json(self._run_dir.coordinator, where)
-        self._feed(machine.Tick())
-        await self._finished.wait()
-        step = self._core.snapshot().step
-        write_json(self._run_dir.result, {"outcome": self._outcome, "step": step})
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._agents_gone(), FAREWELL_S)
-        server.close()
-        return self._outcome
-
-    async def _agents_gone(self) -> None:
-        while self._agents:
-            await asyncio.sleep(0.01)
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        agent: AgentId | None = None
-        channel: Channel | None = None
-        try:
-            channel = await accept(reader, writer, self._secret)
-            while True:
-                message: Incoming | None = await channel.receive(*INCOMING)
-                match message:
-                    case None:
-                        break
-                    case AgentReport():
-                        agent = message.agent
-                        self._agents[agent] = channel
-                        self._feed(machine.ReportArrived(message))
-                    case Address():
-                        self._note_address(message, channel)
-                    case JoinRequest():
-                        host = str(writer.get_extra_info("peername")[0])
-                        channel.send(JoinReply(spec=self._spec, seen_as=host))
-                    case StatusRequest():
-                        channel.send(StatusReply(text=json.dumps(self._status())))
-                    case StopRequest():
-                        self._feed(machine.StopRequested(message.reason))
-                    case _:
-                        assert_never(message)
-        except WireError as error:
-            self._say("refused", f"a connection was refused: {error}")
-        except Exception:  # noqa: BLE001 - asyncio would keep it to itself: crash, be restarted
-            traceback.print_exc()
-            os._exit(CRASHED)
-        finally:
-            if channel is not None:
-                channel.close()
-            if agent is not None and self._agents.get(agent) is channel:
-                del self._agents[agent]
-                self._agent_left()
-
-    def _agent_left(self) -> None:
-        """An agent leaves an ended job when its workers are gone; its last word may be lost."""
-        outcome = self._core.snapshot().record.outcome
-        if outcome is not None and not self._agents:
-            self._outcome = outcome
-            self._finished.set()
-
-    def _feed(self, event: machine.CoordinatorEvent) -> None:
-        now = time.monotonic()
-        for effect in self._core.handle(event, now):
-            match effect:
-                case machine.Persist(record):
-                    self._save(record)
-                case machine.SendDirective(directive):
-                    channel = self._agents.get(directive.agent)
-                    if channel is not None:
-                        channel.send(directive)
-                case machine.Announce():
-                    self._say(effect.kind, effect.text, effect)
-                case machine.Finish(outcome):
-                    self._outcome = outcome
-                    self._finished.set()
-                case _:
-                    assert_never(effect)
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        deadline = self._core.deadline()
-        if deadline is not None and not self._finished.is_set():
-            delay_s = max(deadline - now, TICK_S_MIN)
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(delay_s, self._feed, machine.Tick())
-
-    def _save(self, record: JobRecord) -> None:
-        try:
-            self._run_dir.save_record(record)
-        except OSError as error:
-            # Without a journal nothing may be decided: stop here, in one sentence.
-            print(
-                f"holdfast: cannot write {self._run_dir.journal}: {error.strerror}; free space or "
-                "use --run-dir",
-                file=sys.stderr,
-                flush=True,
-            )
-            os._exit(1)
-
-    def _note_address(self, message: Address, channel: Channel) -> None:
-        view = self._core.snapshot().record.view
-        if view is None or message.view != view.number:
-            return
-        if self._addressed != view.number:
-            self._addressed, self._addresses = view.number, {}
-        known = len(self._addresses)
-        self._addresses[message.worker] = message.address
-        if any(w not in self._addresses for w in view.workers):
-            return
-        book = AddressBook(view=view.number, addresses=tuple(sorted(self._addresses.items())))
-        for each in self._agents.values() if known < len(self._addresses) else [channel]:
-            each.send(book)
-
-    def _say(self, kind: str, text: str, announced: machine.Announce | None = None) -> None:
-        event = {"time": time.time(), "kind": kind, "text": text}
-        if announced is not None:
-            found = {"worker": announced.worker, "view": announced.view, "step": announced.step}
-            event |= {k: v for k, v in found.items() if v is not None}
-        with contextlib.suppress(OSError), open(self._run_dir.events, "a") as file:
-            file.write(json.dumps(event) + "\n")
-        if kind != "failed":  # the launcher shows the outcome, once
-            print(f"holdfast: {text}", file=sys.stderr, flush=True)
-
-    def _status(self) -> dict[str, object]:
-        snapshot = self._core.snapshot()
-        record = snapshot.record
-        view = record.view
-        workers = []
-        for status in snapshot.workers:
-            member = view is not None and any(
-                (m.worker, m.incarnation) == (status.worker, status.incarnation)
-                for m in view.members
-            )
-            workers.append(
-                {
-                    "id": status.worker,
-                    "pid": status.pid,
-                    "incarnation": status.incarnation,
-                    "state": _state(status, member, view),
-                    "virtual_ranks": list(view.hosted_by(status.worker)) if view and member else [],
-                    "step": status.committed,
-                    "detail": status.detail,
-                }
-            )
-        return {
-            "view": view.number if view else 0,
-            "step": snapshot.step,
-            "state": "over" if snapshot.finished else _job_state(snapshot),
-            "coordinator": {"pid": os.getpid(), "term": record.term},
-            "agents": [
-                {"id": a, "incarnation": i, "pid": p, "silent": s} for a, i, p, s in snapshot.agents
-            ],
-            "workers": workers,
-            "leader": view.leader if view else None,
-        }
-
-
-def _job_state(snapshot: machine.CoordinatorSnapshot) -> str:
-    view = snapshot.record.view
-    if snapshot.record.outcome is not None:
-        return "stopping"
-    if view is None:
-        return "starting"
-    if snapshot.record.release_loop == RELEASE_ALL:
-        return "finishing"
-    return "recovering" if snapshot.stop_view >= view.number else "training"
-
-
-def _state(status: WorkerStatus, member: bool, view: View | None) -> str:
-    if not status.stage.alive or status.stage == Stage.BOOTING:
-        return status.stage.value
-    if not member:
-        return "spare"
-    if view is not None and status.view < view.number:
-        return "changing view"
-    if status.promised >= status.view:
-        return "stopped"
-    if not status.has_state:
-        return "joining"
-    return "ended" if status.ended else "waiting" if status.waiting else "computing"
+    run_dir: RunDir
+    secret: bytes
+    listener: socket.socket
+    host: str  # how others reach it
 
 
 def main(argv: list[str]) -> int:
-    run_dir, listen_fd, parent_pid = RunDir(Path(argv[0])), int(argv[1]), int(argv[2])
-    die_with_parent(parent_pid)
+    options = parser().parse_args(argv)
+    die_with_parent(options.parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides what Ctrl-C means
-    spec = run_dir.spec()
-    record = run_dir.load_record()
-    term = record.term + 1 if record else 1
-    core = machine.CoordinatorMachine(spec.policy(), term, record, time.monotonic())
+    listener = socket.socket(fileno=options.listen_fd)
+    host = options.host or listener.getsockname()[0]
+    run_dir = RunDir(options.run_dir)
+    try:
+        secret = load_secret(os.environ, file=options.secret_file, run_dir=run_dir.path)
+        seat = Seat(run_dir=run_dir, secret=secret, listener=listener, host=host)
+        if options.election is None:
+            return 1 if asyncio.run(work_alone(seat)) else 0
+        return Candidate(parse_election(options.election), seat, options.guest).run()
+    except HoldfastError as error:
+        leave(error)
 
-    async def serve() -> str:
-        return await CoordinatorServer(run_dir, spec, core).run(socket.socket(fileno=listen_fd))
 
-    return 1 if asyncio.run(serve()) else 0
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(prog="python -m holdfast.runtime.coordinator")
+    found.add_argument("run_dir", type=Path)
+    found.add_argument("listen_fd", type=int)
+    found.add_argument("parent_pid", type=int)
+    found.add_argument("--host", help="how others reach this machine; default: the socket's")
+    found.add_argument("--election", metavar="URL", help="where coordinators are elected")
+    found.add_argument("--secret-file", type=Path, help="default: RUN_DIR/secret, $HOLDFAST_SECRET")
+    found.add_argument(
+        "--guest",
+        action="store_true",
+        help="SIGTERM means that another should take over, not that the job should stop",
+    )
+    return found
+
+
+def make_machine(spec: JobSpec, loaded: Loaded) -> machine.CoordinatorMachine:
+    forgotten = loaded.term if loaded.damage else 0
+    return machine.CoordinatorMachine(
+        spec.policy(), loaded.term, loaded.record, time.monotonic(), forgotten
+    )
+
+
+async def work_alone(seat: Seat) -> str:
+    """Coordinate as the only one of the job, as the lock of its journal says; its outcome."""
+    journal = FileJournal(seat.run_dir.journal)
+    loaded = await journal.load()
+    spec = seat.run_dir.spec()
+    core = make_machine(spec, loaded)
+    server = CoordinatorServer(seat.run_dir, spec, seat.secret, core, journal)
+    if loaded.damage:
+        server.say("journal", loaded.damage)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.stop, "interrupted")
+    return await server.run(seat.listener, seat.host)
+
+
+class Candidate:
+    """Stands by until it is in office, then coordinates until the job or its term is over.
+
+    Each of the three parts of its life (standing by, office, resigning) is an event loop of its
+    own, so nothing of one can act in the next.
+    """
+
+    def __init__(self, url: ElectionUrl, seat: Seat, guest: bool) -> None:
+        self._url = url
+        self._seat = seat
+        self._guest = guest
+        self._election = Election(url)
+
+    def run(self) -> int:
+        spec, office = asyncio.run(self._stand_by())
+        # The kernel ends this process with the office, whatever it is doing or if it is stopped.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        office.on_prolonged(_end_after)
+        outcome: str | None = None
+        with contextlib.suppress(asyncio.CancelledError):
+            outcome = asyncio.run(self._coordinate(spec, office))
+        with contextlib.suppress(WorldError):  # then its lease runs out
+            asyncio.run(office.resign())
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        return DEPOSED if outcome is None else 1 if outcome else 0
+
+    async def _stand_by(self) -> tuple[JobSpec, Office]:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._terminate)
+        turning_away = asyncio.ensure_future(self._turn_away())
+        spec = await self._find_spec()
+        port = self._seat.listener.getsockname()[1]
+        office = await self._election.campaign(self._seat.host, port, tell)
+        turning_away.cancel()
+        return spec, office
+
+    async def _find_spec(self) -> JobSpec:
+        """The first coordinator finds it in its run directory, the others in etcd."""
+        run_dir, secret, election = self._seat.run_dir, self._seat.secret, self._election
+        if run_dir.job.exists():
+            spec = run_dir.spec()
+            await election.patiently(lambda: election.publish(spec, secret), tell)
+            return spec
+        told = False
+        while (found := await election.patiently(lambda: election.known(secret), tell)) is None:
+            if not told:
+                tell(f"standing by: nobody has begun the job {self._url.job}")
+                told = True
+            await asyncio.sleep(LOOK_S)
+        return found
+
+    async def _turn_away(self) -> None:
+        """Who connects to a standby learns at once that it is not in office."""
+        listener = self._seat.listener
+        listener.setblocking(False)
+        while True:
+            stranger, _ = await asyncio.get_running_loop().sock_accept(listener)
+            stranger.close()
+
+    def _terminate(self) -> None:
+        if self._guest:
+            leave(Deposed("this standby ends"))
+        self._stopping = asyncio.ensure_future(self._pass_on_stop())
+
+    async def _pass_on_stop(self) -> None:
+        """Our operator ends the job, which another coordinator must do."""
+        try:
+            found = await self._election.incumbent()
+            if found is not None:
+                channel = await connect(found.host, found.port, self._seat.secret)
+                channel.send(StopRequest(reason="interrupted"))
+                await channel.finish()
+        except (OSError, WorldError) as error:
+            tell(f"cannot reach the coordinator in office to stop the job: {error}")
+
+    async def _coordinate(self, spec: JobSpec, office: Office) -> str:
+        seat, journal = self._seat, EtcdJournal(office)
+        holding = asyncio.ensure_future(office.hold())
+        holding.add_done_callback(_fall)
+        loaded = await journal.load()
+        core = make_machine(spec, loaded)
+        server = CoordinatorServer(seat.run_dir, spec, seat.secret, core, journal, office.check)
+        port = seat.listener.getsockname()[1]
+        server.say("elected", f"{seat.host}:{port} coordinates in term {loaded.term}")
+        if loaded.damage:
+            server.say("journal", loaded.damage)
+        loop = asyncio.get_running_loop()
+        if self._guest:
+            me = asyncio.current_task()
+            loop.add_signal_handler(signal.SIGTERM, lambda: me and me.cancel())
+        else:
+            loop.add_signal_handler(signal.SIGTERM, server.stop, "interrupted")
+        return await server.run(seat.listener, seat.host)
+
+
+def _end_after(left_s: float) -> None:
+    signal.setitimer(signal.ITIMER_REAL, max(left_s, 1e-6))  # 0 would mean never
+
+
+def _fall(holding: asyncio.Task[None]) -> None:
+    """The lease could not be renewed."""
+    if holding.cancelled():
+        return
+    error = holding.exception()
+    if isinstance(error, HoldfastError):
+        leave(error)
+    traceback.print_exception(error)
+    os._exit(CRASHED)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import xxhash
 
-from holdfast.core.errors import UserError
+from holdfast.core.errors import Damaged, UserError
 from holdfast.core.job import JobSpec
 from holdfast.core.types import JobRecord
+from holdfast.runtime.journal import read_record
 from holdfast.runtime.secret import read_run_dir
 
 
@@ -23,6 +23,14 @@ class RunDir:
     """Paths inside one run directory, and the files with a format of their own."""
 
     path: Path
+
+    @property
+    def job(self) -> Path:
+        return self.path / "job.json"
+
+    @property
+    def secret_file(self) -> Path:
+        return self.path / "secret"
 
     @property
     def logs(self) -> Path:
@@ -48,22 +56,22 @@ class RunDir:
         """Make a fresh run directory. UserError when it is in use or cannot be written."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            if (self.path / "job.json").exists():
+            if self.job.exists():
                 raise UserError(
                     f"--run-dir {self.path} already holds a run: name another directory"
                 )
             self.logs.mkdir(exist_ok=True)
             (self.path / "ledger").mkdir(exist_ok=True)
-            descriptor = os.open(self.path / "secret", os.O_WRONLY | os.O_CREAT, 0o600)
+            descriptor = os.open(self.secret_file, os.O_WRONLY | os.O_CREAT, 0o600)
             with open(descriptor, "w") as file:
                 file.write(secret.hex())
-            write_json(self.path / "job.json", asdict(spec))
+            write_json(self.job, asdict(spec))
         except OSError as error:
             raise unwritable(self.path, error) from None
 
     def attach(self, spec: JobSpec, secret: bytes) -> None:
         """Make this the directory of a node that joins: a fresh one, or the job's own if shared."""
-        if not (self.path / "job.json").exists():
+        if not self.job.exists():
             self.create(spec, secret)
         elif self.spec().job != spec.job:
             raise UserError(f"--run-dir {self.path} belongs to another job: name another directory")
@@ -89,17 +97,10 @@ class RunDir:
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
-    def save_record(self, record: JobRecord) -> None:
-        """Replace the journal. Survives the death of the process, not that of the machine."""
-        body = msgspec.msgpack.encode(record)
-        _replace(self.journal, xxhash.xxh3_128(body).digest() + body)
-
     def load_record(self) -> JobRecord | None:
-        """The newest record; None when there is none or its digest is wrong."""
-        with contextlib.suppress(OSError, msgspec.MsgspecError):
-            data = self.journal.read_bytes()
-            if xxhash.xxh3_128(data[16:]).digest() == data[:16]:
-                return msgspec.msgpack.decode(data[16:], type=JobRecord)
+        """The newest record, only to look at it; None when there is none or it is damaged."""
+        with contextlib.suppress(OSError, Damaged):
+            return read_record(self.journal)
         return None
 
     def _read_json(self, name: str) -> Any:

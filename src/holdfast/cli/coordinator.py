@@ -1,0 +1,52 @@
+"""`holdfast coordinator`: one more coordinator of a job, which takes over when the others fail."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from holdfast.core.errors import UserError
+from holdfast.runtime.election import FORM, parse_election
+from holdfast.runtime.rundir import RunDir
+from holdfast.runtime.secret import load_secret
+from holdfast.runtime.standby import Standby
+
+
+def main(argv: list[str]) -> int:
+    options = parser().parse_args(argv)
+    parse_election(options.election)
+    run_dir = RunDir(options.run_dir)
+    try:
+        run_dir.path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--run-dir {run_dir.path}: {error.strerror}; name another") from None
+    load_secret(dict(os.environ), file=options.secret_file, run_dir=run_dir.path)
+    arguments = ["--election", options.election, "--host", options.host]
+    if options.secret_file is not None:
+        arguments += ["--secret-file", str(options.secret_file)]
+    return Standby(run_dir, options.host, options.port, arguments).run()
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(
+        prog="holdfast coordinator",
+        description="Stand by as one more coordinator of a job: as soon as none is in office, one "
+        "of those that stand by takes over and the job goes on. Ends with the job; a signal to "
+        "end makes another take over.",
+    )
+    found.add_argument("--election", required=True, metavar="URL", help=FORM)
+    found.add_argument(
+        "--run-dir", type=Path, required=True, help="for this coordinator's story of the job"
+    )
+    found.add_argument(
+        "--host", required=True, help="this machine's name or address, as agents reach it"
+    )
+    found.add_argument("--port", type=int, default=0, help="default: any that is free")
+    found.add_argument(
+        "--secret-file",
+        type=Path,
+        help="the file `secret` of the job's run directory; default: RUN_DIR/secret, else the "
+        "environment's HOLDFAST_SECRET",
+    )
+    return found

@@ -1,0 +1,293 @@
+"""The coordinator's journal: the one record that must never be forgotten, and the term it counts.
+
+A journal hands out terms and keeps the newest record; it does not know what a record means. Its
+invariants: a term is handed out once, and is greater than all before it; what `save` was given is
+what the next `load` returns, or the damage is named. There is no third outcome.
+
+Only the newest record is ever used. The one before it looks harmless and is not: it lacks the
+newest view, so a coordinator that trusted it would give that view's number to other members while
+the first may still act in it. A coordinator without its record asks the agents, which know more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import xxhash
+
+from holdfast.core.errors import Damaged, Deposed, UserError, require
+from holdfast.core.types import JobRecord
+
+MAGIC = b"HFJOURN1"
+DIGEST_BYTES = 16
+HEADER_BYTES = len(MAGIC) + 8 + DIGEST_BYTES
+RECORD_BYTES_MAX = 256 << 20
+NO_DAMAGE = ""
+NOTE_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """What a coordinator begins with."""
+
+    term: int  # its own: greater than that of any coordinator before it
+    record: JobRecord | None  # None: the job has not begun, or there is damage
+    damage: str = NO_DAMAGE  # what was lost and why; then the job may be running all the same
+
+
+class Journal(Protocol):
+    """`load` once, then `save` at will. All implementations pass one suite, in test_journal.py."""
+
+    async def load(self) -> Loaded:
+        """Begin a new term. UserError if another coordinator has this journal."""
+        ...
+
+    async def save(self, record: JobRecord) -> None:
+        """Durable on return. HoldfastError: it may or may not be, so nothing may be decided now;
+        Deposed: another coordinator may have begun a term."""
+        ...
+
+    def close(self) -> None:
+        """Let another coordinator have it."""
+        ...
+
+
+# ---------------------------------------------------------------- bytes
+
+
+def seal(record: JobRecord) -> bytes:
+    """The record as bytes in which any change shows; names repeat, so it is compressed."""
+    body = zlib.compress(msgspec.msgpack.encode(record), 1)
+    return MAGIC + len(body).to_bytes(8, "big") + xxhash.xxh3_128(body).digest() + body
+
+
+def unseal(data: bytes) -> JobRecord:
+    """The record. Damaged says what is wrong, and nothing else is ever raised."""
+    if not data:
+        raise Damaged("it is empty")
+    if data[: len(MAGIC)] != MAGIC[: len(data)]:
+        raise Damaged(f"it begins with {data[: len(MAGIC)]!r}, not with {MAGIC!r}")
+    body, size = data[HEADER_BYTES:], int.from_bytes(data[8:16], "big")
+    if len(data) < HEADER_BYTES or len(body) < size:
+        whole = HEADER_BYTES + size if len(data) >= 16 else HEADER_BYTES
+        raise Damaged(f"it is cut short: {len(data)} of at least {whole} bytes are left")
+    if len(body) > size:
+        raise Damaged(f"{len(body) - size} bytes too many follow its end")
+    if xxhash.xxh3_128(body).digest() != data[16:HEADER_BYTES]:
+        raise Damaged(f"its {len(data)} bytes do not fit their digest")
+    try:
+        plain = zlib.decompressobj().decompress(body, RECORD_BYTES_MAX)
+        return msgspec.msgpack.decode(plain, type=JobRecord)
+    except (zlib.error, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise Damaged(f"it is whole, but this release cannot read it: {error}") from None
+
+
+# ---------------------------------------------------------------- in a file
+
+
+class FileJournal:
+    """A file, replaced whole at each save, beside a lock that one coordinator can hold at a time.
+
+    The lock file also keeps the last term and whether a record has ever been written, so that a
+    record which is damaged or has vanished is never taken for a job that has not begun.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+        self._path = path
+        self._clock = clock  # for a term after the loss of everything: no count comes near it
+        self._lock_path = path.with_name(path.name + ".lock")
+        self._lock = -1
+        self._term = 0
+        self._recorded = False
+
+    async def load(self) -> Loaded:
+        try:
+            self._lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._take_lock()
+            return self._load()
+        except OSError as error:
+            raise UserError(
+                f"the journal {self._path} cannot be used: {error.strerror}; mend that, or use "
+                "another --run-dir"
+            ) from None
+
+    async def save(self, record: JobRecord) -> None:
+        if self._lock < 0:
+            raise Deposed(f"the journal {self._path} is not held by this coordinator")
+        require(record.term == self._term, f"a record of term {record.term} in term {self._term}")
+        await asyncio.to_thread(self._save, seal(record))
+
+    def close(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _take_lock(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            raise UserError(
+                f"another coordinator has the journal {self._path}: stop it first, or use another "
+                "--run-dir"
+            ) from None
+
+    def _load(self) -> Loaded:
+        noted = _parse_note(os.pread(self._lock, NOTE_BYTES, 0))
+        record, damage = self._read()
+        if damage:
+            damage = f"{damage}; it is kept as {self._set_aside().name}"
+        elif record is None and noted is not None and noted.recorded:
+            damage = f"the journal {self._path} is gone, though coordinators have written to it"
+        terms = [noted.term] if noted else []
+        if record is not None:
+            terms.append(record.term)
+        elif noted is None:  # no count is left, so take a number that none can have reached
+            damage = damage or f"{self._lock_path}, which counts the terms, is unreadable"
+            terms.append(int(self._clock()))
+        self._term = max(terms) + 1
+        self._recorded = record is not None or bool(damage)
+        self._write_note()
+        return Loaded(term=self._term, record=record, damage=damage)
+
+    def _read(self) -> tuple[JobRecord | None, str]:
+        """The record and what is wrong with it; neither when there is no file."""
+        try:
+            return read_record(self._path), NO_DAMAGE
+        except Damaged as error:
+            return None, str(error)
+
+    def _set_aside(self) -> Path:
+        """Out of the way and never deleted: it may help to find out what happened."""
+        number = 1
+        while (kept := self._path.with_name(f"{self._path.name}.damaged-{number}")).exists():
+            number += 1
+        os.rename(self._path, kept)
+        _sync_directory(self._path.parent)
+        return kept
+
+    def _write_note(self) -> None:
+        """In place, since a replaced file would be another lock; one sector holds it."""
+        text = f"term {self._term} {'recorded' if self._recorded else 'fresh'}"
+        note = f"{text} {xxhash.xxh3_64_hexdigest(text.encode())}\n".encode().ljust(NOTE_BYTES)
+        if os.pwrite(self._lock, note, 0) < len(note):
+            raise OSError(28, "No space left on device")
+        os.fsync(self._lock)
+
+    def _save(self, data: bytes) -> None:
+        try:
+            new = self._path.with_name(self._path.name + ".new")
+            descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            try:
+                _write_all(descriptor, data)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            os.replace(new, self._path)
+            _sync_directory(self._path.parent)
+            if not self._recorded:
+                self._recorded = True
+                self._write_note()
+        except OSError as error:
+            raise UserError(
+                f"cannot write {self._path}: {error.strerror}; free space or use --run-dir"
+            ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Note:
+    """The lock file's text, padded so that a new one always covers the old."""
+
+    term: int
+    recorded: bool
+
+
+def _parse_note(data: bytes) -> _Note | None:
+    """None when it is damaged; a file that was just made counts no term."""
+    if not data:
+        return _Note(0, recorded=False)
+    words = data.decode(errors="replace").split()
+    if len(words) != 4 or words[0] != "term" or not words[1].isdecimal():
+        return None
+    if words[3] != xxhash.xxh3_64_hexdigest(" ".join(words[:3]).encode()):
+        return None
+    return _Note(int(words[1]), recorded=words[2] == "recorded")
+
+
+def read_record(path: Path) -> JobRecord | None:
+    """The record in a journal file, only to look at it; None when there is no file. Damaged."""
+    try:
+        return unseal(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except Damaged as error:
+        raise Damaged(f"the journal {path} is damaged: {error}") from None
+    except PermissionError:
+        raise
+    except OSError as error:
+        raise Damaged(f"the journal {path} cannot be read: {error.strerror}") from None
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# ---------------------------------------------------------------- in memory
+
+
+@dataclass(slots=True)
+class MemoryStore:
+    """What several MemoryJournals share, as coordinators share a file; tests change `data`."""
+
+    data: bytes | None = None
+    term: int = 0
+    held: bool = False
+
+
+class MemoryJournal:
+    """The shipped fake: a journal over a MemoryStore."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        self._store = store
+        self._held = False
+
+    async def load(self) -> Loaded:
+        if self._store.held:
+            raise UserError("another coordinator has the journal in memory: close it first")
+        self._store.held = self._held = True
+        self._store.term += 1
+        record, damage = None, NO_DAMAGE
+        if self._store.data is not None:
+            try:
+                record = unseal(self._store.data)
+            except Damaged as error:
+                damage = f"the journal in memory is damaged: {error}"
+        return Loaded(term=self._store.term, record=record, damage=damage)
+
+    async def save(self, record: JobRecord) -> None:
+        if not self._held:
+            raise Deposed("the journal in memory is not held by this coordinator")
+        self._store.data = seal(record)
+
+    def close(self) -> None:
+        if self._held:
+            self._store.held = self._held = False

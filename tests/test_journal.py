@@ -1,0 +1,606 @@
+"""Journals: the contract that all keep, damage that is always noticed, the order of effects."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from etcd_cluster import EtcdCluster
+from holdfast.core.coordinator import Announce, CoordinatorEffect, Finish, Persist, SendDirective
+from holdfast.core.errors import Damaged, Deposed, UserError
+from holdfast.core.job import JobSpec
+from holdfast.core.types import (
+    AgentId,
+    AgentReport,
+    Directive,
+    Incarnation,
+    JobRecord,
+    Member,
+    Slot,
+    View,
+    ViewNumber,
+    WorkerId,
+)
+from holdfast.runtime.channel import connect
+from holdfast.runtime.coordinator import make_machine
+from holdfast.runtime.coordinator_server import CoordinatorServer, EffectPipe
+from holdfast.runtime.election import Election, EtcdJournal, Office, parse_election
+from holdfast.runtime.etcd import put
+from holdfast.runtime.journal import (
+    FileJournal,
+    Journal,
+    MemoryJournal,
+    MemoryStore,
+    read_record,
+    seal,
+    unseal,
+)
+from holdfast.runtime.rundir import RunDir
+from waiting import WAIT_S, until
+
+TTL_S = 60  # of leases that nothing renews here
+
+
+def record(term: int, release_loop: int = 0) -> JobRecord:
+    agent, worker, one = AgentId("node0"), WorkerId(0), Incarnation(1)
+    member = Member(worker=worker, incarnation=one, agent=agent)
+    view = View(
+        number=ViewNumber(3), members=(member,), owners=(worker,), resume_step=7, leader=worker
+    )
+    slot = Slot(worker=worker, agent=agent, incarnation=one)
+    return JobRecord(term=term, view=view, slots=(slot,), release_loop=release_loop)
+
+
+# ---------------------------------------------------------------- the contract
+
+
+class Bench(Protocol):
+    """How the contract gets at one kind of journal, and at what it has stored."""
+
+    async def open(self) -> Journal:
+        """One more coordinator's journal."""
+        ...
+
+    async def end(self, journal: Journal) -> None:
+        """Its coordinator is gone."""
+        ...
+
+    async def usurp(self) -> Journal:
+        """One more coordinator's, while the last one believes that it is the only one."""
+        ...
+
+    async def change(self, how: Callable[[bytes], bytes]) -> None:
+        """Damage what is stored."""
+        ...
+
+
+class FileBench:
+    def __init__(self, path: Path) -> None:
+        self.path = path / "journal"
+
+    async def open(self) -> Journal:
+        return FileJournal(self.path)
+
+    async def end(self, journal: Journal) -> None:
+        journal.close()
+
+    async def usurp(self) -> Journal:
+        return FileJournal(self.path)
+
+    async def change(self, how: Callable[[bytes], bytes]) -> None:
+        self.path.write_bytes(how(self.path.read_bytes()))
+
+
+class MemoryBench:
+    def __init__(self) -> None:
+        self.store = MemoryStore()
+
+    async def open(self) -> Journal:
+        return MemoryJournal(self.store)
+
+    async def end(self, journal: Journal) -> None:
+        journal.close()
+
+    async def usurp(self) -> Journal:
+        return MemoryJournal(self.store)
+
+    async def change(self, how: Callable[[bytes], bytes]) -> None:
+        self.store.data = how(self.store.data or b"")
+
+
+class EtcdBench:
+    def __init__(self, url: str) -> None:
+        self.url = parse_election(url)
+        # A clock that stands still: none of them ever learns from it that it was deposed.
+        self.election = Election(self.url, now=lambda: 0.0)
+        self.offices: list[Office] = []
+
+    async def open(self) -> Journal:
+        self.offices.append(await self.election.campaign("127.0.0.1", 1, print))
+        return EtcdJournal(self.offices[-1])
+
+    async def end(self, journal: Journal) -> None:
+        journal.close()
+        await self.offices[-1].resign()
+
+    async def usurp(self) -> Journal:
+        office = self.offices[-1]
+        await office.etcd.revoke(office.held.lease, WAIT_S)
+        return await self.open()
+
+    async def change(self, how: Callable[[bytes], bytes]) -> None:
+        etcd, key = self.offices[-1].etcd, self.url.key("record")
+        found = await etcd.read(key, WAIT_S)
+        assert found is not None
+        await etcd.transact([], [put(key, how(found.value))], [], WAIT_S)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
+    with EtcdCluster(tmp_path_factory.mktemp("etcd")) as found:
+        yield found
+
+
+@pytest.fixture(params=["file", "memory", "etcd"])
+def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Bench:
+    if request.param == "file":
+        return FileBench(tmp_path)
+    if request.param == "memory":
+        return MemoryBench()
+    cluster: EtcdCluster = request.getfixturevalue("cluster")
+    return EtcdBench(cluster.url(tmp_path.name, TTL_S))
+
+
+def test_the_first_coordinator_finds_nothing(bench: Bench) -> None:
+    async def story() -> None:
+        loaded = await (await bench.open()).load()
+        assert (loaded.term, loaded.record, loaded.damage) == (1, None, "")
+
+    asyncio.run(story())
+
+
+def test_the_newest_record_is_found_by_the_next(bench: Bench) -> None:
+    async def story() -> None:
+        first = await bench.open()
+        await first.load()
+        for release_loop in range(3):
+            await first.save(record(1, release_loop))
+        await bench.end(first)
+        loaded = await (await bench.open()).load()
+        assert (loaded.term, loaded.record, loaded.damage) == (2, record(1, 2), "")
+
+    asyncio.run(story())
+
+
+def test_every_coordinator_has_a_term_of_its_own(bench: Bench) -> None:
+    async def story() -> None:
+        terms = []
+        for _ in range(4):
+            journal = await bench.open()
+            terms.append((await journal.load()).term)
+            await bench.end(journal)  # although it never saved anything
+        assert terms == [1, 2, 3, 4]
+
+    asyncio.run(story())
+
+
+def test_who_is_gone_cannot_save(bench: Bench) -> None:
+    async def story() -> None:
+        journal = await bench.open()
+        await journal.load()
+        await bench.end(journal)
+        with pytest.raises(Deposed):
+            await journal.save(record(1))
+        assert (await (await bench.open()).load()).record is None
+
+    asyncio.run(story())
+
+
+def test_of_two_coordinators_only_one_can_save(bench: Bench) -> None:
+    async def story() -> None:
+        first = await bench.open()
+        await first.load()
+        await first.save(record(1, 1))
+        second = await bench.usurp()
+        try:
+            loaded = await second.load()
+        except UserError:  # a second one is not let in at all
+            await first.save(record(1, 2))
+            return
+        assert loaded.record == record(1, 1)
+        with pytest.raises(Deposed):
+            await first.save(record(1, 2))
+        await second.save(record(2, 3))
+        with pytest.raises(Deposed):
+            await first.save(record(1, 4))
+        await bench.end(second)
+        assert (await (await bench.open()).load()).record == record(2, 3)
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        (lambda data: b"", "empty"),
+        (lambda data: data[:-5], "cut short"),
+        (lambda data: data + b"more", "too many"),
+        (lambda data: b"garbage" * 9, "begins with"),
+        (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "digest"),
+    ],
+    ids=["empty", "short", "long", "garbage", "flipped"],
+)
+def test_damage_is_named_until_there_is_a_new_record(
+    bench: Bench, how: Callable[[bytes], bytes], words: str
+) -> None:
+    async def story() -> None:
+        journal = await bench.open()
+        await journal.load()
+        await journal.save(record(1))
+        await bench.change(how)
+        for term in (2, 3):  # also for the next, if this one dies before it has saved
+            await bench.end(journal)
+            journal = await bench.open()
+            loaded = await journal.load()
+            assert (loaded.term, loaded.record) == (term, None)
+            assert "journal" in loaded.damage
+            if term == 2:
+                assert words in loaded.damage
+        await journal.save(record(3))
+        await bench.end(journal)
+        loaded = await (await bench.open()).load()
+        assert (loaded.term, loaded.record, loaded.damage) == (4, record(3), "")
+
+    asyncio.run(story())
+
+
+# ---------------------------------------------------------------- bytes
+
+
+def test_every_truncation_is_noticed(tmp_path: Path) -> None:
+    data, path = seal(record(1)), tmp_path / "journal"
+    assert unseal(data) == record(1)
+    for length in range(len(data)):
+        path.write_bytes(data[:length])
+        with pytest.raises(Damaged, match=f"{path} is damaged: it is (empty|cut short)"):
+            read_record(path)
+
+
+def test_every_flipped_bit_is_noticed(tmp_path: Path) -> None:
+    data, path = seal(record(1)), tmp_path / "journal"
+    for bit in range(8 * len(data)):
+        changed = bytearray(data)
+        changed[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(changed)
+        with pytest.raises(Damaged, match=f"{path} is damaged: "):
+            read_record(path)
+
+
+def test_a_record_of_10000_workers_fits_into_etcd() -> None:
+    agents = [AgentId(f"node{i // 8}") for i in range(10_000)]
+    members = tuple(
+        Member(worker=WorkerId(i), incarnation=Incarnation(1 + i % 3), agent=agent)
+        for i, agent in enumerate(agents)
+    )
+    view = View(
+        number=ViewNumber(1),
+        members=members,
+        owners=tuple(m.worker for m in members),
+        resume_step=0,
+        leader=WorkerId(0),
+    )
+    slots = tuple(Slot(worker=m.worker, agent=m.agent, incarnation=m.incarnation) for m in members)
+    assert len(seal(JobRecord(term=1, view=view, slots=slots))) < 400_000
+
+
+# ---------------------------------------------------------------- in a file
+
+
+def load(path: Path, now: float = 0.0) -> tuple[int, JobRecord | None, str]:
+    """What one more coordinator finds."""
+    journal = FileJournal(path, clock=lambda: now)
+    try:
+        loaded = asyncio.run(journal.load())
+        return loaded.term, loaded.record, loaded.damage
+    finally:
+        journal.close()
+
+
+def save(path: Path, release_loop: int = 0) -> None:
+    async def story() -> None:
+        journal = FileJournal(path)
+        loaded = await journal.load()
+        await journal.save(record(loaded.term, release_loop))
+        journal.close()
+
+    asyncio.run(story())
+
+
+def test_damaged_files_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    for number in (1, 2):
+        save(path)
+        path.write_bytes(b"garbage %d" % number)
+        _, found, damage = load(path)
+        assert found is None
+        assert damage.endswith(f"it is kept as journal.damaged-{number}")
+        assert not path.exists()
+    kept = {p.name: p.read_bytes() for p in tmp_path.glob("journal.damaged-*")}
+    assert kept == {"journal.damaged-1": b"garbage 1", "journal.damaged-2": b"garbage 2"}
+
+
+def test_a_journal_that_has_vanished_is_damage(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    save(path)
+    path.unlink()
+    for term in (2, 3):
+        assert load(path) == (
+            term,
+            None,
+            f"the journal {path} is gone, though coordinators have written to it",
+        )
+
+
+def test_terms_grow_whatever_is_lost(tmp_path: Path) -> None:
+    path, lock = tmp_path / "journal", tmp_path / "journal.lock"
+    save(path)
+    lock.write_bytes(b"nonsense")
+    assert load(path) == (2, record(1), "")  # the record counts too
+    path.write_bytes(b"")
+    assert load(path)[0] == 3  # as does the lock
+    save(path)
+    path.write_bytes(b"garbage")
+    lock.write_bytes(b"term 12 recorded 0123456789abcdef\n")
+    term, found, damage = load(path, now=1.8e9)
+    assert (term, found) == (1_800_000_001, None)
+    assert "garbage" in damage
+    assert load(path)[0] == term + 1
+    path.unlink(missing_ok=True)
+    lock.write_bytes(b"nonsense")
+    term, found, damage = load(path, now=1.9e9)
+    assert (term, found) == (1_900_000_001, None)
+    assert str(lock) in damage
+
+
+KILLED_WHILE_SAVING = """
+import asyncio, os, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from holdfast.runtime import journal
+from test_journal import record
+
+calls = ["open", "write", "pwrite", "fsync", "replace", "close"]
+path = Path(sys.argv[1])
+
+async def save(number, die_at):
+    kept = journal.FileJournal(path)
+    loaded = await kept.load()
+    count = 0
+    def dying(name):
+        def call(*args, **kwargs):
+            nonlocal count
+            count += 1
+            if count == die_at:
+                if name == "write":
+                    real[name](args[0], args[1][:20])
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real[name](*args, **kwargs)
+        return call
+    real = {name: getattr(os, name) for name in calls}
+    for name in calls:
+        setattr(os, name, dying(name))
+    kept._save(journal.seal(record(loaded.term, number)))
+    os._exit(7)
+
+number = 0
+for die_at in range(1, 100):
+    number += 1
+    child = os.fork()
+    if not child:
+        asyncio.run(save(number, die_at))
+    status = os.waitpid(child, 0)[1]
+    kept = journal.FileJournal(path)
+    loaded = asyncio.run(kept.load())
+    kept.close()
+    found = -1 if loaded.record is None else loaded.record.release_loop
+    print(die_at, os.waitstatus_to_exitcode(status), number, found, loaded.damage, flush=True)
+    if os.waitstatus_to_exitcode(status) == 7:
+        break
+"""
+
+
+def test_killed_while_saving_leaves_the_old_or_the_new_record(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    save(path, release_loop=0)
+    command = [sys.executable, "-c", KILLED_WHILE_SAVING, str(path), str(Path(__file__).parent)]
+    text = subprocess.run(command, check=True, capture_output=True, text=True, timeout=WAIT_S)
+    old, changes, kills = 0, 0, 0
+    for line in text.stdout.splitlines():
+        _, code, saved, found, *damage = line.split()
+        assert damage == [], line
+        assert int(found) in (old, int(saved)), line
+        kills += int(code) == -signal.SIGKILL
+        changes += int(found) == int(saved)
+        old = int(found)
+    assert code == "7", "the last save was not killed"
+    assert kills >= 7, text.stdout  # open, write, fsync, close, replace, and those of the directory
+    assert 2 <= changes < kills, text.stdout
+
+
+# ---------------------------------------------------------------- the order of effects
+
+
+def directive(agent: str, seq: int) -> SendDirective:
+    name = AgentId(agent)
+    return SendDirective(Directive(term=1, seq=seq, agent=name, agent_incarnation=Incarnation(1)))
+
+
+def drain(pipe: EffectPipe) -> list[CoordinatorEffect]:
+    found = []
+    while (effect := pipe.pop()) is not None:
+        found.append(effect)
+    return found
+
+
+def test_effects_keep_their_order() -> None:
+    pipe = EffectPipe()
+    effects = [Announce("a", "1"), directive("x", 1), Announce("b", "2"), directive("y", 2)]
+    pipe.push(effects)
+    pipe.push([Finish("")])
+    assert drain(pipe) == [*effects, Finish("")]
+
+
+def test_only_the_newest_of_what_repeats_is_kept_and_never_before_its_record() -> None:
+    pipe = EffectPipe()
+    pipe.push([Persist(record(1, 1)), directive("x", 1), directive("y", 2)])
+    pipe.push([Announce("a", "1")])
+    pipe.push([Persist(record(1, 2)), directive("x", 3)])
+    found = drain(pipe)
+    assert found == [
+        Persist(record(1, 2)),
+        directive("y", 2),
+        Announce("a", "1"),
+        directive("x", 3),
+    ]
+    pipe.push([Announce("a", "1"), Persist(record(1, 3)), directive("x", 4)])
+    assert pipe.pop() == Announce("a", "1")
+    pipe.push([Persist(record(1, 4)), directive("x", 5)])
+    assert drain(pipe) == [Persist(record(1, 4)), directive("x", 5)]
+
+
+SPEC = JobSpec(
+    job="0123456789abcdef",
+    script="train.py",
+    args=("--steps", "3"),
+    cwd="/",
+    nproc=2,
+    nodes_min=1,
+    nodes_max=1,
+    virtual_ranks=4,
+    workers_min=1,
+    seed=0,
+    threads=1,
+    lease_s=30.0,
+    abandon_s=300.0,
+    hang_s=60.0,
+    losses_max=3,
+)
+
+
+class GatedJournal(MemoryJournal):
+    """Saves only once it is let."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        super().__init__(store)
+        self.asked = 0
+        self.gate = asyncio.Semaphore(0)
+
+    async def save(self, record: JobRecord) -> None:
+        self.asked += 1
+        await self.gate.acquire()
+        await super().save(record)
+
+
+def test_nothing_is_sent_before_its_record_is_durable(tmp_path: Path) -> None:
+    async def story() -> None:
+        run_dir = RunDir(tmp_path / "run")
+        run_dir.create(SPEC, bytes(range(32)))
+        journal = GatedJournal(MemoryStore())
+        core = make_machine(SPEC, await journal.load())
+        server = CoordinatorServer(run_dir, run_dir.secret(), core, journal)
+        listener = socket.create_server(("127.0.0.1", 0))
+        serving = asyncio.ensure_future(server.run(listener, "127.0.0.1"))
+        journal.gate.release()  # for the new term
+        channel = await connect(*listener.getsockname(), run_dir.secret())
+        report = AgentReport(agent=AgentId("node0"), incarnation=Incarnation(1), seq=1, slots=1)
+        channel.send(report)
+        answer = asyncio.ensure_future(channel.receive(Directive))
+        while journal.asked < 2:
+            await asyncio.sleep(0)
+        for _ in range(100):  # whatever is ready now gets its turn
+            await asyncio.sleep(0)
+        assert not answer.done()
+        journal.gate.release()
+        found = await asyncio.wait_for(answer, WAIT_S)
+        assert found.wanted == ((WorkerId(0), Incarnation(1)),)
+        assert unseal(journal._store.data or b"").slots == core.snapshot().record.slots
+        serving.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await serving
+        channel.close()
+
+    asyncio.run(story())
+
+
+# ---------------------------------------------------------------- the process
+
+
+class CoordinatorProcess:
+    """One coordinator as the launcher starts it."""
+
+    def __init__(self, run_dir: RunDir) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self.popen = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "holdfast.runtime.coordinator"),
+                    *(str(run_dir.path), str(listener.fileno()), str(os.getpid())),
+                ],
+                pass_fds=[listener.fileno()],
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+
+    def __enter__(self) -> subprocess.Popen[str]:
+        return self.popen
+
+    def __exit__(self, *exc: object) -> None:
+        self.popen.kill()
+        self.popen.communicate()
+
+
+def events(run_dir: RunDir, kind: str) -> list[str]:
+    with contextlib.suppress(FileNotFoundError):
+        found = [json.loads(line) for line in run_dir.events.read_text().splitlines()]
+        return [event["text"] for event in found if event["kind"] == kind]
+    return []
+
+
+def term_saved(run_dir: RunDir) -> int:
+    found = run_dir.load_record()
+    return found.term if found else 0
+
+
+def test_a_damaged_journal_is_one_event(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.create(SPEC, bytes(range(32)))
+    run_dir.journal.write_bytes(b"\0" * 100)
+    with CoordinatorProcess(run_dir):
+        until(lambda: term_saved(run_dir), "a new record")
+    (text,) = events(run_dir, "journal")
+    assert f"{run_dir.journal} is damaged: it begins with" in text
+    assert "journal.damaged-1" in text
+
+
+def test_a_second_coordinator_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.create(SPEC, bytes(range(32)))
+    with CoordinatorProcess(run_dir):
+        until(lambda: term_saved(run_dir) == 1, "the first's record")
+        with CoordinatorProcess(run_dir) as second:
+            _, text = second.communicate(timeout=WAIT_S)
+            assert second.returncode == 1
+        (line,) = text.splitlines()
+        assert f"another coordinator has the journal {run_dir.journal}" in line
+    with CoordinatorProcess(run_dir):  # which the first's death has freed
+        until(lambda: term_saved(run_dir) == 2, "the third's record")
