@@ -675,11 +675,11 @@ def test_election_urls() -> None:
         (["--host", "0.0.0.0"], {}, ["--host 0.0.0.0", "agents"]),
         (["--host", "192.0.2.1"], {}, ["192.0.2.1", "--host"]),
         (["--port", "70000"], {}, ["--port 70000"]),
-        (["--secret-file", "none"], {}, ["--secret-file none", "No such file"]),
+        (["--secret-file", "none"], {}, ["secret file none", "No such file"]),
         (["--run-dir", "/proc/none"], {}, ["/proc/none", "name another"]),
-        ([], {"HOLDFAST_SECRET": ""}, ["too short"]),
+        ([], {"HOLDFAST_SECRET": ""}, ["HOLDFAST_SECRET", "at least 64"]),
         ([], {"HOLDFAST_SECRET": "secret"}, ["HOLDFAST_SECRET", "hexadecimal"]),
-        ([], {"HOLDFAST_SECRET": None}, ["no secret", "--secret-file", "HOLDFAST_SECRET"]),
+        ([], {"HOLDFAST_SECRET": None}, ["no job secret", "--secret-file", "HOLDFAST_SECRET"]),
     ],
 )
 def test_a_wrong_command_line(

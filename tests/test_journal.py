@@ -518,7 +518,7 @@ def test_nothing_is_sent_before_its_record_is_durable(tmp_path: Path) -> None:
         run_dir.create(SPEC, bytes(range(32)))
         journal = GatedJournal(MemoryStore())
         core = make_machine(SPEC, await journal.load())
-        server = CoordinatorServer(run_dir, run_dir.secret(), core, journal)
+        server = CoordinatorServer(run_dir, SPEC, run_dir.secret(), core, journal)
         listener = socket.create_server(("127.0.0.1", 0))
         serving = asyncio.ensure_future(server.run(listener, "127.0.0.1"))
         journal.gate.release()  # for the new term

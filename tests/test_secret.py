@@ -36,7 +36,7 @@ def test_the_order_of_places(tmp_path: Path) -> None:
     assert load_secret(dict(environ), file=file, run_dir=tmp_path) == bytes.fromhex(A)
     assert load_secret(dict(environ), run_dir=tmp_path) == bytes.fromhex(B)
     assert load_secret({}, run_dir=tmp_path) == bytes.fromhex(C)
-    with pytest.raises(UserError, match="there is no job secret: name a file, or set HOLDFAST_SEC"):
+    with pytest.raises(UserError, match="there is no job secret: give the job"):
         load_secret({})
 
 

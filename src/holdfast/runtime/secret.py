@@ -33,9 +33,11 @@ def load_secret(
         return read_secret_file(file)
     if text is not None:
         return parse_secret(text, VARIABLE)
-    if run_dir is not None:
+    if run_dir is not None and (run_dir / "secret").exists():
         return read_run_dir(run_dir)
-    raise UserError(f"there is no job secret: name a file, or set {VARIABLE}; {ADVICE}")
+    raise UserError(
+        f"there is no job secret: give the job's with --secret-file or {VARIABLE}; {ADVICE}"
+    )
 
 
 def read_secret_file(path: Path) -> bytes:

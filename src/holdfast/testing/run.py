@@ -33,17 +33,24 @@ class RunEnded(AssertionError):
 class LocalRun:
     """One `holdfast run` in a process of its own. Use as a context manager: it always ends it."""
 
-    def __init__(self, run_dir: Path, options: Sequence[str], script: Sequence[str]) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        options: Sequence[str],
+        script: Sequence[str],
+        popen: Callable[..., subprocess.Popen[str]] = subprocess.Popen,
+    ) -> None:
         self.run_dir = RunDir(run_dir)
         self.out: list[str] = []  # lines of standard output so far
         self.err: list[str] = []
         self._options = list(options)
         self._script = list(script)
+        self._start = popen
         self._popen: subprocess.Popen[str] | None = None
         self._readers: list[threading.Thread] = []
 
     def __enter__(self) -> LocalRun:
-        self._popen = subprocess.Popen(
+        self._popen = self._start(
             [
                 *(sys.executable, "-m", "holdfast.cli.main", "run"),
                 *("--run-dir", str(self.run_dir.path), *self._options, *self._script),

@@ -1,0 +1,83 @@
+"""Jobs of several nodes with networks that can be cut: one host of a `Lab` for each node.
+
+    with Lab(3) as lab, LabRun(lab, tmp_path / "run", ["--virtual", "4"], ["train.py"]) as run:
+        run.until_members(3)
+        fault = lab.cut(lab.hosts[2])
+        ...
+        lab.heal(fault)
+        assert run.wait(60.0) == 0
+
+The coordinator and node 0 are on host 0; the others join from theirs. All share the run directory.
+"""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from holdfast.testing.network import Host, Lab
+from holdfast.testing.run import LocalRun
+
+
+class LabRun(LocalRun):
+    """A job on all hosts of a lab, with the same number of workers on each."""
+
+    def __init__(
+        self,
+        lab: Lab,
+        run_dir: Path,
+        options: Sequence[str],
+        script: Sequence[str],
+        nodes_min: int | None = None,
+    ) -> None:
+        self.lab = lab
+        self.nodes: list[subprocess.Popen[Any]] = []  # the agents' launchers, from host 1 on
+        first = lab.hosts[0]
+        least = len(lab.hosts) if nodes_min is None else nodes_min
+        nodes = ["--nodes-min", str(least), "--nodes-max", str(len(lab.hosts))]
+        super().__init__(
+            run_dir,
+            ["--host", first.address, *nodes, *options],
+            script,
+            functools.partial(first.popen),
+        )
+
+    def __enter__(self) -> LabRun:
+        super().__enter__()
+        self.until(self._listening, 30.0, "the coordinator listens")
+        for host in self.lab.hosts[1:]:
+            self.join(host)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        super().__exit__(*exc)
+        for node in self.nodes:
+            node.kill()
+            node.wait()
+
+    def join(self, host: Host) -> subprocess.Popen[Any]:
+        """Have a host join the job (again)."""
+        address, port = self.run_dir.address()
+        node = host.popen(
+            [
+                *(sys.executable, "-m", "holdfast.cli.main", "agent"),
+                *("--join", f"{address}:{port}", "--name", f"node{host.index}"),
+                *("--run-dir", str(self.run_dir.path)),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        self.nodes.append(node)
+        return node
+
+    def status(self) -> dict[str, Any]:
+        with self.lab.hosts[0].entered():
+            return super().status()
+
+    def _listening(self) -> bool:
+        return self.run_dir.coordinator.exists()
