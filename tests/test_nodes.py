@@ -6,16 +6,19 @@ nothing happened to.
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from holdfast.core.errors import HoldfastError
 from holdfast.testing.lab import LabRun
 from holdfast.testing.network import Direction, Lab
-from holdfast.testing.run import LocalRun
+from holdfast.testing.run import LocalRun, strike
 
 SCRIPT = Path(__file__).parent / "scripts" / "trainer.py"
 RUN_S = 100.0
@@ -87,4 +90,94 @@ def test_a_node_that_is_cut_off_stops_and_comes_back(run: LabRun, expected: str)
     assert kernel_state(cut_off["pid"]) in ("T", "gone")
     lab.heal(fault)
     run.until_members(3, RUN_S)
+    assert outcome(run) == expected
+
+
+def test_a_pair_of_nodes_that_lose_each_other(run: LabRun, expected: str) -> None:
+    lab = run.lab
+    fault = lab.cut_pair(lab.hosts[1], lab.hosts[2])
+    run.until(lambda: run.status()["view"] > 1, RUN_S, "one of them is left out")
+    until_step(run, 3)
+    assert run.events("benched")
+    lab.heal(fault)
+    run.until_members(3, RUN_S)
+    assert outcome(run) == expected
+
+
+@pytest.mark.parametrize("direction", [Direction.IN, Direction.OUT])
+def test_a_node_that_is_heard_or_hears_no_more(
+    run: LabRun, expected: str, direction: Direction
+) -> None:
+    lab = run.lab
+    fault = lab.cut(lab.hosts[2], direction)
+    run.until(lambda: run.status()["view"] > 1, RUN_S, "the others go on without it")
+    until_step(run, 3)
+    lab.heal(fault)
+    run.until_members(3, RUN_S)
+    assert outcome(run) == expected
+
+
+def test_a_node_that_dies_with_all_it_runs(run: LabRun, expected: str) -> None:
+    run.lab.hosts[2].crash()
+    run.until(lambda: run.status()["view"] > 1, RUN_S, "the others go on without it")
+    until_step(run, 3)
+    run.join(run.lab.hosts[2])  # under the name that it had
+    run.until_members(3, RUN_S)
+    assert outcome(run) == expected
+
+
+def test_the_coordinators_node_is_cut_off_from_all_others(run: LabRun, expected: str) -> None:
+    """Two of three workers are on the other side; still only the coordinator's side may go on."""
+    lab = run.lab
+    others = [worker_of(run, name)["pid"] for name in ("node1", "node2")]
+    fault = lab.cut(lab.hosts[0])
+    run.until(lambda: run.status()["view"] > 1, RUN_S, "the coordinator's side goes on")
+    assert all(kernel_state(pid) in ("T", "gone") for pid in others)
+    until_step(run, 3)
+    assert all(kernel_state(pid) in ("T", "gone") for pid in others)
+    lab.heal(fault)
+    run.until_members(3, RUN_S)
+    assert outcome(run) == expected
+
+
+def test_the_coordinator_dies_while_a_node_is_cut_off(run: LabRun, expected: str) -> None:
+    lab = run.lab
+    fault = lab.cut(lab.hosts[1])
+    assert strike(run.status()["coordinator"]["pid"])
+    run.until(lambda: recovered(run), RUN_S, "a new coordinator forms a view without it")
+    until_step(run, 3)
+    lab.heal(fault)
+    run.until_members(3, RUN_S)
+    assert outcome(run) == expected
+
+
+def recovered(run: LabRun) -> bool:
+    with contextlib.suppress(HoldfastError):
+        return bool(run.status()["view"] > 1)
+    return False
+
+
+def test_training_goes_on_while_there_is_no_coordinator(run: LabRun, expected: str) -> None:
+    """Its process is frozen for longer than any lease: steps are committed all the same."""
+    pid = run.status()["coordinator"]["pid"]
+    ledger = run.run_dir.path / "ledger"
+
+    def written() -> int:
+        return sum(file.stat().st_size for file in ledger.iterdir())
+
+    strike(pid, signal.SIGSTOP)
+    began, size = time.monotonic(), written()
+    run.until(lambda: time.monotonic() > began + 6.0, RUN_S, "two leases have passed")
+    now = written()
+    strike(pid, signal.SIGCONT)
+    assert now > size, "no step was committed"
+    assert outcome(run) == expected
+    assert [e for e in run.events("view") if e["view"] > 1] == []
+
+
+@pytest.mark.parametrize("percent", [5, pytest.param(15, marks=pytest.mark.slow)])
+def test_a_network_that_loses_packets(run: LabRun, expected: str, percent: int) -> None:
+    fault = run.lab.drop(run.lab.hosts[2], percent)
+    assert until_step(run, 20) < RUN_S
+    run.lab.heal(fault)
     assert outcome(run) == expected

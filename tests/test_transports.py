@@ -117,7 +117,7 @@ def test_every_group_has_a_name_of_its_own() -> None:
     published: list[bytes] = []
     for _ in range(2):
         rendezvous = SharedRendezvous({}, "again", 0, threading.Event())
-        store = _AddressStore(0, 4711, rendezvous)
+        store = _AddressStore(0, "127.0.0.1", 4711, rendezvous)
         store.set("rank/0", b"gloo's address")
         assert store.get("rank/0") == b"gloo's address"
         published.append(rendezvous.lookup(0))

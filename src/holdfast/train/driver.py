@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from typing import Protocol
 
 from holdfast.core import worker as machine
 from holdfast.core.errors import Severed, assert_never
 from holdfast.core.types import Incarnation, View, WorkerId, WorkerStatus
+
+LOOK_S = 0.5  # between two looks at a group's links
 
 
 class Link(Protocol):
@@ -26,6 +29,8 @@ class Link(Protocol):
 
 class Cuttable(Protocol):
     def sever(self) -> None: ...
+
+    def lost(self) -> Sequence[int]: ...
 
 
 class Driver:
@@ -44,6 +49,7 @@ class Driver:
         self._machine = machine.WorkerMachine(worker, incarnation)
         self._link = link
         self._group: tuple[int, Cuttable] | None = None
+        self._look_at = 0.0  # when to look next at the group's links
 
     def post(self, event: machine.WorkerEvent) -> None:
         """Feed one event to the machine and carry out what it decides."""
@@ -56,8 +62,16 @@ class Driver:
         """Called several times a second: has the right to act ended?"""
         with self.changed:
             deadline = self._machine.deadline()
-            if deadline is not None and time.monotonic() >= deadline:
+            now = time.monotonic()
+            if deadline is not None and now >= deadline:
                 self.post(machine.Tick())
+            view, group = self.view, self._group
+            if view is None or group is None or group[0] != view.number or now < self._look_at:
+                return
+            self._look_at = now + LOOK_S
+        peers = tuple(view.workers[rank] for rank in group[1].lost())
+        if peers:
+            self.post(machine.LinkLost(view.number, peers))
 
     def fail(self, error: BaseException) -> None:
         """Let the script's thread raise `error` at its next wait."""

@@ -7,10 +7,12 @@ A group is only handed out once every peer has proved that it belongs to the job
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -22,6 +24,7 @@ from holdfast.train import proof, sockets
 from holdfast.train.transport import Message, Pending, Rendezvous
 
 FOREVER = timedelta(days=365)
+LOST_S = 2.0  # of unanswered packets: four attempts of TCP on a network with usual delays
 TAG_PROOF = 9
 _DEVICE_LOCK = threading.Lock()
 
@@ -34,11 +37,13 @@ class GlooDevice:
         self._host = host
         self._device: object | None = None
         self._port = 0
+        self.address = ""  # ours, as others connect to it
 
     def get(self) -> tuple[object, int]:
         """The gloo device and its port; made on first use."""
         with _DEVICE_LOCK:
             if self._device is None:
+                self.address = str(socket.getaddrinfo(self._host, None)[0][4][0])
                 old = sockets.socket_inodes()
                 self._device = dist.ProcessGroupGloo.create_device(hostname=self._host)
                 self._port = sockets.listening_port(sockets.socket_inodes().keys() - old.keys())
@@ -48,13 +53,13 @@ class GlooDevice:
 class _AddressStore(dist.Store):
     """Gloo's rendezvous on ours: each rank sets one address and reads every other's.
 
-    What is published is the port, a nonce for the proof, and gloo's address.
+    What is published is the port, the host as 16 bytes, a nonce for the proof, and gloo's address.
     """
 
-    def __init__(self, rank: int, port: int, rendezvous: Rendezvous) -> None:
+    def __init__(self, rank: int, host: str, port: int, rendezvous: Rendezvous) -> None:
         super().__init__()
         self._rank = rank
-        self._head = port.to_bytes(2, "big") + os.urandom(proof.NONCE_BYTES)
+        self._head = port.to_bytes(2, "big") + _packed(host) + os.urandom(proof.NONCE_BYTES)
         self._rendezvous = rendezvous
         self.published: dict[int, bytes] = {}  # by rank
         self.ports = {port}
@@ -75,6 +80,17 @@ class _AddressStore(dist.Store):
     def wait(self, keys: Sequence[str], limit: timedelta | None = None) -> None:
         for key in keys:
             self.get(key)
+
+    def ranks_at(self, hosts: Collection[str]) -> list[int]:
+        """Ranks on these hosts, of those whose address is known by now."""
+        packed = {_packed(host) for host in hosts}
+        known = list(self.published.items())
+        return sorted(rank for rank, address in known if address[2:18] in packed)
+
+
+def _packed(host: str) -> bytes:
+    address = ipaddress.ip_address(host.partition("%")[0])
+    return address.packed.rjust(16, b"\0")
 
 
 @dataclass(slots=True)
@@ -105,21 +121,28 @@ class GlooTransport:
         self._build_s = build_s
         self._group: dist.ProcessGroupGloo | None = None
         self._sockets: list = []
+        self._store: _AddressStore | None = None
+        self._old: Collection[int] = ()  # sockets that were there before
+        self._began_at = 0.0
         self._lock = threading.Lock()
         self.severed = False
 
     def open(self, rank: int, size: int, rendezvous: Rendezvous) -> None:
         device, port = self._device.get()
-        store = _AddressStore(rank, port, rendezvous)
+        store = _AddressStore(rank, self._device.address, port, rendezvous)
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [device]
         options._timeout = timedelta(seconds=self._build_s)
         old = sockets.socket_inodes().keys()
+        with self._lock:
+            self._store, self._old, self._began_at = store, old, time.monotonic()
         try:
             group = dist.ProcessGroupGloo(store, rank, size, options)
         except RuntimeError as error:
             raise Severed(f"gloo could not connect: {str(error).splitlines()[0]}") from None
         kept = sockets.keep_group_sockets(old, store.ports)
+        for each in kept:
+            sockets.probe(each)
         with self._lock:
             self._group, self._sockets = group, kept
             if self.severed:
@@ -177,6 +200,16 @@ class GlooTransport:
                     )
         if failure is not None:
             raise failure
+
+    def lost(self) -> Sequence[int]:
+        with self._lock:
+            store, building = self._store, self._group is None
+            if store is None or self.severed:
+                return ()
+            if not building:
+                return store.ranks_at(sockets.silent_peers(self._sockets, LOST_S))
+        late = time.monotonic() >= self._began_at + LOST_S
+        return store.ranks_at(sockets.unanswered(self._old)) if late else ()
 
     def sever(self) -> None:
         with self._lock:

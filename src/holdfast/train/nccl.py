@@ -114,6 +114,9 @@ class NcclTransport:
             return host
         return _NcclPending(self._on_device(device_sends, device_receives), self, host)
 
+    def lost(self) -> Sequence[int]:
+        return self._host.lost()  # NCCL itself does not tell
+
     def sever(self) -> None:
         self.severed = True
         self._host.sever()

@@ -9,9 +9,20 @@ connection that the user's code opens at the same moment is never touched.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import socket
+import struct
+import sys
 from collections.abc import Collection
+
+# struct tcp_info of linux/tcp.h: retransmits and probes are its bytes 2 and 3, and the age of the
+# newest acknowledgement and of the newest data are the 12th and 13th of the words that follow.
+_COUNTS = struct.Struct("=2x2B")
+_AGES_MS = struct.Struct("=2I")
+_AGES_AT = 8 + 11 * 4
+PROBE_S = 1  # between two probes of a connection that is idle
+PROBES_MAX = 100  # it is for us to decide when a link is lost
 
 
 def socket_inodes() -> dict[int, int]:
@@ -71,3 +82,50 @@ def cut(sockets: Collection[socket.socket]) -> None:
     for each in sockets:
         with contextlib.suppress(OSError):
             each.shutdown(socket.SHUT_RDWR)
+
+
+def probe(each: socket.socket) -> None:
+    """Have the kernel ask an idle connection's peer every second whether it is still there."""
+    each.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    each.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_S)
+    each.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_S)
+    each.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES_MAX)
+
+
+def silent_peers(sockets: Collection[socket.socket], silence_s: float) -> set[str]:
+    """Addresses of peers whose kernel has answered nothing for `silence_s` though it was asked.
+
+    A frozen process's kernel answers; so silence is the network's, or the whole machine's.
+    """
+    found = set()
+    for each in sockets:
+        with contextlib.suppress(OSError):
+            info = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
+            retransmits, probes = _COUNTS.unpack_from(info)
+            data_ms, ack_ms = _AGES_MS.unpack_from(info, _AGES_AT)
+            if (retransmits or probes) and min(data_ms, ack_ms) >= silence_s * 1000:
+                found.add(str(each.getpeername()[0]))
+    return found
+
+
+def unanswered(old: Collection[int]) -> set[str]:
+    """Addresses to which sockets that are not in `old` are still trying to connect."""
+    mine = socket_inodes().keys()
+    found = set()
+    for family in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError), open(f"/proc/self/net/{family}") as table:
+            for line in list(table)[1:]:
+                fields = line.split()
+                inode = int(fields[9])
+                if fields[3] == "02" and inode in mine and inode not in old:
+                    found.add(_address(fields[2].partition(":")[0]))
+    return found
+
+
+def _address(digits: str) -> str:
+    """From the kernel's tables: 32-bit words in the machine's byte order, as hexadecimal."""
+    words = [bytes.fromhex(digits[i : i + 8]) for i in range(0, len(digits), 8)]
+    packed = b"".join(w[::-1] if sys.byteorder == "little" else w for w in words)
+    address = ipaddress.ip_address(packed)
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return str(mapped or address)

@@ -53,6 +53,14 @@ class Transport(Protocol):
         """
         ...
 
+    def lost(self) -> Sequence[int]:
+        """Ranks that the network does not reach any more, as far as the kernel knows.
+
+        Called now and then from another thread, also while the group is being built. A peer that
+        is merely frozen or busy is never among them.
+        """
+        ...
+
     def sever(self) -> None: ...
 
     def close(self) -> None:
@@ -84,6 +92,9 @@ class AloneTransport:
         if self._severed or sends or receives:
             raise Severed("the view was given up")
         return NothingPending()
+
+    def lost(self) -> Sequence[int]:
+        return ()
 
     def sever(self) -> None:
         self._severed = True
