@@ -133,7 +133,7 @@ def test_file_system_processes_and_sockets_in_files_are_shared(lab, tmp_path):
     assert there.stdout == "b'across'\n", there.stderr
     look = b.run(["cat", f"/proc/{server.pid}/comm"], capture_output=True, text=True)
     assert look.stdout.startswith("python")
-    assert b.run(["kill", "-0", str(os.getpid())]).returncode == 0
+    assert b.run(["sh", "-c", f"kill -0 {os.getpid()}"]).returncode == 0
 
 
 def test_abstract_unix_sockets_stay_in_their_host(lab):
@@ -200,6 +200,13 @@ def test_a_cut_host_is_silent_in_that_direction_only(lab, direction, lost):
     lab.heal(fault)
     assert paths(lab) == EVERYONE
     assert fault.dropped() == len(lost)
+
+
+def test_the_first_frames_of_a_lab_go_only_where_they_are_sent():
+    with Lab(3) as lab:
+        fault = lab.cut(lab.hosts[0])
+        assert paths(lab) == {(1, 2), (2, 1)}
+        assert fault.dropped() == 4
 
 
 @pytest.mark.parametrize("direction", ["both", "in", "out"])

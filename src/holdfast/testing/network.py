@@ -55,7 +55,7 @@ POLL_S = 0.002
 DICE = 100_000  # sides: a loss is rounded to a thousandth of a percent
 CLONE_NEWNET = 0x40000000
 THREAD_NAMESPACE = "/proc/thread-self/ns/net"
-TOOL_PACKAGES = {"ip": "iproute2", "nft": "nftables"}
+TOOL_PACKAGES = {"ip": "iproute2", "bridge": "iproute2", "nft": "nftables"}
 
 
 class Direction(enum.Enum):
@@ -308,7 +308,11 @@ class Lab:
                 f"link add name {port} type veth peer {far} address {_hardware(host)}",
                 f"link set dev {port} master switch {quiet} up",
             ]
-        _ip(self._switch_fd, lines)
+        _batch(self._switch_fd, "ip", lines)
+        # A switch that has yet to learn who is where sends a frame to everyone: it would be counted
+        # once for every host.
+        places = [f"fdb add {_hardware(h)} dev {_port(h)} master static" for h in self.hosts]
+        _batch(self._switch_fd, "bridge", places)
         for host in self.hosts:
             lines = [
                 "link set dev lo up",
@@ -319,7 +323,7 @@ class Lab:
                 if other is not host:
                     where = f"{other.address} lladdr {_hardware(other)} dev {INTERFACE}"
                     lines.append(f"neighbour add {where} nud permanent")
-            _ip(host.fd, lines)
+            _batch(host.fd, "ip", lines)
 
     def _empty(self) -> None:
         """Kill all processes, then remove what is in the switch: the cables go with their ports."""
@@ -333,7 +337,7 @@ class Lab:
             child.wait(KILL_S)
         with contextlib.suppress(WorldError):  # the kernel will do it, only later
             names = [_port(host) for host in self.hosts] + ["switch"]
-            _ip(self._switch_fd, [f"link delete dev {name}" for name in names])
+            _batch(self._switch_fd, "ip", [f"link delete dev {name}" for name in names])
 
     def _forget(self) -> None:
         """The file descriptors are closed; their numbers will soon mean something else."""
@@ -466,7 +470,7 @@ def _new_namespace(stack: contextlib.ExitStack) -> int:
 
 
 def run_tool(name: str, arguments: Sequence[str], text: str) -> str:
-    """Run `ip` or `nft` where the calling thread is; returns what it says."""
+    """Run a tool of TOOL_PACKAGES where the calling thread is; returns what it says."""
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
     program = shutil.which(name, path=path)
     if program is None:
@@ -485,6 +489,6 @@ def run_tool(name: str, arguments: Sequence[str], text: str) -> str:
     return done.stdout
 
 
-def _ip(namespace_fd: int, lines: Sequence[str]) -> None:
+def _batch(namespace_fd: int, tool: str, lines: Sequence[str]) -> None:
     with _entered(namespace_fd):
-        run_tool("ip", ["-batch", "-"], "".join(f"{line}\n" for line in lines))
+        run_tool(tool, ["-batch", "-"], "".join(f"{line}\n" for line in lines))
