@@ -323,7 +323,7 @@ def test_one_that_never_reads_is_cut_off() -> None:
     greedy = ["the first client"]
 
     async def scene() -> None:
-        async with site(flood, backlog_bytes_max=1 << 20) as here:
+        async with site(flood, backlog_bytes_max=1 << 20, dead_s=60.0) as here:
             peer, sealer = await shaken_hands(here)
             peer.writer.transport.pause_reading()
             peer.say(sealer.seal(encode(StatusRequest())))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import secrets
@@ -100,16 +99,15 @@ class RunDir:
 
     def save_record(self, record: JobRecord) -> None:
         """Replace the journal. Survives the death of the process, not that of the machine."""
-        body = msgspec.msgpack.encode(record)
-        _replace(self.journal, xxhash.xxh3_128(body).digest() + body)
+        _replace(self.journal, encode_record(record))
 
     def load_record(self) -> JobRecord | None:
         """The newest record; None when there is none or its digest is wrong."""
-        with contextlib.suppress(OSError, msgspec.MsgspecError):
+        try:
             data = self.journal.read_bytes()
-            if xxhash.xxh3_128(data[16:]).digest() == data[:16]:
-                return msgspec.msgpack.decode(data[16:], type=JobRecord)
-        return None
+        except OSError:
+            return None
+        return decode_record(data)
 
     def _read_json(self, name: str) -> Any:
         path = self.path / name
@@ -119,6 +117,21 @@ class RunDir:
             raise UserError(f"{path} does not exist: is {self.path} a run directory?") from None
         except (OSError, ValueError) as error:
             raise UserError(f"{path} cannot be read: {error}") from None
+
+
+def encode_record(record: JobRecord) -> bytes:
+    body = msgspec.msgpack.encode(record)
+    return xxhash.xxh3_128(body).digest() + body
+
+
+def decode_record(data: bytes) -> JobRecord | None:
+    """The record in a journal's bytes; None when its digest is wrong or it is none of ours."""
+    if xxhash.xxh3_128(data[16:]).digest() != data[:16]:
+        return None
+    try:
+        return msgspec.msgpack.decode(data[16:], type=JobRecord)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 def unwritable(path: Path, error: OSError) -> UserError:
