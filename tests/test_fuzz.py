@@ -69,7 +69,7 @@ def test_the_seeds_are_good() -> None:
 
 def claims_much() -> list[bytes]:
     """Short messages that claim to hold millions of things."""
-    key, pack = lambda name: msgspec.msgpack.encode(name), b"\x00\xff\xff\xff"
+    key, pack = msgspec.msgpack.encode, b"\x00\xff\xff\xff"
     return [
         b"\x06\x81" + key("addresses") + b"\xdd" + pack,
         b"\x06\xdf" + pack,
