@@ -112,14 +112,16 @@ def any_frames(data: bytes) -> None:
 
 
 def damaged_frames(data: bytes) -> None:
-    """Sealed frames with one part replaced: nothing comes out that was not sealed, in order."""
-    how = data[:8].ljust(8, b"\0")
-    cuts, junk = how[:2], data[8:]
-    sealed = [encode(MESSAGES[n % len(MESSAGES)]) for n in how[2:5]]
+    """Sealed frames, reordered, repeated or partly replaced: only what was sealed comes out."""
+    how, junk = data[:9].ljust(9, b"\0"), data[9:]
+    cuts, sealed = how[:2], [encode(MESSAGES[n % len(MESSAGES)]) for n in how[2:5]]
     sealer = frames.Sealer(KEY)
-    stream = b"".join(map(sealer.seal, sealed))
+    whole = [sealer.seal(payload) for payload in sealed]
+    stream = b"".join(whole)
     at, length = int.from_bytes(how[5:7], "big") % (len(stream) + 1), how[7]
     changed = stream[:at] + junk + stream[at + length :]
+    if how[8]:
+        changed = b"".join(whole[how[8] // 3**i % 3] for i in range(4))
     payloads, refused = opened(changed, cuts, KEY)
     assert payloads == sealed[: len(payloads)], "something came out that was never sealed"
     if changed == stream:
@@ -175,8 +177,9 @@ def seeds() -> Iterator[bytes]:
         sealed = frames.Sealer(None).seal(encode(message))
         yield bytes([0, 0xFF, 0xFF]) + encode(message)
         yield bytes([1, 2, 3, 4]) + sealed + sealed
-    yield bytes([2, 9, 9, 0, 1, 2, 0, 0, 0])
-    yield bytes([2, 0, 7, 3, 4, 5, 0, 30, 4]) + b"junk"
+    yield bytes([2, 9, 9, 0, 1, 2, 0, 0, 0, 0])
+    yield bytes([2, 0, 7, 3, 4, 5, 0, 30, 4, 0]) + b"junk"
+    yield bytes([2, 9, 9, 0, 1, 2, 0, 0, 0, 22])
     yield bytes([3]) + frames.greeting(b"n" * frames.NONCE_BYTES)
     yield bytes([4]) + encode_record(RECORD)[16:]
 
