@@ -14,6 +14,7 @@
 PYTHON ?= python3
 TORCH_INDEX ?=
 SEEDS ?= 0:200
+COUNT ?= 1000000
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -21,7 +22,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
 PYTEST := $(BIN)/python -m pytest -q
 
-.PHONY: help demo check test test-all sim bench clean
+.PHONY: help demo check test test-all fuzz sim bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -42,6 +43,13 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	$(PYTEST) -n 2 -m ""
+
+# The same as the slow tests of tests/test_fuzz.py; COUNT=N inputs for each of the two fuzzers.
+fuzz: $(STAMP)
+	$(BIN)/python tests/fuzz/run.py plain $(COUNT)
+	@$(BIN)/python -c 'import atheris' 2>/dev/null || \
+	  { echo "no coverage-guided fuzzing: atheris is not installed (holdfast[fuzz])"; exit 0; } && \
+	  $(BIN)/python tests/fuzz/run.py coverage $(COUNT)
 
 sim: $(STAMP)
 	$(BIN)/holdfast sim --seeds $(SEEDS)

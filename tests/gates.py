@@ -135,6 +135,47 @@ async def shaken_hands(here: Site) -> tuple[Stranger, frames.Sealer]:
     return found, frames.Sealer(frames.session_key(SECRET, "client", theirs, mine))
 
 
+@dataclass
+class Tapped:
+    """One connection seen from between its ends; `alter` changes what the client says."""
+
+    port: int = 0
+    client_said: bytes = b""
+    server_said: bytes = b""
+    alter: Callable[[bytes], bytes] = bytes
+
+
+@contextlib.asynccontextmanager
+async def between(port: int) -> AsyncIterator[Tapped]:
+    """Listens, passes one connection on to `port`, and ends with it."""
+    tapped = Tapped()
+    over = asyncio.Event()
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async def up() -> None:
+            while data := await reader.read(1 << 16):
+                tapped.client_said += data
+                far_writer.write(tapped.alter(data))
+            far_writer.close()
+
+        async def down() -> None:
+            with contextlib.suppress(ConnectionError):
+                while data := await far_reader.read(1 << 16):
+                    tapped.server_said += data
+                    writer.write(data)
+            writer.close()
+
+        far_reader, far_writer = await asyncio.open_connection(HOST, port)
+        await asyncio.gather(up(), down())
+        over.set()
+
+    server = await asyncio.start_server(relay, HOST, 0)
+    tapped.port = server.sockets[0].getsockname()[1]
+    yield tapped
+    server.close()
+    await over.wait()
+
+
 async def refusal(attempt: Coroutine[Any, Any, Any]) -> str:
     """The text of the error that an attempt to connect or to be served ends with."""
     try:

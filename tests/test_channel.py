@@ -20,6 +20,7 @@ from gates import (
     Stranger,
     answer,
     ask,
+    between,
     honest,
     play,
     refusal,
@@ -97,50 +98,25 @@ def test_a_wrong_secret_is_told_to_both_sides() -> None:
     play(scene)
 
 
-async def recorded(here: Site) -> tuple[bytes, bytes]:
-    """What an honest client and the server said to each other: (client's bytes, server's bytes)."""
-    spoken: tuple[list[bytes], list[bytes]] = ([], [])
-
-    async def copy(
-        reader: asyncio.StreamReader, writer: asyncio.StreamWriter, to: list[bytes]
-    ) -> None:
-        while data := await reader.read(1 << 16):
-            to.append(data)
-            writer.write(data)
-        writer.close()
-
-    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        far = await asyncio.open_connection(HOST, here.port)
-        await asyncio.gather(copy(reader, far[1], spoken[0]), copy(far[0], writer, spoken[1]))
-
-    server = await asyncio.start_server(relay, HOST, 0)
-    channel = await connect(HOST, server.sockets[0].getsockname()[1], SECRET)
-    assert await ask(channel) == StatusReply(text="hello")
-    channel.close()
-    await until(lambda: here.gate.strangers == 0 and here.channels)
-    server.close()
-    return b"".join(spoken[0]), b"".join(spoken[1])
-
-
 def test_a_replayed_handshake_opens_nothing() -> None:
     async def scene() -> None:
         async with site() as here:
-            client_said, server_said = await recorded(here)
+            async with between(here.port) as tapped:
+                channel = await connect(HOST, tapped.port, SECRET)
+                assert await ask(channel) == StatusReply(text="hello")
+                channel.close()
             peer = await stranger(here)
-            peer.say(client_said[: frames.GREETING_BYTES + frames.PROOF_BYTES])
+            peer.say(tapped.client_said[: frames.GREETING_BYTES + frames.PROOF_BYTES])
             await refused(here, peer, "does not know this job's secret")
             assert len(here.channels) == 2  # the two honest ones
-
-            async def pose(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                writer.write(server_said)
-                await reader.read()
-                writer.close()
-
-            server = await asyncio.start_server(pose, HOST, 0)
-            port = server.sockets[0].getsockname()[1]
-            with pytest.raises(WireError, match="the server does not know this job's secret"):
-                await connect(HOST, port, SECRET)
-            server.close()
+            with socket.create_server((HOST, 0)) as listener:
+                listener.setblocking(False)
+                joining = asyncio.ensure_future(connect(HOST, listener.getsockname()[1], SECRET))
+                victim, _ = await asyncio.get_running_loop().sock_accept(listener)
+                with victim:
+                    victim.send(tapped.server_said)
+                    with pytest.raises(WireError, match="the server does not know this job's"):
+                        await joining
 
     play(scene)
 
@@ -323,7 +299,7 @@ def test_one_that_never_reads_is_cut_off() -> None:
     greedy = ["the first client"]
 
     async def scene() -> None:
-        async with site(flood, backlog_bytes_max=1 << 20) as here:
+        async with site(flood, backlog_bytes_max=1 << 20, dead_s=60.0) as here:
             peer, sealer = await shaken_hands(here)
             peer.writer.transport.pause_reading()
             peer.say(sealer.seal(encode(StatusRequest())))

@@ -18,6 +18,7 @@ from gates import (
     SECRET,
     Site,
     ask,
+    between,
     honest,
     play,
     refusal,
@@ -263,30 +264,14 @@ def test_bytes_altered_inside_tls_are_refused(ours: TlsFiles) -> None:
     """Someone between the two flips a bit of what the client says after the handshake."""
 
     async def scene() -> None:
-        async with site(tls=server_context(ours)) as here:
-            flip = asyncio.Event()
-
-            async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                while data := await reader.read(1 << 16):
-                    if flip.is_set():
-                        data = data[:-1] + bytes([data[-1] ^ 1])
-                    writer.write(data)
-                writer.close()
-
-            async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                far = await asyncio.open_connection(HOST, here.port)
-                await asyncio.gather(copy(reader, far[1]), copy(far[0], writer))
-
-            server = await asyncio.start_server(relay, HOST, 0)
-            port = server.sockets[0].getsockname()[1]
-            channel = await connect(HOST, port, SECRET, tls=client_context(ours))
+        async with site(tls=server_context(ours)) as here, between(here.port) as tapped:
+            channel = await connect(HOST, tapped.port, SECRET, tls=client_context(ours))
             assert await ask(channel) == StatusReply(text="hello")
-            flip.set()
+            tapped.alter = lambda data: data[:-1] + bytes([data[-1] ^ 1])
             channel.send(StatusRequest())
             await until(lambda: here.lines)
             await one_line(here, client_context(ours), "TLS failed: decryption failed")
             channel.close()
-            server.close()
 
     play(scene)
 

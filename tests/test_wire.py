@@ -8,44 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fuzz.targets import KEY, MESSAGES, STATUS
 from holdfast.core.errors import WireError
-from holdfast.core.types import (
-    AgentId,
-    AgentReport,
-    Directive,
-    Incarnation,
-    Member,
-    Stage,
-    View,
-    ViewNumber,
-    WorkerId,
-    WorkerStatus,
-)
+from holdfast.core.types import Directive
 from holdfast.wire import frames
-from holdfast.wire.messages import KINDS, StatusReply, decode, encode
-
-KEY = b"k" * 32
-STATUS = WorkerStatus(worker=WorkerId(3), incarnation=Incarnation(2), stage=Stage.LOST, detail="x")
-VIEW = View(
-    number=ViewNumber(7),
-    members=(Member(worker=WorkerId(3), incarnation=Incarnation(2), agent=AgentId("a")),),
-    owners=(WorkerId(3),) * 4,
-    resume_step=9,
-    leader=WorkerId(3),
-)
-MESSAGES = [
-    STATUS,
-    AgentReport(agent=AgentId("a"), incarnation=Incarnation(1), seq=4, slots=2, workers=(STATUS,)),
-    Directive(
-        term=1,
-        seq=2,
-        agent=AgentId("a"),
-        agent_incarnation=Incarnation(1),
-        wanted=((WorkerId(3), Incarnation(2)),),
-        view=VIEW,
-    ),
-    StatusReply(text="{}"),
-]
+from holdfast.wire.messages import KINDS, decode, encode
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)

@@ -283,7 +283,6 @@ class Gate:
         self._complaints = Complaints(say, self.policy.lines_max, self.policy.window_s)
         self._strangers: dict[_Stranger, None] = {}  # oldest first
         self._hosts: Counter[str] = Counter()  # of the strangers
-        self._tasks: set[asyncio.Task[None]] = set()
         self._listener: list[socket.socket] = []  # none or one
         self._timers: list[asyncio.TimerHandle] = []  # of the complaints: none or one
 
@@ -338,14 +337,8 @@ class Gate:
         self._strangers[stranger] = None
         self._hosts[stranger.host] += 1
         task = loop.create_task(self._meet(stranger))
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            told = {"message": "the gate's server failed", "exception": error, "task": task}
-            asyncio.get_running_loop().call_exception_handler(told)
+        _running.add(task)
+        task.add_done_callback(_ended)
 
     def _make_room(self) -> None:
         """The address with the most strangers loses its oldest one."""
@@ -419,6 +412,17 @@ class Gate:
         deadline = self._complaints.deadline()
         if deadline is not None:
             self._timers = [loop.call_at(deadline, self._complaints.flush, deadline)]
+
+
+# Tasks of all gates: a loop refers to a task that waits only weakly, and a gate may be dropped.
+_running: set[asyncio.Task[None]] = set()
+
+
+def _ended(task: asyncio.Task[None]) -> None:
+    _running.discard(task)
+    if not task.cancelled() and (error := task.exception()) is not None:
+        told = {"message": "the gate's server failed", "exception": error, "task": task}
+        task.get_loop().call_exception_handler(told)
 
 
 def _refuse_tls(peer: str, error: OSError) -> NoReturn:

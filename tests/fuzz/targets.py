@@ -1,0 +1,190 @@
+"""What any bytes at all may do to the code that reads them: the properties that fuzzing checks.
+
+Each target takes bytes and fails with an AssertionError, or lets an exception through that nobody
+announced. They are driven by Hypothesis (test_fuzz.py) and by the fuzzers of fuzz/run.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import xxhash
+
+from holdfast.core.errors import WireError
+from holdfast.core.types import (
+    AgentId,
+    AgentReport,
+    Directive,
+    Incarnation,
+    JobRecord,
+    Member,
+    Slot,
+    Stage,
+    View,
+    ViewNumber,
+    WorkerDirective,
+    WorkerId,
+    WorkerStatus,
+)
+from holdfast.runtime.rundir import decode_record, encode_record
+from holdfast.wire import frames
+from holdfast.wire.messages import (
+    KINDS,
+    Address,
+    AddressBook,
+    StatusReply,
+    StatusRequest,
+    StopRequest,
+    decode,
+    encode,
+)
+
+KEY = b"k" * 32
+UNUSED_KEY = b"u" * 32  # seals nothing: a fuzzer learns from KEY's frames how to make them
+STATUS = WorkerStatus(worker=WorkerId(3), incarnation=Incarnation(2), stage=Stage.LOST, detail="x")
+VIEW = View(
+    number=ViewNumber(7),
+    members=(Member(worker=WorkerId(3), incarnation=Incarnation(2), agent=AgentId("a")),),
+    owners=(WorkerId(3),) * 4,
+    resume_step=9,
+    leader=WorkerId(3),
+)
+MESSAGES: list[object] = [
+    STATUS,
+    WorkerDirective(stop_view=ViewNumber(6), view=VIEW),
+    AgentReport(agent=AgentId("a"), incarnation=Incarnation(1), seq=4, slots=2, workers=(STATUS,)),
+    Directive(
+        term=1,
+        seq=2,
+        agent=AgentId("a"),
+        agent_incarnation=Incarnation(1),
+        wanted=((WorkerId(3), Incarnation(2)),),
+        view=VIEW,
+    ),
+    Address(view=7, worker=WorkerId(3), address=b"\x00\xff"),
+    AddressBook(view=7, addresses=((WorkerId(3), b"\x00\xff"),)),
+    StatusRequest(),
+    StatusReply(text="{}"),
+    StopRequest(reason="enough"),
+]
+RECORD = JobRecord(
+    term=3,
+    view=VIEW,
+    slots=(Slot(worker=WorkerId(3), agent=AgentId("a"), incarnation=Incarnation(2)),),
+)
+PIECES_MAX = 16
+FIRST_BYTES_MAX, BYTES_MAX = 700, 1000  # every message of MESSAGES fits
+
+
+def pieces(data: bytes, cuts: bytes) -> Iterator[bytes]:
+    """`data` in pieces: some of the sizes that `cuts` names, over and over, then the rest."""
+    at = 0
+    for turn in range(PIECES_MAX if cuts else 0):
+        size = cuts[turn % len(cuts)] + 1
+        yield data[at : at + size]
+        at += size
+    yield data[at:]
+
+
+def opened(stream: bytes, cuts: bytes, key: bytes | None) -> tuple[list[bytes], bool]:
+    """(payloads, whether the stream was refused), with the opener's memory watched."""
+    opener = frames.Opener(key, BYTES_MAX, FIRST_BYTES_MAX)
+    found: list[bytes] = []
+    try:
+        for piece in pieces(stream, cuts):
+            for payload in opener.feed(piece):
+                assert len(payload) <= (BYTES_MAX if found else FIRST_BYTES_MAX)
+                found.append(payload)
+            assert opener.held_bytes < 4 + frames.TAG_BYTES + BYTES_MAX
+    except WireError:
+        return found, True
+    return found, False
+
+
+def any_frames(data: bytes) -> None:
+    """Random bytes in random pieces: without a key what comes out is what went in."""
+    cuts, stream = data[1 : 1 + data[0] % 8], data[1 + data[0] % 8 :]
+    payloads, refused = opened(stream, cuts, None)
+    again = b"".join(frames.Sealer(None).seal(p) for p in payloads)
+    assert stream.startswith(again)
+    assert opened(stream, b"", None) == (payloads, refused), "it depends on the pieces"
+    assert opened(stream, cuts, UNUSED_KEY)[0] == [], "a frame was forged"
+
+
+def damaged_frames(data: bytes) -> None:
+    """Sealed frames, reordered, repeated or partly replaced: only what was sealed comes out."""
+    how, junk = data[:9].ljust(9, b"\0"), data[9:]
+    cuts, sealed = how[:2], [encode(MESSAGES[n % len(MESSAGES)]) for n in how[2:5]]
+    sealer = frames.Sealer(KEY)
+    whole = [sealer.seal(payload) for payload in sealed]
+    stream = b"".join(whole)
+    at, length = int.from_bytes(how[5:7], "big") % (len(stream) + 1), how[7]
+    changed = stream[:at] + junk + stream[at + length :]
+    if how[8]:
+        changed = b"".join(whole[how[8] // 3**i % 3] for i in range(4))
+    payloads, refused = opened(changed, cuts, KEY)
+    assert payloads == sealed[: len(payloads)], "something came out that was never sealed"
+    if changed == stream:
+        assert (len(payloads), refused) == (len(sealed), False)
+
+
+def any_message(data: bytes) -> None:
+    """A message of an accepted kind, the same when sent on, or WireError."""
+    which = int.from_bytes(data[:2], "big")
+    accepted = tuple(cls for number, cls in KINDS.items() if which >> number & 1)
+    try:
+        message = decode(data[2:], *accepted)
+    except WireError:
+        return
+    assert type(message) in accepted
+    hash(message)  # all the way down it is made of immutable values
+    assert decode(encode(message), *accepted) == message
+
+
+def any_greeting(data: bytes) -> None:
+    """A nonce of the right size out of a greeting of our own release, or WireError."""
+    try:
+        frames.check_start(data, "client")
+    except WireError:
+        assert not frames.MAGIC.startswith(data[:8])
+    try:
+        nonce = frames.read_greeting(data, "client")
+    except WireError:
+        return
+    assert frames.greeting(nonce) == data
+
+
+def any_journal(data: bytes) -> None:
+    """A record, the same when saved again, or None: never an exception."""
+    decode_record(data)
+    record = decode_record(xxhash.xxh3_128(data).digest() + data)  # a digest that agrees
+    if record is not None:
+        assert decode_record(encode_record(record)) == record
+
+
+TARGETS: list[Callable[[bytes], None]] = [
+    any_message,
+    any_frames,
+    damaged_frames,
+    any_greeting,
+    any_journal,
+]
+
+
+def seeds() -> Iterator[bytes]:
+    """Good inputs to begin from, each with the number of its target in front."""
+    for message in MESSAGES:
+        sealed = frames.Sealer(None).seal(encode(message))
+        yield bytes([0, 0xFF, 0xFF]) + encode(message)
+        yield bytes([1, 2, 3, 4]) + sealed + sealed
+    yield bytes([2, 9, 9, 0, 1, 2, 0, 0, 0, 0])
+    yield bytes([2, 0, 7, 3, 4, 5, 0, 30, 4, 0]) + b"junk"
+    yield bytes([2, 9, 9, 0, 1, 2, 0, 0, 0, 22])
+    yield bytes([3]) + frames.greeting(b"n" * frames.NONCE_BYTES)
+    yield bytes([4]) + encode_record(RECORD)[16:]
+
+
+def one_input(data: bytes) -> None:
+    """The first byte names the target."""
+    if data:
+        TARGETS[data[0] % len(TARGETS)](data[1:] or b"\0")
