@@ -19,6 +19,7 @@ import hashlib
 import hmac
 import json
 import math
+import ssl
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
@@ -47,7 +48,9 @@ RENEWALS = 4  # in each time to live
 SURE = 0.95  # of the time to live; the rest is for clocks that run at different speeds
 POLLS = 8  # looks of a standby in each time to live
 PAUSE_S = 0.05
+ATTEMPT_S = 0.5  # for one server, of those that only look
 FORM = "etcd://HOST[:PORT][,HOST[:PORT]...]/JOB[?ttl=SECONDS]"
+TLS_FORM = "etcds://...?ca=FILE[&cert=FILE&key=FILE]"
 JOB_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
 
 Clock = Callable[[], float]
@@ -70,6 +73,24 @@ class ElectionUrl:
     endpoints: tuple[Endpoint, ...]
     job: str
     ttl_s: int = TTL_S
+    tls: bool = False
+    ca: str | None = None  # file with the authority of etcd's certificates; None: the system's
+    cert: str | None = None  # file with our own certificate, if etcd wants one
+    key_file: str | None = None
+
+    def client(self, attempt_s: float) -> EtcdClient:
+        return EtcdClient(self.endpoints, attempt_s, self._context() if self.tls else None)
+
+    def _context(self) -> ssl.SSLContext:
+        """UserError when its files cannot be used."""
+        try:
+            found = ssl.create_default_context(cafile=self.ca)
+            if self.cert is not None:
+                found.load_cert_chain(self.cert, self.key_file)
+        except OSError as error:
+            files = ", ".join(f for f in (self.ca, self.cert, self.key_file) if f)
+            raise UserError(f"--election: {files} cannot be used for TLS: {error}") from None
+        return found
 
     def key(self, name: str) -> str:
         return f"/holdfast/{self.job}/{name}"
@@ -79,15 +100,15 @@ def parse_election(text: str) -> ElectionUrl:
     """Of the form FORM. UserError says what is wrong."""
 
     def wrong(what: str) -> UserError:
-        return UserError(f"--election {text}: {what}; the form is {FORM}")
+        return UserError(f"--election {text}: {what}; the form is {FORM}, or {TLS_FORM}")
 
     try:
         parts = urlsplit(text)
         endpoints = tuple(_endpoint(place) for place in parts.netloc.split(","))
     except ValueError as error:
         raise wrong(str(error)) from None
-    if parts.scheme != "etcd":
-        raise wrong(f"{parts.scheme or 'no scheme'} is not supported, only etcd")
+    if parts.scheme not in ("etcd", "etcds"):
+        raise wrong(f"{parts.scheme or 'no scheme'} is not supported, only etcd and etcds")
     job = parts.path.removeprefix("/")
     if not job or len(job) > 100 or not set(job) <= JOB_CHARACTERS:
         raise wrong(f"{job!r} is no job name: 1 to 100 of letters, digits, '.', '_' and '-'")
@@ -95,9 +116,15 @@ def parse_election(text: str) -> ElectionUrl:
     ttl = options.pop("ttl", str(TTL_S))
     if not ttl.isdecimal() or not 1 <= int(ttl) <= 3600:
         raise wrong(f"ttl={ttl} must be a whole number of seconds from 1 to 3600")
+    tls = parts.scheme == "etcds"
+    ca, cert, key = (options.pop(name, None) if tls else None for name in ("ca", "cert", "key"))
     if options or parts.fragment:
         raise wrong(f"{next(iter(options), parts.fragment)!r} is not known")
-    return ElectionUrl(endpoints=endpoints, job=job, ttl_s=int(ttl))
+    if key is not None and cert is None:
+        raise wrong("key is given without cert")
+    return ElectionUrl(
+        endpoints=endpoints, job=job, ttl_s=int(ttl), tls=tls, ca=ca, cert=cert, key_file=key
+    )
 
 
 def _endpoint(place: str) -> Endpoint:
@@ -120,7 +147,7 @@ class Incumbent:
 async def locate(election: str, within_s: float = 5.0) -> Incumbent | None:
     """Who is in office now; None while nobody is. UserError, Unreachable, Refused."""
     url = parse_election(election)
-    return _incumbent(await EtcdClient(url.endpoints).read(url.key("office"), within_s))
+    return _incumbent(await url.client(ATTEMPT_S).read(url.key("office"), within_s))
 
 
 def _incumbent(entry: Entry | None) -> Incumbent | None:
@@ -208,12 +235,16 @@ class Office:
 
 
 class Election:
-    """One candidate of one job."""
+    """One candidate of one job; `open_election` makes one."""
 
-    def __init__(self, url: ElectionUrl, now: Clock = clock) -> None:
+    def __init__(self, url: ElectionUrl, etcd: EtcdClient, now: Clock) -> None:
         self._url = url
+        self._etcd = etcd
         self._now = now
-        self._etcd = EtcdClient(url.endpoints, attempt_s=url.ttl_s / RENEWALS)
+
+    @property
+    def job(self) -> str:
+        return self._url.job
 
     async def patiently(self, what: Callable[[], Awaitable[T]], say: Say) -> T:
         """Its result, however long etcd is away; `say` tells, once, what is being waited for."""
@@ -316,6 +347,12 @@ class Election:
             raise UserError(
                 f"the job {self._url.job} was started by another release ({error}): use the same"
             ) from None
+
+
+def open_election(text: str, now: Clock = clock) -> Election:
+    """A candidate of the job that the URL names. UserError."""
+    url = parse_election(text)
+    return Election(url, url.client(url.ttl_s / RENEWALS), now)
 
 
 def _count(entry: Entry, url: ElectionUrl) -> int:

@@ -123,9 +123,11 @@ class EtcdClient:
                 answer = await asyncio.wait_for(self._post(endpoint, path, data), limit_s)
                 return _judge(path, *answer)
             except asyncio.TimeoutError:
-                said[endpoint] = f"did not answer within {limit_s:.2g} s"
+                said.setdefault(endpoint, f"did not answer within {limit_s:.2g} s")
             except ConnectionRefusedError:
                 said[endpoint] = "refused the connection"
+            except ssl.SSLError as error:
+                said[endpoint] = f"and we do not agree on TLS: {error}"
             except OSError as error:
                 said[endpoint] = error.strerror or repr(error)
             except _Unusable as error:

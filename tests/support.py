@@ -1,4 +1,4 @@
-"""Waiting for a condition in another process, which gives no event to wait for."""
+"""Shared by the tests of coordinators: waiting for other processes, and a job to coordinate."""
 
 from __future__ import annotations
 
@@ -7,8 +7,23 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from holdfast.runtime.rundir import JobSpec
+
+HOST = "127.0.0.1"
 POLL_S = 0.01
 WAIT_S = 60.0  # bounds a hang
+SPEC = JobSpec(
+    script="train.py",
+    args=("--steps", "3"),
+    nproc=1,
+    virtual_ranks=1,
+    workers_min=1,
+    seed=0,
+    threads=1,
+    lease_s=30.0,
+    hang_s=60.0,
+    losses_max=3,
+)
 T = TypeVar("T")
 
 
