@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from holdfast.runtime.rundir import JobSpec
+from holdfast.runtime.rundir import JobSpec, RunDir
 
 HOST = "127.0.0.1"
 POLL_S = 0.01
@@ -35,3 +39,26 @@ def until(ready: Callable[[], T], what: str) -> T:
         assert time.monotonic() < deadline, f"not in {WAIT_S} s: {what}"
         pause.wait(POLL_S)
     return found
+
+
+class CoordinatorProcess:
+    """One coordinator as the launcher starts it."""
+
+    def __init__(self, run_dir: RunDir, *options: str) -> None:
+        with socket.create_server((HOST, 0)) as listener:
+            self.popen = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "holdfast.runtime.coordinator"),
+                    *(str(run_dir.path), str(listener.fileno()), str(os.getpid()), *options),
+                ],
+                pass_fds=[listener.fileno()],
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+
+    def __enter__(self) -> subprocess.Popen[str]:
+        return self.popen
+
+    def __exit__(self, *exc: object) -> None:
+        self.popen.kill()
+        self.popen.communicate()

@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,7 +31,7 @@ from holdfast.runtime.journal import (
     unseal,
 )
 from holdfast.runtime.rundir import RunDir
-from support import SPEC, WAIT_S, until
+from support import SPEC, WAIT_S, CoordinatorProcess, until
 
 
 def record(term: int, release_loop: int = 0) -> JobRecord:
@@ -160,29 +157,6 @@ def test_nothing_is_sent_by_who_may_be_deposed(
 
 
 # ---------------------------------------------------------------- the process
-
-
-class CoordinatorProcess:
-    """One coordinator as the launcher starts it."""
-
-    def __init__(self, run_dir: RunDir) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            self.popen = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "holdfast.runtime.coordinator"),
-                    *(str(run_dir.path), str(listener.fileno()), str(os.getpid())),
-                ],
-                pass_fds=[listener.fileno()],
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-
-    def __enter__(self) -> subprocess.Popen[str]:
-        return self.popen
-
-    def __exit__(self, *exc: object) -> None:
-        self.popen.kill()
-        self.popen.communicate()
 
 
 def events(run_dir: RunDir, kind: str) -> list[str]:

@@ -69,7 +69,7 @@ def test_one_after_the_other(cluster: EtcdCluster, tmp_path: Path) -> None:
 
 
 def test_of_many_at_once_one_is_elected(cluster: EtcdCluster, tmp_path: Path) -> None:
-    url = cluster.url(tmp_path.name, 4)  # polls of a longer lease are far apart
+    url = cluster.url(tmp_path.name, LONG_TTL_S)
 
     async def story() -> None:
         campaigns = [

@@ -33,7 +33,7 @@ from holdfast.runtime.election import (
 from holdfast.runtime.journal import unseal
 from holdfast.runtime.rundir import RunDir
 from holdfast.wire.messages import StatusReply, StatusRequest, StopRequest
-from support import HOST, SPEC, WAIT_S, until
+from support import HOST, SPEC, WAIT_S, CoordinatorProcess, until
 
 LONG_TTL_S = 60  # no hiccup of a busy machine ends such a lease
 HOLDFAST = (sys.executable, "-m", "holdfast.cli.main")
@@ -248,6 +248,24 @@ def test_a_whole_job(candidates: Candidates, tmp_path: Path) -> None:
     for number in (first, standby):
         assert candidates.supervisors[number].wait(WAIT_S) == 1
         assert candidates.run_dirs[number].outcome() == "enough"
+
+
+def test_ctrl_c_at_a_standby_of_the_launcher_ends_the_job(
+    cluster: EtcdCluster, tmp_path: Path
+) -> None:
+    url, run_dirs = cluster.url(tmp_path.name), [RunDir(tmp_path / "a"), RunDir(tmp_path / "b")]
+    for run_dir in run_dirs:
+        run_dir.create(SPEC)
+    run_dirs[1].secret_file.write_text(run_dirs[0].secret_file.read_text())
+    with CoordinatorProcess(run_dirs[0], "--election", url) as first:
+        until(run_dirs[0].coordinator.exists, "the first in office")
+        with CoordinatorProcess(run_dirs[1], "--election", url) as standby:
+            assert standby.stderr is not None
+            assert "is in office, term 1" in standby.stderr.readline()
+            standby.send_signal(signal.SIGTERM)
+            assert first.wait(WAIT_S) == 1
+            assert standby.wait(WAIT_S) == 1
+    assert [run_dir.outcome() for run_dir in run_dirs] == ["interrupted", "interrupted"]
 
 
 async def end_job(where: Incumbent, secret: bytes) -> None:

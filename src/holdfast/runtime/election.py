@@ -47,8 +47,10 @@ TTL_S = 2  # the least that etcd grants with its default settings
 RENEWALS = 4  # in each time to live
 SURE = 0.95  # of the time to live; the rest is for clocks that run at different speeds
 POLLS = 8  # looks of a standby in each time to live
+POLL_S_MAX = 0.5  # who resigns does not wait for the lease to end
 PAUSE_S = 0.05
 ATTEMPT_S = 0.5  # for one server, of those that only look
+ATTEMPT_S_MAX = 2.0
 FORM = "etcd://HOST[:PORT][,HOST[:PORT]...]/JOB[?ttl=SECONDS]"
 TLS_FORM = "etcds://...?ca=FILE[&cert=FILE&key=FILE]"
 JOB_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
@@ -256,7 +258,7 @@ class Election:
                 if str(error) != told:
                     told = str(error)
                     say(f"standing by: {told}")
-            await asyncio.sleep(self._url.ttl_s / POLLS)
+            await asyncio.sleep(min(self._url.ttl_s / POLLS, POLL_S_MAX))
 
     async def campaign(self, host: str, port: int, say: Say) -> Office:
         """Wait for the office, for as long as it takes, and take it; `say` tells what it waits for.
@@ -274,7 +276,7 @@ class Election:
                 before = incumbent
                 where = f"{incumbent.host}:{incumbent.port}"
                 say(f"standing by: {where} is in office, term {incumbent.term}")
-            await asyncio.sleep(self._url.ttl_s / POLLS)
+            await asyncio.sleep(min(self._url.ttl_s / POLLS, POLL_S_MAX))
 
     async def incumbent(self) -> Incumbent | None:
         """Who is in office now."""
@@ -352,7 +354,7 @@ class Election:
 def open_election(text: str, now: Clock = clock) -> Election:
     """A candidate of the job that the URL names. UserError."""
     url = parse_election(text)
-    return Election(url, url.client(url.ttl_s / RENEWALS), now)
+    return Election(url, url.client(min(url.ttl_s / RENEWALS, ATTEMPT_S_MAX)), now)
 
 
 def _count(entry: Entry, url: ElectionUrl) -> int:
