@@ -23,8 +23,8 @@ from holdfast.runtime.election import (
     open_election,
     parse_election,
 )
-from holdfast.runtime.etcd import Endpoint, Entry, EtcdClient
-from holdfast.runtime.journal import unseal
+from holdfast.runtime.etcd import Endpoint, Entry, EtcdClient, put
+from holdfast.runtime.journal import seal, unseal
 from support import HOST, SPEC, WAIT_S
 
 LONG_TTL_S = 60  # no hiccup of a busy machine ends such a lease
@@ -190,6 +190,21 @@ def test_the_office_ends_by_its_own_clock(cluster: EtcdCluster, tmp_path: Path) 
         with pytest.raises(Deposed):
             await EtcdJournal(office).load()
         assert await locate(cluster.url(tmp_path.name)) is not None
+
+    asyncio.run(story())
+
+
+def test_a_record_from_a_later_term_is_not_followed(cluster: EtcdCluster, tmp_path: Path) -> None:
+    """Somebody has removed the term from etcd: agents would not hear a coordinator of term 1."""
+
+    async def story() -> None:
+        office = await open_election(cluster.url(tmp_path.name, LONG_TTL_S)).campaign(
+            HOST, 1, quiet
+        )
+        later = put(office.url.key("record"), seal(JobRecord(term=7)))
+        await cluster.client().transact([], [later], [], WAIT_S)
+        with pytest.raises(UserError, match=r"record, .* is of term 7, .* put 7 there"):
+            await EtcdJournal(office).load()
 
     asyncio.run(story())
 

@@ -53,6 +53,7 @@ UNUSABLE = {
     "other": (b"SSH-2.0-OpenSSH_9.2\r\n", "is no HTTP server"),
     "web": (b"HTTP/1.1 404 Not Found\r\n\r\n<html>", "does not answer as etcd v3 does: HTTP 404"),
     "json": (b"HTTP/1.1 200 OK\r\n\r\n{}", "does not answer as etcd v3 does: HTTP 200, '{}'"),
+    "result": (b'HTTP/1.1 200 OK\r\n\r\n{"result":7}', "does not answer as etcd v3 does"),
     "list": (b"HTTP/1.1 200 OK\r\n\r\n[1]", "does not answer as etcd v3 does"),
     "no leader": (
         b'HTTP/1.1 503 No\r\n\r\n{"error":"x","message":"etcdserver: no leader","code":14}',

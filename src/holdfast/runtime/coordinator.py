@@ -217,6 +217,8 @@ class Candidate:
             loop.add_signal_handler(signal.SIGTERM, lambda: me and me.cancel())
         else:
             loop.add_signal_handler(signal.SIGTERM, server.stop, "interrupted")
+            if self._stopping is not None:  # it came while nobody was in office
+                server.stop("interrupted")
         return await server.run(seat.listener, seat.host)
 
 

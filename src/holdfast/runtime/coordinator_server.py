@@ -44,6 +44,8 @@ from holdfast.wire.messages import (
 Incoming = AgentReport | Address | StatusRequest | StopRequest
 INCOMING = (AgentReport, Address, StatusRequest, StopRequest)
 TICK_S_MIN = 0.02
+FAREWELL_S = 2.0  # how long agents may take to hear that the job is over
+CONNECTING_MAX = 4096  # agents that come back all at once, when a coordinator has died
 CRASHED = 70  # exit status of a coordinator that met a bug of ours
 DEPOSED = 75  # of one that is not in office any more: start it again, and it stands by
 
@@ -83,9 +85,6 @@ class EffectPipe:
         return effect
 
 
-FAREWELL_S = 2.0  # how long agents may take to hear that the job is over
-
-
 class CoordinatorServer:
     """Drives one CoordinatorMachine; everything runs in one event loop.
 
@@ -116,7 +115,7 @@ class CoordinatorServer:
 
     async def run(self, listener: socket.socket, host: str) -> str:
         """Serve until the job is over; returns its outcome. `host` is our name for others."""
-        server = await asyncio.start_server(self._serve, sock=listener)
+        server = await asyncio.start_server(self._serve, sock=listener, backlog=CONNECTING_MAX)
         where = {"host": host, "port": listener.getsockname()[1], "pid": os.getpid()}
         write_json(self._run_dir.coordinator, where)
         self._feed(machine.Tick())

@@ -393,6 +393,11 @@ class EtcdJournal:
                 damage = (
                     f"the journal {self._key} in etcd is damaged: {error}; it is kept as {kept}"
                 )
+        if record is not None and record.term >= office.held.term:
+            raise UserError(
+                f"{self._key}, a record in etcd, is of term {record.term}, yet this term is "
+                f"{office.held.term}: {office.url.key('term')} was lost, so put {record.term} there"
+            )
         return Loaded(term=office.held.term, record=record, damage=damage)
 
     async def save(self, record: JobRecord) -> None:

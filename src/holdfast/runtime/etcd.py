@@ -101,7 +101,7 @@ class EtcdClient:
     async def keep_alive(self, lease: int, within_s: float) -> float:
         """Renew a lease: its seconds to live from now, 0 when it has ended."""
         answer = await self.request("/v3/lease/keepalive", {"ID": str(lease)}, within_s)
-        return float(answer["result"].get("TTL", 0))
+        return float(answer.get("TTL", 0))
 
     async def revoke(self, lease: int, within_s: float) -> None:
         """End a lease and delete its keys. Refused when it has ended already."""
@@ -213,7 +213,7 @@ def _split(answer: bytes) -> tuple[int, bytes]:
 
 
 def _judge(path: str, status: int, body: bytes) -> Any:
-    """The answer's JSON; _Unusable and Refused as for the client."""
+    """The answer's JSON, out of its stream; _Unusable and Refused as for the client."""
     try:
         answer = json.loads(body)
     except ValueError:
@@ -225,10 +225,11 @@ def _judge(path: str, status: int, body: bytes) -> Any:
         if error["code"] in PASSING:
             raise _Unusable(f"says {error.get('message')!r}")
         raise Refused(f"etcd refuses {path}: {error.get('message')}")
-    if not isinstance(answer, dict) or "header" not in answer.get("result", answer):
+    found = answer.get("result", answer) if isinstance(answer, dict) else None
+    if not isinstance(found, dict) or "header" not in found:
         what = body[:40].decode(errors="replace").strip()
         raise _Unusable(f"does not answer as etcd v3 does: HTTP {status}, {what!r}")
-    return answer
+    return found
 
 
 def _is_read(response: Mapping[str, Any]) -> bool:
