@@ -8,6 +8,7 @@ import random
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import time
 from pathlib import Path
@@ -25,10 +26,11 @@ TRIES = 5  # another process may take a port before etcd does
 class EtcdCluster:
     """Use as a context manager. Members are numbered from 0."""
 
-    def __init__(self, path: Path, size: int = 3) -> None:
+    def __init__(self, path: Path, size: int = 3, tls: dict[str, str] | None = None) -> None:
         self.endpoints: list[Endpoint] = []
         self._path = path
         self._size = size
+        self._tls = tls  # files: "ca" (our certificate, which signs itself) and "key"
         self._commands: list[list[str]] = []
         self._members: list[subprocess.Popen[bytes]] = []
 
@@ -52,7 +54,7 @@ class EtcdCluster:
         return f"etcd://{places}/{job}" + (f"?ttl={ttl_s}" if ttl_s else "")
 
     def client(self, attempt_s: float = 5.0) -> EtcdClient:
-        return EtcdClient(self.endpoints, attempt_s)
+        return self._client(self.endpoints, attempt_s)
 
     def kill(self, member: int) -> None:
         self._members[member].kill()
@@ -72,7 +74,7 @@ class EtcdCluster:
     def leader(self) -> int:
         """The member that etcd's own election has chosen."""
         for member, endpoint in enumerate(self.endpoints):
-            status = EtcdClient([endpoint], 5.0).request("/v3/maintenance/status", {}, START_S)
+            status = self._client([endpoint], 5.0).request("/v3/maintenance/status", {}, START_S)
             answer = asyncio.run(status)
             if answer["leader"] == answer["header"]["member_id"]:
                 return member
@@ -85,26 +87,39 @@ class EtcdCluster:
                 if self._members[member].poll() is not None:
                     raise WorldError(f"etcd member {member} ended")
                 try:
-                    asyncio.run(EtcdClient([endpoint], 2.0).read("any", 2.0))
+                    asyncio.run(self._client([endpoint], 2.0).read("any", 2.0))
                     break
                 except WorldError:
                     assert time.monotonic() < deadline, f"member {member} does not serve"
+
+    def _client(self, endpoints: list[Endpoint], attempt_s: float) -> EtcdClient:
+        if self._tls is None:
+            return EtcdClient(endpoints, attempt_s)
+        context = ssl.create_default_context(cafile=self._tls["ca"])
+        context.load_cert_chain(self._tls["ca"], self._tls["key"])
+        return EtcdClient(endpoints, attempt_s, context)
 
     def _plan(self, path: Path) -> None:
         path.mkdir()
         ports = free_ports(2 * self._size)
         self.endpoints = [Endpoint(HOST, port) for port in ports[: self._size]]
         peers = [f"http://{HOST}:{port}" for port in ports[self._size :]]
+        ours = [f"http{'s' if self._tls else ''}://{endpoint}" for endpoint in self.endpoints]
+        tls = []
+        if self._tls is not None:
+            ca, key = self._tls["ca"], self._tls["key"]
+            tls = ["--cert-file", ca, "--key-file", key, "--trusted-ca-file", ca]
+            tls.append("--client-cert-auth")
         everyone = ",".join(f"m{i}={peer}" for i, peer in enumerate(peers))
         self._commands = [
             [
                 # The kernel ends it with this process, however that ends.
                 *("setpriv", "--pdeathsig", "KILL", "etcd", "--name", f"m{i}"),
                 *("--data-dir", str(path / f"m{i}")),
-                *("--listen-client-urls", f"http://{self.endpoints[i]}"),
-                *("--advertise-client-urls", f"http://{self.endpoints[i]}"),
+                *("--listen-client-urls", ours[i]),
+                *("--advertise-client-urls", ours[i]),
                 *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
-                *("--initial-cluster", everyone),
+                *("--initial-cluster", everyone, *tls),
             ]
             for i, peer in enumerate(peers)
         ]

@@ -1,65 +1,33 @@
-"""The coordinators' election: one in office at a time, whoever dies, freezes or is cut off."""
+"""The office that coordinators are elected to: one holds it at a time, and knows until when."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import contextlib
-import json
-import os
 import secrets
-import signal
-import socket
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from etcd_cluster import EtcdCluster, free_ports
-from holdfast.core.errors import Deposed, Refused, Unreachable, UserError
-from holdfast.core.job import JobSpec
-from holdfast.core.types import AgentId, AgentReport, Directive, Incarnation, JobRecord
-from holdfast.runtime.channel import Channel, connect
-from holdfast.runtime.coordinator import Candidate, Seat
+from holdfast.core.errors import Deposed, UserError
+from holdfast.core.types import JobRecord
 from holdfast.runtime.election import (
-    Election,
     EtcdJournal,
     Hold,
     Incumbent,
     Office,
     locate,
+    open_election,
     parse_election,
 )
 from holdfast.runtime.etcd import Endpoint, Entry, EtcdClient, put
-from holdfast.runtime.journal import unseal
-from holdfast.runtime.rundir import RunDir
-from holdfast.wire.messages import StatusReply, StatusRequest, StopRequest
-from waiting import WAIT_S, until
+from holdfast.runtime.journal import seal, unseal
+from support import HOST, SPEC, WAIT_S
 
-HOST = "127.0.0.1"
 LONG_TTL_S = 60  # no hiccup of a busy machine ends such a lease
-HOLDFAST = (sys.executable, "-m", "holdfast.cli.main")
-SPEC = JobSpec(
-    job="0123456789abcdef",
-    script="train.py",
-    args=("--steps", "3"),
-    cwd="/",
-    nproc=2,
-    nodes_min=1,
-    nodes_max=1,
-    virtual_ranks=4,
-    workers_min=1,
-    seed=0,
-    threads=1,
-    lease_s=30.0,
-    abandon_s=300.0,
-    hang_s=60.0,
-    losses_max=3,
-)
 
 
 @pytest.fixture(scope="module")
@@ -72,80 +40,6 @@ def quiet(text: str) -> None:
     """What a standby says about its waiting, where a test does not care."""
 
 
-def make_election(url: str) -> Election:
-    return Election(parse_election(url))
-
-
-# ---------------------------------------------------------------- the client of etcd
-
-
-@contextlib.asynccontextmanager
-async def server(answer: bytes | None) -> AsyncIterator[Endpoint]:
-    """A server that sends `answer` to every request and hangs up; None: it never answers."""
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
-            await reader.readuntil(b"\r\n\r\n")
-            if answer is None:
-                await reader.read()
-            else:
-                writer.write(answer)
-        writer.close()
-
-    listening = await asyncio.start_server(serve, HOST, 0)
-    async with listening:
-        yield Endpoint(HOST, listening.sockets[0].getsockname()[1])
-
-
-UNUSABLE = {
-    "hung": (None, "did not answer within 0.2 s"),
-    "hung up": (b"", "hung up"),
-    "cut": (b"HTTP/1.0 200 OK\r\nContent-Length: 50\r\n\r\n{}", "sent 2 of 50 bytes"),
-    "other": (b"SSH-2.0-OpenSSH_9.2\r\n", "is no HTTP server"),
-    "web": (b"HTTP/1.1 404 Not Found\r\n\r\n<html>", "does not answer as etcd v3 does: HTTP 404"),
-    "json": (b"HTTP/1.1 200 OK\r\n\r\n{}", "does not answer as etcd v3 does: HTTP 200, '{}'"),
-    "list": (b"HTTP/1.1 200 OK\r\n\r\n[1]", "does not answer as etcd v3 does"),
-    "no leader": (
-        b'HTTP/1.1 503 No\r\n\r\n{"error":"x","message":"etcdserver: no leader","code":14}',
-        "says 'etcdserver: no leader'",
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", UNUSABLE)
-def test_another_server_is_tried(kind: str, cluster: EtcdCluster, tmp_path: Path) -> None:
-    answer, words = UNUSABLE[kind]
-
-    async def story() -> None:
-        async with server(answer) as bad:
-            with pytest.raises(Unreachable) as caught:
-                await EtcdClient([bad], attempt_s=0.2).read("key", 0.2)
-            assert f"{bad} {words}" in str(caught.value)
-            key = f"/test/{tmp_path.name}"
-            client = EtcdClient([bad, *cluster.endpoints], attempt_s=0.2)
-            await client.transact([], [put(key, b"value")], [], WAIT_S)
-            found = await client.read(key, WAIT_S)
-            assert found is not None
-            assert found.value == b"value"
-
-    asyncio.run(story())
-
-
-def test_every_server_that_failed_is_named() -> None:
-    dead = [Endpoint(HOST, port) for port in free_ports(3)]
-    with pytest.raises(Unreachable) as caught:
-        asyncio.run(EtcdClient(dead).read("key", 0.1))
-    assert all(f"{endpoint} refused the connection" in str(caught.value) for endpoint in dead)
-
-
-def test_a_refusal_is_told_from_an_outage(cluster: EtcdCluster) -> None:
-    with pytest.raises(Refused, match="requested lease not found"):
-        asyncio.run(cluster.client().revoke(12345, WAIT_S))
-    big = put("/test/big", bytes(2_000_000))
-    with pytest.raises(Refused, match="request is too large"):
-        asyncio.run(cluster.client().transact([], [big], [], WAIT_S))
-
-
 # ---------------------------------------------------------------- the office
 
 
@@ -154,12 +48,12 @@ def test_one_after_the_other(cluster: EtcdCluster, tmp_path: Path) -> None:
 
     async def story() -> None:
         assert await locate(url) is None
-        election = make_election(url)
+        election = open_election(url)
         terms, told = [], []
         for port in (1001, 1002, 1003):
             office = await election.campaign(HOST, port, quiet)
             assert await locate(url) == Incumbent(term=office.held.term, host=HOST, port=port)
-            rival = asyncio.ensure_future(make_election(url).campaign(HOST, 9, told.append))
+            rival = asyncio.ensure_future(open_election(url).campaign(HOST, 9, told.append))
             while len(told) < len(terms) + 1:
                 await asyncio.sleep(0.01)
             assert not rival.done()
@@ -175,11 +69,11 @@ def test_one_after_the_other(cluster: EtcdCluster, tmp_path: Path) -> None:
 
 
 def test_of_many_at_once_one_is_elected(cluster: EtcdCluster, tmp_path: Path) -> None:
-    url = cluster.url(tmp_path.name, 4)  # polls of a longer lease are far apart
+    url = cluster.url(tmp_path.name, LONG_TTL_S)
 
     async def story() -> None:
         campaigns = [
-            asyncio.ensure_future(make_election(url).campaign(HOST, port, quiet))
+            asyncio.ensure_future(open_election(url).campaign(HOST, port, quiet))
             for port in range(1, 6)
         ]
         for term in range(1, 6):
@@ -191,6 +85,31 @@ def test_of_many_at_once_one_is_elected(cluster: EtcdCluster, tmp_path: Path) ->
             assert office.held.term == term
             campaigns = list(waiting)
             await office.resign()
+
+    asyncio.run(story())
+
+
+def test_a_term_that_passes_during_a_campaign_is_not_given_again(
+    cluster: EtcdCluster, tmp_path: Path
+) -> None:
+    url = cluster.url(tmp_path.name, LONG_TTL_S)
+
+    async def story() -> None:
+        election = open_election(url)
+        grant, terms = election._etcd.grant, []
+
+        async def interrupted(ttl_s: int, within_s: float) -> tuple[int, float]:
+            if not terms:
+                other = await open_election(url).campaign(HOST, 2, quiet)
+                terms.append(other.held.term)
+                await other.resign()
+            return await grant(ttl_s, within_s)
+
+        election._etcd.grant = interrupted  # type: ignore[method-assign]
+        office = None
+        while office is None:
+            office = await election._try(HOST, 1)
+        assert [*terms, office.held.term] == [1, 2]
 
     asyncio.run(story())
 
@@ -235,7 +154,7 @@ def test_lost_answers_change_nothing(cluster: EtcdCluster, tmp_path: Path) -> No
     async def story() -> None:
         async with lossy(cluster) as (path, endpoint):
             path.lose = 2
-            office = await make_election(f"etcd://{endpoint}/{tmp_path.name}?ttl=60").campaign(
+            office = await open_election(f"etcd://{endpoint}/{tmp_path.name}?ttl=60").campaign(
                 HOST, 1, quiet
             )
             assert office.held.term == 1
@@ -244,7 +163,7 @@ def test_lost_answers_change_nothing(cluster: EtcdCluster, tmp_path: Path) -> No
             for release_loop in range(3):
                 path.lose = release_loop
                 await journal.save(JobRecord(term=1, release_loop=release_loop))
-            for request in path.requests:  # late copies of everything that was ever written
+            for request in reversed(path.requests):  # late copies of all that was ever written
                 await path.repeat(request)
             found = await office.etcd.read(office.url.key("record"), WAIT_S)
             assert found is not None
@@ -259,8 +178,8 @@ def test_the_office_ends_by_its_own_clock(cluster: EtcdCluster, tmp_path: Path) 
 
     async def story() -> None:
         nonlocal now
-        url = parse_election(cluster.url(tmp_path.name, LONG_TTL_S))
-        office = await Election(url, now=lambda: now).campaign(HOST, 1, quiet)
+        election = open_election(cluster.url(tmp_path.name, LONG_TTL_S), now=lambda: now)
+        office = await election.campaign(HOST, 1, quiet)
         now += LONG_TTL_S * 0.9
         office.check()
         now += LONG_TTL_S * 0.1  # etcd has not ended the lease: it knows of no such time
@@ -271,6 +190,21 @@ def test_the_office_ends_by_its_own_clock(cluster: EtcdCluster, tmp_path: Path) 
         with pytest.raises(Deposed):
             await EtcdJournal(office).load()
         assert await locate(cluster.url(tmp_path.name)) is not None
+
+    asyncio.run(story())
+
+
+def test_a_record_from_a_later_term_is_not_followed(cluster: EtcdCluster, tmp_path: Path) -> None:
+    """Somebody has removed the term from etcd: agents would not hear a coordinator of term 1."""
+
+    async def story() -> None:
+        office = await open_election(cluster.url(tmp_path.name, LONG_TTL_S)).campaign(
+            HOST, 1, quiet
+        )
+        later = put(office.url.key("record"), seal(JobRecord(term=7)))
+        await cluster.client().transact([], [later], [], WAIT_S)
+        with pytest.raises(UserError, match=r"record, .* is of term 7, .* put 7 there"):
+            await EtcdJournal(office).load()
 
     asyncio.run(story())
 
@@ -317,7 +251,7 @@ def test_without_etcd_the_office_ends_in_time() -> None:
 def test_whose_office_is_taken_away_notices(how: str, cluster: EtcdCluster, tmp_path: Path) -> None:
     async def story() -> None:
         url = cluster.url(tmp_path.name, 4)
-        office = await make_election(url).campaign(HOST, 1, quiet)
+        office = await open_election(url).campaign(HOST, 1, quiet)
         if how == "revoked":
             await cluster.client().revoke(office.held.lease, WAIT_S)
         else:
@@ -352,7 +286,7 @@ def test_one_etcd_member_is_not_missed(which: str, cluster: EtcdCluster, tmp_pat
 
     async def story() -> None:
         url = f"etcd://{','.join(map(str, places))}/{tmp_path.name}?ttl=8"
-        office = await make_election(url).campaign(HOST, 1, quiet)
+        office = await open_election(url).campaign(HOST, 1, quiet)
         holding = asyncio.ensure_future(office.hold())
         journal = EtcdJournal(office)
         await journal.load()
@@ -375,21 +309,6 @@ def test_one_etcd_member_is_not_missed(which: str, cluster: EtcdCluster, tmp_pat
             cluster.restart(victim)
 
 
-def test_a_standby_turns_everyone_away(tmp_path: Path) -> None:
-    async def story() -> None:
-        listener = socket.create_server((HOST, 0))
-        seat = Seat(run_dir=RunDir(tmp_path), secret=b"x", listener=listener, host=HOST)
-        candidate = Candidate(parse_election("etcd://nowhere/job"), seat, guest=True)
-        turning_away = asyncio.ensure_future(candidate._turn_away())
-        for _ in range(2):
-            with pytest.raises(ConnectionError):
-                await asyncio.wait_for(connect(HOST, listener.getsockname()[1], b"x"), WAIT_S)
-        turning_away.cancel()
-        listener.close()
-
-    asyncio.run(story())
-
-
 # ---------------------------------------------------------------- what the job is
 
 
@@ -399,7 +318,7 @@ def test_standbys_learn_what_the_job_is_with_its_secret_only(
     url, secret = cluster.url(tmp_path.name), secrets.token_bytes(32)
 
     async def story() -> None:
-        election = make_election(url)
+        election = open_election(url)
         assert await election.known(secret) is None
         await election.publish(SPEC, secret)
         await election.publish(SPEC, secret)  # by a restarted coordinator
@@ -419,220 +338,7 @@ def test_standbys_learn_what_the_job_is_with_its_secret_only(
         assert secret.hex().encode() not in value
 
 
-# ---------------------------------------------------------------- whole processes
-
-
-@dataclass(frozen=True, kw_only=True)
-class Chief:
-    """The candidate in office."""
-
-    number: int
-    where: Incumbent
-    pid: int
-
-    @property
-    def term(self) -> int:
-        return self.where.term
-
-
-class Candidates:
-    """`holdfast coordinator` processes of one job."""
-
-    def __init__(self, url: str, path: Path) -> None:
-        self.url = url
-        self.secret = secrets.token_bytes(32)
-        self.run_dirs: list[RunDir] = []
-        self.supervisors: list[subprocess.Popen[bytes]] = []
-        self._path = path
-
-    def publish(self) -> None:
-        asyncio.run(make_election(self.url).publish(SPEC, self.secret))
-
-    def start(self) -> int:
-        """One more; returns its number."""
-        run_dir = RunDir(self._path / f"run{len(self.run_dirs)}")
-        arguments = ("--election", self.url, "--run-dir", str(run_dir.path), "--host", HOST)
-        with open(self._path / f"story{len(self.run_dirs)}", "wb") as story:
-            popen = subprocess.Popen(
-                [*HOLDFAST, "coordinator", *arguments],
-                env={**os.environ, "HOLDFAST_SECRET": self.secret.hex()},
-                stderr=story,
-            )
-        self.run_dirs.append(run_dir)
-        self.supervisors.append(popen)
-        return len(self.run_dirs) - 1
-
-    def story(self, number: int) -> list[str]:
-        return (self._path / f"story{number}").read_text().splitlines()
-
-    def standing_by(self) -> list[int]:
-        return [i for i in range(len(self.run_dirs)) if "is in office" in str(self.story(i))]
-
-    def after(self, term: int) -> Chief:
-        """The one that serves in a later term, once it does."""
-
-        def later() -> Chief | None:
-            with contextlib.suppress(OSError, UserError):
-                where = asyncio.run(locate(self.url, WAIT_S))
-                if where is None or where.term <= term:
-                    return None
-                answer = asyncio.run(status(where, self.secret))["coordinator"]
-                addresses = [d.address() for d in self.run_dirs if d.coordinator.exists()]
-                if answer["term"] != where.term or (where.host, where.port) not in addresses:
-                    return None
-                held = [d.coordinator.exists() and d.address() for d in self.run_dirs]
-                number = held.index((where.host, where.port))
-                return Chief(number=number, where=where, pid=answer["pid"])
-            return None
-
-        found = until(later, f"a coordinator after term {term}")
-        assert found is not None
-        return found
-
-    def end(self) -> None:
-        for popen in self.supervisors:
-            popen.kill()  # the kernel ends its coordinator with it
-            popen.wait()
-
-
-@pytest.fixture
-def candidates(cluster: EtcdCluster, tmp_path: Path) -> Iterator[Candidates]:
-    found = Candidates(cluster.url(tmp_path.name), tmp_path)
-    try:
-        yield found
-    finally:
-        found.end()
-
-
-async def status(found: Incumbent, secret: bytes) -> Any:
-    """What it answers. OSError when it does not."""
-    channel = await connect(found.host, found.port, secret)
-    channel.send(StatusRequest())
-    reply = await asyncio.wait_for(channel.receive(StatusReply), WAIT_S)
-    channel.close()
-    if reply is None:
-        raise ConnectionError("hung up")
-    return json.loads(reply.text)
-
-
-def gone(pid: int) -> bool:
-    """Ended, whether or not its parent has noticed."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    return True
-
-
-def test_three_candidates_and_a_killed_coordinator(candidates: Candidates) -> None:
-    candidates.publish()
-    for _ in range(3):
-        candidates.start()
-    first = candidates.after(0)
-    until(lambda: len(candidates.standing_by()) == 2, "the other two")
-    assert first.number not in candidates.standing_by()
-    assert [d.coordinator.exists() for d in candidates.run_dirs].count(True) == 1
-    os.kill(first.pid, signal.SIGKILL)
-    second = candidates.after(first.term)
-    assert second.pid != first.pid
-    if second.number != first.number:  # the killed one is started again, and stands by
-        until(lambda: first.number in candidates.standing_by(), "the killed one")
-
-
-async def records_since(cluster: EtcdCluster, url: str, revision: int) -> list[JobRecord]:
-    """Every record that was written after `revision`."""
-    client, key = cluster.client(), parse_election(url).key("record")
-    body = {"key": base64.b64encode(key.encode()).decode()}
-    newest = await client.request("/v3/kv/range", body, WAIT_S)
-    found = {}
-    for at in range(revision + 1, int(newest["header"]["revision"]) + 1):
-        then = await client.request("/v3/kv/range", {**body, "revision": at}, WAIT_S)
-        for entry in then.get("kvs", ()):
-            if int(entry["mod_revision"]) > revision:
-                found[entry["mod_revision"]] = unseal(base64.b64decode(entry["value"]))
-    return list(found.values())
-
-
-async def report(channel: Channel, seq: int, slots: int) -> None:
-    """A node's report, after which the coordinator writes a record and answers."""
-    agent, one = AgentId("node0"), Incarnation(1)
-    channel.send(AgentReport(agent=agent, incarnation=one, seq=seq, slots=slots))
-    await asyncio.sleep(0)
-
-
-def test_a_coordinator_that_was_frozen_does_nothing_any_more(
-    candidates: Candidates, cluster: EtcdCluster
-) -> None:
-    candidates.publish()
-    candidates.start()
-    first = candidates.after(0)
-    candidates.start()
-    until(candidates.standing_by, "a standby")
-    events = candidates.run_dirs[first.number].events
-
-    async def story() -> None:
-        loop = asyncio.get_running_loop()
-        channel = await connect(first.where.host, first.where.port, candidates.secret)
-        await report(channel, 1, slots=1)
-        answer = await asyncio.wait_for(channel.receive(Directive), WAIT_S)
-        assert answer.heard == 1
-        os.kill(first.pid, signal.SIGSTOP)
-        before = events.read_text()
-        await report(channel, 2, slots=2)  # it is the first thing to do on waking
-        second = await loop.run_in_executor(None, candidates.after, first.term)
-        office = await cluster.client().read(parse_election(candidates.url).key("office"), WAIT_S)
-        assert office is not None
-        os.kill(first.pid, signal.SIGCONT)
-        assert await asyncio.wait_for(channel.receive(Directive), WAIT_S) is None, "it answered"
-        await loop.run_in_executor(None, until, lambda: gone(first.pid), "its end")
-        assert events.read_text() == before
-        written = await records_since(cluster, candidates.url, office.created)
-        assert {record.term for record in written} <= {second.term}
-
-    asyncio.run(story())
-    until(lambda: first.number in candidates.standing_by(), "the frozen one to stand by")
-
-
-def test_a_coordinator_that_is_asked_to_end_lets_another_take_over(candidates: Candidates) -> None:
-    candidates.url += f"?ttl={LONG_TTL_S}"  # its lease would keep the office for a minute
-    candidates.publish()
-    candidates.start()
-    first = candidates.after(0)
-    candidates.supervisors[first.number].terminate()
-    assert candidates.supervisors[first.number].wait(WAIT_S) == 0
-    assert asyncio.run(locate(candidates.url)) is None
-    candidates.start()
-    assert candidates.after(first.term).term == first.term + 1
-    standby = candidates.start()
-    until(lambda: standby in candidates.standing_by(), "a standby")
-    candidates.supervisors[standby].send_signal(signal.SIGINT)
-    assert candidates.supervisors[standby].wait(WAIT_S) == 130
-
-
-def test_a_whole_job(candidates: Candidates, tmp_path: Path) -> None:
-    """The first coordinator brings the job, a stranger is sent away, the end is everyone's."""
-    stranger = candidates.start()
-    until(lambda: "nobody has begun the job" in str(candidates.story(stranger)), "its waiting")
-    run_dir = RunDir(tmp_path / "run1")
-    run_dir.create(SPEC, bytes(range(32)))
-    candidates.secret = run_dir.secret()
-    first = candidates.start()
-    assert candidates.after(0).number == first
-    assert candidates.supervisors[stranger].wait(WAIT_S) == 1
-    assert "not the secret of the job" in candidates.story(stranger)[-1]
-    standby = candidates.start()
-    until(lambda: standby in candidates.standing_by(), "a standby")
-    asyncio.run(end_job(candidates.after(0).where, candidates.secret))
-    for number in (first, standby):
-        assert candidates.supervisors[number].wait(WAIT_S) == 1
-        assert candidates.run_dirs[number].outcome() == "enough"
-
-
-async def end_job(where: Incumbent, secret: bytes) -> None:
-    channel = await connect(where.host, where.port, secret)
-    channel.send(StopRequest(reason="enough"))
-    await channel.finish()
-
-
-# ---------------------------------------------------------------- bad input
+# ---------------------------------------------------------------- where
 
 
 @pytest.mark.parametrize(
@@ -666,35 +372,3 @@ def test_election_urls() -> None:
     assert (found.job, found.ttl_s) == ("my-job", 9)
     assert found.key("term") == "/holdfast/my-job/term"
     assert str(found.endpoints[2]) == "[::1]:7"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "environment", "words"),
-    [
-        (["--election", "etcd://h"], {}, ["--election etcd://h", "the form is"]),
-        (["--host", "0.0.0.0"], {}, ["--host 0.0.0.0", "agents"]),
-        (["--host", "192.0.2.1"], {}, ["192.0.2.1", "--host"]),
-        (["--port", "70000"], {}, ["--port 70000"]),
-        (["--secret-file", "none"], {}, ["secret file none", "No such file"]),
-        (["--run-dir", "/proc/none"], {}, ["/proc/none", "name another"]),
-        ([], {"HOLDFAST_SECRET": ""}, ["HOLDFAST_SECRET", "at least 64"]),
-        ([], {"HOLDFAST_SECRET": "secret"}, ["HOLDFAST_SECRET", "hexadecimal"]),
-        ([], {"HOLDFAST_SECRET": None}, ["no job secret", "--secret-file", "HOLDFAST_SECRET"]),
-    ],
-)
-def test_a_wrong_command_line(
-    arguments: list[str], environment: dict[str, str | None], words: list[str], tmp_path: Path
-) -> None:
-    given = ["--election", "etcd://h/job", "--run-dir", str(tmp_path), "--host", HOST, *arguments]
-    wanted = {**os.environ, "HOLDFAST_SECRET": "ab" * 32, **environment}
-    found = subprocess.run(
-        [*HOLDFAST, "coordinator", *given],
-        env={k: v for k, v in wanted.items() if v is not None},
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S,
-    )
-    assert found.returncode == 2
-    (line,) = found.stderr.splitlines()
-    assert all(word in line for word in words), line

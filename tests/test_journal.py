@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
-import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,13 +13,9 @@ from typing import Protocol
 import pytest
 
 from etcd_cluster import EtcdCluster
-from holdfast.core.coordinator import Announce, CoordinatorEffect, Finish, Persist, SendDirective
 from holdfast.core.errors import Damaged, Deposed, UserError
-from holdfast.core.job import JobSpec
 from holdfast.core.types import (
     AgentId,
-    AgentReport,
-    Directive,
     Incarnation,
     JobRecord,
     Member,
@@ -32,10 +24,7 @@ from holdfast.core.types import (
     ViewNumber,
     WorkerId,
 )
-from holdfast.runtime.channel import connect
-from holdfast.runtime.coordinator import make_machine
-from holdfast.runtime.coordinator_server import CoordinatorServer, EffectPipe
-from holdfast.runtime.election import Election, EtcdJournal, Office, parse_election
+from holdfast.runtime.election import EtcdJournal, Office, open_election, parse_election
 from holdfast.runtime.etcd import put
 from holdfast.runtime.journal import (
     FileJournal,
@@ -46,8 +35,7 @@ from holdfast.runtime.journal import (
     seal,
     unseal,
 )
-from holdfast.runtime.rundir import RunDir
-from waiting import WAIT_S, until
+from support import WAIT_S
 
 TTL_S = 60  # of leases that nothing renews here
 
@@ -123,7 +111,7 @@ class EtcdBench:
     def __init__(self, url: str) -> None:
         self.url = parse_election(url)
         # A clock that stands still: none of them ever learns from it that it was deposed.
-        self.election = Election(self.url, now=lambda: 0.0)
+        self.election = open_election(url, now=lambda: 0.0)
         self.offices: list[Office] = []
 
     async def open(self) -> Journal:
@@ -436,171 +424,3 @@ def test_killed_while_saving_leaves_the_old_or_the_new_record(tmp_path: Path) ->
     assert code == "7", "the last save was not killed"
     assert kills >= 7, text.stdout  # open, write, fsync, close, replace, and those of the directory
     assert 2 <= changes < kills, text.stdout
-
-
-# ---------------------------------------------------------------- the order of effects
-
-
-def directive(agent: str, seq: int) -> SendDirective:
-    name = AgentId(agent)
-    return SendDirective(Directive(term=1, seq=seq, agent=name, agent_incarnation=Incarnation(1)))
-
-
-def drain(pipe: EffectPipe) -> list[CoordinatorEffect]:
-    found = []
-    while (effect := pipe.pop()) is not None:
-        found.append(effect)
-    return found
-
-
-def test_effects_keep_their_order() -> None:
-    pipe = EffectPipe()
-    effects = [Announce("a", "1"), directive("x", 1), Announce("b", "2"), directive("y", 2)]
-    pipe.push(effects)
-    pipe.push([Finish("")])
-    assert drain(pipe) == [*effects, Finish("")]
-
-
-def test_only_the_newest_of_what_repeats_is_kept_and_never_before_its_record() -> None:
-    pipe = EffectPipe()
-    pipe.push([Persist(record(1, 1)), directive("x", 1), directive("y", 2)])
-    pipe.push([Announce("a", "1")])
-    pipe.push([Persist(record(1, 2)), directive("x", 3)])
-    found = drain(pipe)
-    assert found == [
-        Persist(record(1, 2)),
-        directive("y", 2),
-        Announce("a", "1"),
-        directive("x", 3),
-    ]
-    pipe.push([Announce("a", "1"), Persist(record(1, 3)), directive("x", 4)])
-    assert pipe.pop() == Announce("a", "1")
-    pipe.push([Persist(record(1, 4)), directive("x", 5)])
-    assert drain(pipe) == [Persist(record(1, 4)), directive("x", 5)]
-
-
-SPEC = JobSpec(
-    job="0123456789abcdef",
-    script="train.py",
-    args=("--steps", "3"),
-    cwd="/",
-    nproc=2,
-    nodes_min=1,
-    nodes_max=1,
-    virtual_ranks=4,
-    workers_min=1,
-    seed=0,
-    threads=1,
-    lease_s=30.0,
-    abandon_s=300.0,
-    hang_s=60.0,
-    losses_max=3,
-)
-
-
-class GatedJournal(MemoryJournal):
-    """Saves only once it is let."""
-
-    def __init__(self, store: MemoryStore) -> None:
-        super().__init__(store)
-        self.asked = 0
-        self.gate = asyncio.Semaphore(0)
-
-    async def save(self, record: JobRecord) -> None:
-        self.asked += 1
-        await self.gate.acquire()
-        await super().save(record)
-
-
-def test_nothing_is_sent_before_its_record_is_durable(tmp_path: Path) -> None:
-    async def story() -> None:
-        run_dir = RunDir(tmp_path / "run")
-        run_dir.create(SPEC, bytes(range(32)))
-        journal = GatedJournal(MemoryStore())
-        core = make_machine(SPEC, await journal.load())
-        server = CoordinatorServer(run_dir, SPEC, run_dir.secret(), core, journal)
-        listener = socket.create_server(("127.0.0.1", 0))
-        serving = asyncio.ensure_future(server.run(listener, "127.0.0.1"))
-        journal.gate.release()  # for the new term
-        channel = await connect(*listener.getsockname(), run_dir.secret())
-        report = AgentReport(agent=AgentId("node0"), incarnation=Incarnation(1), seq=1, slots=1)
-        channel.send(report)
-        answer = asyncio.ensure_future(channel.receive(Directive))
-        while journal.asked < 2:
-            await asyncio.sleep(0)
-        for _ in range(100):  # whatever is ready now gets its turn
-            await asyncio.sleep(0)
-        assert not answer.done()
-        journal.gate.release()
-        found = await asyncio.wait_for(answer, WAIT_S)
-        assert found.wanted == ((WorkerId(0), Incarnation(1)),)
-        assert unseal(journal._store.data or b"").slots == core.snapshot().record.slots
-        serving.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await serving
-        channel.close()
-
-    asyncio.run(story())
-
-
-# ---------------------------------------------------------------- the process
-
-
-class CoordinatorProcess:
-    """One coordinator as the launcher starts it."""
-
-    def __init__(self, run_dir: RunDir) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            self.popen = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "holdfast.runtime.coordinator"),
-                    *(str(run_dir.path), str(listener.fileno()), str(os.getpid())),
-                ],
-                pass_fds=[listener.fileno()],
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-
-    def __enter__(self) -> subprocess.Popen[str]:
-        return self.popen
-
-    def __exit__(self, *exc: object) -> None:
-        self.popen.kill()
-        self.popen.communicate()
-
-
-def events(run_dir: RunDir, kind: str) -> list[str]:
-    with contextlib.suppress(FileNotFoundError):
-        found = [json.loads(line) for line in run_dir.events.read_text().splitlines()]
-        return [event["text"] for event in found if event["kind"] == kind]
-    return []
-
-
-def term_saved(run_dir: RunDir) -> int:
-    found = run_dir.load_record()
-    return found.term if found else 0
-
-
-def test_a_damaged_journal_is_one_event(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path / "run")
-    run_dir.create(SPEC, bytes(range(32)))
-    run_dir.journal.write_bytes(b"\0" * 100)
-    with CoordinatorProcess(run_dir):
-        until(lambda: term_saved(run_dir), "a new record")
-    (text,) = events(run_dir, "journal")
-    assert f"{run_dir.journal} is damaged: it begins with" in text
-    assert "journal.damaged-1" in text
-
-
-def test_a_second_coordinator_is_refused_in_one_sentence(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path / "run")
-    run_dir.create(SPEC, bytes(range(32)))
-    with CoordinatorProcess(run_dir):
-        until(lambda: term_saved(run_dir) == 1, "the first's record")
-        with CoordinatorProcess(run_dir) as second:
-            _, text = second.communicate(timeout=WAIT_S)
-            assert second.returncode == 1
-        (line,) = text.splitlines()
-        assert f"another coordinator has the journal {run_dir.journal}" in line
-    with CoordinatorProcess(run_dir):  # which the first's death has freed
-        until(lambda: term_saved(run_dir) == 2, "the third's record")

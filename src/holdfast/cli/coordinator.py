@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from holdfast.core.errors import UserError
-from holdfast.runtime.election import FORM, parse_election
+from holdfast.runtime.election import FORM, open_election
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.secret import load_secret
 from holdfast.runtime.standby import Standby
@@ -15,7 +15,7 @@ from holdfast.runtime.standby import Standby
 
 def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
-    parse_election(options.election)
+    open_election(options.election)
     run_dir = RunDir(options.run_dir)
     try:
         run_dir.path.mkdir(parents=True, exist_ok=True)

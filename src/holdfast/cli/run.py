@@ -36,32 +36,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="M",
         help="wait at a step boundary while fewer than M workers live (default 1)",
     )
-    found.add_argument(
-        "--nodes-min",
-        type=int,
-        default=1,
-        metavar="A",
-        help="nodes to wait for before step 0; others join by `holdfast agent` (default 1)",
-    )
-    found.add_argument(
-        "--nodes-max",
-        type=int,
-        metavar="B",
-        help="further nodes wait until one is lost (default: --nodes-min)",
-    )
-    found.add_argument(
-        "--host",
-        default="127.0.0.1",
-        help="address of this machine to listen on, by which other nodes reach it "
-        "(default 127.0.0.1: this machine only)",
-    )
-    found.add_argument("--port", type=int, default=0, help="to listen on (default: a free one)")
-    found.add_argument(
-        "--secret-file",
-        type=Path,
-        help="with the secret that nodes must know, readable by you only (default: "
-        "HOLDFAST_SECRET, or a new one in the run directory)",
-    )
+    _add_nodes(found)
     found.add_argument("--run-dir", type=Path, help="default: holdfast-runs/TIME-PID")
     found.add_argument("--seed", type=int, default=0, help="the job's seed (default 0)")
     found.add_argument(
@@ -100,6 +75,35 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("script", type=Path)
     found.add_argument("args", nargs=argparse.REMAINDER, help="passed to the script")
     return found
+
+
+def _add_nodes(found: argparse.ArgumentParser) -> None:
+    found.add_argument(
+        "--nodes-min",
+        type=int,
+        default=1,
+        metavar="A",
+        help="nodes to wait for before step 0; others join by `holdfast agent` (default 1)",
+    )
+    found.add_argument(
+        "--nodes-max",
+        type=int,
+        metavar="B",
+        help="further nodes wait until one is lost (default: --nodes-min)",
+    )
+    found.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address of this machine to listen on, by which other nodes reach it "
+        "(default 127.0.0.1: this machine only)",
+    )
+    found.add_argument("--port", type=int, default=0, help="to listen on (default: a free one)")
+    found.add_argument(
+        "--secret-file",
+        type=Path,
+        help="with the secret that nodes must know, readable by you only (default: "
+        "HOLDFAST_SECRET, or a new one in the run directory)",
+    )
 
 
 def main(argv: list[str]) -> int:

@@ -29,7 +29,7 @@ from holdfast.core.errors import Deposed, HoldfastError, WorldError
 from holdfast.core.job import JobSpec
 from holdfast.runtime.channel import connect
 from holdfast.runtime.coordinator_server import CRASHED, DEPOSED, CoordinatorServer, leave, tell
-from holdfast.runtime.election import Election, ElectionUrl, EtcdJournal, Office, parse_election
+from holdfast.runtime.election import Election, EtcdJournal, Office, open_election
 from holdfast.runtime.journal import FileJournal, Loaded
 from holdfast.runtime.lifetime import die_with_parent
 from holdfast.runtime.rundir import RunDir
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
         seat = Seat(run_dir=run_dir, secret=secret, listener=listener, host=host)
         if options.election is None:
             return 1 if asyncio.run(work_alone(seat)) else 0
-        return Candidate(parse_election(options.election), seat, options.guest).run()
+        return Candidate(open_election(options.election), seat, options.guest).run()
     except HoldfastError as error:
         leave(error)
 
@@ -109,11 +109,11 @@ class Candidate:
     own, so nothing of one can act in the next.
     """
 
-    def __init__(self, url: ElectionUrl, seat: Seat, guest: bool) -> None:
-        self._url = url
+    def __init__(self, election: Election, seat: Seat, guest: bool) -> None:
+        self._election = election
         self._seat = seat
         self._guest = guest
-        self._election = Election(url)
+        self._stopping: asyncio.Task[None] | None = None
 
     def run(self) -> int:
         spec, office = asyncio.run(self._stand_by())
@@ -148,7 +148,7 @@ class Candidate:
         told = False
         while (found := await election.patiently(lambda: election.known(secret), tell)) is None:
             if not told:
-                tell(f"standing by: nobody has begun the job {self._url.job}")
+                tell(f"standing by: nobody has begun the job {election.job}")
                 told = True
             await asyncio.sleep(LOOK_S)
         return found
@@ -194,6 +194,8 @@ class Candidate:
             loop.add_signal_handler(signal.SIGTERM, lambda: me and me.cancel())
         else:
             loop.add_signal_handler(signal.SIGTERM, server.stop, "interrupted")
+            if self._stopping is not None:  # it came while nobody was in office
+                server.stop("interrupted")
         return await server.run(seat.listener, seat.host)
 
 

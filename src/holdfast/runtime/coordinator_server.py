@@ -47,6 +47,8 @@ from holdfast.wire.messages import (
 Incoming = AgentReport | Address | JoinRequest | StatusRequest | StopRequest
 INCOMING = (AgentReport, Address, JoinRequest, StatusRequest, StopRequest)
 TICK_S_MIN = 0.02
+FAREWELL_S = 2.0  # how long agents may take to hear that the job is over
+CONNECTING_MAX = 4096  # agents that come back all at once, when a coordinator has died
 CRASHED = 70  # exit status of a coordinator that met a bug of ours
 DEPOSED = 75  # of one that is not in office any more: start it again, and it stands by
 
@@ -84,9 +86,6 @@ class EffectPipe:
             for key in later:
                 effect = self._waiting.pop(key)
         return effect
-
-
-FAREWELL_S = 2.0  # how long agents may take to hear that the job is over
 
 
 class CoordinatorServer:

@@ -19,6 +19,7 @@ import hashlib
 import hmac
 import json
 import math
+import ssl
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
@@ -46,8 +47,12 @@ TTL_S = 2  # the least that etcd grants with its default settings
 RENEWALS = 4  # in each time to live
 SURE = 0.95  # of the time to live; the rest is for clocks that run at different speeds
 POLLS = 8  # looks of a standby in each time to live
+POLL_S_MAX = 0.5  # who resigns does not wait for the lease to end
 PAUSE_S = 0.05
+ATTEMPT_S = 0.5  # for one server, of those that only look
+ATTEMPT_S_MAX = 2.0
 FORM = "etcd://HOST[:PORT][,HOST[:PORT]...]/JOB[?ttl=SECONDS]"
+TLS_FORM = "etcds://...?ca=FILE[&cert=FILE&key=FILE]"
 JOB_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
 
 Clock = Callable[[], float]
@@ -70,6 +75,24 @@ class ElectionUrl:
     endpoints: tuple[Endpoint, ...]
     job: str
     ttl_s: int = TTL_S
+    tls: bool = False
+    ca: str | None = None  # file with the authority of etcd's certificates; None: the system's
+    cert: str | None = None  # file with our own certificate, if etcd wants one
+    key_file: str | None = None
+
+    def client(self, attempt_s: float) -> EtcdClient:
+        return EtcdClient(self.endpoints, attempt_s, self._context() if self.tls else None)
+
+    def _context(self) -> ssl.SSLContext:
+        """UserError when its files cannot be used."""
+        try:
+            found = ssl.create_default_context(cafile=self.ca)
+            if self.cert is not None:
+                found.load_cert_chain(self.cert, self.key_file)
+        except OSError as error:
+            files = ", ".join(f for f in (self.ca, self.cert, self.key_file) if f)
+            raise UserError(f"--election: {files} cannot be used for TLS: {error}") from None
+        return found
 
     def key(self, name: str) -> str:
         return f"/holdfast/{self.job}/{name}"
@@ -79,15 +102,15 @@ def parse_election(text: str) -> ElectionUrl:
     """Of the form FORM. UserError says what is wrong."""
 
     def wrong(what: str) -> UserError:
-        return UserError(f"--election {text}: {what}; the form is {FORM}")
+        return UserError(f"--election {text}: {what}; the form is {FORM}, or {TLS_FORM}")
 
     try:
         parts = urlsplit(text)
         endpoints = tuple(_endpoint(place) for place in parts.netloc.split(","))
     except ValueError as error:
         raise wrong(str(error)) from None
-    if parts.scheme != "etcd":
-        raise wrong(f"{parts.scheme or 'no scheme'} is not supported, only etcd")
+    if parts.scheme not in ("etcd", "etcds"):
+        raise wrong(f"{parts.scheme or 'no scheme'} is not supported, only etcd and etcds")
     job = parts.path.removeprefix("/")
     if not job or len(job) > 100 or not set(job) <= JOB_CHARACTERS:
         raise wrong(f"{job!r} is no job name: 1 to 100 of letters, digits, '.', '_' and '-'")
@@ -95,9 +118,15 @@ def parse_election(text: str) -> ElectionUrl:
     ttl = options.pop("ttl", str(TTL_S))
     if not ttl.isdecimal() or not 1 <= int(ttl) <= 3600:
         raise wrong(f"ttl={ttl} must be a whole number of seconds from 1 to 3600")
+    tls = parts.scheme == "etcds"
+    ca, cert, key = (options.pop(name, None) if tls else None for name in ("ca", "cert", "key"))
     if options or parts.fragment:
         raise wrong(f"{next(iter(options), parts.fragment)!r} is not known")
-    return ElectionUrl(endpoints=endpoints, job=job, ttl_s=int(ttl))
+    if key is not None and cert is None:
+        raise wrong("key is given without cert")
+    return ElectionUrl(
+        endpoints=endpoints, job=job, ttl_s=int(ttl), tls=tls, ca=ca, cert=cert, key_file=key
+    )
 
 
 def _endpoint(place: str) -> Endpoint:
@@ -120,7 +149,7 @@ class Incumbent:
 async def locate(election: str, within_s: float = 5.0) -> Incumbent | None:
     """Who is in office now; None while nobody is. UserError, Unreachable, Refused."""
     url = parse_election(election)
-    return _incumbent(await EtcdClient(url.endpoints).read(url.key("office"), within_s))
+    return _incumbent(await url.client(ATTEMPT_S).read(url.key("office"), within_s))
 
 
 def _incumbent(entry: Entry | None) -> Incumbent | None:
@@ -208,12 +237,16 @@ class Office:
 
 
 class Election:
-    """One candidate of one job."""
+    """One candidate of one job; `open_election` makes one."""
 
-    def __init__(self, url: ElectionUrl, now: Clock = clock) -> None:
+    def __init__(self, url: ElectionUrl, etcd: EtcdClient, now: Clock) -> None:
         self._url = url
+        self._etcd = etcd
         self._now = now
-        self._etcd = EtcdClient(url.endpoints, attempt_s=url.ttl_s / RENEWALS)
+
+    @property
+    def job(self) -> str:
+        return self._url.job
 
     async def patiently(self, what: Callable[[], Awaitable[T]], say: Say) -> T:
         """Its result, however long etcd is away; `say` tells, once, what is being waited for."""
@@ -225,7 +258,7 @@ class Election:
                 if str(error) != told:
                     told = str(error)
                     say(f"standing by: {told}")
-            await asyncio.sleep(self._url.ttl_s / POLLS)
+            await asyncio.sleep(min(self._url.ttl_s / POLLS, POLL_S_MAX))
 
     async def campaign(self, host: str, port: int, say: Say) -> Office:
         """Wait for the office, for as long as it takes, and take it; `say` tells what it waits for.
@@ -243,7 +276,7 @@ class Election:
                 before = incumbent
                 where = f"{incumbent.host}:{incumbent.port}"
                 say(f"standing by: {where} is in office, term {incumbent.term}")
-            await asyncio.sleep(self._url.ttl_s / POLLS)
+            await asyncio.sleep(min(self._url.ttl_s / POLLS, POLL_S_MAX))
 
     async def incumbent(self) -> Incumbent | None:
         """Who is in office now."""
@@ -318,6 +351,12 @@ class Election:
             ) from None
 
 
+def open_election(text: str, now: Clock = clock) -> Election:
+    """A candidate of the job that the URL names. UserError."""
+    url = parse_election(text)
+    return Election(url, url.client(min(url.ttl_s / RENEWALS, ATTEMPT_S_MAX)), now)
+
+
 def _count(entry: Entry, url: ElectionUrl) -> int:
     if not entry.value.isdigit():
         raise Refused(f"{url.key('term')} in etcd should be a number, not {entry.value[:60]!r}")
@@ -354,6 +393,11 @@ class EtcdJournal:
                 damage = (
                     f"the journal {self._key} in etcd is damaged: {error}; it is kept as {kept}"
                 )
+        if record is not None and record.term >= office.held.term:
+            raise UserError(
+                f"{self._key}, a record in etcd, is of term {record.term}, yet this term is "
+                f"{office.held.term}: {office.url.key('term')} was lost, so put {record.term} there"
+            )
         return Loaded(term=office.held.term, record=record, damage=damage)
 
     async def save(self, record: JobRecord) -> None:

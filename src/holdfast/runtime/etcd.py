@@ -95,17 +95,17 @@ class EtcdClient:
 
     async def grant(self, ttl_s: int, within_s: float) -> tuple[int, float]:
         """A new lease and its seconds to live, which etcd may have raised."""
-        answer = await self.request("/v3/lease/grant", {"TTL": ttl_s}, within_s)
+        answer = await self.request("/v3/lease/grant", {"TTL": str(ttl_s)}, within_s)
         return int(answer["ID"]), float(answer["TTL"])
 
     async def keep_alive(self, lease: int, within_s: float) -> float:
         """Renew a lease: its seconds to live from now, 0 when it has ended."""
-        answer = await self.request("/v3/lease/keepalive", {"ID": lease}, within_s)
-        return float(answer["result"].get("TTL", 0))
+        answer = await self.request("/v3/lease/keepalive", {"ID": str(lease)}, within_s)
+        return float(answer.get("TTL", 0))
 
     async def revoke(self, lease: int, within_s: float) -> None:
         """End a lease and delete its keys. Refused when it has ended already."""
-        await self.request("/v3/lease/revoke", {"ID": lease}, within_s)
+        await self.request("/v3/lease/revoke", {"ID": str(lease)}, within_s)
 
     async def request(self, path: str, body: Mapping[str, Any], within_s: float) -> Any:
         """One request of the gateway, as its documentation has it; returns the answer's JSON."""
@@ -123,9 +123,11 @@ class EtcdClient:
                 answer = await asyncio.wait_for(self._post(endpoint, path, data), limit_s)
                 return _judge(path, *answer)
             except asyncio.TimeoutError:
-                said[endpoint] = f"did not answer within {limit_s:.2g} s"
+                said.setdefault(endpoint, f"did not answer within {limit_s:.2g} s")
             except ConnectionRefusedError:
                 said[endpoint] = "refused the connection"
+            except ssl.SSLError as error:
+                said[endpoint] = f"and we do not agree on TLS: {error}"
             except OSError as error:
                 said[endpoint] = error.strerror or repr(error)
             except _Unusable as error:
@@ -171,7 +173,7 @@ def modified_at(key: str, revision: int) -> Compare:
 
 def put(key: str, value: bytes, lease: int = 0) -> Operation:
     """With a lease the key is deleted when that ends."""
-    return {"request_put": {"key": _text(key), "value": _base64(value), "lease": lease}}
+    return {"request_put": {"key": _text(key), "value": _base64(value), "lease": str(lease)}}
 
 
 def read(key: str) -> Operation:
@@ -179,7 +181,7 @@ def read(key: str) -> Operation:
 
 
 def _compare(key: str, target: str, field: str, revision: int) -> Compare:
-    return {"key": _text(key), "target": target, "result": "EQUAL", field: revision}
+    return {"key": _text(key), "target": target, "result": "EQUAL", field: str(revision)}
 
 
 def _text(key: str) -> str:
@@ -211,7 +213,7 @@ def _split(answer: bytes) -> tuple[int, bytes]:
 
 
 def _judge(path: str, status: int, body: bytes) -> Any:
-    """The answer's JSON; _Unusable and Refused as for the client."""
+    """The answer's JSON, out of its stream; _Unusable and Refused as for the client."""
     try:
         answer = json.loads(body)
     except ValueError:
@@ -223,10 +225,11 @@ def _judge(path: str, status: int, body: bytes) -> Any:
         if error["code"] in PASSING:
             raise _Unusable(f"says {error.get('message')!r}")
         raise Refused(f"etcd refuses {path}: {error.get('message')}")
-    if not isinstance(answer, dict) or "header" not in answer.get("result", answer):
+    found = answer.get("result", answer) if isinstance(answer, dict) else None
+    if not isinstance(found, dict) or "header" not in found:
         what = body[:40].decode(errors="replace").strip()
         raise _Unusable(f"does not answer as etcd v3 does: HTTP {status}, {what!r}")
-    return answer
+    return found
 
 
 def _is_read(response: Mapping[str, Any]) -> bool:

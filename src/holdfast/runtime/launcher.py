@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from holdfast.core.errors import UserError
 from holdfast.core.job import JobSpec
 from holdfast.core.types import AgentId
+from holdfast.runtime.coordinator_server import CONNECTING_MAX
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.supervise import Kept, Supervisor
 
@@ -50,7 +51,7 @@ class Node:
 def launch_job(run_dir: RunDir, spec: JobSpec, host: str, port: int) -> int:
     """Run a job to its end. Returns the exit status: 0 success, 1 failure, 130 after Ctrl-C."""
     try:
-        listener = socket.create_server((host, port), backlog=4096)
+        listener = socket.create_server((host, port), backlog=CONNECTING_MAX)
     except OSError as error:
         raise UserError(f"cannot listen on {host}:{port}: {error.strerror}") from None
     with listener:

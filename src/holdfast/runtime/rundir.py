@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from dataclasses import asdict, dataclass
@@ -110,21 +111,6 @@ class RunDir:
             raise UserError(f"{path} does not exist: is {self.path} a run directory?") from None
         except (OSError, ValueError) as error:
             raise UserError(f"{path} cannot be read: {error}") from None
-
-
-def encode_record(record: JobRecord) -> bytes:
-    body = msgspec.msgpack.encode(record)
-    return xxhash.xxh3_128(body).digest() + body
-
-
-def decode_record(data: bytes) -> JobRecord | None:
-    """The record in a journal's bytes; None when its digest is wrong or it is none of ours."""
-    if xxhash.xxh3_128(data[16:]).digest() != data[:16]:
-        return None
-    try:
-        return msgspec.msgpack.decode(data[16:], type=JobRecord)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
 
 
 def unwritable(path: Path, error: OSError) -> UserError:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 
 from holdfast.core.errors import UserError, WorldError
-from holdfast.runtime.coordinator_server import DEPOSED, tell
+from holdfast.runtime.coordinator_server import CONNECTING_MAX, DEPOSED, tell
 from holdfast.runtime.rundir import RunDir
 
 CRASHES_MAX = 10  # within CRASH_WINDOW_S
@@ -97,7 +97,7 @@ def listen(host: str, port: int) -> socket.socket:
         raise UserError(f"--port {port} must be from 0 to 65535")
     try:
         kind, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address[:2], family=kind, backlog=4096)
+        return socket.create_server(address[:2], family=kind, backlog=CONNECTING_MAX)
     except OSError as error:
         raise UserError(
             f"cannot listen on {host}:{port}: {error.strerror}; give an address of this machine "

@@ -1,0 +1,70 @@
+"""Shared by the tests of coordinators: waiting for other processes, and a job to coordinate."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from holdfast.core.job import JobSpec
+from holdfast.runtime.rundir import RunDir
+
+HOST = "127.0.0.1"
+POLL_S = 0.01
+WAIT_S = 60.0  # bounds a hang
+SPEC = JobSpec(
+    job="0123456789abcdef",
+    script="train.py",
+    args=("--steps", "3"),
+    cwd="/",
+    nproc=1,
+    nodes_min=1,
+    nodes_max=1,
+    virtual_ranks=1,
+    workers_min=1,
+    seed=0,
+    threads=1,
+    lease_s=30.0,
+    abandon_s=300.0,
+    hang_s=60.0,
+    losses_max=3,
+)
+T = TypeVar("T")
+
+
+def until(ready: Callable[[], T], what: str) -> T:
+    """Look until `ready()` is truthy, and return that."""
+    deadline = time.monotonic() + WAIT_S
+    pause = threading.Event()
+    while not (found := ready()):
+        assert time.monotonic() < deadline, f"not in {WAIT_S} s: {what}"
+        pause.wait(POLL_S)
+    return found
+
+
+class CoordinatorProcess:
+    """One coordinator as the launcher starts it."""
+
+    def __init__(self, run_dir: RunDir, *options: str) -> None:
+        with socket.create_server((HOST, 0)) as listener:
+            self.popen = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "holdfast.runtime.coordinator"),
+                    *(str(run_dir.path), str(listener.fileno()), str(os.getpid()), *options),
+                ],
+                pass_fds=[listener.fileno()],
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+
+    def __enter__(self) -> subprocess.Popen[str]:
+        return self.popen
+
+    def __exit__(self, *exc: object) -> None:
+        self.popen.kill()
+        self.popen.communicate()

@@ -1,0 +1,196 @@
+"""The coordinator around its machine: the order of effects, and one process at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from holdfast.core.coordinator import Announce, CoordinatorEffect, Finish, Persist, SendDirective
+from holdfast.core.errors import Deposed
+from holdfast.core.types import (
+    AgentId,
+    AgentReport,
+    Directive,
+    Incarnation,
+    JobRecord,
+    WorkerId,
+)
+from holdfast.runtime import coordinator_server
+from holdfast.runtime.channel import connect
+from holdfast.runtime.coordinator import make_machine
+from holdfast.runtime.coordinator_server import CoordinatorServer, EffectPipe
+from holdfast.runtime.journal import (
+    MemoryJournal,
+    MemoryStore,
+    unseal,
+)
+from holdfast.runtime.rundir import RunDir
+from support import SPEC, WAIT_S, CoordinatorProcess, until
+
+
+def record(term: int, release_loop: int = 0) -> JobRecord:
+    return JobRecord(term=term, release_loop=release_loop)
+
+
+def directive(agent: str, seq: int) -> SendDirective:
+    name = AgentId(agent)
+    return SendDirective(Directive(term=1, seq=seq, agent=name, agent_incarnation=Incarnation(1)))
+
+
+def drain(pipe: EffectPipe) -> list[CoordinatorEffect]:
+    found = []
+    while (effect := pipe.pop()) is not None:
+        found.append(effect)
+    return found
+
+
+def test_effects_keep_their_order() -> None:
+    pipe = EffectPipe()
+    effects = [Announce("a", "1"), directive("x", 1), Announce("b", "2"), directive("y", 2)]
+    pipe.push(effects)
+    pipe.push([Finish("")])
+    assert drain(pipe) == [*effects, Finish("")]
+
+
+def test_only_the_newest_of_what_repeats_is_kept_and_never_before_its_record() -> None:
+    pipe = EffectPipe()
+    pipe.push([Persist(record(1, 1)), directive("x", 1), directive("y", 2)])
+    pipe.push([Announce("a", "1")])
+    pipe.push([Persist(record(1, 2)), directive("x", 3)])
+    found = drain(pipe)
+    assert found == [
+        Persist(record(1, 2)),
+        directive("y", 2),
+        Announce("a", "1"),
+        directive("x", 3),
+    ]
+    pipe.push([Announce("a", "1"), Persist(record(1, 3)), directive("x", 4)])
+    assert pipe.pop() == Announce("a", "1")
+    pipe.push([Persist(record(1, 4)), directive("x", 5)])
+    assert drain(pipe) == [Persist(record(1, 4)), directive("x", 5)]
+
+
+class GatedJournal(MemoryJournal):
+    """Saves only once it is let."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        super().__init__(store)
+        self.asked = 0
+        self.gate = asyncio.Semaphore(0)
+
+    async def save(self, record: JobRecord) -> None:
+        self.asked += 1
+        await self.gate.acquire()
+        await super().save(record)
+
+
+def test_nothing_is_sent_before_its_record_is_durable(tmp_path: Path) -> None:
+    async def story() -> None:
+        run_dir = RunDir(tmp_path / "run")
+        run_dir.create(SPEC, bytes(range(32)))
+        journal = GatedJournal(MemoryStore())
+        core = make_machine(SPEC, await journal.load())
+        server = CoordinatorServer(run_dir, SPEC, run_dir.secret(), core, journal)
+        listener = socket.create_server(("127.0.0.1", 0))
+        serving = asyncio.ensure_future(server.run(listener, "127.0.0.1"))
+        journal.gate.release()  # for the new term
+        channel = await connect(*listener.getsockname(), run_dir.secret())
+        report = AgentReport(agent=AgentId("node0"), incarnation=Incarnation(1), seq=1, slots=1)
+        channel.send(report)
+        answer = asyncio.ensure_future(channel.receive(Directive))
+        while journal.asked < 2:
+            await asyncio.sleep(0)
+        for _ in range(100):  # whatever is ready now gets its turn
+            await asyncio.sleep(0)
+        assert not answer.done()
+        journal.gate.release()
+        found = await asyncio.wait_for(answer, WAIT_S)
+        assert found.wanted == ((WorkerId(0), Incarnation(1)),)
+        assert unseal(journal._store.data or b"").slots == core.snapshot().record.slots
+        serving.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await serving
+        channel.close()
+
+    asyncio.run(story())
+
+
+def test_nothing_is_sent_by_who_may_be_deposed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Left(Exception):
+        """Instead of the end of this process."""
+
+    def leave(error: Exception) -> None:
+        raise Left(str(error))
+
+    def check() -> None:
+        raise Deposed("its term is over")
+
+    class Recorder:
+        def __init__(self) -> None:
+            self.sent: list[object] = []
+
+        def send(self, message: object) -> None:
+            self.sent.append(message)
+
+    async def act(check: Callable[[], None], agent: Recorder) -> None:
+        journal = MemoryJournal(MemoryStore())
+        core = make_machine(SPEC, await journal.load())
+        server = CoordinatorServer(RunDir(tmp_path), SPEC, b"", core, journal, check)
+        server._agents[AgentId("x")] = agent  # type: ignore[assignment]
+        server._carry_out([directive("x", 1)])
+
+    monkeypatch.setattr(coordinator_server, "leave", leave)
+    agent = Recorder()
+    asyncio.run(act(lambda: None, agent))
+    assert len(agent.sent) == 1
+    with pytest.raises(Left, match="its term is over"):
+        asyncio.run(act(check, agent))
+    assert len(agent.sent) == 1
+
+
+# ---------------------------------------------------------------- the process
+
+
+def events(run_dir: RunDir, kind: str) -> list[str]:
+    with contextlib.suppress(FileNotFoundError):
+        found = [json.loads(line) for line in run_dir.events.read_text().splitlines()]
+        return [event["text"] for event in found if event["kind"] == kind]
+    return []
+
+
+def term_saved(run_dir: RunDir) -> int:
+    found = run_dir.load_record()
+    return found.term if found else 0
+
+
+def test_a_damaged_journal_is_one_event(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.create(SPEC, bytes(range(32)))
+    run_dir.journal.write_bytes(b"\0" * 100)
+    with CoordinatorProcess(run_dir):
+        until(lambda: term_saved(run_dir), "a new record")
+    (text,) = events(run_dir, "journal")
+    assert f"{run_dir.journal} is damaged: it begins with" in text
+    assert "journal.damaged-1" in text
+
+
+def test_a_second_coordinator_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.create(SPEC, bytes(range(32)))
+    with CoordinatorProcess(run_dir):
+        until(lambda: term_saved(run_dir) == 1, "the first's record")
+        with CoordinatorProcess(run_dir) as second:
+            _, text = second.communicate(timeout=WAIT_S)
+            assert second.returncode == 1
+        (line,) = text.splitlines()
+        assert f"another coordinator has the journal {run_dir.journal}" in line
+    with CoordinatorProcess(run_dir):  # which the first's death has freed
+        until(lambda: term_saved(run_dir) == 2, "the third's record")
