@@ -9,9 +9,22 @@ from hypothesis import strategies as st
 from holdfast.core import tree
 from holdfast.core.assignment import assign_at_boundary, assign_mid_step, spread_blocks
 from holdfast.core.errors import InvariantError
+from holdfast.core.formation import Situation, unreachable
+from holdfast.core.lease import LeasePolicy, acting_until, fenced_from
 from holdfast.core.liveness import FreezeDetector, FreezePolicy, ProcessSample
 from holdfast.core.resume import resume_step
-from holdfast.core.types import Incarnation, WorkerId, WorkerStatus
+from holdfast.core.roster import Roster
+from holdfast.core.types import (
+    AgentId,
+    AgentReport,
+    Incarnation,
+    Member,
+    Stage,
+    View,
+    ViewNumber,
+    WorkerId,
+    WorkerStatus,
+)
 
 settings.register_profile("core", max_examples=150, deadline=None)
 settings.load_profile("core")
@@ -195,3 +208,93 @@ def test_one_sign_of_life_starts_the_count_again() -> None:
 
 def test_a_traced_process_is_somebody_debugging() -> None:
     assert not any(verdicts([("t", 1)] * 50))
+
+
+# ---------------------------------------------------------------- the right to act
+
+
+@given(
+    answered=st.floats(0, 100),
+    proved=st.floats(0, 100),
+    witness=st.floats(0, 200),
+    heard_late=st.floats(0, 50),
+    drift=st.floats(-0.05, 0.05),
+    policy=st.builds(
+        LeasePolicy,
+        lease_s=st.floats(1, 10),
+        suspect_s=st.just(1.0),
+        abandon_s=st.floats(20, 100),
+        margin_s=st.just(0.0),
+    ),
+)
+def test_who_is_fenced_has_stopped_before(
+    answered: float,
+    proved: float,
+    witness: float,
+    heard_late: float,
+    drift: float,
+    policy: LeasePolicy,
+) -> None:
+    """Times of one true clock; the node's own runs faster or slower by `drift` from time 0."""
+    proved = min(proved, witness)  # nothing proves more than the witness allows
+    rate = 1 + drift
+    stops_at = acting_until(answered * rate, proved * rate, policy) / rate
+    fenced_at = fenced_from(answered + heard_late, witness, policy)
+    drifted_s = policy.abandon_s * 0.06 if fenced_at > witness + policy.lease_s else 0.0
+    margin_s = policy.lease_s * 0.06 + drifted_s
+    assert stops_at <= fenced_at + margin_s
+    assert stops_at <= fenced_from(answered + heard_late, None, policy) + policy.abandon_s * 0.06
+
+
+# ---------------------------------------------------------------- lost links
+
+
+def situation(pairs: list[tuple[int, int]], joiners: set[int], workers: int) -> Situation:
+    """A stopped view of `workers` on nodes of their own, with complaints as `pairs`."""
+    members = tuple(
+        Member(worker=WorkerId(w), incarnation=Incarnation(1), agent=AgentId(f"n{w}"))
+        for w in range(workers)
+    )
+    view = View(
+        number=ViewNumber(3),
+        members=members,
+        owners=tuple(m.worker for m in members),
+        resume_step=0,
+        leader=WorkerId(min(set(range(workers)) - joiners)),
+        joiners=tuple(WorkerId(w) for w in sorted(joiners)),
+    )
+    roster = Roster(None, 0.0)
+    for member in members:
+        status = WorkerStatus(
+            worker=member.worker,
+            incarnation=member.incarnation,
+            stage=Stage.READY,
+            view=view.number,
+            promised=view.number,
+            has_state=member.worker not in joiners,
+            unreached=tuple(WorkerId(b) for a, b in pairs if a == member.worker),
+        )
+        report = AgentReport(
+            agent=member.agent, incarnation=Incarnation(1), seq=1, slots=1, workers=(status,)
+        )
+        roster.hear(report, 0.0)
+        roster.admit(member.agent)
+    return Situation(view=view, roster=roster, lease=LeasePolicy(), witness_at=0.0, now=0.1)
+
+
+@given(data=st.data(), workers=st.integers(2, 7))
+def test_who_is_left_out_reconnects_the_rest(data: st.DataObject, workers: int) -> None:
+    joiners = data.draw(st.sets(st.integers(0, workers - 1), max_size=workers - 1))
+    several = st.tuples(st.integers(0, workers - 1), st.integers(0, workers - 1))
+    pairs = [p for p in data.draw(st.lists(several, max_size=8)) if p[0] != p[1]]
+    left_out = unreachable(situation(pairs, joiners, workers))
+    kept = set(range(workers)) - set(left_out)
+    assert not any(a in kept and b in kept for a, b in pairs)
+    assert kept - joiners, "nobody who holds the state is left"
+    assert len(left_out) <= len(pairs)
+
+
+def test_a_pair_costs_one_worker_and_not_the_leader() -> None:
+    assert unreachable(situation([(0, 1), (1, 0)], set(), 3)) == [1]
+    assert unreachable(situation([(2, 0)], {2}, 3)) == [2]
+    assert unreachable(situation([(1, 0), (1, 2), (2, 1)], set(), 3)) == [1]

@@ -14,10 +14,14 @@ import pytest
 
 from holdfast.core import agent as ag
 from holdfast.core import coordinator as co
+from holdfast.core import formation
+from holdfast.core import lease as le
 from holdfast.core import worker as wo
 from holdfast.core.agent import AgentMachine
 from holdfast.core.coordinator import CoordinatorMachine
+from holdfast.core.formation import Situation
 from holdfast.core.liveness import FreezeDetector
+from holdfast.core.roster import Roster
 from holdfast.core.types import RELEASE_ALL, View, ViewNumber, WorkerStatus
 from holdfast.core.worker import WorkerMachine
 from holdfast.sim.swarm import run_seed
@@ -31,7 +35,8 @@ PARTITIONS = {
     "agents_late": 0,
     "vranks": 2,
     "loops": (40,),
-    "workers_start": 2,
+    "nodes_min": 2,
+    "nodes_max": 3,
     "workers_min": 1,
     "task_s": 0.3,
     "faults": ("partition",),
@@ -46,7 +51,8 @@ JOINS = {
     "agents_late": 1,
     "vranks": 3,
     "loops": (40,),
-    "workers_start": 2,
+    "nodes_min": 2,
+    "nodes_max": 3,
     "workers_min": 1,
     "task_s": 0.1,
     "load_s": 1.0,
@@ -56,8 +62,11 @@ JOINS = {
     "faults": ("worker_crash",),
 }
 TUNED: dict[str, dict[str, object]] = {
-    "agent_does_not_fence_without_a_lease": PARTITIONS,
+    "nobody_fences_without_a_lease": PARTITIONS,
     "lease_runs_from_when_the_answer_came": PARTITIONS,
+    "proof_is_dated_by_the_vote": PARTITIONS,
+    "agent_obeys_an_older_term": JOINS
+    | {"faults": ("coordinator_crash", "lossy"), "loss": 0.1, "duplicate": 0.3},
     "tainted_worker_counts_as_fresh": JOINS,
     "joiner_never_says_that_it_loads": JOINS,
     "pending_change_is_read_from_the_own_vote": JOINS
@@ -76,19 +85,16 @@ def mutation(plant: Patch) -> Patch:
     return plant
 
 
-def doctored(**fields: Any) -> type[CoordinatorMachine]:
+def doctor(patch: pytest.MonkeyPatch, **fields: Any) -> Machines:
     """A coordinator that misreads every status in the same way."""
+    plain = Roster.status
 
-    class Doctored(CoordinatorMachine):
-        def _known(self) -> dict[Any, WorkerStatus]:
-            known = super()._known()
-            return {w: dataclasses.replace(s, **fields) for w, s in known.items()}
+    def status(self: Roster, worker: Any, incarnation: Any = None) -> WorkerStatus | None:
+        found = plain(self, worker, incarnation)
+        return found and dataclasses.replace(found, **fields)
 
-        def _status(self, worker: Any, incarnation: Any = None) -> WorkerStatus | None:
-            status = super()._status(worker, incarnation)
-            return status and dataclasses.replace(status, **fields)
-
-    return Doctored
+    patch.setattr(Roster, "status", status)
+    return Machines()
 
 
 # ---------------------------------------------------------------- resume rule
@@ -96,7 +102,7 @@ def doctored(**fields: Any) -> type[CoordinatorMachine]:
 
 @mutation
 def resume_ignores_a_commit(patch: pytest.MonkeyPatch) -> Machines:
-    patch.setattr(co, "resume_step", lambda s: (min(x.committed for x in s), "planted"))
+    patch.setattr(formation, "resume_step", lambda s: (min(x.committed for x in s), "planted"))
     return Machines()
 
 
@@ -106,7 +112,7 @@ def commits_although_one_survivor_has_no_gradient(patch: pytest.MonkeyPatch) -> 
         newest = max(s.committed for s in survivors)
         return newest + any(s.reduced and s.committed == newest for s in survivors), "planted"
 
-    patch.setattr(co, "resume_step", resume)
+    patch.setattr(formation, "resume_step", resume)
     return Machines()
 
 
@@ -115,14 +121,17 @@ def commits_although_one_survivor_has_no_gradient(patch: pytest.MonkeyPatch) -> 
 
 @mutation
 def view_is_formed_before_all_promised(patch: pytest.MonkeyPatch) -> Machines:
-    class Hasty(CoordinatorMachine):
-        def _status(self, worker: Any, incarnation: Any = None) -> WorkerStatus | None:
-            status = super()._status(worker, incarnation)
-            return status and dataclasses.replace(
-                status, promised=ViewNumber(max(status.promised, self._stop_view))
-            )
+    plain = formation.survivors_of
 
-    return Machines(coordinator=Hasty)
+    def hasty(situation: Situation) -> list[WorkerStatus] | None:
+        doctor(patch, promised=situation.view.number if situation.view else 0)
+        found = plain(situation)
+        patch.undo()
+        patch.setattr(co, "survivors_of", hasty)
+        return found
+
+    patch.setattr(co, "survivors_of", hasty)
+    return Machines()
 
 
 @mutation
@@ -162,10 +171,10 @@ def journal_keeps_only_views(patch: pytest.MonkeyPatch) -> Machines:
 @mutation
 def stale_reports_are_believed(patch: pytest.MonkeyPatch) -> Machines:
     class Credulous(CoordinatorMachine):
-        def _hear(self, report: Any, now: float) -> bool:
-            agent = self._agents.get(report.agent)
-            if agent is not None and agent.incarnation == report.incarnation:
-                agent.seq = -1
+        def _hear(self, report: Any, now: float) -> bool | None:
+            node = self._roster.nodes.get(report.agent)
+            if node is not None and node.incarnation == report.incarnation:
+                node.seq = -1
             return super()._hear(report, now)
 
     return Machines(coordinator=Credulous)
@@ -174,10 +183,10 @@ def stale_reports_are_believed(patch: pytest.MonkeyPatch) -> Machines:
 @mutation
 def deposed_agent_is_believed(patch: pytest.MonkeyPatch) -> Machines:
     class Credulous(CoordinatorMachine):
-        def _hear(self, report: Any, now: float) -> bool:
-            agent = self._agents.get(report.agent)
-            if agent is not None and agent.incarnation > report.incarnation:
-                agent.seq, agent.incarnation = -1, report.incarnation
+        def _hear(self, report: Any, now: float) -> bool | None:
+            node = self._roster.nodes.get(report.agent)
+            if node is not None and node.incarnation > report.incarnation:
+                node.seq, node.incarnation = -1, report.incarnation
             return super()._hear(report, now)
 
     return Machines(coordinator=Credulous)
@@ -188,7 +197,7 @@ def deposed_agent_is_believed(patch: pytest.MonkeyPatch) -> Machines:
 
 @mutation
 def lost_vranks_go_to_nobody(patch: pytest.MonkeyPatch) -> Machines:
-    patch.setattr(co, "assign_mid_step", lambda survivors, previous: tuple(previous))
+    patch.setattr(formation, "assign_mid_step", lambda survivors, previous: tuple(previous))
     return Machines()
 
 
@@ -206,17 +215,17 @@ def a_vrank_goes_to_two(patch: pytest.MonkeyPatch) -> Machines:
 
 @mutation
 def joiner_is_admitted_in_the_middle_of_a_step(patch: pytest.MonkeyPatch) -> Machines:
-    return Machines(coordinator=doctored(at_boundary=True))
+    return doctor(patch, at_boundary=True)
 
 
 @mutation
 def starts_again_although_survivors_hold_the_state(patch: pytest.MonkeyPatch) -> Machines:
-    return Machines(coordinator=doctored(has_state=False, tainted=False))
+    return doctor(patch, has_state=False, tainted=False)
 
 
 @mutation
 def tainted_worker_counts_as_fresh(patch: pytest.MonkeyPatch) -> Machines:
-    return Machines(coordinator=doctored(tainted=False))
+    return doctor(patch, tainted=False)
 
 
 @mutation
@@ -231,8 +240,8 @@ def joiner_never_says_that_it_loads(patch: pytest.MonkeyPatch) -> Machines:
 @mutation
 def pending_change_is_read_from_the_own_vote(patch: pytest.MonkeyPatch) -> Machines:
     class Selfish(WorkerMachine):
-        def _voted(self, view: ViewNumber, step: int, pending: bool) -> list[wo.WorkerEffect]:
-            return super()._voted(view, step, self.pending)
+        def _voted(self, view: Any, step: int, pending: bool, now: float) -> list[wo.WorkerEffect]:
+            return super()._voted(view, step, self.pending, now)
 
     return Machines(worker=Selfish)
 
@@ -264,13 +273,13 @@ def worker_promises_without_severing(patch: pytest.MonkeyPatch) -> Machines:
 @mutation
 def worker_installs_a_view_it_gave_up(patch: pytest.MonkeyPatch) -> Machines:
     class Backward(WorkerMachine):
-        def _directed(self, directive: Any) -> list[wo.WorkerEffect]:
-            effects = super()._directed(directive)
+        def _directed(self, directive: Any, now: float) -> list[wo.WorkerEffect]:
+            effects = super()._directed(directive, now)
             view = directive.view
             me = view.member(self._status.worker) if view is not None else None
             if me is not None and me.incarnation == self._status.incarnation:
                 if view.number != self._status.view:
-                    effects += self._install(view)
+                    effects += self._install(view, now)
             return effects
 
     return Machines(worker=Backward)
@@ -314,33 +323,27 @@ def next_incarnation_starts_before_the_old_one_ended(patch: pytest.MonkeyPatch) 
 
 @mutation
 def lost_worker_is_still_ordered_during_its_back_off(patch: pytest.MonkeyPatch) -> Machines:
-    class Ordering(CoordinatorMachine):
-        def _wanted(self, agent: Any, now: float) -> Iterator[Any]:
-            for worker, slot in self._slots.items():
-                if slot.agent == agent and self._outcome is None:
-                    yield worker, slot.incarnation
+    def wanted(self: Roster, name: Any, view: Any) -> Iterator[Any]:
+        for worker in self.here(name):
+            yield worker, self.places[worker].incarnation
 
-    return Machines(coordinator=Ordering)
+    patch.setattr(Roster, "wanted", wanted)
+    return Machines()
 
 
 @mutation
-def agent_does_not_fence_without_a_lease(patch: pytest.MonkeyPatch) -> Machines:
-    class Unfenced(AgentMachine):
-        def _expire(self, now: float) -> list[ag.AgentEffect]:
-            if self._lease_until is not None and now >= self._lease_until:
-                self._lease_until = None
-            return []
-
-    return Machines(agent=Unfenced)
+def nobody_fences_without_a_lease(patch: pytest.MonkeyPatch) -> Machines:
+    patch.setattr(ag, "acting_until", lambda answered_at, proved_at, policy: 1e9)
+    return Machines()
 
 
 @mutation
 def coordinator_gives_up_leases_too_early(patch: pytest.MonkeyPatch) -> Machines:
-    class Early(CoordinatorMachine):
-        def _fence_s(self) -> float:
-            return self._policy.lease_s * 0.5
+    def early(heard_at: float, witness_at: float | None, policy: le.LeasePolicy) -> float:
+        return heard_at + policy.suspect_s + 0.1
 
-    return Machines(coordinator=Early)
+    patch.setattr(formation, "fenced_from", early)
+    return Machines()
 
 
 @mutation
@@ -367,12 +370,61 @@ def agent_obeys_an_older_term(patch: pytest.MonkeyPatch) -> Machines:
 
 
 @mutation
-def replaced_worker_stays_a_survivor(patch: pytest.MonkeyPatch) -> Machines:
-    class Keeping(CoordinatorMachine):
-        def _ordered(self, status: WorkerStatus) -> bool:
-            return True
+def witness_is_ignored(patch: pytest.MonkeyPatch) -> Machines:
+    """A node that others heard acting until just now counts as fenced by its silence alone."""
 
-    return Machines(coordinator=Keeping)
+    def forgetful(heard_at: float, witness_at: float | None, policy: le.LeasePolicy) -> float:
+        return le.fenced_from(heard_at, None if witness_at is None else heard_at, policy)
+
+    patch.setattr(formation, "fenced_from", forgetful)
+    return Machines()
+
+
+@mutation
+def proof_is_dated_by_the_vote(patch: pytest.MonkeyPatch) -> Machines:
+    """A vote shows that others acted when the step began, not when the last vote came in."""
+
+    class Late(WorkerMachine):
+        def _voted(self, view: Any, step: int, pending: bool, now: float) -> list[wo.WorkerEffect]:
+            self._began_at = now + 1.0
+            return super()._voted(view, step, pending, now)
+
+    return Machines(worker=Late)
+
+
+@mutation
+def worker_minds_no_clock(patch: pytest.MonkeyPatch) -> Machines:
+    """With its agent frozen nobody suspends it, so it must stop by itself."""
+
+    class Timeless(WorkerMachine):
+        def handle(self, event: wo.WorkerEvent, now: float) -> list[wo.WorkerEffect]:
+            return super().handle(event, 0.0)
+
+        def leads(self, now: float) -> bool:
+            return super().leads(0.0)
+
+    return Machines(worker=Timeless)
+
+
+@mutation
+def lost_journal_is_taken_for_a_new_job(patch: pytest.MonkeyPatch) -> Machines:
+    class Naive(CoordinatorMachine):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args[:4], 0)
+
+    return Machines(coordinator=Naive)
+
+
+@mutation
+def incarnations_are_reused_after_the_loss_of_the_journal(patch: pytest.MonkeyPatch) -> Machines:
+    patch.setattr(co, "SKIPPED", 0)
+    return Machines()
+
+
+@mutation
+def replaced_worker_stays_a_survivor(patch: pytest.MonkeyPatch) -> Machines:
+    patch.setattr(Roster, "ordered", lambda self, status: status.worker in self.places)
+    return Machines()
 
 
 @mutation
@@ -384,8 +436,8 @@ def frozen_worker_is_never_noticed(patch: pytest.MonkeyPatch) -> Machines:
 @mutation
 def last_worker_is_left_without_its_votes(patch: pytest.MonkeyPatch) -> Machines:
     class Leaving(CoordinatorMachine):
-        def _form(self, now: float) -> Iterator[co.CoordinatorEffect]:
-            return iter(()) if self._release_loop == RELEASE_ALL else super()._form(now)
+        def _form(self, situation: Situation) -> Iterator[co.CoordinatorEffect]:
+            return iter(()) if self._release_loop == RELEASE_ALL else super()._form(situation)
 
     return Machines(coordinator=Leaving)
 

@@ -72,7 +72,7 @@ def test_same_seed_same_trace_under_any_hash_seed() -> None:
 def test_failure_tells_its_story_and_how_to_replay_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("holdfast.core.coordinator.resume_step", lambda s: (0, "planted"))
+    monkeypatch.setattr("holdfast.core.formation.resume_step", lambda s: (0, "planted"))
     assert cli.main(["--seeds", "0:20", "--small"]) == 1
     output = capsys.readouterr().out
     failed = next(line for line in output.splitlines() if "FAILED at" in line)

@@ -35,12 +35,15 @@ from holdfast.wire.messages import (
     KINDS,
     Address,
     AddressBook,
+    JoinReply,
+    JoinRequest,
     StatusReply,
     StatusRequest,
     StopRequest,
     decode,
     encode,
 )
+from support import SPEC
 
 KEY = b"k" * 32
 UNUSED_KEY = b"u" * 32  # seals nothing: a fuzzer learns from KEY's frames how to make them
@@ -65,6 +68,8 @@ MESSAGES: list[object] = [
         view=VIEW,
     ),
     Address(view=7, worker=WorkerId(3), address=b"\x00\xff"),
+    JoinRequest(),
+    JoinReply(spec=SPEC, seen_as="10.0.0.2"),
     AddressBook(view=7, addresses=((WorkerId(3), b"\x00\xff"),)),
     StatusRequest(),
     StatusReply(text="{}"),
