@@ -12,6 +12,7 @@ COMMANDS = {
     "status": "show a running job: view, step, processes",
     "demo": "train a small model through faults and prove that nothing changed",
     "ledger": "prove from a run's ledger that every sample was used exactly once",
+    "doctor": "examine this machine before it joins a job",
     "sim": "run the protocol in the deterministic simulator",
 }
 

@@ -1,0 +1,124 @@
+"""Trying out the disk under a directory: space, fsync, writing, reading back.
+
+Runs in a process of its own, because a file system that hangs cannot be interrupted. Its file is
+unlinked as soon as it is open, so nothing is left behind however this ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from holdfast.core.checks_peers import median
+from holdfast.core.checks_trials import DiskSample
+from holdfast.core.limits import MIB
+
+SYNCS = 20
+SYNC_BYTES = 4096
+WRITE_BYTES = 256 * MIB
+SPARE_PART = 4  # never write more than this part of the free space
+
+
+def try_disk(directory: str, *, syncs: int = SYNCS, write_s: float = 0.0) -> DiskSample:
+    """`syncs` small ones; if `write_s` is positive, also write and read back for about so long."""
+    try:
+        found = os.statvfs(directory)
+        free = found.f_bavail * found.f_frsize
+        with _unlinked_file(directory) as descriptor:
+            times = sync_times(descriptor, syncs, max(write_s, 1.0))
+            rate, wrong = None, False
+            if write_s > 0:
+                size = min(WRITE_BYTES, free // SPARE_PART) // MIB * MIB
+                rate, wrong = write_and_read(descriptor, size, write_s)
+    except OSError as error:
+        return DiskSample(directory=directory, failure=error.strerror or str(error))
+    return DiskSample(
+        directory=directory,
+        filesystem=filesystem_of(directory, Path("/proc/self/mountinfo")),
+        free_bytes=free,
+        inodes=found.f_favail / found.f_files if found.f_files else None,
+        sync_s=median(times) if times else None,
+        sync_max_s=max(times, default=None),
+        write_per_s=rate,
+        read_back_wrong=wrong,
+    )
+
+
+@contextlib.contextmanager
+def _unlinked_file(directory: str) -> Iterator[int]:
+    descriptor, path = tempfile.mkstemp(prefix=".holdfast-doctor-", dir=directory)
+    try:
+        os.unlink(path)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def sync_times(descriptor: int, count: int, budget_s: float) -> list[float]:
+    """Seconds of each small write with fsync; fewer than `count` when they take long."""
+    block = os.urandom(SYNC_BYTES)
+    times: list[float] = []
+    end = time.perf_counter() + budget_s
+    while len(times) < count and (not times or time.perf_counter() < end):
+        started = time.perf_counter()
+        _write(descriptor, block)
+        os.fsync(descriptor)
+        times.append(time.perf_counter() - started)
+    return times
+
+
+def write_and_read(descriptor: int, bytes_max: int, budget_s: float) -> tuple[float | None, bool]:
+    """(bytes written and synced a second, whether reading back gave other bytes)."""
+    if bytes_max < MIB:
+        return None, False
+    block = bytearray(os.urandom(MIB))  # random: some disks compress
+    digest = hashlib.blake2b(digest_size=16)
+    offset = os.lseek(descriptor, 0, os.SEEK_END)
+    written, spent_s = 0, 0.0
+    while written < bytes_max and spent_s < budget_s:
+        block[:8] = written.to_bytes(8, "little")  # no two blocks are equal: some disks deduplicate
+        digest.update(block)
+        started = time.perf_counter()
+        _write(descriptor, block)
+        spent_s += time.perf_counter() - started
+        written += len(block)
+    started = time.perf_counter()
+    os.fsync(descriptor)
+    spent_s += time.perf_counter() - started
+    # Drop it from the page cache, so that at least some of it comes from the disk.
+    os.posix_fadvise(descriptor, offset, written, os.POSIX_FADV_DONTNEED)
+    back = hashlib.blake2b(digest_size=16)
+    end = time.perf_counter() + budget_s
+    for at in range(offset, offset + written, MIB):
+        back.update(os.pread(descriptor, MIB, at))
+        if time.perf_counter() > end:
+            return written / max(spent_s, 1e-9), False  # too slow to tell
+    return written / max(spent_s, 1e-9), back.digest() != digest.digest()
+
+
+def _write(descriptor: int, data: bytes | bytearray) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def filesystem_of(directory: str, mounts: Path) -> str:
+    """The type of the file system under a directory; empty when it is not told."""
+    place = os.path.realpath(directory)
+    best, kind = "", ""
+    with contextlib.suppress(OSError):
+        for line in mounts.read_text(errors="replace").splitlines():
+            before, dash, after = line.partition(" - ")
+            words = before.split()
+            if not dash or len(words) < 5:
+                continue
+            mount = words[4].replace("\\040", " ")
+            inside = place == mount or place.startswith(mount.rstrip("/") + "/")
+            if inside and len(mount) >= len(best):
+                best, kind = mount, after.split(" ")[0]
+    return kind
