@@ -9,6 +9,7 @@ import json
 import os
 import socket
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -21,9 +22,10 @@ from rich.text import Text
 import holdfast
 from holdfast.core.checks_peers import Report
 from holdfast.core.errors import UserError
-from holdfast.core.health import Finding, Grade, one_line, worst
+from holdfast.core.health import Finding, Grade, Health, Verdict, Watch, one_line, worst
 from holdfast.core.limits import GIB, KIB, MIB
 from holdfast.runtime import doctor
+from holdfast.runtime.health.light import light_checks
 from holdfast.runtime.health.network import PeerServer
 from holdfast.runtime.rundir import RunDir
 
@@ -38,13 +40,17 @@ UNITS = {"": 1, "K": KIB, "M": MIB, "G": GIB}
 def main(argv: list[str]) -> int:
     """Exit status 0: fit, perhaps with warnings; 1: not fit; 2: wrong options."""
     options = parser().parse_args(argv)
+    if options.for_s <= 0:
+        raise UserError(f"--for-s {options.for_s:g} must be positive")
     if options.serve:
         return serve(options)
+    if options.watch:
+        return watch(options)
     wanted = make_examination(options)
     with _progress(quiet=options.json) as progress:
         report = doctor.examine(wanted, progress)
     if options.json:
-        print(json.dumps(doctor.write_report(report), indent=2))
+        print(json.dumps(doctor.plain(report), indent=2))
     else:
         show(report)
     return 1 if worst(report.findings) is Grade.FAIL else 0
@@ -88,8 +94,19 @@ def parser() -> argparse.ArgumentParser:
     serving.add_argument("--serve", action="store_true", help="answer them, until Ctrl-C")
     serving.add_argument("--host", default="0.0.0.0", help="listen there (default: everywhere)")
     serving.add_argument("--port", type=int, default=0, help="default: any free one")
-    serving.add_argument(
-        "--for-s", type=float, default=3600.0, metavar="S", help="end by itself (default 3600)"
+    watching = found.add_argument_group("while a job runs")
+    watching.add_argument(
+        "--watch", action="store_true", help="repeat the light checks, until Ctrl-C"
+    )
+    watching.add_argument(
+        "--every-s", type=float, default=10.0, metavar="S", help="seconds between rounds (10)"
+    )
+    found.add_argument(
+        "--for-s",
+        type=float,
+        default=3600.0,
+        metavar="S",
+        help="--serve and --watch end by themselves after so many seconds (default 3600)",
     )
     return found
 
@@ -219,8 +236,6 @@ def collapse(findings: Sequence[Finding]) -> list[Finding]:
 
 def serve(options: argparse.Namespace) -> int:
     """Answer other machines' --peer."""
-    if options.for_s <= 0:
-        raise UserError(f"--for-s {options.for_s:g} must be positive")
     secret = _secret(options)
     try:
         family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
@@ -237,3 +252,33 @@ def serve(options: argparse.Namespace) -> int:
     finally:
         listener.close()
     return 0
+
+
+def watch(options: argparse.Namespace) -> int:
+    """The light checks again and again, as an agent makes them. Exit status 1: to be drained."""
+    if options.every_s <= 0:
+        raise UserError(f"--every-s {options.every_s:g} must be positive")
+    checks, verdicts = light_checks(os.path.abspath(options.dir)), Watch()
+    end = time.monotonic() + options.for_s
+    try:
+        while (now := time.monotonic()) < end:
+            findings = checks.round(now)
+            verdict = verdicts.observe(findings, now)
+            bad = [f for f in findings if f.grade in (Grade.WARN, Grade.FAIL)]
+            if options.json:
+                told = {"health": verdict.health.value, "reason": verdict.reason}
+                print(json.dumps(told | {"findings": doctor.plain(bad)}), flush=True)
+            else:
+                print(_round(verdict, bad), flush=True)
+            time.sleep(max(0.0, min(options.every_s, end - time.monotonic())))
+    except KeyboardInterrupt:
+        pass
+    finally:
+        checks.close()
+    return 1 if verdicts.verdict.health is Health.DRAIN else 0
+
+
+def _round(verdict: Verdict, bad: Sequence[Finding]) -> str:
+    reason = f": {verdict.reason}" if verdict.reason else ""
+    seen = "".join(f"\n  {f.grade.value} {f.line}" for f in bad)
+    return f"{time.strftime('%H:%M:%S')} {verdict.health.value}{reason}{seen}"

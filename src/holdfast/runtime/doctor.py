@@ -12,7 +12,7 @@ import importlib.metadata
 import os
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -333,6 +333,6 @@ def read_report(data: bytes) -> Report:
     return report
 
 
-def write_report(report: Report) -> Any:
+def plain(value: Report | Sequence[Finding]) -> Any:
     """As plain data for JSON."""
-    return msgspec.to_builtins(report)
+    return msgspec.to_builtins(value)
