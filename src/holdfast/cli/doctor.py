@@ -47,8 +47,12 @@ def main(argv: list[str]) -> int:
     if options.watch:
         return watch(options)
     wanted = make_examination(options)
-    with _progress(quiet=options.json) as progress:
-        report = doctor.examine(wanted, progress)
+    try:
+        with _progress(quiet=options.json) as progress:
+            report = doctor.examine(wanted, progress)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     if options.json:
         print(json.dumps(doctor.plain(report), indent=2))
     else:

@@ -86,10 +86,6 @@ def limit_text(sign: str, pair: tuple[float, float], scale: float = 1.0) -> str:
     return f"warn {sign} {pair[0] / scale:g}, fail {sign} {pair[1] / scale:g}"
 
 
-def counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
 def judge_memory(memory: MemorySample, limits: Limits) -> list[Finding]:
     part = memory.free_bytes / max(1, memory.usable_bytes)
     of = "the container's" if memory.limit_bytes else "the machine's"
@@ -158,7 +154,7 @@ def judge_memory_change(before: HostSample, now: HostSample, limits: Limits) -> 
             value=kills,
             unit="processes",
             limit="warn above 0",
-            reason=f"the kernel killed {counted(kills, 'process')} for lack of memory",
+            reason=f"killed by the kernel for lack of memory: {kills}",
         ),
     ]
     if now.memory.corrected is not None:

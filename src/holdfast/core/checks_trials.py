@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from holdfast.core.checks_host import counted, limit_text
+from holdfast.core.checks_host import limit_text
 from holdfast.core.health import Finding, Grade, grade_above, grade_below
 from holdfast.core.limits import GIB, MIB, Limits
 
@@ -246,7 +246,7 @@ def judge_kernel_log(log: KernelLogSample, kinds: Sequence[str], *, gpus: bool) 
                 value=count,
                 unit="lines",
                 limit="warn above 0",
-                reason=f"{counted(count, 'line')}, newest: {line}" if count else "no trouble",
+                reason=f"{count} of late, newest: {line}" if count else "no trouble",
                 advice=LOG_ADVICE.get(kind, "read the lines in dmesg") if count else "",
             )
         )

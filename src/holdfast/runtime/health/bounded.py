@@ -103,6 +103,13 @@ class Watcher:
         """0 while there is no child."""
         return self._child[0].pid if self._child else 0
 
+    def fileno(self) -> int:
+        """Readable when something has come, for an event loop; -1 while there is no child."""
+        for popen in self._child:
+            assert popen.stdout is not None
+            return popen.stdout.fileno()
+        return -1
+
     def waited_s(self, now: float) -> float:
         """For how long an answer has been outstanding."""
         return now - self._asked_s if self._waiting else 0.0
@@ -156,7 +163,8 @@ class Watcher:
                 if pipe is not None:
                     with contextlib.suppress(OSError):
                         pipe.close()
-            self._abandoned.append(popen)
+            if popen.poll() is None:
+                self._abandoned.append(popen)
         self._child = []
         self._waiting = False
 

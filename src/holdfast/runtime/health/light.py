@@ -54,8 +54,8 @@ class LightChecks:
     ) -> None:
         self._directory = directory
         self._reader = reader
-        self._disk = disk
-        self._gpu = gpu
+        self.disk = disk
+        self.gpu = gpu
         self._log = log
         self._limits = limits
         self._host: HostSample | None = None
@@ -75,8 +75,8 @@ class LightChecks:
 
     def close(self) -> None:
         """End the children. Never waits."""
-        self._disk.close()
-        self._gpu.close()
+        self.disk.close()
+        self.gpu.close()
         self._log.close()
         self._log_state = "closed"
 
@@ -102,7 +102,7 @@ class LightChecks:
         return judge_kernel_log(tally.sample(), KINDS, gpus=self._gpus_expected > 0)
 
     def _look_at_disk(self, now: float) -> list[Finding]:
-        sample, failure, hung = _answer(self._disk, now, self._limits, DiskSample)
+        sample, failure, hung = _answer(self.disk, now, self._limits, DiskSample)
         if sample is not None:
             return judge_disk_running(sample, self._limits)
         return [judge_failure("disk", self._directory, failure, hung=hung)] if failure else []
@@ -110,12 +110,12 @@ class LightChecks:
     def _look_at_gpus(self, now: float) -> list[Finding]:
         if self._gpus_none:
             return []
-        report, failure, hung = _answer(self._gpu, now, self._limits, GpuReport)
+        report, failure, hung = _answer(self.gpu, now, self._limits, GpuReport)
         if report is None:
             return [judge_failure("gpu-driver", "", failure, hung=hung)] if failure else []
         if not report.gpus and not self._gpus_expected:
             self._gpus_none = True
-            self._gpu.close()
+            self.gpu.close()
             return []
         return self._judge_gpus(report)
 
