@@ -73,32 +73,39 @@ def sync_times(descriptor: int, count: int, budget_s: float) -> list[float]:
 
 
 def write_and_read(descriptor: int, bytes_max: int, budget_s: float) -> tuple[float | None, bool]:
-    """(bytes written and synced a second, whether reading back gave other bytes)."""
-    if bytes_max < MIB:
-        return None, False
+    """(bytes written and synced a second, whether reading back gave other bytes).
+
+    As much is read back as there is time for, and at least one block.
+    """
     block = bytearray(os.urandom(MIB))  # random: some disks compress
-    digest = hashlib.blake2b(digest_size=16)
     offset = os.lseek(descriptor, 0, os.SEEK_END)
-    written, spent_s = 0, 0.0
-    while written < bytes_max and spent_s < budget_s:
-        block[:8] = written.to_bytes(8, "little")  # no two blocks are equal: some disks deduplicate
-        digest.update(block)
+    digests: list[bytes] = []
+    spent_s = 0.0
+    while (len(digests) + 1) * MIB <= bytes_max and spent_s < budget_s:
+        block[:8] = len(digests).to_bytes(8, "little")  # no two are equal: some disks deduplicate
+        digests.append(_digest(block))
         started = time.perf_counter()
         _write(descriptor, block)
         spent_s += time.perf_counter() - started
-        written += len(block)
+    if not digests:
+        return None, False
+    written = len(digests) * MIB
     started = time.perf_counter()
     os.fsync(descriptor)
     spent_s += time.perf_counter() - started
-    # Drop it from the page cache, so that at least some of it comes from the disk.
+    # Drop it from the page cache, so that it comes from the disk.
     os.posix_fadvise(descriptor, offset, written, os.POSIX_FADV_DONTNEED)
-    back = hashlib.blake2b(digest_size=16)
     end = time.perf_counter() + budget_s
-    for at in range(offset, offset + written, MIB):
-        back.update(os.pread(descriptor, MIB, at))
+    wrong = False
+    for number, digest in enumerate(digests):
+        wrong = wrong or _digest(os.pread(descriptor, MIB, offset + number * MIB)) != digest
         if time.perf_counter() > end:
-            return written / max(spent_s, 1e-9), False  # too slow to tell
-    return written / max(spent_s, 1e-9), back.digest() != digest.digest()
+            break
+    return written / max(spent_s, 1e-9), wrong
+
+
+def _digest(data: bytes | bytearray) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
 
 
 def _write(descriptor: int, data: bytes | bytearray) -> None:
