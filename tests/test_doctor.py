@@ -134,7 +134,7 @@ def test_what_hangs_is_a_finding_and_the_rest_goes_on(measurement: str, check: s
     assert graded(report, "cpu-limit"), "the rest was looked at"
 
 
-@pytest.mark.parametrize(("measurement", "check"), HANGS)
+@pytest.mark.parametrize(("measurement", "check"), [h for h in HANGS if h[0] != "torch"])
 def test_a_measurement_that_breaks_or_lies_is_a_warning(measurement: str, check: str) -> None:
     for broken in (BROKEN, Answer(lines=(b"not json",)), Answer(lines=(b"[7]",))):
         report = examined(Fake(**{measurement: broken}), peers=(("b", 1),))
@@ -147,6 +147,16 @@ def test_a_gpu_that_hangs_torch_is_named() -> None:
     report = examined(Fake(torch=answer(*told, failure="no answer in 60 s", hung=True)))
     assert [f.subject for f in report.findings if f.grade is FAIL] == ["GPU 5"]
     assert report.facts["nccl"] == "2.28", "what it said before counts"
+
+
+def test_torch_that_cannot_be_used_and_a_gpu_that_cannot_compute() -> None:
+    broken = examined(Fake(torch=answer(failure="ImportError: libcudart.so.13")))
+    assert graded(broken, "torch") == {FAIL}
+    run = ArithmeticSample(device="GPU 1", repeats=0, wrong=0, failure="CUDA error: ECC")
+    report = examined(Fake(torch=answer(*TORCH[:3], TorchLine(run=run))))
+    failed = [f for f in report.findings if f.grade is FAIL]
+    assert [(f.check, f.subject) for f in failed] == [("arithmetic", "GPU 1")]
+    assert report.speeds["arithmetic-gpu"] == 9e14
 
 
 def test_wrong_sums_and_slow_gpus_are_found() -> None:

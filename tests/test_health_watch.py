@@ -17,6 +17,7 @@ from holdfast.core.health import (
     Verdict,
     Watch,
     WatchPolicy,
+    choose_drains,
 )
 
 OK, WARN, FAIL, SKIPPED = Grade.OK, Grade.WARN, Grade.FAIL, Grade.SKIPPED
@@ -64,6 +65,7 @@ def test_three_bad_rounds_drain_and_the_reason_says_what_and_what_to_do() -> Non
     bad = finding(FAIL, "gpu-ecc", subject="GPU 3", reason="2 uncorrected", advice="reset it")
     healths = [story.round(OK, bad) for _ in range(3)]
     assert healths == [Health.SUSPECT, Health.SUSPECT, Health.DRAIN]
+    assert story.watch.verdict.check == "gpu-ecc"
     assert story.watch.verdict.reason == (
         "gpu-ecc GPU 3: 2 uncorrected (3 failed of the last 3 samples); reset it"
     )
@@ -131,7 +133,7 @@ def test_the_reason_stays_the_same_during_a_probation() -> None:
     story = drained()
     reason = story.watch.verdict.reason
     story.rounds(*[OK] * 10)
-    assert story.watch.verdict == Verdict(health=Health.DRAIN, reason=reason)
+    assert story.watch.verdict == Verdict(health=Health.DRAIN, reason=reason, check="disk")
     assert story.watch.snapshot().clean_s == 90.0
 
 
@@ -201,6 +203,41 @@ def test_a_policy_by_which_one_sample_drains_is_refused() -> None:
     story.round(OK)
     with pytest.raises(InvariantError, match="time went back"):
         story.round(OK, after_s=-1.0)
+
+
+def nodes(*checks: str) -> list[tuple[str, Verdict]]:
+    """Nodes n0, n1, ... each with the check that drains it, or "" for a healthy one."""
+    bad = {c: Verdict(health=Health.DRAIN, reason=c, check=c) for c in checks}
+    return [(f"n{i}", bad[c] if c else Verdict()) for i, c in enumerate(checks)]
+
+
+@pytest.mark.parametrize(
+    ("checks", "drained", "why"),
+    [
+        ([""] * 8, [], ""),
+        (["", "gpu", *[""] * 6], ["n1"], ""),
+        (["gpu", "disk", *[""] * 6], ["n0", "n1"], ""),
+        (["gpu", "disk", "arithmetic", *[""] * 5], ["n0", "n1"], "at most 2 of 8"),
+        (["disk"] * 3 + [""] * 5, [], "disk fails on 3 of 8 nodes"),
+        (["disk", "gpu", "disk", "disk", *[""] * 4], ["n1"], "disk fails on 3"),
+        (["disk"] * 8, [], "8 of 8"),
+        (["gpu", ""], ["n0"], ""),
+        (["gpu", "disk"], ["n0"], "at most 1 of 2"),
+        (["gpu", "gpu"], [], "2 of 2"),
+        (["gpu"], [], "gpu fails on 1 of 1"),
+        ([], [], ""),
+    ],
+)
+def test_what_many_nodes_share_drains_none(checks: list[str], drained: list[str], why: str) -> None:
+    found, reason = choose_drains(nodes(*checks))
+    assert list(found) == drained
+    assert why in reason
+    assert bool(why) == bool(reason)
+
+
+def test_suspects_are_not_drained() -> None:
+    suspect = Verdict(health=Health.SUSPECT, reason="x", check="x")
+    assert choose_drains([("a", suspect), ("b", Verdict())]) == ((), "")
 
 
 GRADES = st.sampled_from([OK, OK, OK, WARN, FAIL, SKIPPED])

@@ -7,6 +7,7 @@ import select
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +203,19 @@ def told(checks: LightChecks, watcher: Watcher, now: float) -> dict[str, Finding
         if watcher.waited_s(now) == 0.0:  # answered, and asked again at this very time
             return {f.name: f for f in found}
     raise AssertionError("nothing was asked")
+
+
+def test_a_busy_machine_is_not_drained(
+    tmp_path: Path, watcher: Callable[[list[str]], Watcher]
+) -> None:
+    greedy = replace(CALM, memory_available=(2, 2), steal=(-1, -1))
+    silent = watcher(python(SILENT)), watcher(python(SILENT))
+    checks = LightChecks(str(tmp_path), HostReader(), *silent, KernelLog(Path("/none")), greedy)
+    checks.round(0.0)
+    grades = {f.check: f.grade for f in checks.round(10.0)}
+    assert grades["memory-available"] is WARN
+    assert grades["cpu-steal"] in (WARN, Grade.SKIPPED)  # skipped if no tick has passed
+    checks.close()
 
 
 def test_gpus_are_counted_compared_and_told_once(

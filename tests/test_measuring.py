@@ -320,6 +320,15 @@ def test_torch_gets_the_same_bits() -> None:
     assert selftest.facts()["torch"] == str(torch.__version__)
 
 
+def test_a_device_that_cannot_compute_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("CUDA error: uncorrectable ECC error\nCompile with ...")
+
+    monkeypatch.setattr(selftest, "try_device", broken)
+    sample = selftest.attempt(torch.device("cuda", 3), 0.0)
+    assert (sample.device, sample.failure) == ("GPU 3", "CUDA error: uncorrectable ECC error")
+
+
 def test_torch_that_multiplies_wrongly_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     right = torch.mm
 

@@ -21,6 +21,7 @@ class ArithmeticSample:
     repeats: int
     wrong: int  # of them
     where: str = ""  # of the wrong ones: which rows
+    failure: str = ""  # what was said instead of computing
     operations_per_s: float = 0.0  # median
 
 
@@ -66,6 +67,14 @@ class TorchLine:
 
 
 def judge_arithmetic(sample: ArithmeticSample) -> Finding:
+    if sample.failure:
+        return Finding(
+            check="arithmetic",
+            subject=sample.device,
+            grade=Grade.FAIL,
+            reason=f"it cannot compute: {sample.failure}",
+            advice="if nothing else uses it, reset it or restart the machine",
+        )
     bad = sample.wrong > 0
     where = f": {sample.where}" if sample.where else ""
     return Finding(
@@ -253,12 +262,20 @@ def judge_kernel_log(log: KernelLogSample, kinds: Sequence[str], *, gpus: bool) 
     return found
 
 
-def judge_failure(check: str, subject: str, failure: str, *, hung: bool) -> Finding:
-    """A measurement that did not come: hung is a finding about the machine, the rest is ours."""
+def judge_failure(
+    check: str, subject: str, failure: str, *, hung: bool, broken: Grade = Grade.WARN
+) -> Finding:
+    """A measurement that did not come. One that hung is a finding about the machine.
+
+    `broken`: the grade of any other end, which may be our own fault.
+    """
+    advice = "see the message; holdfast needs this to work" if broken is Grade.FAIL else ""
     return Finding(
         check=check,
         subject=subject,
-        grade=Grade.FAIL if hung else Grade.WARN,
+        grade=Grade.FAIL if hung else broken,
         reason=failure,
-        advice="it hangs: look at driver and device (dmesg), restart the machine" if hung else "",
+        advice="it hangs: look at driver and device (dmesg), restart the machine"
+        if hung
+        else advice,
     )

@@ -9,11 +9,11 @@ after a clean probation, in which every check that drained it was seen to be wel
 from __future__ import annotations
 
 import enum
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from holdfast.core.errors import require
+from holdfast.core.errors import InvariantError, require
 
 REASON_MAX = 300
 TRACKS_MAX = 1024
@@ -103,10 +103,34 @@ class Health(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Small enough to travel in every report; `reason` is one bounded line, empty when healthy."""
+    """Small enough to travel in every report; the rest is empty when healthy."""
 
     health: Health = Health.HEALTHY
-    reason: str = ""
+    reason: str = ""  # one bounded line
+    check: str = ""  # which one it is about, so that equal causes on many nodes can be told
+
+
+def choose_drains(
+    verdicts: Sequence[tuple[str, Verdict]], share_max: float = 0.25
+) -> tuple[tuple[str, ...], str]:
+    """(which nodes to drain, why not the others). `verdicts`: of all nodes, in a stable order.
+
+    At most `share_max` of the nodes, but one of two or more. When more nodes than that fail the
+    same check, what fails is something that they share, such as a file server: draining them all
+    would end the job and mend nothing.
+    """
+    wanted = [(node, v) for node, v in verdicts if v.health is Health.DRAIN]
+    most = max(1, int(share_max * len(verdicts))) if len(verdicts) > 1 else 0
+    counts = Counter(v.check for _, v in wanted)
+    own = [node for node, v in wanted if counts[v.check] <= most]
+    shared = [check for check, count in counts.items() if count > most]
+    if shared:
+        why = f"{shared[0]} fails on {counts[shared[0]]} of {len(verdicts)} nodes: it is shared"
+    elif len(own) > most:
+        why = f"at most {most} of {len(verdicts)} nodes at a time"
+    else:
+        why = ""
+    return tuple(own[:most]), why
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,20 +283,22 @@ class Watch:
         if failing:
             self._drains += 1
             self._probation = _Probation(causes=dict.fromkeys(failing))
-            self._verdict = Verdict(health=Health.DRAIN, reason=self._story(failing[0]))
+            self._verdict = self._tell(Health.DRAIN, failing[0])
         elif suspects:
-            self._verdict = Verdict(health=Health.SUSPECT, reason=self._story(suspects[0]))
+            self._verdict = self._tell(Health.SUSPECT, suspects[0])
         else:
             self._verdict = Verdict()
 
-    def _story(self, name: str) -> str:
+    def _tell(self, health: Health, name: str) -> Verdict:
         """What was seen last, and how often; what comes last may be cut off."""
         track = self._tracks[name]
         fails, bad = track.count(Grade.FAIL), track.bad
         seen = f"{fails} failed" if fails else f"{track.count(Grade.WARN)} warned"
-        found = bad.line if bad is not None else name
-        advice = f"; {bad.advice}" if bad is not None and bad.advice else ""
-        return one_line(f"{found} ({seen} of the last {len(track.recent)} samples){advice}")
+        if bad is None:
+            raise InvariantError(f"{name} counts against the node and was never bad")
+        advice = f"; {bad.advice}" if bad.advice else ""
+        reason = f"{bad.line} ({seen} of the last {len(track.recent)} samples){advice}"
+        return Verdict(health=health, reason=one_line(reason), check=bad.check)
 
     def _prove(self, findings: Sequence[Finding], gap_s: float) -> None:
         """One round of a probation: any failure starts it again; silence does not advance it."""

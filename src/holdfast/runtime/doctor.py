@@ -265,17 +265,20 @@ class Doctor:
             except msgspec.MsgspecError as error:
                 failure = failure or f"the measurement is malformed: {error}"
                 break
-            trying = told.trying
+            trying = told.trying or trying
             if told.facts is not None:
                 self._facts |= told.facts
             if told.run is not None:
                 found.append(judge_arithmetic(told.run))
                 self._note_speed(told.run)
         if failure:
-            found.append(judge_failure("torch", trying, failure, hung=answer.hung))
+            broken = Grade.FAIL  # workers need it
+            found.append(judge_failure("torch", trying, failure, hung=answer.hung, broken=broken))
         return [*judge_versions(self._facts, gpus=self._present), *found]
 
     def _note_speed(self, run: ArithmeticSample) -> None:
+        if run.failure:
+            return
         if run.device.startswith("GPU"):
             self._gpu_speeds[run.device] = run.operations_per_s
             self._speeds["arithmetic-gpu"] = min(self._gpu_speeds.values())  # the job waits for it

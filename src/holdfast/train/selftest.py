@@ -24,6 +24,7 @@ from holdfast.core.checks_trials import ArithmeticSample, TorchLine
 from holdfast.core.exact import NARROW, WIDE, ExactProduct, digest_of
 
 PR_SET_PDEATHSIG = 1
+CPU_NAME = "processors (torch)"
 REPEATS_MIN, REPEATS_MAX = 3, 500
 TILES = 8  # of the narrow product, each way, on a GPU: large enough to use all of it
 
@@ -32,7 +33,7 @@ def facts() -> dict[str, str]:
     """Versions of torch and its backends; `no` for what it was built without."""
     nccl = dist.is_nccl_available() if dist.is_available() else False
     gloo = dist.is_gloo_available() if dist.is_available() else False
-    cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
+    cudnn = torch.backends.cudnn.version() if torch.version.cuda else None
     return {
         "torch": str(torch.__version__),
         "cuda": torch.version.cuda or "no",
@@ -105,11 +106,9 @@ def try_device(device: torch.device, budget_s: float) -> ArithmeticSample:
     count, wrong, where = count_wrong(device)
     if device.type == "cuda":
         left, right, wanted = tiled(device, TILES)
-        name = f"GPU {device.index}"
     else:
         left, right = operands(WIDE, device, torch.float32)
         wanted = left.to(torch.float64) @ right.to(torch.float64)
-        name = "processors (torch)"
     operations = 2 * left.shape[0] * left.shape[1] * right.shape[1]
     out = torch.empty(wanted.shape, dtype=left.dtype, device=device)
     times: list[float] = []
@@ -124,7 +123,7 @@ def try_device(device: torch.device, budget_s: float) -> ArithmeticSample:
             wrong += 1
             where = where or "repeated products"
     return ArithmeticSample(
-        device=name,
+        device=name_of(device),
         repeats=count + len(times),
         wrong=wrong,
         where=where,
@@ -142,14 +141,25 @@ def main(argv: list[str]) -> int:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         return 1
-    _tell(TorchLine(facts=facts(), trying="processors (torch)"))
-    count = torch.cuda.device_count()
-    devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(count))]
-    for number, device in enumerate(devices):
-        run = try_device(device, budget_s)
-        more = number + 1 < len(devices)
-        _tell(TorchLine(run=run, trying=f"GPU {devices[number + 1].index}" if more else ""))
+    _tell(TorchLine(facts=facts(), trying=CPU_NAME))
+    _tell(TorchLine(run=attempt(torch.device("cpu"), budget_s), trying="the CUDA driver"))
+    for index in range(torch.cuda.device_count()):
+        _tell(TorchLine(trying=f"GPU {index}"))
+        _tell(TorchLine(run=attempt(torch.device("cuda", index), budget_s)))
     return 0
+
+
+def attempt(device: torch.device, budget_s: float) -> ArithmeticSample:
+    """One device that cannot compute does not keep us from the others."""
+    try:
+        return try_device(device, budget_s)
+    except RuntimeError as error:
+        said = str(error).strip().partition("\n")[0]
+        return ArithmeticSample(device=name_of(device), repeats=0, wrong=0, failure=said)
+
+
+def name_of(device: torch.device) -> str:
+    return f"GPU {device.index}" if device.type == "cuda" else CPU_NAME
 
 
 def _tell(line: TorchLine) -> None:

@@ -1,7 +1,7 @@
 """Trying out the disk under a directory: space, fsync, writing, reading back.
 
-Runs in a process of its own, because a file system that hangs cannot be interrupted. Its file is
-unlinked as soon as it is open, so nothing is left behind however this ends.
+Runs in a process of its own, because a file system that hangs cannot be interrupted. Its file has
+no name, or loses it as soon as it is open, so nothing is left behind.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import hashlib
 import os
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from holdfast.core.checks_peers import median
 from holdfast.core.checks_trials import DiskSample
 from holdfast.core.limits import MIB
 
+PREFIX = ".holdfast-doctor-"
 SYNCS = 20
 SYNC_BYTES = 4096
 WRITE_BYTES = 256 * MIB
@@ -29,7 +29,9 @@ def try_disk(directory: str, *, syncs: int = SYNCS, write_s: float = 0.0) -> Dis
     try:
         found = os.statvfs(directory)
         free = found.f_bavail * found.f_frsize
-        with _unlinked_file(directory) as descriptor:
+        # Without a name (O_TMPFILE) where the file system can, so that even a kill leaves nothing.
+        with tempfile.TemporaryFile(prefix=PREFIX, dir=directory, buffering=0) as file:
+            descriptor = file.fileno()
             times = sync_times(descriptor, syncs, max(write_s, 1.0))
             rate, wrong = None, False
             if write_s > 0:
@@ -47,16 +49,6 @@ def try_disk(directory: str, *, syncs: int = SYNCS, write_s: float = 0.0) -> Dis
         write_per_s=rate,
         read_back_wrong=wrong,
     )
-
-
-@contextlib.contextmanager
-def _unlinked_file(directory: str) -> Iterator[int]:
-    descriptor, path = tempfile.mkstemp(prefix=".holdfast-doctor-", dir=directory)
-    try:
-        os.unlink(path)
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def sync_times(descriptor: int, count: int, budget_s: float) -> list[float]:

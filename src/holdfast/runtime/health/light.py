@@ -12,6 +12,7 @@ one. Use it with `core.health.Watch`:
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -37,6 +38,7 @@ from holdfast.runtime.health.host import HostReader
 from holdfast.runtime.health.kernel_log import KernelLog, Tally
 
 LINES_MAX = 200  # of the kernel's log, in one round
+BUSY = ("memory-available", "cpu-steal")
 KINDS = ("hardware", "pcie", "disk", "hung")
 
 
@@ -83,12 +85,12 @@ class LightChecks:
     def _look_at_host(self) -> list[Finding]:
         host, before = self._reader.sample(), self._host
         self._host = host
-        found = judge_memory(host.memory, self._limits)
+        found = [_at_most_warn(f) for f in judge_memory(host.memory, self._limits)]
         if host.ports:
             found.append(judge_ports(host))
         if before is not None:
             found += judge_memory_change(before, host, self._limits)
-            found += judge_cpu(before, host, self._limits)
+            found += [_at_most_warn(f) for f in judge_cpu(before, host, self._limits)]
         return found
 
     def _look_at_log(self) -> list[Finding]:
@@ -133,6 +135,13 @@ class LightChecks:
             if gpu.index in past:
                 found += judge_gpu_change(past[gpu.index], gpu)
         return found
+
+
+def _at_most_warn(finding: Finding) -> Finding:
+    """A busy machine is not a broken one: others find out that it is slow, and work moves on."""
+    if finding.grade is not Grade.FAIL or finding.check not in BUSY:
+        return finding
+    return replace(finding, grade=Grade.WARN)
 
 
 def _answer(watcher: Watcher, now: float, limits: Limits, kind: type[Any]) -> tuple[Any, str, bool]:
