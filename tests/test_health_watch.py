@@ -105,6 +105,7 @@ def test_skipped_is_no_evidence_either_way() -> None:
     assert story.rounds(*[SKIPPED] * 9) == ["healthy"] * 9
     story.rounds(FAIL)
     assert story.rounds(*[SKIPPED] * 20) == ["suspect"] * 20
+    assert story.rounds(FAIL, *[SKIPPED] * 20, FAIL)[-1] == "drain"
 
 
 def drained(policy: WatchPolicy = POLICY) -> Story:
@@ -127,6 +128,14 @@ def test_a_drained_node_is_taken_back_after_a_clean_probation() -> None:
     assert probation(story) == POLICY.probation_s / EVERY_S + 1
     assert story.watch.verdict == Verdict()
     assert "3 failed" in reason
+
+
+def test_what_was_once_seen_elsewhere_is_forgotten_with_the_drain() -> None:
+    story = Story()
+    story.round(FAIL, finding(FAIL, "gpu"))
+    assert story.rounds(FAIL, FAIL)[-1] == "drain"
+    probation(story)
+    assert story.rounds(OK) == ["healthy"]
 
 
 def test_the_reason_stays_the_same_during_a_probation() -> None:
