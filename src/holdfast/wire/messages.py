@@ -64,6 +64,25 @@ class StopRequest:
     reason: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerRequest:
+    """A measurement between two machines (`holdfast doctor --peer`); no part of any job."""
+
+    number: int
+    reply_bytes: int = 0  # how much the reply should carry
+    payload: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerReply:
+    """Its answer, with the times of the server's clock at which it came and went."""
+
+    number: int
+    received_s: float
+    answered_s: float
+    payload: bytes = b""
+
+
 KINDS: dict[int, type] = {
     1: WorkerStatus,
     2: WorkerDirective,
@@ -76,6 +95,8 @@ KINDS: dict[int, type] = {
     9: StopRequest,
     10: JoinRequest,
     11: JoinReply,
+    20: PeerRequest,
+    21: PeerReply,
 }
 _KIND_OF = {cls: kind for kind, cls in KINDS.items()}
 _ENCODER = msgspec.msgpack.Encoder()
