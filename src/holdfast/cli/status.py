@@ -60,9 +60,16 @@ def ask(run_dir: RunDir) -> dict[str, Any]:
     return found
 
 
+def _agent(agent: dict[str, Any]) -> str:
+    marks = [f"pid {agent['pid']}"]
+    marks += ["silent"] if agent["silent"] else []
+    marks += [f"draining: {agent['draining']}"] if agent["draining"] else []
+    return f"{agent['id']} ({', '.join(marks)})"
+
+
 def show(status: dict[str, Any]) -> None:
     console = Console()
-    agents = ", ".join(f"{a['id']} (pid {a['pid']})" for a in status["agents"])
+    agents = ", ".join(map(_agent, status["agents"]))
     console.print(
         f"[bold]{status['state']}[/bold]  view {status['view']}  step {status['step']}  "
         f"coordinator pid {status['coordinator']['pid']}  agents {agents}"

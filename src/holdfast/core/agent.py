@@ -217,8 +217,9 @@ class AgentMachine:
             case Connected():
                 urgent = True
             case Drained(reason, leave):
-                urgent = reason != self._draining
-                self._draining, self._leaves = reason, self._leaves or leave
+                if leave or not self._leaves:
+                    urgent = reason != self._draining
+                    self._draining, self._leaves = reason, leave
             case Tick():
                 pass
             case _:

@@ -111,6 +111,15 @@ CoordinatorEffect = Persist | SendDirective | Announce | Finish
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSnapshot:
+    agent: AgentId
+    incarnation: Incarnation
+    pid: int
+    silent: bool
+    draining: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorSnapshot:
     record: JobRecord
     step: int
@@ -224,7 +233,13 @@ class CoordinatorMachine:
             stop_view=self._stop_view,
             pending_view=self._pending_view,
             agents=tuple(
-                (name, node.incarnation, node.pid, name in attendance.silent)
+                NodeSnapshot(
+                    agent=name,
+                    incarnation=node.incarnation,
+                    pid=node.pid,
+                    silent=name in attendance.silent,
+                    draining=node.draining,
+                )
                 for name, node in sorted(roster.nodes.items())
             ),
             workers=tuple(s for _, s in sorted(roster.known().items())),

@@ -15,12 +15,15 @@ import os
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from holdfast.core import agent as machine
 from holdfast.core.errors import WireError, assert_never
+from holdfast.core.health import Health, Watch
 from holdfast.core.types import AgentId, Directive, Incarnation, WorkerId, WorkerStatus
 from holdfast.runtime.channel import Channel, connect
+from holdfast.runtime.health.light import light_checks
 from holdfast.runtime.lifetime import die_with_parent
 from holdfast.runtime.process import WorkerProcess, WorkerTemplate
 from holdfast.runtime.procfs import sample_process
@@ -29,6 +32,7 @@ from holdfast.runtime.secret import read_run_dir
 from holdfast.wire.messages import Address, AddressBook
 
 RECONNECT_S = 0.1
+HEALTH_S = 10.0  # between two rounds of light checks
 TICK_S_MIN = 0.01
 
 
@@ -36,11 +40,16 @@ class AgentServer:
     """Drives one AgentMachine; everything runs in one event loop."""
 
     def __init__(
-        self, core: machine.AgentMachine, template: WorkerTemplate, policy: machine.AgentPolicy
+        self,
+        core: machine.AgentMachine,
+        template: WorkerTemplate,
+        policy: machine.AgentPolicy,
+        health_directory: str = "",
     ) -> None:
         self._core = core
         self._template = template
         self._policy = policy
+        self._health_directory = health_directory  # of which the disk is watched; empty: no checks
         self._coordinator: Channel | None = None
         self._processes: dict[WorkerId, WorkerProcess] = {}
         self._spawning: dict[WorkerId, asyncio.Task[None]] = {}
@@ -56,6 +65,8 @@ class AgentServer:
             asyncio.ensure_future(self._talk(host, port, secret)),
             asyncio.ensure_future(self._watch()),
         ]
+        if self._health_directory:
+            tasks.append(asyncio.ensure_future(self._watch_health(self._health_directory)))
         await self._quit.wait()
         for process in list(self._processes.values()):
             await process.drained()
@@ -95,6 +106,24 @@ class AgentServer:
                 if sample is not None:
                     self._feed(machine.Sampled(worker, process.incarnation, sample))
             await asyncio.sleep(self._policy.freeze.sample_s)
+
+    async def _watch_health(self, directory: str) -> None:
+        """Ask to be drained while this machine fails its checks, and for a while after."""
+        checks, watch, drained = light_checks(directory), Watch(), ""
+        loop = asyncio.get_running_loop()
+        with ThreadPoolExecutor(1, "holdfast-health") as thread:  # what it asks is a lasting thread
+            try:
+                while True:
+                    now = time.monotonic()
+                    findings = await loop.run_in_executor(thread, checks.round, now)
+                    verdict = watch.observe(findings, now)
+                    reason = verdict.reason if verdict.health is Health.DRAIN else ""
+                    if reason != drained:
+                        drained = reason
+                        self._feed(machine.Drained(reason))
+                    await asyncio.sleep(HEALTH_S)
+            finally:
+                checks.close()
 
     def _feed(self, event: machine.AgentEvent) -> None:
         now = time.monotonic()
@@ -186,7 +215,9 @@ def main(argv: list[str]) -> int:
             options.name, Incarnation(options.incarnation), options.nproc, policy, os.getpid()
         )
         template = WorkerTemplate(run_dir=run_dir, spec=spec, host=options.host)
-        await AgentServer(core, template, policy).run(host, port, secret)
+        # Nobody can take over from the only node, so nothing would follow from its checks.
+        directory = str(run_dir.path) if spec.nodes_max > 1 else ""
+        await AgentServer(core, template, policy, directory).run(host, port, secret)
 
     asyncio.run(serve())
     return 0

@@ -283,7 +283,14 @@ class CoordinatorServer:
             "state": "over" if snapshot.finished else _job_state(snapshot),
             "coordinator": {"pid": os.getpid(), "term": record.term},
             "agents": [
-                {"id": a, "incarnation": i, "pid": p, "silent": s} for a, i, p, s in snapshot.agents
+                {
+                    "id": node.agent,
+                    "incarnation": node.incarnation,
+                    "pid": node.pid,
+                    "silent": node.silent,
+                    "draining": node.draining,
+                }
+                for node in snapshot.agents
             ],
             "workers": workers,
             "leader": view.leader if view else None,
