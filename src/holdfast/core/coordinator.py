@@ -30,7 +30,7 @@ from holdfast.core.formation import (
 )
 from holdfast.core.job import CoordinatorPolicy
 from holdfast.core.restart import bench, replace_lost
-from holdfast.core.roster import Roster
+from holdfast.core.roster import NodeSnapshot, Roster
 from holdfast.core.types import (
     NO_VIEW,
     RELEASE_ALL,
@@ -111,23 +111,12 @@ CoordinatorEffect = Persist | SendDirective | Announce | Finish
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeSnapshot:
-    agent: AgentId
-    incarnation: Incarnation
-    pid: int
-    silent: bool
-    draining: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorSnapshot:
     record: JobRecord
     step: int
     stop_view: ViewNumber
     pending_view: ViewNumber
-    agents: tuple[
-        tuple[AgentId, Incarnation, int, bool], ...
-    ]  # with the agent's pid, and if silent
+    agents: tuple[NodeSnapshot, ...]
     workers: tuple[WorkerStatus, ...]
     waiting_nodes: tuple[AgentId, ...]
     finished: bool
@@ -232,16 +221,7 @@ class CoordinatorMachine:
             step=self._step,
             stop_view=self._stop_view,
             pending_view=self._pending_view,
-            agents=tuple(
-                NodeSnapshot(
-                    agent=name,
-                    incarnation=node.incarnation,
-                    pid=node.pid,
-                    silent=name in attendance.silent,
-                    draining=node.draining,
-                )
-                for name, node in sorted(roster.nodes.items())
-            ),
+            agents=roster.snapshot(attendance.silent),
             workers=tuple(s for _, s in sorted(roster.known().items())),
             waiting_nodes=attendance.waiting,
             finished=self._finished,

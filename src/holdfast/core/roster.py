@@ -6,7 +6,7 @@ is counted from the newest report or, for a node that has not spoken yet, from t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -52,6 +52,15 @@ class Place:
     respawn_at: float | None = None  # set while nothing should run here
     strikes: int = 0  # losses without a clean probation in between
     member_since: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSnapshot:
+    agent: AgentId
+    incarnation: Incarnation
+    pid: int
+    silent: bool
+    draining: str
 
 
 class Roster:
@@ -211,6 +220,18 @@ class Roster:
         if status is None or status.incarnation > incarnation:
             return True
         return status.incarnation == incarnation and not status.stage.alive
+
+    def snapshot(self, silent: Collection[AgentId]) -> tuple[NodeSnapshot, ...]:
+        return tuple(
+            NodeSnapshot(
+                agent=name,
+                incarnation=node.incarnation,
+                pid=node.pid,
+                silent=name in silent,
+                draining=node.draining,
+            )
+            for name, node in sorted(self.nodes.items())
+        )
 
     def all_exited(self) -> bool:
         stages = [s.stage for s in self.known().values()]
