@@ -22,6 +22,7 @@ SPEC = JobSpec(
     script="train.py",
     args=("--steps", "3"),
     cwd="/",
+    election="",
     nproc=1,
     nodes_min=1,
     nodes_max=1,

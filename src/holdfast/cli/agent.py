@@ -10,9 +10,10 @@ import socket
 import sys
 from pathlib import Path
 
-from holdfast.core.errors import UserError, WireError
+from holdfast.core.errors import UserError, WireError, WorldError
 from holdfast.core.types import AgentId
 from holdfast.runtime.channel import connect
+from holdfast.runtime.election import locate
 from holdfast.runtime.launcher import Node, incarnation_now, launch_node
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.secret import load_secret
@@ -27,7 +28,12 @@ def parser() -> argparse.ArgumentParser:
         description="Add this machine to a running job. The script must be at the same path here "
         "as where the job was started.",
     )
-    found.add_argument("--join", required=True, metavar="HOST:PORT", help="the job's coordinator")
+    found.add_argument(
+        "--join",
+        required=True,
+        metavar="HOST:PORT",
+        help="the job's coordinator, or the URL where coordinators are elected",
+    )
     found.add_argument(
         "--nproc", type=int, metavar="N", help="workers here (default: as on the first node)"
     )
@@ -54,7 +60,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
-    host, port = _address(options.join)
+    elected = options.join.startswith(("etcd://", "etcds://"))
+    host, port = _elected(options.join) if elected else _address(options.join)
     if options.nproc is not None and options.nproc < 1:
         raise UserError(f"--nproc {options.nproc}: at least 1 worker is needed")
     secret = load_secret(os.environ, file=options.secret_file, run_dir=options.run_dir)
@@ -73,7 +80,8 @@ def main(argv: list[str]) -> int:
             name=name,
             nproc=options.nproc or spec.nproc,
             host=options.host or reply.seen_as,
-            coordinator=(host, port),
+            coordinator=None if elected else (host, port),
+            election=options.join if elected else "",
             first_incarnation=incarnation_now() if options.name else 1,
         )
     )
@@ -96,6 +104,16 @@ def ask(host: str, port: int, secret: bytes) -> JoinReply:
     if reply is None:
         raise UserError(f"{host}:{port} closed the connection: is the job over?")
     return reply
+
+
+def _elected(url: str) -> tuple[str, int]:
+    try:
+        found = asyncio.run(locate(url))
+    except WorldError as error:
+        raise UserError(f"cannot join by {url}: {error}") from None
+    if found is None:
+        raise UserError(f"no coordinator is in office at {url}: start the job first")
+    return found.host, found.port
 
 
 def _address(text: str) -> tuple[str, int]:

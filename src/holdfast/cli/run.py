@@ -11,6 +11,7 @@ from pathlib import Path
 
 from holdfast.core.errors import UserError
 from holdfast.core.job import JobSpec
+from holdfast.runtime.election import parse_election
 from holdfast.runtime.launcher import launch_job
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.secret import SECRET_BYTES_MIN, VARIABLE, load_secret
@@ -97,6 +98,13 @@ def _add_nodes(found: argparse.ArgumentParser) -> None:
         help="address of this machine to listen on, by which other nodes reach it "
         "(default 127.0.0.1: this machine only)",
     )
+    found.add_argument(
+        "--election",
+        default="",
+        metavar="URL",
+        help="elect the coordinator in etcd, so that others can take over by `holdfast "
+        "coordinator`: etcd://HOST[:PORT],.../JOB",
+    )
     found.add_argument("--port", type=int, default=0, help="to listen on (default: a free one)")
     found.add_argument(
         "--secret-file",
@@ -146,6 +154,8 @@ def make_spec(options: argparse.Namespace) -> JobSpec:
         raise UserError(
             f"--host {options.host!r}: name one address, by which other nodes reach this machine"
         )
+    if options.election:
+        parse_election(options.election)
     if options.abandon_s < 2 * options.lease_s:
         raise UserError(f"--abandon-s {options.abandon_s} must be at least twice --lease-s")
     for flag in ("threads", "losses_max", "hang_s", "lease_s"):
@@ -156,6 +166,7 @@ def make_spec(options: argparse.Namespace) -> JobSpec:
     return JobSpec(
         job=secrets.token_hex(8),
         cwd=os.getcwd(),
+        election=options.election,
         script=str(options.script),
         args=tuple(options.args),
         nproc=options.nproc,

@@ -11,8 +11,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from holdfast.core.errors import UserError
+from holdfast.core.errors import UserError, WorldError
 from holdfast.runtime.channel import connect
+from holdfast.runtime.election import locate
 from holdfast.runtime.rundir import RunDir
 from holdfast.wire.messages import StatusReply, StatusRequest
 
@@ -34,6 +35,20 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def find(run_dir: RunDir) -> tuple[str, int]:
+    """Where the coordinator is. UserError."""
+    election = run_dir.spec().election if run_dir.job.exists() else ""
+    if not election:
+        return run_dir.address()
+    try:
+        found = asyncio.run(locate(election))
+    except WorldError as error:
+        raise UserError(f"cannot look up the coordinator at {election}: {error}") from None
+    if found is None:
+        raise UserError(f"no coordinator is in office at {election} just now: ask again")
+    return found.host, found.port
+
+
 def ask(run_dir: RunDir) -> dict[str, Any]:
     """The coordinator's answer. UserError when there is no run, or it is over or unreachable."""
     secret = run_dir.secret()
@@ -41,7 +56,7 @@ def ask(run_dir: RunDir) -> dict[str, Any]:
     if outcome is not None:
         how = "it succeeded" if outcome == "" else f"it failed: {outcome.splitlines()[0]}"
         raise UserError(f"the run in {run_dir.path} is over: {how}")
-    host, port = run_dir.address()
+    host, port = find(run_dir)
 
     async def question() -> StatusReply | None:
         channel = await connect(host, port, secret)

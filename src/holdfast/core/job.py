@@ -29,6 +29,7 @@ class JobSpec:
     script: str
     args: tuple[str, ...]
     cwd: str
+    election: str  # where coordinators are elected; empty: there is only the launcher's
     nproc: int  # workers of the first node
     nodes_min: int
     nodes_max: int

@@ -15,14 +15,16 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from holdfast.core import agent as machine
-from holdfast.core.errors import WireError, assert_never
+from holdfast.core.errors import WorldError, assert_never
 from holdfast.core.health import Health, Watch
 from holdfast.core.types import AgentId, Directive, Incarnation, WorkerId, WorkerStatus
 from holdfast.runtime.channel import Channel, connect
+from holdfast.runtime.election import locate
 from holdfast.runtime.health.light import light_checks
 from holdfast.runtime.lifetime import die_with_parent
 from holdfast.runtime.process import WorkerProcess, WorkerTemplate
@@ -30,6 +32,8 @@ from holdfast.runtime.procfs import sample_process
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.secret import read_run_dir
 from holdfast.wire.messages import Address, AddressBook
+
+Find = Callable[[], Awaitable[tuple[str, int]]]
 
 RECONNECT_S = 0.1
 HEALTH_S = 10.0  # between two rounds of light checks
@@ -56,13 +60,16 @@ class AgentServer:
         self._quit = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
 
-    async def run(self, host: str, port: int, secret: bytes) -> None:
-        """Serve until the job is over and every worker has ended."""
+    async def run(self, find: Find, secret: bytes) -> None:
+        """Serve until the job is over and every worker has ended.
+
+        `find` tells where the coordinator is, each time anew: another one may be in office by then.
+        """
         leave = machine.Drained("it was asked to leave", leave=True)
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, lambda: self._feed(leave))
         tasks = [
-            asyncio.ensure_future(self._talk(host, port, secret)),
+            asyncio.ensure_future(self._talk(find, secret)),
             asyncio.ensure_future(self._watch()),
         ]
         if self._health_directory:
@@ -75,12 +82,12 @@ class AgentServer:
         for task in tasks:
             task.cancel()
 
-    async def _talk(self, host: str, port: int, secret: bytes) -> None:
+    async def _talk(self, find: Find, secret: bytes) -> None:
         """Keep a connection to the coordinator, for ever: it may be restarted at any time."""
         refused = ""
         while True:
             try:
-                self._coordinator = await connect(host, port, secret)
+                self._coordinator = await connect(*await find(), secret)
                 self._feed(machine.Connected())
                 while (m := await self._coordinator.receive(Directive, AddressBook)) is not None:
                     if isinstance(m, Directive):
@@ -88,7 +95,7 @@ class AgentServer:
                     else:
                         for process in self._processes.values():
                             process.send(m)
-            except WireError as error:
+            except WorldError as error:
                 if str(error) != refused:
                     refused = str(error)
                     print(f"holdfast: agent: {error}", file=sys.stderr, flush=True)
@@ -197,6 +204,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="holdfast.runtime.agent")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--coordinator", nargs=2, metavar=("HOST", "PORT"))
+    parser.add_argument("--election", metavar="URL", help="instead: where coordinators are elected")
     parser.add_argument("--name", type=AgentId)
     parser.add_argument("--incarnation", type=int)
     parser.add_argument("--nproc", type=int)
@@ -207,7 +215,14 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides what Ctrl-C means
     run_dir = RunDir(options.run_dir)
     spec, secret = run_dir.spec(), read_run_dir(run_dir.path)
-    host, port = options.coordinator[0], int(options.coordinator[1])
+
+    async def find() -> tuple[str, int]:
+        if options.election is None:
+            return options.coordinator[0], int(options.coordinator[1])
+        found = await locate(options.election)
+        if found is None:
+            raise OSError("no coordinator is in office")
+        return found.host, found.port
 
     async def serve() -> None:
         policy = machine.AgentPolicy(heartbeat_s=spec.lease_s / 5, lease=spec.lease())
@@ -217,7 +232,7 @@ def main(argv: list[str]) -> int:
         template = WorkerTemplate(run_dir=run_dir, spec=spec, host=options.host)
         # Nobody can take over from the only node, so nothing would follow from its checks.
         directory = str(run_dir.path) if spec.nodes_max > 1 else ""
-        await AgentServer(core, template, policy, directory).run(host, port, secret)
+        await AgentServer(core, template, policy, directory).run(find, secret)
 
     asyncio.run(serve())
     return 0

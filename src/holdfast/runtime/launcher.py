@@ -25,22 +25,28 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One machine's part in a job. `host` is its address as other nodes know it."""
+    """One machine's part in a job. `host` is its address as other nodes know it.
+
+    The coordinator is at `coordinator` or, if that is None, elected at `election`.
+    """
 
     run_dir: RunDir
     name: AgentId
     nproc: int
     host: str
-    coordinator: tuple[str, int]
+    coordinator: tuple[str, int] | None
+    election: str = ""
     first_incarnation: int = 1
 
     def agent(self) -> Kept:
-        host, port = self.coordinator
+        where = ["--election", self.election]
+        if self.coordinator is not None:
+            where = ["--coordinator", self.coordinator[0], str(self.coordinator[1])]
 
         def command(starts: int) -> list[str]:
             return [
                 *(sys.executable, "-m", "holdfast.runtime.agent", str(self.run_dir.path)),
-                *("--coordinator", host, str(port), "--name", self.name, "--host", self.host),
+                *(*where, "--name", self.name, "--host", self.host),
                 *("--incarnation", str(self.first_incarnation + starts - 1)),
                 *("--nproc", str(self.nproc), "--parent", str(os.getpid())),
             ]
@@ -57,16 +63,24 @@ def launch_job(run_dir: RunDir, spec: JobSpec, host: str, port: int) -> int:
     with listener:
         address: tuple[str, int] = listener.getsockname()[:2]
         if spec.nodes_max > 1:
-            where = f"{address[0]}:{address[1]}"
+            where = spec.election or f"{address[0]}:{address[1]}"
             print(
                 f"holdfast: further nodes join with: holdfast agent --join {where}",
                 file=sys.stderr,
                 flush=True,
             )
         node = Node(
-            run_dir=run_dir, name=FIRST_NODE, nproc=spec.nproc, host=host, coordinator=address
+            run_dir=run_dir,
+            name=FIRST_NODE,
+            nproc=spec.nproc,
+            host=host,
+            coordinator=None if spec.election else address,
+            election=spec.election,
         )
-        interrupted = Supervisor([_coordinator(run_dir, listener), node.agent()]).run()
+        coordinator = _coordinator(run_dir, spec, listener, host)
+        interrupted = Supervisor([coordinator, node.agent()]).run()
+    if spec.election and run_dir.outcome() is None:  # another coordinator has seen the end
+        return INTERRUPTED if interrupted else (coordinator.code or 0)
     outcome = run_dir.outcome()
     record = run_dir.load_record()
     if outcome is None and record is not None:  # decided and journaled, but not yet written out
@@ -88,11 +102,13 @@ def incarnation_now() -> int:
     return int(time.time())
 
 
-def _coordinator(run_dir: RunDir, listener: socket.socket) -> Kept:
+def _coordinator(run_dir: RunDir, spec: JobSpec, listener: socket.socket, host: str) -> Kept:
+    election = ["--election", spec.election, "--host", host] if spec.election else []
+
     def command(starts: int) -> list[str]:
         return [
             *(sys.executable, "-m", "holdfast.runtime.coordinator", str(run_dir.path)),
-            *(str(listener.fileno()), str(os.getpid())),
+            *(str(listener.fileno()), str(os.getpid()), *election),
         ]
 
     return Kept("coordinator", command, ends_with=(0, 1), pass_fds=[listener.fileno()])

@@ -33,6 +33,7 @@ class Kept:
     running: list[subprocess.Popen[bytes]] = field(default_factory=list)  # none or one
     pidfd: int = -1
     starts: list[float] = field(default_factory=list)
+    code: int | None = None  # with which it ended last
 
 
 class Supervisor:
@@ -87,13 +88,13 @@ class Supervisor:
     def _ended(self, kept: Kept) -> bool:
         """One process has gone: start it again, or let the others end as well."""
         os.close(kept.pidfd)
-        code = kept.running.pop().wait()
+        code = kept.code = kept.running.pop().wait()
         if code in kept.ends_with:
             deadline = time.monotonic() + FAREWELL_S
             for other in self._kept:
                 for popen in other.running:
                     with contextlib.suppress(subprocess.TimeoutExpired):
-                        popen.wait(max(deadline - time.monotonic(), 0.1))
+                        other.code = popen.wait(max(deadline - time.monotonic(), 0.1))
             return True
         recent = [t for t in kept.starts if t > time.monotonic() - RESTART_WINDOW_S]
         if len(recent) > RESTARTS_MAX:
