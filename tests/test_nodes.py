@@ -57,7 +57,8 @@ def run(lab: Lab, tmp_path: Path) -> Iterator[LabRun]:
 
 def outcome(run: LabRun) -> str:
     assert run.wait(RUN_S) == 0, run.story()
-    return run.out[-1]
+    (line,) = run.last_lines()
+    return line
 
 
 def until_step(run: LabRun, more: int = 1) -> float:
@@ -104,6 +105,7 @@ def test_a_pair_of_nodes_that_lose_each_other(run: LabRun, expected: str) -> Non
     assert outcome(run) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direction", [Direction.IN, Direction.OUT])
 def test_a_node_that_is_heard_or_hears_no_more(
     run: LabRun, expected: str, direction: Direction
@@ -117,6 +119,7 @@ def test_a_node_that_is_heard_or_hears_no_more(
     assert outcome(run) == expected
 
 
+@pytest.mark.slow
 def test_a_node_that_dies_with_all_it_runs(run: LabRun, expected: str) -> None:
     run.lab.hosts[2].crash()
     run.until(lambda: run.status()["view"] > 1, RUN_S, "the others go on without it")
@@ -126,6 +129,7 @@ def test_a_node_that_dies_with_all_it_runs(run: LabRun, expected: str) -> None:
     assert outcome(run) == expected
 
 
+@pytest.mark.slow
 def test_the_coordinators_node_is_cut_off_from_all_others(run: LabRun, expected: str) -> None:
     """Two of three workers are on the other side; still only the coordinator's side may go on."""
     lab = run.lab
@@ -175,7 +179,8 @@ def test_training_goes_on_while_there_is_no_coordinator(run: LabRun, expected: s
     assert [e for e in run.events("view") if e["view"] > 1] == []
 
 
-@pytest.mark.parametrize("percent", [5, pytest.param(15, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("percent", [5, 15, 30])
 def test_a_network_that_loses_packets(run: LabRun, expected: str, percent: int) -> None:
     fault = run.lab.drop(run.lab.hosts[2], percent)
     assert until_step(run, 20) < RUN_S

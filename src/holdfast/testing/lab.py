@@ -17,7 +17,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from holdfast.testing.network import Host, Lab
 from holdfast.testing.run import LocalRun
@@ -36,6 +36,7 @@ class LabRun(LocalRun):
     ) -> None:
         self.lab = lab
         self.nodes: list[subprocess.Popen[Any]] = []  # the agents' launchers, from host 1 on
+        self._outputs: list[Path] = []
         first = lab.hosts[0]
         least = len(lab.hosts) if nodes_min is None else nodes_min
         nodes = ["--nodes-min", str(least), "--nodes-max", str(len(lab.hosts))]
@@ -62,18 +63,30 @@ class LabRun(LocalRun):
     def join(self, host: Host) -> subprocess.Popen[Any]:
         """Have a host join the job (again)."""
         address, port = self.run_dir.address()
-        node = host.popen(
+        self._outputs.append(self.run_dir.path / f"node{host.index}-{len(self.nodes)}.out")
+        with open(self._outputs[-1], "wb") as output:
+            node = self._join(host, address, port, output)
+        self.nodes.append(node)
+        return node
+
+    def last_lines(self) -> set[str]:
+        """The last line that each node has printed; only that of the leader says much."""
+        printed = ["\n".join(self.out), *(path.read_text() for path in self._outputs)]
+        return {text.splitlines()[-1] for text in printed if text.strip()}
+
+    def _join(
+        self, host: Host, address: str, port: int, output: IO[bytes]
+    ) -> subprocess.Popen[Any]:
+        return host.popen(
             [
                 *(sys.executable, "-m", "holdfast.cli.main", "agent"),
                 *("--join", f"{address}:{port}", "--name", f"node{host.index}"),
                 *("--run-dir", str(self.run_dir.path)),
             ],
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
+            stdout=output,
             stderr=subprocess.DEVNULL,
         )
-        self.nodes.append(node)
-        return node
 
     def status(self) -> dict[str, Any]:
         with self.lab.hosts[0].entered():
