@@ -7,6 +7,7 @@ at the same address.
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import time
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from holdfast.core.errors import UserError
 from holdfast.core.job import JobSpec
 from holdfast.core.types import AgentId
-from holdfast.runtime.coordinator_server import CONNECTING_MAX
+from holdfast.runtime.coordinator_server import CONNECTING_MAX, DEPOSED
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.supervise import Kept, Supervisor
 
@@ -111,4 +112,10 @@ def _coordinator(run_dir: RunDir, spec: JobSpec, listener: socket.socket, host: 
             *(str(listener.fileno()), str(os.getpid()), *election),
         ]
 
-    return Kept("coordinator", command, ends_with=(0, 1), pass_fds=[listener.fileno()])
+    return Kept(
+        "coordinator",
+        command,
+        ends_with=(0, 1),
+        excused=(DEPOSED, -signal.SIGALRM),  # not in office any more: it stands by again
+        pass_fds=[listener.fileno()],
+    )

@@ -29,10 +29,12 @@ class Kept:
     name: str
     command: Callable[[int], list[str]]
     ends_with: Collection[int] = (0,)
+    excused: Collection[int] = ()  # it is started again after these, however often
     pass_fds: Sequence[int] = ()
     running: list[subprocess.Popen[bytes]] = field(default_factory=list)  # none or one
     pidfd: int = -1
-    starts: list[float] = field(default_factory=list)
+    starts: int = 0
+    crashes: list[float] = field(default_factory=list)
     code: int | None = None  # with which it ended last
 
 
@@ -96,17 +98,20 @@ class Supervisor:
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         other.code = popen.wait(max(deadline - time.monotonic(), 0.1))
             return True
-        recent = [t for t in kept.starts if t > time.monotonic() - RESTART_WINDOW_S]
-        if len(recent) > RESTARTS_MAX:
-            raise SystemExit(f"holdfast: the {kept.name} died {len(recent)} times in a minute")
-        _say(f"the {kept.name} died ({code}) and is restarted")
+        if code not in kept.excused:
+            now = time.monotonic()
+            kept.crashes = [t for t in kept.crashes if t > now - RESTART_WINDOW_S] + [now]
+            if len(kept.crashes) > RESTARTS_MAX:
+                count = len(kept.crashes)
+                raise SystemExit(f"holdfast: the {kept.name} died {count} times in a minute")
+            _say(f"the {kept.name} died ({code}) and is restarted")
         self._start(kept)
         return False
 
     def _start(self, kept: Kept) -> None:
-        kept.starts.append(time.monotonic())
+        kept.starts += 1
         popen = subprocess.Popen(
-            kept.command(len(kept.starts)),
+            kept.command(kept.starts),
             stdin=subprocess.DEVNULL,
             pass_fds=kept.pass_fds,
             start_new_session=True,
