@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from etcd_cluster import EtcdCluster
+from etcd_cluster import EtcdCluster, free_ports
 from holdfast.core.errors import UserError
 from holdfast.core.types import AgentId, AgentReport, Directive, Incarnation, JobRecord
 from holdfast.runtime.channel import Channel, connect
@@ -266,6 +266,23 @@ def test_ctrl_c_at_a_standby_of_the_launcher_ends_the_job(
             assert first.wait(WAIT_S) == 1
             assert standby.wait(WAIT_S) == 1
     assert [run_dir.outcome() for run_dir in run_dirs] == ["interrupted", "interrupted"]
+
+
+def test_ctrl_c_while_nobody_can_stop_the_job_stops_it_later(
+    cluster: EtcdCluster, tmp_path: Path
+) -> None:
+    url, run_dir = cluster.url(tmp_path.name, LONG_TTL_S), RunDir(tmp_path / "run")
+    run_dir.create(SPEC)
+    dead = free_ports(1)[0]
+    office = asyncio.run(open_election(url).campaign(HOST, dead, print))
+    with CoordinatorProcess(run_dir, "--election", url) as standby:
+        assert standby.stderr is not None
+        assert f"{HOST}:{dead} is in office, term 1" in standby.stderr.readline()
+        standby.send_signal(signal.SIGTERM)
+        assert "cannot reach the coordinator in office" in standby.stderr.readline()
+        asyncio.run(office.resign())
+        assert standby.wait(WAIT_S) == 1
+    assert run_dir.outcome() == "interrupted"
 
 
 async def end_job(where: Incumbent, secret: bytes) -> None:
