@@ -204,6 +204,7 @@ CASES = [
     ("clock", peer(offset_s=1.2), FAIL, "1200.00 ms ahead"),
     ("clock", peer(offset_s=0.15, round_trip_s=0.2), OK, "give or take 100"),
     ("network-send", peer(sent_per_s=99e6), WARN, "99 MB/s"),
+    ("network-ports", peer(stream_failure="timed out"), FAIL, "timed out"),
     ("network-receive", peer(received_per_s=9e6), FAIL, "9 MB/s"),
 ]
 
