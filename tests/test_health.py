@@ -169,7 +169,9 @@ CASES = [
     ("processes", allowance(processes=1000), WARN, "1000"),
     ("processes", allowance(processes=100), FAIL, "100"),
     ("shared-memory", allowance(), OK, "8192 of 8192"),
-    ("shared-memory", allowance(shared_bytes=64 * MIB), FAIL, "of 64"),  # a container's default
+    ("shared-memory", allowance(shared_bytes=64 * MIB), WARN, "of 64"),  # a container's default
+    ("shared-memory", allowance(65 * MIB, shared_free_bytes=64 * MIB), FAIL, "need 65"),
+    ("shared-memory", allowance(shared_bytes=MIB), FAIL, "of 1"),
     ("shared-memory", allowance(shared_bytes=512 * MIB), WARN, "of 512"),
     ("shared-memory", allowance(9 * GIB), FAIL, "need 9216"),
     ("shared-memory", allowance(7 * GIB), OK, "need 7168"),
