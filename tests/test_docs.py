@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import re
 from pathlib import Path
 
 import holdfast
@@ -45,3 +47,19 @@ def test_the_public_surface() -> None:
         "worker",
     ]
     assert [n for n in dir(holdfast.Step) if not n.startswith("_")] == ["backward"]
+
+
+def test_every_health_check_is_on_its_page() -> None:
+    """What a table or a drained node names can be looked up: checks, and the names of speeds."""
+    page = (ROOT / "docs" / "doctor.md").read_text()
+    runtime = ROOT / "src/holdfast/runtime"
+    paths = [*(ROOT / "src/holdfast/core").glob("checks_*.py")]
+    paths += [runtime / "doctor.py", runtime / "health" / "light.py"]
+    names = set()
+    for node in (n for path in paths for n in ast.walk(ast.parse(path.read_text()))):
+        if isinstance(node, ast.keyword) and node.arg == "check":
+            names |= {node.value.value} if isinstance(node.value, ast.Constant) else set()
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names |= set(re.findall(r"^[a-z]+(?:-[a-z]+)+$", node.value))
+    assert {"disk", "cpu-pressure", "gpu-ecc", "arithmetic-gpu"} <= names
+    assert [name for name in sorted(names) if f"`{name}`" not in page] == []

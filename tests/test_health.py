@@ -169,7 +169,9 @@ CASES = [
     ("processes", allowance(processes=1000), WARN, "1000"),
     ("processes", allowance(processes=100), FAIL, "100"),
     ("shared-memory", allowance(), OK, "8192 of 8192"),
-    ("shared-memory", allowance(shared_bytes=64 * MIB), FAIL, "of 64"),  # a container's default
+    ("shared-memory", allowance(shared_bytes=64 * MIB), WARN, "of 64"),  # a container's default
+    ("shared-memory", allowance(65 * MIB, shared_free_bytes=64 * MIB), FAIL, "need 65"),
+    ("shared-memory", allowance(shared_bytes=MIB), FAIL, "of 1"),
     ("shared-memory", allowance(shared_bytes=512 * MIB), WARN, "of 512"),
     ("shared-memory", allowance(9 * GIB), FAIL, "need 9216"),
     ("shared-memory", allowance(7 * GIB), OK, "need 7168"),
@@ -204,6 +206,7 @@ CASES = [
     ("clock", peer(offset_s=1.2), FAIL, "1200.00 ms ahead"),
     ("clock", peer(offset_s=0.15, round_trip_s=0.2), OK, "give or take 100"),
     ("network-send", peer(sent_per_s=99e6), WARN, "99 MB/s"),
+    ("network-ports", peer(stream_failure="timed out"), FAIL, "timed out"),
     ("network-receive", peer(received_per_s=9e6), FAIL, "9 MB/s"),
 ]
 

@@ -8,6 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from holdfast.core.checks_peers import PeerSample
 from holdfast.core.exact import NARROW, WIDE, digest_of
 from holdfast.runtime.channel import connect
-from holdfast.runtime.health import compute, disk, kernel_log, network
+from holdfast.runtime.health import compute, disk, kernel_log, network, stream
 from holdfast.runtime.health.host import HostReader
 from holdfast.runtime.health.kernel_log import KernelLog, Tally, parse_record, read_log
 from holdfast.runtime.health.network import PeerServer, ServePolicy, measure_peer
@@ -451,7 +452,8 @@ def test_a_peer_is_measured() -> None:
     assert abs(sample.offset_s) <= sample.round_trip_s, "one clock cannot differ from itself"
     assert sample.sent_per_s
     assert sample.received_per_s
-    assert sample.moved_bytes >= 2 * network.BLOCK_BYTES
+    assert sample.moved_bytes >= 2 * stream.BLOCK_BYTES
+    assert sample.stream_failure == ""
 
 
 @pytest.mark.parametrize("wrong_s", [-7.0, 0.5, 3600.0])
@@ -471,30 +473,77 @@ def test_nobody_is_there() -> None:
     assert "refused" in sample.failure or "Connect call failed" in sample.failure
 
 
-@pytest.mark.parametrize(
-    "request_",
-    [
-        PeerRequest(number=0, reply_bytes=network.BLOCK_BYTES + 1),
-        PeerRequest(number=0, reply_bytes=-1),
-        PeerRequest(number=0, payload=bytes(network.BLOCK_BYTES + 1)),
-    ],
-)
-def test_a_server_gives_bounded_blocks(request_: PeerRequest) -> None:
+def test_a_port_that_is_not_reached_is_told_apart_from_a_dead_peer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refused(*args: object) -> None:
+        raise ConnectionRefusedError("Connection refused")
+
+    monkeypatch.setattr(network, "send_stream", refused)
+    monkeypatch.setattr(stream, "SILENCE_S", 0.05)
+    sample = measured()
+    assert (sample.failure, sample.stream_failure) == ("", "Connection refused")
+    assert sample.round_trip_s > 0
+
+
+def test_a_server_answers_a_bounded_number_of_questions() -> None:
+    assert measured(policy=ServePolicy(messages_max=3)).failure
+    one = measured(policy=ServePolicy(streams_max=1))
+    assert (one.failure, bool(one.stream_failure)) == ("", True)
+
+
+def test_a_server_knows_two_directions() -> None:
     async def ask(port: int) -> object:
         channel = await connect("127.0.0.1", port, SECRET)
-        channel.send(request_)
+        channel.send(PeerRequest(number=0, stream="sideways"))
         return await channel.receive(PeerReply)
 
     found, said = against_a_server(ask)
     assert found is None
-    assert any("block" in line for line in said)
+    assert any("sideways" in line for line in said)
 
 
-def test_a_server_moves_bounded_bytes() -> None:
-    policy = ServePolicy(connection_bytes_max=3 * network.BLOCK_BYTES)
-    assert measured(policy=policy).failure
-    few = ServePolicy(messages_max=3)
-    assert measured(policy=few).failure
+@contextlib.contextmanager
+def accepting(direction: str) -> Iterator[tuple[stream.Acceptor, Future[int]]]:
+    acceptor = stream.Acceptor.open("127.0.0.1", direction)
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(acceptor.run)
+        yield acceptor, future
+
+
+def test_a_stream_is_let_in_by_its_token_only() -> None:
+    with accepting("up") as (acceptor, future):
+        wrong, port = bytes(stream.TOKEN_BYTES), acceptor.port
+        with pytest.raises(OSError, match=r"early|reset|not connected"):
+            stream.send_stream("127.0.0.1", port, wrong, 0.0)
+        with pytest.raises(ConnectionError, match="wrong token"):
+            future.result(WAIT_S)
+        with pytest.raises(OSError, match="refused"):
+            stream.send_stream("127.0.0.1", port, acceptor.token, 0.0)
+
+
+def test_every_byte_of_a_stream_is_counted() -> None:
+    with accepting("up") as (acceptor, future):
+        moved, rate = stream.send_stream("127.0.0.1", acceptor.port, acceptor.token, 0.0)
+        assert moved == stream.BLOCK_BYTES == future.result(WAIT_S)
+        assert rate > 0
+
+
+@pytest.mark.parametrize("direction", ["up", "down"])
+def test_a_stream_is_bounded_by_the_server(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client would go on for a minute; the server's limit of bytes ends it."""
+    monkeypatch.setattr(stream, "STREAM_BYTES_MAX", 3 * stream.BLOCK_BYTES)
+    with accepting(direction) as (acceptor, future):
+        client = stream.send_stream if direction == "up" else stream.receive_stream
+        moved, _ = client("127.0.0.1", acceptor.port, acceptor.token, 60.0)
+        assert moved <= 4 * stream.BLOCK_BYTES
+        assert future.result(WAIT_S) <= 4 * stream.BLOCK_BYTES
+
+
+def test_a_stream_that_nobody_comes_for_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "SILENCE_S", 0.01)
+    with pytest.raises(OSError, match="timed out"):
+        stream.Acceptor.open("127.0.0.1", "up").run()
 
 
 def test_a_server_lets_in_a_bounded_number() -> None:

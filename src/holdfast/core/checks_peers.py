@@ -57,6 +57,7 @@ class PeerSample:
     sent_per_s: float | None = None
     received_per_s: float | None = None
     moved_bytes: int = 0
+    stream_failure: str = ""  # what kept bandwidth from being measured
 
 
 def judge_peer(sample: PeerSample, limits: Limits) -> list[Finding]:
@@ -85,6 +86,16 @@ def judge_peer(sample: PeerSample, limits: Limits) -> list[Finding]:
         ),
         judge_clock(sample, limits),
     ]
+    if sample.stream_failure:
+        found.append(
+            Finding(
+                check="network-ports",
+                subject=sample.peer,
+                grade=Grade.FAIL,
+                reason=f"a port of the system's choice was not reached: {sample.stream_failure}",
+                advice="gloo and NCCL need such ports: let the firewall pass them between nodes",
+            )
+        )
     speeds = (("network-send", sample.sent_per_s), ("network-receive", sample.received_per_s))
     for check, rate in speeds:
         if rate is None:
@@ -98,7 +109,7 @@ def judge_peer(sample: PeerSample, limits: Limits) -> list[Finding]:
                 value=round(rate / 1e6, 1),
                 unit="MB/s",
                 limit=limit_text("below", limits.network, 1e6) + " MB/s",
-                reason=f"{rate / 1e6:.0f} MB/s, authenticated, on one connection",
+                reason=f"{rate / 1e6:.0f} MB/s on one connection",
                 advice="" if grade is Grade.OK else "look at link speed, cables and switch",
             )
         )

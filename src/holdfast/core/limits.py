@@ -33,7 +33,7 @@ class Limits:
     # What processes may have.
     open_files: Pair = (4096, 512)
     processes: Pair = (4096, 512)
-    shared_memory_bytes: Pair = (1 * GIB, 65 * MIB)  # containers are given 64 MiB by default
+    shared_memory_bytes: Pair = (1 * GIB, 16 * MIB)  # or what the data loaders need, if told
 
     # Disk.
     disk_free_bytes: Pair = (10 * GIB, 1 * GIB)

@@ -69,8 +69,7 @@ class PeerRequest:
     """A measurement between two machines (`holdfast doctor --peer`); no part of any job."""
 
     number: int
-    reply_bytes: int = 0  # how much the reply should carry
-    payload: bytes = b""
+    stream: str = ""  # "up" or "down": open a port for a stream of plain bytes that way
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +79,8 @@ class PeerReply:
     number: int
     received_s: float
     answered_s: float
-    payload: bytes = b""
+    stream_port: int = 0  # where one connection is awaited that begins with the token
+    stream_token: bytes = b""
 
 
 KINDS: dict[int, type] = {

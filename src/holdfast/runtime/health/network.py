@@ -1,7 +1,7 @@
 """The way to a peer: round trip, clock and bandwidth, over channels that know the job's secret.
 
-One request and one reply do everything: a reply carries two time stamps of the server and as many
-bytes as were asked for. Every side bounds messages, bytes and time by itself.
+A reply carries two time stamps of the server; one that is asked for a stream also says where plain
+bytes may be sent or fetched (stream.py). Every side bounds messages, bytes and time by itself.
 """
 
 from __future__ import annotations
@@ -11,19 +11,16 @@ import contextlib
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from holdfast.core.checks_peers import PeerSample, clock_offset
 from holdfast.core.errors import WireError
 from holdfast.core.limits import MIB
 from holdfast.runtime.channel import Channel, accept, connect
+from holdfast.runtime.health.stream import Acceptor, receive_stream, send_stream
 from holdfast.wire.messages import PeerReply, PeerRequest
 
-BLOCK_BYTES = 1 * MIB
-BLOCKS_AHEAD = 8  # on their way at once: enough to fill a long fat pipe, far below the backlog
 ROUND_TRIPS = 16
-BYTES_MAX = 256 * MIB  # of one direction of one measurement
 ANSWER_S = 5.0
 
 Clock = Callable[[], float]
@@ -35,8 +32,8 @@ class ServePolicy:
 
     connections_max: int = 16
     connection_s: float = 60.0
-    connection_bytes_max: int = 4 * BYTES_MAX
-    messages_max: int = 10_000
+    streams_max: int = 4
+    messages_max: int = 1000
 
 
 class PeerServer:
@@ -83,27 +80,30 @@ class PeerServer:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str
     ) -> None:
         channel = await accept(reader, writer, self._secret)
-        moved = 0
+        host = writer.get_extra_info("sockname")[0]
+        moved = streams = 0
         for _ in range(self.policy.messages_max):
             request: PeerRequest | None = await channel.receive(PeerRequest)
             received_s = self._clock()
             if request is None:
                 self._say(f"{peer}: measured, {moved / MIB:.0f} MiB moved")
                 return
-            moved += len(request.payload) + request.reply_bytes
-            if not 0 <= request.reply_bytes <= BLOCK_BYTES or len(request.payload) > BLOCK_BYTES:
-                raise WireError(f"asks for a block of {request.reply_bytes} bytes")
-            if moved > self.policy.connection_bytes_max:
-                raise WireError(f"wants to move more than {self.policy.connection_bytes_max} bytes")
-            payload = bytes(request.reply_bytes)
+            streams += bool(request.stream)
+            if streams > self.policy.streams_max or request.stream not in ("", "up", "down"):
+                raise WireError(f"asks for stream {streams}, {request.stream[:10]!r}")
+            acceptor = Acceptor.open(host, request.stream) if request.stream else None
             channel.send(
                 PeerReply(
                     number=request.number,
                     received_s=received_s,
                     answered_s=self._clock(),
-                    payload=payload,
+                    stream_port=acceptor.port if acceptor else 0,
+                    stream_token=acceptor.token if acceptor else b"",
                 )
             )
+            if acceptor is not None:
+                moved += await asyncio.get_running_loop().run_in_executor(None, acceptor.run)
+        raise WireError("it asks too much")
 
 
 async def measure_peer(
@@ -118,7 +118,7 @@ async def measure_peer(
     except (OSError, WireError) as error:
         return PeerSample(peer=peer, failure=str(error) or repr(error))
     try:
-        return await _measure(channel, peer, bandwidth_s, clock)
+        return await _measure(channel, host, port, bandwidth_s, clock)
     except asyncio.TimeoutError:
         return PeerSample(peer=peer, failure=f"no answer for {ANSWER_S:g} s")
     except (OSError, WireError) as error:
@@ -127,7 +127,10 @@ async def measure_peer(
         channel.close()
 
 
-async def _measure(channel: Channel, peer: str, bandwidth_s: float, clock: Clock) -> PeerSample:
+async def _measure(
+    channel: Channel, host: str, port: int, bandwidth_s: float, clock: Clock
+) -> PeerSample:
+    peer = f"{host}:{port}"
     times = []
     for number in range(ROUND_TRIPS):
         sent_s = clock()
@@ -135,46 +138,34 @@ async def _measure(channel: Channel, peer: str, bandwidth_s: float, clock: Clock
         reply = await _reply(channel)
         times.append((sent_s, reply.received_s, reply.answered_s, clock()))
     offset_s, round_trip_s = clock_offset(times)
-    sent_per_s = received_per_s = None
-    moved = 0
-    if bandwidth_s > 0:
-        up, sent_per_s = await _move(channel, BLOCK_BYTES, 0, bandwidth_s)
-        down, received_per_s = await _move(channel, 0, BLOCK_BYTES, bandwidth_s)
-        moved = up + down
-    return PeerSample(
-        peer=peer,
-        round_trip_s=round_trip_s,
-        offset_s=offset_s,
-        sent_per_s=sent_per_s,
-        received_per_s=received_per_s,
-        moved_bytes=moved,
+    sample = PeerSample(peer=peer, round_trip_s=round_trip_s, offset_s=offset_s)
+    if bandwidth_s <= 0:
+        return sample
+    try:
+        up, sent_per_s = await _stream(channel, host, "up", bandwidth_s)
+        down, received_per_s = await _stream(channel, host, "down", bandwidth_s)
+    except OSError as error:
+        return replace(sample, stream_failure=str(error) or repr(error))
+    return replace(
+        sample, sent_per_s=sent_per_s, received_per_s=received_per_s, moved_bytes=up + down
     )
 
 
-async def _move(
-    channel: Channel, send_bytes: int, reply_bytes: int, budget_s: float
+async def _stream(
+    channel: Channel, host: str, direction: str, budget_s: float
 ) -> tuple[int, float]:
-    """(bytes moved, bytes a second) with several blocks on their way at once."""
-    request = PeerRequest(number=0, reply_bytes=reply_bytes, payload=bytes(send_bytes))
-    started = time.perf_counter()
-    asked = answered = 0
-    while True:
-        enough = time.perf_counter() - started > budget_s
-        enough = enough or (asked + 1) * BLOCK_BYTES > BYTES_MAX
-        if (not enough or asked == 0) and asked - answered < BLOCKS_AHEAD:
-            channel.send(request)
-            asked += 1
-        elif asked > answered:
-            await _reply(channel)
-            answered += 1
-        else:
-            break
-    moved = answered * BLOCK_BYTES
-    return moved, moved / max(time.perf_counter() - started, 1e-9)
+    """(bytes moved, bytes a second)."""
+    channel.send(PeerRequest(number=0, stream=direction))
+    reply = await _reply(channel)
+    run = send_stream if direction == "up" else receive_stream
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(
+        None, run, host, reply.stream_port, reply.stream_token, budget_s
+    )
 
 
-async def _reply(channel: Channel) -> Any:
-    reply = await asyncio.wait_for(channel.receive(PeerReply), ANSWER_S)
+async def _reply(channel: Channel) -> PeerReply:
+    reply: PeerReply | None = await asyncio.wait_for(channel.receive(PeerReply), ANSWER_S)
     if reply is None:
         raise ConnectionError("the peer closed the connection")
     return reply
