@@ -313,6 +313,8 @@ class AgentMachine:
             if gained_s < self._policy.lease.lease_s / 8:  # not worth a message yet
                 return []
         process.told = told
+        if old is not None and old.view is told.view:
+            told = dataclasses.replace(told, view=None)  # it has it: views can be large
         return [SendWorker(worker, process.status.incarnation, told)]
 
     # ------------------------------------------------------------ workers

@@ -8,6 +8,7 @@ each block.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from holdfast.core.errors import require
@@ -31,16 +32,14 @@ def assign_at_boundary(
 ) -> tuple[WorkerId, ...]:
     """Contiguous balanced blocks; each worker keeps the block it overlaps most, where it can."""
     blocks = spread_blocks(vranks, len(workers))
-    overlaps = sorted(
-        (-sum(previous[v] == w for v in block), b, i)
-        for b, block in enumerate(blocks)
-        for i, w in enumerate(workers)
-        if previous
-    )
+    number = {w: i for i, w in enumerate(workers)}
+    overlaps: Counter[tuple[int, int]] = Counter()  # of a block and a worker's present vranks
+    for b, block in enumerate(blocks if previous else ()):
+        overlaps.update((b, number[previous[v]]) for v in block if previous[v] in number)
     host: dict[int, WorkerId] = {}
     placed: set[WorkerId] = set()
-    for count, b, i in overlaps:
-        if count < 0 and b not in host and workers[i] not in placed:
+    for (b, i), _ in sorted(overlaps.items(), key=lambda item: (-item[1], item[0])):
+        if b not in host and workers[i] not in placed:
             host[b] = workers[i]
             placed.add(workers[i])
     free = iter([w for w in workers if w not in placed])
@@ -56,7 +55,8 @@ def assign_mid_step(
 ) -> tuple[WorkerId, ...]:
     """Give each lost vrank to the least loaded survivor, a neighbour's host first on equal load."""
     require(len(survivors) > 0, "no survivor to take the virtual ranks")
-    load = {w: sum(owner == w for owner in previous) for w in survivors}
+    hosted = Counter(previous)
+    load = {w: hosted[w] for w in survivors}
     owners = list(previous)
     for v, owner in enumerate(previous):
         if owner in load:

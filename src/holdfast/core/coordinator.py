@@ -47,6 +47,7 @@ from holdfast.core.types import (
     WorkerStatus,
 )
 
+REVIEW_S = 2e-5  # least time between two reviews, for each place of the job
 SKIPPED = 1000  # numbers passed over after the loss of the journal: more than were given unheard
 
 
@@ -146,8 +147,8 @@ class CoordinatorMachine:
         self._release_loop = record.release_loop if record else 0
         self._outcome = record.outcome if record else None
         self._roster = Roster(record, now, Incarnation(passed_over + 1))
-        lease = policy.lease
-        self._learn_until = now + lease.lease_s + lease.margin_s if forgotten else None
+        fence_s = policy.lease.lease_s + policy.lease.margin_s
+        self._learn_until = now + fence_s if forgotten else None
         self._persisted = record
         self._seq = 0
         self._stop_view = self._pending_view = NO_VIEW
@@ -159,6 +160,7 @@ class CoordinatorMachine:
         self._still: object = None
         self._attendance = Attendance()
         self._finished = False
+        self._reviewed_at = float("-inf")
         self._review_at: float | None = now
 
     def handle(self, event: CoordinatorEvent, now: float) -> list[CoordinatorEffect]:
@@ -169,8 +171,9 @@ class CoordinatorMachine:
             case ReportArrived(report):
                 changed = self._hear(report, now)
                 reply_to = report.agent if changed is not None else None
-                review = self._review_at
-                if not changed and (review is None or now < review):
+                if changed:
+                    self._review_at = self._soon(now)
+                if self._review_at is None or now < self._review_at:
                     return [self._answer(reply_to)] if reply_to is not None else []
             case StopRequested(reason):
                 if self._outcome is None:
@@ -189,17 +192,22 @@ class CoordinatorMachine:
         if self._over(now) and not self._finished:
             self._finished = True
             effects.append(Finish(self._outcome or ""))
-        self._review_at = self._next_review(now)
+        self._reviewed_at, self._review_at = now, self._next_review(now)
         return effects
 
     def deadline(self) -> float | None:
         """The earliest time at which a Tick could change something."""
         return self._review_at
 
+    def _soon(self, now: float) -> float:
+        """When to decide on a change: a large job's changes come in floods, and decisions cost."""
+        due = max(now, self._reviewed_at + len(self._roster.places) * REVIEW_S)
+        return due if self._review_at is None else min(due, self._review_at)
+
     def _next_review(self, now: float) -> float | None:
         policy, lease, roster = self._policy, self._policy.lease, self._roster
-        heard = [n.heard_at for n in roster.nodes.values()]
-        heard += [roster.started_at, *([self._witness_at] if self._witness_at is not None else [])]
+        heard = [roster.started_at, *(n.heard_at for n in roster.nodes.values())]
+        heard += [self._witness_at] if self._witness_at is not None else []
         fence_s = lease.lease_s + lease.margin_s
         times = [
             t + wait_s
@@ -215,15 +223,15 @@ class CoordinatorMachine:
         return min((t for t in times if t > now), default=None)
 
     def snapshot(self) -> CoordinatorSnapshot:
-        roster, attendance = self._roster, self._attendance
+        roster = self._roster
         return CoordinatorSnapshot(
             record=self._record(),
             step=self._step,
             stop_view=self._stop_view,
             pending_view=self._pending_view,
-            agents=roster.snapshot(attendance.silent),
+            agents=roster.snapshot(self._attendance.silent),
             workers=tuple(s for _, s in sorted(roster.known().items())),
-            waiting_nodes=attendance.waiting,
+            waiting_nodes=self._attendance.waiting,
             finished=self._finished,
         )
 
@@ -235,7 +243,7 @@ class CoordinatorMachine:
             require(set(view.owners) <= set(workers), f"view {view.number}: a stranger owns a rank")
             require(len(view.owners) == self._policy.virtual_ranks, "a virtual rank has no owner")
             require(self._stop_view <= view.number, "stopping a view that does not exist")
-        saved = self._record() == self._persisted or self._persisted is None
+        saved = self._persisted in (None, self._record())
         require(saved or self._learn_until is not None, "unsaved record")
 
     # ------------------------------------------------------------ hearing
@@ -246,6 +254,8 @@ class CoordinatorMachine:
         changed = roster.hear(report, now)
         if changed is None:
             return None
+        if anew or (report.draining and not drained):
+            self._review_at = now  # what is ordered now changes at once, and must be saved
         if report.draining and not drained:
             roster.drain(report.agent, self._view)
         if self._learn_until is not None:
@@ -255,8 +265,8 @@ class CoordinatorMachine:
                 roster.recall(report, None)
             roster.renew_unheard(report.agent, self._view)
         if changed and self._view is not None and self._witness_at is None:
-            if any(self._is_witness(m) for m in self._members if m.agent == report.agent):
-                self._witness_at = now
+            here = (m for m in self._members if m.agent == report.agent)
+            self._witness_at = now if any(map(self._is_witness, here)) else None
         return changed
 
     def _is_witness(self, member: Member) -> bool:
@@ -461,10 +471,8 @@ class CoordinatorMachine:
         )
         self._views_used = number
         self._witness_at = None
-        names, step = ", ".join(map(str, workers)), proposal.resume_step
-        return Announce(
-            "view", f"view {number}: workers {names}; {proposal.why}", None, number, step
-        )
+        text = f"view {number}: workers {', '.join(map(str, workers))}; {proposal.why}"
+        return Announce("view", text, None, number, proposal.resume_step)
 
     def _leader(self, eligible: Sequence[WorkerId]) -> WorkerId:
         """The one before, if it survives: what it does alone it must be able to finish alone."""
@@ -481,8 +489,7 @@ class CoordinatorMachine:
         left = leaving(situation)
         if (joiners or short or left) and not any(s.ended for s in self._members_known()):
             self._pending_view = view.number
-            names = ", ".join(str(s.worker) for s in joiners)
-            who, kind = f"worker {names} joins", "join"
+            who, kind = f"worker {', '.join(str(s.worker) for s in joiners)} joins", "join"
             if not joiners:
                 who, kind = "the job waits", "wait"
             if not joiners and left:

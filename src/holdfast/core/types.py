@@ -7,6 +7,7 @@ no harm (an older one is recognised by its sequence number and dropped).
 
 from __future__ import annotations
 
+import bisect
 import enum
 from dataclasses import dataclass
 from typing import NewType
@@ -96,7 +97,9 @@ class View:
         return tuple(v for v, owner in enumerate(self.owners) if owner == worker)
 
     def member(self, worker: WorkerId) -> Member | None:
-        return next((m for m in self.members if m.worker == worker), None)
+        i = bisect.bisect_left(self.members, worker, key=lambda m: m.worker)
+        found = self.members[i] if i < len(self.members) else None
+        return found if found is not None and found.worker == worker else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
