@@ -77,10 +77,10 @@ def test_opening_frames_costs_no_more_than_their_number() -> None:
         sealer = frames.Sealer(None)
         data = b"".join(sealer.seal(b"x") for _ in range(count))
         found = []
-        for _ in range(3):
-            opener, began = frames.Opener(None), time.perf_counter()
+        for _ in range(5):
+            opener, began = frames.Opener(None), time.process_time()
             assert sum(1 for _ in opener.feed(data)) == count
-            found.append(time.perf_counter() - began)
+            found.append(time.process_time() - began)
         return min(found)
 
     few, many = least_s(4000), least_s(64_000)

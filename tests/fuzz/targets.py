@@ -37,6 +37,8 @@ from holdfast.wire.messages import (
     AddressBook,
     JoinReply,
     JoinRequest,
+    PeerReply,
+    PeerRequest,
     StatusReply,
     StatusRequest,
     StopRequest,
@@ -69,6 +71,9 @@ MESSAGES: list[object] = [
     ),
     Address(view=7, worker=WorkerId(3), address=b"\x00\xff"),
     JoinRequest(),
+    PeerRequest(number=3, stream="up"),
+    PeerReply(number=3, received_s=1.5, answered_s=1.6, stream_port=7001, stream_token=b"t"),
+    Directive(term=1, seq=2, agent=AgentId("a"), agent_incarnation=Incarnation(1)),
     JoinReply(spec=SPEC, seen_as="10.0.0.2"),
     AddressBook(view=7, addresses=((WorkerId(3), b"\x00\xff"),)),
     StatusRequest(),
@@ -146,7 +151,8 @@ def any_message(data: bytes) -> None:
         return
     assert type(message) in accepted
     hash(message)  # all the way down it is made of immutable values
-    assert decode(encode(message), *accepted) == message
+    again = decode(encode(message), *accepted)
+    assert again == message or encode(again) == encode(message)  # a NaN is no equal of itself
 
 
 def any_greeting(data: bytes) -> None:

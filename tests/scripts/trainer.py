@@ -2,7 +2,8 @@
 
 --fault SIGNAL:POINT:STEP:WORKERS strikes the first incarnations of those workers with a real signal
 when they reach that point of that step (several: repeat it). --rejoin STEP waits after that step
-until a lost worker is ready to come back, so that short runs see joins. The last line printed is
+until a lost worker is ready to come back, so that short runs see joins; --until-members STEP COUNT
+waits after that step until there are, or are about to be, so many members. The last line printed is
 the SHA-256 of everything protected.
 """
 
@@ -112,6 +113,7 @@ def main() -> None:
     parser.add_argument("--task-s", type=float, default=0.0)
     parser.add_argument("--fault", action="append", default=[])
     parser.add_argument("--rejoin", type=int, action="append", default=[])
+    parser.add_argument("--until-members", nargs=2, type=int, default=(-1, 0))
     parser.add_argument("--loaders", type=int, default=0)
     options = parser.parse_args()
     job = holdfast.join()
@@ -140,6 +142,11 @@ def main() -> None:
         schedule.step()
         optimizer.zero_grad()
         faults.at("stepped")
+        if step.index == options.until_members[0]:
+            while len(job._driver.view.members) < options.until_members[1]:
+                if job._driver.pending:
+                    break
+                time.sleep(0.005)
         if step.index in options.rejoin:
             lost_at = job._driver.view.number
             while not job._driver.pending and job._driver.view.number == lost_at:

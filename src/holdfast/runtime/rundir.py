@@ -77,7 +77,12 @@ class RunDir:
             raise UserError(f"--run-dir {self.path} belongs to another job: name another directory")
 
     def spec(self) -> JobSpec:
-        return msgspec.convert(self._read_json("job.json"), JobSpec)
+        try:
+            return msgspec.convert(self._read_json("job.json"), JobSpec)
+        except msgspec.ValidationError as error:
+            raise UserError(
+                f"{self.job} is damaged, or of another release of Holdfast: {error}"
+            ) from None
 
     def secret(self) -> bytes:
         return read_run_dir(self.path)

@@ -5,6 +5,8 @@ Nothing is ever constructed that the receiver did not name: `decode` takes the k
 
 from __future__ import annotations
 
+import dataclasses
+import zlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +14,16 @@ import msgspec
 
 from holdfast.core.errors import WireError
 from holdfast.core.job import JobSpec
-from holdfast.core.types import AgentReport, Directive, WorkerDirective, WorkerId, WorkerStatus
+from holdfast.core.types import (
+    AgentReport,
+    Directive,
+    View,
+    WorkerDirective,
+    WorkerId,
+    WorkerStatus,
+)
+
+VIEW_BYTES_MAX = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +94,14 @@ class PeerReply:
     stream_token: bytes = b""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ViewedDirective:
+    """How a Directive with a view travels: the view, the same for all agents, is encoded once."""
+
+    directive: Directive
+    view: bytes  # compressed
+
+
 KINDS: dict[int, type] = {
     1: WorkerStatus,
     2: WorkerDirective,
@@ -95,6 +114,7 @@ KINDS: dict[int, type] = {
     9: StopRequest,
     10: JoinRequest,
     11: JoinReply,
+    12: ViewedDirective,
     20: PeerRequest,
     21: PeerReply,
 }
@@ -103,19 +123,42 @@ _ENCODER = msgspec.msgpack.Encoder()
 _DECODERS: dict[int, msgspec.msgpack.Decoder[Any]] = {
     kind: msgspec.msgpack.Decoder(cls) for kind, cls in KINDS.items()
 }
+_VIEW_DECODER = msgspec.msgpack.Decoder(View)
+_PACKED: list[tuple[View, bytes]] = []  # none or one
 
 
 def encode(message: object) -> bytes:
+    if isinstance(message, Directive) and message.view is not None:
+        plain = dataclasses.replace(message, view=None)
+        message = ViewedDirective(directive=plain, view=_pack(message.view))
     return bytes([_KIND_OF[type(message)]]) + _ENCODER.encode(message)
 
 
 def decode(payload: bytes, *accepted: type) -> Any:
     """The message, which is of one of the `accepted` types. WireError says what was wrong."""
     kind = KINDS.get(payload[0]) if payload else None
-    if kind is None or kind not in accepted:
+    if kind is None or (Directive if kind is ViewedDirective else kind) not in accepted:
         names = ", ".join(cls.__name__ for cls in accepted)
         raise WireError(f"a message of kind {payload[:1]!r} came where {names} was expected")
     try:
-        return _DECODERS[payload[0]].decode(payload[1:])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        message = _DECODERS[payload[0]].decode(payload[1:])
+        if isinstance(message, ViewedDirective):
+            return dataclasses.replace(message.directive, view=_unpack(message.view))
+        return message
+    except (zlib.error, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"a {kind.__name__} is malformed: {error}") from None
+
+
+def _pack(view: View) -> bytes:
+    """A large job's view goes to a thousand agents: one is remembered."""
+    if not _PACKED or _PACKED[0][0] is not view:
+        _PACKED[:] = [(view, zlib.compress(_ENCODER.encode(view), 1))]
+    return _PACKED[0][1]
+
+
+def _unpack(data: bytes) -> View:
+    body = zlib.decompressobj()
+    plain = body.decompress(data, VIEW_BYTES_MAX)
+    if not body.eof or body.unused_data:
+        raise zlib.error("a view that does not end, or is too large")
+    return _VIEW_DECODER.decode(plain)
