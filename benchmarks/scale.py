@@ -1,0 +1,250 @@
+"""The coordinator of a large job: real sockets, a real coordinator process, simulated agents.
+
+Every agent has a connection of its own, reports once a second, and its workers do at once what they
+are told. Measured: the coordinator's share of one core while nothing happens, and the time from the
+loss of a node to the last agent's hearing of the view without it. The node's connection closes, but
+its loss is noticed by its silence, as always; that wait, set by the lease, is shown by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import resource
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from holdfast.core.job import JobSpec
+from holdfast.core.types import (
+    NO_VIEW,
+    AgentId,
+    AgentReport,
+    Directive,
+    Incarnation,
+    Stage,
+    View,
+    ViewNumber,
+    WorkerId,
+    WorkerStatus,
+)
+from holdfast.runtime.channel import Channel, connect
+from holdfast.runtime.rundir import RunDir
+
+HOST = "127.0.0.1"
+LEASE_S = 4.0
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(slots=True)
+class FakeAgent:
+    """One node: reports what perfect workers would say."""
+
+    name: AgentId
+    slots: int
+    channel: Channel
+    seq: int = 0
+    view: View | None = None
+    view_at: float = 0.0
+    statuses: dict[WorkerId, WorkerStatus] = field(default_factory=dict)
+
+    def report(self) -> None:
+        self.seq += 1
+        for worker, status in self.statuses.items():
+            acting = status.promised < status.view
+            self.statuses[worker] = replace(
+                status, seq=self.seq, committed=status.committed + acting
+            )
+        self.channel.send(
+            AgentReport(
+                agent=self.name,
+                incarnation=Incarnation(1),
+                seq=self.seq,
+                slots=self.slots,
+                view_known=self.view.number if self.view else NO_VIEW,
+                workers=tuple(self.statuses.values()),
+            )
+        )
+
+    async def listen(self) -> None:
+        while (directive := await self.channel.receive(Directive)) is not None:
+            if self.obey(directive):
+                self.report()
+
+    def obey(self, directive: Directive) -> bool:
+        """Returns whether something changed that the coordinator should hear of at once."""
+        changed = False
+        for worker, incarnation in directive.wanted:
+            if worker not in self.statuses:
+                changed = True
+                self.statuses[worker] = WorkerStatus(
+                    worker=worker, incarnation=incarnation, stage=Stage.READY, loop=1
+                )
+        if directive.view is not None:
+            self.view, self.view_at, changed = directive.view, time.monotonic(), True
+        for worker, status in self.statuses.items():
+            new = self._next(status, directive.stop_view)
+            changed = changed or new is not status
+            self.statuses[worker] = new
+        return changed
+
+    def _next(self, status: WorkerStatus, stop_view: ViewNumber) -> WorkerStatus:
+        view = self.view
+        if view is not None and status.view < view.number and status.promised < view.number:
+            return replace(
+                status, view=view.number, has_state=True, committed=max(view.resume_step, 0)
+            )
+        if stop_view >= status.view > status.promised:
+            return replace(status, promised=stop_view)
+        return status
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    agents: int
+    workers: int
+    cpu: float  # share of one core
+    joined_s: float  # until all agents know the first view
+    view_s: tuple[float, ...]  # from the decision that a node is lost to the last agent's view
+    silence_s: float  # that the lease makes the coordinator wait
+
+
+class Scale:
+    """One coordinator process and its agents."""
+
+    def __init__(self, agents: int, slots: int, run_dir: RunDir) -> None:
+        self._count = agents
+        self._slots = slots
+        self._run_dir = run_dir
+        self._agents: list[FakeAgent] = []
+        self._listeners: list[asyncio.Task[None]] = []
+
+    async def run(self, pid: int, address: tuple[str, int], calm_s: float, losses: int) -> Measured:
+        secret, began = self._run_dir.secret(), time.monotonic()
+        for i in range(self._count):
+            channel = await connect(*address, secret, handshake_s=30.0)
+            agent = FakeAgent(AgentId(f"node{i:04}"), self._slots, channel)
+            self._agents.append(agent)
+            self._listeners.append(asyncio.ensure_future(agent.listen()))
+            agent.report()
+        beating = asyncio.ensure_future(self._beat())
+        await self._until_view(1)
+        joined_s = time.monotonic() - began
+        await asyncio.sleep(2.0)
+        before, at = cpu_ticks(pid), time.monotonic()
+        await asyncio.sleep(calm_s)
+        cpu = (cpu_ticks(pid) - before) / TICKS / (time.monotonic() - at)
+        views = []
+        for _ in range(losses):
+            views.append(await self._lose_one())
+        beating.cancel()
+        return Measured(
+            agents=self._count,
+            workers=self._count * self._slots,
+            cpu=cpu,
+            joined_s=joined_s,
+            view_s=tuple(views),
+            silence_s=LEASE_S / 2 + LEASE_S + LEASE_S / 5,
+        )
+
+    async def _beat(self) -> None:
+        """Every agent once a second, spread evenly."""
+        began, beats = time.monotonic(), 0
+        while True:
+            for agent in list(self._agents):
+                agent.report()
+                beats += 1
+                wait_s = began + beats / len(self._agents) - time.monotonic()
+                if wait_s > 0:
+                    await asyncio.sleep(wait_s)
+
+    async def _lose_one(self) -> float:
+        number = self._number()
+        lost = self._agents.pop()
+        self._listeners.pop().cancel()
+        lost.channel.close()
+        await self._until_view(number + 1)
+        heard = max(agent.view_at for agent in self._agents)
+        await asyncio.sleep(1.0)
+        return heard - self._formed_at()
+
+    def _formed_at(self) -> float:
+        """When the coordinator saw that the node was to be left, by its own story."""
+        last = 0.0
+        with open(self._run_dir.events) as file:
+            for line in file:
+                if '"kind": "stop_view"' in line or '"kind": "view"' in line:
+                    last = float(line.split('"time": ')[1].split(",")[0])
+        return last - time.time() + time.monotonic()
+
+    def _number(self) -> int:
+        return min(agent.view.number if agent.view else 0 for agent in self._agents)
+
+    async def _until_view(self, number: int) -> None:
+        while self._number() < number:
+            await asyncio.sleep(0.01)
+
+
+def cpu_ticks(pid: int) -> int:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
+
+
+def measure(agents: int, slots: int, calm_s: float = 20.0, losses: int = 5) -> Measured:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        run_dir = RunDir(Path(folder) / "run")
+        run_dir.create(spec(agents, slots), os.urandom(32))
+        listener = stack.enter_context(socket.create_server((HOST, 0), backlog=4096))
+        address: tuple[str, int] = listener.getsockname()[:2]
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "holdfast.runtime.coordinator", str(run_dir.path)),
+                *(str(listener.fileno()), str(os.getpid())),
+            ],
+            pass_fds=[listener.fileno()],
+            stderr=subprocess.DEVNULL,
+        )
+        stack.callback(process.wait)
+        stack.callback(process.kill)
+        return asyncio.run(Scale(agents, slots, run_dir).run(process.pid, address, calm_s, losses))
+
+
+def spec(agents: int, slots: int) -> JobSpec:
+    return JobSpec(
+        job="scale",
+        script="none",
+        args=(),
+        cwd="/",
+        election="",
+        nproc=slots,
+        nodes_min=agents,
+        nodes_max=agents,
+        virtual_ranks=agents * slots,
+        workers_min=1,
+        seed=0,
+        threads=1,
+        lease_s=LEASE_S,
+        abandon_s=300.0,
+        hang_s=1800.0,
+        losses_max=100_000,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--agents", type=int, default=1250)
+    parser.add_argument("--slots", type=int, default=8)
+    options = parser.parse_args()
+    print(measure(options.agents, options.slots))
+
+
+if __name__ == "__main__":
+    main()
