@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -212,6 +213,13 @@ def test_a_policy_by_which_one_sample_drains_is_refused() -> None:
     story.round(OK)
     with pytest.raises(InvariantError, match="time went back"):
         story.round(OK, after_s=-1.0)
+
+
+def test_a_verdict_can_travel() -> None:
+    verdict = Verdict(health=Health.DRAIN, reason="gpu-ecc GPU 3: 2 uncorrected", check="gpu-ecc")
+    data = msgspec.msgpack.encode(verdict)
+    assert msgspec.msgpack.decode(data, type=Verdict) == verdict
+    assert len(data) < 100
 
 
 def nodes(*checks: str) -> list[tuple[str, Verdict]]:

@@ -73,7 +73,7 @@ class Pace:
     disk_write_s: float = 2.0
     disk_syncs: int = 20
     bandwidth_s: float = 1.0
-    limit_s: float = 15.0
+    limit_s: float = 20.0  # far more than a busy machine needs
     torch_limit_s: float = 60.0  # imports, and drivers that wake up one GPU after the other
 
 
@@ -84,7 +84,7 @@ QUICK = Pace(
     disk_write_s=0.0,
     disk_syncs=5,
     bandwidth_s=0.0,
-    limit_s=5.0,
+    limit_s=10.0,
 )
 
 

@@ -7,7 +7,6 @@ bytes may be sent or fetched (stream.py). Every side bounds messages, bytes and 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 import time
 from collections.abc import Callable
@@ -53,11 +52,12 @@ class PeerServer:
         self._open = 0
 
     async def serve(self, listener: socket.socket, for_s: float) -> None:
-        """Listens for `for_s` seconds; whoever is being answered then is cut off."""
+        """Listens for `for_s` seconds. Does not wait for those who are being answered then."""
         server = await asyncio.start_server(self._meet, sock=listener)
-        with contextlib.suppress(asyncio.TimeoutError):
-            async with server:
-                await asyncio.wait_for(server.serve_forever(), for_s)
+        try:
+            await asyncio.sleep(for_s)
+        finally:
+            server.close()
 
     async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         peer = "{}:{}".format(*writer.get_extra_info("peername", ("?", "?"))[:2])
