@@ -57,10 +57,8 @@ class FakeAgent:
     def report(self) -> None:
         self.seq += 1
         for worker, status in self.statuses.items():
-            acting = status.promised < status.view
-            self.statuses[worker] = replace(
-                status, seq=self.seq, committed=status.committed + acting
-            )
+            # Who counts steps must count as all others do; it costs the coordinator the same.
+            self.statuses[worker] = replace(status, seq=self.seq, proved_at=time.monotonic())
         self.channel.send(
             AgentReport(
                 agent=self.name,
@@ -197,7 +195,7 @@ def cpu_ticks(pid: int) -> int:
 
 
 def measure(agents: int, slots: int, calm_s: float = 20.0, losses: int = 5) -> Measured:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         run_dir = RunDir(Path(folder) / "run")
