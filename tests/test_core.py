@@ -240,10 +240,9 @@ def test_who_is_fenced_has_stopped_before(
     rate = 1 + drift
     stops_at = acting_until(answered * rate, proved * rate, policy) / rate
     fenced_at = fenced_from(answered + heard_late, witness, policy)
-    drifted_s = policy.abandon_s * 0.06 if fenced_at > witness + policy.lease_s else 0.0
-    margin_s = policy.lease_s * 0.06 + drifted_s
-    assert stops_at <= fenced_at + margin_s
-    assert stops_at <= fenced_from(answered + heard_late, None, policy) + policy.abandon_s * 0.06
+    alone = fenced_from(answered + heard_late, None, policy)
+    span_s = policy.abandon_s if fenced_at == alone else policy.lease_s
+    assert stops_at <= fenced_at + span_s * 0.06
 
 
 # ---------------------------------------------------------------- lost links

@@ -272,7 +272,7 @@ def test_ctrl_c_while_nobody_can_stop_the_job_stops_it_later(
     cluster: EtcdCluster, tmp_path: Path
 ) -> None:
     url, run_dir = cluster.url(tmp_path.name, LONG_TTL_S), RunDir(tmp_path / "run")
-    run_dir.create(SPEC)
+    run_dir.create(SPEC, bytes(range(32)))
     dead = free_ports(1)[0]
     office = asyncio.run(open_election(url).campaign(HOST, dead, print))
     with CoordinatorProcess(run_dir, "--election", url) as standby:

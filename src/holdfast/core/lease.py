@@ -11,8 +11,8 @@ its virtual ranks are given away is its right to act, and there are two ways to 
 So without a coordinator a whole view goes on, and what cannot be proved ends by itself: `lease_s`
 after the newest renewal, and `abandon_s` after the newest answer in any case. The coordinator waits
 `margin_s` longer, by its own clock. The margin must cover what two clocks drift apart during a
-lease, and how late a node may be in stopping its workers: 0.5 s allows for 5 % drift over 2 s and
-0.4 s of delay.
+lease, and how late a node may be in stopping its workers: 0.5 s allows for 5 % drift over 2 s, or
+0.03 % over `abandon_s`, and 0.4 s of delay.
 """
 
 from __future__ import annotations
