@@ -115,6 +115,7 @@ def test_many_random_faults(seed: int, start: Start, reference: Reference) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)  # every lost worker starts again, and that is most of the work
 def test_a_kill_every_two_seconds(start: Start, reference: Reference) -> None:
     """Random workers are killed every two seconds for most of the run."""
     steps, rng = 600, random.Random(1)
