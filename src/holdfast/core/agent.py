@@ -21,7 +21,6 @@ from holdfast.core.types import (
     Directive,
     Incarnation,
     Stage,
-    ViewNumber,
     WorkerDirective,
     WorkerId,
     WorkerStatus,
@@ -203,7 +202,6 @@ class AgentMachine:
                 effects += self._directed(directive, now)
             case WorkerSaid(status):
                 urgent = self._worker_said(status)
-                effects += self._forward(status.worker, now)
             case Spawned(worker, incarnation, pid):
                 process = self._current(worker, incarnation)
                 if process is not None:
@@ -266,10 +264,7 @@ class AgentMachine:
         if heard_at is not None:
             self._answered_at = heard_at
             self._sent_at = {s: t for s, t in self._sent_at.items() if s > directive.heard}
-        effects = self._reconcile(now)
-        for worker in list(self._processes):
-            effects += self._forward(worker, now)
-        return effects
+        return self._reconcile(now)
 
     def _reconcile(self, now: float) -> list[AgentEffect]:
         """Kill what is not wanted; start what is, once its older process has ended.
@@ -296,16 +291,16 @@ class AgentMachine:
             effects.append(Spawn(worker, incarnation))
         return effects
 
-    def _forward(self, worker: WorkerId, now: float) -> list[AgentEffect]:
-        process, directive = self._processes.get(worker), self._directive
-        if process is None or directive is None or not process.status.stage.alive:
+    def _forward(self, worker: WorkerId, process: _Process, until: float) -> list[AgentEffect]:
+        directive = self._directive
+        if directive is None:
             return []
         told = WorkerDirective(
             stop_view=directive.stop_view,
             pending_view=directive.pending_view,
             view=directive.view,
             release_loop=directive.release_loop,
-            acting_until=self._acting_until(process, now),
+            acting_until=until,
         )
         old = process.told
         if old is not None and dataclasses.replace(told, acting_until=old.acting_until) == old:
@@ -374,41 +369,42 @@ class AgentMachine:
     def _fence(self, now: float) -> list[AgentEffect]:
         """Suspend who has lost the right to act; wake who has got it back and is still wanted.
 
-        A state that the coordinator has given up by now is of no use: its process ends.
+        Whoever may act is told what is new. A state that the coordinator has given up by now is of
+        no use: its process ends.
         """
         effects: list[AgentEffect] = []
         self._fence_at = None
         abandoned = self._answered_at is not None and (
             now >= self._answered_at + self._policy.lease.abandon_s
         )
+        alone = self._alone()
         for worker, process in self._processes.items():
             if not process.running or process.killed_for:
                 continue
             if abandoned:
                 effects += self._kill(worker, "no coordinator was heard for too long")
                 continue
-            until = self._acting_until(process, now)
+            until = self._acting_until(process, alone, now)
             incarnation = process.status.incarnation
             if now >= until:
                 until = (self._answered_at or now) + self._policy.lease.abandon_s
                 if not process.suspended:
                     process.suspended = True
                     effects.append(Suspend(worker, incarnation))
-            elif process.suspended:
-                process.suspended = False
-                process.detector = FreezeDetector(self._policy.freeze)
-                effects += self._forward(worker, now)
-                effects.append(Resume(worker, incarnation))
             else:
-                effects += self._forward(worker, now)
+                effects += self._forward(worker, process, until)
+                if process.suspended:
+                    process.suspended = False
+                    process.detector = FreezeDetector(self._policy.freeze)
+                    effects.append(Resume(worker, incarnation))
             self._fence_at = until if self._fence_at is None else min(self._fence_at, until)
         return effects
 
-    def _acting_until(self, process: _Process, now: float) -> float:
+    def _acting_until(self, process: _Process, alone: bool, now: float) -> float:
         answered_at = self._answered_at
         if answered_at is None:
             return now
-        proved_at = now if self._alone() else process.status.proved_at
+        proved_at = now if alone else process.status.proved_at
         return acting_until(answered_at, proved_at, self._policy.lease)
 
     def _alone(self) -> bool:
@@ -444,7 +440,7 @@ class AgentMachine:
             slots=self._slots,
             pid=self._pid,
             draining=self._draining,
-            view_known=view.number if view else ViewNumber(NO_VIEW),
+            view_known=view.number if view else NO_VIEW,
             view=view if forgotten else None,
             release_loop=directive.release_loop if directive else 0,
             workers=tuple(p.status for _, p in sorted(self._processes.items())),

@@ -30,7 +30,7 @@ from holdfast.core.formation import (
 )
 from holdfast.core.job import CoordinatorPolicy
 from holdfast.core.restart import bench, replace_lost
-from holdfast.core.roster import NodeSnapshot, Roster
+from holdfast.core.roster import News, NodeSnapshot, Roster
 from holdfast.core.types import (
     NO_VIEW,
     RELEASE_ALL,
@@ -119,15 +119,14 @@ class CoordinatorSnapshot:
     pending_view: ViewNumber
     agents: tuple[NodeSnapshot, ...]
     workers: tuple[WorkerStatus, ...]
-    waiting_nodes: tuple[AgentId, ...]
     finished: bool
 
 
 class CoordinatorMachine:
     """See the module's docstring; `handle` is the only mutator.
 
-    `forgotten`: how often the record was lost; if not 0, what it said must be learnt from the
-    agents first, and numbers that it may have given are passed over.
+    `forgotten`: greater with each record that was lost; if not 0, what it said must be learnt from
+    the agents first, and numbers that it may have given are passed over.
     """
 
     def __init__(
@@ -147,8 +146,7 @@ class CoordinatorMachine:
         self._release_loop = record.release_loop if record else 0
         self._outcome = record.outcome if record else None
         self._roster = Roster(record, now, Incarnation(passed_over + 1))
-        fence_s = policy.lease.lease_s + policy.lease.margin_s
-        self._learn_until = now + fence_s if forgotten else None
+        self._learn_until = now + policy.lease.fence_s if forgotten else None
         self._persisted = record
         self._seq = 0
         self._stop_view = self._pending_view = NO_VIEW
@@ -169,9 +167,9 @@ class CoordinatorMachine:
         reply_to: AgentId | None = None
         match event:
             case ReportArrived(report):
-                changed = self._hear(report, now)
-                reply_to = report.agent if changed is not None else None
-                if changed:
+                news = self._hear(report, now)
+                reply_to = None if news is News.STALE else report.agent
+                if news in (News.CHANGE, News.AGENT):
                     self._review_at = self._soon(now)
                 if self._review_at is None or now < self._review_at:
                     return [self._answer(reply_to)] if reply_to is not None else []
@@ -208,11 +206,10 @@ class CoordinatorMachine:
         policy, lease, roster = self._policy, self._policy.lease, self._roster
         heard = [roster.started_at, *(n.heard_at for n in roster.nodes.values())]
         heard += [self._witness_at] if self._witness_at is not None else []
-        fence_s = lease.lease_s + lease.margin_s
         times = [
             t + wait_s
             for t in heard
-            for wait_s in (lease.suspect_s, fence_s, lease.abandon_s + lease.margin_s)
+            for wait_s in (lease.suspect_s, lease.fence_s, lease.abandon_s + lease.margin_s)
         ]
         times += [p.respawn_at for p in roster.places.values() if p.respawn_at is not None]
         times += [self._still_since + w for w in (policy.patience_s, policy.hang_s)]
@@ -231,7 +228,6 @@ class CoordinatorMachine:
             pending_view=self._pending_view,
             agents=roster.snapshot(self._attendance.silent),
             workers=tuple(s for _, s in sorted(roster.known().items())),
-            waiting_nodes=self._attendance.waiting,
             finished=self._finished,
         )
 
@@ -248,26 +244,28 @@ class CoordinatorMachine:
 
     # ------------------------------------------------------------ hearing
 
-    def _hear(self, report: AgentReport, now: float) -> bool | None:
-        roster = self._roster
-        anew, drained = roster.is_new(report), roster.draining(report.agent)
-        changed = roster.hear(report, now)
-        if changed is None:
-            return None
-        if anew or (report.draining and not drained):
-            self._review_at = now  # what is ordered now changes at once, and must be saved
-        if report.draining and not drained:
+    def _hear(self, report: AgentReport, now: float) -> News:
+        roster, drained = self._roster, self._roster.draining(report.agent)
+        news = roster.hear(report, now)
+        if news in (News.STALE, News.NOTHING):
+            if news is News.NOTHING and self._learn_until is not None:
+                self._learn(report)
+            return news
+        drains = bool(report.draining) and not drained
+        if drains or news is News.AGENT:
+            self._review_at = now  # what is ordered changes here and now, and must be saved
+        if drains:
             roster.drain(report.agent, self._view)
         if self._learn_until is not None:
             self._learn(report)
-        elif anew:
+        elif news is News.AGENT:
             if self._forgotten:
                 roster.recall(report, None)
             roster.renew_unheard(report.agent, self._view)
-        if changed and self._view is not None and self._witness_at is None:
+        if self._witness_at is None:
             here = (m for m in self._members if m.agent == report.agent)
             self._witness_at = now if any(map(self._is_witness, here)) else None
-        return changed
+        return news
 
     def _is_witness(self, member: Member) -> bool:
         if self._roster.dead(member.worker, member.incarnation):
@@ -585,7 +583,7 @@ class CoordinatorMachine:
 
     def _over(self, now: float) -> bool:
         """Whether all that may still run has ended: nodes that are silent end it by themselves."""
-        roster, fence_s = self._roster, self._policy.lease.lease_s + self._policy.lease.margin_s
+        roster, fence_s = self._roster, self._policy.lease.fence_s
         if self._outcome is None:
             return False
         if now < roster.started_at + fence_s:

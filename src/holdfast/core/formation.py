@@ -50,14 +50,12 @@ class Situation:
         """A node that has just not been heard yet is given the time of a whole lease."""
         lease = self.lease
         unheard = name not in self.roster.nodes
-        patience_s = lease.lease_s + lease.margin_s if unheard else lease.suspect_s
+        patience_s = lease.fence_s if unheard else lease.suspect_s
         return self.now >= self.roster.heard_at(name) + patience_s
 
     def fenced(self, member: Member) -> bool:
         """Whether this process can never act in the view again: it died, or its lease ran out."""
-        if member.agent in self.roster.nodes and self.roster.dead(
-            member.worker, member.incarnation
-        ):
+        if self._dead(member):
             return True
         heard_at = self.roster.heard_at(member.agent)
         return self.silent(member.agent) and self.now >= fenced_from(
@@ -69,11 +67,13 @@ class Situation:
 
     def abandoned(self, member: Member) -> bool:
         """Whether the state that this process may hold is given up as well."""
-        if member.agent in self.roster.nodes and self.roster.dead(
-            member.worker, member.incarnation
-        ):
+        if self._dead(member):
             return True
         return self.now >= fenced_from(self.roster.heard_at(member.agent), None, self.lease)
+
+    def _dead(self, member: Member) -> bool:
+        heard = member.agent in self.roster.nodes
+        return heard and self.roster.dead(member.worker, member.incarnation)
 
 
 def candidates(situation: Situation) -> list[WorkerStatus]:
@@ -83,10 +83,9 @@ def candidates(situation: Situation) -> list[WorkerStatus]:
     for worker, status in sorted(roster.known().items()):
         if status.stage != Stage.READY or status.has_state or not roster.ordered(status):
             continue
-        member = view.member(worker) if view else None
-        acting = member is not None and member.incarnation == status.incarnation
-        if acting and view is not None and status.promised < view.number:
-            continue
+        if view is not None and view.includes(worker, status.incarnation):
+            if status.promised < view.number:
+                continue
         name = roster.places[worker].agent
         if not situation.silent(name) and not roster.draining(name):
             found.append(status)

@@ -29,6 +29,11 @@ class LeasePolicy:
     suspect_s: float = 1.5
     abandon_s: float = 300.0
 
+    @property
+    def fence_s(self) -> float:
+        """What the coordinator waits for, where a node waits for `lease_s`."""
+        return self.lease_s + self.margin_s
+
 
 def acting_until(answered_at: float, proved_at: float, policy: LeasePolicy) -> float:
     """When a worker must stop acting, by its node's clock; both renewals are times on it."""
@@ -45,4 +50,4 @@ def fenced_from(heard_at: float, witness_at: float | None, policy: LeasePolicy) 
     alone = heard_at + policy.abandon_s + policy.margin_s
     if witness_at is None:
         return alone
-    return min(alone, max(heard_at, witness_at) + policy.lease_s + policy.margin_s)
+    return min(alone, max(heard_at, witness_at) + policy.fence_s)

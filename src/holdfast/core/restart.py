@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from holdfast.core.formation import Situation
 from holdfast.core.roster import Place, Roster
-from holdfast.core.types import Member, Stage, WorkerId
+from holdfast.core.types import Stage, WorkerId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +69,7 @@ def _end_probation(
     situation: Situation, worker: WorkerId, place: Place, policy: RestartPolicy
 ) -> None:
     view = situation.view
-    member = view.member(worker) if view is not None and place.strikes else None
-    if member is None or member.incarnation != place.incarnation:
+    if not place.strikes or view is None or not view.includes(worker, place.incarnation):
         place.member_since = None
     elif place.member_since is None:
         place.member_since = situation.now
@@ -81,10 +80,11 @@ def _end_probation(
 def _loss(situation: Situation, worker: WorkerId, place: Place) -> str | None:
     """Why the ordered incarnation of `worker` is gone, or None while it is not."""
     node = situation.roster.nodes.get(place.agent)
-    member = Member(worker=worker, incarnation=place.incarnation, agent=place.agent)
-    in_view = situation.view is not None and situation.view.member(worker) == member
+    member = situation.view.member(worker) if situation.view is not None else None
+    in_view = member is not None and member.incarnation == place.incarnation
     if node is None or situation.silent(place.agent):
-        return "its node is lost" if in_view and situation.abandoned(member) else None
+        lost = in_view and member is not None and situation.abandoned(member)
+        return "its node is lost" if lost else None
     status = node.statuses.get(worker)
     if status is None or status.incarnation < place.incarnation:
         # Not started yet, or the agent itself restarted and its workers died with it.

@@ -6,6 +6,7 @@ is counted from the newest report or, for a node that has not spoken yet, from t
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -24,6 +25,15 @@ from holdfast.core.types import (
     WorkerId,
     WorkerStatus,
 )
+
+
+class News(enum.Enum):
+    """What a report brings."""
+
+    STALE = "stale"  # it is not the newest: nothing was taken from it
+    NOTHING = "nothing"  # nothing that could change a decision
+    CHANGE = "change"
+    AGENT = "agent"  # it is the first of an agent process
 
 
 @dataclass(slots=True)
@@ -81,37 +91,28 @@ class Roster:
 
     # ------------------------------------------------------------ hearing
 
-    def hear(self, report: AgentReport, now: float) -> bool | None:
-        """None for a report that is not the newest; else whether it could change a decision."""
+    def hear(self, report: AgentReport, now: float) -> News:
         node = self.nodes.get(report.agent)
         if node is not None and (report.incarnation, report.seq) <= (node.incarnation, node.seq):
-            return None
+            return News.STALE
         anew = node is None or node.incarnation != report.incarnation
         if node is None or anew:
             node = self.nodes[report.agent] = Node(report.incarnation, report.seq, now)
         old, statuses = node.statuses, {s.worker: s for s in report.workers}
         changed = (
-            anew
-            or (node.offered, node.draining) != (report.slots, report.draining)
+            (node.offered, node.draining) != (report.slots, report.draining)
             or len(old) != len(statuses)
             or any(s.worker not in old or differs(old[s.worker], s) for s in report.workers)
         )
         node.seq, node.heard_at, node.pid = report.seq, now, report.pid
         node.draining = report.draining
         node.offered, node.view_known, node.statuses = report.slots, report.view_known, statuses
-        return changed
-
-    def is_new(self, report: AgentReport) -> bool:
-        """Whether this report is the first of an agent process."""
-        node = self.nodes.get(report.agent)
-        return node is None or node.incarnation < report.incarnation
+        return News.AGENT if anew else News.CHANGE if changed else News.NOTHING
 
     def renew_unheard(self, name: AgentId, view: View | None) -> None:
         """An agent that starts to speak knows nothing of these: what was ordered before is void."""
         for worker in self.here(name):
-            place = self.places[worker]
-            member = view.member(worker) if view else None
-            acting = member is not None and member.incarnation == place.incarnation
+            acting = view is not None and view.includes(worker, self.places[worker].incarnation)
             if worker not in self.nodes[name].statuses and not acting:
                 self.order_anew(worker)
 
@@ -133,8 +134,7 @@ class Roster:
     def drain(self, name: AgentId, view: View | None) -> None:
         """Who takes no part here is not wanted now, and never again as the same incarnation."""
         for worker in self.here(name):
-            member = view.member(worker) if view else None
-            if member is None or member.incarnation != self.places[worker].incarnation:
+            if view is None or not view.includes(worker, self.places[worker].incarnation):
                 self.order_anew(worker)
 
     def dismiss(self, name: AgentId) -> None:
@@ -171,9 +171,8 @@ class Roster:
         draining = self.draining(name)
         for worker in self.here(name):
             place = self.places[worker]
-            member = view.member(worker) if draining and view else None
-            stays = member is not None and member.incarnation == place.incarnation
-            if place.respawn_at is None and (stays or not draining):
+            stays = not draining or (view is not None and view.includes(worker, place.incarnation))
+            if place.respawn_at is None and stays:
                 yield worker, place.incarnation
 
     # ------------------------------------------------------------ knowing

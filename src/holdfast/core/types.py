@@ -101,6 +101,11 @@ class View:
         found = self.members[i] if i < len(self.members) else None
         return found if found is not None and found.worker == worker else None
 
+    def includes(self, worker: WorkerId, incarnation: Incarnation) -> bool:
+        """Whether this very process is a member."""
+        member = self.member(worker)
+        return member is not None and member.incarnation == incarnation
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentReport:
@@ -166,6 +171,6 @@ class JobRecord:
     views_used: ViewNumber = NO_VIEW  # no number up to this may be given to another view
     slots: tuple[Slot, ...] = ()
     workers_named: int = 0  # ids below this have been given to slots
-    forgotten: int = 0  # how often such a record was lost
+    forgotten: int = 0  # greater with each record that was lost; numbers begin anew from it
     release_loop: int = 0
     outcome: str | None = None  # None while running, "" after success, else the reason of failure
