@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import os
 import resource
 import socket
@@ -36,6 +37,9 @@ from holdfast.core.types import (
 )
 from holdfast.runtime.channel import Channel, connect
 from holdfast.runtime.rundir import RunDir
+from holdfast.wire import messages
+
+messages._unpack = functools.lru_cache(maxsize=1)(messages._unpack)  # each node has its own core
 
 HOST = "127.0.0.1"
 LEASE_S = 4.0

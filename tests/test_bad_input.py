@@ -39,6 +39,15 @@ def fails(run: LocalRun) -> str:
         (["run", "--nproc", "2", "--min-workers", "3", SCRIPT], ["--min-workers 3"]),
         (["run", "--threads", "0", SCRIPT], ["--threads 0"]),
         (["run", "--run-dir", "/proc/none", SCRIPT], ["/proc/none", "--run-dir"]),
+        (["run", "--run-dir", "new", "--port", "99999", SCRIPT], ["--port 99999"]),
+        (["run", "--run-dir", "new", "--host", "0.0.0.0", SCRIPT], ["--host", "0.0.0.0"]),
+        (["run", "--run-dir", "new", "--host", "192.0.2.1", SCRIPT], ["192.0.2.1", "--host"]),
+        (["run", "--run-dir", "new", "--tls", "nowhere", SCRIPT], ["nowhere/tls.crt"]),
+        (["agent", "--join", "nonsense"], ["--join", "nonsense", "HOST:PORT"]),
+        (["agent", "--join", "host:²"], ["--join", "host:²", "HOST:PORT"]),
+        (["agent", "--join", "etcd://here"], ["--election", "etcd://here"]),
+        (["agent", "--join", "127.0.0.1:1", "--tls", "nowhere"], ["nowhere/tls.crt"]),
+        (["drain", "node1", "--run-dir", "nowhere"], ["nowhere"]),
         (["status", "--run-dir", "nowhere"], ["nowhere", "run"]),
         (["ledger", "verify", "nowhere"], ["nowhere"]),
         (["dance"], ["dance", "run"]),
@@ -58,6 +67,7 @@ def test_a_wrong_command_line(args: list[str], words: list[str], tmp_path: Path)
     assert len(lines) == 1, found.stderr
     assert all(word in lines[0] for word in words), lines
     assert "Traceback" not in found.stderr
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(

@@ -24,14 +24,14 @@ from holdfast.core.types import (
 from holdfast.runtime import coordinator_server
 from holdfast.runtime.channel import connect
 from holdfast.runtime.coordinator import make_machine
-from holdfast.runtime.coordinator_server import CoordinatorServer, EffectPipe
+from holdfast.runtime.coordinator_server import CoordinatorServer, EffectPipe, Seat
 from holdfast.runtime.journal import (
     MemoryJournal,
     MemoryStore,
     unseal,
 )
 from holdfast.runtime.rundir import RunDir
-from support import SPEC, WAIT_S, CoordinatorProcess, until
+from support import HOST, SPEC, WAIT_S, CoordinatorProcess, until
 
 
 def record(term: int, release_loop: int = 0) -> JobRecord:
@@ -96,9 +96,10 @@ def test_nothing_is_sent_before_its_record_is_durable(tmp_path: Path) -> None:
         run_dir.create(SPEC, bytes(range(32)))
         journal = GatedJournal(MemoryStore())
         core = make_machine(SPEC, await journal.load())
-        server = CoordinatorServer(run_dir, SPEC, run_dir.secret(), core, journal)
-        listener = socket.create_server(("127.0.0.1", 0))
-        serving = asyncio.ensure_future(server.run(listener, "127.0.0.1"))
+        listener = socket.create_server((HOST, 0))
+        seat = Seat(run_dir=run_dir, secret=run_dir.secret(), listener=listener, host=HOST)
+        server = CoordinatorServer(seat, SPEC, core, journal)
+        serving = asyncio.ensure_future(server.run())
         journal.gate.release()  # for the new term
         channel = await connect(*listener.getsockname(), run_dir.secret())
         report = AgentReport(agent=AgentId("node0"), incarnation=Incarnation(1), seq=1, slots=1)
@@ -143,7 +144,9 @@ def test_nothing_is_sent_by_who_may_be_deposed(
     async def act(check: Callable[[], None], agent: Recorder) -> None:
         journal = MemoryJournal(MemoryStore())
         core = make_machine(SPEC, await journal.load())
-        server = CoordinatorServer(RunDir(tmp_path), SPEC, b"", core, journal, check)
+        listener = socket.create_server((HOST, 0))
+        seat = Seat(run_dir=RunDir(tmp_path), secret=b"", listener=listener, host=HOST)
+        server = CoordinatorServer(seat, SPEC, core, journal, check)
         server._agents[AgentId("x")] = agent  # type: ignore[assignment]
         server._carry_out([directive("x", 1)])
 

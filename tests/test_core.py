@@ -278,7 +278,9 @@ def situation(pairs: list[tuple[int, int]], joiners: set[int], workers: int) -> 
         )
         roster.hear(report, 0.0)
         roster.admit(member.agent)
-    return Situation(view=view, roster=roster, lease=LeasePolicy(), witness_at=0.0, now=0.1)
+    return Situation(
+        view=view, roster=roster, lease=LeasePolicy(), silent=frozenset(), witness_at=0.0, now=0.1
+    )
 
 
 @given(data=st.data(), workers=st.integers(2, 7))

@@ -256,7 +256,10 @@ BAD = [
     (["--peer", "host:99999"], ["host:99999", "HOST:PORT"]),
     (["--peer", "127.0.0.1:1"], ["--run-dir", "--secret-file"]),
     (["--peer", "127.0.0.1:1", "--secret-file", "none"], ["none", "No such file"]),
-    (["--peer", "127.0.0.1:1", "--secret-file", "short"], ["short", "2 bytes", "openssl"]),
+    (
+        ["--peer", "127.0.0.1:1", "--secret-file", "short"],
+        ["short", "holds 4 hexa", "openssl"],
+    ),
     (["--peer", "127.0.0.1:1", "--run-dir", "none"], ["none", "secret"]),
     (["--against", "none"], ["none", "--json"]),
     (["--against", "short"], ["short", "not a report"]),
@@ -281,6 +284,8 @@ def test_bad_options(
     monkeypatch.chdir(tmp_path)
     Path("short").write_text("abcd")
     Path("secret").write_text("ab" * 32)
+    for name in ("short", "secret"):
+        Path(name).chmod(0o600)
     Path("format").write_text('{"format": 99, "facts": {}, "speeds": {}}')
     try:
         code = main(["doctor", *args])
@@ -337,6 +342,7 @@ def test_a_directory_that_is_not_there_is_not_fit(tmp_path: Path) -> None:
 def test_one_machine_serves_and_another_measures(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("ab" * 32)
+    secret.chmod(0o600)
     serve = [*HOLDFAST, "doctor", "--serve", "--host", "127.0.0.1", "--secret-file", str(secret)]
     with subprocess.Popen(serve, stdout=subprocess.PIPE, text=True) as server:
         try:
@@ -349,6 +355,7 @@ def test_one_machine_serves_and_another_measures(tmp_path: Path) -> None:
             assert [f.subject for f in peers] == [address, address]
             assert FAIL not in {f.grade for f in peers}
             (tmp_path / "other").write_text("cd" * 32)
+            (tmp_path / "other").chmod(0o600)
             stranger = command(*args, "--secret-file", str(tmp_path / "other"))
             assert stranger.returncode == 1
             told = doctor.read_report(stranger.stdout.encode())

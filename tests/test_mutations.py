@@ -21,8 +21,8 @@ from holdfast.core.agent import AgentMachine
 from holdfast.core.coordinator import CoordinatorMachine
 from holdfast.core.formation import Situation
 from holdfast.core.liveness import FreezeDetector
-from holdfast.core.roster import Roster
-from holdfast.core.types import RELEASE_ALL, View, ViewNumber, WorkerStatus
+from holdfast.core.roster import News, Roster
+from holdfast.core.types import RELEASE_ALL, AgentReport, View, ViewNumber, WorkerStatus
 from holdfast.core.worker import WorkerMachine
 from holdfast.sim.swarm import run_seed
 from holdfast.sim.world import Machines
@@ -87,13 +87,13 @@ def mutation(plant: Patch) -> Patch:
 
 def doctor(patch: pytest.MonkeyPatch, **fields: Any) -> Machines:
     """A coordinator that misreads every status in the same way."""
-    plain = Roster.status
+    plain = Roster.hear
 
-    def status(self: Roster, worker: Any, incarnation: Any = None) -> WorkerStatus | None:
-        found = plain(self, worker, incarnation)
-        return found and dataclasses.replace(found, **fields)
+    def hear(self: Roster, report: AgentReport, now: float) -> News:
+        misread = tuple(dataclasses.replace(s, **fields) for s in report.workers)
+        return plain(self, dataclasses.replace(report, workers=misread), now)
 
-    patch.setattr(Roster, "status", status)
+    patch.setattr(Roster, "hear", hear)
     return Machines()
 
 
@@ -171,7 +171,7 @@ def journal_keeps_only_views(patch: pytest.MonkeyPatch) -> Machines:
 @mutation
 def stale_reports_are_believed(patch: pytest.MonkeyPatch) -> Machines:
     class Credulous(CoordinatorMachine):
-        def _hear(self, report: Any, now: float) -> bool | None:
+        def _hear(self, report: Any, now: float) -> bool:
             node = self._roster.nodes.get(report.agent)
             if node is not None and node.incarnation == report.incarnation:
                 node.seq = -1
@@ -183,7 +183,7 @@ def stale_reports_are_believed(patch: pytest.MonkeyPatch) -> Machines:
 @mutation
 def deposed_agent_is_believed(patch: pytest.MonkeyPatch) -> Machines:
     class Credulous(CoordinatorMachine):
-        def _hear(self, report: Any, now: float) -> bool | None:
+        def _hear(self, report: Any, now: float) -> bool:
             node = self._roster.nodes.get(report.agent)
             if node is not None and node.incarnation > report.incarnation:
                 node.seq, node.incarnation = -1, report.incarnation

@@ -64,7 +64,7 @@ def outcome(run: LabRun) -> str:
 
 def rejoined(run: LabRun) -> bool:
     """Whether the last view had a worker of each node again."""
-    return "workers 0, 1, 2;" in run.events("view")[-1]["text"]
+    return "workers 0-2;" in run.events("view")[-1]["text"]
 
 
 def until_step(run: LabRun, more: int = 1) -> float:

@@ -23,7 +23,8 @@ from etcd_cluster import EtcdCluster, free_ports
 from holdfast.core.errors import UserError
 from holdfast.core.types import AgentId, AgentReport, Directive, Incarnation, JobRecord
 from holdfast.runtime.channel import Channel, connect
-from holdfast.runtime.coordinator import Candidate, Seat
+from holdfast.runtime.coordinator import Candidate
+from holdfast.runtime.coordinator_server import Seat
 from holdfast.runtime.election import (
     Incumbent,
     locate,

@@ -6,11 +6,14 @@ import argparse
 import os
 from pathlib import Path
 
+from holdfast.cli.options import add_secret, add_tls
 from holdfast.core.errors import UserError
 from holdfast.runtime.election import FORM, open_election
+from holdfast.runtime.launcher import Desk, launch_standby
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.secret import load_secret
-from holdfast.runtime.standby import Standby
+from holdfast.runtime.tcp import listen
+from holdfast.runtime.tls import files_in, server_context
 
 
 def main(argv: list[str]) -> int:
@@ -22,10 +25,14 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         raise UserError(f"--run-dir {run_dir.path}: {error.strerror}; name another") from None
     load_secret(dict(os.environ), file=options.secret_file, run_dir=run_dir.path)
-    arguments = ["--election", options.election, "--host", options.host]
+    if options.tls is not None:
+        server_context(files_in(options.tls))
+    arguments = ["--election", options.election]
     if options.secret_file is not None:
         arguments += ["--secret-file", str(options.secret_file)]
-    return Standby(run_dir, options.host, options.port, arguments).run()
+    with listen(options.host, options.port) as listener:
+        desk = Desk(run_dir=run_dir, listener=listener, host=options.host, tls=options.tls)
+        return launch_standby(desk, arguments)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -43,10 +50,6 @@ def parser() -> argparse.ArgumentParser:
         "--host", required=True, help="this machine's name or address, as agents reach it"
     )
     found.add_argument("--port", type=int, default=0, help="default: any that is free")
-    found.add_argument(
-        "--secret-file",
-        type=Path,
-        help="the file `secret` of the job's run directory; default: RUN_DIR/secret, else the "
-        "environment's HOLDFAST_SECRET",
-    )
+    add_secret(found, "HOLDFAST_SECRET, or RUN_DIR/secret")
+    add_tls(found)
     return found

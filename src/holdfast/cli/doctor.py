@@ -25,12 +25,12 @@ from holdfast.core.errors import UserError
 from holdfast.core.health import Finding, Grade, Health, Verdict, Watch, one_line, worst
 from holdfast.core.limits import GIB, KIB, MIB
 from holdfast.runtime import doctor
+from holdfast.runtime.contact import parse_address
 from holdfast.runtime.health.light import light_checks
 from holdfast.runtime.health.network import PeerServer
-from holdfast.runtime.rundir import RunDir
+from holdfast.runtime.secret import load_secret
 
 REPORT_BYTES_MAX = 4 * MIB
-SECRET_BYTES_MIN = 16
 PREFETCH = 2  # batches that each loader of a DataLoader keeps ready, by default
 WIDTH_ELSEWHERE = 120  # where the output is no terminal
 STYLES = {Grade.OK: "green", Grade.WARN: "yellow", Grade.FAIL: "bold red", Grade.SKIPPED: "dim"}
@@ -116,11 +116,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _peer(text: str) -> tuple[str, int]:
-    host, colon, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not (host and colon and port.isdecimal() and 0 < int(port) < 65536):
-        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT, such as node7:29600")
-    return host, int(port)
+    try:
+        return parse_address(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _size(text: str) -> int:
@@ -148,21 +147,7 @@ def make_examination(options: argparse.Namespace) -> doctor.Examination:
 
 
 def _secret(options: argparse.Namespace) -> bytes:
-    if options.run_dir is not None:
-        return RunDir(options.run_dir).secret()
-    if options.secret_file is None:
-        raise UserError("peers know each other by a secret: give --run-dir or --secret-file")
-    path = options.secret_file
-    try:
-        secret = bytes.fromhex("".join(path.read_text().split()))
-    except (OSError, ValueError) as error:
-        raise UserError(f"--secret-file {path} cannot be used: {error}") from None
-    if len(secret) < SECRET_BYTES_MIN:
-        raise UserError(
-            f"--secret-file {path} holds {len(secret)} bytes, and at least {SECRET_BYTES_MIN} are "
-            "needed: openssl rand -hex 32"
-        )
-    return secret
+    return load_secret(os.environ, file=options.secret_file, run_dir=options.run_dir)
 
 
 def _read(path: Path) -> Report:

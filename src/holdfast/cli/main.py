@@ -11,6 +11,7 @@ COMMANDS = {
     "run": "run a training script on this machine, through failures",
     "agent": "add this machine to a running job",
     "status": "show a running job: view, step, processes",
+    "drain": "empty a node of a running job, which goes on without it",
     "coordinator": "stand by as another coordinator of a job, on any machine",
     "demo": "train a small model through faults and prove that nothing changed",
     "ledger": "prove from a run's ledger that every sample was used exactly once",

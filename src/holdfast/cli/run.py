@@ -9,12 +9,15 @@ import sys
 import time
 from pathlib import Path
 
+from holdfast.cli.options import add_secret, add_tls
 from holdfast.core.errors import UserError
 from holdfast.core.job import JobSpec
 from holdfast.runtime.election import parse_election
-from holdfast.runtime.launcher import launch_job
+from holdfast.runtime.launcher import Desk, launch_job
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.secret import SECRET_BYTES_MIN, VARIABLE, load_secret
+from holdfast.runtime.tcp import listen
+from holdfast.runtime.tls import files_in, server_context
 
 
 def parser() -> argparse.ArgumentParser:
@@ -106,12 +109,8 @@ def _add_nodes(found: argparse.ArgumentParser) -> None:
         "coordinator`: etcd://HOST[:PORT],.../JOB",
     )
     found.add_argument("--port", type=int, default=0, help="to listen on (default: a free one)")
-    found.add_argument(
-        "--secret-file",
-        type=Path,
-        help="with the secret that nodes must know, readable by you only (default: "
-        "HOLDFAST_SECRET, or a new one in the run directory)",
-    )
+    add_secret(found, "HOLDFAST_SECRET, or a new one in the run directory")
+    add_tls(found)
 
 
 def main(argv: list[str]) -> int:
@@ -119,9 +118,13 @@ def main(argv: list[str]) -> int:
     spec = make_spec(options)
     name = time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
     run_dir = RunDir(options.run_dir or Path("holdfast-runs") / name)
-    run_dir.create(spec, make_secret(options))
-    print(f"holdfast: run directory {run_dir.path}", file=sys.stderr, flush=True)
-    return launch_job(run_dir, spec, options.host, options.port)
+    if options.tls is not None:
+        server_context(files_in(options.tls))
+    with listen(options.host, options.port) as listener:
+        run_dir.create(spec, make_secret(options))
+        print(f"holdfast: run directory {run_dir.path}", file=sys.stderr, flush=True)
+        desk = Desk(run_dir=run_dir, listener=listener, host=options.host, tls=options.tls)
+        return launch_job(desk, spec)
 
 
 def make_secret(options: argparse.Namespace) -> bytes:
@@ -148,12 +151,6 @@ def make_spec(options: argparse.Namespace) -> JobSpec:
         )
     if not 1 <= options.min_workers <= options.nproc * nodes_max:
         raise UserError(f"--min-workers {options.min_workers} must be from 1 to --nproc")
-    if not 0 <= options.port < 1 << 16:
-        raise UserError(f"--port {options.port} must be from 0 to 65535")
-    if options.host in ("0.0.0.0", "::", ""):
-        raise UserError(
-            f"--host {options.host!r}: name one address, by which other nodes reach this machine"
-        )
     if options.election:
         parse_election(options.election)
     if options.abandon_s < 2 * options.lease_s:

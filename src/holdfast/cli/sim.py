@@ -32,7 +32,11 @@ def _parser() -> argparse.ArgumentParser:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--seed", type=_seed, metavar="N", help="run one seed")
     which.add_argument("--seeds", type=_seeds, metavar="A:B", help="run seeds A to B-1")
-    parser.add_argument("--small", action="store_true", help="small jobs: shorter runs, more seeds")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--small", action="store_true", help="small jobs: shorter runs, more seeds")
+    size.add_argument(
+        "--nodes", type=_nodes, metavar="N", help="a large job on N nodes, up to 10,000 and more"
+    )
     parser.add_argument("--trace", action="store_true", help="with --seed: print every event")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
@@ -41,6 +45,12 @@ def _parser() -> argparse.ArgumentParser:
 def _seed(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a seed: give a number such as 7")
+    return int(text)
+
+
+def _nodes(text: str) -> int:
+    if not text.isdecimal() or int(text) < 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of nodes: give 2 or more")
     return int(text)
 
 
@@ -56,7 +66,7 @@ def _seeds(text: str) -> range:
 def _one(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     listener = print if args.trace and not args.json else None
-    result = run_seed(args.seed, small=args.small, listener=listener)
+    result = run_seed(args.seed, small=args.small, nodes=args.nodes, listener=listener)
     summary = Summary()
     summary.add(result)
     if args.json:
@@ -70,7 +80,7 @@ def _one(args: argparse.Namespace) -> int:
 def _many(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     summary, failed = Summary(), []
-    for result in _with_progress(run_many(args.seeds, args.small), args.seeds):
+    for result in _with_progress(run_many(args.seeds, args.small, args.nodes), args.seeds):
         summary.add(result)
         if result.failure:
             seed, failure = result.options.seed, result.failure

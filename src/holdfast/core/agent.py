@@ -83,6 +83,7 @@ class Drained:
     """This node is not to be used (any more), or again if the reason is empty."""
 
     reason: str
+    failing: str = ""  # the check that failed, unless somebody asks for it
     leave: bool = False  # for good: quit once nothing runs here
 
 
@@ -183,7 +184,7 @@ class AgentMachine:
         self._slots = slots
         self._pid = pid
         self._policy = policy
-        self._draining = ""
+        self._draining = self._failing = ""
         self._leaves = False
         self._processes: dict[WorkerId, _Process] = {}
         self._directive: Directive | None = None
@@ -214,10 +215,10 @@ class AgentMachine:
                 effects += self._sampled(worker, incarnation, sample)
             case Connected():
                 urgent = True
-            case Drained(reason, leave):
+            case Drained(reason, failing, leave):
                 if leave or not self._leaves:
-                    urgent = reason != self._draining
-                    self._draining, self._leaves = reason, leave
+                    urgent = (reason, failing) != (self._draining, self._failing)
+                    self._draining, self._failing, self._leaves = reason, failing, leave
             case Tick():
                 pass
             case _:
@@ -440,6 +441,7 @@ class AgentMachine:
             slots=self._slots,
             pid=self._pid,
             draining=self._draining,
+            failing=self._failing,
             view_known=view.number if view else NO_VIEW,
             view=view if forgotten else None,
             release_loop=directive.release_loop if directive else 0,

@@ -8,6 +8,7 @@ each block.
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from collections.abc import Sequence
 
@@ -57,12 +58,19 @@ def assign_mid_step(
     require(len(survivors) > 0, "no survivor to take the virtual ranks")
     hosted = Counter(previous)
     load = {w: hosted[w] for w in survivors}
+    least = [(count, w) for w, count in load.items()]  # with entries that are out of date
+    heapq.heapify(least)
     owners = list(previous)
     for v, owner in enumerate(previous):
         if owner in load:
             continue
+        while least[0][0] != load[least[0][1]]:
+            heapq.heappop(least)
+        count, heir = least[0]
         neighbour = previous[v ^ 1] if v ^ 1 < len(previous) else None
-        heir = min(survivors, key=lambda w: (load[w], w != neighbour, w))
+        if neighbour is not None and load.get(neighbour) == count:
+            heir = neighbour
         owners[v] = heir
         load[heir] += 1
+        heapq.heappush(least, (load[heir], heir))
     return tuple(owners)

@@ -10,20 +10,24 @@ ordered twice.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from holdfast.core.admission import Attendance, admit, attend
+from holdfast.core.admission import Attendance, admit, attend, choose_drained
+from holdfast.core.agenda import Agenda
 from holdfast.core.assignment import assign_at_boundary
 from holdfast.core.errors import assert_never, require
 from holdfast.core.formation import (
     Proposal,
     Situation,
     candidates,
+    check_view,
     last_view,
     leaving,
+    make_view,
     next_view,
+    spans,
+    surely_newest,
     survivors_of,
     unreachable,
     why_broken,
@@ -47,7 +51,6 @@ from holdfast.core.types import (
     WorkerStatus,
 )
 
-REVIEW_S = 2e-5  # least time between two reviews, for each place of the job
 SKIPPED = 1000  # numbers passed over after the loss of the journal: more than were given unheard
 
 
@@ -154,12 +157,10 @@ class CoordinatorMachine:
         self._wanting_since: float | None = None  # since when a first view could not be formed
         self._step = self._view.resume_step if self._view else 0
         self._losses = 0  # since the last progress
-        self._still_since = now
-        self._still: object = None
         self._attendance = Attendance()
+        self._agenda = Agenda(policy, self._roster, now)
         self._finished = False
-        self._reviewed_at = float("-inf")
-        self._review_at: float | None = now
+        self._checked: View | None = None
 
     def handle(self, event: CoordinatorEvent, now: float) -> list[CoordinatorEffect]:
         """Apply one event at time `now` (seconds); returns effects in order."""
@@ -167,21 +168,24 @@ class CoordinatorMachine:
         reply_to: AgentId | None = None
         match event:
             case ReportArrived(report):
-                news = self._hear(report, now)
-                reply_to = None if news is News.STALE else report.agent
-                if news in (News.CHANGE, News.AGENT):
-                    self._review_at = self._soon(now)
-                if self._review_at is None or now < self._review_at:
-                    return [self._answer(reply_to)] if reply_to is not None else []
+                if self._hear(report, now):
+                    reply_to = report.agent
             case StopRequested(reason):
                 if self._outcome is None:
                     effects.append(Announce("stop", reason))
                     self._outcome = reason
+                    self._agenda.change(now, at_once=True)
             case Tick():
                 pass
             case _:
                 assert_never(event)
-        effects += self._advance(now)
+        if self._agenda.due(now):
+            return [*effects, *self._review(reply_to, now)]
+        return [self._answer(reply_to)] if reply_to is not None else []
+
+    def _review(self, reply_to: AgentId | None, now: float) -> list[CoordinatorEffect]:
+        """Decide on all that is known, and tell whoever should act on it."""
+        effects = self._advance(now)
         record = self._record()
         if record != self._persisted and self._learn_until is None:
             self._persisted = record
@@ -190,34 +194,33 @@ class CoordinatorMachine:
         if self._over(now) and not self._finished:
             self._finished = True
             effects.append(Finish(self._outcome or ""))
-        self._reviewed_at, self._review_at = now, self._next_review(now)
+        self._agenda.reviewed(now, self._alarms())
         return effects
 
     def deadline(self) -> float | None:
         """The earliest time at which a Tick could change something."""
-        return self._review_at
+        return self._agenda.deadline
 
-    def _soon(self, now: float) -> float:
-        """When to decide on a change: a large job's changes come in floods, and decisions cost."""
-        due = max(now, self._reviewed_at + len(self._roster.places) * REVIEW_S)
-        return due if self._review_at is None else min(due, self._review_at)
-
-    def _next_review(self, now: float) -> float | None:
-        policy, lease, roster = self._policy, self._policy.lease, self._roster
-        heard = [roster.started_at, *(n.heard_at for n in roster.nodes.values())]
-        heard += [self._witness_at] if self._witness_at is not None else []
-        times = [
-            t + wait_s
-            for t in heard
-            for wait_s in (lease.suspect_s, lease.fence_s, lease.abandon_s + lease.margin_s)
-        ]
-        times += [p.respawn_at for p in roster.places.values() if p.respawn_at is not None]
-        times += [self._still_since + w for w in (policy.patience_s, policy.hang_s)]
+    def _alarms(self) -> Iterator[float]:
+        """When time alone changes a decision, for reasons of the whole job."""
+        lease = self._policy.lease
+        if self._witness_at is not None:
+            yield self._witness_at + lease.fence_s
         if self._wanting_since is not None:
-            times.append(self._wanting_since + policy.settle_s)
+            yield self._wanting_since + self._policy.settle_s
         if self._learn_until is not None:
-            times.append(self._learn_until)
-        return min((t for t in times if t > now), default=None)
+            yield self._learn_until
+        if self._outcome is not None:
+            yield from (n.heard_at + lease.fence_s for n in self._roster.nodes.values())
+
+    @property
+    def view(self) -> View | None:
+        return self._view
+
+    @property
+    def outcome(self) -> str | None:
+        """How the job ends or ended: None while it runs, empty for success."""
+        return self._outcome
 
     def snapshot(self) -> CoordinatorSnapshot:
         roster = self._roster
@@ -227,45 +230,44 @@ class CoordinatorMachine:
             stop_view=self._stop_view,
             pending_view=self._pending_view,
             agents=roster.snapshot(self._attendance.silent),
-            workers=tuple(s for _, s in sorted(roster.known().items())),
+            workers=tuple(s for _, s in sorted(roster.newest.items())),
             finished=self._finished,
         )
 
     def check(self) -> None:
         view = self._view
-        if view is not None:
-            workers = view.workers
-            require(list(workers) == sorted(set(workers)), f"view {view.number} repeats a member")
-            require(set(view.owners) <= set(workers), f"view {view.number}: a stranger owns a rank")
-            require(len(view.owners) == self._policy.virtual_ranks, "a virtual rank has no owner")
-            require(self._stop_view <= view.number, "stopping a view that does not exist")
+        if view is not None and view is not self._checked:
+            self._checked = view
+            check_view(view, self._policy.virtual_ranks)
+        require(self._stop_view <= self._number, "stopping a view that does not exist")
         saved = self._persisted in (None, self._record())
         require(saved or self._learn_until is not None, "unsaved record")
 
     # ------------------------------------------------------------ hearing
 
-    def _hear(self, report: AgentReport, now: float) -> News:
-        roster, drained = self._roster, self._roster.draining(report.agent)
+    def _hear(self, report: AgentReport, now: float) -> bool:
+        """Returns whether it is answered now: to a new agent nothing is said before a review."""
+        roster, learns = self._roster, self._learn_until is not None
         news = roster.hear(report, now)
-        if news in (News.STALE, News.NOTHING):
-            if news is News.NOTHING and self._learn_until is not None:
-                self._learn(report)
-            return news
-        drains = bool(report.draining) and not drained
-        if drains or news is News.AGENT:
-            self._review_at = now  # what is ordered changes here and now, and must be saved
-        if drains:
-            roster.drain(report.agent, self._view)
-        if self._learn_until is not None:
+        if news is News.STALE:
+            return False
+        if learns:
             self._learn(report)
-        elif news is News.AGENT:
-            if self._forgotten:
-                roster.recall(report, None)
-            roster.renew_unheard(report.agent, self._view)
-        if self._witness_at is None:
-            here = (m for m in self._members if m.agent == report.agent)
-            self._witness_at = now if any(map(self._is_witness, here)) else None
-        return news
+        self._note_step(report)
+        if learns or news is News.CHANGE or report.agent in self._agenda.silent:
+            self._agenda.change(now)
+        if self._witness_at is None and news is News.CHANGE and self._view is not None:
+            members = (self._view.member(w) for w in roster.here(report.agent))
+            if any(m is not None and self._is_witness(m) for m in members):
+                self._witness_at = now
+        return learns or not roster.nodes[report.agent].fresh
+
+    def _note_step(self, report: AgentReport) -> None:
+        view = self._view
+        for status in report.workers:
+            if status.committed > self._step and view is not None:
+                if view.includes(status.worker, status.incarnation):
+                    self._step, self._losses = status.committed, 0
 
     def _is_witness(self, member: Member) -> bool:
         if self._roster.dead(member.worker, member.incarnation):
@@ -280,23 +282,27 @@ class CoordinatorMachine:
             self._views_used = ViewNumber(max(self._views_used, report.view.number + SKIPPED))
             self._step = report.view.resume_step
         self._release_loop = max(self._release_loop, report.release_loop)
-        self._roster.recall(report, report.view)
+        self._roster.recall(report.agent, report.workers, report.view)
 
     # ------------------------------------------------------------ deciding
 
     def _advance(self, now: float) -> list[CoordinatorEffect]:
         situation = self._situation(now)
-        if self._learns(situation) or self._outcome is not None:
+        if self._learns(situation):
+            return []
+        self._welcome()
+        if self._outcome is not None:
             return []
         effects: list[CoordinatorEffect] = [
             *self._admit(situation),
-            *self._note_progress(situation),
+            *self._replace_hung(situation),
+            *self._replace_lost(situation),
         ]
-        effects += self._replace_lost(situation)
-        failed = [s for s in self._roster.known().values() if s.stage == Stage.FAILED]
+        failed = [s for s in self._roster.newest.values() if s.stage == Stage.FAILED]
         if failed:
-            self._outcome = f"worker {failed[0].worker} failed: {failed[0].detail}"
-            effects.append(Announce("failed", self._outcome, failed[0].worker))
+            first = min(failed, key=lambda s: s.worker)
+            self._outcome = f"worker {first.worker} failed: {first.detail}"
+            effects.append(Announce("failed", self._outcome, first.worker))
         elif self._losses > self._policy.restart.losses_max:
             self._outcome = (
                 f"{self._losses} workers were lost at step {self._step} with no step committed in "
@@ -323,39 +329,45 @@ class CoordinatorMachine:
         """Whether something of a lost record may still come from the agents."""
         if self._learn_until is None:
             return False
-        for name, node in self._roster.nodes.items():
-            if node.view_known > self._number and not situation.silent(name):
-                return True
-        if situation.now < self._learn_until:
+        behind = any(
+            node.view_known > self._number and name not in situation.silent
+            for name, node in self._roster.nodes.items()
+        )
+        lease = self._policy.lease
+        given_up_at = self._roster.started_at + lease.abandon_s + lease.margin_s
+        until = self._learn_until if surely_newest(situation) else given_up_at
+        if situation.now < until or behind:
             return True
         self._learn_until = None
-        for name in self._roster.nodes:
-            self._roster.renew_unheard(name, self._view)
         return False
+
+    def _welcome(self) -> None:
+        """What is ordered on nodes that begin to speak; a forgetful coordinator asks them first."""
+        for name, node in self._roster.nodes.items():
+            if node.fresh:
+                self._roster.welcome(name, self._view, recall=self._forgotten > 0)
 
     def _admit(self, situation: Situation) -> Iterator[CoordinatorEffect]:
         if self._release_loop < RELEASE_ALL:
             waiting, lines = admit(situation, self._policy.nodes_max)
-            self._attendance, news = attend(situation, waiting, self._attendance)
+            not_drained = choose_drained(situation)
+            self._attendance, news = attend(situation, waiting, not_drained, self._attendance)
             yield from (Announce("node", line) for line in lines)
             yield from (Announce(kind, line) for kind, line in news)
 
-    def _note_progress(self, situation: Situation) -> list[CoordinatorEffect]:
-        now = situation.now
-        members = self._members_known()
-        step = max((s.committed for s in members), default=self._step)
-        if step > self._step:
-            self._losses = 0
-        self._step = max(step, self._view.resume_step) if self._view else step
-        still = tuple((s.worker, s.incarnation, s.committed, s.waiting) for s in members)
-        waited_for = [s for s in members if not s.waiting and not s.ended and s.stage.alive]
-        unseen = any(situation.silent(m.agent) for m in self._members)
-        if still != self._still or unseen or not any(s.waiting for s in members):
-            self._still, self._still_since = still, now
-        elif now - self._still_since >= self._policy.hang_s:
-            self._still_since = now
-            return [self._order_anew(s, f"hung for {self._policy.hang_s:g} s") for s in waited_for]
-        return []
+    def _replace_hung(self, situation: Situation) -> Iterator[CoordinatorEffect]:
+        """A job in which nothing moves for very long, while a member waits for others."""
+        now, members = situation.now, self._members
+        if any(m.agent in situation.silent for m in members):
+            self._agenda.stir(now)
+        if now < self._agenda.still_since + self._policy.hang_s:
+            return
+        known = self._members_known()
+        if any(s.waiting for s in known):
+            for status in known:
+                if not status.waiting and not status.ended and status.stage.alive:
+                    yield self._order_anew(status, f"hung for {self._policy.hang_s:g} s")
+        self._agenda.stir(now)
 
     def _order_anew(self, status: WorkerStatus, reason: str) -> Announce:
         self._roster.order_anew(status.worker)
@@ -382,7 +394,7 @@ class CoordinatorMachine:
         view = self._view
         if view is None or self._stop_view >= view.number:
             return
-        waited_s = situation.now - self._still_since
+        waited_s = situation.now - self._agenda.still_since
         reason = why_broken(situation, waited_s, self._policy.patience_s)
         if reason is not None:
             self._stop_view = number = view.number
@@ -406,26 +418,26 @@ class CoordinatorMachine:
             return
         policy = self._policy
         if finishing:
-            yield self._install(last_view(situation, survivors))
+            yield self._install(last_view(situation, survivors), situation.now)
             return
         proposal = next_view(situation, survivors, policy.virtual_ranks, policy.workers_min)
         if proposal is not None:
-            yield self._install(proposal)
+            yield self._install(proposal, situation.now)
 
     def _form_initial(self, situation: Situation) -> Iterator[CoordinatorEffect]:
         """Nobody holds the state: start, or start again, from the initial one."""
         now, roster, policy = situation.now, self._roster, self._policy
         if self._wanting_since is None:
             self._wanting_since = now
-        known = roster.known()
-        for status in known.values():
+        known = roster.newest
+        for status in sorted(known.values(), key=lambda s: s.worker):
             stained = status.tainted or status.has_state
             if stained and status.stage == Stage.READY and roster.ordered(status):
                 yield self._order_anew(status, "its state is neither initial nor the job's")
         ready = [s for s in candidates(situation) if not s.tainted]
         late = now >= self._wanting_since + policy.settle_s
         pending = [w for w in roster.places if w not in known or known[w].stage != Stage.EXITED]
-        nodes = sum(1 for n in roster.nodes if roster.here(n) and not situation.silent(n))
+        nodes = sum(1 for n in roster.nodes if roster.here(n) and n not in situation.silent)
         if self._view is None and nodes < policy.nodes_min:
             self._wanting_since = now
             return
@@ -443,39 +455,26 @@ class CoordinatorMachine:
                 resume_step=0,
                 joiners=workers,
                 why=why,
-            )
+            ),
+            now,
         )
 
-    def _install(self, proposal: Proposal) -> Announce:
+    def _install(self, proposal: Proposal, now: float) -> Announce:
         number = ViewNumber(max(self._number, self._views_used) + 1)
+        staying = frozenset(proposal.workers)
         for member in self._members:
             place = self._roster.places.get(member.worker)
-            if member.worker in proposal.workers or place is None or place.respawn_at is not None:
+            if member.worker in staying or place is None or place.respawn_at is not None:
                 continue
             if place.incarnation == member.incarnation:
                 self._roster.order_anew(member.worker)  # left out: never again as it was
-        workers, places = proposal.workers, self._roster.places
-        self._view = View(
-            number=number,
-            members=tuple(
-                Member(worker=w, incarnation=places[w].incarnation, agent=places[w].agent)
-                for w in workers
-            ),
-            owners=proposal.owners,
-            resume_step=proposal.resume_step,
-            leader=self._leader([w for w in workers if w not in proposal.joiners] or workers),
-            joiners=proposal.joiners,
-            reason=proposal.why,
-        )
+        self._view = make_view(proposal, number, self._view, self._roster)
         self._views_used = number
         self._witness_at = None
-        text = f"view {number}: workers {', '.join(map(str, workers))}; {proposal.why}"
+        self._agenda.stir(now)
+        self._step = max(self._step, proposal.resume_step)
+        text = f"view {number}: workers {spans(proposal.workers)}; {proposal.why}"
         return Announce("view", text, None, number, proposal.resume_step)
-
-    def _leader(self, eligible: Sequence[WorkerId]) -> WorkerId:
-        """The one before, if it survives: what it does alone it must be able to finish alone."""
-        view = self._view
-        return view.leader if view is not None and view.leader in eligible else eligible[0]
 
     def _invite(self, situation: Situation) -> Iterator[CoordinatorEffect]:
         """Plan a change at the next boundary: somebody can join, or too few are left."""
@@ -487,7 +486,7 @@ class CoordinatorMachine:
         left = leaving(situation)
         if (joiners or short or left) and not any(s.ended for s in self._members_known()):
             self._pending_view = view.number
-            who, kind = f"worker {', '.join(str(s.worker) for s in joiners)} joins", "join"
+            who, kind = f"worker {spans([s.worker for s in joiners])} joins", "join"
             if not joiners:
                 who, kind = "the job waits", "wait"
             if not joiners and left:
@@ -498,33 +497,34 @@ class CoordinatorMachine:
     # ------------------------------------------------------------ telling
 
     def _directives(self, reply_to: AgentId | None) -> Iterator[SendDirective]:
-        for name, node in sorted(self._roster.nodes.items()):
-            heard = node.seq if name == reply_to else (node.sent.heard if node.sent else 0)
-            directive = self._directive(name, heard)
-            if name != reply_to and node.sent is not None:
-                old_view = directive.view is None or node.view_told >= directive.view.number
-                same = dataclasses.replace(node.sent, seq=directive.seq, view=directive.view)
-                if old_view and directive == same:
-                    continue
-            yield self._send(name, directive)
+        """To whoever has something new to hear, and in answer."""
+        common = self._common()
+        for name in sorted(self._roster.nodes):
+            node = self._roster.nodes[name]
+            unseen = max(node.view_known, node.view_told) < self._number
+            told = node.told == (common, tuple(self._wanted(name)))
+            if name == reply_to or unseen or not told:
+                yield self._answer(name)
+
+    def _common(self) -> tuple[object, ...]:
+        """What of all directives makes them worth sending, but for the view."""
+        counts = (self._stop_view, self._pending_view, self._number, self._release_loop)
+        return *counts, self._learn_until is None, self._outcome is None
 
     def _answer(self, name: AgentId) -> SendDirective:
-        return self._send(name, self._directive(name, self._roster.nodes[name].seq))
-
-    def _send(self, name: AgentId, directive: Directive) -> SendDirective:
-        node = self._roster.nodes[name]
+        node, directive = self._roster.nodes[name], self._directive(name)
         self._seq = directive.seq
-        node.view_told, node.sent = directive.view_number, directive
+        node.view_told, node.told = directive.view_number, (self._common(), directive.wanted)
         return SendDirective(directive)
 
-    def _directive(self, name: AgentId, heard: int) -> Directive:
+    def _directive(self, name: AgentId) -> Directive:
         view, node = self._view, self._roster.nodes[name]
         return Directive(
             term=self._term,
             seq=self._seq + 1,
             agent=name,
             agent_incarnation=node.incarnation,
-            heard=heard,
+            heard=node.seq,
             wanted=tuple(self._wanted(name)),
             stop_view=self._stop_view,
             pending_view=self._pending_view,
@@ -539,10 +539,10 @@ class CoordinatorMachine:
         if self._outcome is not None or self._learn_until is not None:
             return
         if self._release_loop == RELEASE_ALL:  # who is still on its way out: nothing starts
-            for member in self._members:
-                here = member.agent == name
-                if here and not self._roster.dead(member.worker, member.incarnation):
-                    yield member.worker, member.incarnation
+            for worker in self._roster.here(name):
+                member = self._view.member(worker) if self._view is not None else None
+                if member is not None and not self._roster.dead(worker, member.incarnation):
+                    yield worker, member.incarnation
         else:
             yield from self._roster.wanted(name, self._view)
 
@@ -561,6 +561,7 @@ class CoordinatorMachine:
             view=self._view,
             roster=self._roster,
             lease=self._policy.lease,
+            silent=self._agenda.silent,
             witness_at=self._witness_at,
             now=now,
         )

@@ -9,10 +9,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from holdfast.core.assignment import assign_at_boundary, assign_mid_step
+from holdfast.core.errors import require
 from holdfast.core.lease import LeasePolicy, fenced_from
 from holdfast.core.resume import resume_step
 from holdfast.core.roster import Roster
-from holdfast.core.types import AgentId, Member, Stage, View, WorkerId, WorkerStatus
+from holdfast.core.types import (
+    AgentId,
+    Member,
+    Stage,
+    View,
+    ViewNumber,
+    WorkerId,
+    WorkerStatus,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,12 +39,14 @@ class Proposal:
 class Situation:
     """The present view, what is known of its members, and how much silence proves what.
 
-    `witness_at` is when some member of the view was first heard to act in it no more.
+    `silent`: nodes not heard for a while. `witness_at`: when some member of the view was first
+    heard to act in it no more.
     """
 
     view: View | None
     roster: Roster
     lease: LeasePolicy
+    silent: frozenset[AgentId]
     witness_at: float | None
     now: float
 
@@ -46,24 +57,22 @@ class Situation:
     def status(self, member: Member) -> WorkerStatus | None:
         return self.roster.status(member.worker, member.incarnation)
 
-    def silent(self, name: AgentId) -> bool:
-        """A node that has just not been heard yet is given the time of a whole lease."""
-        lease = self.lease
-        unheard = name not in self.roster.nodes
-        patience_s = lease.fence_s if unheard else lease.suspect_s
-        return self.now >= self.roster.heard_at(name) + patience_s
+    def sound(self, member: Member) -> bool:
+        """Whether this process was heard of lately, and lives."""
+        status = self.status(member)
+        return status is not None and status.stage.alive and member.agent not in self.silent
 
     def fenced(self, member: Member) -> bool:
         """Whether this process can never act in the view again: it died, or its lease ran out."""
         if self._dead(member):
             return True
         heard_at = self.roster.heard_at(member.agent)
-        return self.silent(member.agent) and self.now >= fenced_from(
+        return member.agent in self.silent and self.now >= fenced_from(
             heard_at, self.witness_at, self.lease
         )
 
     def may_return(self, member: Member) -> bool:
-        return self.silent(member.agent) and not self.abandoned(member)
+        return member.agent in self.silent and not self.abandoned(member)
 
     def abandoned(self, member: Member) -> bool:
         """Whether the state that this process may hold is given up as well."""
@@ -76,24 +85,60 @@ class Situation:
         return heard and self.roster.dead(member.worker, member.incarnation)
 
 
+def silent_nodes(roster: Roster, lease: LeasePolicy, now: float) -> frozenset[AgentId]:
+    """Not heard for a while; one that was just not heard yet is given the time of a whole lease."""
+    nodes = roster.nodes.items()
+    silent = [name for name, node in nodes if now >= node.heard_at + lease.suspect_s]
+    if now >= roster.started_at + lease.fence_s:
+        silent += roster.unheard()
+    return frozenset(silent)
+
+
 def candidates(situation: Situation) -> list[WorkerStatus]:
     """Workers that could join a view: ready, wanted, heard, and without the job's state."""
     view, roster = situation.view, situation.roster
     found = []
-    for worker, status in sorted(roster.known().items()):
-        if status.stage != Stage.READY or status.has_state or not roster.ordered(status):
+    ready = [s for s in roster.newest.values() if s.stage == Stage.READY and not s.has_state]
+    for status in sorted(ready, key=lambda s: s.worker):
+        worker = status.worker
+        if not roster.ordered(status):
             continue
         if view is not None and view.includes(worker, status.incarnation):
             if status.promised < view.number:
                 continue
         name = roster.places[worker].agent
-        if not situation.silent(name) and not roster.draining(name):
+        if name not in situation.silent and not roster.draining(name):
             found.append(status)
     return found
 
 
+def spans(workers: Sequence[WorkerId]) -> str:
+    """For people: 0, 1, 4-9."""
+    ordered = sorted(workers)
+    starts = [w for i, w in enumerate(ordered) if i == 0 or w - ordered[i - 1] > 1]
+    ends = [w for i, w in enumerate(ordered) if w == ordered[-1] or ordered[i + 1] - w > 1]
+    parts = [
+        str(a) if a == b else f"{a}, {b}" if b == a + 1 else f"{a}-{b}"
+        for a, b in zip(starts, ends, strict=True)
+    ]
+    return ", ".join(parts)
+
+
+def surely_newest(situation: Situation) -> bool:
+    """Whether no later view than this one can be at work, as far as its members say.
+
+    A later one would need a member of this one that takes part in it, or has died since.
+    """
+    known = [situation.status(m) for m in situation.members]
+    well = [s is not None and (s.stage.alive or s.stage == Stage.EXITED) for s in known]
+    return bool(well) and all(well)
+
+
 def leaving(situation: Situation) -> dict[AgentId, str]:
     """Nodes that members should leave at the next boundary, and why: others can go on."""
+    nodes = situation.roster.nodes
+    if not any(node.draining for node in nodes.values()):
+        return {}
     drained = {m.agent: situation.roster.draining(m.agent) for m in situation.members}
     if not all(drained.values()) or candidates(situation):
         return {name: why for name, why in drained.items() if why}
@@ -113,9 +158,9 @@ def why_broken(situation: Situation, waited_s: float, patience_s: float) -> str 
     silent: list[AgentId] = []
     for member in view.members:
         status = situation.status(member)
-        if situation.fenced(member):
+        if not situation.sound(member) and situation.fenced(member):
             reason = f"worker {member.worker} is gone"
-        elif situation.silent(member.agent):
+        elif member.agent in situation.silent:
             silent.append(member.agent)
         elif status is None:
             continue
@@ -137,12 +182,12 @@ def survivors_of(situation: Situation) -> list[WorkerStatus] | None:
     view, roster = situation.view, situation.roster
     alive: list[WorkerStatus] = []
     for member in situation.members:
-        if situation.fenced(member):
+        if not situation.sound(member) and situation.fenced(member):
             continue
         status = situation.status(member)
         if status is None or view is None or status.promised < view.number:
             return None
-        if situation.silent(member.agent):
+        if member.agent in situation.silent:
             return None
         if roster.ordered(status):  # else it is being replaced: its agent will end it
             alive.append(status)
@@ -158,7 +203,7 @@ def unreachable(situation: Situation) -> list[WorkerId]:
     view = situation.view
     if view is None:
         return []
-    present = [m for m in view.members if not situation.fenced(m)]
+    present = [m for m in view.members if situation.sound(m) or not situation.fenced(m)]
     names = {m.worker for m in present}
     pairs: list[tuple[WorkerId, WorkerId]] = []
     for member in present:
@@ -208,9 +253,9 @@ def next_view(
     if at_rest:
         owners = assign_at_boundary(vranks, members, view.owners)
         if joiners:
-            why = f"worker {', '.join(str(s.worker) for s in joiners)} joins"
+            why = f"worker {spans([s.worker for s in joiners])} joins"
         elif len(kept) < len(survivors):
-            why = f"worker {', '.join(map(str, drained))} leaves"
+            why = f"worker {spans(drained)} leaves"
     else:
         owners = assign_mid_step(staying, view.owners)
     return Proposal(
@@ -235,3 +280,29 @@ def last_view(situation: Situation, survivors: Sequence[WorkerStatus]) -> Propos
         joiners=(),
         why=why,
     )
+
+
+def make_view(proposal: Proposal, number: ViewNumber, old: View | None, roster: Roster) -> View:
+    """The leader stays, if it survives: what it does alone it must be able to finish alone."""
+    workers, joiners = proposal.workers, frozenset(proposal.joiners)
+    eligible = [w for w in workers if w not in joiners] or workers
+    places = [(w, roster.places[w]) for w in workers]
+    return View(
+        number=number,
+        members=tuple(
+            Member(worker=w, incarnation=p.incarnation, agent=p.agent) for w, p in places
+        ),
+        owners=proposal.owners,
+        resume_step=proposal.resume_step,
+        leader=old.leader if old is not None and old.leader in eligible else eligible[0],
+        joiners=proposal.joiners,
+        reason=proposal.why,
+    )
+
+
+def check_view(view: View, vranks: int) -> None:
+    """Assert what holds of every view."""
+    workers = list(view.workers)
+    require(workers == sorted(set(workers)), f"view {view.number} repeats a member")
+    require(set(view.owners) <= set(workers), f"view {view.number}: a stranger owns a rank")
+    require(len(view.owners) == vranks, f"view {view.number}: a virtual rank has no owner")

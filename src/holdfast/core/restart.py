@@ -31,9 +31,13 @@ def replace_lost(situation: Situation, policy: RestartPolicy) -> Iterator[tuple[
 
     Yields each newly counted loss: the worker, and why it was lost.
     """
-    now = situation.now
+    now, newest = situation.now, situation.roster.newest
     for worker, place in situation.roster.places.items():
         if place.respawn_at is None:
+            status = newest.get(worker)
+            if status is not None and status.incarnation == place.incarnation and not place.strikes:
+                if status.stage != Stage.LOST and place.agent not in situation.silent:
+                    continue  # as almost all are, almost always
             _end_probation(situation, worker, place, policy)
             lost = _loss(situation, worker, place)
             if lost is None:
@@ -82,7 +86,7 @@ def _loss(situation: Situation, worker: WorkerId, place: Place) -> str | None:
     node = situation.roster.nodes.get(place.agent)
     member = situation.view.member(worker) if situation.view is not None else None
     in_view = member is not None and member.incarnation == place.incarnation
-    if node is None or situation.silent(place.agent):
+    if node is None or place.agent in situation.silent:
         lost = in_view and member is not None and situation.abandoned(member)
         return "its node is lost" if lost else None
     status = node.statuses.get(worker)

@@ -7,7 +7,7 @@ is counted from the newest report or, for a node that has not spoken yet, from t
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -15,7 +15,6 @@ from holdfast.core.types import (
     NO_VIEW,
     AgentId,
     AgentReport,
-    Directive,
     Incarnation,
     JobRecord,
     Slot,
@@ -33,7 +32,6 @@ class News(enum.Enum):
     STALE = "stale"  # it is not the newest: nothing was taken from it
     NOTHING = "nothing"  # nothing that could change a decision
     CHANGE = "change"
-    AGENT = "agent"  # it is the first of an agent process
 
 
 @dataclass(slots=True)
@@ -45,11 +43,14 @@ class Node:
     heard_at: float
     offered: int = 0  # slots
     pid: int = 0
-    draining: str = ""
+    asks: str = ""  # why it asks to be drained
+    failing: str = ""  # the check that it asks for, unless a person does
+    draining: str = ""  # why it is drained
+    fresh: bool = True  # nothing has been decided yet since it first spoke
     view_known: ViewNumber = NO_VIEW
     view_told: ViewNumber = NO_VIEW
+    told: object = None  # what was sent last, but for the view
     statuses: dict[WorkerId, WorkerStatus] = field(default_factory=dict)
-    sent: Directive | None = None
 
 
 @dataclass(slots=True)
@@ -74,16 +75,22 @@ class NodeSnapshot:
 
 
 class Roster:
-    """Nodes by name and places by worker."""
+    """Nodes by name and places by worker.
+
+    `newest`: the newest status heard of each place's worker, of whichever incarnation. `moved_at`:
+    when a worker was last heard to have come further, or to have begun or ended to wait.
+    """
 
     def __init__(
         self, record: JobRecord | None, now: float, first: Incarnation = Incarnation(1)
     ) -> None:
-        self.started_at = now
+        self.started_at = self.moved_at = now
         self.first = first  # incarnation that may be ordered
         self.nodes: dict[AgentId, Node] = {}
         self.places: dict[WorkerId, Place] = {}
+        self.newest: dict[WorkerId, WorkerStatus] = {}
         self.workers_named = record.workers_named if record else 0
+        self._slots: tuple[Slot, ...] | None = None  # as long as they are as they were
         self._by_node: dict[AgentId, list[WorkerId]] = {}
         for slot in record.slots if record else ():
             counted = Incarnation(slot.incarnation - 1)
@@ -95,26 +102,44 @@ class Roster:
         node = self.nodes.get(report.agent)
         if node is not None and (report.incarnation, report.seq) <= (node.incarnation, node.seq):
             return News.STALE
-        anew = node is None or node.incarnation != report.incarnation
-        if node is None or anew:
+        if node is None or node.incarnation != report.incarnation:
             node = self.nodes[report.agent] = Node(report.incarnation, report.seq, now)
         old, statuses = node.statuses, {s.worker: s for s in report.workers}
-        changed = (
-            (node.offered, node.draining) != (report.slots, report.draining)
-            or len(old) != len(statuses)
-            or any(s.worker not in old or differs(old[s.worker], s) for s in report.workers)
-        )
+        before, offers = (node.offered, node.asks, node.failing), _offers(report)
+        changed = node.fresh or before != offers or len(old) != len(statuses)
+        for worker, status in statuses.items():
+            last = old.get(worker)
+            if last is None or differs(last, status):
+                changed = True
+            if last is not None and moved(last, status):
+                self.moved_at = now
         node.seq, node.heard_at, node.pid = report.seq, now, report.pid
-        node.draining = report.draining
-        node.offered, node.view_known, node.statuses = report.slots, report.view_known, statuses
-        return News.AGENT if anew else News.CHANGE if changed else News.NOTHING
+        node.offered, node.asks, node.failing = offers
+        node.view_known, node.statuses = report.view_known, statuses
+        self._note_newest(report.agent)
+        return News.CHANGE if changed else News.NOTHING
 
-    def renew_unheard(self, name: AgentId, view: View | None) -> None:
-        """An agent that starts to speak knows nothing of these: what was ordered before is void."""
+    def welcome(self, name: AgentId, view: View | None, recall: bool) -> None:
+        """An agent begins to speak: what it does not know, although it was ordered, is void.
+
+        `recall`: what it runs may have been ordered without our knowing.
+        """
+        node = self.nodes[name]
+        node.fresh = False
+        if recall:
+            self.recall(name, node.statuses.values(), None)
         for worker in self.here(name):
             acting = view is not None and view.includes(worker, self.places[worker].incarnation)
-            if worker not in self.nodes[name].statuses and not acting:
+            if worker not in node.statuses and not acting:
                 self.order_anew(worker)
+
+    def _note_newest(self, name: AgentId) -> None:
+        statuses = self.nodes[name].statuses
+        for worker in self.here(name):
+            if worker in statuses:
+                self.newest[worker] = statuses[worker]
+            else:
+                self.newest.pop(worker, None)
 
     # ------------------------------------------------------------ places
 
@@ -122,9 +147,12 @@ class Roster:
         return self._by_node.get(name, [])
 
     def place(self, worker: WorkerId, place: Place) -> None:
+        self._slots = None
         self.places[worker] = place
         self._by_node.setdefault(place.agent, []).append(worker)
         self.workers_named = max(self.workers_named, worker + 1)
+        if place.agent in self.nodes:
+            self._note_newest(place.agent)
 
     def admit(self, name: AgentId) -> None:
         """Give a node the places that it offers; it keeps those it has."""
@@ -138,19 +166,23 @@ class Roster:
                 self.order_anew(worker)
 
     def dismiss(self, name: AgentId) -> None:
+        self._slots = None
         for worker in self._by_node.pop(name, []):
             del self.places[worker]
+            self.newest.pop(worker, None)
 
     def order_anew(self, worker: WorkerId) -> None:
         """The next incarnation should run here, at once; the present one should end."""
+        self._slots = None
         place = self.places[worker]
         place.incarnation = Incarnation(max(place.incarnation + 1, self.first))
         place.respawn_at = None
 
-    def recall(self, report: AgentReport, view: View | None) -> None:
+    def recall(self, name: AgentId, statuses: Iterable[WorkerStatus], view: View | None) -> None:
         """Without a record: what agents run, and who is a member, tells which places there are."""
+        self._slots = None
         members = [(m.worker, m.agent, m.incarnation) for m in view.members] if view else []
-        running = [(s.worker, report.agent, s.incarnation) for s in report.workers]
+        running = [(s.worker, name, s.incarnation) for s in statuses]
         for worker, agent, incarnation in [*members, *running]:
             place = self.places.get(worker)
             if place is None:
@@ -159,9 +191,12 @@ class Roster:
                 place.incarnation = max(place.incarnation, incarnation)
 
     def slots(self) -> tuple[Slot, ...]:
-        return tuple(
-            Slot(worker=w, agent=p.agent, incarnation=p.incarnation) for w, p in self.places.items()
-        )
+        if self._slots is None:
+            self._slots = tuple(
+                Slot(worker=w, agent=p.agent, incarnation=p.incarnation)
+                for w, p in self.places.items()
+            )
+        return self._slots
 
     def wanted(self, name: AgentId, view: View | None) -> Iterator[tuple[WorkerId, Incarnation]]:
         """What should run on a node; a lost one never again as the same incarnation.
@@ -181,6 +216,10 @@ class Roster:
         node = self.nodes.get(name)
         return node.draining if node is not None else ""
 
+    def unheard(self) -> list[AgentId]:
+        """Nodes that have places here and have not spoken yet."""
+        return [name for name in self._by_node if name not in self.nodes]
+
     def heard_at(self, name: AgentId) -> float:
         node = self.nodes.get(name)
         return node.heard_at if node is not None else self.started_at
@@ -189,16 +228,9 @@ class Roster:
         self, worker: WorkerId, incarnation: Incarnation | None = None
     ) -> WorkerStatus | None:
         """The newest status heard; None unless it is of this incarnation, where one is given."""
-        place = self.places.get(worker)
-        node = self.nodes.get(place.agent) if place else None
-        status = node.statuses.get(worker) if node else None
+        status = self.newest.get(worker)
         other = status is not None and incarnation not in (None, status.incarnation)
         return None if other else status
-
-    def known(self) -> dict[WorkerId, WorkerStatus]:
-        """The newest status heard of each worker, of whichever incarnation."""
-        statuses = [(worker, self.status(worker)) for worker in self.places]
-        return {worker: status for worker, status in statuses if status is not None}
 
     def ordered(self, status: WorkerStatus) -> bool:
         """Whether this very process should run; else its agent has been told to end it."""
@@ -212,10 +244,9 @@ class Roster:
     def dead(self, worker: WorkerId, incarnation: Incarnation) -> bool:
         """Whether the agent has said that the process is gone for good."""
         place = self.places.get(worker)
-        node = self.nodes.get(place.agent) if place else None
-        if node is None:
+        if place is None or place.agent not in self.nodes:
             return place is None
-        status = node.statuses.get(worker)
+        status = self.newest.get(worker)
         if status is None or status.incarnation > incarnation:
             return True
         return status.incarnation == incarnation and not status.stage.alive
@@ -233,8 +264,13 @@ class Roster:
         )
 
     def all_exited(self) -> bool:
-        stages = [s.stage for s in self.known().values()]
-        return 0 < len(stages) == len(self.places) and all(s == Stage.EXITED for s in stages)
+        newest = self.newest
+        everyone = 0 < len(newest) == len(self.places)
+        return everyone and all(s.stage == Stage.EXITED for s in newest.values())
+
+
+def _offers(report: AgentReport) -> tuple[int, str, str]:
+    return report.slots, report.draining, report.failing
 
 
 _DECISIVE = attrgetter(
@@ -249,3 +285,9 @@ def differs(old: WorkerStatus, new: WorkerStatus) -> bool:
         return True
     at_rest = new.promised >= new.view
     return at_rest and (old.committed, old.reduced) != (new.committed, new.reduced)
+
+
+def moved(old: WorkerStatus, new: WorkerStatus) -> bool:
+    """Whether this process has come further, or has begun or ended to wait for others."""
+    same = old.incarnation == new.incarnation
+    return same and (old.committed, old.waiting) != (new.committed, new.waiting)

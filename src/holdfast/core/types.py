@@ -91,7 +91,8 @@ class View:
     @property
     def donors(self) -> tuple[WorkerId, ...]:
         """Members that hold the state; empty when the job starts from its initial state."""
-        return tuple(w for w in self.workers if w not in self.joiners)
+        joiners = frozenset(self.joiners)
+        return tuple(w for w in self.workers if w not in joiners)
 
     def hosted_by(self, worker: WorkerId) -> tuple[int, ...]:
         return tuple(v for v, owner in enumerate(self.owners) if owner == worker)
@@ -116,7 +117,8 @@ class AgentReport:
     seq: int
     slots: int
     pid: int = 0
-    draining: str = ""  # why this node is to be left at the next step boundary, if it is
+    draining: str = ""  # why this node asks to be left at a step boundary, if it does
+    failing: str = ""  # the check that it fails, if that is why
     view_known: ViewNumber = NO_VIEW
     view: View | None = None  # only for a coordinator that has forgotten it
     release_loop: int = 0

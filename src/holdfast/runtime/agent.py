@@ -1,6 +1,6 @@
 """The agent process: starts, watches, fences and serves the workers of one node.
 
-    python -m holdfast.runtime.agent RUN_DIR --coordinator HOST PORT --name NAME ...
+    python -m holdfast.runtime.agent RUN_DIR --join HOST:PORT --name NAME ...
 
 SIGTERM asks it to leave: its workers go at the next step boundary, then it ends. Workers' standard
 output goes to this process's own (the launcher's); each worker also has a log file in the run
@@ -15,7 +15,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,18 +22,18 @@ from holdfast.core import agent as machine
 from holdfast.core.errors import WorldError, assert_never
 from holdfast.core.health import Health, Watch
 from holdfast.core.types import AgentId, Directive, Incarnation, WorkerId, WorkerStatus
-from holdfast.runtime.channel import Channel, connect
-from holdfast.runtime.election import locate
+from holdfast.runtime.channel import Channel
+from holdfast.runtime.contact import Contact, contact_by
 from holdfast.runtime.health.light import light_checks
 from holdfast.runtime.lifetime import die_with_parent
 from holdfast.runtime.process import WorkerProcess, WorkerTemplate
 from holdfast.runtime.procfs import sample_process
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.secret import read_run_dir
-from holdfast.wire.messages import Address, AddressBook
+from holdfast.runtime.tls import client_context, files_in
+from holdfast.wire.messages import Address, AddressBook, DrainRequest
 
-Find = Callable[[], Awaitable[tuple[str, int]]]
-
+FROM_COORDINATOR = (Directive, AddressBook, DrainRequest)
 RECONNECT_S = 0.1
 HEALTH_S = 10.0  # between two rounds of light checks
 TICK_S_MIN = 0.01
@@ -60,16 +59,13 @@ class AgentServer:
         self._quit = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
 
-    async def run(self, find: Find, secret: bytes) -> None:
-        """Serve until the job is over and every worker has ended.
-
-        `find` tells where the coordinator is, each time anew: another one may be in office by then.
-        """
+    async def run(self, contact: Contact, secret: bytes) -> None:
+        """Serve until the job is over and every worker has ended."""
         leave = machine.Drained("it was asked to leave", leave=True)
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, lambda: self._feed(leave))
         tasks = [
-            asyncio.ensure_future(self._talk(find, secret)),
+            asyncio.ensure_future(self._talk(contact, secret)),
             asyncio.ensure_future(self._watch()),
         ]
         if self._health_directory:
@@ -82,16 +78,18 @@ class AgentServer:
         for task in tasks:
             task.cancel()
 
-    async def _talk(self, find: Find, secret: bytes) -> None:
+    async def _talk(self, contact: Contact, secret: bytes) -> None:
         """Keep a connection to the coordinator, for ever: it may be restarted at any time."""
         refused = ""
         while True:
             try:
-                self._coordinator = await connect(*await find(), secret)
+                self._coordinator = await contact.connect(secret)
                 self._feed(machine.Connected())
-                while (m := await self._coordinator.receive(Directive, AddressBook)) is not None:
+                while (m := await self._coordinator.receive(*FROM_COORDINATOR)) is not None:
                     if isinstance(m, Directive):
                         self._feed(machine.DirectiveArrived(m))
+                    elif isinstance(m, DrainRequest):
+                        self._feed(machine.Drained(m.reason, leave=True))
                     else:
                         for process in self._processes.values():
                             process.send(m)
@@ -124,10 +122,11 @@ class AgentServer:
                     now = time.monotonic()
                     findings = await loop.run_in_executor(thread, checks.round, now)
                     verdict = watch.observe(findings, now)
-                    reason = verdict.reason if verdict.health is Health.DRAIN else ""
+                    drains = verdict.health is Health.DRAIN
+                    reason = verdict.reason if drains else ""
                     if reason != drained:
                         drained = reason
-                        self._feed(machine.Drained(reason))
+                        self._feed(machine.Drained(reason, verdict.check if drains else ""))
                     await asyncio.sleep(HEALTH_S)
             finally:
                 checks.close()
@@ -203,26 +202,21 @@ class AgentServer:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="holdfast.runtime.agent")
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--coordinator", nargs=2, metavar=("HOST", "PORT"))
-    parser.add_argument("--election", metavar="URL", help="instead: where coordinators are elected")
+    parser.add_argument("--join", metavar="HOST:PORT|URL", help="where the coordinator is")
     parser.add_argument("--name", type=AgentId)
     parser.add_argument("--incarnation", type=int)
     parser.add_argument("--nproc", type=int)
     parser.add_argument("--host", help="by which other nodes reach this one")
     parser.add_argument("--parent", type=int)
+    parser.add_argument("--tls", type=Path, metavar="DIR", help="with tls.crt, tls.key and ca.crt")
     options = parser.parse_args(argv)
     die_with_parent(options.parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides what Ctrl-C means
     run_dir = RunDir(options.run_dir)
     spec, secret = run_dir.spec(), read_run_dir(run_dir.path)
 
-    async def find() -> tuple[str, int]:
-        if options.election is None:
-            return options.coordinator[0], int(options.coordinator[1])
-        found = await locate(options.election)
-        if found is None:
-            raise OSError("no coordinator is in office")
-        return found.host, found.port
+    tls = client_context(files_in(options.tls)) if options.tls is not None else None
+    contact = contact_by(options.join, tls)
 
     async def serve() -> None:
         policy = machine.AgentPolicy(heartbeat_s=spec.lease_s / 5, lease=spec.lease())
@@ -232,7 +226,7 @@ def main(argv: list[str]) -> int:
         template = WorkerTemplate(run_dir=run_dir, spec=spec, host=options.host)
         # Nobody can take over from the only node, so nothing would follow from its checks.
         directory = str(run_dir.path) if spec.nodes_max > 1 else ""
-        await AgentServer(core, template, policy, directory).run(find, secret)
+        await AgentServer(core, template, policy, directory).run(contact, secret)
 
     asyncio.run(serve())
     return 0

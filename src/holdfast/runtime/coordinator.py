@@ -21,32 +21,29 @@ import socket
 import sys
 import time
 import traceback
-from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.core import coordinator as machine
 from holdfast.core.errors import Deposed, HoldfastError, WorldError
 from holdfast.core.job import JobSpec
 from holdfast.runtime.channel import connect
-from holdfast.runtime.coordinator_server import CRASHED, DEPOSED, CoordinatorServer, leave, tell
+from holdfast.runtime.coordinator_server import (
+    CRASHED,
+    DEPOSED,
+    CoordinatorServer,
+    Seat,
+    leave,
+    tell,
+)
 from holdfast.runtime.election import Election, EtcdJournal, Office, open_election
 from holdfast.runtime.journal import FileJournal, Loaded
 from holdfast.runtime.lifetime import die_with_parent
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.secret import load_secret
+from holdfast.runtime.tls import client_context, files_in
 from holdfast.wire.messages import StopRequest
 
 LOOK_S = 0.5  # between two looks for a job that nobody has begun
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
-    """What a coordinator process is given for its life."""
-
-    run_dir: RunDir
-    secret: bytes
-    listener: socket.socket
-    host: str  # how others reach it
 
 
 def main(argv: list[str]) -> int:
@@ -58,7 +55,7 @@ def main(argv: list[str]) -> int:
     run_dir = RunDir(options.run_dir)
     try:
         secret = load_secret(os.environ, file=options.secret_file, run_dir=run_dir.path)
-        seat = Seat(run_dir=run_dir, secret=secret, listener=listener, host=host)
+        seat = Seat(run_dir=run_dir, secret=secret, listener=listener, host=host, tls=options.tls)
         if options.election is None:
             return 1 if asyncio.run(work_alone(seat)) else 0
         return Candidate(open_election(options.election), seat, options.guest).run()
@@ -74,6 +71,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--host", help="how others reach this machine; default: the socket's")
     found.add_argument("--election", metavar="URL", help="where coordinators are elected")
     found.add_argument("--secret-file", type=Path, help="default: RUN_DIR/secret, $HOLDFAST_SECRET")
+    found.add_argument("--tls", type=Path, metavar="DIR", help="with tls.crt, tls.key and ca.crt")
     found.add_argument(
         "--guest",
         action="store_true",
@@ -95,11 +93,11 @@ async def work_alone(seat: Seat) -> str:
     loaded = await journal.load()
     spec = seat.run_dir.spec()
     core = make_machine(spec, loaded)
-    server = CoordinatorServer(seat.run_dir, spec, seat.secret, core, journal)
+    server = CoordinatorServer(seat, spec, core, journal)
     if loaded.damage:
         server.say("journal", loaded.damage)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.stop, "interrupted")
-    return await server.run(seat.listener, seat.host)
+    return await server.run()
 
 
 class Candidate:
@@ -171,7 +169,9 @@ class Candidate:
         try:
             found = await self._election.incumbent()
             if found is not None:
-                channel = await connect(found.host, found.port, self._seat.secret)
+                seat = self._seat
+                tls = client_context(files_in(seat.tls)) if seat.tls is not None else None
+                channel = await connect(found.host, found.port, seat.secret, tls=tls)
                 channel.send(StopRequest(reason="interrupted"))
                 await channel.finish()
         except (OSError, WorldError) as error:
@@ -183,7 +183,7 @@ class Candidate:
         holding.add_done_callback(_fall)
         loaded = await journal.load()
         core = make_machine(spec, loaded)
-        server = CoordinatorServer(seat.run_dir, spec, seat.secret, core, journal, office.check)
+        server = CoordinatorServer(seat, spec, core, journal, office.check)
         port = seat.listener.getsockname()[1]
         server.say("elected", f"{seat.host}:{port} coordinates in term {loaded.term}")
         if loaded.damage:
@@ -196,7 +196,7 @@ class Candidate:
             loop.add_signal_handler(signal.SIGTERM, server.stop, "interrupted")
             if self._stopping is not None:  # it came while nobody was in office
                 server.stop("interrupted")
-        return await server.run(seat.listener, seat.host)
+        return await server.run()
 
 
 def _end_after(left_s: float) -> None:

@@ -16,6 +16,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 from holdfast.core import coordinator as machine
@@ -34,9 +36,12 @@ from holdfast.core.types import (
 from holdfast.runtime.channel import Channel, Gate
 from holdfast.runtime.journal import Journal
 from holdfast.runtime.rundir import RunDir, write_json
+from holdfast.runtime.tls import files_in, server_context
 from holdfast.wire.messages import (
     Address,
     AddressBook,
+    DrainReply,
+    DrainRequest,
     JoinReply,
     JoinRequest,
     StatusReply,
@@ -44,11 +49,10 @@ from holdfast.wire.messages import (
     StopRequest,
 )
 
-Incoming = AgentReport | Address | JoinRequest | StatusRequest | StopRequest
-INCOMING = (AgentReport, Address, JoinRequest, StatusRequest, StopRequest)
-TICK_S_MIN = 0.02
+Incoming = AgentReport | Address | JoinRequest | StatusRequest | StopRequest | DrainRequest
+INCOMING = (AgentReport, Address, JoinRequest, StatusRequest, StopRequest, DrainRequest)
+TICK_S_MIN = 0.002
 FAREWELL_S = 2.0  # how long agents may take to hear that the job is over
-CONNECTING_MAX = 4096  # agents that come back all at once, when a coordinator has died
 CRASHED = 70  # exit status of a coordinator that met a bug of ours
 DEPOSED = 75  # of one that is not in office any more: start it again, and it stands by
 
@@ -88,6 +92,17 @@ class EffectPipe:
         return effect
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """What a coordinator process is given for its life."""
+
+    run_dir: RunDir
+    secret: bytes
+    listener: socket.socket
+    host: str  # our name for others
+    tls: Path | None = None  # directory of the certificates
+
+
 class CoordinatorServer:
     """Drives one CoordinatorMachine; everything runs in one event loop.
 
@@ -96,16 +111,15 @@ class CoordinatorServer:
 
     def __init__(
         self,
-        run_dir: RunDir,
+        seat: Seat,
         spec: JobSpec,
-        secret: bytes,
         core: machine.CoordinatorMachine,
         journal: Journal,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        self._run_dir = run_dir
+        self._seat = seat
+        self._run_dir = seat.run_dir
         self._spec = spec
-        self._secret = secret
         self._core = core
         self._journal = journal
         self._check = check
@@ -117,12 +131,16 @@ class CoordinatorServer:
         self._finished = asyncio.Event()
         self._outcome = ""
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_for: float | None = None  # the deadline that it is set for
 
-    async def run(self, listener: socket.socket, host: str) -> str:
-        """Serve until the job is over; returns its outcome. `host` is our name for others."""
-        gate = Gate(self._secret, self._serve, lambda line: self.say("refused", line))
-        gate.open(listener)
-        where = {"host": host, "port": listener.getsockname()[1], "pid": os.getpid()}
+    async def run(self) -> str:
+        """Serve until the job is over; returns its outcome. UserError for bad certificates."""
+        seat = self._seat
+        tls = server_context(files_in(seat.tls)) if seat.tls is not None else None
+        gate = Gate(seat.secret, self._serve, lambda line: self.say("refused", line), tls)
+        gate.open(seat.listener)
+        port = seat.listener.getsockname()[1]
+        where = {"host": seat.host, "port": port, "pid": os.getpid()}
         write_json(self._run_dir.coordinator, where)
         self._feed(machine.Tick())
         await self._finished.wait()
@@ -162,6 +180,8 @@ class CoordinatorServer:
                         channel.send(StatusReply(text=json.dumps(self._status())))
                     case StopRequest():
                         self._feed(machine.StopRequested(message.reason))
+                    case DrainRequest():
+                        channel.send(DrainReply(problem=self._pass_on(message)))
                     case _:
                         assert_never(message)
         except (WireError, OSError):
@@ -173,19 +193,31 @@ class CoordinatorServer:
                 del self._agents[agent]
                 self._agent_left()
 
+    def _pass_on(self, message: DrainRequest) -> str:
+        """The node itself is asked to leave, and says so in its reports; returns why it is not."""
+        channel = self._agents.get(message.agent)
+        if channel is None:
+            names = ", ".join(sorted(self._agents)) or "none"
+            return f"there is no node {message.agent!r} just now; the connected ones: {names}"
+        channel.send(message)
+        return ""
+
     def _agent_left(self) -> None:
         """An agent leaves an ended job when its workers are gone; its last word may be lost."""
-        outcome = self._core.snapshot().record.outcome
+        outcome = self._core.outcome
         if outcome is not None and not self._agents:
             self._carry_out([machine.Finish(outcome)])
 
     def _feed(self, event: machine.CoordinatorEvent) -> None:
         now = time.monotonic()
         self._carry_out(self._core.handle(event, now))
+        deadline = self._core.deadline()
+        if deadline == self._timer_for and not isinstance(event, machine.Tick):
+            return
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        deadline = self._core.deadline()
+        self._timer_for = deadline
         if deadline is not None and not self._finished.is_set():
             delay_s = max(deadline - now, TICK_S_MIN)
             loop = asyncio.get_running_loop()
@@ -232,7 +264,7 @@ class CoordinatorServer:
             crash()
 
     def _note_address(self, message: Address, channel: Channel) -> None:
-        view = self._core.snapshot().record.view
+        view = self._core.view
         if view is None or message.view != view.number:
             return
         if self._addressed != view.number:
@@ -289,6 +321,7 @@ class CoordinatorServer:
                     "pid": node.pid,
                     "silent": node.silent,
                     "draining": node.draining,
+                    "members": sum(m.agent == node.agent for m in view.members) if view else 0,
                 }
                 for node in snapshot.agents
             ],

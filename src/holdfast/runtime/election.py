@@ -51,6 +51,7 @@ POLL_S_MAX = 0.5  # who resigns does not wait for the lease to end
 PAUSE_S = 0.05
 ATTEMPT_S = 0.5  # for one server, of those that only look
 ATTEMPT_S_MAX = 2.0
+SCHEMES = ("etcd://", "etcds://")
 FORM = "etcd://HOST[:PORT][,HOST[:PORT]...]/JOB[?ttl=SECONDS]"
 TLS_FORM = "etcds://...?ca=FILE[&cert=FILE&key=FILE]"
 JOB_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")

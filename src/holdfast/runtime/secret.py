@@ -35,8 +35,10 @@ def load_secret(
         return parse_secret(text, VARIABLE)
     if run_dir is not None and (run_dir / "secret").exists():
         return read_run_dir(run_dir)
+    where = f" in {run_dir}" if run_dir is not None else ""
     raise UserError(
-        f"there is no job secret: give the job's with --secret-file or {VARIABLE}; {ADVICE}"
+        f"there is no job secret{where}: give the job's --run-dir, --secret-file or {VARIABLE}; "
+        f"{ADVICE}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Keeps processes alive until the job is over: restarts what crashes, passes Ctrl-C on.
+"""Keeps processes alive until the job is over: restarts what crashes, passes signals to end on.
 
 Everything it starts dies with it. It knows nothing of jobs: which exit status means an ordinary end
 is told by whoever starts it.
@@ -13,8 +13,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+
+from holdfast.core.errors import WorldError
 
 RESTARTS_MAX = 10  # of one process within RESTART_WINDOW_S
 RESTART_WINDOW_S = 60.0
@@ -24,12 +26,15 @@ INTERRUPTS_MAX = 2  # the one after kills
 
 @dataclass(slots=True)
 class Kept:
-    """A process that is started again when it crashes. `command` is told how often it started."""
+    """A process that is started again when it crashes. `command` is told how often it started.
+
+    `excused`: exit statuses after which it is started again however often, and what to say then.
+    """
 
     name: str
     command: Callable[[int], list[str]]
     ends_with: Collection[int] = (0,)
-    excused: Collection[int] = ()  # it is started again after these, however often
+    excused: Mapping[int, str] = field(default_factory=dict)
     pass_fds: Sequence[int] = ()
     running: list[subprocess.Popen[bytes]] = field(default_factory=list)  # none or one
     pidfd: int = -1
@@ -39,14 +44,20 @@ class Kept:
 
 
 class Supervisor:
-    """`run` blocks until one of the processes has ended in order. The first one hears of Ctrl-C."""
+    """`run` blocks until the first process has ended in order; it is also who hears of signals.
+
+    Another one that ends in order is not started again. After a signal any end is the end.
+    """
 
     def __init__(self, kept: Sequence[Kept]) -> None:
         self._kept = kept
-        self._interrupts = 0
+        self._signals: list[int] = []
 
-    def run(self) -> bool:
-        """Returns whether it was interrupted. Nothing that it started is left."""
+    def run(self) -> int:
+        """The first signal that asked for the end; 0 if none did. Nothing it started is left.
+
+        WorldError when a process crashes again and again.
+        """
         wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         previous = signal.set_wakeup_fd(wake_write)
         handlers = {s: signal.signal(s, self._interrupt) for s in (signal.SIGINT, signal.SIGTERM)}
@@ -54,7 +65,7 @@ class Supervisor:
             for kept in self._kept:
                 self._start(kept)
             self._supervise(wake_read)
-            return self._interrupts > 0
+            return self._signals[0] if self._signals else 0
         finally:
             signal.set_wakeup_fd(previous)
             for number, handler in handlers.items():
@@ -63,50 +74,51 @@ class Supervisor:
                 for popen in kept.running:
                     popen.kill()
                     popen.wait()
+                    os.close(kept.pidfd)
             for each in (wake_read, wake_write):
                 os.close(each)
 
     def _interrupt(self, number: int, frame: object) -> None:
-        self._interrupts += 1
+        self._signals.append(number)
 
     def _supervise(self, wake_read: int) -> None:
         passed_on = 0
-        while True:
-            readable, _, _ = select.select([wake_read, *(k.pidfd for k in self._kept)], [], [])
+        while self._kept[0].running:
+            pidfds = [kept.pidfd for kept in self._kept if kept.running]
+            readable, _, _ = select.select([wake_read, *pidfds], [], [])
             if wake_read in readable:
                 with contextlib.suppress(BlockingIOError):
                     os.read(wake_read, 4096)
-            if self._interrupts > passed_on:
-                passed_on = self._interrupts
+            if len(self._signals) > passed_on:
+                passed_on = len(self._signals)
                 if passed_on > INTERRUPTS_MAX:
                     return
                 _say("stopping (Ctrl-C twice more to kill)")
-                for popen in self._kept[0].running:
-                    popen.send_signal(signal.SIGTERM)
+                self._kept[0].running[0].terminate()
             for kept in self._kept:
-                if kept.pidfd in readable and self._ended(kept):
-                    return
+                if kept.running and kept.pidfd in readable:
+                    self._ended(kept)
+        deadline = time.monotonic() + FAREWELL_S
+        for kept in self._kept:
+            for popen in kept.running:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    popen.wait(max(deadline - time.monotonic(), 0.1))
 
-    def _ended(self, kept: Kept) -> bool:
-        """One process has gone: start it again, or let the others end as well."""
+    def _ended(self, kept: Kept) -> None:
+        """A process has gone: start it again, unless that was its ordinary end."""
         os.close(kept.pidfd)
         code = kept.code = kept.running.pop().wait()
-        if code in kept.ends_with:
-            deadline = time.monotonic() + FAREWELL_S
-            for other in self._kept:
-                for popen in other.running:
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        other.code = popen.wait(max(deadline - time.monotonic(), 0.1))
-            return True
+        if code in kept.ends_with or self._signals:
+            return
         if code not in kept.excused:
             now = time.monotonic()
             kept.crashes = [t for t in kept.crashes if t > now - RESTART_WINDOW_S] + [now]
             if len(kept.crashes) > RESTARTS_MAX:
-                count = len(kept.crashes)
-                raise SystemExit(f"holdfast: the {kept.name} died {count} times in a minute")
-            _say(f"the {kept.name} died ({code}) and is restarted")
+                raise WorldError(f"the {kept.name} died {len(kept.crashes)} times in a minute")
+        why = kept.excused.get(code, f"the {kept.name} died ({code}) and is restarted")
+        if why:
+            _say(why)
         self._start(kept)
-        return False
 
     def _start(self, kept: Kept) -> None:
         kept.starts += 1

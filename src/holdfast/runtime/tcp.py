@@ -9,12 +9,16 @@ its kernel goes on acknowledging. Only when what it leaves unread has filled its
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import math
 import socket
+
+from holdfast.core.errors import UserError
 
 CONNECT_S = 1.0
 RESOLVE_S = 5.0  # for a name; an address needs no time
 DEAD_S = 2.0
+CONNECTING_MAX = 4096  # agents that come back all at once, when a coordinator has died
 
 
 def tune(sock: socket.socket, dead_s: float) -> None:
@@ -57,6 +61,28 @@ async def dial(host: str, port: int, connect_s: float) -> socket.socket:
         else:
             return sock
     raise failure
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket at an address that others can be told. UserError."""
+    try:
+        if not host or ipaddress.ip_address(host).is_unspecified:
+            raise UserError(
+                f"--host {host or repr(host)} is no machine: give one that agents reach"
+            )
+    except ValueError:
+        pass  # a name
+    if not 0 <= port < 1 << 16:
+        raise UserError(f"--port {port} must be from 0 to 65535")
+    try:
+        kind, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=kind, backlog=CONNECTING_MAX)
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise UserError(
+            f"cannot listen on {host}:{port}: {why}; give an address of this machine with --host, "
+            "and a free --port"
+        ) from None
 
 
 def name_of(address: object) -> str:

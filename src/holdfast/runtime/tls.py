@@ -22,6 +22,11 @@ class TlsFiles:
     ca: Path
 
 
+def files_in(directory: Path) -> TlsFiles:
+    """By the names that Kubernetes and its certificate managers give them."""
+    return TlsFiles(cert=directory / "tls.crt", key=directory / "tls.key", ca=directory / "ca.crt")
+
+
 def server_context(files: TlsFiles) -> ssl.SSLContext:
     """For `Gate` and `accept`. UserError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

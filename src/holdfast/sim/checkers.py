@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from holdfast.core.types import RELEASE_ALL, Directive, JobRecord, View, WorkerId
+from holdfast.sim.crowd import Shape
 
 if TYPE_CHECKING:
     from holdfast.sim.workers import Process
@@ -63,6 +64,10 @@ class Truth:
         self.newest = 0
         self.processes: dict[Key, Process] = {}
         self.live: dict[Key, Process] = {}
+        self.live_of: dict[int, list[Process]] = {}  # by worker
+        self.ordered: dict[int, int] = {}  # by worker: the incarnation that the journal orders
+        self._slots: object = ()  # of the journal, as they were noted
+        self._synced: object = None  # what was checked last
         self.leading: dict[Key, int] = {}
         self.disk: JobRecord | None = None
         self.newest_lost = 0  # the newest view formed when the journal was lost: perhaps unheard of
@@ -84,15 +89,18 @@ class Truth:
         if key in self.processes:
             raise Violation(f"worker {key[0]} was started twice as incarnation {key[1]}")
         forgotten = self.disk is not None and self.disk.forgotten
-        for other in self.live.values():
+        of_worker = self.live_of.setdefault(int(process.worker), [])
+        for other in of_worker:
             # Who has lost the journal may give a node that it never heard of another one's number.
-            if other.worker == process.worker and (other.agent == process.agent or not forgotten):
+            if other.agent == process.agent or not forgotten:
                 raise Violation(f"two processes of worker {key[0]} live: {other.key}, {key}")
+        of_worker.append(process)
         self.processes[key] = process
         self.live[key] = process
 
     def died(self, process: Process) -> None:
         del self.live[process.key]
+        self.live_of[int(process.worker)].remove(process)
         self.leading.pop(process.key, None)
 
     def left(self, process: Process) -> None:
@@ -112,8 +120,7 @@ class Truth:
         disk = self.disk
         if disk is None or reason != REPLACED or disk.outcome is not None:
             return
-        places = {s.worker: s.incarnation for s in disk.slots}
-        if process.worker not in places:
+        if process.worker not in self.ordered:
             return  # another node has taken this one's place
         view = self.views.get(self.newest)
         member = view.member(process.worker) if view is not None else None
@@ -122,7 +129,7 @@ class Truth:
         acting = member is not None and member.incarnation == process.key[1]
         if process.host.drained and not acting:
             return  # nothing but members of the view runs there
-        ordered = places[process.worker]
+        ordered = self.ordered[process.worker]
         if ordered <= process.key[1] and disk.release_loop != RELEASE_ALL:
             raise Violation(f"worker {process.key} is ended for a directive that does not hold")
 
@@ -138,6 +145,9 @@ class Truth:
         if self.disk is not None and self.disk.term > record.term:
             raise Violation("a deposed coordinator wrote to the journal")
         self.disk, self.forgotten = record, False
+        if record.slots is not self._slots:
+            self._slots = record.slots
+            self.ordered = {int(s.worker): int(s.incarnation) for s in record.slots}
         if record.view is not None:
             self._formed(record.view)
 
@@ -145,9 +155,8 @@ class Truth:
         """The coordinator speaks: what it says must be durable."""
         if self.forgotten:
             return
-        slots = {s.worker: s.incarnation for s in self.disk.slots} if self.disk else {}
         for worker, incarnation in directive.wanted:
-            if slots.get(worker, 0) < incarnation:
+            if self.ordered.get(worker, 0) < incarnation:
                 raise Violation(f"worker {worker}.{incarnation} was ordered before it was durable")
         view = directive.view
         if view is None:
@@ -188,7 +197,7 @@ class Truth:
         self._balanced(view)
 
     def _balanced(self, view: View) -> None:
-        owned = sum(len(view.hosted_by(w)) for w in view.workers)
+        owned = sum(map(len, Shape(view).hosted.values()))
         if len(view.owners) != self.vranks or owned != self.vranks:
             raise Violation(f"view {view.number} hosts {owned} of {self.vranks} virtual ranks")
 
@@ -209,6 +218,9 @@ class Truth:
             raise Violation(f"worker {process.key} donates a state that is not the job's")
 
     def synced(self, process: Process, view: View, digests: dict[int, int | None]) -> None:
+        if digests is self._synced:
+            return  # all members of a large group share them
+        self._synced = digests
         for worker, digest in sorted(digests.items()):
             if view.joiners and digest != self.states[view.resume_step]:
                 raise Violation(f"worker {worker} starts view {view.number} from a wrong state")

@@ -7,12 +7,13 @@ the seed. What is sent and when mirrors the real driver.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from holdfast.core import tree
 from holdfast.core.types import View, WorkerId
 from holdfast.core.worker import GroupBroken, LinkLost, Loading, Reduced, Synced, Voted
 from holdfast.sim.checkers import Key, add
+from holdfast.sim.crowd import CROWD, Meetings, Shape, Shapes
 
 if TYPE_CHECKING:
     from holdfast.sim.workers import Process
@@ -24,10 +25,11 @@ Parts = tuple[tuple[int, int], ...]  # vrank and token
 class Group:
     """One worker's end of the process group of a view."""
 
-    def __init__(self, view: View, keys: tuple[Key, ...]) -> None:
-        self.view = view
-        self.number = view.number
-        self.keys = keys
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        self.view = shape.view
+        self.number = shape.view.number
+        self.keys = shape.keys
         self.open = True
         self.ready = False
         self.synced = False
@@ -44,11 +46,16 @@ class DataNetwork:
     """Connections between workers, and the place where the members of a view meet."""
 
     def __init__(self, world: World) -> None:
+        self.shapes = Shapes()
+        self.meetings = Meetings(world)
         self._world = world
         self._arrived: dict[int, list[Process]] = {}
         self._last: dict[tuple[int, Key, Key], float] = {}
         self._cut_links: dict[tuple[int, Key, Key], bool] = {}
         self._apart: dict[tuple[str, str], bool] = {}
+        self._summed: tuple[object, int] = (None, 0)
+        self._counted: tuple[object, bool] = (None, False)
+        self._named: tuple[object, dict[int, int | None]] = (None, {})
 
     def arrive(self, process: Process, group: Group) -> None:
         """A member builds the group: it is ready once all are here and reach each other."""
@@ -59,7 +66,7 @@ class DataNetwork:
         world = self._world
         if any(not p.alive or not p.open_group(group.number) for p in here):
             return
-        if any(self._is_apart(a, b) for a in here for b in here):
+        if self._apart and any(self._is_apart(a, b) for a in here for b in here):
             return
         build_s = world.options.build_s
         for p in here:
@@ -102,6 +109,10 @@ class DataNetwork:
                 return
         receiver.deliver(received, (receiver, link[0], kind, step, sender.key, body))
 
+    def members(self, group: Group) -> list[Process]:
+        """Who has come to build this group."""
+        return self._arrived[group.number]
+
     def close(self, process: Process, group: Group, reason: str) -> None:
         """One end closes: what it had under way and what its peers notice is up to the seed."""
         if not group.open:
@@ -110,6 +121,8 @@ class DataNetwork:
         world, options = self._world, self._world.options
         if world.rng.random() < options.cut_in_flight:
             process.cut_through = max(process.cut_through, group.number)
+        if len(group.keys) > CROWD and not self.meetings.may_tell(group.number):
+            return
         for peer in self._arrived.get(group.number, ()):
             if peer is process or not peer.alive or world.rng.random() < options.unheard_break:
                 continue
@@ -151,6 +164,26 @@ class DataNetwork:
         self._apart.pop((a, b), None)
         self._apart.pop((b, a), None)
 
+    def total(self, process: Process, group: Group, step: int, parts: dict[Key, Parts]) -> int:
+        """The sum of a step in the canonical order; what all share is summed and checked once."""
+        if parts is not self._summed[0]:
+            flat = [(key, v, token) for key in group.keys for v, token in parts[key]]
+            self._world.truth.reduced(process, group.view, step, flat)
+            values = {(v, 1): token for _, v, token in flat}
+            total: int = tree.fold(values, self._world.options.vranks, add)
+            self._summed = (parts, total)
+        return self._summed[1]
+
+    def anybody(self, votes: dict[Key, bool]) -> bool:
+        if votes is not self._counted[0]:
+            self._counted = (votes, any(votes.values()))
+        return self._counted[1]
+
+    def by_worker(self, bodies: dict[Key, int | None]) -> dict[int, int | None]:
+        if bodies is not self._named[0]:
+            self._named = (bodies, {key[0]: body for key, body in bodies.items()})
+        return self._named[1]
+
     def unreached(self, process: Process, group: Group) -> tuple[WorkerId, ...]:
         here = self._arrived.get(group.number, [])
         return tuple(p.worker for p in here if p.alive and self._is_apart(process, p))
@@ -164,9 +197,8 @@ class DataNetwork:
 
 def install(process: Process, view: View) -> None:
     """Begin to build the group of `view`, and give up if the others do not come."""
-    keys = tuple((int(m.worker), int(m.incarnation)) for m in view.members)
-    group = process.group = Group(view, keys)
     world = process.world
+    group = process.group = Group(world.data.shapes.of(view))
     world.data.arrive(process, group)
     process.post(world.options.link_s, unbuilt, process, view.number)
     process.post(world.options.build_timeout_s, build_timeout, process, view.number)
@@ -205,18 +237,18 @@ def group_ready(process: Process, number: int) -> None:
     if group is None:
         return
     group.ready = True
-    view, data = group.view, process.world.data
-    if not view.joiners:
+    view, data, shape = group.view, process.world.data, group.shape
+    if not shape.joiners:
         group.synced = True
         process.feed(Synced(view.number))
-    elif process.worker not in view.joiners:
+    elif process.worker not in shape.joiners:
         process.world.truth.donated(process, view)
         for key in group.keys:
-            if WorkerId(key[0]) in view.joiners:
+            if WorkerId(key[0]) in shape.joiners:
                 body = (process.state, process.step)
                 data.send(process, group, key, "state", 0, body, process.world.options.load_s)
         verify(process, number)
-    elif view.donors:
+    elif shape.donors:
         process.feed(Loading())
         process.state = None
         loaded(process, group)  # what donors that were ready earlier have sent may all be here
@@ -226,7 +258,7 @@ def group_ready(process: Process, number: int) -> None:
 
 
 def loaded(process: Process, group: Group) -> None:
-    if group.ready and len(group.states) == len(group.view.donors):
+    if group.ready and len(group.states) == group.shape.donors:
         process.post(
             process.world.delay(process.world.options.load_s), store_state, process, group.number
         )
@@ -245,9 +277,7 @@ def verify(process: Process, number: int) -> None:
     group = process.open_group(number)
     if group is None:
         return
-    for key in group.keys:
-        if key != process.key:
-            process.world.data.send(process, group, key, "digest", 0, process.state)
+    tell_all(process, group, "digest", 0, process.state)
     group.digests[process.key[0]] = process.state
     advance(process)
 
@@ -286,7 +316,7 @@ def advance(process: Process) -> None:
     step = process.step
     if process.local_done and group.sent_step < step:
         group.sent_step = step
-        mine = tuple((v, process.tokens[v]) for v in view.hosted_by(process.worker))
+        mine = tuple((v, process.tokens[v]) for v in group.shape.hosted[process.worker])
         group.parts.setdefault(step, {})[process.key] = mine
         tell_all(process, group, "part", step, mine)
     if group.sent_step == step and group.voted_step < step:
@@ -296,7 +326,7 @@ def advance(process: Process) -> None:
         votes = group.votes.get(step, {})
         if len(votes) == len(group.keys):
             group.done_step = step
-            pending = any(votes[key] for key in group.keys)
+            pending = process.world.data.anybody(votes)
             if pending:
                 process.last_step_of = group.number
             process.feed(Voted(view.number, step, pending))
@@ -305,10 +335,7 @@ def advance(process: Process) -> None:
 def reduce(process: Process, group: Group, step: int) -> None:
     """Sum what came, in the canonical order; then vote."""
     parts = group.parts.pop(step)
-    flat = [(key, v, token) for key in group.keys for v, token in parts[key]]
-    process.world.truth.reduced(process, group.view, step, flat)
-    values = {(v, 1): token for _, v, token in flat}
-    process.total = tree.fold(values, process.world.options.vranks, add)
+    process.total = process.world.data.total(process, group, step, parts)
     process.total_step = step
     group.voted_step = step
     process.feed(Reduced(group.view.number, step))
@@ -320,6 +347,26 @@ def reduce(process: Process, group: Group, step: int) -> None:
 
 
 def tell_all(process: Process, group: Group, kind: str, step: int, body: object) -> None:
+    data = process.world.data
+    if len(group.keys) > CROWD:
+        what = (int(group.number), kind, step)
+        data.meetings.give(process, data.members(group), what, body, gathered)
+        return
     for key in group.keys:
         if key != process.key:
-            process.world.data.send(process, group, key, kind, step, body)
+            data.send(process, group, key, kind, step, body)
+
+
+def gathered(process: Process, what: tuple[int, str, int], bodies: dict[Key, Any]) -> None:
+    """An all-gather of a large group is done."""
+    number, kind, step = what
+    group = process.open_group(number)
+    if group is None:
+        return
+    if kind == "part":
+        group.parts[step] = bodies
+    elif kind == "vote":
+        group.votes[step] = bodies
+    else:
+        group.digests = process.world.data.by_worker(bodies)
+    advance(process)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from holdfast.core import agent as ag
+from holdfast.sim.options import RACK_SHARE
 
 if TYPE_CHECKING:
     from holdfast.sim.hosts import AgentHost
@@ -85,6 +86,8 @@ class Faults:
                 self._strike_node(kind)
             case "agent_freeze" | "node_freeze" | "drain":
                 self._strike_node(kind)
+            case "rack_crash" | "rack_partition":
+                self._strike_rack(kind)
             case "coordinator_crash":
                 self._note(kind)
                 world.coordinator.crash()
@@ -135,11 +138,10 @@ class Faults:
 
     def _strike_node(self, kind: str) -> None:
         world, rng = self._world, self._world.rng
-        hosts = [h for _, h in sorted(world.hosts.items()) if not h.gone and h.incarnation]
+        hosts = self._hosts()
         if not hosts:
             return
-        host = rng.choice(hosts)
-        duration_s = min(rng.choice((0.2, 1.0, 10.0)) * rng.uniform(0.2, 2.0), self._left_s() + 1)
+        host, duration_s = rng.choice(hosts), self._duration_s()
         match kind:
             case "agent_crash":
                 self._note(kind)
@@ -158,19 +160,48 @@ class Faults:
             case "drain":
                 self._note(kind)
                 host.drained = True
-                host.handle(ag.Drained("asked for"))
+                host.handle(ag.Drained("asked for", rng.choice(("", "disk"))))
                 world.at(duration_s, host.handle, ag.Drained(""))
             case "partition":
                 self._note(kind)
-                for up in rng.choice(((True,), (False,), (True, False))):
-                    world.cut[(host.name, up)] = world.cut.get((host.name, up), 0) + 1
-                    world.at(duration_s, self._heal, host.name, up)
+                self._cut(host, rng.choice(((True,), (False,), (True, False))), duration_s)
             case "data_partition":
                 other = rng.choice(hosts)
                 if other is not host:
                     self._note(kind)
                     world.data.part(host.name, other.name)
                     world.at(duration_s, world.data.join, host.name, other.name)
+
+    def _strike_rack(self, kind: str) -> None:
+        """Neighbours fail at the same moment, and come back one by one."""
+        rng, hosts = self._world.rng, self._hosts()
+        if not hosts:
+            return
+        size = max(len(hosts) // RACK_SHARE, rng.randint(2, 4))
+        first, duration_s = rng.randrange(len(hosts)), self._duration_s()
+        self._note(kind)
+        for host in hosts[first : first + size]:
+            back_s = duration_s * rng.uniform(1.0, 1.5)
+            if kind == "rack_crash":
+                host.crash()
+                self._world.at(back_s, host.start)
+            else:
+                self._cut(host, (True, False), back_s)
+
+    def _hosts(self) -> list[AgentHost]:
+        hosts = sorted(self._world.hosts.items())
+        return [h for _, h in hosts if not h.gone and h.incarnation]
+
+    def _duration_s(self) -> float:
+        rng = self._world.rng
+        return min(rng.choice((0.2, 1.0, 10.0)) * rng.uniform(0.2, 2.0), self._left_s() + 1)
+
+    def _cut(self, host: AgentHost, directions: tuple[bool, ...], duration_s: float) -> None:
+        """`directions`: True towards the coordinator, False from it."""
+        cut = self._world.cut
+        for up in directions:
+            cut[(host.name, up)] = cut.get((host.name, up), 0) + 1
+            self._world.at(duration_s, self._heal, host.name, up)
 
     def _freeze(self, host: AgentHost, whole: bool) -> None:
         host.frozen = True

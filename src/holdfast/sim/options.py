@@ -30,6 +30,9 @@ FAULT_KINDS = (
     "link_break",
     "data_partition",
 )
+RACK_KINDS = ("rack_crash", "rack_partition")  # several nodes at the same moment
+LARGE_KINDS = (*RACK_KINDS, "worker_crash", "agent_crash", "coordinator_crash", "partition")
+RACK_SHARE = 250  # of a large job, one in so many nodes is in the same rack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +100,8 @@ def draw(seed: int, small: bool = False) -> Options:
     steps = rng.randint(5, 10) if small else rng.randint(6, 15)
     loops = (rng.randint(1, steps - 1), steps) if rng.random() < 0.25 else (steps,)
     kinds = [kind for kind in FAULT_KINDS if rng.random() < 0.35]
+    racks = Random(f"racks {seed} {small}")  # apart, so that older seeds stay what they were
+    kinds += [kind for kind in RACK_KINDS if agents > 1 and racks.random() < 0.2]
     vranks = rng.randint(fewest, max(most, fewest))
     nodes_max = agents if rng.random() < 0.7 else max(agents - 1, 1)
     # One node always remains.
@@ -138,4 +143,48 @@ def draw(seed: int, small: bool = False) -> Options:
         crash_inside=rng.choice((0.002, 0.01)),
         fault_every_s=rng.choice((0.2, 0.5, 2.0)) * rng.uniform(0.5, 1.5),
         faults_end_s=rng.uniform(4.0, 20.0) if small else rng.uniform(8.0, 40.0),
+    )
+
+
+def draw_large(seed: int, nodes: int) -> Options:
+    """A job of one worker on each of many nodes, whose racks, nodes and coordinator fail."""
+    rng = Random(f"large {seed} {nodes}")
+    steps = rng.randint(6, 10)
+    return Options(
+        seed=seed,
+        agents=nodes,
+        agents_late=0,
+        slots=1,
+        vranks=nodes,
+        loops=(steps,),
+        nodes_min=nodes,
+        nodes_max=nodes,
+        workers_min=1,
+        task_s=rng.uniform(0.5, 1.0),
+        optimizer_s=0.1,
+        boot_s=1.0,
+        load_s=0.3,
+        build_s=0.2,
+        build_timeout_s=20.0,
+        link_s=2.0,
+        control_s=0.002,
+        channel_s=0.0002,
+        data_s=0.002,
+        heartbeat_s=1.0,
+        lease_s=4.0,
+        lease_margin_s=0.8,
+        suspect_s=2.0,
+        abandon_s=30.0,
+        late_s=0.1,
+        settle_s=10.0,
+        hang_s=60.0,
+        loss=0.0,
+        duplicate=0.0,
+        drift=0.005,
+        cut_in_flight=rng.choice((0.0, 0.5)),
+        unheard_break=rng.choice((0.0, 0.5)),
+        faults=tuple(kind for kind in LARGE_KINDS if rng.random() < 0.7) or RACK_KINDS,
+        crash_inside=0.0,
+        fault_every_s=2.0,
+        faults_end_s=15.0,
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from holdfast.core.errors import InvariantError
 from holdfast.sim.checkers import Violation
-from holdfast.sim.options import Options, draw
+from holdfast.sim.options import Options, draw, draw_large
 from holdfast.sim.world import Machines, World
 
 
@@ -19,6 +19,7 @@ class Result:
 
     options: Options
     small: bool
+    nodes: int | None
     events: int
     simulated_s: float
     digest: int
@@ -31,22 +32,26 @@ class Result:
 
     @property
     def replay(self) -> str:
-        return f"holdfast sim --seed {self.options.seed}{' --small' if self.small else ''} --trace"
+        size = " --small" if self.small else ""
+        size = f" --nodes {self.nodes}" if self.nodes is not None else size
+        return f"holdfast sim --seed {self.options.seed}{size} --trace"
 
 
 def run_seed(
     seed: int,
     *,
     small: bool = False,
+    nodes: int | None = None,
     machines: Machines | None = None,
     listener: Callable[[str], None] | None = None,
     tuned: dict[str, object] | None = None,
 ) -> Result:
     """Run one seed to its end. Every failure is a result, also a crash of a machine.
 
+    `nodes`: a large job on so many nodes, instead of one whose size is drawn.
     `tuned` replaces some of the drawn options, for tests that aim at one situation.
     """
-    options = draw(seed, small)
+    options = draw(seed, small) if nodes is None else draw_large(seed, nodes)
     if tuned:
         options = dataclasses.replace(options, **tuned)  # type: ignore[arg-type]
     world = World(options, machines or Machines(), listener)
@@ -61,6 +66,7 @@ def run_seed(
     return Result(
         options=options,
         small=small,
+        nodes=nodes,
         events=world.events,
         simulated_s=world.now,
         digest=world.digest,
@@ -98,6 +104,6 @@ class Summary:
             self.faults[kind] = self.faults.get(kind, 0) + count
 
 
-def run_many(seeds: range, small: bool = False) -> Iterator[Result]:
+def run_many(seeds: range, small: bool = False, nodes: int | None = None) -> Iterator[Result]:
     for seed in seeds:
-        yield run_seed(seed, small=small)
+        yield run_seed(seed, small=small, nodes=nodes)

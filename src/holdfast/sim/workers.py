@@ -227,7 +227,8 @@ class Process:
         view = self.machine.view
         if not self.in_step or self.computing or view is None:
             return
-        missing = [v for v in view.hosted_by(self.worker) if v not in self.tokens]
+        hosted = self.world.data.shapes.of(view).hosted.get(self.worker, ())
+        missing = [v for v in hosted if v not in self.tokens]
         if bool(missing) == self.local_done:
             self.local_done = not missing
             self.feed(LocalDone(self.local_done))

@@ -28,7 +28,7 @@ from holdfast.sim.options import Options
 from holdfast.sim.workers import Process
 
 STORY_MAX = 40
-EVENTS_MAX = 3_000_000
+EVENTS_MAX = 3_000_000  # of a job of a few nodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ class World:
             call(*args)
             if self.coordinator.outcome is not None and not self.truth.live:
                 return
-            if self.events > EVENTS_MAX:
+            if self.events > EVENTS_MAX * max(1, self.options.agents // 10):
                 raise Violation(f"no end after {self.events} events")
         waited_s = deadline - self.options.faults_end_s
         raise Violation(f"not finished {waited_s:.0f} s after the faults")

@@ -12,7 +12,6 @@ The coordinator and node 0 are on host 0; the others join from theirs. All share
 
 from __future__ import annotations
 
-import functools
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -44,7 +43,7 @@ class LabRun(LocalRun):
             run_dir,
             ["--host", first.address, *nodes, *options],
             script,
-            functools.partial(first.popen),
+            first.popen,
         )
 
     def __enter__(self) -> LabRun:

@@ -18,9 +18,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast.cli.status import ask
+from holdfast.cli.status import fetch
 from holdfast.core.errors import HoldfastError
 from holdfast.runtime.rundir import RunDir
+from holdfast.runtime.tls import client_context, files_in
 
 POLL_S = 0.01
 ACTIVE = ("computing", "waiting", "ended")  # states of workers that are members of the view
@@ -39,8 +40,10 @@ class LocalRun:
         options: Sequence[str],
         script: Sequence[str],
         popen: Callable[..., subprocess.Popen[str]] = subprocess.Popen,
+        tls: Path | None = None,
     ) -> None:
         self.run_dir = RunDir(run_dir)
+        self.tls = tls
         self.out: list[str] = []  # lines of standard output so far
         self.err: list[str] = []
         self._options = list(options)
@@ -53,6 +56,7 @@ class LocalRun:
         self._popen = self._start(
             [
                 *(sys.executable, "-m", "holdfast.cli.main", "run"),
+                *(("--tls", str(self.tls)) if self.tls is not None else ()),
                 *("--run-dir", str(self.run_dir.path), *self._options, *self._script),
             ],
             stdin=subprocess.DEVNULL,
@@ -92,7 +96,8 @@ class LocalRun:
 
     def status(self) -> dict[str, Any]:
         """What `holdfast status --json` prints. HoldfastError while nobody answers."""
-        return ask(self.run_dir)
+        tls = client_context(files_in(self.tls)) if self.tls is not None else None
+        return fetch(self.run_dir, tls)
 
     def members(self) -> dict[int, int]:
         """worker -> pid of those that take part in steps now; empty while nobody answers."""

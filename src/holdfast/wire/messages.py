@@ -15,6 +15,7 @@ import msgspec
 from holdfast.core.errors import WireError
 from holdfast.core.job import JobSpec
 from holdfast.core.types import (
+    AgentId,
     AgentReport,
     Directive,
     View,
@@ -76,6 +77,21 @@ class StopRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DrainRequest:
+    """An operator's order that a node be left; the coordinator passes it on to the node."""
+
+    agent: AgentId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainReply:
+    """Whether it was passed on: empty, or why not."""
+
+    problem: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PeerRequest:
     """A measurement between two machines (`holdfast doctor --peer`); no part of any job."""
 
@@ -115,6 +131,8 @@ KINDS: dict[int, type] = {
     10: JoinRequest,
     11: JoinReply,
     12: ViewedDirective,
+    13: DrainRequest,
+    14: DrainReply,
     20: PeerRequest,
     21: PeerReply,
 }

@@ -1,0 +1,95 @@
+"""Where a job's coordinator is, and one question to it from a command.
+
+A contact names an address, or where coordinators are elected: then whoever is in office by then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from dataclasses import dataclass
+from typing import TypeVar
+
+from holdfast.core.errors import UserError, WorldError
+from holdfast.runtime.channel import Channel, connect
+from holdfast.runtime.election import SCHEMES, locate, parse_election
+from holdfast.runtime.rundir import RunDir
+
+ANSWER_S = 5.0
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contact:
+    """`election`: a URL; empty if the coordinator is at `address` (host, port)."""
+
+    address: tuple[str, int] = ("", 0)
+    election: str = ""
+    tls: ssl.SSLContext | None = None
+
+    def __str__(self) -> str:
+        return self.election or "{}:{}".format(*self.address)
+
+    async def find(self) -> tuple[str, int]:
+        """The coordinator's address now. OSError while there is none; WorldError; UserError."""
+        if not self.election:
+            return self.address
+        found = await locate(self.election)
+        if found is None:
+            raise ConnectionError("no coordinator is in office")
+        return found.host, found.port
+
+    async def connect(self, secret: bytes) -> Channel:
+        """OSError while there is none; WorldError; UserError."""
+        return await connect(*await self.find(), secret, tls=self.tls)
+
+
+def contact_by(text: str, tls: ssl.SSLContext | None = None) -> Contact:
+    """From HOST:PORT or an election's URL. UserError."""
+    if text.startswith(SCHEMES):
+        parse_election(text)
+        return Contact(election=text, tls=tls)
+    try:
+        return Contact(address=parse_address(text), tls=tls)
+    except ValueError as error:
+        raise UserError(f"--join {error}") from None
+
+
+def contact_of(run_dir: RunDir, tls: ssl.SSLContext | None = None) -> Contact:
+    """Of the job in a run directory. UserError."""
+    election = run_dir.spec().election if run_dir.job.exists() else ""
+    if election:
+        return Contact(election=election, tls=tls)
+    return Contact(address=run_dir.address(), tls=tls)
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """ValueError unless it is HOST:PORT; an IPv6 address may stand in brackets."""
+    host, _, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not (host and port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise ValueError(f"{text!r} is not HOST:PORT, such as node7:29600")
+    return host, int(port)
+
+
+def ask(contact: Contact, secret: bytes, question: object, answer: type[T]) -> T:
+    """One question to the coordinator, and its answer. UserError when none comes."""
+
+    async def exchange() -> T | None:
+        channel = await contact.connect(secret)
+        channel.send(question)
+        found: T | None = await asyncio.wait_for(channel.receive(answer), ANSWER_S)
+        channel.close()
+        return found
+
+    try:
+        reply = asyncio.run(exchange())
+    except asyncio.TimeoutError:
+        raise UserError(f"the coordinator at {contact} does not answer: ask again") from None
+    except (OSError, WorldError) as error:
+        raise UserError(
+            f"the coordinator at {contact} cannot be reached ({error}): is the job running?"
+        ) from None
+    if reply is None:
+        raise UserError(f"the coordinator at {contact} closed the connection: is the job over?")
+    return reply
