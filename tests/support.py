@@ -9,10 +9,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
+
+import pytest
 
 from holdfast.core.job import JobSpec
 from holdfast.runtime.rundir import RunDir
+from holdfast.testing.etcd import EtcdCluster
 
 HOST = "127.0.0.1"
 POLL_S = 0.01
@@ -46,6 +50,13 @@ def until(ready: Callable[[], T], what: str) -> T:
         assert time.monotonic() < deadline, f"not in {WAIT_S} s: {what}"
         pause.wait(POLL_S)
     return found
+
+
+def start_etcd(path: Path, size: int = 3, tls: dict[str, str] | None = None) -> EtcdCluster:
+    """A cluster to be entered; the test is skipped where there can be none."""
+    if EtcdCluster.available():
+        pytest.skip(EtcdCluster.available())
+    return EtcdCluster(path, size, tls)
 
 
 class CoordinatorProcess:

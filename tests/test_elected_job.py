@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from conftest import Start, finish
-from etcd_cluster import EtcdCluster
 from holdfast.core.errors import HoldfastError
 from holdfast.testing.run import LocalRun, strike
+from support import start_etcd
 
 STEPS = 150
 RUN_S = 60.0
@@ -65,7 +65,7 @@ def test_a_standby_takes_over(
 ) -> None:
     """One is killed, the next frozen past its term: steps go on, changes wait for a successor."""
     with (
-        EtcdCluster(tmp_path) as etcd,
+        start_etcd(tmp_path) as etcd,
         start(
             "--steps", str(STEPS), "--task-s", "0.03", options=("--election", etcd.url("x"))
         ) as run,

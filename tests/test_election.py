@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from etcd_cluster import EtcdCluster, free_ports
 from holdfast.core.errors import Deposed, UserError
 from holdfast.core.types import JobRecord
 from holdfast.runtime.election import (
@@ -25,14 +24,15 @@ from holdfast.runtime.election import (
 )
 from holdfast.runtime.etcd import Endpoint, Entry, EtcdClient, put
 from holdfast.runtime.journal import seal, unseal
-from support import HOST, SPEC, WAIT_S
+from holdfast.testing.etcd import EtcdCluster, free_ports
+from support import HOST, SPEC, WAIT_S, start_etcd
 
 LONG_TTL_S = 60  # no hiccup of a busy machine ends such a lease
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
-    with EtcdCluster(tmp_path_factory.mktemp("etcd")) as found:
+    with start_etcd(tmp_path_factory.mktemp("etcd")) as found:
         yield found
 
 

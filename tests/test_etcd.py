@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from etcd_cluster import EtcdCluster, free_ports
 from holdfast.core.errors import Refused, Unreachable, UserError
 from holdfast.runtime.election import (
     Incumbent,
@@ -19,12 +18,13 @@ from holdfast.runtime.election import (
     open_election,
 )
 from holdfast.runtime.etcd import Endpoint, EtcdClient, put
-from support import HOST, WAIT_S
+from holdfast.testing.etcd import EtcdCluster, free_ports
+from support import HOST, WAIT_S, start_etcd
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
-    with EtcdCluster(tmp_path_factory.mktemp("etcd")) as found:
+    with start_etcd(tmp_path_factory.mktemp("etcd")) as found:
         yield found
 
 
@@ -99,7 +99,7 @@ def test_a_refusal_is_told_from_an_outage(cluster: EtcdCluster) -> None:
 def test_etcd_behind_tls(tmp_path: Path) -> None:
     tls = make_certificate(tmp_path)
     files = "ca={ca}&cert={ca}&key={key}".format(**tls)
-    with EtcdCluster(tmp_path, size=1, tls=tls) as cluster:
+    with start_etcd(tmp_path, size=1, tls=tls) as cluster:
         url = cluster.url("job").replace("etcd://", "etcds://")
 
         async def story() -> None:

@@ -12,7 +12,6 @@ from typing import Protocol
 
 import pytest
 
-from etcd_cluster import EtcdCluster
 from holdfast.core.errors import Damaged, Deposed, UserError
 from holdfast.core.types import (
     AgentId,
@@ -35,7 +34,8 @@ from holdfast.runtime.journal import (
     seal,
     unseal,
 )
-from support import WAIT_S
+from holdfast.testing.etcd import EtcdCluster
+from support import WAIT_S, start_etcd
 
 TTL_S = 60  # of leases that nothing renews here
 
@@ -136,7 +136,7 @@ class EtcdBench:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
-    with EtcdCluster(tmp_path_factory.mktemp("etcd")) as found:
+    with start_etcd(tmp_path_factory.mktemp("etcd")) as found:
         yield found
 
 

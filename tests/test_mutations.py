@@ -124,10 +124,12 @@ def view_is_formed_before_all_promised(patch: pytest.MonkeyPatch) -> Machines:
     plain = formation.survivors_of
 
     def hasty(situation: Situation) -> list[WorkerStatus] | None:
-        doctor(patch, promised=situation.view.number if situation.view else 0)
+        roster, number = situation.roster, situation.view.number if situation.view else 0
+        heard = dict(roster.newest)
+        for worker, status in heard.items():
+            roster.newest[worker] = dataclasses.replace(status, promised=number)
         found = plain(situation)
-        patch.undo()
-        patch.setattr(co, "survivors_of", hasty)
+        roster.newest.update(heard)
         return found
 
     patch.setattr(co, "survivors_of", hasty)

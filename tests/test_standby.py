@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 
-from etcd_cluster import EtcdCluster, free_ports
 from holdfast.core.errors import UserError
 from holdfast.core.types import AgentId, AgentReport, Directive, Incarnation, JobRecord
 from holdfast.runtime.channel import Channel, connect
@@ -33,8 +32,9 @@ from holdfast.runtime.election import (
 )
 from holdfast.runtime.journal import unseal
 from holdfast.runtime.rundir import RunDir
+from holdfast.testing.etcd import EtcdCluster, free_ports
 from holdfast.wire.messages import StatusReply, StatusRequest, StopRequest
-from support import HOST, SPEC, WAIT_S, CoordinatorProcess, until
+from support import HOST, SPEC, WAIT_S, CoordinatorProcess, start_etcd, until
 
 LONG_TTL_S = 60  # no hiccup of a busy machine ends such a lease
 HOLDFAST = (sys.executable, "-m", "holdfast.cli.main")
@@ -42,7 +42,7 @@ HOLDFAST = (sys.executable, "-m", "holdfast.cli.main")
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
-    with EtcdCluster(tmp_path_factory.mktemp("etcd")) as found:
+    with start_etcd(tmp_path_factory.mktemp("etcd")) as found:
         yield found
 
 

@@ -1,4 +1,4 @@
-"""Real etcd members for the tests: started on free ports, hurt on purpose, stopped afterwards."""
+"""Real etcd members under test: started on free ports, hurt on purpose, stopped afterwards."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ import subprocess
 import time
 from pathlib import Path
 
-import pytest
-
 from holdfast.core.errors import WorldError
 from holdfast.runtime.etcd import Endpoint, EtcdClient
 
@@ -24,7 +22,7 @@ TRIES = 5  # another process may take a port before etcd does
 
 
 class EtcdCluster:
-    """Use as a context manager. Members are numbered from 0."""
+    """Use as a context manager, where it is `available`. Members are numbered from 0."""
 
     def __init__(self, path: Path, size: int = 3, tls: dict[str, str] | None = None) -> None:
         self.endpoints: list[Endpoint] = []
@@ -34,9 +32,12 @@ class EtcdCluster:
         self._commands: list[list[str]] = []
         self._members: list[subprocess.Popen[bytes]] = []
 
+    @staticmethod
+    def available() -> str:
+        """Why there can be none here; empty if there can."""
+        return "" if shutil.which("etcd") else "there is no etcd (Debian's package etcd-server)"
+
     def __enter__(self) -> EtcdCluster:
-        if shutil.which("etcd") is None:
-            pytest.skip("there is no etcd here (Debian's package etcd-server)")
         for attempt in range(TRIES):
             self._plan(self._path / f"try{attempt}")
             self._members = [self._start(i) for i in range(self._size)]
