@@ -65,9 +65,9 @@ def recovery_lines(kills: int = 20, freezes: int = 5) -> Iterator[str]:
 def scale_lines() -> Iterator[str]:
     yield "## Scale of the coordinator"
     yield ""
-    yield "One real coordinator process, real sockets, agents that report once a second for 8 workers"
-    yield "each. A node's loss to a view without it at the last agent, after the silence that the"
-    yield "lease asks for. Targets for 1,250 agents: under 30 % of a core, under 1 s."
+    yield "One real coordinator process, real sockets, agents that report once a second for 8"
+    yield "workers each. View: from when a node counts as lost, which its lease decides, to the"
+    yield "last agent's view without it. Targets for 1,250 agents: under 30 % of a core, under 1 s."
     yield ""
     yield "| agents | workers | of one core | all joined after | view, median | view, most |"
     yield "|---|---|---|---|---|---|"
@@ -102,8 +102,9 @@ def failover_lines(count: int = 10) -> Iterator[str]:
         yield f"Not measured: {EtcdCluster.available()}."
         return
     times = failover.measure(count)
-    yield f"kill -9 of the coordinator to the next one in office, etcd of three members, {count} times:"
-    yield f"median **{statistics.median(times):.2f} s**, most {max(times):.2f} s. Target: under 3 s."
+    yield "kill -9 of the coordinator to the next one in office, with three members of etcd,"
+    middle, most = statistics.median(times), max(times)
+    yield f"{count} times: median **{middle:.2f} s**, most {most:.2f} s. Target: under 3 s."
 
 
 def simulator_lines() -> Iterator[str]:
@@ -134,11 +135,13 @@ SHEETS: dict[str, tuple[Callable[[], Iterator[str]], ...]] = {
 
 def write_sheet(name: str) -> None:
     today = datetime.datetime.now(datetime.timezone.utc).date()
-    machine = f"{os.cpu_count()} cores, Python {platform.python_version()}"
+    machine = (
+        f"{os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}"
+    )
     lines = [
         f"# Measured on {today}",
         "",
-        f"{machine}, torch {torch.__version__}, one thread per worker. `make bench` makes this anew.",
+        f"{machine}, one thread per worker. `make bench` makes this sheet anew.",
     ]
     for section in SHEETS[name]:
         lines.append("")

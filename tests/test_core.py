@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.core import tree
+from holdfast.core.admission import choose_drained
 from holdfast.core.assignment import assign_at_boundary, assign_mid_step, spread_blocks
 from holdfast.core.errors import InvariantError
-from holdfast.core.formation import Situation, unreachable
+from holdfast.core.formation import Situation, spans, unreachable
 from holdfast.core.lease import LeasePolicy, acting_until, fenced_from
 from holdfast.core.liveness import FreezeDetector, FreezePolicy, ProcessSample
 from holdfast.core.resume import resume_step
@@ -299,3 +302,91 @@ def test_a_pair_costs_one_worker_and_not_the_leader() -> None:
     assert unreachable(situation([(0, 1), (1, 0)], set(), 3)) == [1]
     assert unreachable(situation([(2, 0)], {2}, 3)) == [2]
     assert unreachable(situation([(1, 0), (1, 2), (2, 1)], set(), 3)) == [1]
+
+
+# ---------------------------------------------------------------- drains
+
+
+def nodes_asking(failing: dict[str, str], asked: Collection[str] = ()) -> Situation:
+    """Eight nodes with a place each; some fail a check, some are asked to leave."""
+    roster = Roster(None, 0.0)
+    for name in (f"n{i}" for i in range(8)):
+        check = failing.get(name, "")
+        report = AgentReport(
+            agent=AgentId(name),
+            incarnation=Incarnation(1),
+            seq=1,
+            slots=1,
+            draining="disk: bad" if check else "a new fan" if name in asked else "",
+            failing=check,
+        )
+        roster.hear(report, 0.0)
+        roster.admit(report.agent)
+    return Situation(
+        view=None, roster=roster, lease=LeasePolicy(), silent=frozenset(), witness_at=None, now=0.1
+    )
+
+
+def drained(found: Situation) -> list[str]:
+    return [name for name, node in found.roster.nodes.items() if node.draining]
+
+
+def test_a_node_that_fails_is_drained_and_what_many_share_drains_none() -> None:
+    found = nodes_asking({"n3": "disk"})
+    assert choose_drained(found) == ""
+    assert drained(found) == ["n3"]
+    shared = nodes_asking({f"n{i}": "disk" for i in range(5)})
+    assert "disk fails on 5 of 8 nodes" in choose_drained(shared)
+    assert drained(shared) == []
+
+
+def test_who_is_asked_to_leave_does_whatever_others_do() -> None:
+    found = nodes_asking({f"n{i}": "disk" for i in range(5)}, asked=("n6", "n7"))
+    choose_drained(found)
+    assert drained(found) == ["n6", "n7"]
+
+
+def test_a_drained_node_stays_so_when_another_begins_to_fail() -> None:
+    found = nodes_asking({"n5": "disk", "n6": "memory"})
+    choose_drained(found)
+    for name, check in (("n0", "gpu"), ("n1", "clock")):
+        node = found.roster.nodes[AgentId(name)]
+        node.asks, node.failing = "bad", check
+    assert "at most 2 of 8" in choose_drained(found)
+    assert drained(found) == ["n5", "n6"]
+
+
+def test_a_node_that_is_well_again_is_used_again() -> None:
+    found = nodes_asking({"n3": "disk"})
+    choose_drained(found)
+    node = found.roster.nodes[AgentId("n3")]
+    ordered = [i for _, i in found.roster.wanted(AgentId("n3"), None)]
+    node.asks = node.failing = ""
+    choose_drained(found)
+    assert drained(found) == []
+    assert ordered == []
+    assert [i for _, i in found.roster.wanted(AgentId("n3"), None)] == [2]
+
+
+def test_spans() -> None:
+    workers = [WorkerId(w) for w in (0, 1, 4, 5, 6, 9)]
+    assert spans(workers) == "0, 1, 4-6, 9"
+    assert spans([]) == ""
+
+
+@given(st.data())
+def test_lost_vranks_go_to_the_least_loaded(data: st.DataObject) -> None:
+    """The heap finds whom a plain search would find."""
+    count = data.draw(st.integers(2, 6))
+    previous = data.draw(st.lists(st.integers(0, count - 1), min_size=count, max_size=24))
+    survivors = sorted(data.draw(st.sets(st.integers(0, count - 1), min_size=1)))
+    load = {w: previous.count(w) for w in survivors}
+    expected = list(previous)
+    for v, owner in enumerate(previous):
+        if owner not in load:
+            near = previous[v ^ 1] if v ^ 1 < len(previous) else None
+            heir = min(survivors, key=lambda w: (load[w], w != near, w))
+            expected[v] = heir
+            load[heir] += 1
+    found = assign_mid_step([WorkerId(w) for w in survivors], [WorkerId(w) for w in previous])
+    assert list(found) == expected

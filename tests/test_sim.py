@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli import sim as cli
-from holdfast.sim.swarm import Summary, run_seed
+from holdfast.sim.swarm import Summary, run_many, run_seed
 
 SRC = Path(__file__).resolve().parent.parent / "src"
 
@@ -48,6 +48,33 @@ def test_swarm_is_clean_and_not_vacuous(small: bool) -> None:
     assert summary.views > 80
     assert summary.commits > 500
     assert len(summary.faults) >= 13  # kinds; the rarest may be missing from so few seeds
+
+
+def test_a_job_of_two_hundred_nodes_loses_racks() -> None:
+    summary = Summary()
+    for seed in range(3):
+        result = run_seed(seed, nodes=200)
+        assert not result.failure, f"{result.failure}\n{result.replay}"
+        summary.add(result)
+    assert summary.views > 6
+    assert sum(n for kind, n in summary.faults.items() if kind.startswith("rack")) > 5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_job_of_ten_thousand_nodes() -> None:
+    result = run_seed(1, nodes=10_000)
+    assert not result.failure, f"{result.failure}\n{result.replay}"
+    assert result.views > 1
+    assert result.faults["rack_partition"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("small", [True, False])
+def test_a_thousand_seeds_are_clean(small: bool) -> None:
+    failed = [r.replay for r in run_many(range(1000), small=small) if r.failure]
+    assert failed == []
 
 
 def test_same_seed_same_trace_under_any_hash_seed() -> None:
