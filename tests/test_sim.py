@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli import sim as cli
+from holdfast.sim.options import RACK_KINDS
 from holdfast.sim.swarm import Summary, run_many, run_seed
 
 SRC = Path(__file__).resolve().parent.parent / "src"
@@ -53,7 +54,7 @@ def test_swarm_is_clean_and_not_vacuous(small: bool) -> None:
 def test_a_job_of_two_hundred_nodes_loses_racks() -> None:
     summary = Summary()
     for seed in range(3):
-        result = run_seed(seed, nodes=200)
+        result = run_seed(seed, nodes=200, tuned={"faults": (*RACK_KINDS, "coordinator_crash")})
         assert not result.failure, f"{result.failure}\n{result.replay}"
         summary.add(result)
     assert summary.views > 6
