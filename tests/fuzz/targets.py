@@ -35,6 +35,8 @@ from holdfast.wire.messages import (
     KINDS,
     Address,
     AddressBook,
+    DrainReply,
+    DrainRequest,
     JoinReply,
     JoinRequest,
     PeerReply,
@@ -79,6 +81,8 @@ MESSAGES: list[object] = [
     StatusRequest(),
     StatusReply(text="{}"),
     StopRequest(reason="enough"),
+    DrainRequest(agent=AgentId("node1"), reason="a new fan"),
+    DrainReply(problem=""),
 ]
 RECORD = JobRecord(
     term=3,

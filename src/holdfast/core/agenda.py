@@ -27,6 +27,7 @@ class Agenda:
         self._policy = policy
         self._roster = roster
         self._still_since = now
+        self._awake_since = now
         self._changed = True  # since the last review
         self._reviewed_at = -NEVER
         self._decide_at = NEVER
@@ -51,7 +52,9 @@ class Agenda:
         """Whether to review now; then `reviewed` must follow."""
         if self.deadline is None or now < self.deadline:
             return False
-        silent = silent_nodes(self._roster, self._policy.lease, now)
+        if now > self.deadline + self._policy.lease.suspect_s / 2:
+            self._awake_since = now  # we overslept, and have not listened to anybody
+        silent = silent_nodes(self._roster, self._policy.lease, now, self._awake_since)
         still = any(self._reviewed_at < t <= now for t in self._stalls())
         if self._changed or silent != self.silent or now >= self._decide_at or still:
             self.silent, self._changed = silent, False
@@ -78,6 +81,6 @@ class Agenda:
     def _set_deadline(self, now: float) -> None:
         suspect_s, nodes = self._policy.lease.suspect_s, self._roster.nodes
         heard = [n.heard_at for name, n in nodes.items() if name not in self.silent]
-        silence = [min(heard) + suspect_s] if heard else []
+        silence = [max(min(heard), self._awake_since) + suspect_s] if heard else []
         times = [*silence, *self._stalls(), self._decide_at]
         self.deadline = min((t for t in times if now < t < NEVER), default=None)

@@ -85,11 +85,15 @@ class Situation:
         return heard and self.roster.dead(member.worker, member.incarnation)
 
 
-def silent_nodes(roster: Roster, lease: LeasePolicy, now: float) -> frozenset[AgentId]:
+def silent_nodes(
+    roster: Roster, lease: LeasePolicy, now: float, listening_since: float
+) -> frozenset[AgentId]:
     """Not heard for a while; one that was just not heard yet is given the time of a whole lease."""
+    if now < listening_since + lease.suspect_s:
+        return frozenset()
     nodes = roster.nodes.items()
     silent = [name for name, node in nodes if now >= node.heard_at + lease.suspect_s]
-    if now >= roster.started_at + lease.fence_s:
+    if now >= max(roster.started_at, listening_since) + lease.fence_s:
         silent += roster.unheard()
     return frozenset(silent)
 

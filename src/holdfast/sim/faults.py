@@ -92,6 +92,11 @@ class Faults:
                 self._note(kind)
                 world.coordinator.crash()
                 world.at(rng.choice((0.5, 8.0)) * rng.uniform(0.1, 1.0), world.coordinator.start)
+            case "coordinator_freeze":
+                if not world.coordinator.frozen:
+                    self._note(kind)
+                    world.coordinator.frozen = True
+                    world.at(self._duration_s(), world.coordinator.thaw)
             case "link_break":
                 self._break_link()
             case _:

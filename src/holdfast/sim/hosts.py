@@ -29,6 +29,8 @@ class CoordinatorHost:
         self.forgotten = 0  # how often the journal was lost
         self.offset_s = 0.0
         self.outcome: str | None = None
+        self.frozen = False
+        self._backlog: deque[co.CoordinatorEvent] = deque()
         self._wake_at: float | None = None
 
     def start(self) -> None:
@@ -55,6 +57,14 @@ class CoordinatorHost:
 
     def crash(self) -> None:
         self.machine = None
+        self.frozen = False
+        self._backlog.clear()
+
+    def thaw(self) -> None:
+        """What came meanwhile is handled now, in order."""
+        self.frozen = False
+        while self._backlog and not self.frozen:
+            self.handle(self._backlog.popleft())
 
     def hear(self, report: AgentReport) -> None:
         self.handle(co.ReportArrived(report))
@@ -62,6 +72,9 @@ class CoordinatorHost:
     def handle(self, event: co.CoordinatorEvent) -> None:
         machine, world = self.machine, self.world
         if machine is None:
+            return
+        if self.frozen:
+            self._backlog.append(event)
             return
         effects = machine.handle(event, self._clock())
         world.note(self, event, effects)

@@ -31,6 +31,7 @@ FAULT_KINDS = (
     "data_partition",
 )
 RACK_KINDS = ("rack_crash", "rack_partition")  # several nodes at the same moment
+LATER_KINDS = (*RACK_KINDS, "coordinator_freeze")
 LARGE_KINDS = (*RACK_KINDS, "worker_crash", "agent_crash", "coordinator_crash", "partition")
 RACK_SHARE = 250  # of a large job, one in so many nodes is in the same rack
 
@@ -100,8 +101,8 @@ def draw(seed: int, small: bool = False) -> Options:
     steps = rng.randint(5, 10) if small else rng.randint(6, 15)
     loops = (rng.randint(1, steps - 1), steps) if rng.random() < 0.25 else (steps,)
     kinds = [kind for kind in FAULT_KINDS if rng.random() < 0.35]
-    racks = Random(f"racks {seed} {small}")  # apart, so that older seeds stay what they were
-    kinds += [kind for kind in RACK_KINDS if agents > 1 and racks.random() < 0.2]
+    later = Random(f"later {seed} {small}")  # apart, so that older seeds stay what they were
+    kinds += [kind for kind in LATER_KINDS if agents > 1 and later.random() < 0.2]
     vranks = rng.randint(fewest, max(most, fewest))
     nodes_max = agents if rng.random() < 0.7 else max(agents - 1, 1)
     # One node always remains.
