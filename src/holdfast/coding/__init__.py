@@ -1,0 +1,1 @@
+"""Erasure codes over byte buffers. It knows no files and no networks."""

@@ -1,0 +1,202 @@
+"""All checkpoints of one job in one storage: begin a save, find, read, retire, collect garbage.
+
+Garbage is collected while saves go on. A save announces what it builds upon before it looks whether
+that is still there, and a collector retires a checkpoint before it looks for announcements; so at
+least one of the two notices the other.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from holdfast.core.errors import Damaged, UserError, WorldError
+from holdfast.store.loading import Bad, load, verify
+from holdfast.store.manifest import (
+    MANIFEST_BYTES_MAX,
+    MANIFESTS,
+    PACKS,
+    SAVING,
+    Entry,
+    Intent,
+    Manifest,
+    decode,
+    decode_intent,
+    manifest_name,
+    step_of,
+    token_of,
+)
+from holdfast.store.retention import Retention, choose_kept
+from holdfast.store.saving import Item, Known, Saving
+from holdfast.store.storage import Missing, Storage, read_all
+
+Targets = Callable[[Manifest], Sequence[tuple[Entry, memoryview]]]  # where to put which entries
+
+STALE_S = 86_400.0  # after which a save that was announced on another machine counts as dead
+INTENT_BYTES_MAX = 64 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collected:
+    """What was removed."""
+
+    steps: tuple[int, ...]
+    packs: int
+    freed_bytes: int
+
+
+class Checkpoints:
+    """See the module's docstring. `say` is told, once each, of what could not be believed."""
+
+    def __init__(self, storage: Storage, say: Callable[[str], None] = lambda line: None) -> None:
+        self.storage = storage
+        self._say = say
+        self._known: list[tuple[int, Known]] = []  # none or one: step, and what it holds
+
+    # ------------------------------------------------------------ finding
+
+    def steps(self) -> list[int]:
+        """Of all checkpoints, also damaged ones, the newest last."""
+        found = [step_of(name) for name in self.storage.names(MANIFESTS)]
+        return sorted(step for step in found if step is not None)
+
+    def manifest(self, step: int) -> Manifest:
+        """Missing; Damaged."""
+        name = manifest_name(step)
+        found = decode(read_all(self.storage, name, MANIFEST_BYTES_MAX), name)
+        if found.step != step:
+            raise Damaged(f"{name} is damaged: it is of step {found.step}")
+        return found
+
+    def verify(self, step: int) -> list[Bad]:
+        """What is wrong with a checkpoint's bytes. Missing; Damaged for its manifest."""
+        return verify(self.storage, self.manifest(step))
+
+    # ------------------------------------------------------------ reading
+
+    def load(self, step: int, targets: Targets) -> Manifest:
+        """Read what `targets` asks for of a manifest. Missing; Damaged."""
+        manifest = self.manifest(step)
+        load(self.storage, manifest, targets(manifest))
+        return manifest
+
+    def load_newest(self, targets: Targets) -> Manifest | None:
+        """The newest checkpoint that can be read, or None where there is none at all.
+
+        Each newer one that cannot is told to `say`. UserError when there are some, all damaged.
+        """
+        steps = self.steps()
+        for step in reversed(steps):
+            try:
+                return self.load(step, targets)
+            except WorldError as error:
+                self._say(f"the checkpoint of step {step} is not used: {error}")
+        if steps:
+            raise UserError(
+                f"none of the {len(steps)} checkpoints can be read: see the lines above, and "
+                "`holdfast ckpt repair`"
+            )
+        return None
+
+    # ------------------------------------------------------------ saving
+
+    def begin(self, step: int, fresh: bool = False) -> Saving:
+        """Begin to save step `step`. `fresh`: write everything anew, whatever is there."""
+        base, known = (None, Known()) if fresh else self._base()
+        saving = Saving(self.storage, step, secrets.token_hex(8), known)
+        saving.announce()
+        if base is not None and self.storage.size(manifest_name(base)) is None:
+            saving.known = Known()  # it was retired before we announced that we need it
+        return saving
+
+    def save(self, step: int, items: Sequence[Item], about: dict[str, str]) -> Manifest:
+        """Save all of a checkpoint from here. WorldError, and then it does not exist."""
+        saving = self.begin(step)
+        try:
+            return saving.commit([saving.write(items)], about)
+        except BaseException:
+            saving.abandon()
+            raise
+
+    def _base(self) -> tuple[int | None, Known]:
+        """The newest readable checkpoint, and what it holds."""
+        for step in reversed(self.steps()):
+            if self._known and self._known[0][0] == step:
+                return self._known[0]
+            try:
+                manifest = self.manifest(step)
+            except WorldError as error:
+                self._say(f"the checkpoint of step {step} is not built upon: {error}")
+                continue
+            known = Known()
+            sizes = {p: size for p in manifest.packs if (size := self.storage.size(p)) is not None}
+            known.learn(manifest, sizes)
+            self._known = [(step, known)]
+            return self._known[0]
+        return None, Known()
+
+    # ------------------------------------------------------------ removing
+
+    def retire(self, policy: Retention) -> tuple[int, ...]:
+        """Remove the manifests that the policy does not keep; returns their steps."""
+        saved = []
+        for step in self.steps():
+            try:
+                saved.append((step, self.manifest(step).time))
+            except WorldError as error:
+                self._say(f"the checkpoint of step {step} does not count: {error}")
+        kept = choose_kept(saved, policy, time.time())
+        retired = tuple(step for step, _ in saved if step not in kept)
+        for step in retired:
+            self.storage.delete(manifest_name(step))
+        return retired
+
+    def collect(self, policy: Retention | None = None) -> Collected:
+        """Retire what the policy does not keep, then remove packs that nothing refers to."""
+        steps = self.retire(policy) if policy is not None else ()
+        # In this order: whoever wrote a pack is still saving, or has committed by then.
+        packs = self.storage.names(PACKS)
+        intents = self._intents()
+        tokens = {intent.token for intent in intents}
+        used = {pack for intent in intents for pack in intent.packs}
+        for step in self.steps():
+            try:
+                used.update(self.manifest(step).packs)
+            except Missing:
+                continue  # retired by somebody else
+            except Damaged as error:
+                self._say(f"nothing is removed while a manifest cannot be read: {error}")
+                return Collected(steps=steps, packs=0, freed_bytes=0)
+        freed = count = 0
+        for pack in packs:
+            if pack not in used and token_of(pack) not in tokens:
+                freed, count = freed + (self.storage.size(pack) or 0), count + 1
+                self.storage.delete(pack)
+        return Collected(steps=steps, packs=count, freed_bytes=freed)
+
+    def _intents(self) -> list[Intent]:
+        """Saves under way. What a dead writer has left behind is removed."""
+        found = []
+        for name in self.storage.names(SAVING):
+            try:
+                intent = decode_intent(read_all(self.storage, name, INTENT_BYTES_MAX), name)
+            except Missing:
+                continue
+            except Damaged as error:
+                self._say(f"nothing that it may protect is removed: {error}")
+                raise
+            if _dead(intent):
+                self.storage.delete(name)
+            else:
+                found.append(intent)
+        return found
+
+
+def _dead(intent: Intent) -> bool:
+    if intent.host == socket.gethostname():
+        return not os.path.exists(f"/proc/{intent.pid}")
+    return time.time() - intent.time > STALE_S

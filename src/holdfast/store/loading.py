@@ -1,0 +1,158 @@
+"""Reads a checkpoint: straight into its place, several ranges at once, every byte verified.
+
+What was read is only let go once its digest is right; otherwise it is named.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from holdfast.core.errors import Damaged, WorldError
+from holdfast.store.manifest import Chunk, Entry, Manifest, chunks_of, digest
+from holdfast.store.storage import Storage
+
+READ_BYTES = 8 << 20  # at a time, where chunks lie one after the other
+THREADS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bad:
+    """Bytes that are not what was saved."""
+
+    entry: str
+    start: int
+    size: int
+    pack: str
+    offset: int
+    why: str
+
+    def __str__(self) -> str:
+        return (
+            f"bytes {self.start} to {self.start + self.size} of {self.entry}, at byte "
+            f"{self.offset} of {self.pack}: {self.why}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Piece:
+    """Chunks of one entry that are read at once."""
+
+    entry: str
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(chunk.size for chunk in self.chunks)
+
+
+def load(storage: Storage, manifest: Manifest, targets: Sequence[tuple[Entry, memoryview]]) -> None:
+    """Fill each memory with its entry's bytes. Damaged names the first bytes that are wrong.
+
+    The memories' contents are undefined after an exception.
+    """
+    bad = read(storage, manifest, targets, stop_at=1)
+    if bad:
+        raise Damaged(str(bad[0]))
+
+
+def verify(storage: Storage, manifest: Manifest, threads: int = THREADS) -> list[Bad]:
+    """Read a whole checkpoint; returns what is wrong with it, chunk by chunk."""
+    spare = _Spare()
+    pieces = [p for e in manifest.entries for p in _pieces(manifest, e)]
+    found: list[Bad] = []
+    with ThreadPoolExecutor(threads, "holdfast-verify") as pool:
+        for bad in pool.map(lambda p: _read(storage, p, spare.of(p.size)), pieces):
+            found += bad
+    return found
+
+
+def read(
+    storage: Storage,
+    manifest: Manifest,
+    targets: Sequence[tuple[Entry, memoryview]],
+    stop_at: int,
+) -> list[Bad]:
+    """Like `load`, but returns what is wrong; after `stop_at` findings the rest is not read."""
+    work = []
+    for entry, into in targets:
+        memory = into.cast("B")
+        if len(memory) != entry.size:
+            raise ValueError(f"{entry.name} has {entry.size} bytes, its memory {len(memory)}")
+        for piece in _pieces(manifest, entry):
+            start = piece.chunks[0].start
+            work.append((piece, memory[start : start + piece.size]))
+    found: list[Bad] = []
+
+    def do(each: tuple[_Piece, memoryview]) -> list[Bad]:
+        return _read(storage, *each) if len(found) < stop_at else []
+
+    with ThreadPoolExecutor(THREADS, "holdfast-load") as pool:
+        for bad in pool.map(do, work):
+            found += bad
+    return found
+
+
+class _Spare:
+    """One reused memory for each thread."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    def of(self, size: int) -> memoryview:
+        memory: bytearray | None = getattr(self._local, "memory", None)
+        if memory is None or len(memory) < size:
+            memory = self._local.memory = bytearray(max(size, READ_BYTES))
+        return memoryview(memory)[:size]
+
+
+def _pieces(manifest: Manifest, entry: Entry) -> Iterator[_Piece]:
+    group: list[Chunk] = []
+    size = 0
+    for chunk in chunks_of(manifest, entry):
+        last = group[-1] if group else None
+        follows = last is not None and (last.pack, last.offset + last.size) == (
+            chunk.pack,
+            chunk.offset,
+        )
+        if group and (not follows or size + chunk.size > READ_BYTES):
+            yield _Piece(entry=entry.name, chunks=tuple(group))
+            group, size = [], 0
+        group.append(chunk)
+        size += chunk.size
+    if group:
+        yield _Piece(entry=entry.name, chunks=tuple(group))
+
+
+def _read(storage: Storage, piece: _Piece, into: memoryview) -> list[Bad]:
+    first = piece.chunks[0]
+    try:
+        storage.read(first.pack, first.offset, into)
+    except WorldError as error:
+        if len(piece.chunks) == 1:
+            return [_bad(piece.entry, first, str(error))]
+        found = []  # perhaps some of them can be read
+        for chunk in piece.chunks:
+            at = chunk.start - first.start
+            alone = _Piece(entry=piece.entry, chunks=(chunk,))
+            found += _read(storage, alone, into[at : at + chunk.size])
+        return found
+    found = []
+    for chunk in piece.chunks:
+        at = chunk.start - first.start
+        if digest(into[at : at + chunk.size]) != chunk.digest:
+            found.append(_bad(piece.entry, chunk, "its digest is another"))
+    return found
+
+
+def _bad(entry: str, chunk: Chunk, why: str) -> Bad:
+    return Bad(
+        entry=entry,
+        start=chunk.start,
+        size=chunk.size,
+        pack=chunk.pack,
+        offset=chunk.offset,
+        why=why,
+    )

@@ -1,0 +1,199 @@
+"""What a checkpoint is made of: a manifest, which names chunks, which lie in packs. Pure.
+
+    packs/STEP-TOKEN-N          payloads of chunks, one after the other
+    manifests/STEP              written last: a checkpoint is there if and only if this is
+    saving/TOKEN                a save is under way, and which packs it may build upon
+
+Every entry's bytes fall into chunks of equal size (the last one is shorter). A chunk is known by
+its length and digest, so one that has not changed since an earlier checkpoint stays where it is.
+All numbers that lead to reading are checked here, before anything is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+import xxhash
+
+from holdfast.core.errors import Damaged
+
+MAGIC = b"HFMANIF1"
+DIGEST_BYTES = 16
+CHUNK_BYTES = 1 << 20
+MANIFEST_BYTES_MAX = 1 << 30
+PACKS, MANIFESTS, SAVING = "packs/", "manifests/", "saving/"
+STEP_DIGITS = 12
+
+
+def digest(data: bytes | bytearray | memoryview) -> bytes:
+    """xxh3-128: against accidents, at the speed of memory."""
+    return xxhash.xxh3_128_digest(data)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Chunks of an entry that lie one after the other in a pack."""
+
+    chunks: int
+    pack: int  # which of the manifest's
+    offset: int  # bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A tensor's bytes in row-major order, little-endian; or plain bytes, if it has no dtype."""
+
+    name: str
+    size: int  # bytes
+    digests: bytes  # of its chunks, one after the other
+    runs: tuple[Run, ...]
+    dtype: str = ""  # as torch names it
+    shape: tuple[int, ...] = ()
+    offset: tuple[int, ...] = ()  # of a part of a larger tensor, in elements
+    whole: tuple[int, ...] = ()  # that tensor's shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """`time`: seconds since 1970. `about`: for people and for whoever resumes; no secrets."""
+
+    step: int
+    time: float
+    token: str
+    packs: tuple[str, ...]
+    entries: tuple[Entry, ...]
+    chunk_bytes: int = CHUNK_BYTES
+    about: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        return sum(entry.size for entry in self.entries)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """One chunk of an entry, and where it lies."""
+
+    start: int  # bytes within the entry
+    size: int
+    digest: bytes
+    pack: str
+    offset: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Intent:
+    """A save under way. Packs named here, and those whose name has its token, are not garbage."""
+
+    token: str
+    host: str
+    pid: int
+    time: float
+    packs: tuple[str, ...] = ()
+
+
+def chunks_of(manifest: Manifest, entry: Entry) -> Iterator[Chunk]:
+    index, size = 0, manifest.chunk_bytes
+    for run in entry.runs:
+        offset = run.offset
+        for _ in range(run.chunks):
+            start = index * size
+            count = min(size, entry.size - start)
+            yield Chunk(
+                start=start,
+                size=count,
+                digest=entry.digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES],
+                pack=manifest.packs[run.pack],
+                offset=offset,
+            )
+            index, offset = index + 1, offset + count
+
+
+def manifest_name(step: int) -> str:
+    return f"{MANIFESTS}{step:0{STEP_DIGITS}d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step of a manifest's name; None for any other name."""
+    digits = name.removeprefix(MANIFESTS)
+    return int(digits) if digits.isdecimal() and len(digits) == STEP_DIGITS else None
+
+
+def pack_name(step: int, token: str, number: int) -> str:
+    return f"{PACKS}{step:0{STEP_DIGITS}d}-{token}-{number}"
+
+
+def token_of(name: str) -> str:
+    """Of the save that wrote a pack."""
+    parts = name.removeprefix(PACKS).split("-")
+    return parts[1] if len(parts) == 3 else ""
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_MANIFEST = msgspec.msgpack.Decoder(Manifest)
+_INTENT = msgspec.msgpack.Decoder(Intent)
+
+
+def encode(manifest: Manifest) -> bytes:
+    return _seal(_ENCODER.encode(manifest))
+
+
+def decode(data: bytes, name: str) -> Manifest:
+    """Damaged, in the words of a person, unless every byte is as it was written."""
+    try:
+        manifest = _MANIFEST.decode(_unseal(data, name))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise Damaged(f"{name} is no manifest of this release: {error}") from None
+    problem = _problem(manifest)
+    if problem:
+        raise Damaged(f"{name} contradicts itself: {problem}")
+    return manifest
+
+
+def encode_intent(intent: Intent) -> bytes:
+    return _seal(_ENCODER.encode(intent))
+
+
+def decode_intent(data: bytes, name: str) -> Intent:
+    """Damaged."""
+    try:
+        return _INTENT.decode(_unseal(data, name))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise Damaged(f"{name} cannot be read: {error}") from None
+
+
+def _seal(payload: bytes) -> bytes:
+    head = MAGIC + len(payload).to_bytes(8, "little")
+    return head + payload + digest(head + payload)
+
+
+def _unseal(data: bytes, name: str) -> bytes:
+    head = len(MAGIC) + 8
+    if len(data) < head + DIGEST_BYTES or not data.startswith(MAGIC):
+        raise Damaged(f"{name} is damaged: it begins with {data[:8]!r} and has {len(data)} bytes")
+    size = int.from_bytes(data[len(MAGIC) : head], "little")
+    if len(data) != head + size + DIGEST_BYTES:
+        raise Damaged(f"{name} is damaged: it has {len(data)} bytes and says {size}")
+    if digest(data[:-DIGEST_BYTES]) != data[-DIGEST_BYTES:]:
+        raise Damaged(f"{name} is damaged: its digest is another")
+    return data[head:-DIGEST_BYTES]
+
+
+def _problem(manifest: Manifest) -> str:
+    if manifest.step < 0 or manifest.chunk_bytes < 1:
+        return f"step {manifest.step}, chunks of {manifest.chunk_bytes} bytes"
+    names = [entry.name for entry in manifest.entries]
+    if len(set(names)) != len(names):
+        return "two entries have the same name"
+    for entry in manifest.entries:
+        count = -(-entry.size // manifest.chunk_bytes)
+        if entry.size < 0 or len(entry.digests) != count * DIGEST_BYTES:
+            return f"{entry.name} has {entry.size} bytes and {len(entry.digests)} of digests"
+        if sum(run.chunks for run in entry.runs) != count:
+            return f"{entry.name} has {count} chunks, which lie elsewhere"
+        for run in entry.runs:
+            if run.chunks < 1 or run.offset < 0 or not 0 <= run.pack < len(manifest.packs):
+                return f"{entry.name} lies at {run}"
+    return ""

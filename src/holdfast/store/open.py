@@ -1,0 +1,44 @@
+"""From what an operator writes to a storage."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from holdfast.core.errors import UserError
+from holdfast.store.files import FileStorage
+from holdfast.store.storage import Storage
+from holdfast.store.volumes import VolumeStorage
+
+FORM = "DIR, s3://BUCKET/PREFIX, or ec:K+M:STORE,STORE,... (K + M of them)"
+_CODED = re.compile(r"ec:(\d{1,3})\+(\d{1,3}):(.+)")
+
+
+def open_storage(text: str, say: Callable[[str], None] = lambda line: None) -> Storage:
+    """Of the form FORM. Nothing is read or written yet. UserError says what is wrong.
+
+    `say` is told of what volumes have lost.
+    """
+    coded = _CODED.fullmatch(text)
+    if coded is not None:
+        k, m, places = int(coded[1]), int(coded[2]), coded[3].split(",")
+        if len(set(places)) != len(places):
+            raise UserError(f"--store {text}: a volume is named twice")
+        return VolumeStorage([_open_one(place) for place in places], k, m, say)
+    if text.startswith("ec:"):
+        raise UserError(f"--store {text}: the form is {FORM}")
+    return _open_one(text)
+
+
+def _open_one(place: str) -> Storage:
+    if not place:
+        raise UserError(f"--store: an empty place; the form is {FORM}")
+    if "://" in place:
+        try:
+            from holdfast.store.objects import open_bucket
+        except ImportError:
+            needs = "needs obstore: pip install 'holdfast[objects]'"
+            raise UserError(f"--store {place} {needs}") from None
+        return open_bucket(place)
+    return FileStorage(Path(place))

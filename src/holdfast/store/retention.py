@@ -1,0 +1,30 @@
+"""Which checkpoints to keep. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retention:
+    """A checkpoint that any of these rules wants is kept; the newest one always is."""
+
+    last: int = 3  # so many of the newest
+    every: int = 0  # and those whose step is a multiple of it; 0: none
+    age_s: float = 0.0  # and those younger than this; 0: none
+
+
+def choose_kept(
+    saved: Sequence[tuple[int, float]], policy: Retention, now: float
+) -> tuple[int, ...]:
+    """The steps to keep, in order. `saved`: step and time (seconds since 1970) of each."""
+    ordered = sorted(saved)
+    newest = {step for step, _ in ordered[-max(policy.last, 1) :]}
+    return tuple(
+        step
+        for step, time in ordered
+        if step in newest
+        or (policy.every > 0 and step % policy.every == 0)
+        or now - time < policy.age_s
+    )

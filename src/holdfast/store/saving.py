@@ -1,0 +1,236 @@
+"""Writes a checkpoint: what is new goes into packs, and the manifest comes last.
+
+Several writers may each save a part; one of them commits. Chunks that an earlier checkpoint holds
+are not written again, as long as enough of their pack is still in use. An interrupted save leaves
+packs that nothing refers to, which `collect` removes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from holdfast.core.errors import WorldError, require
+from holdfast.store.manifest import (
+    CHUNK_BYTES,
+    SAVING,
+    Entry,
+    Intent,
+    Manifest,
+    Run,
+    chunks_of,
+    digest,
+    encode,
+    encode_intent,
+    manifest_name,
+    pack_name,
+)
+from holdfast.store.storage import Storage
+
+LIVE_MIN = 0.5  # of a pack in use: below it, what is in use is written again
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """One entry to be saved: contiguous bytes, which must not change until it is written."""
+
+    name: str
+    data: memoryview
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    offset: tuple[int, ...] = ()
+    whole: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What one writer has saved: entries whose runs refer to these packs."""
+
+    packs: tuple[str, ...]
+    entries: tuple[Entry, ...]
+    written_bytes: int  # the rest was there already
+
+
+class Known:
+    """Chunks that earlier checkpoints hold, by size and digest."""
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[int, bytes], tuple[str, int]] = {}
+        self.packs: tuple[str, ...] = ()
+
+    def learn(self, manifest: Manifest, sizes: dict[str, int]) -> None:
+        """`sizes`: bytes of the packs that are there; what lies in others is not known."""
+        chunks = {(c.pack, c.offset): c for e in manifest.entries for c in chunks_of(manifest, e)}
+        live: Counter[str] = Counter()
+        for chunk in chunks.values():
+            live[chunk.pack] += chunk.size
+        kept = [p for p in manifest.packs if p in sizes and live[p] >= LIVE_MIN * sizes[p]]
+        self.packs = tuple(dict.fromkeys([*self.packs, *kept]))
+        for (pack, offset), chunk in chunks.items():
+            if pack in kept:
+                self._places[(chunk.size, chunk.digest)] = (pack, offset)
+
+    def find(self, size: int, found: bytes) -> tuple[str, int] | None:
+        return self._places.get((size, found))
+
+
+class Saving:
+    """One checkpoint under way. `known` is only read, and may be shared by its writers."""
+
+    def __init__(self, storage: Storage, step: int, token: str, known: Known) -> None:
+        self.step = step
+        self.token = token
+        self._storage = storage
+        self.known = known
+
+    def announce(self) -> None:
+        """From here on, what the save builds upon is not garbage."""
+        intent = Intent(
+            token=self.token,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            time=time.time(),
+            packs=self.known.packs,
+        )
+        self._storage.put(f"{SAVING}{self.token}", [encode_intent(intent)])
+
+    def write(self, items: Sequence[Item], writer: int = 0) -> Part:
+        """Save these items; `writer` tells apart those of one checkpoint. WorldError."""
+        pack = pack_name(self.step, self.token, writer)
+        planner = _Planner(items, self.known, pack)
+        new = planner.new_chunks()
+        first = next(new, None)
+        written = 0
+        if first is not None:
+            written = self._storage.put(pack, _chain(first, new))
+        return Part(packs=planner.packs(), entries=planner.entries, written_bytes=written)
+
+    def abandon(self) -> None:
+        """The save has failed: nothing that it wrote is wanted any more."""
+        with contextlib.suppress(WorldError):
+            self._storage.delete(f"{SAVING}{self.token}")
+
+    def commit(self, parts: Sequence[Part], about: dict[str, str]) -> Manifest:
+        """All writers are done: the checkpoint exists once this returns. WorldError."""
+        manifest = merge(self.step, self.token, parts, about)
+        for pack in manifest.packs:
+            if self._storage.size(pack) is None:
+                raise WorldError(f"step {self.step} cannot be kept: {pack} has vanished meanwhile")
+        self._storage.put(manifest_name(self.step), [encode(manifest)])
+        self._storage.delete(f"{SAVING}{self.token}")
+        return manifest
+
+
+def merge(step: int, token: str, parts: Sequence[Part], about: dict[str, str]) -> Manifest:
+    """The parts of one checkpoint as one. Pure but for the time."""
+    packs = tuple(dict.fromkeys(pack for part in parts for pack in part.packs))
+    number = {pack: i for i, pack in enumerate(packs)}
+    entries = []
+    for part in parts:
+        for entry in part.entries:
+            runs = tuple(
+                Run(chunks=r.chunks, pack=number[part.packs[r.pack]], offset=r.offset)
+                for r in entry.runs
+            )
+            entries.append(_with_runs(entry, runs))
+    return Manifest(
+        step=step, time=time.time(), token=token, packs=packs, entries=tuple(entries), about=about
+    )
+
+
+def _with_runs(entry: Entry, runs: tuple[Run, ...]) -> Entry:
+    return Entry(
+        name=entry.name,
+        size=entry.size,
+        digests=entry.digests,
+        runs=runs,
+        dtype=entry.dtype,
+        shape=entry.shape,
+        offset=entry.offset,
+        whole=entry.whole,
+    )
+
+
+def _chain(first: memoryview, rest: Iterator[memoryview]) -> Iterator[memoryview]:
+    yield first
+    yield from rest
+
+
+class _Planner:
+    """Goes through the items once: digests each chunk and says which are to be written."""
+
+    def __init__(self, items: Sequence[Item], known: Known, pack: str) -> None:
+        self._items = items
+        self._known = known
+        self._pack = pack
+        self._here: dict[tuple[int, bytes], int] = {}  # offsets in the new pack
+        self._numbers: dict[str, int] = {}
+        self._entries: list[Entry] = []
+
+    def packs(self) -> tuple[str, ...]:
+        return tuple(self._numbers)
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        require(len(self._entries) == len(self._items), "not all chunks were asked for")
+        return tuple(self._entries)
+
+    def new_chunks(self) -> Iterator[memoryview]:
+        end = 0
+        for item in self._items:
+            data, runs = item.data.cast("B"), _Runs()
+            digests = bytearray()
+            for start in range(0, len(data), CHUNK_BYTES):
+                chunk = data[start : start + CHUNK_BYTES]
+                found = digest(chunk)
+                digests += found
+                place = self._place(len(chunk), found)
+                if place is None:
+                    place = self._pack, end
+                    self._here[(len(chunk), found)] = end
+                    end += len(chunk)
+                    yield chunk
+                runs.add(self._number(place[0]), place[1], len(chunk))
+            self._entries.append(
+                Entry(
+                    name=item.name,
+                    size=len(data),
+                    digests=bytes(digests),
+                    runs=runs.done(),
+                    dtype=item.dtype,
+                    shape=item.shape,
+                    offset=item.offset,
+                    whole=item.whole,
+                )
+            )
+
+    def _place(self, size: int, found: bytes) -> tuple[str, int] | None:
+        here = self._here.get((size, found))
+        return (self._pack, here) if here is not None else self._known.find(size, found)
+
+    def _number(self, pack: str) -> int:
+        return self._numbers.setdefault(pack, len(self._numbers))
+
+
+class _Runs:
+    """Joins chunks that lie one after the other."""
+
+    def __init__(self) -> None:
+        self._runs: list[Run] = []
+        self._end = 0
+
+    def add(self, pack: int, offset: int, size: int) -> None:
+        last = self._runs[-1] if self._runs else None
+        if last is not None and (last.pack, self._end) == (pack, offset):
+            self._runs[-1] = Run(chunks=last.chunks + 1, pack=pack, offset=last.offset)
+        else:
+            self._runs.append(Run(chunks=1, pack=pack, offset=offset))
+        self._end = offset + size
+
+    def done(self) -> tuple[Run, ...]:
+        return tuple(self._runs)
