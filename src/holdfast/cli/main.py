@@ -14,6 +14,7 @@ COMMANDS = {
     "drain": "empty a node of a running job, which goes on without it",
     "coordinator": "stand by as another coordinator of a job, on any machine",
     "demo": "train a small model through faults and prove that nothing changed",
+    "ckpt": "list, verify, compare, repair and export checkpoints",
     "ledger": "prove from a run's ledger that every sample was used exactly once",
     "doctor": "examine this machine before it joins a job",
     "sim": "run the protocol in the deterministic simulator",

@@ -72,9 +72,9 @@ class Checkpoints:
             raise Damaged(f"{name} is damaged: it is of step {found.step}")
         return found
 
-    def verify(self, step: int) -> list[Bad]:
+    def verify(self, step: int, progress: Callable[[int], None] | None = None) -> list[Bad]:
         """What is wrong with a checkpoint's bytes. Missing; Damaged for its manifest."""
-        return verify(self.storage, self.manifest(step))
+        return verify(self.storage, self.manifest(step), progress)
 
     # ------------------------------------------------------------ reading
 

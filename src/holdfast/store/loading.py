@@ -6,7 +6,7 @@ What was read is only let go once its digest is right; otherwise it is named.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -58,12 +58,22 @@ def load(storage: Storage, manifest: Manifest, targets: Sequence[tuple[Entry, me
         raise Damaged(str(bad[0]))
 
 
-def verify(storage: Storage, manifest: Manifest, threads: int = THREADS) -> list[Bad]:
-    """Read a whole checkpoint; returns what is wrong with it, chunk by chunk."""
+def verify(
+    storage: Storage, manifest: Manifest, progress: Callable[[int], None] | None = None
+) -> list[Bad]:
+    """Read a whole checkpoint; returns what is wrong with it, chunk by chunk.
+
+    `progress` is told of every so many bytes; with it, only as much is read as it lets through.
+    """
     spare = _Spare()
     pieces = [p for e in manifest.entries for p in _pieces(manifest, e)]
     found: list[Bad] = []
-    with ThreadPoolExecutor(threads, "holdfast-verify") as pool:
+    if progress is not None:
+        for piece in pieces:
+            found += _read(storage, piece, spare.of(piece.size))
+            progress(piece.size)
+        return found
+    with ThreadPoolExecutor(THREADS, "holdfast-verify") as pool:
         for bad in pool.map(lambda p: _read(storage, p, spare.of(p.size)), pieces):
             found += bad
     return found

@@ -1,0 +1,96 @@
+"""Checkpoints as files of other formats, and back. Nothing that is read is unpickled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from holdfast.core.errors import UserError
+from holdfast.store.checkpoints import Checkpoints
+from holdfast.store.manifest import Entry, Manifest
+from holdfast.store.saving import Item
+
+FORMATS = ("safetensors", "torch")
+
+
+def read_tensors(store: Checkpoints, step: int, only: str = "") -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint whose name contains `only`; nothing else is read.
+
+    Raises Missing, Damaged, and UserError for a dtype that this PyTorch does not know.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+
+    def targets(manifest: Manifest) -> Sequence[tuple[Entry, memoryview]]:
+        wanted = [e for e in manifest.entries if e.dtype and only in e.name]
+        for entry in wanted:
+            tensors[entry.name] = torch.empty(entry.shape, dtype=_dtype(entry))
+        return [(e, bytes_of(tensors[e.name])) for e in wanted]
+
+    store.load(step, targets)
+    return tensors
+
+
+def write_file(tensors: dict[str, torch.Tensor], file: Path, kind: str) -> None:
+    """As one of FORMATS. UserError."""
+    try:
+        if kind == "torch":
+            torch.save(tensors, file)
+        else:
+            _safetensors().save_file(tensors, str(file))
+    except (OSError, RuntimeError, ValueError) as error:
+        raise UserError(f"cannot write {file}: {_first_line(error)}") from None
+    except Exception as error:
+        if type(error).__name__ != "SafetensorError":
+            raise
+        raise UserError(f"cannot write {file}: {_first_line(error)}") from None
+
+
+def read_file(file: Path) -> list[Item]:
+    """The tensors of a safetensors file, by name, to be saved. UserError."""
+    try:
+        tensors: dict[str, torch.Tensor] = _safetensors().load_file(str(file))
+    except OSError as error:
+        raise UserError(f"{file} is no safetensors file: {_first_line(error)}") from None
+    except Exception as error:
+        if type(error).__name__ != "SafetensorError":
+            raise
+        raise UserError(f"{file} is no safetensors file: {_first_line(error)}") from None
+    return [item_of(name, tensor) for name, tensor in sorted(tensors.items())]
+
+
+def item_of(name: str, tensor: torch.Tensor) -> Item:
+    """A host tensor to be saved; it must not change until it is."""
+    return Item(
+        name=name,
+        data=bytes_of(tensor.detach().contiguous()),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        shape=tuple(tensor.shape),
+    )
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous host tensor."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _dtype(entry: Entry) -> torch.dtype:
+    found = getattr(torch, entry.dtype, None)
+    if not isinstance(found, torch.dtype):
+        raise UserError(f"{entry.name} is of {entry.dtype}, which this PyTorch does not know")
+    return found
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.torch
+    except ImportError:
+        raise UserError("this needs safetensors: pip install safetensors") from None
+    return safetensors.torch
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -1,0 +1,177 @@
+"""`holdfast ckpt`: what people and scripts see of checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.cli.main import main
+from holdfast.store.checkpoints import Checkpoints
+from holdfast.store.manifest import CHUNK_BYTES
+from holdfast.store.open import open_storage
+from holdfast.store.saving import Item
+
+safetensors = pytest.importorskip("safetensors.torch")
+
+TENSORS = {
+    "model.weight": torch.arange(CHUNK_BYTES, dtype=torch.float32).reshape(1024, -1),
+    "model.low": torch.ones(3, 5, dtype=torch.bfloat16),
+    "model.scalar": torch.tensor(7),
+    "model.none": torch.empty(0, 4),
+}
+
+
+def save(store: str, step: int, tensors: dict[str, torch.Tensor] | None = None) -> None:
+    items = [
+        Item(
+            name=name,
+            data=tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data,
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            shape=tuple(tensor.shape),
+        )
+        for name, tensor in (tensors or TENSORS).items()
+    ]
+    items.append(Item(name="skeleton", data=memoryview(b"plain bytes")))
+    Checkpoints(open_storage(store)).save(step, items, {"job": "abc"})
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> str:
+    found = str(tmp_path / "store")
+    save(found, 10)
+    changed = dict(TENSORS)
+    changed["model.weight"] = TENSORS["model.weight"].clone()
+    changed["model.weight"][0, 0] = -1
+    save(found, 20, changed)
+    return found
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str, code: int = 0) -> str:
+    assert main(["ckpt", *args]) == code
+    found = capsys.readouterr()
+    assert "Traceback" not in found.err
+    return found.out + found.err
+
+
+def flip(path: Path, at: int = 100) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def test_list_and_show(store: str, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = json.loads(run(capsys, "list", store, "--json"))
+    assert [(r["step"], r["entries"], r["about"]) for r in rows] == [
+        (10, 5, {"job": "abc"}),
+        (20, 5, {"job": "abc"}),
+    ]
+    assert rows[1]["written_bytes"] == CHUNK_BYTES
+    text = run(capsys, "list", store)
+    assert "4.0 MiB" in text
+    assert "job=abc" in text
+    text = run(capsys, "show", store)
+    assert "step 20" in text
+    assert "bfloat16" in text
+    entries = json.loads(run(capsys, "show", store, "10", "--json"))["entries"]
+    assert entries[0] == {
+        "name": "model.weight",
+        "dtype": "float32",
+        "shape": [1024, 1024],
+        "bytes": 4 << 20,
+    }
+
+
+def test_verify_finds_a_flipped_bit(store: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "step 10: every byte is right" in run(capsys, "verify", store)
+    (pack,) = Path(store, "packs").glob("000000000020-*")
+    flip(pack)
+    text = run(capsys, "verify", store, code=1)
+    assert "step 10: every byte is right" in text
+    assert "step 20: 1 damaged" in text
+    assert "bytes 0 to 1048576 of model.weight" in text
+    (good, bad) = json.loads(run(capsys, "verify", store, "--rate", "900", "--json", code=1))
+    assert good == {"step": 10, "damage": []}
+    assert len(bad["damage"]) == 1
+    flip(Path(store, "manifests", f"{20:012d}"), at=30)
+    assert "digest is another" in run(capsys, "list", store, code=1)
+    assert "is damaged" in run(capsys, "show", store, "20", code=1)
+
+
+def test_diff_names_what_changed(store: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = run(capsys, "diff", store, "10", "20", code=1)
+    assert "changed  model.weight: 1 of 4 chunks" in text
+    assert "4 entries are equal" in text
+    assert "5 entries are equal" in run(capsys, "diff", store, "10", "10")
+    save(store, 30, {"model.low": torch.ones(3, 6, dtype=torch.bfloat16), "new": torch.ones(1)})
+    found = json.loads(run(capsys, "diff", store, "10", "30", "--json", code=1))
+    assert found["added"] == ["new"]
+    assert found["changed"] == ["model.low"]
+    assert "model.weight" in found["removed"]
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch"])
+def test_export_and_import_keep_every_bit(
+    kind: str, store: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "out"
+    run(capsys, "export", store, "10", str(file), "--format", kind)
+    load = safetensors.load_file if kind == "safetensors" else torch.load
+    found = load(file)
+    assert sorted(found) == sorted(TENSORS)
+    for name, tensor in TENSORS.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor)
+    run(capsys, "export", store, "10", str(file), "--only", "low")
+    assert list(safetensors.load_file(file)) == ["model.low"]
+    run(capsys, "import", store, str(file), "--step", "7")
+    assert json.loads(run(capsys, "list", store, "--json"))[0]["step"] == 7
+
+
+def test_repair_of_volumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("pyeclib")
+    volumes = [tmp_path / name for name in "abc"]
+    store = "ec:2+1:" + ",".join(map(str, volumes))
+    save(store, 1)
+    for path in [p for p in volumes[1].rglob("*") if p.is_file()]:
+        path.unlink()
+    assert "every byte is right" in run(capsys, "verify", store)
+    assert "2 objects, 2 repairs" in run(capsys, "repair", store)
+    assert "2 objects, 0 repairs" in run(capsys, "repair", store)
+
+
+def test_gc(store: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "removed no checkpoint, and 0 packs" in run(capsys, "gc", store)
+    assert "removed checkpoints of steps 10" in run(capsys, "gc", store, "--keep-last", "1")
+    assert "every byte is right" in run(capsys, "verify", store)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["show", "STORE", "99"], ["no checkpoint of step 99", "10, 20"]),
+        (["show", "nowhere"], ["there are no checkpoints"]),
+        (["verify", "STORE", "--rate", "0"], ["--rate 0"]),
+        (["repair", "STORE"], ["no parity"]),
+        (["gc", "STORE", "--keep-last", "-1"], ["--keep-last"]),
+        (["export", "STORE", "10", "/nowhere/x"], ["/nowhere/x"]),
+        (["export", "STORE", "10", "x", "--only", "zzz"], ["'zzz'"]),
+        (["import", "STORE", "STORE"], ["no safetensors file"]),
+        (["import", "STORE", "x", "--step", "10"], ["step 10 already"]),
+        (["list", "ec:4+2:a"], ["need 6 volumes"]),
+    ],
+)
+def test_bad_arguments(
+    args: list[str],
+    words: list[str],
+    store: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = run(capsys, *[store if a == "STORE" else a for a in args], code=2)
+    (line,) = [line for line in text.splitlines() if line.startswith("holdfast")]
+    assert all(word in line for word in words), line
