@@ -60,7 +60,7 @@ def pid_at(folder: Path, port: int) -> int:
         for path in folder.glob("run*"):
             with contextlib.suppress(OSError, ValueError):
                 found = json.loads(RunDir(path).coordinator.read_text())
-                if found["port"] == port:
+                if found["port"] == port and os.path.exists(f"/proc/{found['pid']}"):
                     return int(found["pid"])
         time.sleep(0.001)
     raise TimeoutError(f"no coordinator serves at port {port}")

@@ -40,6 +40,7 @@ ENTRY_POINTS = (
     "holdfast",
     "holdfast.__main__",
     "holdfast.cli.main",
+    "holdfast.train.dcp",
 )
 
 IMPURE = frozenset(

@@ -153,7 +153,7 @@ def show(options: argparse.Namespace) -> int:
     found = _manifest(_open(options), options.step)
     if options.json:
         entries = [
-            {"name": e.name, "dtype": e.dtype, "shape": e.shape, "bytes": e.size}
+            {"name": e.label, "dtype": e.dtype, "shape": e.shape, "bytes": e.size}
             for e in found.entries
         ]
         print(json.dumps({"step": found.step, "about": found.about, "entries": entries}, indent=2))
@@ -161,7 +161,7 @@ def show(options: argparse.Namespace) -> int:
     table = Table("name", "dtype", "shape", "size", title=f"step {found.step}, {_when(found.time)}")
     for entry in found.entries:
         shape = "x".join(map(str, entry.shape)) if entry.dtype else ""
-        table.add_row(entry.name, entry.dtype or "bytes", shape, _size(entry.size))
+        table.add_row(entry.label, entry.dtype or "bytes", shape, _size(entry.size))
     Console().print(table)
     return 0
 
@@ -169,7 +169,7 @@ def show(options: argparse.Namespace) -> int:
 def diff(options: argparse.Namespace) -> int:
     store = _open(options)
     old, new = (
-        {e.name: e for e in _manifest(store, step).entries}
+        {e.label: e for e in _manifest(store, step).entries}
         for step in (options.step, options.other)
     )
     found = {

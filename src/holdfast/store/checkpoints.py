@@ -108,10 +108,16 @@ class Checkpoints:
         """Begin to save step `step`. `fresh`: write everything anew, whatever is there."""
         base, known = (None, Known()) if fresh else self._base()
         saving = Saving(self.storage, step, secrets.token_hex(8), known)
+        saving.base = base
         saving.announce()
         if base is not None and self.storage.size(manifest_name(base)) is None:
-            saving.known = Known()  # it was retired before we announced that we need it
+            # It was retired before we announced that we need it.
+            saving.base, saving.known = None, Known()
         return saving
+
+    def join(self, step: int, token: str, base: int | None) -> Saving:
+        """A save that another process has begun, to write a part of it. Missing; Damaged."""
+        return Saving(self.storage, step, token, Known() if base is None else self._held(base))
 
     def save(self, step: int, items: Sequence[Item], about: dict[str, str]) -> Manifest:
         """Save all of a checkpoint from here. WorldError, and then it does not exist."""
@@ -125,19 +131,20 @@ class Checkpoints:
     def _base(self) -> tuple[int | None, Known]:
         """The newest readable checkpoint, and what it holds."""
         for step in reversed(self.steps()):
-            if self._known and self._known[0][0] == step:
-                return self._known[0]
             try:
-                manifest = self.manifest(step)
+                return step, self._held(step)
             except WorldError as error:
                 self._say(f"the checkpoint of step {step} is not built upon: {error}")
-                continue
-            known = Known()
+        return None, Known()
+
+    def _held(self, step: int) -> Known:
+        """The chunks of a checkpoint. Missing; Damaged."""
+        if not self._known or self._known[0][0] != step:
+            manifest, known = self.manifest(step), Known()
             sizes = {p: size for p in manifest.packs if (size := self.storage.size(p)) is not None}
             known.learn(manifest, sizes)
             self._known = [(step, known)]
-            return self._known[0]
-        return None, Known()
+        return self._known[0][1]
 
     # ------------------------------------------------------------ removing
 

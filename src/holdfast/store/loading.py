@@ -58,6 +58,28 @@ def load(storage: Storage, manifest: Manifest, targets: Sequence[tuple[Entry, me
         raise Damaged(str(bad[0]))
 
 
+def load_range(
+    storage: Storage, manifest: Manifest, entry: Entry, start: int, into: memoryview
+) -> None:
+    """Fill `into` from byte `start` of an entry on; the chunks that hold it are read whole.
+
+    Damaged, and then `into` is undefined.
+    """
+    memory = into.cast("B")
+    end = start + len(memory)
+    if not 0 <= start <= end <= entry.size:
+        raise ValueError(f"{entry.name} has {entry.size} bytes, asked were {start} to {end}")
+    for chunk in chunks_of(manifest, entry):
+        if chunk.start >= end or chunk.start + chunk.size <= start or not memory:
+            continue
+        data = memoryview(bytearray(chunk.size))
+        bad = _read(storage, _Piece(entry=entry.label, chunks=(chunk,)), data)
+        if bad:
+            raise Damaged(str(bad[0]))
+        first, last = max(start, chunk.start), min(end, chunk.start + chunk.size)
+        memory[first - start : last - start] = data[first - chunk.start : last - chunk.start]
+
+
 def verify(
     storage: Storage, manifest: Manifest, progress: Callable[[int], None] | None = None
 ) -> list[Bad]:
@@ -128,12 +150,12 @@ def _pieces(manifest: Manifest, entry: Entry) -> Iterator[_Piece]:
             chunk.offset,
         )
         if group and (not follows or size + chunk.size > READ_BYTES):
-            yield _Piece(entry=entry.name, chunks=tuple(group))
+            yield _Piece(entry=entry.label, chunks=tuple(group))
             group, size = [], 0
         group.append(chunk)
         size += chunk.size
     if group:
-        yield _Piece(entry=entry.name, chunks=tuple(group))
+        yield _Piece(entry=entry.label, chunks=tuple(group))
 
 
 def _read(storage: Storage, piece: _Piece, into: memoryview) -> list[Bad]:

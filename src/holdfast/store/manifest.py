@@ -54,6 +54,12 @@ class Entry:
     offset: tuple[int, ...] = ()  # of a part of a larger tensor, in elements
     whole: tuple[int, ...] = ()  # that tensor's shape
 
+    @property
+    def label(self) -> str:
+        """The name, for people; with the place of a part of a larger tensor."""
+        place = f" at {list(self.offset)}" if self.whole not in ((), self.shape) else ""
+        return self.name + place
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
@@ -184,7 +190,7 @@ def _unseal(data: bytes, name: str) -> bytes:
 def _problem(manifest: Manifest) -> str:
     if manifest.step < 0 or manifest.chunk_bytes < 1:
         return f"step {manifest.step}, chunks of {manifest.chunk_bytes} bytes"
-    names = [entry.name for entry in manifest.entries]
+    names = [(entry.name, entry.offset) for entry in manifest.entries]
     if len(set(names)) != len(names):
         return "two entries have the same name"
     for entry in manifest.entries:

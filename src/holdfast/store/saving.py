@@ -87,6 +87,7 @@ class Saving:
         self.token = token
         self._storage = storage
         self.known = known
+        self.base: int | None = None  # the checkpoint that it builds upon
 
     def announce(self) -> None:
         """From here on, what the save builds upon is not garbage."""

@@ -22,14 +22,22 @@ def read_tensors(store: Checkpoints, step: int, only: str = "") -> dict[str, tor
     Raises Missing, Damaged, and UserError for a dtype that this PyTorch does not know.
     """
     tensors: dict[str, torch.Tensor] = {}
+    parts: list[tuple[Entry, torch.Tensor]] = []
 
     def targets(manifest: Manifest) -> Sequence[tuple[Entry, memoryview]]:
-        wanted = [e for e in manifest.entries if e.dtype and only in e.name]
-        for entry in wanted:
-            tensors[entry.name] = torch.empty(entry.shape, dtype=_dtype(entry))
-        return [(e, bytes_of(tensors[e.name])) for e in wanted]
+        for entry in manifest.entries:
+            if entry.dtype and only in entry.name:
+                parts.append((entry, torch.empty(entry.shape, dtype=_dtype(entry))))
+        return [(entry, bytes_of(tensor)) for entry, tensor in parts]
 
     store.load(step, targets)
+    for entry, tensor in parts:
+        if entry.whole in ((), entry.shape):
+            tensors[entry.name] = tensor
+            continue
+        whole = tensors.setdefault(entry.name, torch.empty(entry.whole, dtype=tensor.dtype))
+        place = zip(entry.offset, entry.shape, strict=True)
+        whole[tuple(slice(start, start + size) for start, size in place)] = tensor
     return tensors
 
 
