@@ -18,6 +18,7 @@ import pytest
 from holdfast.core.errors import HoldfastError
 from holdfast.testing.lab import LabRun
 from holdfast.testing.network import Direction, Lab
+from holdfast.testing.relay import Relay
 from holdfast.testing.run import LocalRun, strike
 
 SCRIPT = Path(__file__).parent / "scripts" / "trainer.py"
@@ -183,6 +184,18 @@ def test_training_goes_on_while_there_is_no_coordinator(run: LabRun, expected: s
     assert now > size, "no step was committed"
     assert outcome(run) == expected
     assert [e for e in run.events("view") if e["view"] > 1] == []
+
+
+def test_a_node_behind_a_slow_path_is_waited_for(lab: Lab, tmp_path: Path, expected: str) -> None:
+    """Everything that it begins, to the coordinator and to other workers, arrives late."""
+    with (
+        Relay(lab.hosts[2], delay_s=0.03, jitter_s=0.03),
+        LabRun(lab, tmp_path / "run", OPTIONS, [*WORDS, *REJOIN]) as run,
+    ):
+        run.until_members(3)
+        assert outcome(run) == expected
+    assert run.events("lost") == []
+    assert run.events("silent") == []
 
 
 @pytest.mark.slow
