@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import select
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -33,7 +36,9 @@ from holdfast.store.retention import Retention, choose_kept
 from holdfast.store.saving import Item
 from holdfast.store.storage import Missing
 from holdfast.testing.storages import Crash, CrashDisk, MemoryStorage
+from scripts import saver
 
+SAVER = Path(__file__).parent / "scripts" / "saver.py"
 State = dict[str, bytearray]
 SIZES = {"weight": 3 * CHUNK_BYTES + 17, "bias": 40, "empty": 0, "table": 5 * CHUNK_BYTES}
 
@@ -455,3 +460,32 @@ def test_a_dead_save_protects_nothing_and_one_elsewhere_does_for_a_day() -> None
 def test_a_missing_step_is_missing() -> None:
     with pytest.raises(Missing, match=MANIFESTS):
         Checkpoints(MemoryStorage()).manifest(4)
+
+
+# ---------------------------------------------------------------- kills
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kills", [12, pytest.param(200, marks=pytest.mark.slow)])
+def test_a_saving_process_that_is_killed_loses_nothing(kills: int, tmp_path: Path) -> None:
+    """What it had said to be saved is there; what is there is whole."""
+    rng, said = random.Random(kills), -1
+    command = [sys.executable, str(SAVER), str(tmp_path / "store")]
+    for _ in range(kills):
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as popen:
+            assert popen.stdout is not None
+            for _ in range(rng.randint(1, 3)):
+                said = int(popen.stdout.readline())
+            select.select([popen.stdout], [], [], rng.uniform(0.0, 0.15))
+            popen.kill()
+            said = max([said, *map(int, popen.stdout.read().split())])
+        store = Checkpoints(FileStorage(tmp_path / "store"))
+        loaded = Loaded()
+        newest = store.load_newest(loaded)
+        assert newest is not None
+        assert newest.step >= said
+        assert {k: bytes(v) for k, v in loaded.state.items()} == saver.state(newest.step)
+        assert all(store.verify(step) == [] for step in store.steps())
+    store.collect(Retention(last=1))
+    used = sum(path.stat().st_size for path in (tmp_path / "store" / "packs").iterdir())
+    assert used <= 2 * saver.PARTS * saver.PART_BYTES
