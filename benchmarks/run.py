@@ -131,8 +131,8 @@ def simulator_lines() -> Iterator[str]:
 def checkpoint_lines() -> Iterator[str]:
     yield "## Checkpoints of 1.3 GiB in 150 tensors"
     yield ""
-    yield "All ways in turn in one process, 5 rounds, medians. A save is over when all is durable; a"
-    yield "load comes from the page cache. The disk itself: the same bytes in large blocks."
+    yield "All ways in turn in one process, 5 rounds, medians. A save is over when all is durable;"
+    yield "a load comes from the page cache. The disk itself: the same bytes in large blocks."
     yield ""
     yield "| | save | of the disk's speed | load | of the page cache's speed |"
     yield "|---|---|---|---|---|"
