@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -96,7 +97,8 @@ def load_dcp(state: State, folder: Path) -> None:
 
 
 def save_async(state: State, folder: Path) -> None:
-    dcp.async_save(state, checkpoint_id=folder / "dcp", no_dist=True).result()  # type: ignore[union-attr]
+    saving: Any = dcp.async_save(state, checkpoint_id=folder / "dcp", no_dist=True)
+    saving.result()
 
 
 def save_raw(state: State, folder: Path) -> None:
@@ -110,11 +112,10 @@ def save_raw(state: State, folder: Path) -> None:
 
 
 def load_raw(state: State, folder: Path) -> None:
-    with open(folder / "raw", "rb", buffering=0) as file:
-        for tensor in state.values():
-            memory = bytes_of(tensor)
-            while memory:
-                memory = memory[file.readinto(memory) or len(memory) :]  # type: ignore[attr-defined]
+    storage, offset = FileStorage(folder), 0
+    for tensor in state.values():
+        storage.read("raw", offset, bytes_of(tensor))
+        offset += tensor.nbytes
 
 
 WAYS: dict[str, tuple[Callable[[State, Path], None], Callable[[State, Path], None]]] = {

@@ -7,7 +7,7 @@ either the checkers went blind or the mutated code is no longer reached; both ne
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from holdfast.core import lease as le
 from holdfast.core import worker as wo
 from holdfast.core.agent import AgentMachine
 from holdfast.core.coordinator import CoordinatorMachine
+from holdfast.core.durable import Durable
 from holdfast.core.formation import Situation
 from holdfast.core.liveness import FreezeDetector
 from holdfast.core.roster import News, Roster
@@ -61,10 +62,14 @@ JOINS = {
     "fault_every_s": 0.7,
     "faults": ("worker_crash",),
 }
+SAVES = {"agents": 1, "slots": 2, "save_every": 2, "faults": ("worker_crash", "rot")}
 TUNED: dict[str, dict[str, object]] = {
     "nobody_fences_without_a_lease": PARTITIONS,
     "lease_runs_from_when_the_answer_came": PARTITIONS,
     "proof_is_dated_by_the_vote": PARTITIONS,
+    "witness_is_ignored": PARTITIONS,
+    "a_committed_step_counts_as_saved": SAVES,
+    "an_unreadable_checkpoint_is_tried_again": SAVES,
     "agent_obeys_an_older_term": JOINS
     | {"faults": ("coordinator_crash", "lossy"), "loss": 0.1, "duplicate": 0.3},
     "tainted_worker_counts_as_fresh": JOINS,
@@ -451,6 +456,27 @@ def planned_stop_is_awaited_for_ever(patch: pytest.MonkeyPatch) -> Machines:
             super().__init__(dataclasses.replace(policy, patience_s=1e9), *args)
 
     return Machines(coordinator=Patient)
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+@mutation
+def a_committed_step_counts_as_saved(patch: pytest.MonkeyPatch) -> Machines:
+    def note(self: Durable, statuses: Iterable[WorkerStatus]) -> None:
+        self.step = max([self.step, *(s.committed for s in statuses)])
+
+    patch.setattr(Durable, "note", note)
+    return Machines()
+
+
+@mutation
+def an_unreadable_checkpoint_is_tried_again(patch: pytest.MonkeyPatch) -> Machines:
+    def note(self: Durable, statuses: Iterable[WorkerStatus]) -> None:
+        self.step = max([self.step, *(s.saved for s in statuses)])
+
+    patch.setattr(Durable, "note", note)
+    return Machines()
 
 
 # Where to begin looking, so that the rare ones do not take long; any later seed may find them too.

@@ -9,6 +9,7 @@ from holdfast.core.errors import HoldfastError
 
 COMMANDS = {
     "run": "run a training script on this machine, through failures",
+    "resume": "go on with a run that ended before its time",
     "agent": "add this machine to a running job",
     "status": "show a running job: view, step, processes",
     "drain": "empty a node of a running job, which goes on without it",

@@ -18,6 +18,7 @@ from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.secret import SECRET_BYTES_MIN, VARIABLE, load_secret
 from holdfast.runtime.tcp import listen
 from holdfast.runtime.tls import files_in, server_context
+from holdfast.store.open import FORM, absolute_store, open_storage
 
 
 def parser() -> argparse.ArgumentParser:
@@ -41,6 +42,7 @@ def parser() -> argparse.ArgumentParser:
         help="wait at a step boundary while fewer than M workers live (default 1)",
     )
     _add_nodes(found)
+    _add_checkpoints(found)
     found.add_argument("--run-dir", type=Path, help="default: holdfast-runs/TIME-PID")
     found.add_argument("--seed", type=int, default=0, help="the job's seed (default 0)")
     found.add_argument(
@@ -113,6 +115,20 @@ def _add_nodes(found: argparse.ArgumentParser) -> None:
     add_tls(found)
 
 
+def _add_checkpoints(found: argparse.ArgumentParser) -> None:
+    found.add_argument(
+        "--store",
+        default="",
+        help=f"save checkpoints there, where every node reaches it: {FORM}",
+    )
+    found.add_argument(
+        "--save-every", type=int, default=100, metavar="N", help="steps (default 100)"
+    )
+    found.add_argument(
+        "--keep-last", type=int, default=3, metavar="K", help="checkpoints (default 3)"
+    )
+
+
 def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
     spec = make_spec(options)
@@ -155,7 +171,9 @@ def make_spec(options: argparse.Namespace) -> JobSpec:
         parse_election(options.election)
     if options.abandon_s < 2 * options.lease_s:
         raise UserError(f"--abandon-s {options.abandon_s} must be at least twice --lease-s")
-    for flag in ("threads", "losses_max", "hang_s", "lease_s"):
+    if options.store:
+        open_storage(options.store)
+    for flag in ("threads", "losses_max", "hang_s", "lease_s", "save_every", "keep_last"):
         if getattr(options, flag) <= 0:
             raise UserError(f"--{flag.replace('_', '-')} {getattr(options, flag)} must be positive")
     if not options.script.is_file():
@@ -177,4 +195,7 @@ def make_spec(options: argparse.Namespace) -> JobSpec:
         abandon_s=options.abandon_s,
         hang_s=options.hang_s,
         losses_max=options.losses_max,
+        store=absolute_store(options.store) if options.store else "",
+        save_every=options.save_every,
+        keep_last=options.keep_last,
     )

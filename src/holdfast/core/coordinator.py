@@ -15,13 +15,14 @@ from dataclasses import dataclass
 
 from holdfast.core.admission import Attendance, admit, attend, choose_drained
 from holdfast.core.agenda import Agenda
-from holdfast.core.assignment import assign_at_boundary
+from holdfast.core.durable import Durable
 from holdfast.core.errors import assert_never, require
 from holdfast.core.formation import (
     Proposal,
     Situation,
     candidates,
     check_view,
+    initial_view,
     last_view,
     leaving,
     make_view,
@@ -148,6 +149,7 @@ class CoordinatorMachine:
         self._views_used = record.views_used if record else ViewNumber(passed_over)
         self._release_loop = record.release_loop if record else 0
         self._outcome = record.outcome if record else None
+        self._durable = Durable(record.saved if record else 0)
         self._roster = Roster(record, now, Incarnation(passed_over + 1))
         self._learn_until = now + policy.lease.fence_s if forgotten else None
         self._persisted = record
@@ -291,6 +293,7 @@ class CoordinatorMachine:
         if self._learns(situation):
             return []
         self._welcome()
+        self._durable.note(self._roster.newest.values())
         if self._outcome is not None:
             return []
         effects: list[CoordinatorEffect] = [
@@ -339,6 +342,7 @@ class CoordinatorMachine:
         if situation.now < until or behind:
             return True
         self._learn_until = None
+        self._agenda.stir(situation.now)  # nobody could be told to go on
         return False
 
     def _welcome(self) -> None:
@@ -425,7 +429,7 @@ class CoordinatorMachine:
             yield self._install(proposal, situation.now)
 
     def _form_initial(self, situation: Situation) -> Iterator[CoordinatorEffect]:
-        """Nobody holds the state: start, or start again, from the initial one."""
+        """Nobody holds the state: start, or start again, from what is durable."""
         now, roster, policy = situation.now, self._roster, self._policy
         if self._wanting_since is None:
             self._wanting_since = now
@@ -445,19 +449,10 @@ class CoordinatorMachine:
         if not ready or not (everyone or (late and len(ready) >= policy.workers_min)):
             return
         self._wanting_since = None
-        workers = tuple(s.worker for s in ready)[: policy.virtual_ranks]
-        why = "every worker was lost: from step 0 again" if self._view else "the job starts"
-        self._step = 0
-        yield self._install(
-            Proposal(
-                workers=workers,
-                owners=assign_at_boundary(policy.virtual_ranks, workers, ()),
-                resume_step=0,
-                joiners=workers,
-                why=why,
-            ),
-            now,
-        )
+        self._step = self._durable.step
+        again = self._view is not None
+        proposal = initial_view(ready, policy.virtual_ranks, self._step, again)
+        yield self._install(proposal, now)
 
     def _install(self, proposal: Proposal, now: float) -> Announce:
         number = ViewNumber(max(self._number, self._views_used) + 1)
@@ -579,6 +574,7 @@ class CoordinatorMachine:
             workers_named=self._roster.workers_named,
             forgotten=self._forgotten,
             release_loop=self._release_loop,
+            saved=self._durable.step,
             outcome=self._outcome,
         )
 

@@ -271,6 +271,20 @@ def next_view(
     )
 
 
+def initial_view(ready: Sequence[WorkerStatus], vranks: int, step: int, again: bool) -> Proposal:
+    """Nobody holds the state: it is the initial one, or that of the checkpoint of `step`."""
+    workers = tuple(s.worker for s in ready)[:vranks]
+    why = "every worker was lost: " if again else "the job starts"
+    where = f"from the checkpoint of step {step}" if step else "from step 0 again"
+    return Proposal(
+        workers=workers,
+        owners=assign_at_boundary(vranks, workers, ()),
+        resume_step=step,
+        joiners=workers,
+        why=why + where if again else why,
+    )
+
+
 def last_view(situation: Situation, survivors: Sequence[WorkerStatus]) -> Proposal:
     """While the job finishes: nobody joins, and nobody is waited for."""
     view = situation.view

@@ -41,6 +41,9 @@ class JobSpec:
     abandon_s: float
     hang_s: float
     losses_max: int
+    store: str = ""  # where checkpoints are; empty: none are saved
+    save_every: int = 0  # steps
+    keep_last: int = 3  # checkpoints
 
     def lease(self) -> LeasePolicy:
         """One number sets the pace: silence of half a lease is suspicious, a fifth is margin."""

@@ -275,7 +275,7 @@ def _offers(report: AgentReport) -> tuple[int, str, str]:
 
 _DECISIVE = attrgetter(
     *("incarnation", "stage", "view", "promised", "has_state", "tainted", "at_boundary"),
-    *("loop", "ended", "unreached", "detail"),
+    *("loop", "ended", "unreached", "saved", "unreadable", "detail"),
 )
 
 

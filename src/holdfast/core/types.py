@@ -59,6 +59,8 @@ class WorkerStatus:
     ended: bool = False  # its current loop has run all its steps
     unreached: tuple[WorkerId, ...] = ()  # members of `view` that the network does not reach
     proved_at: float = 0.0  # its node's clock: every member of `view` acted in it since then
+    saved: int = 0  # the step of the newest checkpoint that it knows to be durable
+    unreadable: int = 0  # the step of one that it could not read
     detail: str = ""  # why it was lost, or the traceback of a failure
     pid: int = 0
 
@@ -175,4 +177,5 @@ class JobRecord:
     workers_named: int = 0  # ids below this have been given to slots
     forgotten: int = 0  # greater with each record that was lost; numbers begin anew from it
     release_loop: int = 0
+    saved: int = 0  # the step of the newest checkpoint
     outcome: str | None = None  # None while running, "" after success, else the reason of failure

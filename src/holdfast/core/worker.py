@@ -98,6 +98,22 @@ class LinkLost:
 
 
 @dataclass(frozen=True, slots=True)
+class Saved:
+    """The checkpoint of `step` is durable."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """The checkpoint that `view` is to begin from cannot be read; an older one can (0: none)."""
+
+    view: ViewNumber
+    step: int
+    older: int
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed: the right to act may have ended."""
 
@@ -114,6 +130,8 @@ WorkerEvent = (
     | AtBoundary
     | LoopEnded
     | LinkLost
+    | Saved
+    | Unreadable
     | Tick
 )
 
@@ -212,6 +230,12 @@ class WorkerMachine:
                 return [self._tell(), *self._release(now)]
             case LinkLost(view, peers):
                 return self._link_lost(view, peers)
+            case Saved(step):
+                self._change(saved=step)
+                return [self._tell()]
+            case Unreadable(view, step, older):
+                self._change(unreadable=step, saved=older, tainted=True)
+                return self._promise(view) or [self._tell()]
             case Tick():
                 return self._expire(now)
             case _:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import os
 import signal
 import socket
@@ -57,7 +58,7 @@ def main(argv: list[str]) -> int:
         secret = load_secret(os.environ, file=options.secret_file, run_dir=run_dir.path)
         seat = Seat(run_dir=run_dir, secret=secret, listener=listener, host=host, tls=options.tls)
         if options.election is None:
-            return 1 if asyncio.run(work_alone(seat)) else 0
+            return 1 if asyncio.run(work_alone(seat, options.resume)) else 0
         return Candidate(open_election(options.election), seat, options.guest).run()
     except HoldfastError as error:
         leave(error)
@@ -72,6 +73,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--election", metavar="URL", help="where coordinators are elected")
     found.add_argument("--secret-file", type=Path, help="default: RUN_DIR/secret, $HOLDFAST_SECRET")
     found.add_argument("--tls", type=Path, metavar="DIR", help="with tls.crt, tls.key and ca.crt")
+    found.add_argument("--resume", action="store_true", help="whatever the journal says of an end")
     found.add_argument(
         "--guest",
         action="store_true",
@@ -87,10 +89,16 @@ def make_machine(spec: JobSpec, loaded: Loaded) -> machine.CoordinatorMachine:
     )
 
 
-async def work_alone(seat: Seat) -> str:
-    """Coordinate as the only one of the job, as the lock of its journal says; its outcome."""
+async def work_alone(seat: Seat, resume: bool = False) -> str:
+    """Coordinate as the only one of the job, as the lock of its journal says; its outcome.
+
+    `resume`: how the job ended before does not count.
+    """
     journal = FileJournal(seat.run_dir.journal)
     loaded = await journal.load()
+    if resume and loaded.record is not None:
+        record = dataclasses.replace(loaded.record, outcome=None)
+        loaded = dataclasses.replace(loaded, record=record)
     spec = seat.run_dir.spec()
     core = make_machine(spec, loaded)
     server = CoordinatorServer(seat, spec, core, journal)

@@ -63,13 +63,16 @@ class Desk:
     host: str
     tls: Path | None = None
 
-    def coordinator(self, arguments: Sequence[str]) -> Kept:
+    def coordinator(self, arguments: Sequence[str], at_first: Sequence[str] = ()) -> Kept:
+        """`at_first`: arguments of the first process only, not of those that replace it."""
+
         def command(starts: int) -> list[str]:
             return [
                 *(sys.executable, "-m", "holdfast.runtime.coordinator", str(self.run_dir.path)),
                 *(str(self.listener.fileno()), str(os.getpid()), "--host", self.host),
                 *(("--tls", str(self.tls)) if self.tls is not None else ()),
                 *arguments,
+                *(at_first if starts == 1 else ()),
             ]
 
         # Not in office any more: started again, it stands by.
@@ -83,8 +86,11 @@ class Desk:
         )
 
 
-def launch_job(desk: Desk, spec: JobSpec) -> int:
-    """Run a job to its end. Returns the exit status: 0 success, 1 failure, 130 after Ctrl-C."""
+def launch_job(desk: Desk, spec: JobSpec, *, resume: bool = False) -> int:
+    """Run a job to its end. Returns the exit status: 0 success, 1 failure, 130 after Ctrl-C.
+
+    `resume`: it has run before; how it ended then does not count.
+    """
     host = f"[{desk.host}]" if ":" in desk.host else desk.host
     join = spec.election or f"{host}:{desk.listener.getsockname()[1]}"
     if spec.nodes_max > 1:
@@ -100,8 +106,10 @@ def launch_job(desk: Desk, spec: JobSpec) -> int:
         host=desk.host,
         join=join,
         tls=desk.tls,
+        first_incarnation=incarnation_now() if resume else 1,
     )
-    coordinator = desk.coordinator(["--election", spec.election] if spec.election else [])
+    election = ["--election", spec.election] if spec.election else []
+    coordinator = desk.coordinator(election, ["--resume"] if resume else [])
     interrupted = Supervisor([coordinator, node.agent()]).run()
     outcome = desk.run_dir.outcome()
     if outcome:

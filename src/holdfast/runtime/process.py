@@ -59,6 +59,9 @@ class WorkerTemplate:
             "HOLDFAST_SEED": str(self.spec.seed),
             "HOLDFAST_RUN_DIR": str(self.run_dir.path.resolve()),
             "HOLDFAST_HOST": self.host,
+            "HOLDFAST_STORE": self.spec.store,
+            "HOLDFAST_SAVE_EVERY": str(self.spec.save_every),
+            "HOLDFAST_KEEP_LAST": str(self.spec.keep_last),
             "HOLDFAST_PEER_KEY": secret.derive_peer_key(self.run_dir.secret()).hex(),
         }
 

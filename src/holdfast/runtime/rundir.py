@@ -69,6 +69,14 @@ class RunDir:
         except OSError as error:
             raise unwritable(self.path, error) from None
 
+    def reopen(self) -> None:
+        """Forget how the run ended: it is to go on."""
+        try:
+            self.result.unlink(missing_ok=True)
+            self.coordinator.unlink(missing_ok=True)
+        except OSError as error:
+            raise unwritable(self.path, error) from None
+
     def attach(self, spec: JobSpec, secret: bytes) -> None:
         """Make this the directory of a node that joins: a fresh one, or the job's own if shared."""
         if not self.job.exists():

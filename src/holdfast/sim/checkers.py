@@ -74,6 +74,8 @@ class Truth:
         self.forgotten = False  # the coordinator has lost the journal and still learns
         self.completed = False
         self.commits = 0
+        self.saved: dict[int, bool] = {}  # checkpoints by step: whether it can be read
+        self.restores = 0
 
     def start(self) -> None:
         """Run the whole job without faults."""
@@ -194,6 +196,10 @@ class Truth:
                 )
             if not view.donors and status.has_state:
                 raise Violation(f"starting again although worker {process.key} holds the state")
+        if not view.donors and view.resume_step:
+            self.restores += 1
+            if view.resume_step not in self.saved:
+                raise Violation(f"view {view.number} begins from a checkpoint that nobody saved")
         self._balanced(view)
 
     def _balanced(self, view: View) -> None:

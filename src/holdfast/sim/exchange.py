@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.core import tree
 from holdfast.core.types import View, WorkerId
-from holdfast.core.worker import GroupBroken, LinkLost, Loading, Reduced, Synced, Voted
+from holdfast.core.worker import (
+    GroupBroken,
+    LinkLost,
+    Loading,
+    Reduced,
+    Synced,
+    Unreadable,
+    Voted,
+)
 from holdfast.sim.checkers import Key, add
 from holdfast.sim.crowd import CROWD, Meetings, Shape, Shapes
 
@@ -252,6 +260,8 @@ def group_ready(process: Process, number: int) -> None:
         process.feed(Loading())
         process.state = None
         loaded(process, group)  # what donors that were ready earlier have sent may all be here
+    elif view.resume_step:
+        restore(process, group)
     else:
         verify(process, number)
     advance(process)
@@ -262,6 +272,28 @@ def loaded(process: Process, group: Group) -> None:
         process.post(
             process.world.delay(process.world.options.load_s), store_state, process, group.number
         )
+
+
+def restore(process: Process, group: Group) -> None:
+    """Begin from a checkpoint: the first member reads it, for all of them."""
+    view, saved = group.view, process.world.truth.saved
+    if process.key == group.keys[0] and not saved[view.resume_step]:
+        older = [step for step, readable in saved.items() if readable and step < view.resume_step]
+        process.feed(Unreadable(view.number, view.resume_step, max(older, default=0)))
+        return
+    process.feed(Loading())
+    process.state = None
+    delay_s = process.world.delay(process.world.options.load_s)
+    process.post(delay_s, restored, process, group.number)
+
+
+def restored(process: Process, number: int) -> None:
+    group = process.open_group(number)
+    if group is None:
+        return
+    process.step = group.view.resume_step
+    process.state = process.world.truth.states[process.step]
+    verify(process, number)
 
 
 def store_state(process: Process, number: int) -> None:

@@ -70,7 +70,13 @@ class Faults:
         return True
 
     def loses_journal(self) -> bool:
-        """Whether a coordinator that starts finds its journal damaged."""
+        """Whether a coordinator that starts finds its journal damaged.
+
+        Not once it says that the job is over: then nobody may be left to tell of it.
+        """
+        disk = self._world.truth.disk
+        if disk is not None and disk.outcome is not None:
+            return False
         if not (self._journal and self.active) or self._world.rng.random() >= 0.3:
             return False
         self._note("journal_lost")
@@ -97,6 +103,10 @@ class Faults:
                     self._note(kind)
                     world.coordinator.frozen = True
                     world.at(self._duration_s(), world.coordinator.thaw)
+            case "rot":
+                if world.truth.saved:
+                    self._note(kind)
+                    world.truth.saved[max(world.truth.saved)] = False
             case "link_break":
                 self._break_link()
             case _:

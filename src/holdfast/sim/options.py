@@ -31,7 +31,7 @@ FAULT_KINDS = (
     "data_partition",
 )
 RACK_KINDS = ("rack_crash", "rack_partition")  # several nodes at the same moment
-LATER_KINDS = (*RACK_KINDS, "coordinator_freeze")
+LATER_KINDS = (*RACK_KINDS, "coordinator_freeze", "rot")
 LARGE_KINDS = (*RACK_KINDS, "worker_crash", "agent_crash", "coordinator_crash", "partition")
 RACK_SHARE = 250  # of a large job, one in so many nodes is in the same rack
 
@@ -76,6 +76,7 @@ class Options:
     crash_inside: float  # chance of a crash before each single effect
     fault_every_s: float
     faults_end_s: float
+    save_every: int = 0  # steps between checkpoints; 0: none
 
     @property
     def steps(self) -> int:
@@ -144,6 +145,7 @@ def draw(seed: int, small: bool = False) -> Options:
         crash_inside=rng.choice((0.002, 0.01)),
         fault_every_s=rng.choice((0.2, 0.5, 2.0)) * rng.uniform(0.5, 1.5),
         faults_end_s=rng.uniform(4.0, 20.0) if small else rng.uniform(8.0, 40.0),
+        save_every=later.choice((0, 1, 2, 3)),
     )
 
 
@@ -188,4 +190,5 @@ def draw_large(seed: int, nodes: int) -> Options:
         crash_inside=0.0,
         fault_every_s=2.0,
         faults_end_s=15.0,
+        save_every=rng.choice((0, 2)),
     )

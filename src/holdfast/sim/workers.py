@@ -22,6 +22,7 @@ from holdfast.core.worker import (
     LoopEnded,
     LoopEntered,
     Release,
+    Saved,
     Sever,
     Tell,
     Tick,
@@ -263,11 +264,19 @@ class Process:
         self.state = apply(before, step, total)
         self.step = step + 1
         self.world.truth.applied(self)
+        every = self.world.options.save_every
+        if every and self.step % every == 0 and self.machine.leads(self.host.clock()):
+            self.post(self.world.delay(self.world.options.load_s), self._saved, self.step)
         if self.step >= self._until():
             self.feed(LoopEnded())
         else:
             self.at_rest = True
             self.feed(AtBoundary())
+
+    def _saved(self, step: int) -> None:
+        """The checkpoint of a step has become durable, in the background."""
+        self.world.truth.saved[step] = True
+        self.feed(Saved(step))
 
     def _released(self) -> None:
         if self.loop == len(self.world.options.loops):

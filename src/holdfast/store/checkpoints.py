@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from holdfast.store.manifest import (
     token_of,
 )
 from holdfast.store.retention import Retention, choose_kept
-from holdfast.store.saving import Item, Known, Saving
+from holdfast.store.saving import Item, Known, Saving, here
 from holdfast.store.storage import Missing, Storage, read_all
 
 Targets = Callable[[Manifest], Sequence[tuple[Entry, memoryview]]]  # where to put which entries
@@ -204,6 +203,6 @@ class Checkpoints:
 
 
 def _dead(intent: Intent) -> bool:
-    if intent.host == socket.gethostname():
+    if intent.host == here():
         return not os.path.exists(f"/proc/{intent.pid}")
     return time.time() - intent.time > STALE_S

@@ -36,6 +36,25 @@ class Bad:
         )
 
 
+class OneEntry:
+    """A target that takes one entry of plain bytes by its name; then `data` holds it.
+
+    Called with a manifest it raises Damaged where that has no such entry, or one too large.
+    """
+
+    def __init__(self, name: str, bytes_max: int) -> None:
+        self.data = bytearray()
+        self._name = name
+        self._bytes_max = bytes_max
+
+    def __call__(self, manifest: Manifest) -> list[tuple[Entry, memoryview]]:
+        found = [e for e in manifest.entries if e.name == self._name]
+        if not found or found[0].size > self._bytes_max:
+            raise Damaged(f"the checkpoint of step {manifest.step} has no {self._name}")
+        self.data = bytearray(found[0].size)
+        return [(found[0], memoryview(self.data))]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Piece:
     """Chunks of one entry that are read at once."""

@@ -94,7 +94,7 @@ class Intent:
     """A save under way. Packs named here, and those whose name has its token, are not garbage."""
 
     token: str
-    host: str
+    host: str  # of the writer, in words that no other one's process numbers share
     pid: int
     time: float
     packs: tuple[str, ...] = ()

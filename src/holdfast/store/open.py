@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +30,15 @@ def open_storage(text: str, say: Callable[[str], None] = lambda line: None) -> S
     if text.startswith("ec:"):
         raise UserError(f"--store {text}: the form is {FORM}")
     return _open_one(text)
+
+
+def absolute_store(text: str) -> str:
+    """The same, whatever the working directory; of folders only, since URLs have none."""
+    coded = _CODED.fullmatch(text)
+    places = coded[3].split(",") if coded is not None else [text]
+    absolute = [place if "://" in place else os.path.abspath(place) for place in places]
+    head = f"ec:{coded[1]}+{coded[2]}:" if coded is not None else ""
+    return head + ",".join(absolute)
 
 
 def _open_one(place: str) -> Storage:

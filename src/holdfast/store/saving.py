@@ -93,7 +93,7 @@ class Saving:
         """From here on, what the save builds upon is not garbage."""
         intent = Intent(
             token=self.token,
-            host=socket.gethostname(),
+            host=here(),
             pid=os.getpid(),
             time=time.time(),
             packs=self.known.packs,
@@ -125,6 +125,12 @@ class Saving:
         self._storage.put(manifest_name(self.step), [encode(manifest)])
         self._storage.delete(f"{SAVING}{self.token}")
         return manifest
+
+
+def here() -> str:
+    """Where a process number means something: this boot of this machine, this PID namespace."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{socket.gethostname()} {file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def merge(step: int, token: str, parts: Sequence[Part], about: dict[str, str]) -> Manifest:

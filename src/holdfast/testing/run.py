@@ -41,7 +41,10 @@ class LocalRun:
         script: Sequence[str],
         popen: Callable[..., subprocess.Popen[str]] = subprocess.Popen,
         tls: Path | None = None,
+        command: Sequence[str] = (),
     ) -> None:
+        """`command`: another one than `run`, with its arguments, that works in `run_dir`."""
+        self._command = list(command)
         self.run_dir = RunDir(run_dir)
         self.tls = tls
         self.out: list[str] = []  # lines of standard output so far
@@ -53,11 +56,12 @@ class LocalRun:
         self._readers: list[threading.Thread] = []
 
     def __enter__(self) -> LocalRun:
+        command = self._command or ["run", "--run-dir", str(self.run_dir.path)]
         self._popen = self._start(
             [
-                *(sys.executable, "-m", "holdfast.cli.main", "run"),
+                *(sys.executable, "-m", "holdfast.cli.main", *command),
                 *(("--tls", str(self.tls)) if self.tls is not None else ()),
-                *("--run-dir", str(self.run_dir.path), *self._options, *self._script),
+                *(*self._options, *self._script),
             ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

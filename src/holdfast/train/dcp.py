@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +44,7 @@ from torch.futures import Future
 
 from holdfast.core.errors import Damaged, UserError
 from holdfast.store.checkpoints import Checkpoints
-from holdfast.store.loading import load, load_range
+from holdfast.store.loading import OneEntry, load, load_range
 from holdfast.store.manifest import Entry, Manifest
 from holdfast.store.open import open_storage
 from holdfast.store.saving import Item, Part, Saving
@@ -150,16 +150,7 @@ class HoldfastReader(StorageReader):
         return os.fspath(checkpoint_id).isdecimal()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        data = bytearray()
-
-        def target(manifest: Manifest) -> Sequence[tuple[Entry, memoryview]]:
-            nonlocal data
-            found = [e for e in manifest.entries if e.name == METADATA]
-            if not found or found[0].size > METADATA_BYTES_MAX:
-                raise Damaged(f"step {manifest.step} was not saved by HoldfastWriter")
-            data = bytearray(found[0].size)
-            return [(found[0], memoryview(data))]
-
+        target = OneEntry(METADATA, METADATA_BYTES_MAX)
         if self._step is not None:
             manifest = self._store.load(self._step, target)
         else:
@@ -167,7 +158,7 @@ class HoldfastReader(StorageReader):
             if newest is None:
                 raise UserError("there is no checkpoint in this store: is it the right one?")
             manifest = newest
-        return _decode(bytes(data), manifest.step)
+        return _decode(bytes(target.data), manifest.step)
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any

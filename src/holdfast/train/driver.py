@@ -124,7 +124,7 @@ class Driver:
                     self._group = None
             case machine.Install(view):
                 self.view = view
-                self.committed = max(self.committed, view.resume_step)
+                self.committed = view.resume_step  # what was to be begun from may not be readable
             case machine.Commit(step):
                 self.committed = step + 1
             case machine.Begin(step):

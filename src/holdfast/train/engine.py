@@ -12,12 +12,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from holdfast.core import worker as machine
-from holdfast.core.errors import Severed
+from holdfast.core.errors import Severed, UserError, WorldError
 from holdfast.core.types import View
 from holdfast.train.buckets import Bucket, Gradients
 from holdfast.train.driver import Driver, Link, ViewRendezvous
 from holdfast.train.exchange import BucketSum, BuffersSpread, Layout, Operation, TableGather, vote
 from holdfast.train.record import Buffers, StepTable
+from holdfast.train.saver import Restorer, say
 from holdfast.train.transfer import StateSync
 from holdfast.train.transport import AloneTransport, Rendezvous, Transport
 
@@ -49,8 +50,10 @@ class Engine(threading.Thread):
         step: StepState,
         protected: Mapping[str, Any],
         make_transport: Callable[[], Transport],
+        restorer: Restorer | None = None,
     ) -> None:
         super().__init__(name="holdfast-engine", daemon=True)
+        self._restorer = restorer
         self._driver = driver
         self._link = link
         self._step = step
@@ -89,6 +92,8 @@ class Engine(threading.Thread):
         self._open(view, layout, transport)
         if view.joiners:
             ranks = {w: r for r, w in enumerate(view.workers)}
+            if not view.donors and view.resume_step and layout.rank == 0:
+                self._restore(view)
             sync = StateSync(
                 transport, layout, self._protected, lambda: driver.post(machine.Loading())
             )
@@ -101,6 +106,19 @@ class Engine(threading.Thread):
             driver.post(machine.Reduced(number, step))
             pending = vote(transport, layout, number, step, driver.pending)
             driver.post(machine.Voted(number, step, pending))
+
+    def _restore(self, view: View) -> None:
+        """Nobody holds the state any more: the first member reads it, and the others get it."""
+        step, driver, restorer = view.resume_step, self._driver, self._restorer
+        try:
+            if restorer is None:
+                raise UserError(f"the job is to begin at step {step}, and has no --store")
+            restorer.restore(step, lambda: driver.post(machine.Loading()))
+        except WorldError as error:
+            say(f"the checkpoint of step {step} is not used: {error}")
+            older = restorer.older(step) if restorer is not None else 0
+            driver.post(machine.Unreadable(view.number, step, older))
+            raise Severed(str(error)) from None
 
     def _open(self, view: View, layout: Layout, transport: Transport) -> None:
         """Connect in a thread of its own: a member that dies meanwhile must not hold us up."""

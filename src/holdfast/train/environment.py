@@ -19,6 +19,9 @@ VARIABLES = (
     "HOLDFAST_RUN_DIR",
     "HOLDFAST_HOST",
     "HOLDFAST_PEER_KEY",
+    "HOLDFAST_STORE",
+    "HOLDFAST_SAVE_EVERY",
+    "HOLDFAST_KEEP_LAST",
 )
 
 
@@ -33,6 +36,9 @@ class WorkerEnvironment:
     seed: int = 0
     run_dir: Path | None = None
     host: str = "127.0.0.1"
+    store: str = ""  # where checkpoints are; empty: there are none
+    save_every: int = 0  # steps
+    keep_last: int = 3  # checkpoints
     peer_key: bytes = field(default=b"", repr=False)  # proves to other workers whose we are
 
     @classmethod
@@ -58,6 +64,9 @@ class WorkerEnvironment:
             seed=number("HOLDFAST_SEED", 0),
             run_dir=Path(run_dir) if run_dir else None,
             host=environ.get("HOLDFAST_HOST", "127.0.0.1"),
+            store=environ.get("HOLDFAST_STORE", ""),
+            save_every=number("HOLDFAST_SAVE_EVERY", 0),
+            keep_last=number("HOLDFAST_KEEP_LAST", 3),
             peer_key=peer_key,
         )
 

@@ -21,6 +21,9 @@ from holdfast.core import tree
 from holdfast.core import worker as machine
 from holdfast.core.errors import UserError
 from holdfast.observe.ledger import LedgerEntry, LedgerHeader, LedgerWriter, ledger_path
+from holdfast.store.checkpoints import Checkpoints
+from holdfast.store.open import open_storage
+from holdfast.store.retention import Retention
 from holdfast.train.buckets import Gradients
 from holdfast.train.driver import Driver
 from holdfast.train.engine import Engine, StepState
@@ -32,7 +35,10 @@ from holdfast.train.nccl import NcclTransport
 from holdfast.train.record import Buffers, StepTable
 from holdfast.train.rng import enter_stream
 from holdfast.train.sampling import SamplePlan
+from holdfast.train.saver import Restorer, Saver, say
 from holdfast.train.transport import Transport
+
+SAVE_S_MAX = 600.0  # how long the end of a loop waits for a checkpoint under way
 
 
 def join(*, seed: int | None = None) -> Job:
@@ -257,6 +263,8 @@ class _Work:
         self._followed: tuple[int, ...] = ()
         self._until = 0
         self._loop = 0
+        self._saver: list[Saver] = []  # none or one
+        self._stepped = False  # in the present loop
         self._ledger: LedgerWriter | None = None
         self._ledger_begun = False  # the present loop's header is written
 
@@ -266,7 +274,17 @@ class _Work:
         def make_transport() -> Transport:
             return NcclTransport(gloo, self._devices[0]) if self._devices else GlooTransport(gloo)
 
-        Engine(self._driver, link, self._step, self._job._protected, make_transport).start()
+        environment, protected, restorer = self._job._environment, self._job._protected, None
+        if environment.store:
+            store = Checkpoints(open_storage(environment.store, say), say)
+            restorer = Restorer(store, protected)
+            keep, every = Retention(last=environment.keep_last), environment.save_every
+            if every > 0:
+                self._saver = [Saver(store, every, keep, protected, self._saved)]
+        Engine(self._driver, link, self._step, protected, make_transport, restorer).start()
+
+    def _saved(self, step: int) -> None:
+        self._driver.post(machine.Saved(step))
 
     def loop(self, data: Batches, until: int) -> Iterator[Step]:
         """One `Job.steps` loop."""
@@ -275,6 +293,7 @@ class _Work:
         source = BatchSource(data.dataset, plan, data.options)
         self._source = [source]
         self._followed, self._until, self._ledger_begun = (), until, False
+        self._stepped = False
         self._loop += 1
         driver.post(machine.LoopEntered())
         if isinstance(self._job._link, SoloLink) and driver.view is None:
@@ -285,6 +304,8 @@ class _Work:
                 yield step
                 if not step.complete:
                     raise UserError(f"step {index} was left early: iterate over all its batches")
+            for saver in self._saver:
+                saver.finish(SAVE_S_MAX)
             driver.post(machine.LoopEnded())
             self._wait(lambda: driver.released >= self._loop)
         finally:
@@ -297,12 +318,21 @@ class _Work:
             if driver.begun is not None and driver.committed >= self._until:
                 return driver.committed
             driver.begun = None
+            committed = driver.committed
+            # The script has applied the last step, and is still in the loop of that step: what it
+            # does between two loops it would do again to a state that was saved after it.
+            whole = self._stepped and self._step.index == committed - 1
+        for saver in self._saver:
+            if whole and driver.leads:
+                saver.at_boundary(committed)
+        with driver.changed:
             driver.post(machine.AtBoundary())
             self._wait(lambda: driver.begun is not None)
             index = driver.committed
         if index < self._until:
             self._gradients.begin_step()
             self._step.buffers.remember()
+            self._stepped = True
             with driver.changed:
                 self._step.open(index)
                 driver.changed.notify_all()

@@ -36,9 +36,14 @@ _SEQUENCES: dict[str, Callable[[list], Any]] = {
 
 def flatten(state: object, name: str) -> tuple[bytes, list[torch.Tensor]]:
     """The skeleton and the tensors of `state`. UserError names what cannot travel."""
-    tensors: list[torch.Tensor] = []
-    skeleton = msgspec.msgpack.encode(_encode(state, tensors, name))
+    skeleton, _, tensors = _flatten_named(state, name)
     return skeleton, tensors
+
+
+def _flatten_named(state: object, name: str) -> tuple[bytes, list[str], list[torch.Tensor]]:
+    found: list[tuple[str, torch.Tensor]] = []
+    skeleton = msgspec.msgpack.encode(_encode(state, found, name))
+    return skeleton, [path for path, _ in found], [tensor for _, tensor in found]
 
 
 def metas(skeleton: bytes) -> list[Meta]:
@@ -78,6 +83,11 @@ def fingerprint(skeleton: bytes, tensors: list[torch.Tensor]) -> int:
 def capture(protected: Mapping[str, Any]) -> tuple[bytes, list[torch.Tensor]]:
     """The state of all protected objects together."""
     return flatten({name: obj.state_dict() for name, obj in protected.items()}, "state")
+
+
+def capture_named(protected: Mapping[str, Any]) -> tuple[bytes, list[str], list[torch.Tensor]]:
+    """The same, with the path of each tensor."""
+    return _flatten_named({name: obj.state_dict() for name, obj in protected.items()}, "state")
 
 
 def apply(protected: Mapping[str, Any], skeleton: bytes, tensors: list[torch.Tensor]) -> None:
@@ -120,7 +130,7 @@ def _describe(value: object) -> str:
     return f"{list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
 
 
-def _encode(value: object, tensors: list[torch.Tensor], path: str) -> list:
+def _encode(value: object, tensors: list[tuple[str, torch.Tensor]], path: str) -> list:
     if value is None or isinstance(value, bool | str | bytes):
         return ["v", value]
     if isinstance(value, int):
@@ -128,11 +138,11 @@ def _encode(value: object, tensors: list[torch.Tensor], path: str) -> list:
     if isinstance(value, float):
         return ["f", float(value).hex()]
     if isinstance(value, torch.Tensor):
-        tensors.append(value)
+        tensors.append((path, value))
         return ["t", str(value.dtype).removeprefix("torch."), list(value.shape)]
     if isinstance(value, np.ndarray) and value.dtype.hasobject is False:
-        tensors.append(torch.from_numpy(np.ascontiguousarray(value)))
-        dtype = str(tensors[-1].dtype).removeprefix("torch.")
+        tensors.append((path, torch.from_numpy(np.ascontiguousarray(value))))
+        dtype = str(tensors[-1][1].dtype).removeprefix("torch.")
         return ["n", dtype, list(value.shape)]
     if isinstance(value, np.generic):
         return _encode(value.item(), tensors, path)

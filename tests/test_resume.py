@@ -1,0 +1,140 @@
+"""Jobs that save checkpoints, and go on from them when every worker, or every process, is lost."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from conftest import RUN_S, SCRIPTS, finish
+from holdfast.cli.main import main
+from holdfast.store.checkpoints import Checkpoints
+from holdfast.store.open import open_storage
+from holdfast.testing.run import LocalRun, strike
+from support import until
+
+STEPS = 40
+WORDS = (str(SCRIPTS / "trainer.py"), "--steps", str(STEPS), "--task-s", "0.02")
+
+
+def saving(tmp_path: Path, store: str = "store", nproc: int = 2) -> LocalRun:
+    options = ["--nproc", str(nproc), "--virtual", "4", "--save-every", "5"]
+    return LocalRun(tmp_path / "run", [*options, "--store", str(tmp_path / store)], WORDS)
+
+
+def resumed(run: LocalRun) -> LocalRun:
+    return LocalRun(run.run_dir.path, [], [], command=("resume", str(run.run_dir.path)))
+
+
+def steps(tmp_path: Path) -> list[int]:
+    return Checkpoints(open_storage(str(tmp_path / "store"))).steps()
+
+
+def until_saved(run: LocalRun, tmp_path: Path, step: int) -> None:
+    run.until(lambda: max(steps(tmp_path), default=0) >= step, RUN_S, f"checkpoint {step}")
+
+
+def kill_all(run: LocalRun) -> None:
+    """The kernel ends everything with the launcher, one after the other."""
+    strike(run.pid)
+    until(lambda: not run.leftovers(), "the end of all processes")
+
+
+def last_view(run: LocalRun) -> str:
+    return str(run.events("view")[-1]["text"])
+
+
+def test_saving_changes_nothing_and_keeps_the_newest(
+    tmp_path: Path, reference: Callable[[int], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with saving(tmp_path) as run:
+        assert finish(run) == reference(STEPS)
+    assert len(steps(tmp_path)) == 3
+    assert all(step % 5 == 0 for step in steps(tmp_path))
+    assert main(["ckpt", "verify", str(tmp_path / "store")]) == 0
+    assert main(["ckpt", "show", str(tmp_path / "store")]) == 0
+    assert "model.first.weight" in capsys.readouterr().out
+
+
+def test_when_all_workers_are_lost_the_newest_checkpoint_is_begun_from(
+    tmp_path: Path, reference: Callable[[int], str]
+) -> None:
+    with saving(tmp_path) as run:
+        until_saved(run, tmp_path, 10)
+        for pid in run.members().values():
+            strike(pid, signal.SIGSTOP)
+        for pid in run.members().values():
+            strike(pid)
+        assert finish(run) == reference(STEPS)
+    (view,) = [e["text"] for e in run.events("view") if "every worker was lost" in e["text"]]
+    assert "from the checkpoint of step 10" in view or "from the checkpoint of step 15" in view
+
+
+@pytest.mark.parametrize("nproc", [1, 3])
+def test_a_job_whose_every_process_was_killed_is_resumed_bit_for_bit(
+    nproc: int, tmp_path: Path, reference: Callable[[int], str]
+) -> None:
+    with saving(tmp_path, nproc=nproc) as run:
+        until_saved(run, tmp_path, 10)
+        kill_all(run)
+    with resumed(run) as again:
+        until_saved(again, tmp_path, 20)
+        assert "from the checkpoint of step" in last_view(again)
+        kill_all(again)
+    with resumed(run) as third:
+        assert finish(third) == reference(STEPS)
+    assert main(["ledger", "verify", str(run.run_dir.path)]) == 0
+
+
+def test_an_interrupted_job_can_be_resumed_and_a_finished_one_not(
+    tmp_path: Path, reference: Callable[[int], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with saving(tmp_path) as run:
+        until_saved(run, tmp_path, 5)
+        run.signal(signal.SIGINT)
+        assert run.wait(RUN_S) == 130
+    with resumed(run) as again:
+        assert finish(again) == reference(STEPS)
+    assert main(["resume", str(run.run_dir.path)]) == 2
+    assert "has succeeded" in capsys.readouterr().err
+
+
+def test_a_rotten_checkpoint_is_passed_over_for_an_older_one(
+    tmp_path: Path, reference: Callable[[int], str]
+) -> None:
+    with saving(tmp_path) as run:
+        until_saved(run, tmp_path, 15)
+        kill_all(run)
+    newest = max(steps(tmp_path))
+    (pack,) = (tmp_path / "store" / "packs").glob(f"{newest:012d}-*")
+    data = bytearray(pack.read_bytes())
+    data[len(data) // 2] ^= 1
+    pack.write_bytes(bytes(data))
+    with resumed(run) as again:
+        assert finish(again) == reference(STEPS)
+    begun = [e["text"] for e in again.events("view") if "every worker was lost" in e["text"]]
+    assert f"from the checkpoint of step {newest - 5}" in begun[-1]
+
+
+def test_a_store_that_cannot_be_written_costs_checkpoints_only(
+    tmp_path: Path, reference: Callable[[int], str]
+) -> None:
+    (tmp_path / "store").write_text("a file in the way")
+    with saving(tmp_path) as run:
+        assert finish(run) == reference(STEPS)
+    logs = "".join(path.read_text() for path in run.run_dir.logs.iterdir())
+    assert "step 5 is not saved: cannot write" in logs
+
+
+def test_without_a_store_a_killed_job_is_resumed_from_the_start(
+    tmp_path: Path, reference: Callable[[int], str]
+) -> None:
+    run = LocalRun(tmp_path / "run", ["--nproc", "2", "--virtual", "4"], WORDS)
+    with run:
+        run.until(lambda: run.members() and run.status()["step"] > 5, RUN_S, "some steps")
+        kill_all(run)
+    with resumed(run) as again:
+        assert finish(again) == reference(STEPS)
+    assert main(["ledger", "verify", str(run.run_dir.path)]) == 0
