@@ -35,6 +35,7 @@ from holdfast.store.stripes import (
 Version = tuple[int, int]  # see Footer
 
 STRIPES_UNDER_WAY = 8
+LINES_MAX = 1000  # said in all
 STRIPES_AT_ONCE = 16  # read from each volume in one go
 
 
@@ -120,8 +121,7 @@ class VolumeStorage:
     def repair(self, name: str) -> list[str]:
         """Bring every shard of an object back to what it was; returns what was wrong.
 
-        Missing; Damaged where too much is lost. What was never whole, or is of an older write,
-        is removed.
+        Missing where too few volumes hold anything of it; Damaged where too much is lost.
         """
         placed = self._find(name)
         order = self._order(name)
@@ -324,7 +324,7 @@ class VolumeStorage:
             spread.drain(number)
 
     def _tell(self, line: str) -> None:
-        if line not in self._told:
+        if line not in self._told and len(self._told) < LINES_MAX:
             self._told.add(line)
             self._say(line)
 
