@@ -40,7 +40,7 @@ from scripts import saver
 
 SAVER = Path(__file__).parent / "scripts" / "saver.py"
 State = dict[str, bytearray]
-SIZES = {"weight": 3 * CHUNK_BYTES + 17, "bias": 40, "empty": 0, "table": 5 * CHUNK_BYTES}
+SIZES = {"weight": 3 * CHUNK_BYTES + 17, "bias": 40, "empty": 0, "table": 3 * CHUNK_BYTES}
 
 
 def make_state(seed: int) -> State:

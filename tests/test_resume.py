@@ -72,7 +72,7 @@ def test_when_all_workers_are_lost_the_newest_checkpoint_is_begun_from(
     assert "from the checkpoint of step 10" in view or "from the checkpoint of step 15" in view
 
 
-@pytest.mark.parametrize("nproc", [1, 3])
+@pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_job_whose_every_process_was_killed_is_resumed_bit_for_bit(
     nproc: int, tmp_path: Path, reference: Callable[[int], str]
 ) -> None:
@@ -128,6 +128,7 @@ def test_a_store_that_cannot_be_written_costs_checkpoints_only(
     assert "step 5 is not saved: cannot write" in logs
 
 
+@pytest.mark.slow
 def test_without_a_store_a_killed_job_is_resumed_from_the_start(
     tmp_path: Path, reference: Callable[[int], str]
 ) -> None:

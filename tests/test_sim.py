@@ -51,14 +51,14 @@ def test_swarm_is_clean_and_not_vacuous(small: bool) -> None:
     assert len(summary.faults) >= 13  # kinds; the rarest may be missing from so few seeds
 
 
-def test_a_job_of_two_hundred_nodes_loses_racks() -> None:
+def test_a_job_of_a_hundred_nodes_loses_racks() -> None:
     summary = Summary()
-    for seed in range(3):
-        result = run_seed(seed, nodes=200, tuned={"faults": (*RACK_KINDS, "coordinator_crash")})
+    for seed in range(2):
+        result = run_seed(seed, nodes=100, tuned={"faults": (*RACK_KINDS, "coordinator_crash")})
         assert not result.failure, f"{result.failure}\n{result.replay}"
         summary.add(result)
-    assert summary.views > 6
-    assert sum(n for kind, n in summary.faults.items() if kind.startswith("rack")) > 5
+    assert summary.views > 2
+    assert sum(n for kind, n in summary.faults.items() if kind.startswith("rack")) > 3
 
 
 @pytest.mark.slow
