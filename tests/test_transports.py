@@ -18,7 +18,7 @@ from holdfast.testing.transports import (
     refuses_impostors,
     run_contract,
 )
-from holdfast.train import proof
+from holdfast.train import proof, sockets
 from holdfast.train.environment import WorkerEnvironment, take_channel
 from holdfast.train.gloo import TAG_PROOF, GlooDevice, GlooTransport, _AddressStore
 from holdfast.train.nccl import NcclTransport
@@ -159,6 +159,14 @@ class Forgetful(GlooTransport):
         return
 
 
+class Trusting(GlooTransport):
+    """A planted bug: to cut the connections is taken for enough."""
+
+    def sever(self) -> None:
+        sockets.cut(self._sockets)
+        self.severed = True
+
+
 class Scrambled(GlooTransport):
     """A planted bug: messages of one pair may overtake each other."""
 
@@ -171,6 +179,11 @@ def forgetful(rank: int) -> MakeTransport:
     return lambda: Forgetful(device)
 
 
+def trusting(rank: int) -> MakeTransport:
+    device = GlooDevice("127.0.0.1")
+    return lambda: Trusting(device)
+
+
 def scrambled(rank: int) -> MakeTransport:
     device = GlooDevice("127.0.0.1")
     return lambda: Scrambled(device)
@@ -178,5 +191,6 @@ def scrambled(rank: int) -> MakeTransport:
 
 def test_the_contract_catches_planted_bugs() -> None:
     case = {c.__name__: c for c in CONTRACT}
-    assert run_contract(case["severs"], forgetful, size=2, timeout_s=10.0) != []
+    assert run_contract(case["severs"], forgetful, size=2, timeout_s=5.0) != []
+    assert run_contract(case["severs_amid_messages"], trusting, size=2, timeout_s=8.0) != []
     assert run_contract(case["keeps_order"], scrambled, size=2) != []

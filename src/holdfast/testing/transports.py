@@ -14,14 +14,17 @@ import time
 import traceback
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from holdfast.core.errors import Severed
-from holdfast.train.transport import Transport
+from holdfast.train.transport import Message, Transport
 
 POLL_S = 0.001
+LOOK_S = 0.1
+AMID_NUMEL = 8 << 20  # large enough to be half way for many milliseconds
 MakeTransport = Callable[[], Transport]
 
 
@@ -113,6 +116,22 @@ def severs(seat: Seat) -> None:
     transport.close()
 
 
+def severs_amid_messages(seat: Seat) -> None:
+    """A sever while large messages are half way ends the waits of senders and receivers alike."""
+    for i in range(4):
+        transport = seat.open(f"amid{i}")
+        got = [(p, seat.full(-1, AMID_NUMEL)) for p in seat.peers() for _ in range(2)]
+        sends = [(p, seat.full(i, AMID_NUMEL)) for p in seat.peers() for _ in range(2)]
+        seat.meet(f"amid{i}")
+        if seat.rank == i % seat.size:
+            threading.Timer(0.004 * i, transport.sever).start()
+        done = threading.Event()
+        threading.Thread(target=_look_after, args=(transport, done)).start()
+        _must_sever(partial(_exchange, transport, sends, got))
+        done.set()
+        transport.close()
+
+
 def survives_rebuilding(seat: Seat) -> None:
     """Group after group works after the one before was severed."""
     for i in range(4):
@@ -166,7 +185,15 @@ def refuses_impostors(seat: Seat) -> None:
     assert any(r.startswith(expected) for r in reasons), reasons
 
 
-CONTRACT = [delivers, keeps_order, severs, survives_rebuilding, gives_up_opening, notices_death]
+CONTRACT = [
+    delivers,
+    keeps_order,
+    severs,
+    severs_amid_messages,
+    survives_rebuilding,
+    gives_up_opening,
+    notices_death,
+]
 
 
 def run_contract(
@@ -187,8 +214,9 @@ def run_contract(
         for process in processes:
             process.start()
         complaints: list[str] = []
+        deadline = time.monotonic() + timeout_s
         for rank, process in enumerate(processes):
-            process.join(timeout_s)
+            process.join(max(deadline - time.monotonic(), 0))
             if process.is_alive():
                 process.kill()
                 complaints.append(f"rank {rank} hangs in {case.__name__}")
@@ -209,6 +237,15 @@ def _member(
     except BaseException:  # noqa: BLE001 - every complaint counts
         addresses[f"error/{rank}"] = f"rank {rank}: {traceback.format_exc()}"
     os._exit(0)
+
+
+def _exchange(transport: Transport, sends: list[Message], receives: list[Message]) -> None:
+    transport.exchange(sends, receives, 3).wait()
+
+
+def _look_after(transport: Transport, done: threading.Event) -> None:
+    while not done.wait(LOOK_S):
+        transport.lost()
 
 
 def _never_sent(seat: Seat, transport: Transport) -> None:

@@ -144,8 +144,9 @@ class ViewRendezvous:
         self._view = view
 
     def publish(self, address: bytes) -> None:
-        self._driver.check_alive(self._view.number)
-        self._link.publish(self._view.number, address)
+        with self._driver.changed:  # nothing may come after what a newer view publishes
+            self._driver.check_alive(self._view.number)
+            self._link.publish(self._view.number, address)
 
     def lookup(self, rank: int) -> bytes:
         number = self._view.number

@@ -2,18 +2,19 @@
 
 Every wait carries its own (long) timeout, because a timeout of the group itself would poison it;
 nothing is ever detected here by waiting: peers' deaths close sockets, and the control plane severs.
+Severing cuts the sockets and aborts what is under way, as gloo does not end every wait by itself.
 A group is only handed out once every peer has proved that it belongs to the job (see proof.py).
 """
 
 from __future__ import annotations
 
 import ipaddress
+import math
 import os
 import socket
 import threading
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -21,9 +22,11 @@ import torch.distributed as dist
 
 from holdfast.core.errors import Severed
 from holdfast.train import proof, sockets
+from holdfast.train.abort import Aborter
 from holdfast.train.transport import Message, Pending, Rendezvous
 
 FOREVER = timedelta(days=365)
+ENDED_S = 1.0  # how long a group stays whole though one of its connections has ended
 LOST_S = 2.0  # of unanswered packets: four attempts of TCP on a network with usual delays
 TAG_PROOF = 9
 _DEVICE_LOCK = threading.Lock()
@@ -43,6 +46,7 @@ class GlooDevice:
         """The gloo device and its port; made on first use."""
         with _DEVICE_LOCK:
             if self._device is None:
+                self.aborter = Aborter()
                 self.address = str(socket.getaddrinfo(self._host, None)[0][4][0])
                 old = sockets.socket_inodes()
                 self._device = dist.ProcessGroupGloo.create_device(hostname=self._host)
@@ -93,22 +97,26 @@ def _packed(host: str) -> bytes:
     return address.packed.rjust(16, b"\0")
 
 
-@dataclass(slots=True)
 class _GlooPending:
-    works: list[dist.Work]
-    transport: GlooTransport
+    """Messages under way; the works are also what keeps gloo writing into their tensors."""
+
+    def __init__(self, works: list[dist.Work], transport: GlooTransport) -> None:
+        self.works = works
+        self._transport = transport
 
     def wait(self) -> None:
         for work in self.works:
-            self.wait_for(work, FOREVER)
-        if self.transport.severed:
-            raise Severed("the view was given up")
+            wait_for(work, FOREVER)
+        self._transport.ended(self)
 
-    def wait_for(self, work: dist.Work, limit: timedelta) -> None:
-        try:
-            work.wait(limit)
-        except RuntimeError as error:
-            raise Severed(f"gloo: {str(error).splitlines()[0]}") from None
+
+def wait_for(work: dist.Work, limit: timedelta) -> None:
+    try:
+        done = work.wait(limit)
+    except RuntimeError as error:
+        raise Severed(f"gloo: {str(error).splitlines()[0]}") from None
+    if not done:
+        raise Severed("the view was given up")
 
 
 class GlooTransport:
@@ -124,7 +132,9 @@ class GlooTransport:
         self._store: _AddressStore | None = None
         self._old: Collection[int] = ()  # sockets that were there before
         self._began_at = 0.0
+        self._ended_at = math.inf  # when a connection was first seen to have ended
         self._lock = threading.Lock()
+        self._under_way: set[_GlooPending] = set()
         self.severed = False
 
     def open(self, rank: int, size: int, rendezvous: Rendezvous) -> None:
@@ -160,18 +170,27 @@ class GlooTransport:
     def _start(
         self, sends: Sequence[Message], receives: Sequence[Message], tag: int
     ) -> _GlooPending:
-        group = self._group
-        if group is None or self.severed:
-            raise Severed("the view was given up")
-        works: list[dist.Work] = []
-        try:
-            for peer, tensor in receives:
-                works.append(group.recv([tensor], peer, tag))  # type: ignore[attr-defined]
-            for peer, tensor in sends:
-                works.append(group.send([tensor], peer, tag))  # type: ignore[attr-defined]
-        except RuntimeError as error:
-            raise Severed(f"gloo: {str(error).splitlines()[0]}") from None
-        return _GlooPending(works, self)
+        pending = _GlooPending([], self)
+        with self._lock:
+            group = self._group
+            if group is None or self.severed:
+                raise Severed("the view was given up")
+            self._under_way.add(pending)
+            try:
+                for peer, tensor in receives:
+                    pending.works.append(group.recv([tensor], peer, tag))  # type: ignore[attr-defined]
+                for peer, tensor in sends:
+                    pending.works.append(group.send([tensor], peer, tag))  # type: ignore[attr-defined]
+            except RuntimeError as error:
+                raise Severed(f"gloo: {str(error).splitlines()[0]}") from None
+        return pending
+
+    def ended(self, pending: _GlooPending) -> None:
+        """Its messages have all arrived."""
+        with self._lock:
+            self._under_way.discard(pending)
+            if self.severed:
+                raise Severed("the view was given up")
 
     def _prove(self, rank: int, size: int, group: bytes) -> None:
         """Show every peer our token and see theirs, within the time for building the group."""
@@ -181,13 +200,16 @@ class GlooTransport:
         theirs = {p: torch.zeros(proof.TOKEN_BYTES, dtype=torch.uint8) for p in peers}
         sends = [(p, torch.frombuffer(mine[p], dtype=torch.uint8)) for p in peers]
         pending = self._start(sends, list(theirs.items()), TAG_PROOF)
+        works = list(pending.works)
+        for work in works:
+            self._device.aborter.check(work)
         failure: Severed | None = None
         # Receives come first, one for each peer. All are waited for: a peer that severs because it
         # has met an impostor must not keep us from naming the impostor too.
-        for i, work in enumerate(pending.works):
+        for i, work in enumerate(works):
             left_s = max(deadline - time.monotonic(), 0.001)
             try:
-                pending.wait_for(work, timedelta(seconds=left_s))
+                wait_for(work, timedelta(seconds=left_s))
             except Severed as error:
                 failure = failure or error
                 continue
@@ -200,27 +222,42 @@ class GlooTransport:
                     )
         if failure is not None:
             raise failure
+        self.ended(pending)
 
     def lost(self) -> Sequence[int]:
+        now = time.monotonic()
         with self._lock:
             store, building = self._store, self._group is None
             if store is None or self.severed:
                 return ()
             if not building:
-                return store.ranks_at(sockets.silent_peers(self._sockets, LOST_S))
-        late = time.monotonic() >= self._began_at + LOST_S
+                if sockets.any_ended(self._sockets):
+                    self._ended_at = min(self._ended_at, now)
+                unfinished = now >= self._ended_at + ENDED_S
+                silent = store.ranks_at(sockets.silent_peers(self._sockets, LOST_S))
+        if not building:
+            if unfinished:
+                self.sever()
+            return silent
+        late = now >= self._began_at + LOST_S
         return store.ranks_at(sockets.unanswered(self._old)) if late else ()
 
     def sever(self) -> None:
         with self._lock:
             self.severed = True
             sockets.cut(self._sockets)
+            for pending in self._under_way:
+                for work in pending.works:
+                    self._device.aborter.abort(work)
 
     def close(self) -> None:
         self.sever()
         for each in self._sockets:
             each.close()
         self._sockets = []
+        for pending in self._under_way:  # until its work is gone gloo may write into a tensor
+            pending.works.clear()
+        self._under_way.clear()
         # Tearing a gloo group down can block for hundreds of milliseconds: off everyone's path.
         held = [self._group]
         self._group = None

@@ -21,6 +21,7 @@ from collections.abc import Collection
 _COUNTS = struct.Struct("=2x2B")
 _AGES_MS = struct.Struct("=2I")
 _AGES_AT = 8 + 11 * 4
+_ESTABLISHED = 1  # the first byte of struct tcp_info
 PROBE_S = 1  # between two probes of a connection that is idle
 PROBES_MAX = 100  # it is for us to decide when a link is lost
 
@@ -90,6 +91,15 @@ def probe(each: socket.socket) -> None:
     each.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_S)
     each.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_S)
     each.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES_MAX)
+
+
+def any_ended(sockets: Collection[socket.socket]) -> bool:
+    """True when one of these connections is not one any more, in one direction at least."""
+    for each in sockets:
+        with contextlib.suppress(OSError):
+            if each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] != _ESTABLISHED:
+                return True
+    return False
 
 
 def silent_peers(sockets: Collection[socket.socket], silence_s: float) -> set[str]:

@@ -57,7 +57,8 @@ class Transport(Protocol):
         """Ranks that the network does not reach any more, as far as the kernel knows.
 
         Called now and then from another thread, also while the group is being built. A peer that
-        is merely frozen or busy is never among them.
+        is merely frozen or busy is never among them. A group with a connection that has ended, and
+        that nobody severs, is severed here.
         """
         ...
 
