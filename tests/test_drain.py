@@ -6,6 +6,7 @@ import contextlib
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import trustme
 
 from conftest import RUN_S, finish
-from holdfast.testing.run import LocalRun
+from holdfast.testing.run import LocalRun, strike
 
 HOST = "127.0.0.1"
 HOLDFAST = (sys.executable, "-m", "holdfast.cli.main")
@@ -100,6 +101,22 @@ def test_the_first_node_can_be_drained_while_its_coordinator_stays(
     assert run.events("lost") == []
     printed = Path(f"{run.run_dir.path}-far").read_text().splitlines()
     assert reference(STEPS) in printed
+
+
+def test_a_drain_outlasts_the_coordinator_and_ends_with_the_job(
+    tmp_path: Path, certificates: Path, reference: Callable[[int], str]
+) -> None:
+    """Nobody can take the only node's work, so the order waits for as long as the job lasts."""
+    words = [str(SCRIPT), "--steps", str(STEPS), "--task-s", "0.03"]
+    options = ["--nproc", "1", "--virtual", "4"]
+    with LocalRun(tmp_path / "run", options, words, tls=certificates) as run:
+        run.until_members(1)
+        with ThreadPoolExecutor() as pool:
+            drained = pool.submit(holdfast, run, "drain", "node0")
+            run.until(lambda: run.status()["agents"][0]["draining"], RUN_S, "the order")
+            strike(run.status()["coordinator"]["pid"])
+            assert drained.result(RUN_S).returncode == 0, drained.result().stderr
+        assert finish(run) == reference(STEPS)
 
 
 def members(run: LocalRun) -> dict[str, Any]:

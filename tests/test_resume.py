@@ -93,6 +93,9 @@ def test_an_interrupted_job_can_be_resumed_and_a_finished_one_not(
 ) -> None:
     with saving(tmp_path) as run:
         until_saved(run, tmp_path, 5)
+        assert main(["resume", str(run.run_dir.path)]) == 2
+        assert "is running" in capsys.readouterr().err
+        assert run.members()  # it is still to be reached
         run.signal(signal.SIGINT)
         assert run.wait(RUN_S) == 130
     with resumed(run) as again:

@@ -18,7 +18,7 @@ from rich.table import Table
 from holdfast.core.errors import Damaged, UserError, WorldError
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.loading import Bad
-from holdfast.store.manifest import Entry, Manifest
+from holdfast.store.manifest import DIGEST_BYTES, Entry, Manifest
 from holdfast.store.open import FORM, open_storage
 from holdfast.store.retention import Retention
 from holdfast.store.volumes import VolumeStorage
@@ -205,7 +205,8 @@ def _change(old: dict[str, Entry], new: dict[str, Entry], name: str) -> str:
 
 
 def _digests(entry: Entry) -> list[bytes]:
-    return [entry.digests[i : i + 16] for i in range(0, len(entry.digests), 16)]
+    size = DIGEST_BYTES
+    return [entry.digests[i : i + size] for i in range(0, len(entry.digests), size)]
 
 
 # ---------------------------------------------------------------- proving and mending

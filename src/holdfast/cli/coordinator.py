@@ -13,7 +13,7 @@ from holdfast.runtime.launcher import Desk, launch_standby
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.secret import load_secret
 from holdfast.runtime.tcp import listen
-from holdfast.runtime.tls import files_in, server_context
+from holdfast.runtime.tls import server_of
 
 
 def main(argv: list[str]) -> int:
@@ -25,8 +25,7 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         raise UserError(f"--run-dir {run_dir.path}: {error.strerror}; name another") from None
     load_secret(dict(os.environ), file=options.secret_file, run_dir=run_dir.path)
-    if options.tls is not None:
-        server_context(files_in(options.tls))
+    server_of(options.tls)  # says what is wrong with it
     arguments = ["--election", options.election]
     if options.secret_file is not None:
         arguments += ["--secret-file", str(options.secret_file)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ssl
 import sys
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ from holdfast.runtime.rundir import RunDir
 from holdfast.wire.messages import DrainReply, DrainRequest
 
 LOOK_S = 0.2  # between two looks at the job
+PATIENCE_S = 60.0  # without any answer of a coordinator
 
 
 def main(argv: list[str]) -> int:
@@ -32,8 +34,7 @@ def main(argv: list[str]) -> int:
     waiting = f"{node} is left at the next step boundary, once others can take its work"
     try:
         with Console(stderr=True).status(waiting):
-            while run_dir.outcome() is None and _members(fetch(run_dir, tls), node):
-                time.sleep(LOOK_S)
+            _wait(run_dir, tls, node)
     except KeyboardInterrupt:
         print(f"holdfast: no longer waiting; {node} still drains", file=sys.stderr)
         return 130
@@ -52,6 +53,20 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--reason", default="drained by the operator", help="for the job's story")
     add_tls(found)
     return found
+
+
+def _wait(run_dir: RunDir, tls: ssl.SSLContext | None, node: AgentId) -> None:
+    """Until the node has no members, or the run is over. UserError when nobody answers any more."""
+    answered_at = time.monotonic()
+    while run_dir.outcome() is None:
+        try:
+            if not _members(fetch(run_dir, tls), node):
+                return
+            answered_at = time.monotonic()
+        except UserError:  # the coordinator is being replaced, or the run has just ended
+            if run_dir.outcome() is None and time.monotonic() > answered_at + PATIENCE_S:
+                raise
+        time.sleep(LOOK_S)
 
 
 def _members(status: dict[str, object], node: AgentId) -> int:

@@ -6,7 +6,7 @@ import argparse
 import ssl
 from pathlib import Path
 
-from holdfast.runtime.tls import client_context, files_in
+from holdfast.runtime.tls import client_of
 
 
 def add_secret(parser: argparse.ArgumentParser, otherwise: str) -> None:
@@ -30,4 +30,4 @@ def add_tls(parser: argparse.ArgumentParser) -> None:
 
 def tls_of(options: argparse.Namespace) -> ssl.SSLContext | None:
     """What a client needs. UserError when a file is missing or not fit."""
-    return client_context(files_in(options.tls)) if options.tls is not None else None
+    return client_of(options.tls)

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from holdfast.cli.options import add_tls
 from holdfast.core.errors import UserError
+from holdfast.runtime.journal import FileJournal
 from holdfast.runtime.launcher import Desk, launch_job
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.tcp import listen
-from holdfast.runtime.tls import files_in, server_context
+from holdfast.runtime.tls import server_of
 
 
 def main(argv: list[str]) -> int:
@@ -24,8 +25,9 @@ def main(argv: list[str]) -> int:
         raise UserError(
             "a job with --election is resumed by its coordinators: start them, and agents, again"
         )
-    if options.tls is not None:
-        server_context(files_in(options.tls))
+    if FileJournal(run_dir.journal).held():
+        raise UserError(f"the run in {run_dir.path} is running: there is nothing to resume")
+    server_of(options.tls)  # says what is wrong with it
     with listen(options.host, options.port) as listener:
         run_dir.reopen()
         print(f"holdfast: run directory {run_dir.path}", file=sys.stderr, flush=True)

@@ -17,7 +17,7 @@ from holdfast.runtime.launcher import Desk, launch_job
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.secret import SECRET_BYTES_MIN, VARIABLE, load_secret
 from holdfast.runtime.tcp import listen
-from holdfast.runtime.tls import files_in, server_context
+from holdfast.runtime.tls import server_of
 from holdfast.store.open import FORM, absolute_store, open_storage
 
 
@@ -134,8 +134,7 @@ def main(argv: list[str]) -> int:
     spec = make_spec(options)
     name = time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
     run_dir = RunDir(options.run_dir or Path("holdfast-runs") / name)
-    if options.tls is not None:
-        server_context(files_in(options.tls))
+    server_of(options.tls)  # says what is wrong with it
     with listen(options.host, options.port) as listener:
         run_dir.create(spec, make_secret(options))
         print(f"holdfast: run directory {run_dir.path}", file=sys.stderr, flush=True)

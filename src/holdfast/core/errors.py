@@ -71,3 +71,9 @@ def require(condition: bool, message: str) -> None:
     """Raise InvariantError unless `condition`; unlike assert, never compiled away."""
     if not condition:
         raise InvariantError(message)
+
+
+def first_line(error: BaseException) -> str:
+    """What another library says of its error, without its stack or advice."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -64,6 +64,8 @@ class Situation:
 
     def fenced(self, member: Member) -> bool:
         """Whether this process can never act in the view again: it died, or its lease ran out."""
+        if self.sound(member):
+            return False
         if self._dead(member):
             return True
         heard_at = self.roster.heard_at(member.agent)
@@ -162,7 +164,7 @@ def why_broken(situation: Situation, waited_s: float, patience_s: float) -> str 
     silent: list[AgentId] = []
     for member in view.members:
         status = situation.status(member)
-        if not situation.sound(member) and situation.fenced(member):
+        if situation.fenced(member):
             reason = f"worker {member.worker} is gone"
         elif member.agent in situation.silent:
             silent.append(member.agent)
@@ -186,7 +188,7 @@ def survivors_of(situation: Situation) -> list[WorkerStatus] | None:
     view, roster = situation.view, situation.roster
     alive: list[WorkerStatus] = []
     for member in situation.members:
-        if not situation.sound(member) and situation.fenced(member):
+        if situation.fenced(member):
             continue
         status = situation.status(member)
         if status is None or view is None or status.promised < view.number:
@@ -207,7 +209,7 @@ def unreachable(situation: Situation) -> list[WorkerId]:
     view = situation.view
     if view is None:
         return []
-    present = [m for m in view.members if situation.sound(m) or not situation.fenced(m)]
+    present = [m for m in view.members if not situation.fenced(m)]
     names = {m.worker for m in present}
     pairs: list[tuple[WorkerId, WorkerId]] = []
     for member in present:

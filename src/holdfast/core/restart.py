@@ -85,12 +85,13 @@ def _loss(situation: Situation, worker: WorkerId, place: Place) -> str | None:
     """Why the ordered incarnation of `worker` is gone, or None while it is not."""
     node = situation.roster.nodes.get(place.agent)
     member = situation.view.member(worker) if situation.view is not None else None
-    in_view = member is not None and member.incarnation == place.incarnation
+    if member is not None and member.incarnation != place.incarnation:
+        member = None
     if node is None or place.agent in situation.silent:
-        lost = in_view and member is not None and situation.abandoned(member)
+        lost = member is not None and situation.abandoned(member)
         return "its node is lost" if lost else None
     status = node.statuses.get(worker)
     if status is None or status.incarnation < place.incarnation:
         # Not started yet, or the agent itself restarted and its workers died with it.
-        return "its agent restarted" if in_view else None
+        return "its agent restarted" if member is not None else None
     return status.detail or "gone" if status.stage == Stage.LOST else None

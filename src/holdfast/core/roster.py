@@ -105,7 +105,8 @@ class Roster:
         if node is None or node.incarnation != report.incarnation:
             node = self.nodes[report.agent] = Node(report.incarnation, report.seq, now)
         old, statuses = node.statuses, {s.worker: s for s in report.workers}
-        before, offers = (node.offered, node.asks, node.failing), _offers(report)
+        before = (node.offered, node.asks, node.failing)
+        offers = (report.slots, report.draining, report.failing)
         changed = node.fresh or before != offers or len(old) != len(statuses)
         for worker, status in statuses.items():
             last = old.get(worker)
@@ -267,10 +268,6 @@ class Roster:
         newest = self.newest
         everyone = 0 < len(newest) == len(self.places)
         return everyone and all(s.stage == Stage.EXITED for s in newest.values())
-
-
-def _offers(report: AgentReport) -> tuple[int, str, str]:
-    return report.slots, report.draining, report.failing
 
 
 _DECISIVE = attrgetter(

@@ -99,6 +99,13 @@ class View:
     def hosted_by(self, worker: WorkerId) -> tuple[int, ...]:
         return tuple(v for v, owner in enumerate(self.owners) if owner == worker)
 
+    def hosted(self) -> dict[WorkerId, tuple[int, ...]]:
+        """What `hosted_by` says of each member, for all at once."""
+        found: dict[WorkerId, list[int]] = {w: [] for w in self.workers}
+        for vrank, owner in enumerate(self.owners):
+            found[owner].append(vrank)
+        return {worker: tuple(vranks) for worker, vranks in found.items()}
+
     def member(self, worker: WorkerId) -> Member | None:
         i = bisect.bisect_left(self.members, worker, key=lambda m: m.worker)
         found = self.members[i] if i < len(self.members) else None

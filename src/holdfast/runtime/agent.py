@@ -30,7 +30,7 @@ from holdfast.runtime.process import WorkerProcess, WorkerTemplate
 from holdfast.runtime.procfs import sample_process
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.secret import read_run_dir
-from holdfast.runtime.tls import client_context, files_in
+from holdfast.runtime.tls import client_of
 from holdfast.wire.messages import Address, AddressBook, DrainRequest
 
 FROM_COORDINATOR = (Directive, AddressBook, DrainRequest)
@@ -215,7 +215,7 @@ def main(argv: list[str]) -> int:
     run_dir = RunDir(options.run_dir)
     spec, secret = run_dir.spec(), read_run_dir(run_dir.path)
 
-    tls = client_context(files_in(options.tls)) if options.tls is not None else None
+    tls = client_of(options.tls)
     contact = contact_by(options.join, tls)
 
     async def serve() -> None:

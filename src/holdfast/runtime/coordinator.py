@@ -41,7 +41,7 @@ from holdfast.runtime.journal import FileJournal, Loaded
 from holdfast.runtime.lifetime import die_with_parent
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.secret import load_secret
-from holdfast.runtime.tls import client_context, files_in
+from holdfast.runtime.tls import client_of
 from holdfast.wire.messages import StopRequest
 
 LOOK_S = 0.5  # between two looks for a job that nobody has begun
@@ -178,7 +178,7 @@ class Candidate:
             found = await self._election.incumbent()
             if found is not None:
                 seat = self._seat
-                tls = client_context(files_in(seat.tls)) if seat.tls is not None else None
+                tls = client_of(seat.tls)
                 channel = await connect(found.host, found.port, seat.secret, tls=tls)
                 channel.send(StopRequest(reason="interrupted"))
                 await channel.finish()

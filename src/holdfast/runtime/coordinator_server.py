@@ -8,6 +8,7 @@ how one gets into office, nor where the journal is.
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import json
 import os
@@ -36,7 +37,7 @@ from holdfast.core.types import (
 from holdfast.runtime.channel import Channel, Gate
 from holdfast.runtime.journal import Journal
 from holdfast.runtime.rundir import RunDir, write_json
-from holdfast.runtime.tls import files_in, server_context
+from holdfast.runtime.tls import server_of
 from holdfast.wire.messages import (
     Address,
     AddressBook,
@@ -136,7 +137,7 @@ class CoordinatorServer:
     async def run(self) -> str:
         """Serve until the job is over; returns its outcome. UserError for bad certificates."""
         seat = self._seat
-        tls = server_context(files_in(seat.tls)) if seat.tls is not None else None
+        tls = server_of(seat.tls)
         gate = Gate(seat.secret, self._serve, lambda line: self.say("refused", line), tls)
         gate.open(seat.listener)
         port = seat.listener.getsockname()[1]
@@ -290,44 +291,57 @@ class CoordinatorServer:
 
     def _status(self) -> dict[str, object]:
         snapshot = self._core.snapshot()
-        record = snapshot.record
-        view = record.view
-        workers = []
-        for status in snapshot.workers:
-            member = view is not None and any(
-                (m.worker, m.incarnation) == (status.worker, status.incarnation)
-                for m in view.members
-            )
-            workers.append(
-                {
-                    "id": status.worker,
-                    "pid": status.pid,
-                    "incarnation": status.incarnation,
-                    "state": _state(status, member, view),
-                    "virtual_ranks": list(view.hosted_by(status.worker)) if view and member else [],
-                    "step": status.committed,
-                    "detail": status.detail,
-                }
-            )
+        view = snapshot.record.view
         return {
             "view": view.number if view else 0,
             "step": snapshot.step,
             "state": "over" if snapshot.finished else _job_state(snapshot),
-            "coordinator": {"pid": os.getpid(), "term": record.term},
-            "agents": [
-                {
-                    "id": node.agent,
-                    "incarnation": node.incarnation,
-                    "pid": node.pid,
-                    "silent": node.silent,
-                    "draining": node.draining,
-                    "members": sum(m.agent == node.agent for m in view.members) if view else 0,
-                }
-                for node in snapshot.agents
-            ],
-            "workers": workers,
+            "coordinator": {"pid": os.getpid(), "term": snapshot.record.term},
+            "agents": _agents(snapshot),
+            "workers": _workers(snapshot),
             "leader": view.leader if view else None,
         }
+
+
+def _agents(snapshot: machine.CoordinatorSnapshot) -> list[dict[str, object]]:
+    """Those of the view as well that this coordinator, a new one, has not heard yet."""
+    view = snapshot.record.view
+    members = collections.Counter(m.agent for m in view.members) if view else {}
+    heard = {node.agent: node for node in snapshot.agents}
+    found: list[dict[str, object]] = []
+    for name in sorted({*heard, *members}):
+        node = heard.get(name)
+        found.append(
+            {
+                "id": name,
+                "incarnation": node.incarnation if node else None,
+                "pid": node.pid if node else None,
+                "silent": node.silent if node else True,
+                "draining": node.draining if node else "",
+                "members": members.get(name, 0),
+            }
+        )
+    return found
+
+
+def _workers(snapshot: machine.CoordinatorSnapshot) -> list[dict[str, object]]:
+    view = snapshot.record.view
+    hosted = view.hosted() if view else {}
+    found = []
+    for status in snapshot.workers:
+        member = view is not None and view.includes(status.worker, status.incarnation)
+        found.append(
+            {
+                "id": status.worker,
+                "pid": status.pid,
+                "incarnation": status.incarnation,
+                "state": _state(status, member, view),
+                "virtual_ranks": list(hosted[status.worker]) if member else [],
+                "step": status.committed,
+                "detail": status.detail,
+            }
+        )
+    return found
 
 
 def _job_state(snapshot: machine.CoordinatorSnapshot) -> str:

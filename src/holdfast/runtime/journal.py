@@ -111,14 +111,23 @@ class FileJournal:
 
     async def load(self) -> Loaded:
         try:
-            self._lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            self._take_lock()
+            if not self._take_lock():
+                raise UserError(
+                    f"another coordinator has the journal {self._path}: stop it first, or use "
+                    "another --run-dir"
+                )
             return self._load()
         except OSError as error:
-            raise UserError(
-                f"the journal {self._path} cannot be used: {error.strerror}; mend that, or use "
-                "another --run-dir"
-            ) from None
+            raise self._unusable(error) from None
+
+    def held(self) -> bool:
+        """Whether a coordinator has it, and so runs the job. UserError."""
+        try:
+            free = self._take_lock()
+        except OSError as error:
+            raise self._unusable(error) from None
+        self.close()
+        return not free
 
     async def save(self, record: JobRecord) -> None:
         if self._lock < 0:
@@ -131,15 +140,20 @@ class FileJournal:
             os.close(self._lock)
             self._lock = -1
 
-    def _take_lock(self) -> None:
+    def _take_lock(self) -> bool:
+        self._lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.close()
-            raise UserError(
-                f"another coordinator has the journal {self._path}: stop it first, or use another "
-                "--run-dir"
-            ) from None
+            return False
+        return True
+
+    def _unusable(self, error: OSError) -> UserError:
+        return UserError(
+            f"the journal {self._path} cannot be used: {error.strerror}; mend that, or use "
+            "another --run-dir"
+        )
 
     def _load(self) -> Loaded:
         noted = _parse_note(os.pread(self._lock, NOTE_BYTES, 0))

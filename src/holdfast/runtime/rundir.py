@@ -73,7 +73,6 @@ class RunDir:
         """Forget how the run ended: it is to go on."""
         try:
             self.result.unlink(missing_ok=True)
-            self.coordinator.unlink(missing_ok=True)
         except OSError as error:
             raise unwritable(self.path, error) from None
 

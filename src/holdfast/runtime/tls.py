@@ -22,9 +22,13 @@ class TlsFiles:
     ca: Path
 
 
-def files_in(directory: Path) -> TlsFiles:
-    """By the names that Kubernetes and its certificate managers give them."""
-    return TlsFiles(cert=directory / "tls.crt", key=directory / "tls.key", ca=directory / "ca.crt")
+def server_of(directory: Path | None) -> ssl.SSLContext | None:
+    """For the files in an operator's --tls directory; None without one. UserError."""
+    return server_context(_files_in(directory)) if directory is not None else None
+
+
+def client_of(directory: Path | None) -> ssl.SSLContext | None:
+    return client_context(_files_in(directory)) if directory is not None else None
 
 
 def server_context(files: TlsFiles) -> ssl.SSLContext:
@@ -43,6 +47,11 @@ def client_context(files: TlsFiles, check_names: bool = True) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # requires a certificate
     context.check_hostname = check_names
     return _filled(context, files)
+
+
+def _files_in(directory: Path) -> TlsFiles:
+    """By the names that Kubernetes and its certificate managers give them."""
+    return TlsFiles(cert=directory / "tls.crt", key=directory / "tls.key", ca=directory / "ca.crt")
 
 
 def why(error: ssl.SSLError) -> str:

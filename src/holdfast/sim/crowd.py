@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from holdfast.core.types import View, WorkerId
+from holdfast.core.types import View
 
 if TYPE_CHECKING:
     from holdfast.sim.checkers import Key
@@ -32,17 +32,7 @@ class Shape:
         )
         self.joiners = frozenset(view.joiners)
         self.donors = len(view.donors)
-        self.hosted = {w: view.hosted_by(w) for w in view.workers[:CROWD]}
-        if len(self.keys) > CROWD:
-            self.hosted = _by_owner(view)
-
-
-def _by_owner(view: View) -> dict[WorkerId, tuple[int, ...]]:
-    """What `hosted_by` says of each worker, for all at once."""
-    hosted: dict[WorkerId, list[int]] = {w: [] for w in view.workers}
-    for vrank, owner in enumerate(view.owners):
-        hosted[owner].append(vrank)
-    return {worker: tuple(vranks) for worker, vranks in hosted.items()}
+        self.hosted = view.hosted()
 
 
 class Shapes:

@@ -72,9 +72,24 @@ def load(storage: Storage, manifest: Manifest, targets: Sequence[tuple[Entry, me
 
     The memories' contents are undefined after an exception.
     """
-    bad = read(storage, manifest, targets, stop_at=1)
-    if bad:
-        raise Damaged(str(bad[0]))
+    work = []
+    for entry, into in targets:
+        memory = into.cast("B")
+        if len(memory) != entry.size:
+            raise ValueError(f"{entry.name} has {entry.size} bytes, its memory {len(memory)}")
+        for piece in _pieces(manifest, entry):
+            start = piece.chunks[0].start
+            work.append((piece, memory[start : start + piece.size]))
+    found: list[Bad] = []
+
+    def do(each: tuple[_Piece, memoryview]) -> list[Bad]:
+        return _read(storage, *each) if not found else []
+
+    with ThreadPoolExecutor(THREADS, "holdfast-load") as pool:
+        for bad in pool.map(do, work):
+            found += bad
+    if found:
+        raise Damaged(str(found[0]))
 
 
 def load_range(
@@ -116,32 +131,6 @@ def verify(
         return found
     with ThreadPoolExecutor(THREADS, "holdfast-verify") as pool:
         for bad in pool.map(lambda p: _read(storage, p, spare.of(p.size)), pieces):
-            found += bad
-    return found
-
-
-def read(
-    storage: Storage,
-    manifest: Manifest,
-    targets: Sequence[tuple[Entry, memoryview]],
-    stop_at: int,
-) -> list[Bad]:
-    """Like `load`, but returns what is wrong; after `stop_at` findings the rest is not read."""
-    work = []
-    for entry, into in targets:
-        memory = into.cast("B")
-        if len(memory) != entry.size:
-            raise ValueError(f"{entry.name} has {entry.size} bytes, its memory {len(memory)}")
-        for piece in _pieces(manifest, entry):
-            start = piece.chunks[0].start
-            work.append((piece, memory[start : start + piece.size]))
-    found: list[Bad] = []
-
-    def do(each: tuple[_Piece, memoryview]) -> list[Bad]:
-        return _read(storage, *each) if len(found) < stop_at else []
-
-    with ThreadPoolExecutor(THREADS, "holdfast-load") as pool:
-        for bad in pool.map(do, work):
             found += bad
     return found
 

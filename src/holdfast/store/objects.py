@@ -16,7 +16,7 @@ import obstore
 from obstore.exceptions import BaseError
 from obstore.store import ObjectStore, from_url
 
-from holdfast.core.errors import Damaged, UserError, WorldError
+from holdfast.core.errors import Damaged, UserError, WorldError, first_line
 from holdfast.store.storage import Missing, check_name
 
 PART_BYTES = 16 << 20
@@ -41,7 +41,7 @@ def open_bucket(url: str) -> ObjectStorage:
     try:
         store: Any = from_url(url, retry_config=retry, client_options=client)
     except (BaseError, ValueError) as error:
-        raise UserError(f"--store {url}: {_first_line(error)}") from None
+        raise UserError(f"--store {url}: {first_line(error)}") from None
     return ObjectStorage(store, url)
 
 
@@ -107,7 +107,7 @@ class ObjectStorage:
         return Damaged(f"{self._url}/{name} ends at byte {end}, before it should")
 
     def _wrong(self, what: str, name: str, error: Exception) -> WorldError:
-        return WorldError(f"cannot {what} {self._url}/{name}: {_first_line(error)}")
+        return WorldError(f"cannot {what} {self._url}/{name}: {first_line(error)}")
 
 
 class _Source:
@@ -124,8 +124,3 @@ class _Source:
         part = bytes(next(self._parts))  # a copy: it is sent later
         self.size += len(part)
         return part
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__

@@ -8,6 +8,8 @@ packs that nothing refers to, which `collect` removes.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
 import os
 import socket
 import time
@@ -108,7 +110,7 @@ class Saving:
         first = next(new, None)
         written = 0
         if first is not None:
-            written = self._storage.put(pack, _chain(first, new))
+            written = self._storage.put(pack, itertools.chain([first], new))
         return Part(packs=planner.packs(), entries=planner.entries, written_bytes=written)
 
     def abandon(self) -> None:
@@ -144,28 +146,10 @@ def merge(step: int, token: str, parts: Sequence[Part], about: dict[str, str]) -
                 Run(chunks=r.chunks, pack=number[part.packs[r.pack]], offset=r.offset)
                 for r in entry.runs
             )
-            entries.append(_with_runs(entry, runs))
+            entries.append(dataclasses.replace(entry, runs=runs))
     return Manifest(
         step=step, time=time.time(), token=token, packs=packs, entries=tuple(entries), about=about
     )
-
-
-def _with_runs(entry: Entry, runs: tuple[Run, ...]) -> Entry:
-    return Entry(
-        name=entry.name,
-        size=entry.size,
-        digests=entry.digests,
-        runs=runs,
-        dtype=entry.dtype,
-        shape=entry.shape,
-        offset=entry.offset,
-        whole=entry.whole,
-    )
-
-
-def _chain(first: memoryview, rest: Iterator[memoryview]) -> Iterator[memoryview]:
-    yield first
-    yield from rest
 
 
 class _Planner:

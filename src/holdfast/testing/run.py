@@ -21,7 +21,7 @@ from typing import Any
 from holdfast.cli.status import fetch
 from holdfast.core.errors import HoldfastError
 from holdfast.runtime.rundir import RunDir
-from holdfast.runtime.tls import client_context, files_in
+from holdfast.runtime.tls import client_of
 
 POLL_S = 0.01
 ACTIVE = ("computing", "waiting", "ended")  # states of workers that are members of the view
@@ -100,7 +100,7 @@ class LocalRun:
 
     def status(self) -> dict[str, Any]:
         """What `holdfast status --json` prints. HoldfastError while nobody answers."""
-        tls = client_context(files_in(self.tls)) if self.tls is not None else None
+        tls = client_of(self.tls)
         return fetch(self.run_dir, tls)
 
     def members(self) -> dict[int, int]:

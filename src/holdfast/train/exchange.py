@@ -36,7 +36,7 @@ class Layout:
 
     @classmethod
     def of(cls, view: View, me: WorkerId) -> Layout:
-        hosted = tuple(view.hosted_by(w) for w in view.workers)
+        hosted = tuple(view.hosted().values())
         vranks = len(view.owners)
         nodes = tuple(tree.maximal_nodes(h, vranks) for h in hosted)
         return cls(view.workers.index(me), len(view.members), vranks, hosted, nodes)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from holdfast.core.errors import UserError
+from holdfast.core.errors import UserError, first_line
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.manifest import Entry, Manifest
 from holdfast.store.saving import Item
@@ -43,29 +43,25 @@ def read_tensors(store: Checkpoints, step: int, only: str = "") -> dict[str, tor
 
 def write_file(tensors: dict[str, torch.Tensor], file: Path, kind: str) -> None:
     """As one of FORMATS. UserError."""
+    failures: tuple[type[Exception], ...] = (OSError, RuntimeError, ValueError)
     try:
         if kind == "torch":
             torch.save(tensors, file)
         else:
-            _safetensors().save_file(tensors, str(file))
-    except (OSError, RuntimeError, ValueError) as error:
-        raise UserError(f"cannot write {file}: {_first_line(error)}") from None
-    except Exception as error:
-        if type(error).__name__ != "SafetensorError":
-            raise
-        raise UserError(f"cannot write {file}: {_first_line(error)}") from None
+            library = _safetensors()
+            failures += (library.SafetensorError,)
+            library.torch.save_file(tensors, str(file))
+    except failures as error:
+        raise UserError(f"cannot write {file}: {first_line(error)}") from None
 
 
 def read_file(file: Path) -> list[Item]:
     """The tensors of a safetensors file, by name, to be saved. UserError."""
+    library = _safetensors()
     try:
-        tensors: dict[str, torch.Tensor] = _safetensors().load_file(str(file))
-    except OSError as error:
-        raise UserError(f"{file} is no safetensors file: {_first_line(error)}") from None
-    except Exception as error:
-        if type(error).__name__ != "SafetensorError":
-            raise
-        raise UserError(f"{file} is no safetensors file: {_first_line(error)}") from None
+        tensors: dict[str, torch.Tensor] = library.torch.load_file(str(file))
+    except (OSError, library.SafetensorError) as error:
+        raise UserError(f"{file} is no safetensors file: {first_line(error)}") from None
     return [item_of(name, tensor) for name, tensor in sorted(tensors.items())]
 
 
@@ -96,9 +92,4 @@ def _safetensors() -> Any:
         import safetensors.torch
     except ImportError:
         raise UserError("this needs safetensors: pip install safetensors") from None
-    return safetensors.torch
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    return safetensors

@@ -16,11 +16,12 @@ import threading
 import time
 from collections.abc import Collection, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from holdfast.core.errors import Severed
+from holdfast.core.errors import Severed, first_line
 from holdfast.train import proof, sockets
 from holdfast.train.abort import Aborter
 from holdfast.train.transport import Message, Pending, Rendezvous
@@ -114,7 +115,7 @@ def wait_for(work: dist.Work, limit: timedelta) -> None:
     try:
         done = work.wait(limit)
     except RuntimeError as error:
-        raise Severed(f"gloo: {str(error).splitlines()[0]}") from None
+        raise Severed(f"gloo: {first_line(error)}") from None
     if not done:
         raise Severed("the view was given up")
 
@@ -149,7 +150,7 @@ class GlooTransport:
         try:
             group = dist.ProcessGroupGloo(store, rank, size, options)
         except RuntimeError as error:
-            raise Severed(f"gloo could not connect: {str(error).splitlines()[0]}") from None
+            raise Severed(f"gloo could not connect: {first_line(error)}") from None
         kept = sockets.keep_group_sockets(old, store.ports)
         for each in kept:
             sockets.probe(each)
@@ -172,17 +173,17 @@ class GlooTransport:
     ) -> _GlooPending:
         pending = _GlooPending([], self)
         with self._lock:
-            group = self._group
+            group: Any = self._group
             if group is None or self.severed:
                 raise Severed("the view was given up")
             self._under_way.add(pending)
             try:
                 for peer, tensor in receives:
-                    pending.works.append(group.recv([tensor], peer, tag))  # type: ignore[attr-defined]
+                    pending.works.append(group.recv([tensor], peer, tag))
                 for peer, tensor in sends:
-                    pending.works.append(group.send([tensor], peer, tag))  # type: ignore[attr-defined]
+                    pending.works.append(group.send([tensor], peer, tag))
             except RuntimeError as error:
-                raise Severed(f"gloo: {str(error).splitlines()[0]}") from None
+                raise Severed(f"gloo: {first_line(error)}") from None
         return pending
 
     def ended(self, pending: _GlooPending) -> None:

@@ -18,7 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from holdfast.core.errors import Severed
+from holdfast.core.errors import Severed, first_line
 from holdfast.train.gloo import GlooDevice, GlooTransport
 from holdfast.train.transport import Message, Pending, Rendezvous, Transport
 
@@ -149,5 +149,5 @@ class NcclTransport:
                     work.wait()  # orders the stream after the exchange; does not block the host
                 done.record()
         except RuntimeError as error:
-            raise Severed(f"nccl: {str(error).splitlines()[0]}") from None
+            raise Severed(f"nccl: {first_line(error)}") from None
         return done

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import xxhash
 
-from holdfast.core.errors import StateMismatch, UserError, WireError
+from holdfast.core.errors import StateMismatch, UserError, WireError, first_line
 
 Meta = tuple[str, tuple[int, ...]]  # dtype name, shape
 
@@ -104,10 +104,9 @@ def apply(protected: Mapping[str, Any], skeleton: bytes, tensors: list[torch.Ten
         try:
             obj.load_state_dict(state[name])
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
-            reason = str(error).strip().splitlines()[0]
             raise StateMismatch(
-                f"{name} cannot take the job's state ({reason}): every worker must build the same "
-                "objects"
+                f"{name} cannot take the job's state ({first_line(error)}): every worker must "
+                "build the same objects"
             ) from None
 
 
