@@ -70,6 +70,23 @@ def test_a_wrong_command_line(args: list[str], words: list[str], tmp_path: Path)
     assert not (tmp_path / "new").exists()
 
 
+def test_an_agent_tries_for_a_while_where_no_coordinator_answers(tmp_path: Path) -> None:
+    found = subprocess.run(
+        [*HOLDFAST, "agent", "--join", "127.0.0.1:1", "--patience-s", "0.1"],
+        check=False,
+        cwd=tmp_path,
+        env={**os.environ, "HOLDFAST_SECRET": "7a" * 32},
+        capture_output=True,
+        text=True,
+        timeout=RUN_S,
+    )
+    assert found.returncode == 2
+    first, last = found.stderr.splitlines()
+    assert "127.0.0.1:1 cannot be reached" in first
+    assert "trying for 0.1 s" in first
+    assert "is the job running?" in last
+
+
 @pytest.mark.parametrize(
     ("mistake", "words"),
     [

@@ -111,7 +111,9 @@ def test_a_rotten_checkpoint_is_passed_over_for_an_older_one(
         until_saved(run, tmp_path, 15)
         kill_all(run)
     newest = max(steps(tmp_path))
-    (pack,) = (tmp_path / "store" / "packs").glob(f"{newest:012d}-*")
+    shares = sorted((tmp_path / "store" / "packs").glob(f"{newest:012d}-*"))
+    assert len(shares) == 2  # each worker's
+    pack = shares[-1]
     data = bytearray(pack.read_bytes())
     data[len(data) // 2] ^= 1
     pack.write_bytes(bytes(data))

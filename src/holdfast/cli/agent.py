@@ -40,6 +40,12 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument(
         "--host", help="by which other nodes reach this one (default: as the coordinator sees it)"
     )
+    found.add_argument(
+        "--patience-s",
+        type=float,
+        default=60.0,
+        help="how long to try where no coordinator answers yet (default 60)",
+    )
     add_secret(found, "HOLDFAST_SECRET, or the run directory's")
     add_tls(found)
     found.add_argument(
@@ -57,7 +63,7 @@ def main(argv: list[str]) -> int:
     if options.nproc is not None and options.nproc < 1:
         raise UserError(f"--nproc {options.nproc}: at least 1 worker is needed")
     secret = load_secret(os.environ, file=options.secret_file, run_dir=options.run_dir)
-    reply = ask(contact, secret, JoinRequest(), JoinReply)
+    reply = ask(contact, secret, JoinRequest(), JoinReply, options.patience_s)
     spec = reply.spec
     name = AgentId(options.name or f"{socket.gethostname()}-{secrets.token_hex(3)}")
     if not os.path.isdir(spec.cwd) or not os.path.isfile(os.path.join(spec.cwd, spec.script)):
@@ -75,5 +81,6 @@ def main(argv: list[str]) -> int:
             join=options.join,
             tls=options.tls.absolute() if options.tls is not None else None,
             first_incarnation=incarnation_now() if options.name else 1,
-        )
+        ),
+        spec,
     )

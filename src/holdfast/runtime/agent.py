@@ -209,6 +209,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--host", help="by which other nodes reach this one")
     parser.add_argument("--parent", type=int)
     parser.add_argument("--tls", type=Path, metavar="DIR", help="with tls.crt, tls.key and ca.crt")
+    parser.add_argument("--orders", type=int, metavar="FD", help="to the checkpoint writer")
     options = parser.parse_args(argv)
     die_with_parent(options.parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides what Ctrl-C means
@@ -223,7 +224,9 @@ def main(argv: list[str]) -> int:
         core = machine.AgentMachine(
             options.name, Incarnation(options.incarnation), options.nproc, policy, os.getpid()
         )
-        template = WorkerTemplate(run_dir=run_dir, spec=spec, host=options.host)
+        template = WorkerTemplate(
+            run_dir=run_dir, spec=spec, host=options.host, orders_fd=options.orders
+        )
         # Nobody can take over from the only node, so nothing would follow from its checks.
         directory = str(run_dir.path) if spec.nodes_max > 1 else ""
         await AgentServer(core, template, policy, directory).run(contact, secret)

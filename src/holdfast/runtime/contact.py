@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+import sys
+import time
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -16,6 +18,7 @@ from holdfast.runtime.election import SCHEMES, locate, parse_election
 from holdfast.runtime.rundir import RunDir
 
 ANSWER_S = 5.0
+AGAIN_S = 0.5
 T = TypeVar("T")
 
 
@@ -72,8 +75,13 @@ def parse_address(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def ask(contact: Contact, secret: bytes, question: object, answer: type[T]) -> T:
-    """One question to the coordinator, and its answer. UserError when none comes."""
+def ask(
+    contact: Contact, secret: bytes, question: object, answer: type[T], patience_s: float = 0.0
+) -> T:
+    """One question to the coordinator, and its answer. UserError when none comes.
+
+    `patience_s`: how long to try again where nobody answers.
+    """
 
     async def exchange() -> T | None:
         channel = await contact.connect(secret)
@@ -82,14 +90,23 @@ def ask(contact: Contact, secret: bytes, question: object, answer: type[T]) -> T
         channel.close()
         return found
 
-    try:
-        reply = asyncio.run(exchange())
-    except asyncio.TimeoutError:
-        raise UserError(f"the coordinator at {contact} does not answer: ask again") from None
-    except (OSError, WorldError) as error:
-        raise UserError(
-            f"the coordinator at {contact} cannot be reached ({error}): is the job running?"
-        ) from None
-    if reply is None:
-        raise UserError(f"the coordinator at {contact} closed the connection: is the job over?")
-    return reply
+    deadline, told = time.monotonic() + patience_s, False
+    while True:
+        try:
+            reply = asyncio.run(exchange())
+        except asyncio.TimeoutError:
+            problem = f"the coordinator at {contact} does not answer"
+        except WorldError as error:
+            raise UserError(f"the coordinator at {contact} cannot be asked ({error})") from None
+        except OSError as error:
+            problem = f"the coordinator at {contact} cannot be reached ({error})"
+        else:
+            if reply is not None:
+                return reply
+            problem = f"the coordinator at {contact} closed the connection"
+        if time.monotonic() >= deadline:
+            raise UserError(f"{problem}: is the job running?")
+        if not told:
+            told = True
+            print(f"holdfast: {problem}; trying for {patience_s:g} s", file=sys.stderr, flush=True)
+        time.sleep(AGAIN_S)

@@ -41,7 +41,24 @@ class Node:
     tls: Path | None = None
     first_incarnation: int = 1
 
-    def agent(self) -> Kept:
+    def processes(self, spec: JobSpec) -> list[Kept]:
+        """The agent first; and who writes checkpoints, if the job has any."""
+        if not spec.store:
+            return [self.agent(None)]
+        orders, taken = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+        def command(starts: int) -> list[str]:
+            return [
+                *(sys.executable, "-m", "holdfast.runtime.writer", str(self.run_dir.path)),
+                *(str(taken.fileno()), str(os.getpid())),
+            ]
+
+        writer = Kept("checkpoint writer", command, pass_fds=[taken.fileno()], serves=True)
+        return [self.agent(orders), writer]
+
+    def agent(self, orders: socket.socket | None) -> Kept:
+        """`orders`: where its workers order checkpoints."""
+
         def command(starts: int) -> list[str]:
             return [
                 *(sys.executable, "-m", "holdfast.runtime.agent", str(self.run_dir.path)),
@@ -49,9 +66,10 @@ class Node:
                 *("--incarnation", str(self.first_incarnation + starts - 1)),
                 *("--nproc", str(self.nproc), "--parent", str(os.getpid())),
                 *(("--tls", str(self.tls)) if self.tls is not None else ()),
+                *(("--orders", str(orders.fileno())) if orders is not None else ()),
             ]
 
-        return Kept("agent", command)
+        return Kept("agent", command, pass_fds=[orders.fileno()] if orders is not None else [])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +128,7 @@ def launch_job(desk: Desk, spec: JobSpec, *, resume: bool = False) -> int:
     )
     election = ["--election", spec.election] if spec.election else []
     coordinator = desk.coordinator(election, ["--resume"] if resume else [])
-    interrupted = Supervisor([coordinator, node.agent()]).run()
+    interrupted = Supervisor([coordinator, *node.processes(spec)]).run()
     outcome = desk.run_dir.outcome()
     if outcome:
         print(f"holdfast: {outcome}", file=sys.stderr, flush=True)
@@ -119,9 +137,9 @@ def launch_job(desk: Desk, spec: JobSpec, *, resume: bool = False) -> int:
     return 0 if outcome == "" else 1
 
 
-def launch_node(node: Node) -> int:
+def launch_node(node: Node, spec: JobSpec) -> int:
     """Be a further node of a job, until that is over. Exit status 0, or 130 after Ctrl-C."""
-    return INTERRUPTED if Supervisor([node.agent()]).run() else 0
+    return INTERRUPTED if Supervisor(node.processes(spec)).run() else 0
 
 
 def launch_standby(desk: Desk, arguments: Sequence[str]) -> int:

@@ -34,6 +34,11 @@ class WorkerTemplate:
     run_dir: RunDir
     spec: JobSpec
     host: str
+    orders_fd: int | None = None  # to the checkpoint writer
+
+    @property
+    def pass_fds(self) -> tuple[int, ...]:
+        return () if self.orders_fd is None else (self.orders_fd,)
 
     def command(self) -> list[str]:
         spec = self.spec
@@ -59,9 +64,10 @@ class WorkerTemplate:
             "HOLDFAST_SEED": str(self.spec.seed),
             "HOLDFAST_RUN_DIR": str(self.run_dir.path.resolve()),
             "HOLDFAST_HOST": self.host,
+            "HOLDFAST_JOB": self.spec.job,
             "HOLDFAST_STORE": self.spec.store,
             "HOLDFAST_SAVE_EVERY": str(self.spec.save_every),
-            "HOLDFAST_KEEP_LAST": str(self.spec.keep_last),
+            "HOLDFAST_ORDERS_FD": str(-1 if self.orders_fd is None else self.orders_fd),
             "HOLDFAST_PEER_KEY": secret.derive_peer_key(self.run_dir.secret()).hex(),
         }
 
@@ -103,7 +109,7 @@ class WorkerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                pass_fds=(theirs.fileno(), story_write),
+                pass_fds=(theirs.fileno(), story_write, *self._template.pass_fds),
                 start_new_session=True,
             )
         except OSError:

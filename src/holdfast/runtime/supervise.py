@@ -29,6 +29,7 @@ class Kept:
     """A process that is started again when it crashes. `command` is told how often it started.
 
     `excused`: exit statuses after which it is started again however often, and what to say then.
+    `serves`: the others do without it if they must, and it is told to end when they have ended.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Kept:
     ends_with: Collection[int] = (0,)
     excused: Mapping[int, str] = field(default_factory=dict)
     pass_fds: Sequence[int] = ()
+    serves: bool = False
     running: list[subprocess.Popen[bytes]] = field(default_factory=list)  # none or one
     pidfd: int = -1
     starts: int = 0
@@ -101,6 +103,8 @@ class Supervisor:
         deadline = time.monotonic() + FAREWELL_S
         for kept in self._kept:
             for popen in kept.running:
+                if kept.serves:
+                    popen.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     popen.wait(max(deadline - time.monotonic(), 0.1))
 
@@ -113,6 +117,9 @@ class Supervisor:
         if code not in kept.excused:
             now = time.monotonic()
             kept.crashes = [t for t in kept.crashes if t > now - RESTART_WINDOW_S] + [now]
+            if len(kept.crashes) > RESTARTS_MAX and kept.serves:
+                _say(f"the {kept.name} died {len(kept.crashes)} times in a minute: it is given up")
+                return
             if len(kept.crashes) > RESTARTS_MAX:
                 raise WorldError(f"the {kept.name} died {len(kept.crashes)} times in a minute")
         why = kept.excused.get(code, f"the {kept.name} died ({code}) and is restarted")

@@ -19,6 +19,7 @@ from holdfast.store.manifest import (
     MANIFEST_BYTES_MAX,
     MANIFESTS,
     PACKS,
+    PARTS,
     SAVING,
     Entry,
     Intent,
@@ -103,10 +104,15 @@ class Checkpoints:
 
     # ------------------------------------------------------------ saving
 
-    def begin(self, step: int, fresh: bool = False) -> Saving:
-        """Begin to save step `step`. `fresh`: write everything anew, whatever is there."""
+    def begin(
+        self, step: int, fresh: bool = False, token: str = "", writer: int | None = None
+    ) -> Saving:
+        """Begin to save step `step`. `fresh`: write everything anew, whatever is there.
+
+        Of several writers each begins with the same token, which no other save ever has.
+        """
         base, known = (None, Known()) if fresh else self._base()
-        saving = Saving(self.storage, step, secrets.token_hex(8), known)
+        saving = Saving(self.storage, step, token or secrets.token_hex(8), known, writer)
         saving.base = base
         saving.announce()
         if base is not None and self.storage.size(manifest_name(base)) is None:
@@ -165,7 +171,7 @@ class Checkpoints:
         """Retire what the policy does not keep, then remove packs that nothing refers to."""
         steps = self.retire(policy) if policy is not None else ()
         # In this order: whoever wrote a pack is still saving, or has committed by then.
-        packs = self.storage.names(PACKS)
+        packs = [*self.storage.names(PACKS), *self.storage.names(PARTS)]
         intents = self._intents()
         tokens = {intent.token for intent in intents}
         used = {pack for intent in intents for pack in intent.packs}

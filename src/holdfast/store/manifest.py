@@ -2,7 +2,8 @@
 
     packs/STEP-TOKEN-N          payloads of chunks, one after the other
     manifests/STEP              written last: a checkpoint is there if and only if this is
-    saving/TOKEN                a save is under way, and which packs it may build upon
+    saving/TOKEN[.N]            a save is under way, and which packs it may build upon
+    parts/TOKEN.N               what one of several writers has saved, for the one that commits
 
 Every entry's bytes fall into chunks of equal size (the last one is shorter). A chunk is known by
 its length and digest, so one that has not changed since an earlier checkpoint stays where it is.
@@ -23,7 +24,7 @@ MAGIC = b"HFMANIF1"
 DIGEST_BYTES = 16
 CHUNK_BYTES = 1 << 20
 MANIFEST_BYTES_MAX = 1 << 30
-PACKS, MANIFESTS, SAVING = "packs/", "manifests/", "saving/"
+PACKS, MANIFESTS, SAVING, PARTS = "packs/", "manifests/", "saving/", "parts/"
 STEP_DIGITS = 12
 
 
@@ -79,6 +80,16 @@ class Manifest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What one writer has saved: entries whose runs refer to these packs."""
+
+    packs: tuple[str, ...]
+    entries: tuple[Entry, ...]
+    written_bytes: int  # the rest was there already
+    base: int | None = None  # the checkpoint that holds the rest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
     """One chunk of an entry, and where it lies."""
 
@@ -131,8 +142,14 @@ def pack_name(step: int, token: str, number: int) -> str:
     return f"{PACKS}{step:0{STEP_DIGITS}d}-{token}-{number}"
 
 
+def part_name(token: str, number: int) -> str:
+    return f"{PARTS}{token}.{number}"
+
+
 def token_of(name: str) -> str:
-    """Of the save that wrote a pack."""
+    """Of the save that wrote a pack or a part."""
+    if name.startswith(PARTS):
+        return name.removeprefix(PARTS).partition(".")[0]
     parts = name.removeprefix(PACKS).split("-")
     return parts[1] if len(parts) == 3 else ""
 
@@ -140,6 +157,7 @@ def token_of(name: str) -> str:
 _ENCODER = msgspec.msgpack.Encoder()
 _MANIFEST = msgspec.msgpack.Decoder(Manifest)
 _INTENT = msgspec.msgpack.Decoder(Intent)
+_PART = msgspec.msgpack.Decoder(Part)
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -168,6 +186,21 @@ def decode_intent(data: bytes, name: str) -> Intent:
         return _INTENT.decode(_unseal(data, name))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise Damaged(f"{name} cannot be read: {error}") from None
+
+
+def encode_part(part: Part) -> bytes:
+    return _seal(_ENCODER.encode(part))
+
+
+def decode_part(data: bytes, name: str) -> Part:
+    """Damaged. The rest of what it says is checked once it is in a manifest."""
+    try:
+        part = _PART.decode(_unseal(data, name))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise Damaged(f"{name} cannot be read: {error}") from None
+    if any(not 0 <= r.pack < len(part.packs) for e in part.entries for r in e.runs):
+        raise Damaged(f"{name} contradicts itself: a run lies in no pack")
+    return part
 
 
 def _seal(payload: bytes) -> bytes:

@@ -20,20 +20,27 @@ from dataclasses import dataclass
 from holdfast.core.errors import WorldError, require
 from holdfast.store.manifest import (
     CHUNK_BYTES,
+    PARTS,
     SAVING,
     Entry,
     Intent,
     Manifest,
+    Part,
     Run,
     chunks_of,
+    decode_part,
     digest,
     encode,
     encode_intent,
+    encode_part,
     manifest_name,
     pack_name,
+    part_name,
 )
-from holdfast.store.storage import Storage
+from holdfast.store.storage import Storage, read_all
 
+PART_BYTES_MAX = 1 << 30
+POLL_S, POLL_S_MAX = 0.01, 1.0  # between two looks for the parts of others
 LIVE_MIN = 0.5  # of a pack in use: below it, what is in use is written again
 
 
@@ -47,15 +54,6 @@ class Item:
     shape: tuple[int, ...] = ()
     offset: tuple[int, ...] = ()
     whole: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """What one writer has saved: entries whose runs refer to these packs."""
-
-    packs: tuple[str, ...]
-    entries: tuple[Entry, ...]
-    written_bytes: int  # the rest was there already
 
 
 class Known:
@@ -82,50 +80,90 @@ class Known:
 
 
 class Saving:
-    """One checkpoint under way. `known` is only read, and may be shared by its writers."""
+    """One checkpoint under way. `known` is only read, and may be shared by its writers.
 
-    def __init__(self, storage: Storage, step: int, token: str, known: Known) -> None:
+    `writer`: which one of several this is, whose token is the same; writer 0 commits.
+    """
+
+    def __init__(
+        self, storage: Storage, step: int, token: str, known: Known, writer: int | None = None
+    ) -> None:
         self.step = step
         self.token = token
         self._storage = storage
+        self._writer = writer
+        self._intent = f"{SAVING}{token}" + ("" if writer is None else f".{writer}")
         self.known = known
         self.base: int | None = None  # the checkpoint that it builds upon
 
-    def announce(self) -> None:
-        """From here on, what the save builds upon is not garbage."""
+    def announce(self, more: Sequence[str] = ()) -> None:
+        """From here on, what the save builds upon (and `more` packs) is not garbage."""
         intent = Intent(
             token=self.token,
             host=here(),
             pid=os.getpid(),
             time=time.time(),
-            packs=self.known.packs,
+            packs=tuple(dict.fromkeys([*self.known.packs, *more])),
         )
-        self._storage.put(f"{SAVING}{self.token}", [encode_intent(intent)])
+        self._storage.put(self._intent, [encode_intent(intent)])
 
     def write(self, items: Sequence[Item], writer: int = 0) -> Part:
         """Save these items; `writer` tells apart those of one checkpoint. WorldError."""
-        pack = pack_name(self.step, self.token, writer)
+        pack = pack_name(self.step, self.token, self._writer or writer)
         planner = _Planner(items, self.known, pack)
         new = planner.new_chunks()
         first = next(new, None)
         written = 0
         if first is not None:
             written = self._storage.put(pack, itertools.chain([first], new))
-        return Part(packs=planner.packs(), entries=planner.entries, written_bytes=written)
+        return Part(
+            packs=planner.packs(), entries=planner.entries, written_bytes=written, base=self.base
+        )
+
+    def publish(self, part: Part) -> None:
+        """For the writer that commits. WorldError."""
+        self._storage.put(part_name(self.token, self._writer or 0), [encode_part(part)])
+
+    def gather(self, writers: int, wait_s: float) -> list[Part]:
+        """The parts of the other writers. WorldError when one does not come in time."""
+        missing, parts = set(range(1, writers)), {}
+        deadline, pause_s = time.monotonic() + wait_s, POLL_S
+        while True:
+            there = set(self._storage.names(PARTS))
+            for writer in [w for w in missing if part_name(self.token, w) in there]:
+                name = part_name(self.token, writer)
+                parts[writer] = decode_part(read_all(self._storage, name, PART_BYTES_MAX), name)
+                missing.remove(writer)
+            if not missing:
+                return [parts[writer] for writer in sorted(parts)]
+            if time.monotonic() >= deadline:
+                some = ", ".join(map(str, sorted(missing)[:5]))
+                raise WorldError(f"the share of writer {some} has not come in {wait_s:.0f} s")
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 2, POLL_S_MAX)
 
     def abandon(self) -> None:
-        """The save has failed: nothing that it wrote is wanted any more."""
+        """What it wrote, unless it has been committed, is not wanted any more."""
         with contextlib.suppress(WorldError):
-            self._storage.delete(f"{SAVING}{self.token}")
+            if self._writer is not None:
+                self._storage.delete(part_name(self.token, self._writer))
+            self._storage.delete(self._intent)
 
     def commit(self, parts: Sequence[Part], about: dict[str, str]) -> Manifest:
         """All writers are done: the checkpoint exists once this returns. WorldError."""
         manifest = merge(self.step, self.token, parts, about)
+        if self._writer is not None:  # as in Checkpoints.begin: first announce, then look
+            self.announce(manifest.packs)
+            for base in {part.base for part in parts if part.base is not None}:
+                if self._storage.size(manifest_name(base)) is None:
+                    raise WorldError(f"step {base}, on which a share builds, has been retired")
         for pack in manifest.packs:
             if self._storage.size(pack) is None:
                 raise WorldError(f"step {self.step} cannot be kept: {pack} has vanished meanwhile")
         self._storage.put(manifest_name(self.step), [encode(manifest)])
-        self._storage.delete(f"{SAVING}{self.token}")
+        for writer in range(1, len(parts)) if self._writer is not None else ():
+            self._storage.delete(part_name(self.token, writer))
+        self._storage.delete(self._intent)
         return manifest
 
 

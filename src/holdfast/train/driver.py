@@ -44,6 +44,7 @@ class Driver:
         self.committed = 0
         self.begun: int | None = None  # the step that the script may compute
         self.released = 0  # the loop that the script may leave
+        self.to_save: tuple[int, View] | None = None  # after so many steps, as that view agreed
         self.failure: BaseException | None = None
         self.books: dict[int, dict[WorkerId, bytes]] = {}
         self._machine = machine.WorkerMachine(worker, incarnation)
@@ -92,6 +93,11 @@ class Driver:
     def pending(self) -> bool:
         with self.changed:
             return self._machine.pending
+
+    def save_after(self, step: int, view: View) -> None:
+        """All members of `view` have agreed to save the state that `step` leads to."""
+        with self.changed:
+            self.to_save = (step + 1, view)
 
     def hosted(self) -> tuple[int, ...]:
         with self.changed:

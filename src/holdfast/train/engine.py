@@ -16,9 +16,17 @@ from holdfast.core.errors import Severed, UserError, WorldError
 from holdfast.core.types import View
 from holdfast.train.buckets import Bucket, Gradients
 from holdfast.train.driver import Driver, Link, ViewRendezvous
-from holdfast.train.exchange import BucketSum, BuffersSpread, Layout, Operation, TableGather, vote
+from holdfast.train.exchange import (
+    BucketSum,
+    BuffersSpread,
+    Layout,
+    Operation,
+    TableGather,
+    Vote,
+    vote,
+)
 from holdfast.train.record import Buffers, StepTable
-from holdfast.train.saver import Restorer, say
+from holdfast.train.saver import Restorer, Saver, say
 from holdfast.train.transfer import StateSync
 from holdfast.train.transport import AloneTransport, Rendezvous, Transport
 
@@ -51,9 +59,11 @@ class Engine(threading.Thread):
         protected: Mapping[str, Any],
         make_transport: Callable[[], Transport],
         restorer: Restorer | None = None,
+        saver: Saver | None = None,
     ) -> None:
         super().__init__(name="holdfast-engine", daemon=True)
         self._restorer = restorer
+        self._saver = saver
         self._driver = driver
         self._link = link
         self._step = step
@@ -104,8 +114,16 @@ class Engine(threading.Thread):
             self._reduce(layout, transport, number)
             self._step.reduced_in = number
             driver.post(machine.Reduced(number, step))
-            pending = vote(transport, layout, number, step, driver.pending)
-            driver.post(machine.Voted(number, step, pending))
+            voted = vote(transport, layout, number, step, self._opinion(step))
+            if voted.save and not voted.busy:
+                driver.save_after(step, view)
+            driver.post(machine.Voted(number, step, voted.pending))
+
+    def _opinion(self, step: int) -> Vote:
+        driver, saver = self._driver, self._saver
+        if saver is None:
+            return Vote(driver.pending)
+        return Vote(driver.pending, saver.due(step + 1) and driver.leads, saver.busy)
 
     def _restore(self, view: View) -> None:
         """Nobody holds the state any more: the first member reads it, and the others get it."""

@@ -19,9 +19,10 @@ VARIABLES = (
     "HOLDFAST_RUN_DIR",
     "HOLDFAST_HOST",
     "HOLDFAST_PEER_KEY",
+    "HOLDFAST_JOB",
     "HOLDFAST_STORE",
     "HOLDFAST_SAVE_EVERY",
-    "HOLDFAST_KEEP_LAST",
+    "HOLDFAST_ORDERS_FD",
 )
 
 
@@ -38,7 +39,8 @@ class WorkerEnvironment:
     host: str = "127.0.0.1"
     store: str = ""  # where checkpoints are; empty: there are none
     save_every: int = 0  # steps
-    keep_last: int = 3  # checkpoints
+    orders_fd: int | None = None  # to the node's checkpoint writer
+    job: str = ""
     peer_key: bytes = field(default=b"", repr=False)  # proves to other workers whose we are
 
     @classmethod
@@ -50,7 +52,7 @@ class WorkerEnvironment:
             except ValueError:
                 raise UserError(f"{name}={text!r} is not a whole number: unset it") from None
 
-        fd = number("HOLDFAST_FD", -1)
+        fd, orders_fd = number("HOLDFAST_FD", -1), number("HOLDFAST_ORDERS_FD", -1)
         run_dir = environ.get("HOLDFAST_RUN_DIR")
         try:
             peer_key = bytes.fromhex(environ.get("HOLDFAST_PEER_KEY", ""))
@@ -66,7 +68,8 @@ class WorkerEnvironment:
             host=environ.get("HOLDFAST_HOST", "127.0.0.1"),
             store=environ.get("HOLDFAST_STORE", ""),
             save_every=number("HOLDFAST_SAVE_EVERY", 0),
-            keep_last=number("HOLDFAST_KEEP_LAST", 3),
+            orders_fd=orders_fd if orders_fd >= 0 else None,
+            job=environ.get("HOLDFAST_JOB", ""),
             peer_key=peer_key,
         )
 
@@ -74,10 +77,11 @@ class WorkerEnvironment:
 def take_channel(environment: WorkerEnvironment) -> int | None:
     """The channel's descriptor, once: children of this process must not inherit or reuse it.
 
-    Nor the peer key, which `environment` holds by now.
+    Nor the way to the checkpoint writer, nor the peer key, which `environment` holds by now.
     """
-    for name in ("HOLDFAST_FD", "HOLDFAST_PEER_KEY"):
+    for name in ("HOLDFAST_FD", "HOLDFAST_ORDERS_FD", "HOLDFAST_PEER_KEY"):
         os.environ.pop(name, None)
-    if environment.channel_fd is not None:
-        os.set_inheritable(environment.channel_fd, False)
+    for descriptor in (environment.channel_fd, environment.orders_fd):
+        if descriptor is not None:
+            os.set_inheritable(descriptor, False)
     return environment.channel_fd

@@ -200,13 +200,26 @@ def all_gather(transport: Transport, layout: Layout, mine: torch.Tensor, tag: in
     return table
 
 
-def vote(transport: Transport, layout: Layout, view: int, step: int, pending: bool) -> bool:
-    """The all-gather that ends a step; returns whether any member knows of a planned change."""
-    mine = torch.tensor([view, step, int(pending)], dtype=torch.int64)
-    votes = all_gather(transport, layout, mine, TAG_VOTE)
-    if not bool((votes[:, :2] == mine[:2]).all()):
+@dataclass(frozen=True, slots=True)
+class Vote:
+    """What a member says at the end of a step; what any of them says holds for all.
+
+    `pending`: it knows of a planned change. `save`: the state after this step should be saved.
+    `busy`: it still saves another one.
+    """
+
+    pending: bool
+    save: bool = False
+    busy: bool = False
+
+
+def vote(transport: Transport, layout: Layout, view: int, step: int, mine: Vote) -> Vote:
+    """The all-gather that ends a step."""
+    words = torch.tensor([view, step, mine.pending, mine.save, mine.busy], dtype=torch.int64)
+    votes = all_gather(transport, layout, words, TAG_VOTE)
+    if not bool((votes[:, :2] == words[:2]).all()):
         raise Severed(f"votes of view {view}, step {step} do not match: {votes.tolist()}")
-    return bool(votes[:, 2].any())
+    return Vote(*votes[:, 2:].any(dim=0).tolist())
 
 
 def _wait(pending: Pending | None) -> None:

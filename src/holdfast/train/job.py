@@ -23,7 +23,6 @@ from holdfast.core.errors import UserError
 from holdfast.observe.ledger import LedgerEntry, LedgerHeader, LedgerWriter, ledger_path
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.open import open_storage
-from holdfast.store.retention import Retention
 from holdfast.train.buckets import Gradients
 from holdfast.train.driver import Driver
 from holdfast.train.engine import Engine, StepState
@@ -274,14 +273,18 @@ class _Work:
         def make_transport() -> Transport:
             return NcclTransport(gloo, self._devices[0]) if self._devices else GlooTransport(gloo)
 
-        environment, protected, restorer = self._job._environment, self._job._protected, None
+        environment, protected = self._job._environment, self._job._protected
+        restorer = saver = None
         if environment.store:
             store = Checkpoints(open_storage(environment.store, say), say)
             restorer = Restorer(store, protected)
-            keep, every = Retention(last=environment.keep_last), environment.save_every
-            if every > 0:
-                self._saver = [Saver(store, every, keep, protected, self._saved)]
-        Engine(self._driver, link, self._step, protected, make_transport, restorer).start()
+            if environment.save_every > 0 and environment.orders_fd is not None:
+                orders = socket.socket(fileno=environment.orders_fd)
+                saver = Saver(
+                    orders, environment.job, environment.save_every, protected, self._saved
+                )
+                self._saver = [saver]
+        Engine(self._driver, link, self._step, protected, make_transport, restorer, saver).start()
 
     def _saved(self, step: int) -> None:
         self._driver.post(machine.Saved(step))
@@ -322,9 +325,10 @@ class _Work:
             # The script has applied the last step, and is still in the loop of that step: what it
             # does between two loops it would do again to a state that was saved after it.
             whole = self._stepped and self._step.index == committed - 1
+            agreed = driver.to_save
         for saver in self._saver:
-            if whole and driver.leads:
-                saver.at_boundary(committed)
+            if whole and agreed is not None and agreed[0] == committed:
+                saver.at_boundary(committed, agreed[1], driver.worker)
         with driver.changed:
             driver.post(machine.AtBoundary())
             self._wait(lambda: driver.begun is not None)

@@ -1,12 +1,14 @@
 """Checkpoints of a running job: a copy at a step boundary, written while training goes on.
 
-The leader saves; if it is lost meanwhile, that checkpoint never was, and the next leader saves the
-next one. A save that fails or is still under way costs a checkpoint, never training.
+All members of a view agree in a vote that the next boundary is to be saved; then each copies its
+share of the state into memory that outlives it, and has the writer of its node save that. A save
+that fails costs a checkpoint, never training.
 """
 
 from __future__ import annotations
 
 import re
+import socket
 import sys
 import threading
 import time
@@ -15,13 +17,24 @@ from typing import Any
 
 import torch
 
-from holdfast.core.errors import Damaged, HoldfastError, WorldError
+from holdfast.core.errors import Damaged, WorldError
+from holdfast.core.types import View, WorkerId
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.loading import OneEntry
-from holdfast.store.retention import Retention
-from holdfast.store.saving import Item
+from holdfast.store.manifest import Entry
+from holdfast.store.snapshot import (
+    ALIGN,
+    Arena,
+    Order,
+    Slot,
+    read_answer,
+    send,
+    table_of,
+    token_for,
+)
 from holdfast.train import state
-from holdfast.train.formats import bytes_of, item_of
+from holdfast.train.formats import bytes_of
+from holdfast.train.shares import Slice, share_of
 
 SKELETON = ".skeleton"  # the entry with everything that is no tensor
 SKELETON_BYTES_MAX = 1 << 30
@@ -29,65 +42,97 @@ _PLACE = re.compile(r"\[('?)(.*?)\1\]")
 
 
 class Saver:
-    """`saved` is told of each step that has become durable, in a thread of the saver's."""
+    """`orders`: to the node's writer. `saved` is told, in a thread, of steps that are durable."""
 
     def __init__(
         self,
-        store: Checkpoints,
+        orders: socket.socket,
+        job: str,
         every: int,
-        keep: Retention,
         protected: Mapping[str, Any],
         saved: Callable[[int], None],
     ) -> None:
-        self._store = store
+        self._orders = orders
+        self._job = job
         self._every = every
-        self._keep = keep
         self._protected = protected
         self._saved = saved
-        self._copies: list[torch.Tensor] = []  # reused from one checkpoint to the next
+        self._arena = Arena()
         self._thread: list[threading.Thread] = []  # the save under way: none or one
-        self._last = 0
+        self._last: int | None = None  # step that was saved, or that this worker began with
 
-    def at_boundary(self, step: int) -> bool:
-        """The state is that after `step` steps: copy it, if it is time, and begin to save it.
+    @property
+    def busy(self) -> bool:
+        return any(thread.is_alive() for thread in self._thread)
 
-        Returns whether it did. The caller waits for the copy only.
-        """
-        due = step > 0 and step % self._every == 0 and step != self._last
-        if not due or any(thread.is_alive() for thread in self._thread):
-            return False
+    def due(self, step: int) -> bool:
+        """Whether the state after `step` steps should be saved. To be asked for each step."""
+        if self._last is None:
+            self._last = step - 1
+        return step // self._every > self._last // self._every
+
+    def at_boundary(self, step: int, view: View, me: WorkerId) -> None:
+        """The state is that after `step` steps: copy this worker's share, and have it saved."""
         self._last = step
-        skeleton, names, tensors = state.capture_named(self._protected)
-        self._copy(tensors)
-        items = [Item(name=SKELETON, data=memoryview(skeleton))]
-        named = zip(names, self._copies, strict=True)
-        items += [item_of(_readable(name), tensor) for name, tensor in named]
-        save = threading.Thread(target=self._save, args=(step, items), daemon=True)
-        self._thread = [save]
-        save.start()
-        return True
+        rank, size, began = view.workers.index(me), len(view.members), time.monotonic()
+        try:
+            table_at, table_bytes = self._copy(rank, size)
+            order = Order(
+                step=step,
+                token=token_for(self._job, view.number, step),
+                rank=rank,
+                size=size,
+                table_at=table_at,
+                table_bytes=table_bytes,
+            )
+            answers = send(self._orders, order, self._arena)
+        except (OSError, WorldError) as error:
+            say(f"step {step} is not saved: {error}")
+            return
+        self._thread = [
+            threading.Thread(target=self._await, args=(step, began, answers), daemon=True)
+        ]
+        self._thread[0].start()
 
     def finish(self, timeout_s: float) -> None:
         """Wait for a save under way."""
         for thread in self._thread:
             thread.join(timeout_s)
 
-    def _copy(self, tensors: Sequence[torch.Tensor]) -> None:
-        like = [(t.shape, t.dtype) for t in tensors]
-        if [(t.shape, t.dtype) for t in self._copies] != like:
-            self._copies = [torch.zeros(shape, dtype=dtype) for shape, dtype in like]
-        for copy, tensor in zip(self._copies, tensors, strict=True):
-            copy.copy_(tensor.detach())
+    def _copy(self, rank: int, size: int) -> tuple[int, int]:
+        """Returns where the table of the copies is, and its bytes."""
+        skeleton, names, tensors = state.capture_named(self._protected)
+        slices = share_of(tensors, rank, size)
+        slots: list[Slot] = []
+        at = 0
+        if rank == 0:
+            slots.append(Slot(name=SKELETON, start=0, size=len(skeleton)))
+            at = len(skeleton)
+        places = []
+        for each in slices:
+            at = -(-at // ALIGN) * ALIGN
+            part = _part(tensors[each.tensor], each)
+            slots.append(_slot(_readable(names[each.tensor]), tensors[each.tensor], each, at))
+            places.append((at, part))
+            at += part.nbytes
+        table = table_of(slots)
+        self._arena.fit(at + len(table))
+        memory = self._arena.memory
+        if rank == 0:
+            memory[: len(skeleton)] = skeleton
+        for start, part in places:
+            if part.nbytes:
+                copy = torch.frombuffer(memory, dtype=torch.uint8, count=part.nbytes, offset=start)
+                copy.view(part.dtype).view(part.shape).copy_(part)
+        memory[at : at + len(table)] = table
+        return at, len(table)
 
-    def _save(self, step: int, items: Sequence[Item]) -> None:
-        began = time.monotonic()
-        try:
-            self._store.save(step, items, {"steps": str(step)})
+    def _await(self, step: int, began: float, answers: int) -> None:
+        answer = read_answer(answers)
+        if answer.problem:
+            say(f"step {step} is not saved: {answer.problem}")
+        elif answer.durable:
             self._saved(step)
-            self._store.collect(self._keep)
-        except HoldfastError as error:
-            say(f"step {step} is not saved: {error}")
-        else:
             say(f"step {step} is saved, in {time.monotonic() - began:.2f} s")
 
 
@@ -105,9 +150,9 @@ class Restorer:
         skeleton = bytes(first.data)
         tensors = [state.empty(meta) for meta in state.metas(skeleton)]
         entries = [e for e in manifest.entries if e.name != SKELETON]
-        if [t.nbytes for t in tensors] != [e.size for e in entries]:
+        places = _places(entries, tensors)
+        if places is None:
             raise Damaged(f"the checkpoint of step {step} contradicts itself")
-        places = [(e, bytes_of(t)) for e, t in zip(entries, tensors, strict=True)]
         self._store.load(step, lambda manifest: places)
         loading()
         state.apply(self._protected, skeleton, tensors)
@@ -123,9 +168,45 @@ class Restorer:
         return 0
 
 
+def _places(
+    entries: Sequence[Entry], tensors: Sequence[torch.Tensor]
+) -> list[tuple[Entry, memoryview]] | None:
+    """Where in the tensors the entries belong, one after the other; None if they do not fit."""
+    places: list[tuple[Entry, memoryview]] = []
+    supply = iter(entries)
+    for tensor in tensors:
+        memory, at = bytes_of(tensor), 0
+        whole = False
+        while not whole:
+            entry = next(supply, None)
+            if entry is None or at + entry.size > len(memory):
+                return None
+            places.append((entry, memory[at : at + entry.size]))
+            at += entry.size
+            whole = at == len(memory)
+    return places if next(supply, None) is None else None
+
+
 def _readable(path: str) -> str:
     """state['model']['layer.weight'] as model.layer.weight."""
     return _PLACE.sub(r".\2", path).removeprefix("state.")
+
+
+def _part(tensor: torch.Tensor, each: Slice) -> torch.Tensor:
+    return tensor.detach()[each.start : each.stop] if each.cut else tensor.detach()
+
+
+def _slot(name: str, tensor: torch.Tensor, each: Slice, at: int) -> Slot:
+    part, below = _part(tensor, each), (0,) * (tensor.dim() - 1)
+    return Slot(
+        name=name,
+        start=at,
+        size=part.nbytes,
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        shape=tuple(part.shape),
+        offset=(each.start, *below) if each.cut else (),
+        whole=tuple(tensor.shape) if each.cut else (),
+    )
 
 
 def say(text: str) -> None:

@@ -1,0 +1,106 @@
+"""The checkpoint writer of a node: saves what its workers have copied, while they train on.
+
+    python -m holdfast.runtime.writer RUN_DIR FD PARENT_PID
+
+It takes orders from a socket that it inherits and shares its end of with nobody (see
+store/snapshot.py). Each order is carried out in a thread of its own: share 0 of a checkpoint waits
+for the others, which may come from other nodes, and commits. Nice to everything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+from holdfast.core.errors import Damaged, HoldfastError
+from holdfast.runtime.lifetime import die_with_parent
+from holdfast.runtime.rundir import RunDir
+from holdfast.store.checkpoints import Checkpoints
+from holdfast.store.open import open_storage
+from holdfast.store.retention import Retention
+from holdfast.store.saving import Saving
+from holdfast.store.snapshot import Answer, Delivery, receive
+
+NICENESS = 10
+OTHERS_S = 30.0  # to wait for the other shares, at least; and at least
+OTHERS_TIMES = 4.0  # what this share has taken
+
+
+class Writer:
+    """See the module's docstring."""
+
+    def __init__(self, store: Checkpoints, keep: Retention) -> None:
+        self._store = store
+        self._keep = keep
+        self._last: dict[int, Saving] = {}  # by share
+
+    def serve(self, channel: socket.socket) -> None:
+        """Until no worker and no agent is left that could order anything."""
+        while True:
+            try:
+                delivery = receive(channel)
+            except Damaged as error:
+                _say(str(error))
+                continue
+            if delivery is None:
+                return
+            threading.Thread(target=self._carry_out, args=(delivery,), daemon=True).start()
+
+    def _carry_out(self, delivery: Delivery) -> None:
+        try:
+            answer = Answer(durable=self._save(delivery))
+        except HoldfastError as error:
+            answer = Answer(problem=str(error))
+        delivery.answer(answer)
+
+    def _save(self, delivery: Delivery) -> bool:
+        """Whether the whole checkpoint is durable now, and not this share only."""
+        order, began = delivery.order, time.monotonic()
+        before = self._last.pop(order.rank, None)
+        if before is not None:
+            before.abandon()
+        saving = self._store.begin(order.step, token=order.token, writer=order.rank)
+        try:
+            part = saving.write(delivery.items())
+            if order.rank > 0:
+                saving.publish(part)
+                self._last[order.rank] = saving
+                return False
+            wait_s = max(OTHERS_S, OTHERS_TIMES * (time.monotonic() - began))
+            parts = [part, *saving.gather(order.size, wait_s)]
+            saving.commit(parts, {"steps": str(order.step)})
+        except BaseException:
+            saving.abandon()
+            raise
+        self._store.collect(self._keep)
+        return True
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m holdfast.runtime.writer")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("fd", type=int)
+    parser.add_argument("parent_pid", type=int)
+    options = parser.parse_args(argv)
+    die_with_parent(options.parent_pid)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides what Ctrl-C means
+    os.nice(NICENESS)
+    spec = RunDir(options.run_dir).spec()
+    store = Checkpoints(open_storage(spec.store, _say), _say)
+    with socket.socket(fileno=options.fd) as channel:
+        Writer(store, Retention(last=spec.keep_last)).serve(channel)
+    return 0
+
+
+def _say(text: str) -> None:
+    print(f"holdfast: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

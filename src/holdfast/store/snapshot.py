@@ -1,0 +1,179 @@
+"""A worker's share of a checkpoint, in memory that outlives the worker.
+
+The worker copies its share into memory without a name (memfd) and hands the descriptor to the
+writer process of its node, over a socket that keeps messages apart (SOCK_SEQPACKET) and that all
+workers of the node share. Whatever happens to the worker then, the writer has the bytes. The answer
+comes through a pipe; its end without one means that the writer has died.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import mmap
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from holdfast.core.errors import Damaged, WorldError
+from holdfast.store.manifest import digest
+from holdfast.store.saving import Item
+
+PACKET_BYTES_MAX = 4096
+ALIGN = 64  # bytes; any tensor may begin there
+GROW = 1 << 20
+_DESCRIPTORS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """One item, and where its bytes lie in the memory."""
+
+    name: str
+    start: int
+    size: int
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    offset: tuple[int, ...] = ()
+    whole: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """Save this memory as share `rank` of `size` of the checkpoint of `step`.
+
+    `token`: what all shares of one checkpoint, and no others, have in common. `table_at` and
+    `table_bytes`: where in the memory its slots are listed.
+    """
+
+    step: int
+    token: str
+    rank: int
+    size: int
+    table_at: int
+    table_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """`problem`: why the share is not saved; else `durable`, once the whole checkpoint is."""
+
+    problem: str = ""
+    durable: bool = False
+
+
+def token_for(job: str, view: int, step: int) -> str:
+    """The same for all members of a view, and for no other job: 16 hexadecimal digits."""
+    return digest(f"{job} {view} {step}".encode()).hex()[:16]
+
+
+class Arena:
+    """Memory that is grown when needed, touched once, and used again and again."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create("holdfast-snapshot", os.MFD_CLOEXEC)
+        self.memory: memoryview = memoryview(b"")
+
+    def fit(self, size: int) -> None:
+        """Have at least `size` bytes; what they held is lost if there were fewer. OSError."""
+        if size <= len(self.memory):
+            return
+        size = -(-size // GROW) * GROW
+        os.posix_fallocate(self.descriptor, 0, size)  # now, not in the middle of a step
+        self.memory = memoryview(mmap.mmap(self.descriptor, size))
+        zeros = bytes(GROW)
+        for start in range(0, size, GROW):
+            self.memory[start : start + GROW] = zeros
+
+
+def table_of(slots: Sequence[Slot]) -> bytes:
+    """As it stands in the memory."""
+    return msgspec.msgpack.encode(slots)
+
+
+def send(channel: socket.socket, order: Order, arena: Arena) -> int:
+    """Returns the descriptor where the answer will come. WorldError when nobody takes orders."""
+    answers, theirs = os.pipe()
+    descriptors = array.array("i", [arena.descriptor, theirs])
+    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)]
+    try:
+        channel.sendmsg([msgspec.msgpack.encode(order)], ancillary, socket.MSG_DONTWAIT)
+    except OSError as error:
+        os.close(answers)
+        raise WorldError(f"the checkpoint writer takes no orders: {error.strerror}") from None
+    finally:
+        os.close(theirs)
+    return answers
+
+
+def read_answer(descriptor: int) -> Answer:
+    """Blocks until it comes; closes the descriptor."""
+    with os.fdopen(descriptor, "rb") as pipe:
+        data = pipe.read()
+    try:
+        return msgspec.msgpack.decode(data, type=Answer)
+    except msgspec.MsgspecError:
+        return Answer(problem="the checkpoint writer has died")
+
+
+class Delivery:
+    """An order as it arrived, with its memory. Close it when it is carried out."""
+
+    def __init__(self, packet: bytes, descriptors: Sequence[int]) -> None:
+        """Damaged for what no worker sends; the descriptors are closed then."""
+        self._descriptors = list(descriptors)
+        try:
+            self.order = msgspec.msgpack.decode(packet, type=Order)
+            memory, _ = descriptors
+            self._map = mmap.mmap(memory, 0, prot=mmap.PROT_READ)
+        except (msgspec.MsgspecError, ValueError, OSError) as error:
+            self._close_descriptors()
+            raise Damaged(f"an order for a checkpoint cannot be read: {error}") from None
+
+    def items(self) -> list[Item]:
+        """What is to be saved. Damaged."""
+        memory, order = memoryview(self._map), self.order
+        try:
+            table = memory[order.table_at : order.table_at + order.table_bytes]
+            slots = msgspec.msgpack.decode(table, type=list[Slot])
+        except msgspec.MsgspecError as error:
+            raise Damaged(f"a snapshot's table cannot be read: {error}") from None
+        if any(not 0 <= slot.start <= slot.start + slot.size <= len(memory) for slot in slots):
+            raise Damaged("a snapshot's table names places outside of it")
+        return [
+            Item(
+                name=slot.name,
+                data=memory[slot.start : slot.start + slot.size],
+                dtype=slot.dtype,
+                shape=slot.shape,
+                offset=slot.offset,
+                whole=slot.whole,
+            )
+            for slot in slots
+        ]
+
+    def answer(self, answer: Answer) -> None:
+        with contextlib.suppress(OSError):  # the worker has gone
+            os.write(self._descriptors[1], msgspec.msgpack.encode(answer))
+        self._close_descriptors()
+
+    def _close_descriptors(self) -> None:
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors = []
+
+
+def receive(channel: socket.socket) -> Delivery | None:
+    """The next order; None when nobody can send one any more. Damaged."""
+    room = socket.CMSG_SPACE(_DESCRIPTORS * array.array("i").itemsize)
+    packet, ancillary, _, _ = channel.recvmsg(PACKET_BYTES_MAX, room, socket.MSG_CMSG_CLOEXEC)
+    descriptors = array.array("i")
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+    if not packet and not descriptors:
+        return None
+    return Delivery(packet, list(descriptors))

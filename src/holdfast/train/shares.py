@@ -1,0 +1,47 @@
+"""How the workers of a view share the saving of a state that all of them hold.
+
+The tensors' bytes, one tensor after the other, fall into one contiguous share for each rank, cut
+between rows (the first dimension). So the shares, in the order of the ranks, are the state again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Rows `start` to `stop` of a tensor; all of it, if it is not `cut`."""
+
+    tensor: int
+    start: int
+    stop: int
+    cut: bool
+
+
+def share_of(tensors: Sequence[torch.Tensor], rank: int, size: int) -> list[Slice]:
+    """What rank `rank` of `size` saves; every row of every tensor is in exactly one share."""
+    total = sum(t.nbytes for t in tensors)
+    begin, end = total * rank // size, total * (rank + 1) // size
+    found: list[Slice] = []
+    at = 0
+    for index, tensor in enumerate(tensors):
+        rows = tensor.shape[0] if tensor.dim() else 1
+        if tensor.nbytes == 0:
+            if begin <= at < end or (rank == size - 1 and at == total):
+                found.append(Slice(index, 0, rows, cut=False))
+            continue
+        row = tensor.nbytes // rows
+        start = _clamp(-((at - begin) // row), rows) if rank > 0 else 0
+        stop = _clamp(-((at - end) // row), rows) if rank < size - 1 else rows
+        if start < stop:
+            found.append(Slice(index, start, stop, cut=stop - start < rows))
+        at += tensor.nbytes
+    return found
+
+
+def _clamp(row: int, rows: int) -> int:
+    return min(max(row, 0), rows)
