@@ -1,0 +1,274 @@
+"""Shares of a checkpoint: how a state falls into them, and the process that saves them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conftest import RUN_S
+from holdfast.cli.run import make_spec, parser
+from holdfast.core.errors import WorldError
+from holdfast.core.types import AgentId, Incarnation, Member, View, ViewNumber, WorkerId
+from holdfast.runtime.rundir import RunDir
+from holdfast.runtime.writer import Writer
+from holdfast.store.checkpoints import Checkpoints
+from holdfast.store.files import FileStorage
+from holdfast.store.manifest import PARTS, SAVING
+from holdfast.store.retention import Retention
+from holdfast.store.snapshot import (
+    Answer,
+    Arena,
+    Order,
+    Slot,
+    read_answer,
+    receive,
+    send,
+    table_of,
+    token_for,
+)
+from holdfast.train.saver import Restorer, Saver
+from holdfast.train.shares import share_of
+from support import until
+
+SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=3), max_size=8)
+
+
+@given(SHAPES, st.integers(1, 6))
+def test_shares_are_the_state_again_in_the_order_of_the_ranks(
+    shapes: list[list[int]], size: int
+) -> None:
+    tensors = [torch.zeros(shape) for shape in shapes]
+    rows = {i: (t.shape[0] if t.dim() else 1) for i, t in enumerate(tensors)}
+    at, share = (0, 0), sum(t.nbytes for t in tensors) / size
+    for rank in range(size):
+        taken = share_of(tensors, rank, size)
+        saved = 0
+        for each in taken:
+            assert (each.tensor, each.start) == at
+            assert each.cut == (each.stop - each.start < rows[each.tensor])
+            saved += (
+                (each.stop - each.start) * tensors[each.tensor].nbytes // max(rows[each.tensor], 1)
+            )
+            at = (each.tensor, each.stop) if each.stop < rows[each.tensor] else (each.tensor + 1, 0)
+        widest = max((t.nbytes // max(rows[i], 1) for i, t in enumerate(tensors)), default=0)
+        assert abs(saved - share) <= widest
+    assert at == (len(tensors), 0)
+
+
+class Thing:
+    """A protected object with tensors of several kinds."""
+
+    def __init__(self, seed: int) -> None:
+        made = torch.Generator().manual_seed(seed)
+        self.state: dict[str, object] = {
+            "matrix": torch.randn(301, 40, generator=made),
+            "scalar": torch.tensor(seed),
+            "none": torch.zeros(0, 3),
+            "half": torch.randn(7, 5, generator=made).to(torch.bfloat16),
+            "words": ["a", seed, None],
+        }
+
+    def state_dict(self) -> dict[str, object]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        self.state = state
+
+
+def same(a: Thing, b: Thing) -> bool:
+    pairs = [(a.state[k], b.state[k]) for k in a.state]
+    return all(torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in pairs)
+
+
+def view(size: int, number: int = 1) -> View:
+    workers = [WorkerId(i) for i in range(size)]
+    return View(
+        number=ViewNumber(number),
+        members=tuple(
+            Member(worker=w, incarnation=Incarnation(1), agent=AgentId("node0")) for w in workers
+        ),
+        owners=tuple(workers),
+        resume_step=0,
+        leader=workers[0],
+    )
+
+
+@pytest.fixture
+def orders(tmp_path: Path) -> Iterator[socket.socket]:
+    """To a writer in a thread, which saves under tmp_path."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    writer = Writer(Checkpoints(FileStorage(tmp_path)), Retention(last=3))
+    thread = threading.Thread(target=writer.serve, args=(theirs,))
+    thread.start()
+    yield ours
+    ours.close()
+    thread.join(RUN_S)
+    theirs.close()
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_what_several_workers_save_any_one_restores(
+    size: int, tmp_path: Path, orders: socket.socket
+) -> None:
+    saved: list[int] = []
+    savers = [Saver(orders, "job", 10, {"thing": Thing(1)}, saved.append) for _ in range(size)]
+    store, other = Checkpoints(FileStorage(tmp_path)), Thing(2)
+    for number, step in enumerate((10, 20, 30, 40), start=1):
+        for rank, saver in enumerate(savers):
+            saver.at_boundary(step, view(size, number), WorkerId(rank))
+        for saver in savers:
+            saver.finish(RUN_S)
+            assert not saver.busy
+    assert saved == [10, 20, 30, 40]
+    assert store.steps() == [20, 30, 40]
+    Restorer(store, {"thing": other}).restore(40, lambda: None)
+    assert same(other, Thing(1))
+    assert store.storage.names(PARTS) == []
+    assert len(store.manifest(40).packs) == size  # nothing has changed: all is of step 10
+    assert {p.split("/")[1][:12] for p in store.manifest(40).packs} == {f"{10:012d}"}
+
+
+def test_a_share_that_does_not_come_costs_the_checkpoint(
+    tmp_path: Path, orders: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("holdfast.runtime.writer.OTHERS_S", 0.1)
+    answer = read_answer(order_share(orders, 10, 0, 2))
+    assert "writer 1 has not come" in answer.problem
+    store = Checkpoints(FileStorage(tmp_path))
+    assert store.steps() == []
+    assert store.storage.names(SAVING) == []
+    answer = read_answer(order_share(orders, 20, 1, 2))  # and one that nobody waits for
+    assert (answer.problem, answer.durable) == ("", False)
+    assert store.steps() == []
+
+
+def test_what_is_no_order_is_passed_over(tmp_path: Path, orders: socket.socket) -> None:
+    orders.send(b"nonsense")
+    arena = Arena()
+    arena.fit(10)
+    good = Order(step=1, token="ab", rank=0, size=1, table_at=0, table_bytes=0)
+    for bad in (
+        replace(good, table_at=1 << 40, table_bytes=9),
+        replace(good, table_at=-3, table_bytes=9),
+        put_table(arena, good, [Slot(name="x", start=1 << 40, size=1)]),
+        put_table(arena, good, [Slot(name="x", start=-9, size=1)]),
+    ):
+        assert "a snapshot's table" in read_answer(send(orders, bad, arena)).problem
+    assert read_answer(order_share(orders, 10, 0, 1)).durable
+
+
+def put_table(arena: Arena, order: Order, slots: list[Slot]) -> Order:
+    table = table_of(slots)
+    arena.memory[: len(table)] = table
+    return replace(order, table_bytes=len(table))
+
+
+def order_share(orders: socket.socket, step: int, rank: int, size: int) -> int:
+    """A share with a single item; returns where the answer will come."""
+    data = bytes([step, rank]) * 100_000
+    table = table_of([Slot(name=f"part{rank}", start=0, size=len(data))])
+    arena = Arena()
+    arena.fit(len(data) + len(table))
+    arena.memory[: len(data)] = data
+    arena.memory[len(data) : len(data) + len(table)] = table
+    order = Order(
+        step=step,
+        token=token_for("job", 1, step),
+        rank=rank,
+        size=size,
+        table_at=len(data),
+        table_bytes=len(table),
+    )
+    return send(orders, order, arena)
+
+
+def test_orders_end_with_those_who_give_them() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.close()
+    assert receive(theirs) is None
+    theirs.close()
+
+
+def test_without_a_writer_an_order_says_so() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    theirs.close()
+    with pytest.raises(WorldError, match="takes no orders"):
+        order_share(ours, 1, 0, 1)
+    ours.close()
+
+
+# ---------------------------------------------------------------- real processes
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], socket.socket]]:
+    """A writer process, and where to send it orders; it saves under tmp_path / "store"."""
+    script = tmp_path / "script.py"
+    script.touch()
+    options = ["--store", str(tmp_path / "store"), str(script)]
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.create(make_spec(parser().parse_args(options)), os.urandom(32))
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    popen = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "holdfast.runtime.writer", str(run_dir.path)),
+            *(str(theirs.fileno()), str(os.getpid())),
+        ],
+        pass_fds=[theirs.fileno()],
+    )
+    theirs.close()
+    yield popen, ours
+    ours.close()
+    assert popen.wait(RUN_S) in (0, -signal.SIGKILL)
+
+
+def test_a_worker_that_dies_after_its_copy_has_saved_it(
+    tmp_path: Path, process: tuple[subprocess.Popen[bytes], socket.socket]
+) -> None:
+    popen, orders = process
+    popen.send_signal(signal.SIGSTOP)  # nothing is saved while the worker lives
+    code = (
+        "import os, socket, sys; sys.path[:0] = sys.argv[2:]\n"
+        "from test_snapshot import order_share\n"
+        "order_share(socket.socket(fileno=int(sys.argv[1])), 10, 0, 1)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    worker = subprocess.run(
+        [sys.executable, "-c", code, str(orders.fileno()), str(Path(__file__).parent)],
+        pass_fds=[orders.fileno()],
+        check=False,
+        timeout=RUN_S,
+    )
+    assert worker.returncode == -signal.SIGKILL
+    popen.send_signal(signal.SIGCONT)
+    store = Checkpoints(FileStorage(tmp_path / "store"))
+    until(lambda: store.steps() == [10], "the checkpoint")
+    assert store.verify(10) == []
+
+
+def test_a_writer_that_dies_is_noticed_and_what_it_wrote_is_garbage(
+    tmp_path: Path, process: tuple[subprocess.Popen[bytes], socket.socket]
+) -> None:
+    popen, orders = process
+    store = Checkpoints(FileStorage(tmp_path / "store"))
+    answers = order_share(orders, 10, 0, 2)  # the other share never comes
+    until(lambda: store.storage.names("packs/"), "its share")
+    popen.kill()
+    popen.wait(RUN_S)
+    assert read_answer(answers) == Answer(problem="the checkpoint writer has died")
+    assert store.steps() == []
+    assert store.collect().packs == 1
+    assert store.storage.names("") == []
