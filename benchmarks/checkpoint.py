@@ -11,7 +11,10 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import socket
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 import warnings
@@ -24,10 +27,14 @@ import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 
+from holdfast.cli.run import make_spec, parser
+from holdfast.core.types import AgentId, Incarnation, Member, View, ViewNumber, WorkerId
+from holdfast.runtime.rundir import RunDir
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.disk import RealDisk, aligned
 from holdfast.store.files import FileStorage
 from holdfast.train.formats import bytes_of, item_of
+from holdfast.train.saver import Saver
 
 TENSORS = 150
 ELEMENTS = 2_300_000  # float32, of each
@@ -37,8 +44,66 @@ State = dict[str, torch.Tensor]
 
 @dataclass(slots=True)
 class Times:
+    stall_s: list[float] = field(default_factory=list)  # until training could go on
     save_s: list[float] = field(default_factory=list)
     load_s: list[float] = field(default_factory=list)
+
+
+class Protected:
+    """A training script's state, as `job.protect` takes it."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def state_dict(self) -> State:
+        return self._state
+
+    def load_state_dict(self, state: State) -> None:
+        raise NotImplementedError
+
+
+class RunningJob:
+    """What the only worker of a job does at a step boundary, with the node's writer process."""
+
+    def __init__(self, state: State, folder: Path) -> None:
+        self.store = folder / "store"
+        self._durable: list[int] = []
+        self._step = 0
+        run_dir = RunDir(folder / "run")
+        run_dir.create(make_spec(parser().parse_args(["--store", str(self.store), __file__])), b"")
+        orders, taken = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._writer = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "holdfast.runtime.writer", str(run_dir.path)),
+                *(str(taken.fileno()), str(os.getpid())),
+            ],
+            pass_fds=[taken.fileno()],
+        )
+        taken.close()
+        self._orders = orders
+        self._saver = Saver(orders, "job", 1, {"model": Protected(state)}, self._durable.append)
+
+    def begin(self) -> None:
+        """Returns when training could go on."""
+        self._step += 1
+        me, node = WorkerId(0), AgentId("node0")
+        view = View(
+            number=ViewNumber(1),
+            members=(Member(worker=me, incarnation=Incarnation(1), agent=node),),
+            owners=(me,),
+            resume_step=0,
+            leader=me,
+        )
+        self._saver.at_boundary(self._step, view, me)
+
+    def finish(self) -> None:
+        """Returns when the checkpoint is durable."""
+        self._saver.finish(600.0)
+        assert self._durable[-1] == self._step
+
+    def close(self) -> None:
+        self._orders.close()
+        self._writer.wait()
 
 
 def make_state() -> State:
@@ -70,6 +135,11 @@ def load_holdfast(state: State, folder: Path) -> None:
     )
 
 
+def copy(state: State, copies: State) -> None:
+    for name, tensor in state.items():
+        copies[name].copy_(tensor)
+
+
 def save_torch(state: State, folder: Path) -> None:
     torch.save(state, folder / "state.pt")
 
@@ -96,9 +166,8 @@ def load_dcp(state: State, folder: Path) -> None:
     dcp.load(state, checkpoint_id=folder / "dcp", no_dist=True)
 
 
-def save_async(state: State, folder: Path) -> None:
-    saving: Any = dcp.async_save(state, checkpoint_id=folder / "dcp", no_dist=True)
-    saving.result()
+def begin_async(state: State, folder: Path) -> Any:
+    return dcp.async_save(state, checkpoint_id=folder / "dcp", no_dist=True)
 
 
 def save_raw(state: State, folder: Path) -> None:
@@ -124,32 +193,70 @@ WAYS: dict[str, tuple[Callable[[State, Path], None], Callable[[State, Path], Non
     "torch.save": (save_torch, load_torch),
     "safetensors": (save_safetensors, load_safetensors),
     "DCP save": (save_dcp, load_dcp),
-    "DCP async_save": (save_async, load_dcp),
 }
+COPY, JOB, ASYNC = "a plain copy in memory", "Holdfast, in a running job", "DCP async_save"
 
 
 def measure(rounds: int = 5, within: Path | None = None) -> dict[str, Times]:
-    """Each way in turn, `rounds` times; what each has loaded must be what was saved."""
+    """Each way in turn, `rounds` times; what each has loaded must be what was saved.
+
+    One round more comes first and is not counted: in it buffers are made that are used again.
+    """
     warnings.filterwarnings("ignore", category=UserWarning)
     state = make_state()
     loaded = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-    found = {way: Times() for way in WAYS}
-    for _ in range(rounds):
-        for way, (save, load) in WAYS.items():
-            with contextlib.ExitStack() as stack:
-                folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=within)))
-                os.sync()
-                began = time.perf_counter()
-                save(state, folder)
-                sync(folder)
-                found[way].save_s.append(time.perf_counter() - began)
-                warm(folder)
-                began = time.perf_counter()
-                load(loaded, folder)
-                found[way].load_s.append(time.perf_counter() - began)
-                if way != "the disk itself":
-                    assert all(torch.equal(loaded[k], v) for k, v in state.items()), way
+    found = {way: Times() for way in (*WAYS, COPY, JOB, ASYNC)}
+    with contextlib.ExitStack() as stack:
+        home = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=within)))
+        job = RunningJob(state, home)
+        stack.callback(job.close)
+        for number in range(rounds + 1):
+            times = {way: Times() for way in found} if number == 0 else found
+            for way in WAYS:
+                one_round(way, times[way], state, loaded, within)
+            measure_stalls(times, job, state, loaded, within)
     return found
+
+
+def one_round(way: str, times: Times, state: State, loaded: State, within: Path | None) -> None:
+    save, load = WAYS[way]
+    with tempfile.TemporaryDirectory(dir=within) as name:
+        folder = Path(name)
+        os.sync()
+        began = time.perf_counter()
+        save(state, folder)
+        sync(folder)
+        times.save_s.append(time.perf_counter() - began)
+        warm(folder)
+        began = time.perf_counter()
+        load(loaded, folder)
+        times.load_s.append(time.perf_counter() - began)
+    if way != "the disk itself":
+        assert all(torch.equal(loaded[k], v) for k, v in state.items()), way
+
+
+def measure_stalls(
+    found: dict[str, Times], job: RunningJob, state: State, loaded: State, within: Path | None
+) -> None:
+    """How long training stands still for a save that then goes on by itself."""
+    began = time.perf_counter()
+    copy(state, loaded)
+    found[COPY].stall_s.append(time.perf_counter() - began)
+    os.sync()
+    began = time.perf_counter()
+    job.begin()
+    found[JOB].stall_s.append(time.perf_counter() - began)
+    job.finish()
+    found[JOB].save_s.append(time.perf_counter() - began)
+    shutil.rmtree(job.store)
+    with tempfile.TemporaryDirectory(dir=within) as name:
+        os.sync()
+        began = time.perf_counter()
+        saving = begin_async(state, Path(name))
+        found[ASYNC].stall_s.append(time.perf_counter() - began)
+        saving.result()
+        sync(Path(name))
+        found[ASYNC].save_s.append(time.perf_counter() - began)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,8 +284,9 @@ def measure_series() -> Series:
 
 def main() -> None:
     for way, times in measure().items():
-        saved, loaded = statistics.median(times.save_s), statistics.median(times.load_s)
-        print(f"{way}: save {saved:.2f} s, load {loaded:.2f} s")
+        series = {"stall": times.stall_s, "save": times.save_s, "load": times.load_s}
+        medians = {k: f"{statistics.median(v):.2f} s" for k, v in series.items() if v}
+        print(way, medians, flush=True)
     print(measure_series())
 
 

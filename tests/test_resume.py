@@ -104,6 +104,22 @@ def test_an_interrupted_job_can_be_resumed_and_a_finished_one_not(
     assert "has succeeded" in capsys.readouterr().err
 
 
+def test_a_preempted_job_saves_before_it_stops(
+    tmp_path: Path, reference: Callable[[int], str]
+) -> None:
+    options = ["--nproc", "2", "--virtual", "4", "--save-every", "1000"]
+    with LocalRun(tmp_path / "run", [*options, "--store", str(tmp_path / "store")], WORDS) as run:
+        run.until(lambda: run.members() and run.status()["step"] > 5, RUN_S, "some steps")
+        run.signal(signal.SIGTERM)
+        assert run.wait(RUN_S) == 130
+    (step,) = steps(tmp_path)
+    assert step > 5
+    with resumed(run) as again:
+        assert finish(again) == reference(STEPS)
+        assert f"from the checkpoint of step {step}" in str(again.events("view"))
+    assert main(["ledger", "verify", str(run.run_dir.path)]) == 0
+
+
 def test_a_rotten_checkpoint_is_passed_over_for_an_older_one(
     tmp_path: Path, reference: Callable[[int], str]
 ) -> None:

@@ -31,9 +31,9 @@ from holdfast.runtime.procfs import sample_process
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.secret import read_run_dir
 from holdfast.runtime.tls import client_of
-from holdfast.wire.messages import Address, AddressBook, DrainRequest
+from holdfast.wire.messages import Address, AddressBook, DrainRequest, SaveRequest
 
-FROM_COORDINATOR = (Directive, AddressBook, DrainRequest)
+FROM_COORDINATOR = (Directive, AddressBook, DrainRequest, SaveRequest)
 RECONNECT_S = 0.1
 HEALTH_S = 10.0  # between two rounds of light checks
 TICK_S_MIN = 0.01

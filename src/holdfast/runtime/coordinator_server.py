@@ -45,6 +45,7 @@ from holdfast.wire.messages import (
     DrainRequest,
     JoinReply,
     JoinRequest,
+    SaveRequest,
     StatusReply,
     StatusRequest,
     StopRequest,
@@ -54,6 +55,8 @@ Incoming = AgentReport | Address | JoinRequest | StatusRequest | StopRequest | D
 INCOMING = (AgentReport, Address, JoinRequest, StatusRequest, StopRequest, DrainRequest)
 TICK_S_MIN = 0.002
 FAREWELL_S = 2.0  # how long agents may take to hear that the job is over
+GRACE_S = 25.0  # for a last checkpoint; schedulers give 30 s between the signal and the kill
+POLL_S = 0.02
 CRASHED = 70  # exit status of a coordinator that met a bug of ours
 DEPOSED = 75  # of one that is not in office any more: start it again, and it stands by
 
@@ -128,6 +131,7 @@ class CoordinatorServer:
         self._addresses: dict[WorkerId, bytes] = {}  # of the members of `_addressed`
         self._addressed = 0
         self._pipe = EffectPipe()
+        self._stopping: asyncio.Task[None] | None = None
         self._saving: asyncio.Task[None] | None = None
         self._finished = asyncio.Event()
         self._outcome = ""
@@ -153,7 +157,20 @@ class CoordinatorServer:
         return self._outcome
 
     def stop(self, reason: str) -> None:
-        """End the job."""
+        """End the job, after a last checkpoint if it keeps any; asked again, at once."""
+        again = self._stopping is not None
+        if again or not (self._spec.store and self._spec.save_every and self._agents):
+            self._feed(machine.StopRequested(reason))
+        else:
+            self._stopping = asyncio.ensure_future(self._save_and_stop(reason))
+
+    async def _save_and_stop(self, reason: str) -> None:
+        self.say("stop", "the job stops after a last checkpoint")
+        step, deadline = self._core.snapshot().step, time.monotonic() + GRACE_S
+        for channel in self._agents.values():
+            channel.send(SaveRequest())
+        while self._core.snapshot().record.saved < step and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_S)
         self._feed(machine.StopRequested(reason))
 
     async def _agents_gone(self) -> None:
@@ -180,7 +197,7 @@ class CoordinatorServer:
                     case StatusRequest():
                         channel.send(StatusReply(text=json.dumps(self._status())))
                     case StopRequest():
-                        self._feed(machine.StopRequested(message.reason))
+                        self.stop(message.reason)
                     case DrainRequest():
                         channel.send(DrainReply(problem=self._pass_on(message)))
                     case _:

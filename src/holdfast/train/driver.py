@@ -45,6 +45,7 @@ class Driver:
         self.begun: int | None = None  # the step that the script may compute
         self.released = 0  # the loop that the script may leave
         self.to_save: tuple[int, View] | None = None  # after so many steps, as that view agreed
+        self.save_wanted = False  # at the next boundary, by an operator
         self.failure: BaseException | None = None
         self.books: dict[int, dict[WorkerId, bytes]] = {}
         self._machine = machine.WorkerMachine(worker, incarnation)
@@ -94,10 +95,15 @@ class Driver:
         with self.changed:
             return self._machine.pending
 
+    def want_save(self) -> None:
+        with self.changed:
+            self.save_wanted = True
+
     def save_after(self, step: int, view: View) -> None:
         """All members of `view` have agreed to save the state that `step` leads to."""
         with self.changed:
             self.to_save = (step + 1, view)
+            self.save_wanted = False
 
     def hosted(self) -> tuple[int, ...]:
         with self.changed:

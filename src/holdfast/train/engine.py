@@ -123,7 +123,8 @@ class Engine(threading.Thread):
         driver, saver = self._driver, self._saver
         if saver is None:
             return Vote(driver.pending)
-        return Vote(driver.pending, saver.due(step + 1) and driver.leads, saver.busy)
+        due = saver.due(step + 1) and driver.leads
+        return Vote(driver.pending, due or driver.save_wanted, saver.busy)
 
     def _restore(self, view: View) -> None:
         """Nobody holds the state any more: the first member reads it, and the others get it."""
