@@ -28,6 +28,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from holdfast.cli.run import make_spec, parser
+from holdfast.core.interval import Pace, PacePolicy
 from holdfast.core.types import AgentId, Incarnation, Member, View, ViewNumber, WorkerId
 from holdfast.runtime.rundir import RunDir
 from holdfast.store.checkpoints import Checkpoints
@@ -81,7 +82,8 @@ class RunningJob:
         )
         taken.close()
         self._orders = orders
-        self._saver = Saver(orders, "job", 1, {"model": Protected(state)}, self._durable.append)
+        pace, protected = Pace(PacePolicy(), 0.0), {"model": Protected(state)}
+        self._saver = Saver(orders, "job", 1, pace, protected, self._durable.append)
 
     def begin(self) -> None:
         """Returns when training could go on."""

@@ -38,6 +38,8 @@ def fails(run: LocalRun) -> str:
         (["run", "--nproc", "0", SCRIPT], ["--nproc 0"]),
         (["run", "--nproc", "2", "--min-workers", "3", SCRIPT], ["--min-workers 3"]),
         (["run", "--threads", "0", SCRIPT], ["--threads 0"]),
+        (["run", "--save-every", "0", SCRIPT], ["--save-every", "'0'", "auto"]),
+        (["run", "--save-between", "9", "3", SCRIPT], ["--save-between 9 3"]),
         (["run", "--run-dir", "/proc/none", SCRIPT], ["/proc/none", "--run-dir"]),
         (["run", "--run-dir", "new", "--port", "99999", SCRIPT], ["--port 99999"]),
         (["run", "--run-dir", "new", "--host", "0.0.0.0", SCRIPT], ["--host", "0.0.0.0"]),

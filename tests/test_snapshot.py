@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from conftest import RUN_S
 from holdfast.cli.run import make_spec, parser
 from holdfast.core.errors import WorldError
+from holdfast.core.interval import Pace, PacePolicy
 from holdfast.core.types import AgentId, Incarnation, Member, View, ViewNumber, WorkerId
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.writer import Writer
@@ -124,7 +125,10 @@ def test_what_several_workers_save_any_one_restores(
     size: int, tmp_path: Path, orders: socket.socket
 ) -> None:
     saved: list[int] = []
-    savers = [Saver(orders, "job", 10, {"thing": Thing(1)}, saved.append) for _ in range(size)]
+    savers = [
+        Saver(orders, "job", 10, Pace(PacePolicy(), 0.0), {"thing": Thing(1)}, saved.append)
+        for _ in range(size)
+    ]
     store, other = Checkpoints(FileStorage(tmp_path)), Thing(2)
     for number, step in enumerate((10, 20, 30, 40), start=1):
         for rank, saver in enumerate(savers):

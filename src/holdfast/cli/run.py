@@ -122,11 +122,33 @@ def _add_checkpoints(found: argparse.ArgumentParser) -> None:
         help=f"save checkpoints there, where every node reaches it: {FORM}",
     )
     found.add_argument(
-        "--save-every", type=int, default=100, metavar="N", help="steps (default 100)"
+        "--save-every",
+        type=_save_every,
+        default=0,
+        metavar="N|auto",
+        help="steps; auto (the default): as often as pays, by what a save costs and how often "
+        "workers are lost",
+    )
+    found.add_argument(
+        "--save-between",
+        type=float,
+        nargs=2,
+        default=(10.0, 1800.0),
+        metavar=("LEAST", "MOST"),
+        help="seconds; bounds for auto (default 10 1800)",
     )
     found.add_argument(
         "--keep-last", type=int, default=3, metavar="K", help="checkpoints (default 3)"
     )
+
+
+def _save_every(text: str) -> int:
+    """0 for auto."""
+    if text == "auto":
+        return 0
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a number of steps")
+    return int(text)
 
 
 def main(argv: list[str]) -> int:
@@ -172,9 +194,12 @@ def make_spec(options: argparse.Namespace) -> JobSpec:
         raise UserError(f"--abandon-s {options.abandon_s} must be at least twice --lease-s")
     if options.store:
         open_storage(options.store)
-    for flag in ("threads", "losses_max", "hang_s", "lease_s", "save_every", "keep_last"):
+    for flag in ("threads", "losses_max", "hang_s", "lease_s", "keep_last"):
         if getattr(options, flag) <= 0:
             raise UserError(f"--{flag.replace('_', '-')} {getattr(options, flag)} must be positive")
+    least_s, most_s = options.save_between
+    if not 0 < least_s <= most_s:
+        raise UserError(f"--save-between {least_s:g} {most_s:g}: LEAST must be from 0 to MOST")
     if not options.script.is_file():
         raise UserError(f"there is no script {options.script}: check the path")
     return JobSpec(
@@ -196,5 +221,7 @@ def make_spec(options: argparse.Namespace) -> JobSpec:
         losses_max=options.losses_max,
         store=absolute_store(options.store) if options.store else "",
         save_every=options.save_every,
+        save_least_s=least_s,
+        save_most_s=most_s,
         keep_last=options.keep_last,
     )

@@ -42,7 +42,9 @@ class JobSpec:
     hang_s: float
     losses_max: int
     store: str = ""  # where checkpoints are; empty: none are saved
-    save_every: int = 0  # steps
+    save_every: int = 0  # steps; 0: as often as pays (core/interval.py)
+    save_least_s: float = 10.0
+    save_most_s: float = 1800.0
     keep_last: int = 3  # checkpoints
 
     def lease(self) -> LeasePolicy:

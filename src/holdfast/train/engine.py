@@ -99,6 +99,8 @@ class Engine(threading.Thread):
         driver, number = self._driver, view.number
         layout = Layout.of(view, driver.worker)
         driver.adopt_group(number, transport)
+        if self._saver is not None:
+            self._saver.enter(view)
         self._open(view, layout, transport)
         if view.joiners:
             ranks = {w: r for r, w in enumerate(view.workers)}

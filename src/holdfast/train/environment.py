@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from holdfast.core.errors import UserError
+from holdfast.core.interval import PacePolicy
 from holdfast.core.types import Incarnation, WorkerId
 
 VARIABLES = (
@@ -22,6 +23,7 @@ VARIABLES = (
     "HOLDFAST_JOB",
     "HOLDFAST_STORE",
     "HOLDFAST_SAVE_EVERY",
+    "HOLDFAST_SAVE_BETWEEN",
     "HOLDFAST_ORDERS_FD",
 )
 
@@ -38,7 +40,8 @@ class WorkerEnvironment:
     run_dir: Path | None = None
     host: str = "127.0.0.1"
     store: str = ""  # where checkpoints are; empty: there are none
-    save_every: int = 0  # steps
+    save_every: int = 0  # steps; 0: as often as pays
+    pace: PacePolicy = field(default_factory=PacePolicy)
     orders_fd: int | None = None  # to the node's checkpoint writer
     job: str = ""
     peer_key: bytes = field(default=b"", repr=False)  # proves to other workers whose we are
@@ -54,6 +57,12 @@ class WorkerEnvironment:
 
         fd, orders_fd = number("HOLDFAST_FD", -1), number("HOLDFAST_ORDERS_FD", -1)
         run_dir = environ.get("HOLDFAST_RUN_DIR")
+        between = environ.get("HOLDFAST_SAVE_BETWEEN", "")
+        try:
+            pace = PacePolicy(*map(float, between.split())) if between else PacePolicy()
+        except (ValueError, TypeError):
+            text = f"HOLDFAST_SAVE_BETWEEN={between!r} is not two numbers of seconds: unset it"
+            raise UserError(text) from None
         try:
             peer_key = bytes.fromhex(environ.get("HOLDFAST_PEER_KEY", ""))
         except ValueError:
@@ -68,6 +77,7 @@ class WorkerEnvironment:
             host=environ.get("HOLDFAST_HOST", "127.0.0.1"),
             store=environ.get("HOLDFAST_STORE", ""),
             save_every=number("HOLDFAST_SAVE_EVERY", 0),
+            pace=pace,
             orders_fd=orders_fd if orders_fd >= 0 else None,
             job=environ.get("HOLDFAST_JOB", ""),
             peer_key=peer_key,

@@ -10,6 +10,7 @@ import dataclasses
 import os
 import random
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 from holdfast.core import tree
 from holdfast.core import worker as machine
 from holdfast.core.errors import UserError
+from holdfast.core.interval import Pace
 from holdfast.observe.ledger import LedgerEntry, LedgerHeader, LedgerWriter, ledger_path
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.open import open_storage
@@ -278,11 +280,11 @@ class _Work:
         if environment.store:
             store = Checkpoints(open_storage(environment.store, say), say)
             restorer = Restorer(store, protected)
-            if environment.save_every > 0 and environment.orders_fd is not None:
+            if environment.orders_fd is not None:
                 orders = socket.socket(fileno=environment.orders_fd)
-                saver = Saver(
-                    orders, environment.job, environment.save_every, protected, self._saved
-                )
+                pace = Pace(environment.pace, time.monotonic())
+                every = environment.save_every
+                saver = Saver(orders, environment.job, every, pace, protected, self._saved)
                 self._saver = [saver]
         Engine(self._driver, link, self._step, protected, make_transport, restorer, saver).start()
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from holdfast.core.errors import Damaged, WorldError
+from holdfast.core.interval import Pace
 from holdfast.core.types import View, WorkerId
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.loading import OneEntry
@@ -42,19 +43,24 @@ _PLACE = re.compile(r"\[('?)(.*?)\1\]")
 
 
 class Saver:
-    """`orders`: to the node's writer. `saved` is told, in a thread, of steps that are durable."""
+    """`orders`: to the node's writer. `saved` is told, in a thread, of steps that are durable.
+
+    `every`: steps; 0 when it is for `pace` to say how often.
+    """
 
     def __init__(
         self,
         orders: socket.socket,
         job: str,
         every: int,
+        pace: Pace,
         protected: Mapping[str, Any],
         saved: Callable[[int], None],
     ) -> None:
         self._orders = orders
         self._job = job
         self._every = every
+        self._pace = pace
         self._protected = protected
         self._saved = saved
         self._arena = Arena()
@@ -66,10 +72,18 @@ class Saver:
         return any(thread.is_alive() for thread in self._thread)
 
     def due(self, step: int) -> bool:
-        """Whether the state after `step` steps should be saved. To be asked for each step."""
+        """Whether the state after `step` steps should be saved. To be asked once for each step."""
+        now = time.monotonic()
+        self._pace.step(now, self.busy)
+        if not self._every:
+            return self._pace.due(now)
         if self._last is None:
             self._last = step - 1
         return step // self._every > self._last // self._every
+
+    def enter(self, view: View) -> None:
+        """The workers of a new view are known."""
+        self._pace.members((m.worker, m.incarnation) for m in view.members)
 
     def at_boundary(self, step: int, view: View, me: WorkerId) -> None:
         """The state is that after `step` steps: copy this worker's share, and have it saved."""
@@ -89,6 +103,8 @@ class Saver:
         except (OSError, WorldError) as error:
             say(f"step {step} is not saved: {error}")
             return
+        now = time.monotonic()
+        self._pace.began(now, now - began)
         self._thread = [
             threading.Thread(target=self._await, args=(step, began, answers), daemon=True)
         ]
@@ -133,7 +149,8 @@ class Saver:
             say(f"step {step} is not saved: {answer.problem}")
         elif answer.durable:
             self._saved(step)
-            say(f"step {step} is saved, in {time.monotonic() - began:.2f} s")
+            how_often = "" if self._every else f"; {self._pace}"
+            say(f"step {step} is saved, in {time.monotonic() - began:.2f} s{how_often}")
 
 
 class Restorer:
