@@ -58,6 +58,18 @@ def test_saving_changes_nothing_and_keeps_the_newest(
     assert "model.first.weight" in capsys.readouterr().out
 
 
+def test_without_a_number_of_steps_a_job_saves_as_often_as_pays(
+    tmp_path: Path, reference: Callable[[int], str]
+) -> None:
+    options = ["--nproc", "2", "--virtual", "4", "--store", str(tmp_path / "store")]
+    with LocalRun(tmp_path / "run", [*options, "--save-between", "0.1", "0.2"], WORDS) as run:
+        assert finish(run) == reference(STEPS)
+    assert len(steps(tmp_path)) > 1
+    logs = "".join(path.read_text() for path in run.run_dir.logs.iterdir())
+    assert "every 0.2 s: a save costs" in logs
+    assert "one of 2 workers is lost every" in logs
+
+
 def test_when_all_workers_are_lost_the_newest_checkpoint_is_begun_from(
     tmp_path: Path, reference: Callable[[int], str]
 ) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +22,7 @@ from hypothesis import strategies as st
 
 from conftest import RUN_S
 from holdfast.cli.run import make_spec, parser
-from holdfast.core.errors import WorldError
+from holdfast.core.errors import Damaged, Severed, WorldError
 from holdfast.core.interval import Pace, PacePolicy
 from holdfast.core.types import AgentId, Incarnation, Member, View, ViewNumber, WorkerId
 from holdfast.runtime.rundir import RunDir
@@ -39,8 +42,11 @@ from holdfast.store.snapshot import (
     table_of,
     token_for,
 )
-from holdfast.train.saver import Restorer, Saver
+from holdfast.train.exchange import Layout
+from holdfast.train.restoring import Restorer
+from holdfast.train.saver import Saver
 from holdfast.train.shares import share_of
+from holdfast.train.transport import Message
 from support import until
 
 SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=3), max_size=8)
@@ -129,7 +135,7 @@ def test_what_several_workers_save_any_one_restores(
         Saver(orders, "job", 10, Pace(PacePolicy(), 0.0), {"thing": Thing(1)}, saved.append)
         for _ in range(size)
     ]
-    store, other = Checkpoints(FileStorage(tmp_path)), Thing(2)
+    store = Checkpoints(FileStorage(tmp_path))
     for number, step in enumerate((10, 20, 30, 40), start=1):
         for rank, saver in enumerate(savers):
             saver.at_boundary(step, view(size, number), WorkerId(rank))
@@ -138,11 +144,79 @@ def test_what_several_workers_save_any_one_restores(
             assert not saver.busy
     assert saved == [10, 20, 30, 40]
     assert store.steps() == [20, 30, 40]
-    Restorer(store, {"thing": other}).restore(40, lambda: None)
-    assert same(other, Thing(1))
+    for readers in (1, 2, 3):
+        things = [Thing(2) for _ in range(readers)]
+        restore_together(store, 40, things)
+        assert all(same(thing, Thing(1)) for thing in things)
     assert store.storage.names(PARTS) == []
     assert len(store.manifest(40).packs) == size  # nothing has changed: all is of step 10
     assert {p.split("/")[1][:12] for p in store.manifest(40).packs} == {f"{10:012d}"}
+
+
+class Mail:
+    """A transport of threads: messages of a pair arrive in the order sent, once both are there."""
+
+    ordered = False
+
+    def __init__(self, boxes: dict[tuple[int, int], queue.Queue[torch.Tensor]], rank: int) -> None:
+        self.boxes = boxes
+        self.rank = rank
+
+    def exchange(self, sends: list[Message], receives: list[Message], tag: int) -> Mail:
+        for peer, tensor in sends:
+            self.boxes[self.rank, peer].put(tensor.clone())
+        for peer, tensor in receives:
+            tensor.copy_(self.boxes[peer, self.rank].get(timeout=RUN_S))
+        return self
+
+    def wait(self) -> None:
+        return
+
+
+class Noisy(Mail):
+    """What rank 0 sends loses a bit."""
+
+    def exchange(self, sends: list[Message], receives: list[Message], tag: int) -> Mail:
+        if self.rank == 0 and sends:
+            sends = [(peer, tensor.clone()) for peer, tensor in sends]
+            sends[0][1].view(torch.uint8)[0] ^= 1
+        return super().exchange(sends, receives, tag)
+
+
+def restore_together(
+    store: Checkpoints, step: int, things: list[Thing], mail: type[Mail] = Mail
+) -> None:
+    """Each thing is that of one member of a view."""
+    size = len(things)
+    boxes = {(a, b): queue.Queue[torch.Tensor]() for a in range(size) for b in range(size)}
+
+    def restore(rank: int) -> None:
+        transport: Any = mail(boxes, rank)
+        layout = Layout.of(view(size), WorkerId(rank))
+        Restorer(store, {"thing": things[rank]}).restore(step, transport, layout, lambda: None)
+
+    with ThreadPoolExecutor(size) as pool:
+        for done in [pool.submit(restore, rank) for rank in range(size)]:
+            done.result(RUN_S)
+
+
+def test_nothing_wrong_is_restored(tmp_path: Path, orders: socket.socket) -> None:
+    saved: list[int] = []
+    saver = Saver(orders, "job", 10, Pace(PacePolicy(), 0.0), {"thing": Thing(1)}, saved.append)
+    saver.at_boundary(10, view(1), WorkerId(0))
+    saver.finish(RUN_S)
+    store, things = Checkpoints(FileStorage(tmp_path)), [Thing(2), Thing(2)]
+    with pytest.raises(Severed, match="that rank 0 read arrived damaged"):
+        restore_together(store, 10, things, Noisy)
+    assert same(things[1], Thing(2))
+    (pack,) = (tmp_path / "packs").iterdir()
+    data = bytearray(pack.read_bytes())
+    data[len(data) // 4] ^= 1
+    pack.write_bytes(bytes(data))
+    things = [Thing(2)]
+    with pytest.raises(Damaged, match="thing"):
+        restore_together(store, 10, things)
+    assert same(things[0], Thing(2))
 
 
 def test_a_share_that_does_not_come_costs_the_checkpoint(

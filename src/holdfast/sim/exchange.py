@@ -275,9 +275,10 @@ def loaded(process: Process, group: Group) -> None:
 
 
 def restore(process: Process, group: Group) -> None:
-    """Begin from a checkpoint: the first member reads it, for all of them."""
+    """Begin from a checkpoint: each reads its share, and one of them finds what is wrong."""
     view, saved = group.view, process.world.truth.saved
-    if process.key == group.keys[0] and not saved[view.resume_step]:
+    reader = group.keys[view.number % len(group.keys)]
+    if process.key == reader and not saved[view.resume_step]:
         older = [step for step, readable in saved.items() if readable and step < view.resume_step]
         process.feed(Unreadable(view.number, view.resume_step, max(older, default=0)))
         return

@@ -26,7 +26,8 @@ from holdfast.train.exchange import (
     vote,
 )
 from holdfast.train.record import Buffers, StepTable
-from holdfast.train.saver import Restorer, Saver, say
+from holdfast.train.restoring import Restorer
+from holdfast.train.saver import Saver, say
 from holdfast.train.transfer import StateSync
 from holdfast.train.transport import AloneTransport, Rendezvous, Transport
 
@@ -104,8 +105,8 @@ class Engine(threading.Thread):
         self._open(view, layout, transport)
         if view.joiners:
             ranks = {w: r for r, w in enumerate(view.workers)}
-            if not view.donors and view.resume_step and layout.rank == 0:
-                self._restore(view)
+            if not view.donors and view.resume_step:
+                self._restore(view, layout, transport)
             sync = StateSync(
                 transport, layout, self._protected, lambda: driver.post(machine.Loading())
             )
@@ -128,13 +129,15 @@ class Engine(threading.Thread):
         due = saver.due(step + 1) and driver.leads
         return Vote(driver.pending, due or driver.save_wanted, saver.busy)
 
-    def _restore(self, view: View) -> None:
-        """Nobody holds the state any more: the first member reads it, and the others get it."""
+    def _restore(self, view: View, layout: Layout, transport: Transport) -> None:
+        """Nobody holds the state any more: all members read it together."""
         step, driver, restorer = view.resume_step, self._driver, self._restorer
         try:
             if restorer is None:
                 raise UserError(f"the job is to begin at step {step}, and has no --store")
-            restorer.restore(step, lambda: driver.post(machine.Loading()))
+            restorer.restore(step, transport, layout, lambda: driver.post(machine.Loading()))
+        except Severed:
+            raise
         except WorldError as error:
             say(f"the checkpoint of step {step} is not used: {error}")
             older = restorer.older(step) if restorer is not None else 0

@@ -34,9 +34,10 @@ from holdfast.train.link import AgentLink, SoloLink
 from holdfast.train.loading import BatchSource, LoadOptions, dataset_length
 from holdfast.train.nccl import NcclTransport
 from holdfast.train.record import Buffers, StepTable
+from holdfast.train.restoring import Restorer
 from holdfast.train.rng import enter_stream
 from holdfast.train.sampling import SamplePlan
-from holdfast.train.saver import Restorer, Saver, say
+from holdfast.train.saver import Saver, say
 from holdfast.train.transport import Transport
 
 SAVE_S_MAX = 600.0  # how long the end of a loop waits for a checkpoint under way

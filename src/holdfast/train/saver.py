@@ -12,17 +12,14 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from holdfast.core.errors import Damaged, WorldError
+from holdfast.core.errors import WorldError
 from holdfast.core.interval import Pace
 from holdfast.core.types import View, WorkerId
-from holdfast.store.checkpoints import Checkpoints
-from holdfast.store.loading import OneEntry
-from holdfast.store.manifest import Entry
 from holdfast.store.snapshot import (
     ALIGN,
     Arena,
@@ -34,11 +31,9 @@ from holdfast.store.snapshot import (
     token_for,
 )
 from holdfast.train import state
-from holdfast.train.formats import bytes_of
 from holdfast.train.shares import Slice, share_of
 
 SKELETON = ".skeleton"  # the entry with everything that is no tensor
-SKELETON_BYTES_MAX = 1 << 30
 _PLACE = re.compile(r"\[('?)(.*?)\1\]")
 
 
@@ -151,57 +146,6 @@ class Saver:
             self._saved(step)
             how_often = "" if self._every else f"; {self._pace}"
             say(f"step {step} is saved, in {time.monotonic() - began:.2f} s{how_often}")
-
-
-class Restorer:
-    """Begins from a checkpoint. `loading` is called before any object is overwritten."""
-
-    def __init__(self, store: Checkpoints, protected: Mapping[str, Any]) -> None:
-        self._store = store
-        self._protected = protected
-
-    def restore(self, step: int, loading: Callable[[], None]) -> None:
-        """Load the checkpoint of exactly this step. Damaged; WorldError; StateMismatch."""
-        first = OneEntry(SKELETON, SKELETON_BYTES_MAX)
-        manifest = self._store.load(step, first)
-        skeleton = bytes(first.data)
-        tensors = [state.empty(meta) for meta in state.metas(skeleton)]
-        entries = [e for e in manifest.entries if e.name != SKELETON]
-        places = _places(entries, tensors)
-        if places is None:
-            raise Damaged(f"the checkpoint of step {step} contradicts itself")
-        self._store.load(step, lambda manifest: places)
-        loading()
-        state.apply(self._protected, skeleton, tensors)
-
-    def older(self, step: int) -> int:
-        """The newest checkpoint before `step` every byte of which is right; 0 if there is none."""
-        for other in reversed([s for s in self._store.steps() if s < step]):
-            try:
-                if not self._store.verify(other):
-                    return other
-            except WorldError as error:
-                say(f"the checkpoint of step {other} is not used: {error}")
-        return 0
-
-
-def _places(
-    entries: Sequence[Entry], tensors: Sequence[torch.Tensor]
-) -> list[tuple[Entry, memoryview]] | None:
-    """Where in the tensors the entries belong, one after the other; None if they do not fit."""
-    places: list[tuple[Entry, memoryview]] = []
-    supply = iter(entries)
-    for tensor in tensors:
-        memory, at = bytes_of(tensor), 0
-        whole = False
-        while not whole:
-            entry = next(supply, None)
-            if entry is None or at + entry.size > len(memory):
-                return None
-            places.append((entry, memory[at : at + entry.size]))
-            at += entry.size
-            whole = at == len(memory)
-    return places if next(supply, None) is None else None
 
 
 def _readable(path: str) -> str:

@@ -20,7 +20,7 @@ from holdfast.train.exchange import TAG_STATE, Layout, all_gather
 from holdfast.train.transport import Transport
 
 PART_BYTES = 32 << 20
-_DIGEST_WORDS = 2
+DIGEST_WORDS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class StateSync:
         for part in _parts([t.numel() * t.element_size() for t in tensors], donors):
             if part.donor == rank:
                 data = state.as_bytes(tensors[part.tensor])[part.start : part.stop]
-                digest = _digest(data)
+                digest = digest_of(data)
                 sends = [m for j in joiners for m in ((j, data), (j, digest))]
                 self._transport.exchange(sends, [], TAG_STATE).wait()
 
@@ -104,13 +104,13 @@ class StateSync:
         under_way = []
         for part in _parts([t.numel() * t.element_size() for t in tensors], donors):
             data = state.as_bytes(tensors[part.tensor])[part.start : part.stop]
-            digest = torch.zeros(_DIGEST_WORDS, dtype=torch.int64)
+            digest = torch.zeros(DIGEST_WORDS, dtype=torch.int64)
             receives = [(part.donor, data), (part.donor, digest)]
             pending = self._transport.exchange([], receives, TAG_STATE)
             under_way.append((part, data, digest, pending))
         for part, data, digest, pending in under_way:
             pending.wait()
-            if not torch.equal(_digest(data), digest):
+            if not torch.equal(digest_of(data), digest):
                 raise Severed(f"the state part {part} arrived damaged")
         self._loading()
         state.apply(self._protected, skeleton, tensors)
@@ -134,6 +134,6 @@ def _parts(sizes: list[int], donors: list[int]) -> list[_Part]:
     return parts
 
 
-def _digest(data: torch.Tensor) -> torch.Tensor:
+def digest_of(data: torch.Tensor) -> torch.Tensor:
     words = xxhash.xxh3_128(data.numpy().data).digest()
     return torch.frombuffer(bytearray(words), dtype=torch.int64).clone()

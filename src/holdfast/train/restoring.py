@@ -1,0 +1,145 @@
+"""Beginning from a checkpoint: every member of a view reads its share, and they exchange them.
+
+What is read is verified by the store, and what is exchanged by a digest of each part; nothing of
+the script's is overwritten before all of the state is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from holdfast.core.errors import Damaged, Severed, WorldError
+from holdfast.store.checkpoints import Checkpoints
+from holdfast.store.loading import OneEntry, load, load_range
+from holdfast.store.manifest import Entry, Manifest
+from holdfast.store.snapshot import ALIGN
+from holdfast.train import state
+from holdfast.train.exchange import TAG_STATE, Layout
+from holdfast.train.formats import bytes_of
+from holdfast.train.saver import SKELETON, say
+from holdfast.train.transfer import DIGEST_WORDS, PART_BYTES, digest_of
+from holdfast.train.transport import Transport
+
+SKELETON_BYTES_MAX = 1 << 30
+
+
+class Restorer:
+    """Restores the protected objects. `loading` is called before any of them is overwritten."""
+
+    def __init__(self, store: Checkpoints, protected: Mapping[str, Any]) -> None:
+        self._store = store
+        self._protected = protected
+
+    def restore(
+        self, step: int, transport: Transport, layout: Layout, loading: Callable[[], None]
+    ) -> None:
+        """Load the checkpoint of exactly this step, together with all members of the view.
+
+        Damaged; WorldError; StateMismatch; Severed.
+        """
+        first = OneEntry(SKELETON, SKELETON_BYTES_MAX)
+        manifest = self._store.load(step, first)
+        skeleton = bytes(first.data)
+        flat, tensors, starts = _lay_out(state.metas(skeleton))
+        entries = [e for e in manifest.entries if e.name != SKELETON]
+        places = _places(entries, tensors, starts)
+        if places is None:
+            raise Damaged(f"the checkpoint of step {step} contradicts itself")
+        begin, end = _share(flat.numel(), layout.rank, layout.size)
+        self._read(manifest, places, bytes_of(flat), begin, end)
+        _exchange(flat, transport, layout)
+        loading()
+        state.apply(self._protected, skeleton, tensors)
+
+    def older(self, step: int) -> int:
+        """The newest checkpoint before `step` every byte of which is right; 0 if there is none."""
+        for other in reversed([s for s in self._store.steps() if s < step]):
+            try:
+                if not self._store.verify(other):
+                    return other
+            except WorldError as error:
+                say(f"the checkpoint of step {other} is not used: {error}")
+        return 0
+
+    def _read(
+        self,
+        manifest: Manifest,
+        places: Sequence[tuple[Entry, int]],
+        memory: memoryview,
+        begin: int,
+        end: int,
+    ) -> None:
+        """Bytes `begin` to `end` of the state's memory."""
+        storage, whole = self._store.storage, []
+        for entry, start in places:
+            first, last = max(start, begin), min(start + entry.size, end)
+            if last - first == entry.size:
+                whole.append((entry, memory[first:last]))
+            elif first < last:
+                load_range(storage, manifest, entry, first - start, memory[first:last])
+        load(storage, manifest, whole)
+
+
+def _lay_out(metas: Sequence[state.Meta]) -> tuple[torch.Tensor, list[torch.Tensor], list[int]]:
+    """One memory for the whole state; the tensors in it, and where each of them begins."""
+    sizes = [state.empty(meta).nbytes for meta in metas]
+    starts, at = [], 0
+    for size in sizes:
+        starts.append(at)
+        at += -(-size // ALIGN) * ALIGN
+    flat = torch.empty(at, dtype=torch.uint8)
+    tensors = []
+    for (dtype, shape), start, size in zip(metas, starts, sizes, strict=True):
+        part = flat[start : start + size].view(getattr(torch, dtype))
+        tensors.append(part.view(shape))
+    return flat, tensors, starts
+
+
+def _places(
+    entries: Sequence[Entry], tensors: Sequence[torch.Tensor], starts: Sequence[int]
+) -> list[tuple[Entry, int]] | None:
+    """Where in the memory the entries belong, in their order; None if they do not fit."""
+    places: list[tuple[Entry, int]] = []
+    supply = iter(entries)
+    for tensor, start in zip(tensors, starts, strict=True):
+        at, whole = 0, False
+        while not whole:
+            entry = next(supply, None)
+            if entry is None or at + entry.size > tensor.nbytes:
+                return None
+            places.append((entry, start + at))
+            at += entry.size
+            whole = at == tensor.nbytes
+    return places if next(supply, None) is None else None
+
+
+def _share(total: int, rank: int, size: int) -> tuple[int, int]:
+    begin, end = (total * r // size // ALIGN * ALIGN for r in (rank, rank + 1))
+    return begin, total if rank == size - 1 else end
+
+
+def _parts(flat: torch.Tensor, rank: int, size: int) -> Iterator[torch.Tensor]:
+    begin, end = _share(flat.numel(), rank, size)
+    for start in range(begin, end, PART_BYTES):
+        yield flat[start : min(start + PART_BYTES, end)]
+
+
+def _exchange(flat: torch.Tensor, transport: Transport, layout: Layout) -> None:
+    """Everybody's share to everybody. Severed."""
+    sends, receives = [], []
+    for part in _parts(flat, layout.rank, layout.size):
+        digest = digest_of(part)
+        sends += [message for peer in layout.peers for message in ((peer, part), (peer, digest))]
+    arriving = []
+    for peer in layout.peers:
+        for part in _parts(flat, peer, layout.size):
+            digest = torch.zeros(DIGEST_WORDS, dtype=torch.int64)
+            receives += [(peer, part), (peer, digest)]
+            arriving.append((peer, part, digest))
+    transport.exchange(sends, receives, TAG_STATE).wait()
+    for peer, part, digest in arriving:
+        if not torch.equal(digest_of(part), digest):
+            raise Severed(f"the state that rank {peer} read arrived damaged")
