@@ -64,9 +64,9 @@ class Protected:
 
 
 class RunningJob:
-    """What the only worker of a job does at a step boundary, with the node's writer process."""
+    """What a job's workers do at a step boundary, one after the other, and their node's writer."""
 
-    def __init__(self, state: State, folder: Path) -> None:
+    def __init__(self, state: State, workers: int, folder: Path) -> None:
         self.store = folder / "store"
         self._durable: list[int] = []
         self._step = 0
@@ -83,24 +83,33 @@ class RunningJob:
         taken.close()
         self._orders = orders
         pace, protected = Pace(PacePolicy(), 0.0), {"model": Protected(state)}
-        self._saver = Saver(orders, "job", 1, pace, protected, self._durable.append)
-
-    def begin(self) -> None:
-        """Returns when training could go on."""
-        self._step += 1
-        me, node = WorkerId(0), AgentId("node0")
-        view = View(
+        self._savers = [
+            Saver(orders, "job", 1, pace, protected, self._durable.append) for _ in range(workers)
+        ]
+        names = [WorkerId(i) for i in range(workers)]
+        node = AgentId("node0")
+        self._view = View(
             number=ViewNumber(1),
-            members=(Member(worker=me, incarnation=Incarnation(1), agent=node),),
-            owners=(me,),
+            members=tuple(Member(worker=w, incarnation=Incarnation(1), agent=node) for w in names),
+            owners=tuple(names),
             resume_step=0,
-            leader=me,
+            leader=names[0],
         )
-        self._saver.at_boundary(self._step, view, me)
+
+    def begin(self) -> float:
+        """The longest time for which a worker could not train on."""
+        self._step += 1
+        stalls = []
+        for worker, saver in zip(self._view.workers, self._savers, strict=True):
+            began = time.perf_counter()
+            saver.at_boundary(self._step, self._view, worker)
+            stalls.append(time.perf_counter() - began)
+        return max(stalls)
 
     def finish(self) -> None:
         """Returns when the checkpoint is durable."""
-        self._saver.finish(600.0)
+        for saver in self._savers:
+            saver.finish(600.0)
         assert self._durable[-1] == self._step
 
     def close(self) -> None:
@@ -196,7 +205,8 @@ WAYS: dict[str, tuple[Callable[[State, Path], None], Callable[[State, Path], Non
     "safetensors": (save_safetensors, load_safetensors),
     "DCP save": (save_dcp, load_dcp),
 }
-COPY, JOB, ASYNC = "a plain copy in memory", "Holdfast, in a running job", "DCP async_save"
+COPY, ASYNC = "a plain copy in memory", "DCP async_save"
+JOBS = {"Holdfast, in a job of 1": 1, "Holdfast, in a job of 4": 4}
 
 
 def measure(rounds: int = 5, within: Path | None = None) -> dict[str, Times]:
@@ -207,16 +217,17 @@ def measure(rounds: int = 5, within: Path | None = None) -> dict[str, Times]:
     warnings.filterwarnings("ignore", category=UserWarning)
     state = make_state()
     loaded = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-    found = {way: Times() for way in (*WAYS, COPY, JOB, ASYNC)}
+    found = {way: Times() for way in (*WAYS, COPY, *JOBS, ASYNC)}
     with contextlib.ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=within)))
-        job = RunningJob(state, home)
-        stack.callback(job.close)
+        jobs = {way: RunningJob(state, count, home / str(count)) for way, count in JOBS.items()}
+        for job in jobs.values():
+            stack.callback(job.close)
         for number in range(rounds + 1):
             times = {way: Times() for way in found} if number == 0 else found
             for way in WAYS:
                 one_round(way, times[way], state, loaded, within)
-            measure_stalls(times, job, state, loaded, within)
+            measure_stalls(times, jobs, state, loaded, within)
     return found
 
 
@@ -238,19 +249,23 @@ def one_round(way: str, times: Times, state: State, loaded: State, within: Path 
 
 
 def measure_stalls(
-    found: dict[str, Times], job: RunningJob, state: State, loaded: State, within: Path | None
+    found: dict[str, Times],
+    jobs: dict[str, RunningJob],
+    state: State,
+    loaded: State,
+    within: Path | None,
 ) -> None:
     """How long training stands still for a save that then goes on by itself."""
     began = time.perf_counter()
     copy(state, loaded)
     found[COPY].stall_s.append(time.perf_counter() - began)
-    os.sync()
-    began = time.perf_counter()
-    job.begin()
-    found[JOB].stall_s.append(time.perf_counter() - began)
-    job.finish()
-    found[JOB].save_s.append(time.perf_counter() - began)
-    shutil.rmtree(job.store)
+    for way, job in jobs.items():
+        os.sync()
+        began = time.perf_counter()
+        found[way].stall_s.append(job.begin())
+        job.finish()
+        found[way].save_s.append(time.perf_counter() - began)
+        shutil.rmtree(job.store)
     with tempfile.TemporaryDirectory(dir=within) as name:
         os.sync()
         began = time.perf_counter()
