@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from holdfast.cli.main import main
 from holdfast.store.checkpoints import Checkpoints
@@ -112,18 +113,31 @@ def test_diff_names_what_changed(store: str, capsys: pytest.CaptureFixture[str])
     assert "model.weight" in found["removed"]
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "torch"])
-def test_export_and_import_keep_every_bit(
+def load_dcp(folder: Path) -> dict[str, torch.Tensor]:
+    found = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
+    dcp.load(found, checkpoint_id=folder, no_dist=True)
+    return found
+
+
+LOADERS = {"safetensors": safetensors.load_file, "torch": torch.load, "dcp": load_dcp}
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_exported_files_keep_every_bit(
     kind: str, store: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "out"
-    run(capsys, "export", store, "10", str(file), "--format", kind)
-    load = safetensors.load_file if kind == "safetensors" else torch.load
-    found = load(file)
+    run(capsys, "export", store, "10", str(tmp_path / "out"), "--format", kind)
+    found = LOADERS[kind](tmp_path / "out")
     assert sorted(found) == sorted(TENSORS)
     for name, tensor in TENSORS.items():
         assert found[name].dtype == tensor.dtype
         assert torch.equal(found[name], tensor)
+
+
+def test_a_part_is_exported_and_imported(
+    store: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "out"
     run(capsys, "export", store, "10", str(file), "--only", "low")
     assert list(safetensors.load_file(file)) == ["model.low"]
     run(capsys, "import", store, str(file), "--step", "7")
@@ -157,6 +171,7 @@ def test_gc(store: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["repair", "STORE"], ["no parity"]),
         (["gc", "STORE", "--keep-last", "-1"], ["--keep-last"]),
         (["export", "STORE", "10", "/nowhere/x"], ["/nowhere/x"]),
+        (["export", "STORE", "10", "/proc/none/x", "--format", "dcp"], ["/proc/none/x"]),
         (["export", "STORE", "10", "x", "--only", "zzz"], ["'zzz'"]),
         (["import", "STORE", "STORE"], ["no safetensors file"]),
         (["import", "STORE", "x", "--step", "10"], ["step 10 already"]),

@@ -71,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
     sub = add("export", export, "write a checkpoint's tensors to a file of another format")
     sub.add_argument("step", type=_step)
     sub.add_argument("file", type=Path)
-    sub.add_argument("--format", choices=("safetensors", "torch"), default="safetensors")
+    sub.add_argument("--format", choices=("safetensors", "torch", "dcp"), default="safetensors")
     sub.add_argument("--only", default="", metavar="TEXT", help="entries whose name contains it")
     sub = add("import", import_file, "make a checkpoint of a safetensors file")
     sub.add_argument("file", type=Path)

@@ -38,7 +38,8 @@ class Writer:
     def __init__(self, store: Checkpoints, keep: Retention) -> None:
         self._store = store
         self._keep = keep
-        self._last: dict[int, Saving] = {}  # by share
+        self._published: list[Saving] = []  # shares that another writer commits
+        self._lock = threading.Lock()
 
     def serve(self, channel: socket.socket) -> None:
         """Until no worker and no agent is left that could order anything."""
@@ -62,15 +63,15 @@ class Writer:
     def _save(self, delivery: Delivery) -> bool:
         """Whether the whole checkpoint is durable now, and not this share only."""
         order, began = delivery.order, time.monotonic()
-        before = self._last.pop(order.rank, None)
-        if before is not None:
+        for before in self._take_older(order.step):
             before.abandon()
         saving = self._store.begin(order.step, token=order.token, writer=order.rank)
         try:
             part = saving.write(delivery.items())
             if order.rank > 0:
                 saving.publish(part)
-                self._last[order.rank] = saving
+                with self._lock:
+                    self._published.append(saving)
                 return False
             wait_s = max(OTHERS_S, OTHERS_TIMES * (time.monotonic() - began))
             parts = [part, *saving.gather(order.size, wait_s)]
@@ -80,6 +81,13 @@ class Writer:
             raise
         self._store.collect(self._keep)
         return True
+
+    def _take_older(self, step: int) -> list[Saving]:
+        """Shares of earlier checkpoints: committed by now, or never."""
+        with self._lock:
+            older = [saving for saving in self._published if saving.step < step]
+            self._published = [saving for saving in self._published if saving.step >= step]
+        return older
 
 
 def main(argv: list[str]) -> int:

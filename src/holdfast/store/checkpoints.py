@@ -144,12 +144,14 @@ class Checkpoints:
 
     def _held(self, step: int) -> Known:
         """The chunks of a checkpoint. Missing; Damaged."""
-        if not self._known or self._known[0][0] != step:
-            manifest, known = self.manifest(step), Known()
-            sizes = {p: size for p in manifest.packs if (size := self.storage.size(p)) is not None}
-            known.learn(manifest, sizes)
-            self._known = [(step, known)]
-        return self._known[0][1]
+        for held, known in self._known:  # as it is now, whatever other threads put there
+            if held == step:
+                return known
+        manifest, known = self.manifest(step), Known()
+        sizes = {p: size for p in manifest.packs if (size := self.storage.size(p)) is not None}
+        known.learn(manifest, sizes)
+        self._known = [(step, known)]
+        return known
 
     # ------------------------------------------------------------ removing
 

@@ -13,8 +13,6 @@ from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.manifest import Entry, Manifest
 from holdfast.store.saving import Item
 
-FORMATS = ("safetensors", "torch")
-
 
 def read_tensors(store: Checkpoints, step: int, only: str = "") -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint whose name contains `only`; nothing else is read.
@@ -42,11 +40,16 @@ def read_tensors(store: Checkpoints, step: int, only: str = "") -> dict[str, tor
 
 
 def write_file(tensors: dict[str, torch.Tensor], file: Path, kind: str) -> None:
-    """As one of FORMATS. UserError."""
-    failures: tuple[type[Exception], ...] = (OSError, RuntimeError, ValueError)
+    """As "safetensors" or "torch", or "dcp": then `file` becomes a folder. UserError."""
+    failures: tuple[type[BaseException], ...] = (OSError, RuntimeError, ValueError)
     try:
         if kind == "torch":
             torch.save(tensors, file)
+        elif kind == "dcp":
+            import torch.distributed.checkpoint as dcp
+
+            failures += (dcp.CheckpointException,)  # no Exception
+            dcp.save(tensors, checkpoint_id=file, no_dist=True)
         else:
             library = _safetensors()
             failures += (library.SafetensorError,)
