@@ -26,10 +26,11 @@ from holdfast.core.errors import Damaged, Severed, WorldError
 from holdfast.core.interval import Pace, PacePolicy
 from holdfast.core.types import AgentId, Incarnation, Member, View, ViewNumber, WorkerId
 from holdfast.runtime.rundir import RunDir
-from holdfast.runtime.writer import Writer
+from holdfast.runtime.writer import SCRUB_S, Writer
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.files import FileStorage
 from holdfast.store.manifest import PARTS, SAVING
+from holdfast.store.open import open_storage
 from holdfast.store.retention import Retention
 from holdfast.store.snapshot import (
     Answer,
@@ -286,6 +287,52 @@ def test_without_a_writer_an_order_says_so() -> None:
     with pytest.raises(WorldError, match="takes no orders"):
         order_share(ours, 1, 0, 1)
     ours.close()
+
+
+class Enough(Exception):
+    """Ends a loop that goes on for ever."""
+
+
+class Clock:
+    """Its pauses take no time; after the third long one it has had enough."""
+
+    def __init__(self) -> None:
+        self.paused: list[float] = []
+
+    def __call__(self, seconds: float) -> None:
+        self.paused.append(seconds)
+        if self.paused.count(SCRUB_S) > 2:
+            raise Enough
+
+
+@pytest.mark.parametrize("coded", [False, True])
+def test_what_rots_is_found_and_with_parity_mended(
+    coded: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if coded:
+        pytest.importorskip("pyeclib")
+    places = [tmp_path / name for name in "abc"] if coded else [tmp_path]
+    text = "ec:2+1:" + ",".join(map(str, places)) if coded else str(tmp_path)
+    store = Checkpoints(open_storage(text))
+    writer = Writer(store, Retention(last=3))
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    thread = threading.Thread(target=writer.serve, args=(theirs,))
+    thread.start()
+    assert read_answer(order_share(ours, 10, 0, 1)).durable
+    ours.close()
+    thread.join(RUN_S)
+    (pack,) = (places[0] / "packs").iterdir()
+    before = pack.read_bytes()
+    pack.write_bytes(before[:500] + bytes([before[500] ^ 1]) + before[501:])
+    clock = Clock()
+    with pytest.raises(Enough):
+        writer.scrub(1.0, clock)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1  # one pass: nothing was saved before the second
+    assert ("repaired" if coded else "step 10: ") in lines[0]
+    assert (pack.read_bytes() == before) == coded
+    assert any(10_000 < seconds != SCRUB_S for seconds in clock.paused)  # at a byte a second
+    theirs.close()
 
 
 # ---------------------------------------------------------------- real processes

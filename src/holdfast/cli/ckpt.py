@@ -21,6 +21,7 @@ from holdfast.store.loading import Bad
 from holdfast.store.manifest import DIGEST_BYTES, Entry, Manifest
 from holdfast.store.open import FORM, open_storage
 from holdfast.store.retention import Retention
+from holdfast.store.scrub import Pacer
 from holdfast.store.volumes import VolumeStorage
 
 Command = Callable[[argparse.Namespace], int]
@@ -241,14 +242,12 @@ def _verified(
     options: argparse.Namespace,
     advance: Callable[[int], None],
 ) -> list[Bad]:
-    began, done = time.monotonic(), 0
+    pacer = Pacer(options.rate * 1e6) if options.rate is not None else None
 
     def progress(count: int) -> None:
-        nonlocal done
-        done += count
         advance(count)
-        if options.rate is not None:
-            time.sleep(max(0.0, began + done / (options.rate * 1e6) - time.monotonic()))
+        if pacer is not None:
+            pacer(count)
 
     return store.verify(manifest.step, progress)
 

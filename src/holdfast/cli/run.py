@@ -140,6 +140,14 @@ def _add_checkpoints(found: argparse.ArgumentParser) -> None:
     found.add_argument(
         "--keep-last", type=int, default=3, metavar="K", help="checkpoints (default 3)"
     )
+    found.add_argument(
+        "--scrub-rate",
+        type=float,
+        default=20.0,
+        metavar="MB",
+        help="verify (and with ec: mend) what is kept once an hour, at so many megabytes a second "
+        "(default 20; 0: not at all)",
+    )
 
 
 def _save_every(text: str) -> int:
@@ -200,6 +208,8 @@ def make_spec(options: argparse.Namespace) -> JobSpec:
     least_s, most_s = options.save_between
     if not 0 < least_s <= most_s:
         raise UserError(f"--save-between {least_s:g} {most_s:g}: LEAST must be from 0 to MOST")
+    if options.scrub_rate < 0:
+        raise UserError(f"--scrub-rate {options.scrub_rate:g} must not be negative")
     if not options.script.is_file():
         raise UserError(f"there is no script {options.script}: check the path")
     return JobSpec(
@@ -224,4 +234,5 @@ def make_spec(options: argparse.Namespace) -> JobSpec:
         save_least_s=least_s,
         save_most_s=most_s,
         keep_last=options.keep_last,
+        scrub_rate=options.scrub_rate * 1e6,
     )

@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.core.errors import Damaged, HoldfastError
@@ -25,9 +26,11 @@ from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.open import open_storage
 from holdfast.store.retention import Retention
 from holdfast.store.saving import Saving
+from holdfast.store.scrub import Pacer, scrub
 from holdfast.store.snapshot import Answer, Delivery, receive
 
 NICENESS = 10
+SCRUB_S = 3600.0  # between two passes over all that is kept
 OTHERS_S = 30.0  # to wait for the other shares, at least; and at least
 OTHERS_TIMES = 4.0  # what this share has taken
 
@@ -38,6 +41,7 @@ class Writer:
     def __init__(self, store: Checkpoints, keep: Retention) -> None:
         self._store = store
         self._keep = keep
+        self._commits = 0
         self._published: list[Saving] = []  # shares that another writer commits
         self._lock = threading.Lock()
 
@@ -52,6 +56,16 @@ class Writer:
             if delivery is None:
                 return
             threading.Thread(target=self._carry_out, args=(delivery,), daemon=True).start()
+
+    def scrub(self, rate: float, pause: Callable[[float], object] = time.sleep) -> None:
+        """For ever: verify slowly what is kept, if it is this writer that commits."""
+        seen = 0
+        while True:
+            pause(SCRUB_S)
+            if self._commits > seen:
+                seen = self._commits
+                for line in scrub(self._store, Pacer(rate, pause)):
+                    _say(line)
 
     def _carry_out(self, delivery: Delivery) -> None:
         try:
@@ -79,6 +93,7 @@ class Writer:
         except BaseException:
             saving.abandon()
             raise
+        self._commits += 1
         self._store.collect(self._keep)
         return True
 
@@ -101,8 +116,11 @@ def main(argv: list[str]) -> int:
     os.nice(NICENESS)
     spec = RunDir(options.run_dir).spec()
     store = Checkpoints(open_storage(spec.store, _say), _say)
+    writer = Writer(store, Retention(last=spec.keep_last))
+    if spec.scrub_rate > 0:
+        threading.Thread(target=writer.scrub, args=(spec.scrub_rate,), daemon=True).start()
     with socket.socket(fileno=options.fd) as channel:
-        Writer(store, Retention(last=spec.keep_last)).serve(channel)
+        writer.serve(channel)
     return 0
 
 

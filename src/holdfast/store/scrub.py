@@ -1,0 +1,52 @@
+"""Reads checkpoints again and again, slowly: what rots is found while it can still be mended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+from holdfast.core.errors import WorldError
+from holdfast.store.checkpoints import Checkpoints
+from holdfast.store.storage import Missing
+from holdfast.store.volumes import VolumeStorage
+
+
+class Pacer:
+    """Told of bytes that were read, it waits until no more than `rate` a second were."""
+
+    def __init__(self, rate: float, wait: Callable[[float], object] = time.sleep) -> None:
+        self._rate = rate
+        self._wait = wait
+        self._began = time.monotonic()
+        self._bytes = 0
+
+    def __call__(self, count: int) -> None:
+        self._bytes += count
+        early_s = self._began + self._bytes / self._rate - time.monotonic()
+        if early_s > 0:
+            self._wait(early_s)
+
+
+def scrub(store: Checkpoints, pacer: Callable[[int], None]) -> Iterator[str]:
+    """One pass over everything that is kept; yields what was wrong, and whether it was mended."""
+    if isinstance(store.storage, VolumeStorage):
+        yield from _mend(store.storage, pacer)
+        return
+    for step in store.steps():
+        try:
+            found = [f"step {step}: {bad}" for bad in store.verify(step, pacer)]
+        except WorldError as error:
+            found = [str(error)]
+        if step in store.steps():  # else it was retired meanwhile
+            yield from found
+
+
+def _mend(volumes: VolumeStorage, pacer: Callable[[int], None]) -> Iterator[str]:
+    for name in volumes.all_names():
+        try:
+            yield from (f"repaired: {line}" for line in volumes.repair(name))
+            pacer(volumes.size(name) or 0)
+        except Missing:
+            continue  # it was retired meanwhile, or its save was interrupted
+        except WorldError as error:
+            yield f"lost: {error}"
