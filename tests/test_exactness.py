@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
+import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from conftest import Start, finish
+from conftest import SCRIPTS, Start, finish
 from holdfast.observe.ledger import verify
-from holdfast.testing.run import LocalRun
+from holdfast.testing.run import LocalRun, strike
 from holdfast.train.sampling import SamplePlan
 
 STEPS = 12
@@ -95,6 +98,28 @@ def test_a_kill_during_a_view_change_or_a_state_transfer(
         assert finish(run) == reference(STEPS)
     check_ledger(run, STEPS)
     assert sorted(e["worker"] for e in run.events("lost")) == lost
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_kills_amid_large_messages(tmp_path: Path) -> None:
+    """30 million parameters: kills at random moments mostly leave messages half read."""
+    model = ("--width", "768", "--layers", "4", "--context", "32", "--batch-size", "2")
+    words = [str(SCRIPTS.parents[1] / "examples" / "gpt.py"), "--steps", "15", *model]
+    options = ["--nproc", "3", "--virtual", "3", "--losses-max", "300"]
+    with LocalRun(tmp_path / "calm", options, words) as run:
+        assert run.wait(300.0) == 0, run.story()
+        expected = run.out[-1]
+    rng, pause = random.Random(0), threading.Event()
+    kills = 0
+    with LocalRun(tmp_path / "run", options, words) as run:
+        while kills < 8 and run.running():
+            pause.wait(rng.uniform(0.5, 2.5))
+            pids = list(run.members().values())
+            kills += bool(pids) and strike(rng.choice(pids))
+        assert run.wait(300.0) == 0, run.story()
+        assert run.out[-1] == expected
+    assert kills > 3
 
 
 @pytest.mark.parametrize("point", ["forward", "spread", "vote", "optimizer"])

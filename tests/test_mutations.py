@@ -213,7 +213,11 @@ def a_vrank_goes_to_two(patch: pytest.MonkeyPatch) -> Machines:
     def hosted_by(self: View, worker: Any) -> tuple[int, ...]:
         return tuple(v for v, owner in enumerate(self.owners) if worker in (owner, self.owners[0]))
 
+    def hosted(self: View) -> dict[Any, tuple[int, ...]]:
+        return {worker: self.hosted_by(worker) for worker in self.workers}
+
     patch.setattr(View, "hosted_by", hosted_by)
+    patch.setattr(View, "hosted", hosted)
     return Machines()
 
 
