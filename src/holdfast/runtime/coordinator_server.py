@@ -56,7 +56,7 @@ INCOMING = (AgentReport, Address, JoinRequest, StatusRequest, StopRequest, Drain
 TICK_S_MIN = 0.002
 FAREWELL_S = 2.0  # how long agents may take to hear that the job is over
 GRACE_S = 25.0  # for a last checkpoint; schedulers give 30 s between the signal and the kill
-POLL_S = 0.02
+POLL_S = 0.1
 CRASHED = 70  # exit status of a coordinator that met a bug of ours
 DEPOSED = 75  # of one that is not in office any more: start it again, and it stands by
 

@@ -68,11 +68,13 @@ class Writer:
                     _say(line)
 
     def _carry_out(self, delivery: Delivery) -> None:
+        answer = Answer(problem="the checkpoint writer has failed, and says why on its console")
         try:
             answer = Answer(durable=self._save(delivery))
         except HoldfastError as error:
             answer = Answer(problem=str(error))
-        delivery.answer(answer)
+        finally:
+            delivery.answer(answer)
 
     def _save(self, delivery: Delivery) -> bool:
         """Whether the whole checkpoint is durable now, and not this share only."""

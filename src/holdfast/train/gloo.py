@@ -253,13 +253,13 @@ class GlooTransport:
 
     def close(self) -> None:
         self.sever()
-        for each in self._sockets:
+        with self._lock:  # another thread may be severing, too
+            kept, self._sockets = self._sockets, []
+            under_way, self._under_way = self._under_way, set()
+            held, self._group = [self._group], None
+        for each in kept:
             each.close()
-        self._sockets = []
-        for pending in self._under_way:  # until its work is gone gloo may write into a tensor
+        for pending in under_way:  # until its work is gone gloo may write into a tensor
             pending.works.clear()
-        self._under_way.clear()
         # Tearing a gloo group down can block for hundreds of milliseconds: off everyone's path.
-        held = [self._group]
-        self._group = None
         threading.Thread(target=held.clear, daemon=True).start()
