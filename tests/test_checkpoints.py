@@ -325,6 +325,8 @@ def test_which_checkpoints_are_kept() -> None:
     assert choose_kept(saved, Retention(last=2, every=4), 1e9) == (4, 8, 9, 10)
     assert choose_kept(saved, Retention(last=1, age_s=250.0), 1000.0) == (8, 9, 10)
     assert choose_kept(saved, Retention(last=0), 1e9) == (10,)
+    gone_back = [(100, 1.0), (200, 2.0), (300, 3.0), (50, 4.0)]
+    assert choose_kept(gone_back, Retention(last=2), 1e9) == (50, 300)
     assert choose_kept([], Retention(), 0.0) == ()
 
 

@@ -53,6 +53,8 @@ def test_saving_changes_nothing_and_keeps_the_newest(
         assert finish(run) == reference(STEPS)
     assert len(steps(tmp_path)) == 3
     assert all(step % 5 == 0 for step in steps(tmp_path))
+    assert main(["run", "--store", str(tmp_path / "store"), *WORDS[:1]]) == 2
+    assert "already holds checkpoints, up to step 35" in capsys.readouterr().err
     assert main(["ckpt", "verify", str(tmp_path / "store")]) == 0
     assert main(["ckpt", "show", str(tmp_path / "store")]) == 0
     assert "model.first.weight" in capsys.readouterr().out

@@ -29,7 +29,7 @@ from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.writer import SCRUB_S, Writer
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.files import FileStorage
-from holdfast.store.manifest import PARTS, SAVING
+from holdfast.store.manifest import PARTS, SAVING, manifest_name
 from holdfast.store.open import open_storage
 from holdfast.store.retention import Retention
 from holdfast.store.snapshot import (
@@ -199,6 +199,45 @@ def restore_together(
     with ThreadPoolExecutor(size) as pool:
         for done in [pool.submit(restore, rank) for rank in range(size)]:
             done.result(RUN_S)
+
+
+def test_a_checkpoint_that_cannot_be_read_gives_way_to_the_newest_other_one(
+    tmp_path: Path, orders: socket.socket
+) -> None:
+    saved: list[int] = []
+    thing = {"thing": Thing(1), "thing.state": Thing(2)}
+    saver = Saver(orders, "job", 10, Pace(PacePolicy(), 0.0), thing, saved.append)
+    for number, step in enumerate((30, 10, 20), start=1):
+        thing["thing"].state["scalar"] = torch.tensor(step)
+        saver.at_boundary(step, view(1, number), WorkerId(0))
+        saver.finish(RUN_S)
+    store = Checkpoints(FileStorage(tmp_path))
+    restorer = Restorer(store, thing)
+    assert restorer.other_than(10) == 30
+    assert restorer.other_than(30) == 20
+    manifest = tmp_path / manifest_name(30)
+    manifest.write_bytes(manifest.read_bytes()[:-1])
+    assert restorer.other_than(10) == 20
+    assert Restorer(Checkpoints(FileStorage(tmp_path / "none")), thing).other_than(10) == 0
+
+
+class Alike:
+    """Its tensors have names that look the same to a person."""
+
+    def state_dict(self) -> dict[str, object]:
+        return {"a": {"b": torch.zeros(2)}, "a.b": torch.ones(2)}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        raise NotImplementedError
+
+
+def test_every_tensor_has_a_name_of_its_own(tmp_path: Path, orders: socket.socket) -> None:
+    saved: list[int] = []
+    saver = Saver(orders, "job", 10, Pace(PacePolicy(), 0.0), {"x": Alike()}, saved.append)
+    saver.at_boundary(10, view(1), WorkerId(0))
+    saver.finish(RUN_S)
+    names = [e.name for e in Checkpoints(FileStorage(tmp_path)).manifest(10).entries]
+    assert len(set(names)) == len(names) == 3
 
 
 def test_nothing_wrong_is_restored(tmp_path: Path, orders: socket.socket) -> None:

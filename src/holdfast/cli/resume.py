@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -11,13 +12,14 @@ from holdfast.core.errors import UserError
 from holdfast.runtime.journal import FileJournal
 from holdfast.runtime.launcher import Desk, launch_job
 from holdfast.runtime.rundir import RunDir
+from holdfast.runtime.secret import VARIABLE
 from holdfast.runtime.tcp import listen
 from holdfast.runtime.tls import server_of
 
 
 def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
-    run_dir = RunDir(options.run_dir)
+    run_dir, tls = RunDir(options.run_dir.absolute()), options.tls
     spec = run_dir.spec()
     if run_dir.outcome() == "":
         raise UserError(f"the run in {run_dir.path} has succeeded: there is nothing to resume")
@@ -27,11 +29,16 @@ def main(argv: list[str]) -> int:
         )
     if FileJournal(run_dir.journal).held():
         raise UserError(f"the run in {run_dir.path} is running: there is nothing to resume")
-    server_of(options.tls)  # says what is wrong with it
+    if not os.path.isfile(os.path.join(spec.cwd, spec.script)):
+        raise UserError(f"the job's script {spec.script} is not under {spec.cwd} any more")
+    tls = tls.absolute() if tls is not None else None
+    os.environ.pop(VARIABLE, None)  # the secret is the run directory's
+    os.chdir(spec.cwd)
+    server_of(tls)  # says what is wrong with it
     with listen(options.host, options.port) as listener:
         run_dir.reopen()
         print(f"holdfast: run directory {run_dir.path}", file=sys.stderr, flush=True)
-        desk = Desk(run_dir=run_dir, listener=listener, host=options.host, tls=options.tls)
+        desk = Desk(run_dir=run_dir, listener=listener, host=options.host, tls=tls)
         return launch_job(desk, spec, resume=True)
 
 

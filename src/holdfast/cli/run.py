@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import secrets
 import sys
@@ -10,7 +11,7 @@ import time
 from pathlib import Path
 
 from holdfast.cli.options import add_secret, add_tls
-from holdfast.core.errors import UserError
+from holdfast.core.errors import UserError, WorldError
 from holdfast.core.job import JobSpec
 from holdfast.runtime.election import parse_election
 from holdfast.runtime.launcher import Desk, launch_job
@@ -18,6 +19,7 @@ from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.secret import SECRET_BYTES_MIN, VARIABLE, load_secret
 from holdfast.runtime.tcp import listen
 from holdfast.runtime.tls import server_of
+from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.open import FORM, absolute_store, open_storage
 
 
@@ -178,6 +180,17 @@ def make_secret(options: argparse.Namespace) -> bytes:
     return secrets.token_bytes(SECRET_BYTES_MIN)
 
 
+def _check_unused(store: str) -> None:
+    """UserError if it holds checkpoints: a job must never begin from those of another one."""
+    with contextlib.suppress(WorldError):  # whether it can be written is seen when it must be
+        steps = Checkpoints(open_storage(store)).steps()
+        if steps:
+            raise UserError(
+                f"--store {store} already holds checkpoints, up to step {steps[-1]}: name an empty "
+                "one, or go on with the job that saved them by `holdfast resume RUN_DIR`"
+            )
+
+
 def make_spec(options: argparse.Namespace) -> JobSpec:
     """Check the options against each other; UserError says which value is wrong."""
     nodes_min = options.nodes_min
@@ -201,7 +214,7 @@ def make_spec(options: argparse.Namespace) -> JobSpec:
     if options.abandon_s < 2 * options.lease_s:
         raise UserError(f"--abandon-s {options.abandon_s} must be at least twice --lease-s")
     if options.store:
-        open_storage(options.store)
+        _check_unused(options.store)
     for flag in ("threads", "losses_max", "hang_s", "lease_s", "keep_last"):
         if getattr(options, flag) <= 0:
             raise UserError(f"--{flag.replace('_', '-')} {getattr(options, flag)} must be positive")

@@ -53,7 +53,13 @@ class Node:
                 *(str(taken.fileno()), str(os.getpid())),
             ]
 
-        writer = Kept("checkpoint writer", command, pass_fds=[taken.fileno()], serves=True)
+        writer = Kept(
+            "checkpoint writer",
+            command,
+            pass_fds=[taken.fileno()],
+            serves=True,
+            give_up=taken.close,
+        )
         return [self.agent(orders), writer]
 
     def agent(self, orders: socket.socket | None) -> Kept:

@@ -38,6 +38,7 @@ class Kept:
     excused: Mapping[int, str] = field(default_factory=dict)
     pass_fds: Sequence[int] = ()
     serves: bool = False
+    give_up: Callable[[], None] = lambda: None  # so that nobody goes on to wait for it
     running: list[subprocess.Popen[bytes]] = field(default_factory=list)  # none or one
     pidfd: int = -1
     starts: int = 0
@@ -119,6 +120,7 @@ class Supervisor:
             kept.crashes = [t for t in kept.crashes if t > now - RESTART_WINDOW_S] + [now]
             if len(kept.crashes) > RESTARTS_MAX and kept.serves:
                 _say(f"the {kept.name} died {len(kept.crashes)} times in a minute: it is given up")
+                kept.give_up()
                 return
             if len(kept.crashes) > RESTARTS_MAX:
                 raise WorldError(f"the {kept.name} died {len(kept.crashes)} times in a minute")

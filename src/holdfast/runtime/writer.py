@@ -2,9 +2,9 @@
 
     python -m holdfast.runtime.writer RUN_DIR FD PARENT_PID
 
-It takes orders from a socket that it inherits and shares its end of with nobody (see
-store/snapshot.py). Each order is carried out in a thread of its own: share 0 of a checkpoint waits
-for the others, which may come from other nodes, and commits. Nice to everything else.
+It takes orders from a socket that it inherits (see store/snapshot.py). Each is carried out in a
+thread of its own: share 0 of a checkpoint waits for the others, which may come from other nodes,
+and commits. Nice to everything else.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from holdfast.core.errors import Damaged, HoldfastError
+from holdfast.core.errors import Damaged, HoldfastError, WorldError
 from holdfast.runtime.lifetime import die_with_parent
 from holdfast.runtime.rundir import RunDir
 from holdfast.store.checkpoints import Checkpoints
@@ -31,7 +31,7 @@ from holdfast.store.snapshot import Answer, Delivery, receive
 
 NICENESS = 10
 SCRUB_S = 3600.0  # between two passes over all that is kept
-OTHERS_S = 30.0  # to wait for the other shares, at least; and at least
+OTHERS_S = 10.0  # to wait for the other shares, at least; and at least
 OTHERS_TIMES = 4.0  # what this share has taken
 
 
@@ -42,6 +42,7 @@ class Writer:
         self._store = store
         self._keep = keep
         self._commits = 0
+        self._distrusts = False  # what is kept: the next share builds upon nothing of it
         self._published: list[Saving] = []  # shares that another writer commits
         self._lock = threading.Lock()
 
@@ -64,8 +65,12 @@ class Writer:
             pause(SCRUB_S)
             if self._commits > seen:
                 seen = self._commits
-                for line in scrub(self._store, Pacer(rate, pause)):
-                    _say(line)
+                try:
+                    for line in scrub(self._store, Pacer(rate, pause)):
+                        self._distrusts = True
+                        _say(line)
+                except HoldfastError as error:
+                    _say(f"what is kept cannot be verified: {error}")
 
     def _carry_out(self, delivery: Delivery) -> None:
         answer = Answer(problem="the checkpoint writer has failed, and says why on its console")
@@ -81,7 +86,8 @@ class Writer:
         order, began = delivery.order, time.monotonic()
         for before in self._take_older(order.step):
             before.abandon()
-        saving = self._store.begin(order.step, token=order.token, writer=order.rank)
+        fresh, self._distrusts = self._distrusts, False
+        saving = self._store.begin(order.step, fresh, order.token, order.rank)
         try:
             part = saving.write(delivery.items())
             if order.rank > 0:
@@ -96,7 +102,10 @@ class Writer:
             saving.abandon()
             raise
         self._commits += 1
-        self._store.collect(self._keep)
+        try:
+            self._store.collect(self._keep)
+        except WorldError as error:  # the checkpoint is there all the same
+            _say(f"old checkpoints are not removed: {error}")
         return True
 
     def _take_older(self, step: int) -> list[Saving]:

@@ -55,7 +55,7 @@ class Checkpoints:
     def __init__(self, storage: Storage, say: Callable[[str], None] = lambda line: None) -> None:
         self.storage = storage
         self._say = say
-        self._known: list[tuple[int, Known]] = []  # none or one: step, and what it holds
+        self._known: list[tuple[str, Known]] = []  # none or one: token, and what it holds
 
     # ------------------------------------------------------------ finding
 
@@ -144,13 +144,14 @@ class Checkpoints:
 
     def _held(self, step: int) -> Known:
         """The chunks of a checkpoint. Missing; Damaged."""
-        for held, known in self._known:  # as it is now, whatever other threads put there
-            if held == step:
+        manifest = self.manifest(step)
+        for token, known in self._known:  # as it is now, whatever other threads put there
+            if token == manifest.token:
                 return known
-        manifest, known = self.manifest(step), Known()
+        known = Known()
         sizes = {p: size for p in manifest.packs if (size := self.storage.size(p)) is not None}
         known.learn(manifest, sizes)
-        self._known = [(step, known)]
+        self._known = [(manifest.token, known)]
         return known
 
     # ------------------------------------------------------------ removing

@@ -170,7 +170,7 @@ def decode(data: bytes, name: str) -> Manifest:
         manifest = _MANIFEST.decode(_unseal(data, name))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise Damaged(f"{name} is no manifest of this release: {error}") from None
-    problem = _problem(manifest)
+    problem = problem_of(manifest)
     if problem:
         raise Damaged(f"{name} contradicts itself: {problem}")
     return manifest
@@ -220,7 +220,8 @@ def _unseal(data: bytes, name: str) -> bytes:
     return data[head:-DIGEST_BYTES]
 
 
-def _problem(manifest: Manifest) -> str:
+def problem_of(manifest: Manifest) -> str:
+    """Why no such manifest can be right; empty if it may be."""
     if manifest.step < 0 or manifest.chunk_bytes < 1:
         return f"step {manifest.step}, chunks of {manifest.chunk_bytes} bytes"
     names = [(entry.name, entry.offset) for entry in manifest.entries]

@@ -18,9 +18,13 @@ class Retention:
 def choose_kept(
     saved: Sequence[tuple[int, float]], policy: Retention, now: float
 ) -> tuple[int, ...]:
-    """The steps to keep, in order. `saved`: step and time (seconds since 1970) of each."""
+    """The steps to keep, in order. `saved`: step and time (seconds since 1970) of each.
+
+    The newest is what was saved last: a job that had to go back saves lower steps again.
+    """
     ordered = sorted(saved)
-    newest = {step for step, _ in ordered[-max(policy.last, 1) :]}
+    latest = sorted(saved, key=lambda one: (one[1], one[0]))
+    newest = {step for step, _ in latest[-max(policy.last, 1) :]}
     return tuple(
         step
         for step, time in ordered

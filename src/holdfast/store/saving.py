@@ -36,6 +36,7 @@ from holdfast.store.manifest import (
     manifest_name,
     pack_name,
     part_name,
+    problem_of,
 )
 from holdfast.store.storage import Storage, read_all
 
@@ -152,6 +153,9 @@ class Saving:
     def commit(self, parts: Sequence[Part], about: dict[str, str]) -> Manifest:
         """All writers are done: the checkpoint exists once this returns. WorldError."""
         manifest = merge(self.step, self.token, parts, about)
+        problem = problem_of(manifest)
+        if problem:
+            raise WorldError(f"step {self.step} cannot be kept: {problem}")
         if self._writer is not None:  # as in Checkpoints.begin: first announce, then look
             self.announce(manifest.packs)
             for base in {part.base for part in parts if part.base is not None}:
@@ -161,9 +165,10 @@ class Saving:
             if self._storage.size(pack) is None:
                 raise WorldError(f"step {self.step} cannot be kept: {pack} has vanished meanwhile")
         self._storage.put(manifest_name(self.step), [encode(manifest)])
-        for writer in range(1, len(parts)) if self._writer is not None else ():
-            self._storage.delete(part_name(self.token, writer))
-        self._storage.delete(self._intent)
+        with contextlib.suppress(WorldError):  # what stays is garbage; the checkpoint is there
+            for writer in range(1, len(parts)) if self._writer is not None else ():
+                self._storage.delete(part_name(self.token, writer))
+            self._storage.delete(self._intent)
         return manifest
 
 

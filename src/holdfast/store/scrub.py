@@ -49,4 +49,7 @@ def _mend(volumes: VolumeStorage, pacer: Callable[[int], None]) -> Iterator[str]
         except Missing:
             continue  # it was retired meanwhile, or its save was interrupted
         except WorldError as error:
-            yield f"lost: {error}"
+            if name in volumes.names(
+                name.rpartition("/")[0] + "/"
+            ):  # else it was removed meanwhile
+                yield f"lost: {error}"

@@ -43,8 +43,10 @@ class Aborter:
             raise _unsupported()
 
     def abort(self, work: dist.Work) -> None:
-        """The wait for it, under way or still to come, returns False."""
-        self._abort_of[_vtable(work)](ctypes.c_void_p.from_address(_address(work)))
+        """The wait for it, under way or else the next one, returns False."""
+        abort = self._abort_of.get(_vtable(work))
+        if abort is not None:  # else `check` has said so
+            abort(ctypes.c_void_p.from_address(_address(work)))
 
 
 def _method(library: ctypes.CDLL, name: str) -> ctypes._FuncPointer:

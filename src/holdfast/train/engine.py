@@ -7,13 +7,15 @@ view. Partial sums live in the buckets, so a new view simply reduces them again.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from holdfast.core import worker as machine
-from holdfast.core.errors import Severed, UserError, WorldError
+from holdfast.core.errors import Damaged, Severed, UserError, WorldError
 from holdfast.core.types import View
+from holdfast.store.storage import Missing
 from holdfast.train.buckets import Bucket, Gradients
 from holdfast.train.driver import Driver, Link, ViewRendezvous
 from holdfast.train.exchange import (
@@ -30,6 +32,8 @@ from holdfast.train.restoring import Restorer
 from holdfast.train.saver import Saver, say
 from holdfast.train.transfer import StateSync
 from holdfast.train.transport import AloneTransport, Rendezvous, Transport
+
+STORE_PAUSE_S = 1.0  # before another view tries a store that does not answer
 
 
 class StepState:
@@ -132,16 +136,20 @@ class Engine(threading.Thread):
     def _restore(self, view: View, layout: Layout, transport: Transport) -> None:
         """Nobody holds the state any more: all members read it together."""
         step, driver, restorer = view.resume_step, self._driver, self._restorer
+        if restorer is None:
+            raise UserError(f"the job is to begin at step {step}, and has no --store")
         try:
-            if restorer is None:
-                raise UserError(f"the job is to begin at step {step}, and has no --store")
-            restorer.restore(step, transport, layout, lambda: driver.post(machine.Loading()))
+            try:
+                restorer.restore(step, transport, layout, lambda: driver.post(machine.Loading()))
+            except (Damaged, Missing) as error:
+                say(f"the checkpoint of step {step} is not used: {error}")
+                driver.post(machine.Unreadable(view.number, step, restorer.other_than(step)))
+                raise Severed(str(error)) from None
         except Severed:
             raise
-        except WorldError as error:
-            say(f"the checkpoint of step {step} is not used: {error}")
-            older = restorer.older(step) if restorer is not None else 0
-            driver.post(machine.Unreadable(view.number, step, older))
+        except WorldError as error:  # it may answer again: the next view tries
+            say(f"the checkpoint of step {step} cannot be read just now: {error}")
+            time.sleep(STORE_PAUSE_S)
             raise Severed(str(error)) from None
 
     def _open(self, view: View, layout: Layout, transport: Transport) -> None:

@@ -156,13 +156,13 @@ class GlooTransport:
             sockets.probe(each)
         with self._lock:
             self._group, self._sockets = group, kept
-            if self.severed:
-                sockets.cut(kept)
-                raise Severed("the view was given up while its group was built")
+        del group  # whoever catches what is raised here would keep it
         try:
+            if self.severed:
+                raise Severed("the view was given up while its group was built")
             self._prove(rank, size, proof.group_name([store.address_of(r) for r in range(size)]))
         except Severed:
-            self.sever()
+            self.close()
             raise
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Pending:

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from holdfast.core.errors import Damaged, Severed, WorldError
+from holdfast.core.errors import Damaged, Severed
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.loading import OneEntry, load, load_range
 from holdfast.store.manifest import Entry, Manifest
 from holdfast.store.snapshot import ALIGN
+from holdfast.store.storage import Missing
 from holdfast.train import state
 from holdfast.train.exchange import TAG_STATE, Layout
 from holdfast.train.formats import bytes_of
@@ -54,13 +55,16 @@ class Restorer:
         loading()
         state.apply(self._protected, skeleton, tensors)
 
-    def older(self, step: int) -> int:
-        """The newest checkpoint before `step` every byte of which is right; 0 if there is none."""
-        for other in reversed([s for s in self._store.steps() if s < step]):
+    def other_than(self, step: int) -> int:
+        """The newest checkpoint, but for `step`, every byte of which is right; 0 if there is none.
+
+        WorldError when the store does not answer.
+        """
+        for other in reversed([s for s in self._store.steps() if s != step]):
             try:
                 if not self._store.verify(other):
                     return other
-            except WorldError as error:
+            except (Damaged, Missing) as error:
                 say(f"the checkpoint of step {other} is not used: {error}")
         return 0
 

@@ -12,12 +12,13 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from holdfast.core.errors import WorldError
+from holdfast.core.errors import WorldError, first_line
 from holdfast.core.interval import Pace
 from holdfast.core.types import View, WorkerId
 from holdfast.store.snapshot import (
@@ -95,8 +96,8 @@ class Saver:
                 table_bytes=table_bytes,
             )
             answers = send(self._orders, order, self._arena)
-        except (OSError, WorldError) as error:
-            say(f"step {step} is not saved: {error}")
+        except (OSError, MemoryError, WorldError) as error:
+            say(f"step {step} is not saved: {first_line(error)}")
             return
         now = time.monotonic()
         self._pace.began(now, now - began)
@@ -113,6 +114,7 @@ class Saver:
     def _copy(self, rank: int, size: int) -> tuple[int, int]:
         """Returns where the table of the copies is, and its bytes."""
         skeleton, names, tensors = state.capture_named(self._protected)
+        readable = _readable(names)
         slices = share_of(tensors, rank, size)
         slots: list[Slot] = []
         at = 0
@@ -123,7 +125,7 @@ class Saver:
         for each in slices:
             at = -(-at // ALIGN) * ALIGN
             part = _part(tensors[each.tensor], each)
-            slots.append(_slot(_readable(names[each.tensor]), tensors[each.tensor], each, at))
+            slots.append(_slot(readable[each.tensor], tensors[each.tensor], each, at))
             places.append((at, part))
             at += part.nbytes
         table = table_of(slots)
@@ -148,9 +150,11 @@ class Saver:
             say(f"step {step} is saved, in {time.monotonic() - began:.2f} s{how_often}")
 
 
-def _readable(path: str) -> str:
-    """state['model']['layer.weight'] as model.layer.weight."""
-    return _PLACE.sub(r".\2", path).removeprefix("state.")
+def _readable(paths: list[str]) -> list[str]:
+    """state['model']['layer.weight'] as model.layer.weight, unless two would be the same."""
+    found = [_PLACE.sub(r".\2", path).removeprefix("state.") for path in paths]
+    times = Counter(found)
+    return [name if times[name] == 1 else path for name, path in zip(found, paths, strict=True)]
 
 
 def _part(tensor: torch.Tensor, each: Slice) -> torch.Tensor:
