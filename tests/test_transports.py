@@ -29,7 +29,7 @@ KEY = b"k" * 32
 
 def gloo(rank: int) -> MakeTransport:
     device = GlooDevice("127.0.0.1", KEY)
-    return lambda: GlooTransport(device)
+    return lambda: GlooTransport(device, ended_s=0.5)
 
 
 def gloo_with_impostor(rank: int) -> MakeTransport:

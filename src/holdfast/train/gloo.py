@@ -27,7 +27,7 @@ from holdfast.train.abort import Aborter
 from holdfast.train.transport import Message, Pending, Rendezvous
 
 FOREVER = timedelta(days=365)
-ENDED_S = 1.0  # how long a group stays whole though one of its connections has ended
+ENDED_S = 5.0  # how long a group stays whole though one of its connections has ended
 LOST_S = 2.0  # of unanswered packets: four attempts of TCP on a network with usual delays
 TAG_PROOF = 9
 _DEVICE_LOCK = threading.Lock()
@@ -125,9 +125,10 @@ class GlooTransport:
 
     ordered = False
 
-    def __init__(self, device: GlooDevice, build_s: float = 30.0) -> None:
+    def __init__(self, device: GlooDevice, build_s: float = 30.0, ended_s: float = ENDED_S) -> None:
         self._device = device
         self._build_s = build_s
+        self._ended_s = ended_s
         self._group: dist.ProcessGroupGloo | None = None
         self._sockets: list = []
         self._store: _AddressStore | None = None
@@ -234,7 +235,7 @@ class GlooTransport:
             if not building:
                 if sockets.any_ended(self._sockets):
                     self._ended_at = min(self._ended_at, now)
-                unfinished = now >= self._ended_at + ENDED_S
+                unfinished = now >= self._ended_at + self._ended_s
                 silent = store.ranks_at(sockets.silent_peers(self._sockets, LOST_S))
         if not building:
             if unfinished:
