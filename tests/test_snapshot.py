@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -221,6 +222,19 @@ def test_a_checkpoint_that_cannot_be_read_gives_way_to_the_newest_other_one(
     assert Restorer(Checkpoints(FileStorage(tmp_path / "none")), thing).other_than(10) == 0
 
 
+def test_a_skeleton_that_cannot_be_loaded_here_is_damage_and_not_a_store_that_is_away(
+    tmp_path: Path, orders: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved: list[int] = []
+    saver = Saver(orders, "job", 10, Pace(PacePolicy(), 0.0), {"thing": Thing(1)}, saved.append)
+    saver.at_boundary(10, view(1), WorkerId(0))
+    saver.finish(RUN_S)
+    things = [Thing(2)]
+    monkeypatch.delattr(torch, "bfloat16")  # as if an older PyTorch met a newer one's state
+    with pytest.raises(Damaged, match=r"step 10 cannot be used here: .*bfloat16"):
+        restore_together(Checkpoints(FileStorage(tmp_path)), 10, things)
+
+
 class Alike:
     """Its tensors have names that look the same to a person."""
 
@@ -318,6 +332,20 @@ def test_orders_end_with_those_who_give_them() -> None:
     ours.close()
     assert receive(theirs) is None
     theirs.close()
+
+
+def test_without_a_writer_no_more_is_copied_than_with_one() -> None:
+    """A copy costs time, so one that nobody took is not made again after every step."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    theirs.close()
+    pace = Pace(PacePolicy(least_s=3600.0, most_s=3600.0), 0.0)
+    saver = Saver(ours, "job", 0, pace, {"thing": Thing(1)}, lambda step: None)
+    pace.began(time.monotonic() - 7200.0, 0.0)
+    assert saver.due(10)
+    saver.at_boundary(10, view(1), WorkerId(0))
+    assert not saver.busy
+    assert not saver.due(11)
+    ours.close()
 
 
 def test_without_a_writer_an_order_says_so() -> None:

@@ -89,7 +89,7 @@ class Writer:
         fresh, self._distrusts = self._distrusts, False
         saving = self._store.begin(order.step, fresh, order.token, order.rank)
         try:
-            part = saving.write(delivery.items())
+            part = saving.write(delivery.items(), order.rank)
             if order.rank > 0:
                 saving.publish(part)
                 with self._lock:

@@ -110,7 +110,7 @@ class Saving:
 
     def write(self, items: Sequence[Item], writer: int = 0) -> Part:
         """Save these items; `writer` tells apart those of one checkpoint. WorldError."""
-        pack = pack_name(self.step, self.token, self._writer or writer)
+        pack = pack_name(self.step, self.token, writer)
         planner = _Planner(items, self.known, pack)
         new = planner.new_chunks()
         first = next(new, None)

@@ -49,7 +49,5 @@ def _mend(volumes: VolumeStorage, pacer: Callable[[int], None]) -> Iterator[str]
         except Missing:
             continue  # it was retired meanwhile, or its save was interrupted
         except WorldError as error:
-            if name in volumes.names(
-                name.rpartition("/")[0] + "/"
-            ):  # else it was removed meanwhile
+            if volumes.size(name) is not None:  # else it was removed meanwhile
                 yield f"lost: {error}"

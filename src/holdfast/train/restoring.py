@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from holdfast.core.errors import Damaged, Severed
+from holdfast.core.errors import Damaged, Severed, WireError
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.loading import OneEntry, load, load_range
 from holdfast.store.manifest import Entry, Manifest
@@ -44,7 +44,10 @@ class Restorer:
         first = OneEntry(SKELETON, SKELETON_BYTES_MAX)
         manifest = self._store.load(step, first)
         skeleton = bytes(first.data)
-        flat, tensors, starts = _lay_out(state.metas(skeleton))
+        try:
+            flat, tensors, starts = _lay_out(state.metas(skeleton))
+        except WireError as error:
+            raise Damaged(f"the checkpoint of step {step} cannot be used here: {error}") from None
         entries = [e for e in manifest.entries if e.name != SKELETON]
         places = _places(entries, tensors, starts)
         if places is None:

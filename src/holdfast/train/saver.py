@@ -99,8 +99,9 @@ class Saver:
         except (OSError, MemoryError, WorldError) as error:
             say(f"step {step} is not saved: {first_line(error)}")
             return
-        now = time.monotonic()
-        self._pace.began(now, now - began)
+        finally:  # or it would be due, and cost a copy, after every step
+            now = time.monotonic()
+            self._pace.began(now, now - began)
         self._thread = [
             threading.Thread(target=self._await, args=(step, began, answers), daemon=True)
         ]
