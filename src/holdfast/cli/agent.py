@@ -9,13 +9,14 @@ import socket
 import sys
 from pathlib import Path
 
-from holdfast.cli.options import add_secret, add_tls, tls_of
+from holdfast.cli.options import add_secret, add_tls
 from holdfast.core.errors import UserError
 from holdfast.core.types import AgentId
 from holdfast.runtime.contact import ask, contact_by
 from holdfast.runtime.launcher import Node, incarnation_now, launch_node
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.secret import load_secret
+from holdfast.runtime.tls import client_of
 from holdfast.wire.messages import JoinReply, JoinRequest
 
 
@@ -59,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
-    contact = contact_by(options.join, tls_of(options))
+    contact = contact_by(options.join, client_of(options.tls))
     if options.nproc is not None and options.nproc < 1:
         raise UserError(f"--nproc {options.nproc}: at least 1 worker is needed")
     secret = load_secret(os.environ, file=options.secret_file, run_dir=options.run_dir)

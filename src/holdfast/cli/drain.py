@@ -10,12 +10,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from holdfast.cli.options import add_tls, tls_of
+from holdfast.cli.options import add_tls
 from holdfast.cli.status import fetch
 from holdfast.core.errors import UserError
 from holdfast.core.types import AgentId
 from holdfast.runtime.contact import ask, contact_of
 from holdfast.runtime.rundir import RunDir
+from holdfast.runtime.tls import client_of
 from holdfast.wire.messages import DrainReply, DrainRequest
 
 LOOK_S = 0.2  # between two looks at the job
@@ -25,7 +26,7 @@ PATIENCE_S = 60.0  # without any answer of a coordinator
 def main(argv: list[str]) -> int:
     """Exit status 0 once the node is empty, or the job is over; 130 after Ctrl-C."""
     options = parser().parse_args(argv)
-    run_dir, tls, node = RunDir(options.run_dir), tls_of(options), AgentId(options.node)
+    run_dir, tls, node = RunDir(options.run_dir), client_of(options.tls), AgentId(options.node)
     fetch(run_dir, tls)  # says so if the run is over
     order = DrainRequest(agent=node, reason=options.reason)
     reply = ask(contact_of(run_dir, tls), run_dir.secret(), order, DrainReply)

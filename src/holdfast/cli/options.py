@@ -1,12 +1,9 @@
-"""Options that several commands share, and how they are checked."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
 import argparse
-import ssl
 from pathlib import Path
-
-from holdfast.runtime.tls import client_of
 
 
 def add_secret(parser: argparse.ArgumentParser, otherwise: str) -> None:
@@ -26,8 +23,3 @@ def add_tls(parser: argparse.ArgumentParser) -> None:
         help="encrypt the control plane; DIR holds this machine's certificate tls.crt with its "
         "key tls.key, and ca.crt, the authority of all the job's certificates",
     )
-
-
-def tls_of(options: argparse.Namespace) -> ssl.SSLContext | None:
-    """What a client needs. UserError when a file is missing or not fit."""
-    return client_of(options.tls)

@@ -11,10 +11,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from holdfast.cli.options import add_tls, tls_of
+from holdfast.cli.options import add_tls
 from holdfast.core.errors import UserError
 from holdfast.runtime.contact import ask, contact_of
 from holdfast.runtime.rundir import RunDir
+from holdfast.runtime.tls import client_of
 from holdfast.wire.messages import StatusReply, StatusRequest
 
 
@@ -26,7 +27,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="for scripts")
     add_tls(parser)
     options = parser.parse_args(argv)
-    status = fetch(RunDir(options.run_dir), tls_of(options))
+    status = fetch(RunDir(options.run_dir), client_of(options.tls))
     if options.json:
         print(json.dumps(status, indent=2))
     else:

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import msgspec
 import xxhash
 
 from holdfast.core.errors import Damaged
 
+T = TypeVar("T")
 MAGIC = b"HFMANIF1"
 DIGEST_BYTES = 16
 CHUNK_BYTES = 1 << 20
@@ -166,10 +168,7 @@ def encode(manifest: Manifest) -> bytes:
 
 def decode(data: bytes, name: str) -> Manifest:
     """Damaged, in the words of a person, unless every byte is as it was written."""
-    try:
-        manifest = _MANIFEST.decode(_unseal(data, name))
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise Damaged(f"{name} is no manifest of this release: {error}") from None
+    manifest = _decoded(_MANIFEST, data, name, "is no manifest of this release")
     problem = problem_of(manifest)
     if problem:
         raise Damaged(f"{name} contradicts itself: {problem}")
@@ -182,10 +181,7 @@ def encode_intent(intent: Intent) -> bytes:
 
 def decode_intent(data: bytes, name: str) -> Intent:
     """Damaged."""
-    try:
-        return _INTENT.decode(_unseal(data, name))
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise Damaged(f"{name} cannot be read: {error}") from None
+    return _decoded(_INTENT, data, name)
 
 
 def encode_part(part: Part) -> bytes:
@@ -194,13 +190,19 @@ def encode_part(part: Part) -> bytes:
 
 def decode_part(data: bytes, name: str) -> Part:
     """Damaged. The rest of what it says is checked once it is in a manifest."""
-    try:
-        part = _PART.decode(_unseal(data, name))
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise Damaged(f"{name} cannot be read: {error}") from None
+    part = _decoded(_PART, data, name)
     if any(not 0 <= r.pack < len(part.packs) for e in part.entries for r in e.runs):
         raise Damaged(f"{name} contradicts itself: a run lies in no pack")
     return part
+
+
+def _decoded(
+    decoder: msgspec.msgpack.Decoder[T], data: bytes, name: str, problem: str = "cannot be read"
+) -> T:
+    try:
+        return decoder.decode(_unseal(data, name))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise Damaged(f"{name} {problem}: {error}") from None
 
 
 def _seal(payload: bytes) -> bytes:
