@@ -12,12 +12,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.core.errors import Damaged, UserError, WorldError
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.files import FileStorage
+from holdfast.store.loading import load_range
 from holdfast.store.manifest import (
     CHUNK_BYTES,
     MANIFESTS,
@@ -34,18 +36,31 @@ from holdfast.store.manifest import (
 )
 from holdfast.store.retention import Retention, choose_kept
 from holdfast.store.saving import Item
+from holdfast.store.scrub import scrub
 from holdfast.store.storage import Missing
 from holdfast.testing.storages import Crash, CrashDisk, MemoryStorage
 from scripts import saver
 
 SAVER = Path(__file__).parent / "scripts" / "saver.py"
 State = dict[str, bytearray]
-SIZES = {"weight": 3 * CHUNK_BYTES + 17, "bias": 40, "empty": 0, "table": 3 * CHUNK_BYTES}
+SIZES = {
+    "weight": 3 * CHUNK_BYTES + 17,
+    "bias": 40,
+    "empty": 0,
+    "table": 3 * CHUNK_BYTES,
+    "sparse": 2 * CHUNK_BYTES + 9,
+}
 
 
 def make_state(seed: int) -> State:
+    """All of it random but for `sparse`, which can be compressed."""
     rng = random.Random(seed)
-    return {name: bytearray(rng.randbytes(size)) for name, size in SIZES.items()}
+    state = {name: bytearray(rng.randbytes(size)) for name, size in SIZES.items()}
+    state["sparse"] = bytearray(SIZES["sparse"])
+    for at in range(0, SIZES["sparse"], 500):
+        state["sparse"][at] = rng.randrange(256)
+    state["sparse"][-9:] = rng.randbytes(9)  # a chunk of its own
+    return state
 
 
 def items(state: State) -> list[Item]:
@@ -109,10 +124,38 @@ def test_what_has_not_changed_is_not_written_again() -> None:
 
 def test_equal_chunks_are_kept_once() -> None:
     storage = MemoryStorage()
-    zeros = {f"m{i}": bytearray(2 * CHUNK_BYTES) for i in range(5)}
-    save(Checkpoints(storage), 1, zeros)
+    chunk = random.Random(1).randbytes(CHUNK_BYTES)
+    save(Checkpoints(storage), 1, {f"m{i}": bytearray(2 * chunk) for i in range(5)})
     assert stored_bytes(storage) == CHUNK_BYTES
     assert Checkpoints(storage).verify(1) == []
+
+
+def test_what_becomes_much_shorter_is_compressed_and_nothing_else() -> None:
+    storage, state = MemoryStorage(), make_state(1)
+    store = Checkpoints(storage)
+    (sparse,) = save(store, 1, {"sparse": state["sparse"]}).entries
+    assert stored_bytes(storage) < 0.1 * SIZES["sparse"]
+    assert [len(run.stored) for run in sparse.runs] == [3]
+    before = stored_bytes(storage)
+    entries = save(store, 2, state).entries
+    others = sum(SIZES.values()) - SIZES["sparse"]
+    assert stored_bytes(storage) == before + others  # and `sparse` is known in its short form
+    assert all(not run.stored for entry in entries[:-1] for run in entry.runs)
+    tail = bytearray(1000)  # a part of a compressed chunk
+    start = CHUNK_BYTES + 12_345
+    load_range(storage, store.manifest(2), entries[-1], start, memoryview(tail))
+    assert tail == state["sparse"][start : start + 1000]
+
+
+def test_a_chunk_that_looks_compressed_and_is_not_is_told() -> None:
+    storage, state = MemoryStorage(), make_state(1)
+    store = Checkpoints(storage)
+    save(store, 1, {"sparse": state["sparse"]})
+    (pack,) = storage.names(PACKS)
+    bomb = zstandard.ZstdCompressor().compress(bytes(64 << 20))  # within the first chunk's length
+    data = storage.objects[pack]
+    storage.objects[pack] = bomb + data[len(bomb) :]
+    assert "decompress" in store.verify(1)[0].why
 
 
 def test_some_entries_can_be_read_without_the_others() -> None:
@@ -149,7 +192,8 @@ def test_several_writers_save_parts_of_one_checkpoint() -> None:
 # ---------------------------------------------------------------- damage
 
 
-def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
+@pytest.mark.parametrize("flips", [100, pytest.param(1000, marks=pytest.mark.slow)])
+def test_every_flipped_bit_is_found(flips: int) -> None:
     """In any file of a checkpoint: in what is loaded never; most often, an older one is used."""
     storage = MemoryStorage()
     store = Checkpoints(storage)
@@ -157,7 +201,7 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
     save(store, 2, make_state(2))
     intact, rng = dict(storage.objects), random.Random(5)
     newest = [n for n in intact if "000000000002" in n]
-    for _ in range(300):
+    for _ in range(flips):
         storage.objects = dict(intact)
         name = rng.choice(newest)
         data = bytearray(storage.objects[name])
@@ -196,7 +240,7 @@ def test_a_pack_that_is_cut_short_spoils_only_what_it_has_lost() -> None:
     (pack,) = storage.names(PACKS)
     storage.objects[pack] = storage.objects[pack][: CHUNK_BYTES + 5]
     bad = store.verify(1)
-    assert {b.entry for b in bad} == {"weight", "bias", "table"}
+    assert {b.entry for b in bad} == {"weight", "bias", "table", "sparse"}
     assert min(b.start for b in bad if b.entry == "weight") == CHUNK_BYTES
 
 
@@ -226,6 +270,48 @@ ENTRY = st.builds(
     digests=st.binary(max_size=64),
     runs=st.just(()),
 )
+
+
+@pytest.mark.parametrize("how", ["load", "verify", "scrub"])
+def test_a_save_does_not_build_upon_a_pack_that_was_found_rotten(how: str) -> None:
+    storage, state = MemoryStorage(), make_state(1)
+    store = Checkpoints(storage)
+    save(store, 1, state)
+    (pack,) = storage.names(PACKS)
+    data = bytearray(storage.objects[pack])
+    data[CHUNK_BYTES + 99] ^= 4
+    storage.objects[pack] = bytes(data)
+    if how == "load":
+        with pytest.raises(Damaged):
+            store.load(1, Loaded())
+    elif how == "verify":
+        assert store.verify(1)
+    else:
+        assert [*scrub(store, lambda count: None)]
+    save(Checkpoints(storage), 2, state)
+    assert store.verify(2) == []
+    store.collect(Retention(last=1))
+    assert storage.names("suspect/") == []
+    assert store.verify(2) == []
+
+
+def test_a_storage_that_does_not_answer_is_not_damage() -> None:
+    class Away(MemoryStorage):
+        away = False
+
+        def read(self, name: str, offset: int, into: memoryview) -> None:
+            if self.away and name.startswith(PACKS):
+                raise WorldError("no answer")
+            super().read(name, offset, into)
+
+    storage = Away()
+    store = Checkpoints(storage)
+    save(store, 1, make_state(1))
+    storage.away = True
+    with pytest.raises(WorldError, match="no answer") as caught:
+        store.load(1, Loaded())
+    assert not isinstance(caught.value, Damaged)
+    assert storage.names("suspect/") == []
 
 
 @given(st.binary(max_size=200) | st.builds(bytes, st.lists(st.integers(0, 255), max_size=80)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import random
 import signal
 import socket
 import subprocess
@@ -33,6 +34,7 @@ from holdfast.store.files import FileStorage
 from holdfast.store.manifest import PARTS, SAVING, manifest_name
 from holdfast.store.open import open_storage
 from holdfast.store.retention import Retention
+from holdfast.store.saving import Item
 from holdfast.store.snapshot import (
     Answer,
     Arena,
@@ -310,7 +312,7 @@ def put_table(arena: Arena, order: Order, slots: list[Slot]) -> Order:
 
 def order_share(orders: socket.socket, step: int, rank: int, size: int) -> int:
     """A share with a single item; returns where the answer will come."""
-    data = bytes([step, rank]) * 100_000
+    data = random.Random(f"{step} {rank}").randbytes(200_000)
     table = table_of([Slot(name=f"part{rank}", start=0, size=len(data))])
     arena = Arena()
     arena.fit(len(data) + len(table))
@@ -390,7 +392,7 @@ def test_what_rots_is_found_and_with_parity_mended(
     thread.join(RUN_S)
     (pack,) = (places[0] / "packs").iterdir()
     before = pack.read_bytes()
-    pack.write_bytes(before[:500] + bytes([before[500] ^ 1]) + before[501:])
+    pack.write_bytes(bytes([before[0] ^ 1]) + before[1:])
     clock = Clock()
     with pytest.raises(Enough):
         writer.scrub(1.0, clock)
@@ -424,7 +426,7 @@ def process(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], socket.so
     theirs.close()
     yield popen, ours
     ours.close()
-    assert popen.wait(RUN_S) in (0, -signal.SIGKILL)
+    assert popen.wait(RUN_S) in (0, -signal.SIGKILL, 128 + signal.SIGTERM)
 
 
 def test_a_worker_that_dies_after_its_copy_has_saved_it(
@@ -448,6 +450,22 @@ def test_a_worker_that_dies_after_its_copy_has_saved_it(
     popen.send_signal(signal.SIGCONT)
     store = Checkpoints(FileStorage(tmp_path / "store"))
     until(lambda: store.steps() == [10], "the checkpoint")
+    assert store.verify(10) == []
+
+
+def test_a_writer_that_is_to_end_finishes_what_it_has_begun(
+    tmp_path: Path, process: tuple[subprocess.Popen[bytes], socket.socket]
+) -> None:
+    popen, orders = process
+    store = Checkpoints(FileStorage(tmp_path / "store"))
+    answers = order_share(orders, 10, 0, 2)
+    until(lambda: store.storage.names("packs/"), "its share")
+    popen.terminate()
+    (token,) = {name.split("-")[1] for name in store.storage.names("packs/")}
+    other = store.begin(10, token, writer=1)
+    other.publish(other.write([Item(name="other", data=memoryview(b"abc"))], 1))
+    assert read_answer(answers).durable
+    assert popen.wait(RUN_S) == 128 + signal.SIGTERM  # where it was to go on, it is started again
     assert store.verify(10) == []
 
 

@@ -7,7 +7,8 @@ import os
 import random
 import shutil
 import subprocess
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -65,10 +66,38 @@ def test_nothing_is_left_unfinished_and_what_others_left_is_swept(tmp_path: Path
     storage = FileStorage(tmp_path)
     storage.put("a", [b"x"])
     assert list((tmp_path / ".unfinished").iterdir()) == []
-    (tmp_path / ".unfinished" / "1-2").write_bytes(b"half")
+    child = subprocess.Popen([sys.executable, "-c", "pass"])
+    child.wait()
+    home, pid, *rest = unfinished(tmp_path)
+    left = tmp_path / ".unfinished"
+    names = ["-".join([home, str(n), *rest]) for n in (child.pid, pid)]
+    names += ["elsewhere-1-a-0", "elsewhere-2-b-0"]
+    for name in names:
+        (left / name).write_bytes(b"half")
+    os.utime(left / names[3], (0, 0))
     assert storage.names("") == ["a"]
-    storage.sweep()
-    assert list((tmp_path / ".unfinished").iterdir()) == []
+    FileStorage(tmp_path).put("b", [b"y"])
+    assert sorted(path.name for path in left.iterdir()) == sorted(names[1:3])
+
+
+def unfinished(root: Path) -> list[str]:
+    """The parts of the name under which a storage writes."""
+
+    def parts() -> Iterator[bytes]:
+        (path,) = (root / ".unfinished").iterdir()
+        found.extend(path.name.split("-"))
+        yield b"x"
+
+    found: list[str] = []
+    FileStorage(root).put("c", parts())
+    FileStorage(root).delete("c")
+    return found
+
+
+def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(tmp_path: Path) -> None:
+    (tmp_path / "manifests").symlink_to(tmp_path / "manifests")
+    with pytest.raises(WorldError, match=r"cannot list .*manifests"):
+        FileStorage(tmp_path).names("manifests/")
 
 
 def test_what_cannot_be_written_is_said_in_one_sentence(tmp_path: Path) -> None:

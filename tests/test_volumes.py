@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from holdfast.core.errors import Damaged, InvariantError, UserError, WorldError
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.files import FileStorage
+from holdfast.store.retention import Retention
 from holdfast.store.saving import Item
 from holdfast.store.storage import Missing
 from holdfast.store.stripes import SHARD_BYTES, Geometry, shard_of
@@ -168,6 +169,74 @@ def test_three_lost_volumes_are_too_many_and_it_is_said() -> None:
         volume.objects.clear()
     with pytest.raises(Missing, match="packs/x on 4 of the volumes"):
         content_of(storage)
+
+
+class Unplugged(MemoryStorage):
+    """Has all that it had, and says nothing."""
+
+    def size(self, name: str) -> int | None:
+        raise WorldError("no answer")
+
+
+def unplug(volume: MemoryStorage) -> None:
+    volume.__class__ = Unplugged
+
+
+def plug_in(volume: MemoryStorage) -> None:
+    volume.__class__ = MemoryStorage
+
+
+def test_what_cannot_be_seen_just_now_is_not_missing_and_not_garbage() -> None:
+    volumes = memories(6)
+    storage = VolumeStorage(volumes, 4, 2)
+    store, data = Checkpoints(storage), bytearray(DATA)
+    for step in (1, 2):
+        data[step] ^= 1
+        item = Item(name="w", data=memoryview(data), dtype="uint8", shape=(len(data),))
+        store.save(step, [item], {})
+    before = [dict(v.objects) for v in volumes]
+    for volume in volumes[:3]:
+        unplug(volume)
+    assert store.steps() == [1, 2]
+    for failing in (lambda: store.manifest(1), lambda: store.collect(Retention(last=1))):
+        with pytest.raises(WorldError, match="no answer") as caught:
+            failing()
+        assert not isinstance(caught.value, Missing | Damaged)
+    for volume in volumes[:3]:
+        plug_in(volume)
+    assert [dict(v.objects) for v in volumes] == before
+    assert store.verify(1) == store.verify(2) == []
+
+
+def test_what_a_save_that_was_cut_short_has_left_on_volumes_is_collected() -> None:
+    volumes = memories(6)
+    store = Checkpoints(VolumeStorage(volumes, 4, 2))
+    store.storage.put("packs/000000000001-dead-0", [DATA])
+    for volume in volumes[:3]:
+        volume.objects.clear()
+    assert store.collect().packs == 1
+    assert not any(volume.objects for volume in volumes)
+
+
+def test_what_is_deleted_while_it_is_repaired_does_not_come_back() -> None:
+    volumes = memories(2)
+    storage = VolumeStorage(volumes, 1, 1)  # where one volume alone would bring it back
+    storage.put("packs/x", [DATA])
+    for lost in range(2):
+        storage.put("packs/x", [DATA])
+        del volumes[lost].objects["packs/x"]
+
+        class Deleting(MemoryStorage):
+            def put(self, name: str, parts: Iterable[bytes | memoryview]) -> int:
+                kept = [bytes(part) for part in parts]
+                storage.delete(name)
+                return super().put(name, kept)
+
+        volumes[lost].__class__ = Deleting
+        with pytest.raises(Missing, match="was deleted while it was repaired"):
+            storage.repair("packs/x")
+        plug_in(volumes[lost])
+        assert storage.all_names() == []
 
 
 def content_of(storage: VolumeStorage) -> bytes:

@@ -21,6 +21,7 @@ from holdfast.core.errors import WorldError
 RESTARTS_MAX = 10  # of one process within RESTART_WINDOW_S
 RESTART_WINDOW_S = 60.0
 FAREWELL_S = 10.0
+FINISH_S = 30.0  # for what serves to finish what it has begun
 INTERRUPTS_MAX = 2  # the one after kills
 
 
@@ -101,11 +102,12 @@ class Supervisor:
             for kept in self._kept:
                 if kept.running and kept.pidfd in readable:
                     self._ended(kept)
-        deadline = time.monotonic() + FAREWELL_S
+        ended_at = time.monotonic()
         for kept in self._kept:
             for popen in kept.running:
                 if kept.serves:
                     popen.terminate()
+                deadline = ended_at + (FINISH_S if kept.serves else FAREWELL_S)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     popen.wait(max(deadline - time.monotonic(), 0.1))
 

@@ -4,7 +4,7 @@
 
 It takes orders from a socket that it inherits (see store/snapshot.py). Each is carried out in a
 thread of its own: share 0 of a checkpoint waits for the others, which may come from other nodes,
-and commits. Nice to everything else.
+and commits. Nice to everything else. SIGTERM asks it to finish what it has begun.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Writer:
         self._store = store
         self._keep = keep
         self._commits = 0
-        self._distrusts = False  # what is kept: the next share builds upon nothing of it
         self._published: list[Saving] = []  # shares that another writer commits
         self._lock = threading.Lock()
+        self._under_way: list[threading.Thread] = []
 
     def serve(self, channel: socket.socket) -> None:
         """Until no worker and no agent is left that could order anything."""
@@ -56,7 +56,14 @@ class Writer:
                 continue
             if delivery is None:
                 return
-            threading.Thread(target=self._carry_out, args=(delivery,), daemon=True).start()
+            thread = threading.Thread(target=self._carry_out, args=(delivery,), daemon=True)
+            thread.start()
+            self._under_way = [t for t in self._under_way if t.is_alive()] + [thread]
+
+    def finish(self) -> None:
+        """What has been ordered is carried out."""
+        for thread in self._under_way:
+            thread.join()
 
     def scrub(self, rate: float, pause: Callable[[float], object] = time.sleep) -> None:
         """For ever: verify slowly what is kept, if it is this writer that commits."""
@@ -67,7 +74,6 @@ class Writer:
                 seen = self._commits
                 try:
                     for line in scrub(self._store, Pacer(rate, pause)):
-                        self._distrusts = True
                         _say(line)
                 except HoldfastError as error:
                     _say(f"what is kept cannot be verified: {error}")
@@ -86,8 +92,7 @@ class Writer:
         order, began = delivery.order, time.monotonic()
         for before in self._take_older(order.step):
             before.abandon()
-        fresh, self._distrusts = self._distrusts, False
-        saving = self._store.begin(order.step, fresh, order.token, order.rank)
+        saving = self._store.begin(order.step, order.token, order.rank)
         try:
             part = saving.write(delivery.items(), order.rank)
             if order.rank > 0:
@@ -130,9 +135,24 @@ def main(argv: list[str]) -> int:
     writer = Writer(store, Retention(last=spec.keep_last))
     if spec.scrub_rate > 0:
         threading.Thread(target=writer.scrub, args=(spec.scrub_rate,), daemon=True).start()
+    status = 0
     with socket.socket(fileno=options.fd) as channel:
-        writer.serve(channel)
-    return 0
+        try:
+            signal.signal(signal.SIGTERM, _stop)
+            writer.serve(channel)
+        except _Stopped:
+            status = 128 + signal.SIGTERM
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        writer.finish()
+    return status
+
+
+class _Stopped(Exception):
+    """SIGTERM has come."""
+
+
+def _stop(number: int, frame: object) -> None:
+    raise _Stopped
 
 
 def _say(text: str) -> None:

@@ -7,20 +7,21 @@ least one of the two notices the other.
 
 from __future__ import annotations
 
-import os
+import contextlib
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from holdfast.core.errors import Damaged, UserError, WorldError
-from holdfast.store.loading import Bad, load, verify
+from holdfast.store.loading import Bad, Rotten, load, verify
 from holdfast.store.manifest import (
     MANIFEST_BYTES_MAX,
     MANIFESTS,
     PACKS,
     PARTS,
     SAVING,
+    SUSPECT,
     Entry,
     Intent,
     Manifest,
@@ -28,15 +29,17 @@ from holdfast.store.manifest import (
     decode_intent,
     manifest_name,
     step_of,
+    suspect_name,
     token_of,
 )
+from holdfast.store.process import gone, here
 from holdfast.store.retention import Retention, choose_kept
-from holdfast.store.saving import Item, Known, Saving, here
+from holdfast.store.saving import Item, Known, Saving
 from holdfast.store.storage import Missing, Storage, read_all
+from holdfast.store.volumes import VolumeStorage
 
 Targets = Callable[[Manifest], Sequence[tuple[Entry, memoryview]]]  # where to put which entries
 
-STALE_S = 86_400.0  # after which a save that was announced on another machine counts as dead
 INTENT_BYTES_MAX = 64 << 20
 
 
@@ -55,7 +58,7 @@ class Checkpoints:
     def __init__(self, storage: Storage, say: Callable[[str], None] = lambda line: None) -> None:
         self.storage = storage
         self._say = say
-        self._known: list[tuple[str, Known]] = []  # none or one: token, and what it holds
+        self._known: list[tuple[object, Known]] = []  # none or one: of what, and what it holds
 
     # ------------------------------------------------------------ finding
 
@@ -74,14 +77,32 @@ class Checkpoints:
 
     def verify(self, step: int, progress: Callable[[int], None] | None = None) -> list[Bad]:
         """What is wrong with a checkpoint's bytes. Missing; Damaged for its manifest."""
-        return verify(self.storage, self.manifest(step), progress)
+        found = verify(self.storage, self.manifest(step), progress)
+        for bad in found:
+            self.suspect(bad.pack, str(bad))
+        return found
+
+    def suspect(self, pack: str, why: str) -> None:
+        """From here on no save builds upon what this pack holds."""
+        with contextlib.suppress(WorldError):
+            self.storage.put(suspect_name(pack), [why.encode()])
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[Storage]:
+        """The storage; a pack in which something is found Rotten meanwhile becomes suspect."""
+        try:
+            yield self.storage
+        except Rotten as error:
+            self.suspect(error.bad.pack, str(error))
+            raise
 
     # ------------------------------------------------------------ reading
 
     def load(self, step: int, targets: Targets) -> Manifest:
         """Read what `targets` asks for of a manifest. Missing; Damaged."""
         manifest = self.manifest(step)
-        load(self.storage, manifest, targets(manifest))
+        with self.reading() as storage:
+            load(storage, manifest, targets(manifest))
         return manifest
 
     def load_newest(self, targets: Targets) -> Manifest | None:
@@ -104,14 +125,12 @@ class Checkpoints:
 
     # ------------------------------------------------------------ saving
 
-    def begin(
-        self, step: int, fresh: bool = False, token: str = "", writer: int | None = None
-    ) -> Saving:
-        """Begin to save step `step`. `fresh`: write everything anew, whatever is there.
+    def begin(self, step: int, token: str = "", writer: int | None = None) -> Saving:
+        """Begin to save step `step`.
 
         Of several writers each begins with the same token, which no other save ever has.
         """
-        base, known = (None, Known()) if fresh else self._base()
+        base, known = self._base()
         saving = Saving(self.storage, step, token or secrets.token_hex(8), known, writer)
         saving.base = base
         saving.announce()
@@ -144,14 +163,15 @@ class Checkpoints:
 
     def _held(self, step: int) -> Known:
         """The chunks of a checkpoint. Missing; Damaged."""
-        manifest = self.manifest(step)
-        for token, known in self._known:  # as it is now, whatever other threads put there
-            if token == manifest.token:
+        manifest, suspects = self.manifest(step), set(self.storage.names(SUSPECT))
+        packs = [p for p in manifest.packs if suspect_name(p) not in suspects]
+        for what, known in self._known:  # as it is now, whatever other threads put there
+            if what == (manifest.token, packs):
                 return known
         known = Known()
-        sizes = {p: size for p in manifest.packs if (size := self.storage.size(p)) is not None}
+        sizes = {pack: size for pack in packs if (size := self.storage.size(pack)) is not None}
         known.learn(manifest, sizes)
-        self._known = [(manifest.token, known)]
+        self._known = [((manifest.token, packs), known)]
         return known
 
     # ------------------------------------------------------------ removing
@@ -174,7 +194,7 @@ class Checkpoints:
         """Retire what the policy does not keep, then remove packs that nothing refers to."""
         steps = self.retire(policy) if policy is not None else ()
         # In this order: whoever wrote a pack is still saving, or has committed by then.
-        packs = [*self.storage.names(PACKS), *self.storage.names(PARTS)]
+        packs = [*self._remains(PACKS), *self._remains(PARTS)]
         intents = self._intents()
         tokens = {intent.token for intent in intents}
         used = {pack for intent in intents for pack in intent.packs}
@@ -191,7 +211,15 @@ class Checkpoints:
             if pack not in used and token_of(pack) not in tokens:
                 freed, count = freed + (self.storage.size(pack) or 0), count + 1
                 self.storage.delete(pack)
+                self.storage.delete(suspect_name(pack))
         return Collected(steps=steps, packs=count, freed_bytes=freed)
+
+    def _remains(self, prefix: str) -> list[str]:
+        """The names of all that is there, also of what a crash has left unfinished on volumes."""
+        storage = self.storage
+        if isinstance(storage, VolumeStorage):
+            return storage.all_names(prefix)
+        return storage.names(prefix)
 
     def _intents(self) -> list[Intent]:
         """Saves under way. What a dead writer has left behind is removed."""
@@ -204,14 +232,8 @@ class Checkpoints:
             except Damaged as error:
                 self._say(f"nothing that it may protect is removed: {error}")
                 raise
-            if _dead(intent):
+            if gone(intent.host == here(), intent.pid, intent.time):
                 self.storage.delete(name)
             else:
                 found.append(intent)
         return found
-
-
-def _dead(intent: Intent) -> bool:
-    if intent.host == here():
-        return not os.path.exists(f"/proc/{intent.pid}")
-    return time.time() - intent.time > STALE_S

@@ -8,6 +8,7 @@ needs; the copy into a buffer follows right after the caller has digested the pa
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import secrets
@@ -17,6 +18,8 @@ from pathlib import Path
 
 from holdfast.core.errors import Damaged, WorldError
 from holdfast.store.disk import BLOCK_BYTES, Disk, RealDisk, aligned
+from holdfast.store.manifest import digest
+from holdfast.store.process import gone, here
 from holdfast.store.storage import Missing, check_name
 
 BUFFER_BYTES = 8 << 20
@@ -32,10 +35,13 @@ class FileStorage:
         self._disk = disk or RealDisk()
         self._token = secrets.token_hex(4)
         self._numbers = itertools.count()
+        self._home = digest(here().encode()).hex()
+        self._swept = False
 
     def put(self, name: str, parts: Iterable[bytes | memoryview]) -> int:
         path = self._path(name)
-        number = f"{os.getpid()}-{self._token}-{next(self._numbers)}"
+        self._sweep_once()
+        number = f"{self._home}-{os.getpid()}-{self._token}-{next(self._numbers)}"
         temporary = str(self.root / UNFINISHED / number)
         try:
             size = self._write(temporary, parts)
@@ -65,7 +71,8 @@ class FileStorage:
                     raise Damaged(f"{path} ends at byte {offset}, before it should")
                 into, offset = into[count:], offset + count
         except OSError as error:
-            raise WorldError(f"cannot read {path}: {error.strerror}") from None
+            kind = Damaged if error.errno == errno.EIO else WorldError  # EIO: the medium is bad
+            raise kind(f"cannot read {path}: {error.strerror}") from None
         finally:
             os.close(handle)
 
@@ -81,7 +88,12 @@ class FileStorage:
     def names(self, prefix: str) -> list[str]:
         top = self.root / prefix
         found = []
-        for folder, folders, files in os.walk(top):
+
+        def fail(error: OSError) -> None:
+            if not isinstance(error, FileNotFoundError | NotADirectoryError):
+                raise WorldError(f"cannot list {error.filename}: {error.strerror}") from None
+
+        for folder, folders, files in os.walk(top, onerror=fail):
             folders[:] = [f for f in folders if f != UNFINISHED]
             found += [str(Path(folder, file).relative_to(self.root)) for file in files]
         return sorted(found)
@@ -93,11 +105,16 @@ class FileStorage:
         except OSError as error:
             raise WorldError(f"cannot delete {path}: {error.strerror}") from None
 
-    def sweep(self) -> None:
-        """Remove what writers that are no more have left unfinished. Nobody may be writing."""
-        for path in self.root.glob(f"{UNFINISHED}/*"):
+    def _sweep_once(self) -> None:
+        """Remove what writers that are no more have left unfinished."""
+        swept, self._swept = self._swept, True
+        for path in [] if swept else self.root.glob(f"{UNFINISHED}/*"):
+            home, _, rest = path.name.partition("-")
+            pid = rest.partition("-")[0]
+            at_home = home == self._home and pid.isdecimal()
             with contextlib.suppress(OSError):
-                path.unlink()
+                if gone(at_home, int(pid) if at_home else 0, path.stat().st_mtime):
+                    path.unlink()
 
     def _path(self, name: str) -> Path:
         check_name(name)

@@ -11,8 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from holdfast.core.errors import Damaged, WorldError
+from holdfast.store import compression
 from holdfast.store.manifest import Chunk, Entry, Manifest, chunks_of, digest
-from holdfast.store.storage import Storage
+from holdfast.store.storage import Missing, Storage
 
 READ_BYTES = 8 << 20  # at a time, where chunks lie one after the other
 THREADS = 4
@@ -20,7 +21,7 @@ THREADS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bad:
-    """Bytes that are not what was saved."""
+    """Bytes that are not what was saved; or `passing`: that a storage does not give just now."""
 
     entry: str
     start: int
@@ -28,12 +29,21 @@ class Bad:
     pack: str
     offset: int
     why: str
+    passing: bool = False
 
     def __str__(self) -> str:
         return (
             f"bytes {self.start} to {self.start + self.size} of {self.entry}, at byte "
             f"{self.offset} of {self.pack}: {self.why}"
         )
+
+
+class Rotten(Damaged):
+    """The first bytes of a checkpoint that were found wrong."""
+
+    def __init__(self, bad: Bad) -> None:
+        super().__init__(str(bad))
+        self.bad = bad
 
 
 class OneEntry:
@@ -66,11 +76,16 @@ class _Piece:
     def size(self) -> int:
         return sum(chunk.size for chunk in self.chunks)
 
+    @property
+    def stored(self) -> int:
+        return sum(chunk.stored for chunk in self.chunks)
+
 
 def load(storage: Storage, manifest: Manifest, targets: Sequence[tuple[Entry, memoryview]]) -> None:
-    """Fill each memory with its entry's bytes. Damaged names the first bytes that are wrong.
+    """Fill each memory with its entry's bytes. Rotten names the first bytes that are wrong.
 
-    The memories' contents are undefined after an exception.
+    WorldError when the storage does not give some of them just now. The memories' contents are
+    undefined after an exception.
     """
     work = []
     for entry, into in targets:
@@ -88,8 +103,7 @@ def load(storage: Storage, manifest: Manifest, targets: Sequence[tuple[Entry, me
     with ThreadPoolExecutor(THREADS, "holdfast-load") as pool:
         for bad in pool.map(do, work):
             found += bad
-    if found:
-        raise Damaged(str(found[0]))
+    _complain(found)
 
 
 def load_range(
@@ -97,7 +111,7 @@ def load_range(
 ) -> None:
     """Fill `into` from byte `start` of an entry on; the chunks that hold it are read whole.
 
-    Damaged, and then `into` is undefined.
+    Rotten or WorldError as of `load`, and then `into` is undefined.
     """
     memory = into.cast("B")
     end = start + len(memory)
@@ -107,9 +121,7 @@ def load_range(
         if chunk.start >= end or chunk.start + chunk.size <= start or not memory:
             continue
         data = memoryview(bytearray(chunk.size))
-        bad = _read(storage, _Piece(entry=entry.label, chunks=(chunk,)), data)
-        if bad:
-            raise Damaged(str(bad[0]))
+        _complain(_read(storage, _Piece(entry=entry.label, chunks=(chunk,)), data))
         first, last = max(start, chunk.start), min(end, chunk.start + chunk.size)
         memory[first - start : last - start] = data[first - chunk.start : last - chunk.start]
 
@@ -153,7 +165,7 @@ def _pieces(manifest: Manifest, entry: Entry) -> Iterator[_Piece]:
     size = 0
     for chunk in chunks_of(manifest, entry):
         last = group[-1] if group else None
-        follows = last is not None and (last.pack, last.offset + last.size) == (
+        follows = last is not None and (last.pack, last.offset + last.stored) == (
             chunk.pack,
             chunk.offset,
         )
@@ -168,11 +180,14 @@ def _pieces(manifest: Manifest, entry: Entry) -> Iterator[_Piece]:
 
 def _read(storage: Storage, piece: _Piece, into: memoryview) -> list[Bad]:
     first = piece.chunks[0]
+    # What is stored as it is goes straight into its place.
+    data = into if piece.stored == piece.size else memoryview(bytearray(piece.stored))
     try:
-        storage.read(first.pack, first.offset, into)
+        storage.read(first.pack, first.offset, data)
     except WorldError as error:
         if len(piece.chunks) == 1:
-            return [_bad(piece.entry, first, str(error))]
+            passing = not isinstance(error, Damaged | Missing)
+            return [_bad(piece.entry, first, str(error), passing)]
         found = []  # perhaps some of them can be read
         for chunk in piece.chunks:
             at = chunk.start - first.start
@@ -182,12 +197,32 @@ def _read(storage: Storage, piece: _Piece, into: memoryview) -> list[Bad]:
     found = []
     for chunk in piece.chunks:
         at = chunk.start - first.start
-        if digest(into[at : at + chunk.size]) != chunk.digest:
-            found.append(_bad(piece.entry, chunk, "its digest is another"))
+        why = _place(chunk, data[chunk.offset - first.offset :], into[at : at + chunk.size])
+        if why:
+            found.append(_bad(piece.entry, chunk, why))
     return found
 
 
-def _bad(entry: str, chunk: Chunk, why: str) -> Bad:
+def _place(chunk: Chunk, data: memoryview, into: memoryview) -> str:
+    """Bring a chunk to its place, if it is not there; returns what is wrong with it."""
+    if chunk.stored < chunk.size:
+        problem = compression.expand(data[: chunk.stored], into)
+        if problem:
+            return problem
+    elif data.obj is not into.obj:
+        into[:] = data[: chunk.size]
+    return "" if digest(into) == chunk.digest else "its digest is another"
+
+
+def _complain(found: Sequence[Bad]) -> None:
+    for bad in found:
+        if not bad.passing:
+            raise Rotten(bad)
+    if found:
+        raise WorldError(str(found[0]))
+
+
+def _bad(entry: str, chunk: Chunk, why: str, passing: bool = False) -> Bad:
     return Bad(
         entry=entry,
         start=chunk.start,
@@ -195,4 +230,5 @@ def _bad(entry: str, chunk: Chunk, why: str) -> Bad:
         pack=chunk.pack,
         offset=chunk.offset,
         why=why,
+        passing=passing,
     )

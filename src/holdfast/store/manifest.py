@@ -4,9 +4,11 @@
     manifests/STEP              written last: a checkpoint is there if and only if this is
     saving/TOKEN[.N]            a save is under way, and which packs it may build upon
     parts/TOKEN.N               what one of several writers has saved, for the one that commits
+    suspect/STEP-TOKEN-N        of that pack some bytes were found wrong: nothing builds upon it
 
 Every entry's bytes fall into chunks of equal size (the last one is shorter). A chunk is known by
 its length and digest, so one that has not changed since an earlier checkpoint stays where it is.
+It is stored as it is, or compressed where that makes it shorter.
 All numbers that lead to reading are checked here, before anything is read.
 """
 
@@ -27,6 +29,7 @@ DIGEST_BYTES = 16
 CHUNK_BYTES = 1 << 20
 MANIFEST_BYTES_MAX = 1 << 30
 PACKS, MANIFESTS, SAVING, PARTS = "packs/", "manifests/", "saving/", "parts/"
+SUSPECT = "suspect/"
 STEP_DIGITS = 12
 
 
@@ -42,6 +45,7 @@ class Run:
     chunks: int
     pack: int  # which of the manifest's
     offset: int  # bytes
+    stored: tuple[int, ...] = ()  # bytes of each in the pack, if any of them is compressed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +104,7 @@ class Chunk:
     digest: bytes
     pack: str
     offset: int
+    stored: int  # bytes in the pack: fewer than `size`, if it is compressed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,17 +122,19 @@ def chunks_of(manifest: Manifest, entry: Entry) -> Iterator[Chunk]:
     index, size = 0, manifest.chunk_bytes
     for run in entry.runs:
         offset = run.offset
-        for _ in range(run.chunks):
+        for i in range(run.chunks):
             start = index * size
             count = min(size, entry.size - start)
+            stored = run.stored[i] if run.stored else count
             yield Chunk(
                 start=start,
                 size=count,
                 digest=entry.digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES],
                 pack=manifest.packs[run.pack],
                 offset=offset,
+                stored=stored,
             )
-            index, offset = index + 1, offset + count
+            index, offset = index + 1, offset + stored
 
 
 def manifest_name(step: int) -> str:
@@ -146,6 +153,10 @@ def pack_name(step: int, token: str, number: int) -> str:
 
 def part_name(token: str, number: int) -> str:
     return f"{PARTS}{token}.{number}"
+
+
+def suspect_name(pack: str) -> str:
+    return SUSPECT + pack.removeprefix(PACKS)
 
 
 def token_of(name: str) -> str:
@@ -238,4 +249,8 @@ def problem_of(manifest: Manifest) -> str:
         for run in entry.runs:
             if run.chunks < 1 or run.offset < 0 or not 0 <= run.pack < len(manifest.packs):
                 return f"{entry.name} lies at {run}"
+            if run.stored and len(run.stored) != run.chunks:
+                return f"{entry.name} has {len(run.stored)} lengths of {run.chunks} chunks"
+        if any(not 1 <= c.stored <= c.size for c in chunks_of(manifest, entry)):
+            return f"{entry.name} has a chunk that is longer than it says"
     return ""

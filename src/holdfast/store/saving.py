@@ -1,8 +1,9 @@
 """Writes a checkpoint: what is new goes into packs, and the manifest comes last.
 
 Several writers may each save a part; one of them commits. Chunks that an earlier checkpoint holds
-are not written again, as long as enough of their pack is still in use. An interrupted save leaves
-packs that nothing refers to, which `collect` removes.
+are not written again, as long as enough of their pack is still in use. Entries that look as if they
+would become much shorter are compressed. An interrupted save leaves packs that nothing refers to,
+which `collect` removes.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ import contextlib
 import dataclasses
 import itertools
 import os
-import socket
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from holdfast.core.errors import WorldError, require
+from holdfast.store import compression
 from holdfast.store.manifest import (
     CHUNK_BYTES,
     PARTS,
@@ -38,6 +39,7 @@ from holdfast.store.manifest import (
     part_name,
     problem_of,
 )
+from holdfast.store.process import here
 from holdfast.store.storage import Storage, read_all
 
 PART_BYTES_MAX = 1 << 30
@@ -57,11 +59,20 @@ class Item:
     whole: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a chunk lies."""
+
+    pack: str
+    offset: int
+    stored: int
+
+
 class Known:
     """Chunks that earlier checkpoints hold, by size and digest."""
 
     def __init__(self) -> None:
-        self._places: dict[tuple[int, bytes], tuple[str, int]] = {}
+        self._places: dict[tuple[int, bytes], _Place] = {}
         self.packs: tuple[str, ...] = ()
 
     def learn(self, manifest: Manifest, sizes: dict[str, int]) -> None:
@@ -69,14 +80,14 @@ class Known:
         chunks = {(c.pack, c.offset): c for e in manifest.entries for c in chunks_of(manifest, e)}
         live: Counter[str] = Counter()
         for chunk in chunks.values():
-            live[chunk.pack] += chunk.size
+            live[chunk.pack] += chunk.stored
         kept = [p for p in manifest.packs if p in sizes and live[p] >= LIVE_MIN * sizes[p]]
         self.packs = tuple(dict.fromkeys([*self.packs, *kept]))
         for (pack, offset), chunk in chunks.items():
             if pack in kept:
-                self._places[(chunk.size, chunk.digest)] = (pack, offset)
+                self._places[(chunk.size, chunk.digest)] = _Place(pack, offset, chunk.stored)
 
-    def find(self, size: int, found: bytes) -> tuple[str, int] | None:
+    def find(self, size: int, found: bytes) -> _Place | None:
         return self._places.get((size, found))
 
 
@@ -172,12 +183,6 @@ class Saving:
         return manifest
 
 
-def here() -> str:
-    """Where a process number means something: this boot of this machine, this PID namespace."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{socket.gethostname()} {file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
-
-
 def merge(step: int, token: str, parts: Sequence[Part], about: dict[str, str]) -> Manifest:
     """The parts of one checkpoint as one. Pure but for the time."""
     packs = tuple(dict.fromkeys(pack for part in parts for pack in part.packs))
@@ -186,8 +191,7 @@ def merge(step: int, token: str, parts: Sequence[Part], about: dict[str, str]) -
     for part in parts:
         for entry in part.entries:
             runs = tuple(
-                Run(chunks=r.chunks, pack=number[part.packs[r.pack]], offset=r.offset)
-                for r in entry.runs
+                dataclasses.replace(r, pack=number[part.packs[r.pack]]) for r in entry.runs
             )
             entries.append(dataclasses.replace(entry, runs=runs))
     return Manifest(
@@ -202,7 +206,7 @@ class _Planner:
         self._items = items
         self._known = known
         self._pack = pack
-        self._here: dict[tuple[int, bytes], int] = {}  # offsets in the new pack
+        self._here: dict[tuple[int, bytes], _Place] = {}  # in the new pack
         self._numbers: dict[str, int] = {}
         self._entries: list[Entry] = []
 
@@ -214,10 +218,11 @@ class _Planner:
         require(len(self._entries) == len(self._items), "not all chunks were asked for")
         return tuple(self._entries)
 
-    def new_chunks(self) -> Iterator[memoryview]:
+    def new_chunks(self) -> Iterator[memoryview | bytes]:
         end = 0
         for item in self._items:
             data, runs = item.data.cast("B"), _Runs()
+            shrinks = compression.pays(data)
             digests = bytearray()
             for start in range(0, len(data), CHUNK_BYTES):
                 chunk = data[start : start + CHUNK_BYTES]
@@ -225,11 +230,12 @@ class _Planner:
                 digests += found
                 place = self._place(len(chunk), found)
                 if place is None:
-                    place = self._pack, end
-                    self._here[(len(chunk), found)] = end
-                    end += len(chunk)
-                    yield chunk
-                runs.add(self._number(place[0]), place[1], len(chunk))
+                    stored = compression.shorter(chunk) if shrinks else chunk
+                    place = _Place(self._pack, end, len(stored))
+                    self._here[(len(chunk), found)] = place
+                    end += len(stored)
+                    yield stored
+                runs.add(self._number(place.pack), place, len(chunk))
             self._entries.append(
                 Entry(
                     name=item.name,
@@ -243,9 +249,8 @@ class _Planner:
                 )
             )
 
-    def _place(self, size: int, found: bytes) -> tuple[str, int] | None:
-        here = self._here.get((size, found))
-        return (self._pack, here) if here is not None else self._known.find(size, found)
+    def _place(self, size: int, found: bytes) -> _Place | None:
+        return self._here.get((size, found)) or self._known.find(size, found)
 
     def _number(self, pack: str) -> int:
         return self._numbers.setdefault(pack, len(self._numbers))
@@ -255,16 +260,24 @@ class _Runs:
     """Joins chunks that lie one after the other."""
 
     def __init__(self) -> None:
-        self._runs: list[Run] = []
-        self._end = 0
+        self._runs: list[tuple[int, int, list[int], list[int]]] = []  # pack, offset, sizes, stored
 
-    def add(self, pack: int, offset: int, size: int) -> None:
-        last = self._runs[-1] if self._runs else None
-        if last is not None and (last.pack, self._end) == (pack, offset):
-            self._runs[-1] = Run(chunks=last.chunks + 1, pack=pack, offset=last.offset)
-        else:
-            self._runs.append(Run(chunks=1, pack=pack, offset=offset))
-        self._end = offset + size
+    def add(self, pack: int, place: _Place, size: int) -> None:
+        if self._runs:
+            its_pack, offset, sizes, stored = self._runs[-1]
+            if (its_pack, offset + sum(stored)) == (pack, place.offset):
+                sizes.append(size)
+                stored.append(place.stored)
+                return
+        self._runs.append((pack, place.offset, [size], [place.stored]))
 
     def done(self) -> tuple[Run, ...]:
-        return tuple(self._runs)
+        return tuple(
+            Run(
+                chunks=len(sizes),
+                pack=pack,
+                offset=offset,
+                stored=tuple(stored) if stored != sizes else (),
+            )
+            for pack, offset, sizes, stored in self._runs
+        )

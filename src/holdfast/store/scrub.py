@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
-from holdfast.core.errors import WorldError
+from holdfast.core.errors import Damaged, WorldError
 from holdfast.store.checkpoints import Checkpoints
+from holdfast.store.manifest import PACKS
 from holdfast.store.storage import Missing
 from holdfast.store.volumes import VolumeStorage
 
@@ -30,7 +31,7 @@ class Pacer:
 def scrub(store: Checkpoints, pacer: Callable[[int], None]) -> Iterator[str]:
     """One pass over everything that is kept; yields what was wrong, and whether it was mended."""
     if isinstance(store.storage, VolumeStorage):
-        yield from _mend(store.storage, pacer)
+        yield from _mend(store, store.storage, pacer)
         return
     for step in store.steps():
         try:
@@ -41,7 +42,9 @@ def scrub(store: Checkpoints, pacer: Callable[[int], None]) -> Iterator[str]:
             yield from found
 
 
-def _mend(volumes: VolumeStorage, pacer: Callable[[int], None]) -> Iterator[str]:
+def _mend(
+    store: Checkpoints, volumes: VolumeStorage, pacer: Callable[[int], None]
+) -> Iterator[str]:
     for name in volumes.all_names():
         try:
             yield from (f"repaired: {line}" for line in volumes.repair(name))
@@ -49,5 +52,7 @@ def _mend(volumes: VolumeStorage, pacer: Callable[[int], None]) -> Iterator[str]
         except Missing:
             continue  # it was retired meanwhile, or its save was interrupted
         except WorldError as error:
-            if volumes.size(name) is not None:  # else it was removed meanwhile
+            if name in volumes.names(name.rpartition("/")[0] + "/"):  # else it was removed
+                if name.startswith(PACKS) and isinstance(error, Damaged):
+                    store.suspect(name, str(error))
                 yield f"lost: {error}"

@@ -2,7 +2,8 @@
 
 Each object is spread with parity over all volumes. What a volume cannot give, or gives otherwise
 than it was written, is computed from the others, and told. A write succeeds while at most m volumes
-refuse it; an object that fewer than k volumes hold was never whole, and is not there.
+refuse it; an object that fewer than k volumes can hold was never whole, and is not there. Where
+volumes do not answer, and it might be there, that is said: nobody takes it for deleted.
 """
 
 from __future__ import annotations
@@ -106,11 +107,12 @@ class VolumeStorage:
             return None
 
     def names(self, prefix: str) -> list[str]:
-        return [name for name in self._names(prefix) if self.size(name) is not None]
+        return [name for name in self.all_names(prefix) if self._may_be_there(name)]
 
     def delete(self, name: str) -> None:
         check_name(name)
-        for i, volume in enumerate(self.volumes):
+        # Twice: a repair looks, after it has written, whether the others are still there.
+        for i, volume in [*enumerate(self.volumes)] * 2:
             try:
                 volume.delete(name)
             except WorldError as error:  # found by `repair`, when it is back
@@ -138,23 +140,14 @@ class VolumeStorage:
             blocks = self._rebuilt(name, placed, number)
             size = placed.geometry.size
             make_footer = partial(self._footer, placed.version, number, size)
-            parts = _closed(blocks, make_footer)
-            self.volumes[order[number]].put(name, parts)
+            self.volumes[order[number]].put(name, _closed(blocks, make_footer))
+        if wrong and any(self.volumes[v].size(name) is None for v in placed.volumes.values()):
+            self.delete(name)  # somebody did, meanwhile
+            raise Missing(f"{name} was deleted while it was repaired")
         return bad
 
-    def all_names(self) -> list[str]:
+    def all_names(self, prefix: str = "") -> list[str]:
         """Of every object of which any volume holds something, whole or not."""
-        return self._names("")
-
-    # ------------------------------------------------------------ leaves
-
-    def _order(self, name: str) -> list[int]:
-        """Which volume holds which shard: so that not the same ones hold all parity."""
-        count = len(self.volumes)
-        first = digest(name.encode())[0] % count
-        return [(first + number) % count for number in range(count)]
-
-    def _names(self, prefix: str) -> list[str]:
         found: set[str] = set()
         failures = 0
         for i, volume in enumerate(self.volumes):
@@ -167,16 +160,39 @@ class VolumeStorage:
             raise WorldError(f"{failures} of {len(self.volumes)} volumes cannot be listed")
         return sorted(found)
 
+    # ------------------------------------------------------------ leaves
+
+    def _order(self, name: str) -> list[int]:
+        """Which volume holds which shard: so that not the same ones hold all parity."""
+        count = len(self.volumes)
+        first = digest(name.encode())[0] % count
+        return [(first + number) % count for number in range(count)]
+
+    def _may_be_there(self, name: str) -> bool:
+        try:
+            return self.size(name) is not None
+        except WorldError:
+            return True
+
     def _find(self, name: str) -> Placed:
-        """The newest version of which enough is there. Missing."""
+        """The newest version of which enough is there. Missing, if certainly none is whole."""
         check_name(name)
         order = self._order(name)
         looks = self._pool.map(lambda n: self._look(name, n, order[n]), range(len(order)))
-        footers = {number: found for number, found in enumerate(looks) if found is not None}
+        footers, unknown = {}, []
+        for number, found in enumerate(looks):
+            if isinstance(found, WorldError):
+                unknown.append(found)
+            elif found is not None:
+                footers[number] = found
         counts = Counter((f.version, f.size, f.shard_bytes) for f, _ in footers.values())
         whole = [what for what, count in counts.items() if count >= self.k]
-        if not whole:
+        if not whole and max(counts.values(), default=0) + len(unknown) < self.k:
             raise Missing(f"there is no {name} on {self.k} of the volumes")
+        if not whole:
+            rotten = all(isinstance(error, Damaged) for error in unknown)
+            text = f"{name} cannot be read on {len(unknown)} of {len(order)} volumes: {unknown[0]}"
+            raise Damaged(text) if rotten else WorldError(text)
         version, size, shard_bytes = max(whole)
         mine = [n for n, (f, _) in sorted(footers.items()) if f.version == version]
         return Placed(
@@ -186,7 +202,10 @@ class VolumeStorage:
             tables={n: footers[n][1] for n in mine},
         )
 
-    def _look(self, name: str, number: int, volume: int) -> tuple[Footer, bytes] | None:
+    def _look(
+        self, name: str, number: int, volume: int
+    ) -> tuple[Footer, bytes] | WorldError | None:
+        """What a volume says of an object; None if it has nothing of it."""
         storage, where = self.volumes[volume], f"{name} on volume {volume}"
         try:
             size = storage.size(name)
@@ -205,9 +224,11 @@ class VolumeStorage:
             if digest(table) != footer.table:
                 raise Damaged(f"{where} is damaged: its digests are not what they were")
             return footer, bytes(table)
+        except Missing:
+            return None
         except WorldError as error:
             self._tell(str(error))
-            return None
+            return error
 
     def _stripes(
         self, name: str, placed: Placed, stripes: Sequence[Stripe]

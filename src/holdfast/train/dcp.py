@@ -48,6 +48,7 @@ from holdfast.store.loading import OneEntry, load, load_range
 from holdfast.store.manifest import Entry, Manifest
 from holdfast.store.open import open_storage
 from holdfast.store.saving import Item, Part, Saving
+from holdfast.store.storage import Storage
 from holdfast.train.formats import bytes_of
 
 METADATA = ".dcp"  # the entry with DCP's metadata
@@ -175,8 +176,14 @@ class HoldfastReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """In place where the whole of what was saved goes into host memory without gaps."""
+        with self._store.reading() as storage:
+            self._read(storage, plan, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, storage: Storage, plan: LoadPlan, planner: LoadPlanner) -> None:
         (manifest,) = self._manifest
-        storage = self._store.storage
         direct: list[tuple[ReadItem, Entry, torch.Tensor]] = []
         for item in plan.items:
             entry = self._entry(item.storage_index)
@@ -194,9 +201,6 @@ class HoldfastReader(StorageReader):
         load(storage, manifest, [(entry, bytes_of(target)) for _, entry, target in direct])
         for item, _, target in direct:
             planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
 
     def _entry(self, index: MetadataIndex) -> Entry:
         offset = tuple(index.offset) if index.offset is not None else ()
@@ -237,7 +241,7 @@ def _fits(item: ReadItem, entry: Entry, target: torch.Tensor) -> bool:
 
 
 def _narrowed(
-    storage: Any, manifest: Manifest, entry: Entry, item: ReadItem, dtype: torch.dtype
+    storage: Storage, manifest: Manifest, entry: Entry, item: ReadItem, dtype: torch.dtype
 ) -> torch.Tensor:
     """The part of a saved tensor that is asked for; only its rows are read."""
     saved = getattr(torch, entry.dtype, dtype)

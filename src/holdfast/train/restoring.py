@@ -80,14 +80,16 @@ class Restorer:
         end: int,
     ) -> None:
         """Bytes `begin` to `end` of the state's memory."""
-        storage, whole = self._store.storage, []
+        whole = []
         for entry, start in places:
             first, last = max(start, begin), min(start + entry.size, end)
             if last - first == entry.size:
                 whole.append((entry, memory[first:last]))
             elif first < last:
-                load_range(storage, manifest, entry, first - start, memory[first:last])
-        load(storage, manifest, whole)
+                with self._store.reading() as storage:
+                    load_range(storage, manifest, entry, first - start, memory[first:last])
+        with self._store.reading() as storage:
+            load(storage, manifest, whole)
 
 
 def _lay_out(metas: Sequence[state.Meta]) -> tuple[torch.Tensor, list[torch.Tensor], list[int]]:
