@@ -46,6 +46,7 @@ from holdfast.store.snapshot import (
     table_of,
     token_for,
 )
+from holdfast.train.copying import Copier
 from holdfast.train.exchange import Layout
 from holdfast.train.restoring import Restorer
 from holdfast.train.saver import Saver
@@ -482,3 +483,32 @@ def test_a_writer_that_dies_is_noticed_and_what_it_wrote_is_garbage(
     assert store.steps() == []
     assert store.collect().packs == 1
     assert store.storage.names("") == []
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_copies_from_a_gpu_are_of_the_state_before_the_next_update() -> None:
+    """And of the buffers before the next forward pass, which changes them."""
+    model = torch.nn.Sequential(torch.nn.Linear(2000, 2000), torch.nn.BatchNorm1d(2000)).cuda()
+    before = {name: tensor.cpu().clone() for name, tensor in model.state_dict().items()}
+    places, at = [], 0
+    for tensor in model.state_dict().values():
+        places.append((at, tensor))
+        at += -(-tensor.nbytes // 64) * 64
+    arena = Arena()
+    arena.fit(at)
+    copier = Copier({"model": model})
+    for _ in range(3):
+        copier.copy(arena.memory, places)
+        model(torch.randn(64, 2000, device="cuda"))
+        copier.hold()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 1
+        copier.arrived()
+        assert not copier.busy
+        for (start, tensor), wanted in zip(places, before.values(), strict=True):
+            data = arena.memory[start : start + tensor.nbytes]
+            found = torch.frombuffer(data, dtype=torch.uint8).view(tensor.dtype)
+            assert torch.equal(found.view(tensor.shape), wanted)
+        before = {name: tensor.cpu().clone() for name, tensor in model.state_dict().items()}
+    copier.release()

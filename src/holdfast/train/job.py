@@ -382,6 +382,8 @@ class _Work:
     def finish(self, step: Step) -> None:
         """The step is committed: hand its gradient, buffers and loss to the script."""
         table, job = self._step.table, self._job
+        for saver in self._saver:
+            saver.before_update()
         self._step.buffers.apply()
         self._gradients.publish(table.used)
         enter_stream(job.seed, step.index, job.virtual_ranks, "job")

@@ -23,6 +23,7 @@ from holdfast.core.interval import Pace
 from holdfast.core.types import View, WorkerId
 from holdfast.store.snapshot import (
     ALIGN,
+    Answer,
     Arena,
     Order,
     Slot,
@@ -32,6 +33,7 @@ from holdfast.store.snapshot import (
     token_for,
 )
 from holdfast.train import state
+from holdfast.train.copying import Copier
 from holdfast.train.shares import Slice, share_of
 
 SKELETON = ".skeleton"  # the entry with everything that is no tensor
@@ -60,6 +62,7 @@ class Saver:
         self._protected = protected
         self._saved = saved
         self._arena = Arena()
+        self._copier = Copier(protected)
         self._thread: list[threading.Thread] = []  # the save under way: none or one
         self._last: int | None = None  # step that was saved, or that this worker began with
 
@@ -95,17 +98,21 @@ class Saver:
                 table_at=table_at,
                 table_bytes=table_bytes,
             )
-            answers = send(self._orders, order, self._arena)
+            # Unless copies are still under way this worker may die now: its share will be saved.
+            answers = None if self._copier.busy else send(self._orders, order, self._arena)
         except (OSError, MemoryError, WorldError) as error:
             say(f"step {step} is not saved: {first_line(error)}")
             return
         finally:  # or it would be due, and cost a copy, after every step
             now = time.monotonic()
             self._pace.began(now, now - began)
-        self._thread = [
-            threading.Thread(target=self._await, args=(step, began, answers), daemon=True)
-        ]
-        self._thread[0].start()
+        thread = threading.Thread(target=self._await, args=(order, began, answers), daemon=True)
+        self._thread = [thread]
+        thread.start()
+
+    def before_update(self) -> None:
+        """The state is about to change: copies under way come first."""
+        self._copier.hold()
 
     def finish(self, timeout_s: float) -> None:
         """Wait for a save under way."""
@@ -130,19 +137,25 @@ class Saver:
             places.append((at, part))
             at += part.nbytes
         table = table_of(slots)
-        self._arena.fit(at + len(table))
+        if at + len(table) > len(self._arena.memory):
+            self._copier.release()
+            self._arena.fit(at + len(table))
         memory = self._arena.memory
         if rank == 0:
             memory[: len(skeleton)] = skeleton
-        for start, part in places:
-            if part.nbytes:
-                copy = torch.frombuffer(memory, dtype=torch.uint8, count=part.nbytes, offset=start)
-                copy.view(part.dtype).view(part.shape).copy_(part)
+        self._copier.copy(memory, places)
         memory[at : at + len(table)] = table
         return at, len(table)
 
-    def _await(self, step: int, began: float, answers: int) -> None:
-        answer = read_answer(answers)
+    def _await(self, order: Order, began: float, answers: int | None) -> None:
+        step = order.step
+        try:
+            if answers is None:
+                self._copier.arrived()
+                answers = send(self._orders, order, self._arena)
+            answer = read_answer(answers)
+        except WorldError as error:
+            answer = Answer(problem=str(error))
         if answer.problem:
             say(f"step {step} is not saved: {answer.problem}")
         elif answer.durable:

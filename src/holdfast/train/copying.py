@@ -1,0 +1,103 @@
+"""Copies tensors into a snapshot's memory: from the host at once, from a GPU beside training.
+
+From a GPU the copies run in a stream of their own into pinned memory. Whatever training changes
+next must wait for them: module buffers before the next forward pass, the rest before the next
+update. `hold` makes the GPU wait, not the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from holdfast.core.errors import WorldError
+
+
+class Copier:
+    """`protected`: the job's objects, whose modules' buffers change already in a forward pass."""
+
+    def __init__(self, protected: Mapping[str, Any]) -> None:
+        self._protected = protected
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._under_way: list[torch.cuda.Event] = []
+        self._pinned: memoryview = memoryview(b"")
+
+    def copy(self, memory: memoryview, places: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Each tensor's bytes to its place. Those on GPUs arrive by the time `arrived` returns."""
+        on_gpu = []
+        for start, tensor in places:
+            if tensor.is_cuda:
+                on_gpu.append((start, tensor))
+            elif tensor.nbytes:
+                _room(memory, start, tensor).copy_(tensor)
+        if on_gpu:
+            self._pin(memory)
+            changing = {
+                buffer.untyped_storage().data_ptr()
+                for module in self._protected.values()
+                if isinstance(module, torch.nn.Module)
+                for buffer in module.buffers()
+            }
+            early = [p for p in on_gpu if p[1].untyped_storage().data_ptr() in changing]
+            late = [p for p in on_gpu if p[1].untyped_storage().data_ptr() not in changing]
+            self._start(memory, early)
+            self.hold()
+            self._start(memory, late)
+
+    @property
+    def busy(self) -> bool:
+        """Whether copies may be under way."""
+        return not all(event.query() for event in self._under_way)
+
+    def hold(self) -> None:
+        """What is put on the GPUs' present streams from now on waits for the copies."""
+        for event in self._under_way:
+            torch.cuda.current_stream(event.device).wait_event(event)
+
+    def arrived(self) -> None:
+        """Blocks until all copies are complete. WorldError when a GPU has failed."""
+        try:
+            for event in self._under_way:
+                event.synchronize()
+        except RuntimeError as error:
+            raise WorldError(f"a copy from the GPU has failed: {error}") from None
+
+    def release(self) -> None:
+        """The memory is about to be given back."""
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(_address(self._pinned))
+        self._pinned = memoryview(b"")
+
+    def _start(self, memory: memoryview, places: Sequence[tuple[int, torch.Tensor]]) -> None:
+        devices = {tensor.device for _, tensor in places}
+        for device in sorted(devices, key=str):
+            if device not in self._streams:
+                self._streams[device] = torch.cuda.Stream(device)
+            stream = self._streams[device]
+            stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream):
+                for start, tensor in places:
+                    if tensor.device == device and tensor.nbytes:
+                        _room(memory, start, tensor).copy_(tensor, non_blocking=True)
+                        tensor.record_stream(stream)
+                event = torch.cuda.Event()
+                event.record(stream)
+            self._under_way.append(event)
+
+    def _pin(self, memory: memoryview) -> None:
+        """Else the copies are slower, and hold up the host."""
+        self._under_way = []
+        if not self._pinned:
+            failed = torch.cuda.cudart().cudaHostRegister(_address(memory), len(memory), 0)
+            self._pinned = memoryview(b"") if int(failed) else memory
+
+
+def _room(memory: memoryview, start: int, tensor: torch.Tensor) -> torch.Tensor:
+    place = torch.frombuffer(memory, dtype=torch.uint8, count=tensor.nbytes, offset=start)
+    return place.view(tensor.dtype).view(tensor.shape)
+
+
+def _address(memory: memoryview) -> int:
+    return torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
