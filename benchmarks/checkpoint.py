@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shutil
 import socket
 import statistics
@@ -28,12 +29,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from holdfast.cli.run import make_spec, parser
+from holdfast.core.errors import Damaged
 from holdfast.core.interval import Pace, PacePolicy
 from holdfast.core.types import AgentId, Incarnation, Member, View, ViewNumber, WorkerId
 from holdfast.runtime.rundir import RunDir
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.disk import RealDisk, aligned
 from holdfast.store.files import FileStorage
+from holdfast.store.manifest import SUSPECT
+from holdfast.store.storage import Storage
+from holdfast.store.volumes import VolumeStorage
 from holdfast.train.formats import bytes_of, item_of
 from holdfast.train.saver import Saver
 
@@ -299,12 +304,57 @@ def measure_series() -> Series:
         shutil.rmtree(folder)
 
 
+@dataclass(slots=True)
+class Flips:
+    """What became of so many flipped bits, one at a time, anywhere in a checkpoint's files."""
+
+    count: int
+    found: int = 0
+    repaired: int = 0  # to the bytes that were there before
+
+
+def flip_bits(coded: bool, count: int = 1000) -> Flips:
+    """In a checkpoint of 16 MiB, kept in one folder, or as 4+2 pieces in six."""
+    folder, flips, rng = Path(tempfile.mkdtemp()), Flips(count), random.Random(1)
+    volumes = [FileStorage(folder / str(i)) for i in range(6 if coded else 1)]
+    storage = VolumeStorage(volumes, 4, 2) if coded else volumes[0]
+    try:
+        state = {f"layer{i}": torch.randn(1 << 20) for i in range(4)}
+        Checkpoints(storage).save(1, [item_of(k, v) for k, v in state.items()], {})
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        sizes = [path.stat().st_size for path in files]
+        for _ in range(count):
+            (path,) = rng.choices(files, sizes)
+            good = path.read_bytes()
+            at = rng.randrange(len(good))
+            path.write_bytes(good[:at] + bytes([good[at] ^ 1 << rng.randrange(8)]) + good[at + 1 :])
+            if isinstance(storage, VolumeStorage):
+                flips.found += any(storage.repair(name) for name in storage.all_names())
+                flips.repaired += path.read_bytes() == good
+            else:
+                flips.found += is_damaged(storage)
+            path.write_bytes(good)
+            for name in storage.names(SUSPECT):
+                storage.delete(name)
+    finally:
+        shutil.rmtree(folder)
+    return flips
+
+
+def is_damaged(storage: Storage) -> bool:
+    try:
+        return bool(Checkpoints(storage).verify(1))
+    except Damaged:
+        return True
+
+
 def main() -> None:
     for way, times in measure().items():
         series = {"stall": times.stall_s, "save": times.save_s, "load": times.load_s}
         medians = {k: f"{statistics.median(v):.2f} s" for k, v in series.items() if v}
         print(way, medians, flush=True)
     print(measure_series())
+    print(flip_bits(coded=False), flip_bits(coded=True))
 
 
 if __name__ == "__main__":
