@@ -80,6 +80,12 @@ def parser() -> argparse.ArgumentParser:
         metavar="K",
         help="give up after K lost workers without one step of progress (default 30)",
     )
+    found.add_argument(
+        "--no-rebalance",
+        action="store_true",
+        help="leave virtual ranks where they are, however slow a worker is (default: with more "
+        "virtual ranks than workers, slow ones get fewer; the result is the same)",
+    )
     found.add_argument("script", type=Path)
     found.add_argument("args", nargs=argparse.REMAINDER, help="passed to the script")
     return found

@@ -36,6 +36,7 @@ from holdfast.core.formation import (
 from holdfast.core.job import CoordinatorPolicy
 from holdfast.core.restart import bench, replace_lost
 from holdfast.core.roster import News, NodeSnapshot, Roster
+from holdfast.core.story import Story
 from holdfast.core.types import (
     NO_VIEW,
     RELEASE_ALL,
@@ -161,6 +162,7 @@ class CoordinatorMachine:
         self._losses = 0  # since the last progress
         self._attendance = Attendance()
         self._agenda = Agenda(policy, self._roster, now)
+        self._story = Story(record.slots if record else ())
         self._finished = False
         self._checked: View | None = None
 
@@ -297,6 +299,7 @@ class CoordinatorMachine:
         if self._outcome is not None:
             return []
         effects: list[CoordinatorEffect] = [
+            *(Announce(*news) for news in self._story.news(self._roster.newest.values())),
             *self._admit(situation),
             *self._replace_hung(situation),
             *self._replace_lost(situation),

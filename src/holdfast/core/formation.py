@@ -240,6 +240,7 @@ def next_view(
     """The view of these survivors, with joiners if all are at rest; None to wait for more."""
     view = situation.view
     assert view is not None
+    owners_now = present_owners(view, survivors)
     step, why = resume_step(survivors)
     at_rest = all(s.at_boundary for s in survivors)
     places = situation.roster.places
@@ -257,13 +258,13 @@ def next_view(
     staying = kept
     members = sorted([*staying, *[s.worker for s in joiners]])
     if at_rest:
-        owners = assign_at_boundary(vranks, members, view.owners)
+        owners = assign_at_boundary(vranks, members, owners_now)
         if joiners:
             why = f"worker {spans([s.worker for s in joiners])} joins"
         elif len(kept) < len(survivors):
             why = f"worker {spans(drained)} leaves"
     else:
-        owners = assign_mid_step(staying, view.owners)
+        owners = assign_mid_step(staying, owners_now)
     return Proposal(
         workers=tuple(members),
         owners=owners,
@@ -271,6 +272,18 @@ def next_view(
         joiners=tuple(sorted(s.worker for s in joiners)),
         why=why,
     )
+
+
+def present_owners(view: View, survivors: Sequence[WorkerStatus]) -> tuple[WorkerId, ...]:
+    """Who hosts what, as far as the survivors know: they may have agreed on it since the view.
+
+    Whoever is a step ahead has agreed last, and may have begun to compute.
+    """
+    owners = list(view.owners)
+    for status in sorted(survivors, key=lambda s: (s.committed, s.worker)):
+        for vrank in status.hosted if status.view == view.number else ():
+            owners[vrank] = status.worker
+    return tuple(owners)
 
 
 def initial_view(ready: Sequence[WorkerStatus], vranks: int, step: int, again: bool) -> Proposal:
@@ -295,7 +308,7 @@ def last_view(situation: Situation, survivors: Sequence[WorkerStatus]) -> Propos
     staying = sorted(s.worker for s in survivors)
     return Proposal(
         workers=tuple(staying),
-        owners=assign_mid_step(staying, view.owners),
+        owners=assign_mid_step(staying, present_owners(view, survivors)),
         resume_step=step,
         joiners=(),
         why=why,

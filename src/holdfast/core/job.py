@@ -46,6 +46,7 @@ class JobSpec:
     save_least_s: float = 10.0
     save_most_s: float = 1800.0
     keep_last: int = 3  # checkpoints
+    rebalance: bool = True  # slow workers host fewer virtual ranks
     scrub_rate: float = 20e6  # bytes a second at which they are verified again; 0: they are not
 
     def lease(self) -> LeasePolicy:

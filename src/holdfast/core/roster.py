@@ -272,7 +272,7 @@ class Roster:
 
 _DECISIVE = attrgetter(
     *("incarnation", "stage", "view", "promised", "has_state", "tainted", "at_boundary"),
-    *("loop", "ended", "unreached", "saved", "unreadable", "detail"),
+    *("loop", "ended", "unreached", "saved", "unreadable", "remarks", "detail"),
 )
 
 

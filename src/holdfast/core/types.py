@@ -36,6 +36,15 @@ class Stage(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Remark:
+    """Something that a worker wants in the job's story, once. `number` grows within a worker."""
+
+    number: int
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStatus:
     """All that the control plane knows of one incarnation of a worker.
 
@@ -53,6 +62,7 @@ class WorkerStatus:
     tainted: bool = False  # neither initial nor the job's: a state was loaded but not verified
     committed: int = 0  # steps committed; also the index of the next step
     reduced: bool = False  # holds the complete reduced gradient of step `committed`
+    hosted: tuple[int, ...] = ()  # its virtual ranks in step `committed`
     at_boundary: bool = False  # held between steps, its state at rest: it can donate
     waiting: bool = False  # its own tasks of the step are done; it waits for others
     loop: int = 0  # how many step loops its script has entered
@@ -61,6 +71,7 @@ class WorkerStatus:
     proved_at: float = 0.0  # its node's clock: every member of `view` acted in it since then
     saved: int = 0  # the step of the newest checkpoint that it knows to be durable
     unreadable: int = 0  # the step of one that it could not read
+    remarks: tuple[Remark, ...] = ()  # the newest few
     detail: str = ""  # why it was lost, or the traceback of a failure
     pid: int = 0
 
@@ -76,7 +87,11 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """A numbered membership decision. `members` are sorted by worker; `owners[v]` hosts vrank v."""
+    """A numbered membership decision. `members` are sorted by worker.
+
+    `owners[v]` hosts virtual rank v at first; while the view lasts its members may agree otherwise
+    (core/balance.py).
+    """
 
     number: ViewNumber
     members: tuple[Member, ...]

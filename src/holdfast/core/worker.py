@@ -14,6 +14,7 @@ from holdfast.core.errors import assert_never, require
 from holdfast.core.types import (
     NO_VIEW,
     Incarnation,
+    Remark,
     Stage,
     View,
     ViewNumber,
@@ -21,6 +22,9 @@ from holdfast.core.types import (
     WorkerId,
     WorkerStatus,
 )
+
+REMARKS_MAX = 8  # that a status carries
+
 
 # ---------------------------------------------------------------- events
 
@@ -65,11 +69,15 @@ class Reduced:
 
 @dataclass(frozen=True, slots=True)
 class Voted:
-    """Every member's vote on `step` is here; `pending` if any voter knew of a planned change."""
+    """Every member's vote on `step` is here; `pending` if any voter knew of a planned change.
+
+    `owners`: who hosts each virtual rank from the next step on, if the votes have changed that.
+    """
 
     view: ViewNumber
     step: int
     pending: bool
+    owners: tuple[WorkerId, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +122,14 @@ class Unreadable:
 
 
 @dataclass(frozen=True, slots=True)
+class Remarked:
+    """Something for the job's story."""
+
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed: the right to act may have ended."""
 
@@ -132,6 +148,7 @@ WorkerEvent = (
     | LinkLost
     | Saved
     | Unreadable
+    | Remarked
     | Tick
 )
 
@@ -191,6 +208,7 @@ class WorkerMachine:
     def __init__(self, worker: WorkerId, incarnation: Incarnation) -> None:
         self._status = WorkerStatus(worker=worker, incarnation=incarnation)
         self._view: View | None = None
+        self._owners: tuple[WorkerId, ...] = ()
         self._synced = False
         self._held = False  # the script waits at a boundary
         self._stop_next = False  # a vote announced a planned change: stop at the next boundary
@@ -218,8 +236,8 @@ class WorkerMachine:
                 if self._acting_in(view) and step == self._status.committed:
                     self._change(reduced=True)
                 return []
-            case Voted(view, step, pending):
-                return self._voted(view, step, pending, now)
+            case Voted():
+                return self._voted(event, now)
             case LocalDone(done):
                 self._change(waiting=done)
                 return []
@@ -236,6 +254,8 @@ class WorkerMachine:
             case Unreadable(view, step, older):
                 self._change(unreadable=step, saved=older, tainted=True)
                 return self._promise(view) or [self._tell()]
+            case Remarked(kind, text):
+                return self._remark(kind, text)
             case Tick():
                 return self._expire(now)
             case _:
@@ -251,6 +271,11 @@ class WorkerMachine:
     @property
     def view(self) -> View | None:
         return self._view
+
+    @property
+    def owners(self) -> tuple[WorkerId, ...]:
+        """Who hosts each virtual rank in the step to be committed next."""
+        return self._owners
 
     @property
     def pending(self) -> bool:
@@ -324,6 +349,7 @@ class WorkerMachine:
             f"{'a joiner' if joining else 'a donor'}, but has_state is {status.has_state}",
         )
         self._view, self._synced, self._stop_next = view, False, False
+        self._owners = view.owners
         require(
             joining or status.committed <= view.resume_step,
             f"view {view.number} goes back to step {view.resume_step} from {status.committed}",
@@ -340,6 +366,7 @@ class WorkerMachine:
             view=view.number,
             committed=status.committed if joining else view.resume_step,
             reduced=False,
+            hosted=view.hosted_by(status.worker),
             at_boundary=False,
             waiting=status.waiting and not committing,
             unreached=(),
@@ -365,13 +392,17 @@ class WorkerMachine:
         self._change(at_boundary=False)
         return [Begin(self._status.committed)]
 
-    def _voted(self, view: ViewNumber, step: int, pending: bool, now: float) -> list[WorkerEffect]:
-        if not self._acting_in(view) or step != self._status.committed:
+    def _voted(self, vote: Voted, now: float) -> list[WorkerEffect]:
+        step = vote.step
+        if not self._acting_in(vote.view) or step != self._status.committed:
             return []
         if now >= self.acting_until:  # the others may have been told to go on without it
-            return self._promise(view)
+            return self._promise(vote.view)
         require(self._status.reduced, f"step {step} was voted on without its gradient")
-        self._stop_next = pending
+        self._stop_next = vote.pending
+        if vote.owners is not None:
+            self._owners, me = vote.owners, self._status.worker
+            self._change(hosted=tuple(v for v, owner in enumerate(vote.owners) if owner == me))
         # All others needed this worker's share of the step, which it sent after this moment.
         proved_at, self._began_at = self._began_at, now
         self._change(committed=step + 1, reduced=False, waiting=False, proved_at=proved_at)
@@ -390,6 +421,13 @@ class WorkerMachine:
         if view.joiners and not self._synced:
             return []
         return self._begin()
+
+    def _remark(self, kind: str, text: str) -> list[WorkerEffect]:
+        remarks = self._status.remarks
+        number = remarks[-1].number + 1 if remarks else 1
+        remark = Remark(number=number, kind=kind, text=text)
+        self._change(remarks=(*remarks, remark)[-REMARKS_MAX:])
+        return [self._tell()]
 
     def _release(self, now: float) -> list[WorkerEffect]:
         loop = self._status.loop

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from holdfast.core.types import RELEASE_ALL, Directive, JobRecord, View, WorkerId
-from holdfast.sim.crowd import Shape
 
 if TYPE_CHECKING:
     from holdfast.sim.workers import Process
@@ -74,6 +73,8 @@ class Truth:
         self.forgotten = False  # the coordinator has lost the journal and still learns
         self.completed = False
         self.commits = 0
+        self.owners: dict[tuple[int, int], tuple[WorkerId, ...]] = {}  # by view and step
+        self.reassigned = 0  # times that the assignment changed within a view
         self.saved: dict[int, bool] = {}  # checkpoints by step: whether it can be read
         self.restores = 0
 
@@ -203,7 +204,7 @@ class Truth:
         self._balanced(view)
 
     def _balanced(self, view: View) -> None:
-        owned = sum(map(len, Shape(view).hosted.values()))
+        owned = sum(map(len, view.hosted().values()))
         if len(view.owners) != self.vranks or owned != self.vranks:
             raise Violation(f"view {view.number} hosts {owned} of {self.vranks} virtual ranks")
 
@@ -222,6 +223,13 @@ class Truth:
             raise Violation(f"worker {process.key} donates in the middle of a step")
         if process.state != self.states[view.resume_step]:
             raise Violation(f"worker {process.key} donates a state that is not the job's")
+
+    def hosted(self, view: int, step: int, owners: tuple[WorkerId, ...]) -> None:
+        """All members of a view agree who hosts what in a step, whenever they come to it."""
+        known = self.owners.setdefault((view, step), owners)
+        if known != owners:
+            raise Violation(f"in view {view} two assignments hold for step {step}")
+        self.reassigned += known is owners and self.owners.get((view, step - 1), owners) != owners
 
     def synced(self, process: Process, view: View, digests: dict[int, int | None]) -> None:
         if digests is self._synced:

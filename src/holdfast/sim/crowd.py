@@ -32,7 +32,6 @@ class Shape:
         )
         self.joiners = frozenset(view.joiners)
         self.donors = len(view.donors)
-        self.hosted = view.hosted()
 
 
 class Shapes:

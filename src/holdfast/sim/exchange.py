@@ -7,9 +7,11 @@ the seed. What is sent and when mirrors the real driver.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from holdfast.core import tree
+from holdfast.core.speeds import Speeds
 from holdfast.core.types import View, WorkerId
 from holdfast.core.worker import (
     GroupBroken,
@@ -28,12 +30,13 @@ if TYPE_CHECKING:
     from holdfast.sim.world import World
 
 Parts = tuple[tuple[int, int], ...]  # vrank and token
+Ballot = tuple[bool, int]  # whether a change is planned, and microseconds of computing
 
 
 class Group:
     """One worker's end of the process group of a view."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, speeds: Speeds) -> None:
         self.shape = shape
         self.view = shape.view
         self.number = shape.view.number
@@ -45,9 +48,18 @@ class Group:
         self.voted_step = -1
         self.done_step = -1
         self.parts: dict[int, dict[Key, Parts]] = {}
-        self.votes: dict[int, dict[Key, bool]] = {}
+        self.votes: dict[int, dict[Key, Ballot]] = {}
+        self.speeds = speeds
         self.states: dict[Key, tuple[int, int]] = {}
         self.digests: dict[int, int | None] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What follows from the votes of a step."""
+
+    pending: bool
+    owners: tuple[WorkerId, ...]
 
 
 class DataNetwork:
@@ -62,7 +74,8 @@ class DataNetwork:
         self._cut_links: dict[tuple[int, Key, Key], bool] = {}
         self._apart: dict[tuple[str, str], bool] = {}
         self._summed: tuple[object, int] = (None, 0)
-        self._counted: tuple[object, bool] = (None, False)
+        self._crowd: dict[int, Speeds] = {}  # of the newest large group, whose members share them
+        self._counted: dict[tuple[int, int], Counted] = {}  # its steps
         self._named: tuple[object, dict[int, int | None]] = (None, {})
 
     def arrive(self, process: Process, group: Group) -> None:
@@ -182,10 +195,25 @@ class DataNetwork:
             self._summed = (parts, total)
         return self._summed[1]
 
-    def anybody(self, votes: dict[Key, bool]) -> bool:
-        if votes is not self._counted[0]:
-            self._counted = (votes, any(votes.values()))
-        return self._counted[1]
+    def speeds(self, view: View) -> Speeds:
+        """A member's own, or that of all in a large group."""
+        if view.number in self._crowd:
+            return self._crowd[view.number]
+        made = Speeds(view, self._world.options.balance)
+        if len(view.members) > CROWD:
+            self._crowd, self._counted = {view.number: made}, {}
+        return made
+
+    def count(self, group: Group, step: int, votes: dict[Key, Ballot]) -> Counted:
+        shared = self._counted.get((group.number, step))
+        if shared is not None:
+            return shared
+        pending = any(pending for pending, _ in votes.values())
+        group.speeds.observe([votes[key][1] for key in group.keys], leads=False)
+        found = Counted(pending, group.speeds.owners)
+        if group.number in self._crowd:
+            self._counted[group.number, step] = found
+        return found
 
     def by_worker(self, bodies: dict[Key, int | None]) -> dict[int, int | None]:
         if bodies is not self._named[0]:
@@ -206,7 +234,8 @@ class DataNetwork:
 def install(process: Process, view: View) -> None:
     """Begin to build the group of `view`, and give up if the others do not come."""
     world = process.world
-    group = process.group = Group(world.data.shapes.of(view))
+    group = process.group = Group(world.data.shapes.of(view), world.data.speeds(view))
+    world.truth.hosted(view.number, view.resume_step, view.owners)
     world.data.arrive(process, group)
     process.post(world.options.link_s, unbuilt, process, view.number)
     process.post(world.options.build_timeout_s, build_timeout, process, view.number)
@@ -349,7 +378,7 @@ def advance(process: Process) -> None:
     step = process.step
     if process.local_done and group.sent_step < step:
         group.sent_step = step
-        mine = tuple((v, process.tokens[v]) for v in group.shape.hosted[process.worker])
+        mine = tuple((v, process.tokens[v]) for v in process.machine.snapshot().hosted)
         group.parts.setdefault(step, {})[process.key] = mine
         tell_all(process, group, "part", step, mine)
     if group.sent_step == step and group.voted_step < step:
@@ -359,10 +388,11 @@ def advance(process: Process) -> None:
         votes = group.votes.get(step, {})
         if len(votes) == len(group.keys):
             group.done_step = step
-            pending = process.world.data.anybody(votes)
-            if pending:
+            counted = process.world.data.count(group, step, votes)
+            if counted.pending:
                 process.last_step_of = group.number
-            process.feed(Voted(view.number, step, pending))
+            process.world.truth.hosted(view.number, step + 1, counted.owners)
+            process.feed(Voted(view.number, step, counted.pending, counted.owners))
 
 
 def reduce(process: Process, group: Group, step: int) -> None:
@@ -374,7 +404,7 @@ def reduce(process: Process, group: Group, step: int) -> None:
     process.feed(Reduced(group.view.number, step))
     if not group.open:
         return
-    vote = process.machine.pending
+    vote = process.machine.pending, process.compute_us
     group.votes.setdefault(step, {})[process.key] = vote
     tell_all(process, group, "vote", step, vote)
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
+from holdfast.core.balance import BalancePolicy
+
 FAULT_KINDS = (
     "worker_crash",
     "worker_crash_inside",
@@ -77,6 +79,7 @@ class Options:
     fault_every_s: float
     faults_end_s: float
     save_every: int = 0  # steps between checkpoints; 0: none
+    balance: BalancePolicy | None = None
 
     @property
     def steps(self) -> int:
@@ -146,7 +149,16 @@ def draw(seed: int, small: bool = False) -> Options:
         fault_every_s=rng.choice((0.2, 0.5, 2.0)) * rng.uniform(0.5, 1.5),
         faults_end_s=rng.uniform(4.0, 20.0) if small else rng.uniform(8.0, 40.0),
         save_every=later.choice((0, 1, 2, 3)),
+        balance=_draw_balance(Random(f"balance {seed} {small}")),
     )
+
+
+def _draw_balance(rng: Random) -> BalancePolicy | None:
+    """Hastier than in a real job, so that short runs see many changes."""
+    if rng.random() < 0.3:
+        return None
+    window, gain, retry = rng.randint(1, 3), rng.choice((0, 8, 30)), rng.choice((1, 4))
+    return BalancePolicy(warm_up=rng.randint(0, 1), window=window, gain=gain, retry=retry)
 
 
 def draw_large(seed: int, nodes: int) -> Options:
@@ -191,4 +203,5 @@ def draw_large(seed: int, nodes: int) -> Options:
         fault_every_s=2.0,
         faults_end_s=15.0,
         save_every=rng.choice((0, 2)),
+        balance=BalancePolicy(warm_up=0, window=2),
     )

@@ -66,6 +66,7 @@ class Process:
         self.in_step = False
         self.local_done = False
         self.tokens: dict[int, int] = {}
+        self.compute_us = 0  # of the step's tasks so far
         self.total: int | None = None
         self.total_step = -1
         self.loop = 0
@@ -221,6 +222,7 @@ class Process:
         self.in_step = True
         self.local_done = False
         self.tokens = {}
+        self.compute_us = 0
         self._compute()
 
     def _compute(self) -> None:
@@ -228,7 +230,7 @@ class Process:
         view = self.machine.view
         if not self.in_step or self.computing or view is None:
             return
-        hosted = self.world.data.shapes.of(view).hosted.get(self.worker, ())
+        hosted = self.machine.snapshot().hosted
         missing = [v for v in hosted if v not in self.tokens]
         if bool(missing) == self.local_done:
             self.local_done = not missing
@@ -237,6 +239,7 @@ class Process:
             self.computing = True
             world = self.world
             delay_s = world.rng.uniform(0.5, 1.5) * world.options.task_s * self.slowness
+            self.compute_us += int(delay_s * 1e6)
             self.post(delay_s, self._computed, missing[0])
         self._poked = True
 

@@ -106,8 +106,15 @@ class Driver:
             self.save_wanted = False
 
     def hosted(self) -> tuple[int, ...]:
+        """This worker's virtual ranks in the step to be committed next."""
         with self.changed:
-            return self.view.hosted_by(self.worker) if self.view else ()
+            return self._machine.snapshot().hosted
+
+    @property
+    def owners(self) -> tuple[WorkerId, ...]:
+        """Who hosts each virtual rank in that step."""
+        with self.changed:
+            return self._machine.owners
 
     def adopt_group(self, view: int, group: Cuttable) -> None:
         """From now on severing `view` cuts `group`. Raises Severed if that has happened already."""

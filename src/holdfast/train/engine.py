@@ -13,10 +13,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from holdfast.core import worker as machine
+from holdfast.core.balance import BalancePolicy
 from holdfast.core.errors import Damaged, Severed, UserError, WorldError
+from holdfast.core.speeds import Speeds
 from holdfast.core.types import View
 from holdfast.store.storage import Missing
 from holdfast.train.buckets import Bucket, Gradients
+from holdfast.train.clock import TaskClock
 from holdfast.train.driver import Driver, Link, ViewRendezvous
 from holdfast.train.exchange import (
     BucketSum,
@@ -39,7 +42,10 @@ STORE_PAUSE_S = 1.0  # before another view tries a store that does not answer
 class StepState:
     """What the script's thread and the engine share of a step, under the driver's lock."""
 
-    def __init__(self, gradients: Gradients, table: StepTable, buffers: Buffers) -> None:
+    def __init__(
+        self, gradients: Gradients, table: StepTable, buffers: Buffers, clock: TaskClock
+    ) -> None:
+        self.clock = clock
         self.gradients = gradients
         self.table = table
         self.buffers = buffers
@@ -50,6 +56,7 @@ class StepState:
     def open(self, index: int) -> None:
         self.index = index
         self.done.clear()
+        self.clock.reset()
         self.table.used.zero_()
 
 
@@ -67,6 +74,7 @@ class Engine(threading.Thread):
         saver: Saver | None = None,
     ) -> None:
         super().__init__(name="holdfast-engine", daemon=True)
+        self.rebalance = True  # slow workers host fewer virtual ranks; the same on all
         self._restorer = restorer
         self._saver = saver
         self._driver = driver
@@ -75,6 +83,7 @@ class Engine(threading.Thread):
         self._protected = protected
         self._make_transport = make_transport
         self._filled: deque[Bucket] = deque()
+        self._layout: tuple[object, Layout]  # of which view and owners, and what it is
 
     def run(self) -> None:
         served = 0
@@ -103,6 +112,7 @@ class Engine(threading.Thread):
     def _serve(self, view: View, transport: Transport) -> None:
         driver, number = self._driver, view.number
         layout = Layout.of(view, driver.worker)
+        self._layout = (number, view.owners), layout
         driver.adopt_group(number, transport)
         if self._saver is not None:
             self._saver.enter(view)
@@ -116,22 +126,27 @@ class Engine(threading.Thread):
             )
             sync.run([ranks[w] for w in view.donors], [ranks[w] for w in view.joiners])
         driver.post(machine.Synced(number))
+        speeds = Speeds(view, BalancePolicy() if self.rebalance else None)
         while True:
-            step = self._await_open_step(number)
+            step, layout = self._await_open_step(view)
             self._reduce(layout, transport, number)
             self._step.reduced_in = number
             driver.post(machine.Reduced(number, step))
-            voted = vote(transport, layout, number, step, self._opinion(step))
-            if voted.save and not voted.busy:
+            votes = vote(transport, layout, number, step, self._opinion(step))
+            if any(v.save for v in votes) and not any(v.busy for v in votes):
                 driver.save_after(step, view)
-            driver.post(machine.Voted(number, step, voted.pending))
+            for kind, text in speeds.observe([v.compute_us for v in votes], driver.leads):
+                driver.post(machine.Remarked(kind, text))
+            pending = any(v.pending for v in votes)
+            driver.post(machine.Voted(number, step, pending, speeds.owners))
 
     def _opinion(self, step: int) -> Vote:
         driver, saver = self._driver, self._saver
-        if saver is None:
-            return Vote(driver.pending)
-        due = saver.due(step + 1) and driver.leads
-        return Vote(driver.pending, due or driver.save_wanted, saver.busy)
+        due = busy = False
+        if saver is not None:
+            due, busy = saver.due(step + 1) and driver.leads, saver.busy
+        save = due or (saver is not None and driver.save_wanted)
+        return Vote(driver.pending, save, busy, self._step.clock.step_us())
 
     def _restore(self, view: View, layout: Layout, transport: Transport) -> None:
         """Nobody holds the state any more: all members read it together."""
@@ -175,18 +190,21 @@ class Engine(threading.Thread):
         if outcome[0] is not None:
             raise outcome[0]
 
-    def _await_open_step(self, number: int) -> int:
-        """Wait until the script works on the step to be committed next."""
-        driver = self._driver
+    def _await_open_step(self, view: View) -> tuple[int, Layout]:
+        """Wait until the script works on the step to be committed next; who hosts what in it."""
+        driver, number = self._driver, view.number
         with driver.changed:
             while self._step.index != driver.committed:
                 driver.check_alive(number)
                 driver.changed.wait()
             driver.check_alive(number)
             hosted = set(driver.hosted())
-            buckets = self._step.gradients.buckets
+            step, buckets = driver.committed, self._step.gradients.buckets
             self._filled = deque(b for b in buckets if hosted <= b.contributed)
-            return driver.committed
+            owners = driver.owners
+        if self._layout[0] != (number, owners):
+            self._layout = (number, owners), Layout.of(view, driver.worker, owners)
+        return step, self._layout[1]
 
     def _on_filled(self, bucket: Bucket) -> None:
         if set(self._driver.hosted()) <= bucket.contributed:

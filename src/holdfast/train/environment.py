@@ -25,6 +25,7 @@ VARIABLES = (
     "HOLDFAST_SAVE_EVERY",
     "HOLDFAST_SAVE_BETWEEN",
     "HOLDFAST_ORDERS_FD",
+    "HOLDFAST_REBALANCE",
 )
 
 
@@ -42,6 +43,7 @@ class WorkerEnvironment:
     store: str = ""  # where checkpoints are; empty: there are none
     save_every: int = 0  # steps; 0: as often as pays
     pace: PacePolicy = field(default_factory=PacePolicy)
+    rebalance: bool = True  # the same on all workers of a job
     orders_fd: int | None = None  # to the node's checkpoint writer
     job: str = ""
     peer_key: bytes = field(default=b"", repr=False)  # proves to other workers whose we are
@@ -78,6 +80,7 @@ class WorkerEnvironment:
             store=environ.get("HOLDFAST_STORE", ""),
             save_every=number("HOLDFAST_SAVE_EVERY", 0),
             pace=pace,
+            rebalance=bool(number("HOLDFAST_REBALANCE", 1)),
             orders_fd=orders_fd if orders_fd >= 0 else None,
             job=environ.get("HOLDFAST_JOB", ""),
             peer_key=peer_key,

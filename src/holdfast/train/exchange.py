@@ -8,6 +8,8 @@ operation has two phases (gather, spread) so that many can be under way at once.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,8 +37,10 @@ class Layout:
     nodes: tuple[tuple[tree.Node, ...], ...]  # by rank
 
     @classmethod
-    def of(cls, view: View, me: WorkerId) -> Layout:
-        hosted = tuple(view.hosted().values())
+    def of(cls, view: View, me: WorkerId, owners: Sequence[WorkerId] = ()) -> Layout:
+        """`owners`: who hosts each virtual rank, if not as at the beginning of the view."""
+        now = dataclasses.replace(view, owners=tuple(owners)) if owners else view
+        hosted = tuple(now.hosted().values())
         vranks = len(view.owners)
         nodes = tuple(tree.maximal_nodes(h, vranks) for h in hosted)
         return cls(view.workers.index(me), len(view.members), vranks, hosted, nodes)
@@ -202,24 +206,25 @@ def all_gather(transport: Transport, layout: Layout, mine: torch.Tensor, tag: in
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """What a member says at the end of a step; what any of them says holds for all.
+    """What a member says at the end of a step.
 
     `pending`: it knows of a planned change. `save`: the state after this step should be saved.
-    `busy`: it still saves another one.
+    `busy`: it still saves another one. `compute_us`: how long its own tasks of the step took.
     """
 
     pending: bool
     save: bool = False
     busy: bool = False
+    compute_us: int = 0
 
 
-def vote(transport: Transport, layout: Layout, view: int, step: int, mine: Vote) -> Vote:
-    """The all-gather that ends a step."""
-    words = torch.tensor([view, step, mine.pending, mine.save, mine.busy], dtype=torch.int64)
+def vote(transport: Transport, layout: Layout, view: int, step: int, mine: Vote) -> list[Vote]:
+    """The all-gather that ends a step: what each member says, by rank."""
+    words = torch.tensor([view, step, *dataclasses.astuple(mine)], dtype=torch.int64)
     votes = all_gather(transport, layout, words, TAG_VOTE)
     if not bool((votes[:, :2] == words[:2]).all()):
         raise Severed(f"votes of view {view}, step {step} do not match: {votes.tolist()}")
-    return Vote(*votes[:, 2:].any(dim=0).tolist())
+    return [Vote(bool(a), bool(b), bool(c), us) for _, _, a, b, c, us in votes.tolist()]
 
 
 def _wait(pending: Pending | None) -> None:

@@ -26,6 +26,7 @@ from holdfast.observe.ledger import LedgerEntry, LedgerHeader, LedgerWriter, led
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.open import open_storage
 from holdfast.train.buckets import Gradients
+from holdfast.train.clock import TaskClock
 from holdfast.train.driver import Driver
 from holdfast.train.engine import Engine, StepState
 from holdfast.train.environment import WorkerEnvironment, take_channel
@@ -260,7 +261,8 @@ class _Work:
         self._devices = [p.device for _, p in trained if p.is_cuda]
         self._gradients = Gradients(trained, job.virtual_ranks, self._driver.changed)
         table = StepTable(job.virtual_ranks, len(trained))
-        self._step = StepState(self._gradients, table, Buffers(modules))
+        clock = TaskClock(self._devices[0] if self._devices else None)
+        self._step = StepState(self._gradients, table, Buffers(modules), clock)
         self._source: list[BatchSource] = []  # the present loop's, once there is one
         self._followed: tuple[int, ...] = ()
         self._until = 0
@@ -287,7 +289,9 @@ class _Work:
                 every = environment.save_every
                 saver = Saver(orders, environment.job, every, pace, protected, self._saved)
                 self._saver = [saver]
-        Engine(self._driver, link, self._step, protected, make_transport, restorer, saver).start()
+        engine = Engine(self._driver, link, self._step, protected, make_transport, restorer, saver)
+        engine.rebalance = environment.rebalance
+        engine.start()
 
     def _saved(self, step: int) -> None:
         self._driver.post(machine.Saved(step))
@@ -366,11 +370,13 @@ class _Work:
         return None
 
     def begin_task(self, vrank: int) -> None:
+        self._step.clock.begin()
         self._step.buffers.restore()
         self._gradients.begin_task(vrank)
 
     def end_task(self, vrank: int, loss: float, count: int, digest: int) -> None:
         self._gradients.end_task()
+        self._step.clock.end()
         if vrank == 0 and len(self._step.buffers):
             self._step.buffers.capture()
         with self._driver.changed:

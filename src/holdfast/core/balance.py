@@ -1,0 +1,164 @@
+"""Which worker hosts how many virtual ranks, from how fast each of them was. Pure.
+
+All members of a view hear the same times in the votes and come to the same decision, so a change of
+the assignment needs no view of its own: it holds from the next step on. Whole numbers only, so that
+no rounding differs between machines. A change must promise a clear gain, over several steps, and
+each one makes the next wait longer: an assignment that swings costs more than one that is not best.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from holdfast.core.types import WorkerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BalancePolicy:
+    """Numbers of steps, but for `gain`: the percentage by which the slowest must become faster."""
+
+    warm_up: int = 2  # of a view, that do not count
+    window: int = 6  # on which a decision rests, at least
+    gain: int = 8
+    calm: int = 200  # without a change, after which the window is as short as at first
+    retry: int = 50  # after which a worker without tasks gets one again, to be measured
+
+
+WINDOW_TIMES_MAX = 8  # by so much a window grows
+
+
+class Balancer:
+    """Of one view. `owners[v]`: who hosts virtual rank v, as of the next step."""
+
+    def __init__(
+        self, policy: BalancePolicy, workers: Sequence[WorkerId], owners: Sequence[WorkerId]
+    ) -> None:
+        self.owners = tuple(owners)
+        self._policy = policy
+        self._workers = tuple(workers)
+        self._counts = _count(self._workers, self.owners)
+        self._steps = 0
+        self._rows: deque[list[int]] = deque()  # of the window: microseconds a task, by worker
+        self._paces = [0] * len(self._workers)  # what is known of each; 0: nothing
+        self._idle_since = [0] * len(self._workers)
+        self._retries = [policy.retry] * len(self._workers)
+        self._window_times = 1
+        self._changed_at = 0
+
+    def observe(self, compute_us: Sequence[int]) -> bool:
+        """A step's compute time of each worker, in their order; whether `owners` has changed."""
+        self._steps += 1
+        if self._steps <= self._policy.warm_up or len(self._workers) == 1:
+            return False
+        row = [us // n if n else 0 for us, n in zip(compute_us, self._counts, strict=True)]
+        self._rows.append(row)
+        if self._steps - self._changed_at > self._policy.calm:
+            self._window_times = 1
+        if len(self._rows) < self._policy.window * self._window_times:
+            return False
+        self._measure()
+        while len(self._rows) > self._policy.window * self._window_times // 2:
+            self._rows.popleft()
+        counts = self._retry() or self._better()
+        if counts is None:
+            return False
+        self.owners = _moved(self._workers, self.owners, counts)
+        self._counts = counts
+        self._rows.clear()
+        self._changed_at = self._steps
+        self._window_times = min(2 * self._window_times, WINDOW_TIMES_MAX)
+        return True
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many virtual ranks each worker hosts."""
+        return tuple(self._counts)
+
+    @property
+    def paces(self) -> tuple[int, ...]:
+        """Microseconds a task of each worker, as far as known (else 0)."""
+        return tuple(self._paces)
+
+    def _measure(self) -> None:
+        for i, count in enumerate(self._counts):
+            if count:
+                values = sorted(row[i] for row in self._rows)
+                self._paces[i] = max(values[len(values) // 2], 1)
+                self._idle_since[i] = self._steps
+
+    def _better(self) -> list[int] | None:
+        """Other counts, if they promise enough."""
+        paces, counts = self._paces, self._counts
+        if not all(paces):
+            return None
+        now = max(n * pace for n, pace in zip(counts, paces, strict=True))
+        best = _makespan(paces, len(self.owners))
+        if best * 100 > now * (100 - self._policy.gain):
+            return None
+        return _fitted(paces, counts, best)
+
+    def _retry(self) -> list[int] | None:
+        """One task for a worker that has had none for long, from whoever has most to do."""
+        for i, count in enumerate(self._counts):
+            if not count and self._steps - self._idle_since[i] >= self._retries[i]:
+                self._retries[i] *= 2
+                counts = list(self._counts)
+                busiest = max(range(len(counts)), key=lambda j: (counts[j] * self._paces[j], -j))
+                counts[busiest] -= 1
+                counts[i] += 1
+                return counts
+        return None
+
+
+def _count(workers: Sequence[WorkerId], owners: Sequence[WorkerId]) -> list[int]:
+    number = {worker: i for i, worker in enumerate(workers)}
+    counts = [0] * len(workers)
+    for owner in owners:
+        counts[number[owner]] += 1
+    return counts
+
+
+def _makespan(paces: Sequence[int], tasks: int) -> int:
+    """The shortest time for all tasks: each goes to whoever would have it done first."""
+    free = [(pace, i) for i, pace in enumerate(paces)]
+    heapq.heapify(free)
+    end = 0
+    for _ in range(tasks):
+        end, i = free[0]
+        heapq.heapreplace(free, (end + paces[i], i))
+    return end
+
+
+def _fitted(paces: Sequence[int], counts: Sequence[int], end: int) -> list[int]:
+    """Counts with which all is done by `end`, as near to the present ones as can be."""
+    fitted = [min(n, end // pace) for n, pace in zip(counts, paces, strict=True)]
+    free = [((n + 1) * pace, i) for i, (n, pace) in enumerate(zip(fitted, paces, strict=True))]
+    heapq.heapify(free)
+    for _ in range(sum(counts) - sum(fitted)):
+        done, i = free[0]
+        fitted[i] += 1
+        heapq.heapreplace(free, (done + paces[i], i))
+    return fitted
+
+
+def _moved(
+    workers: Sequence[WorkerId], owners: Sequence[WorkerId], counts: Sequence[int]
+) -> tuple[WorkerId, ...]:
+    """Owners with these counts. Who has too many gives the last ones; neighbours take first."""
+    left = dict(zip(workers, counts, strict=True))
+    kept: list[WorkerId | None] = []
+    for owner in owners:
+        kept.append(owner if left[owner] > 0 else None)
+        left[owner] -= 1 if left[owner] > 0 else 0
+    for vrank, holder in enumerate(kept):
+        if holder is None:
+            beside = kept[vrank ^ 1] if vrank ^ 1 < len(kept) else None
+            taker = beside if beside is not None and left[beside] else None
+            if taker is None:
+                taker = next(w for w in workers if left[w] > 0)
+            kept[vrank] = taker
+            left[taker] -= 1
+    return tuple(owner for owner in kept if owner is not None)

@@ -1,0 +1,29 @@
+"""What workers add to the job's story, each remark once, though statuses repeat them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from holdfast.core.types import Incarnation, Slot, WorkerId, WorkerStatus
+
+
+class Story:
+    """`before`: processes that another coordinator has heard: what they say first is told."""
+
+    def __init__(self, before: Iterable[Slot]) -> None:
+        self._told: dict[WorkerId, tuple[Incarnation, int]] = {}
+        self._before = {(slot.worker, slot.incarnation) for slot in before}
+
+    def news(self, statuses: Iterable[WorkerStatus]) -> Iterator[tuple[str, str, WorkerId]]:
+        """Kind, text and worker of each remark that has not been told yet."""
+        for status in statuses:
+            if not status.remarks:
+                continue
+            worker, newest = status.worker, status.remarks[-1].number
+            incarnation, told = self._told.get(worker, (None, 0))
+            if incarnation != status.incarnation:
+                told = newest if (worker, status.incarnation) in self._before else 0
+            for remark in status.remarks:
+                if remark.number > told:
+                    yield remark.kind, remark.text, worker
+            self._told[worker] = status.incarnation, newest
