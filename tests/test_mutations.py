@@ -7,6 +7,7 @@ either the checkers went blind or the mutated code is no longer reached; both ne
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -18,11 +19,13 @@ from holdfast.core import formation
 from holdfast.core import lease as le
 from holdfast.core import worker as wo
 from holdfast.core.agent import AgentMachine
+from holdfast.core.balance import BalancePolicy
 from holdfast.core.coordinator import CoordinatorMachine
 from holdfast.core.durable import Durable
 from holdfast.core.formation import Situation
 from holdfast.core.liveness import FreezeDetector
 from holdfast.core.roster import News, Roster
+from holdfast.core.speeds import Speeds
 from holdfast.core.types import RELEASE_ALL, AgentReport, View, ViewNumber, WorkerStatus
 from holdfast.core.worker import WorkerMachine
 from holdfast.sim.swarm import run_seed
@@ -62,12 +65,32 @@ JOINS = {
     "fault_every_s": 0.7,
     "faults": ("worker_crash",),
 }
+SLOW = {
+    "agents": 2,
+    "slots": 2,
+    "agents_late": 0,
+    "vranks": 12,
+    "loops": (40,),
+    "nodes_min": 2,
+    "nodes_max": 2,
+    "workers_min": 1,
+    "task_s": 0.02,
+    "boot_s": 0.1,
+    "optimizer_s": 0.0,
+    "faults": ("worker_crash", "slow"),
+    "faults_end_s": 15.0,
+    "fault_every_s": 0.5,
+    "balance": BalancePolicy(warm_up=0, window=1, gain=0, retry=1),
+}
 SAVES = {"agents": 1, "slots": 2, "save_every": 2, "faults": ("worker_crash", "rot")}
 TUNED: dict[str, dict[str, object]] = {
     "nobody_fences_without_a_lease": PARTITIONS,
     "lease_runs_from_when_the_answer_came": PARTITIONS,
     "proof_is_dated_by_the_vote": PARTITIONS,
     "witness_is_ignored": PARTITIONS,
+    "what_the_members_agreed_on_since_is_forgotten": SLOW,
+    "who_is_behind_is_believed_about_assignments": SLOW | {"data_s": 0.02, "cut_in_flight": 1.0},
+    "members_hear_different_times": SLOW,
     "a_committed_step_counts_as_saved": SAVES,
     "an_unreadable_checkpoint_is_tried_again": SAVES,
     "agent_obeys_an_older_term": JOINS
@@ -221,6 +244,36 @@ def a_vrank_goes_to_two(patch: pytest.MonkeyPatch) -> Machines:
     return Machines()
 
 
+@mutation
+def what_the_members_agreed_on_since_is_forgotten(patch: pytest.MonkeyPatch) -> Machines:
+    patch.setattr(formation, "present_owners", lambda view, survivors: view.owners)
+    return Machines()
+
+
+@mutation
+def who_is_behind_is_believed_about_assignments(patch: pytest.MonkeyPatch) -> Machines:
+    plain = formation.present_owners
+
+    def owners(view: View, survivors: list[WorkerStatus]) -> tuple[Any, ...]:
+        turned = [dataclasses.replace(s, committed=-s.committed) for s in survivors]
+        return plain(view, turned)
+
+    patch.setattr(formation, "present_owners", owners)
+    return Machines()
+
+
+@mutation
+def members_hear_different_times(patch: pytest.MonkeyPatch) -> Machines:
+    plain, calls = Speeds.observe, itertools.count()
+
+    def observe(self: Speeds, compute_us: list[int], leads: bool) -> list[tuple[str, str]]:
+        heard = compute_us if next(calls) % 2 else [*compute_us[:-1], 9 * compute_us[-1]]
+        return plain(self, heard, leads)
+
+    patch.setattr(Speeds, "observe", observe)
+    return Machines()
+
+
 # ---------------------------------------------------------------- joining
 
 
@@ -251,8 +304,8 @@ def joiner_never_says_that_it_loads(patch: pytest.MonkeyPatch) -> Machines:
 @mutation
 def pending_change_is_read_from_the_own_vote(patch: pytest.MonkeyPatch) -> Machines:
     class Selfish(WorkerMachine):
-        def _voted(self, view: Any, step: int, pending: bool, now: float) -> list[wo.WorkerEffect]:
-            return super()._voted(view, step, self.pending, now)
+        def _voted(self, vote: wo.Voted, now: float) -> list[wo.WorkerEffect]:
+            return super()._voted(dataclasses.replace(vote, pending=self.pending), now)
 
     return Machines(worker=Selfish)
 
@@ -396,9 +449,9 @@ def proof_is_dated_by_the_vote(patch: pytest.MonkeyPatch) -> Machines:
     """A vote shows that others acted when the step began, not when the last vote came in."""
 
     class Late(WorkerMachine):
-        def _voted(self, view: Any, step: int, pending: bool, now: float) -> list[wo.WorkerEffect]:
+        def _voted(self, vote: wo.Voted, now: float) -> list[wo.WorkerEffect]:
             self._began_at = now + 1.0
-            return super()._voted(view, step, pending, now)
+            return super()._voted(vote, now)
 
     return Machines(worker=Late)
 
@@ -507,5 +560,6 @@ def test_the_checkers_catch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         result = run_seed(seed, small=True, machines=machines, tuned=TUNED.get(name))
         if result.failure:
             print(f"seed {seed}: {result.failure.splitlines()[0]}")
+            assert "TypeError" not in result.failure, "the plant itself is broken"
             return
     pytest.fail(f"{SEEDS_MAX} seeds did not catch the planted bug {name!r}")

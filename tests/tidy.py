@@ -41,6 +41,7 @@ ENTRY_POINTS = (
     "holdfast.__main__",
     "holdfast.cli.main",
     "holdfast.train.dcp",
+    "holdfast.testing.disturbed",
 )
 
 IMPURE = frozenset(

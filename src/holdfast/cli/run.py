@@ -21,6 +21,10 @@ from holdfast.runtime.tcp import listen
 from holdfast.runtime.tls import server_of
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.open import FORM, absolute_store, open_storage
+from holdfast.testing import script as faults  # tidy: allow layers because users test their jobs
+
+# It is named by its place, not imported: it loads torch.
+DISTURBED = str(Path(faults.__file__).with_name("disturbed.py"))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -80,12 +84,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="K",
         help="give up after K lost workers without one step of progress (default 30)",
     )
-    found.add_argument(
-        "--no-rebalance",
-        action="store_true",
-        help="leave virtual ranks where they are, however slow a worker is (default: with more "
-        "virtual ranks than workers, slow ones get fewer; the result is the same)",
-    )
+    _add_stragglers(found)
     found.add_argument("script", type=Path)
     found.add_argument("args", nargs=argparse.REMAINDER, help="passed to the script")
     return found
@@ -121,6 +120,22 @@ def _add_nodes(found: argparse.ArgumentParser) -> None:
     found.add_argument("--port", type=int, default=0, help="to listen on (default: a free one)")
     add_secret(found, "HOLDFAST_SECRET, or a new one in the run directory")
     add_tls(found)
+
+
+def _add_stragglers(found: argparse.ArgumentParser) -> None:
+    found.add_argument(
+        "--no-rebalance",
+        action="store_true",
+        help="leave virtual ranks where they are, however slow a worker is (default: with more "
+        "virtual ranks than workers, slow ones get fewer; the result is the same)",
+    )
+    found.add_argument(
+        "--faults",
+        type=Path,
+        metavar="FILE",
+        help="let what this script of faults says go wrong in the workers, to see what the job "
+        "makes of it (docs/stragglers.md)",
+    )
 
 
 def _add_checkpoints(found: argparse.ArgumentParser) -> None:
@@ -197,6 +212,13 @@ def _check_unused(store: str) -> None:
             )
 
 
+def _check_faults(path: Path) -> None:
+    try:
+        faults.parse(path.read_text(), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--faults {path} cannot be read: {error}") from None
+
+
 def make_spec(options: argparse.Namespace) -> JobSpec:
     """Check the options against each other; UserError says which value is wrong."""
     nodes_min = options.nodes_min
@@ -231,12 +253,16 @@ def make_spec(options: argparse.Namespace) -> JobSpec:
         raise UserError(f"--scrub-rate {options.scrub_rate:g} must not be negative")
     if not options.script.is_file():
         raise UserError(f"there is no script {options.script}: check the path")
+    script, args = str(options.script), list(options.args)
+    if options.faults is not None:
+        _check_faults(options.faults)
+        script, args = DISTURBED, [str(options.faults.absolute()), script, *args]
     return JobSpec(
         job=secrets.token_hex(8),
         cwd=os.getcwd(),
         election=options.election,
-        script=str(options.script),
-        args=tuple(options.args),
+        script=script,
+        args=tuple(args),
         nproc=options.nproc,
         nodes_min=nodes_min,
         nodes_max=nodes_max,
@@ -254,4 +280,5 @@ def make_spec(options: argparse.Namespace) -> JobSpec:
         save_most_s=most_s,
         keep_last=options.keep_last,
         scrub_rate=options.scrub_rate * 1e6,
+        rebalance=not options.no_rebalance,
     )

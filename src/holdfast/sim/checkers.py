@@ -215,6 +215,9 @@ class Truth:
             raise Violation(f"worker {process.key} goes from view {before} back to {view.number}")
         if view.member(process.worker) is None:
             raise Violation(f"worker {process.key} installs view {view.number} of others")
+        lost = sorted(set(process.tokens) - set(view.hosted_by(process.worker)))
+        if process.in_step and lost:  # what it has computed is in sums by now
+            raise Violation(f"worker {process.key} loses virtual ranks {lost} in mid-step")
 
     # ------------------------------------------------------------ content
 

@@ -16,6 +16,7 @@ import torch
 
 from holdfast.core import tree
 from holdfast.core.errors import UserError
+from holdfast.train.taps import current
 
 FIRST_BUCKET_BYTES = 1 << 20  # a small first one lets the exchange start early
 BUCKET_BYTES = 8 << 20
@@ -178,6 +179,7 @@ class Gradients:
     def _fill(self, bucket: Bucket, vrank: int) -> None:
         with torch.no_grad():
             leaf = bucket.leaf()
+            current.taps.gradient(vrank, leaf.data)
             with self._lock:
                 bucket.contribute(vrank, leaf, self._vranks)
                 self.on_filled(bucket)

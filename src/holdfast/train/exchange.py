@@ -20,6 +20,7 @@ from holdfast.core.errors import InvariantError, Severed
 from holdfast.core.types import View, WorkerId
 from holdfast.train.buckets import Bucket
 from holdfast.train.record import Buffers, StepTable
+from holdfast.train.taps import current
 from holdfast.train.transport import Message, Pending, Transport
 
 TAG_VOTE, TAG_TABLE, TAG_BUFFERS, TAG_STATE, TAG_BUCKETS = 1, 2, 3, 16, 1024
@@ -94,11 +95,14 @@ class BucketSum:
         for peer in layout.peers:
             piece = layout.piece(peer, numel)
             sends += [(peer, data[piece]) for data in self._own.values()]
+            current.taps.sending(peer, len(self._own) * (piece.stop - piece.start))
         tag = TAG_BUCKETS + 2 * bucket.index
         self._pending = transport.exchange(_nonempty(sends), _nonempty(receives), tag)
 
     def spread(self, transport: Transport) -> None:
         _wait(self._pending)
+        for part in self._received.values():
+            current.taps.received(part)
         layout, bucket = self._layout, self._bucket
         numel = bucket.result.data.numel()
         piece = layout.piece(layout.rank, numel)

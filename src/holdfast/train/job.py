@@ -39,6 +39,7 @@ from holdfast.train.restoring import Restorer
 from holdfast.train.rng import enter_stream
 from holdfast.train.sampling import SamplePlan
 from holdfast.train.saver import Saver, say
+from holdfast.train.taps import current
 from holdfast.train.transport import Transport
 
 SAVE_S_MAX = 600.0  # how long the end of a loop waits for a checkpoint under way
@@ -341,6 +342,7 @@ class _Work:
             self._wait(lambda: driver.begun is not None)
             index = driver.committed
         if index < self._until:
+            current.taps.boundary(index, self._job._protected)
             self._gradients.begin_step()
             self._step.buffers.remember()
             self._stepped = True
@@ -376,6 +378,7 @@ class _Work:
 
     def end_task(self, vrank: int, loss: float, count: int, digest: int) -> None:
         self._gradients.end_task()
+        current.taps.task(self._step.index or 0, vrank)
         self._step.clock.end()
         if vrank == 0 and len(self._step.buffers):
             self._step.buffers.capture()

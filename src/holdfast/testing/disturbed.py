@@ -1,0 +1,121 @@
+"""Runs a training script while what a fault script says goes wrong inside its worker.
+
+    holdfast run --faults FAULTS [OPTIONS] SCRIPT ARGS...
+
+which starts this file in every worker, with FAULTS, SCRIPT and ARGS. What happens is random only in
+place, from the worker's number and the step, so that a run can be repeated.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import runpy
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from holdfast.testing.script import Disturbance, parse
+from holdfast.train.taps import Taps, current
+
+
+class Disturber(Taps):
+    """Does to one worker what is meant for it."""
+
+    def __init__(self, worker: int, faults: Sequence[Disturbance]) -> None:
+        self._worker = worker
+        self._faults = faults
+        self._step = -1
+        self._began = time.perf_counter()  # this task
+        self._dice = random.Random(worker)
+        self._done: set[tuple[int, str, str]] = set()
+
+    def boundary(self, step: int, protected: Mapping[str, Any]) -> None:
+        self._step = step
+        self._dice = random.Random(f"{self._worker} {step}")
+        for target in ("parameter", "optimizer"):
+            if any(self._once("flip", target)):
+                flip_bit(self._dice, _tensors(protected, target))
+        self._began = time.perf_counter()
+
+    def task(self, step: int, vrank: int) -> None:
+        took_s = time.perf_counter() - self._began
+        for fault in self._now("slow"):
+            if self._dice.random() < fault.chance:
+                time.sleep(took_s * (fault.number - 1))
+        for fault in self._once("stall"):
+            time.sleep(fault.number)
+        for action, number in (("kill", signal.SIGKILL), ("freeze", signal.SIGSTOP)):
+            if any(self._once(action)):
+                os.kill(os.getpid(), number)
+        self._began = time.perf_counter()
+
+    def gradient(self, vrank: int, flat: torch.Tensor) -> None:
+        if any(self._once("flip", "gradient")):
+            flip_bit(self._dice, [flat])
+        for fault in self._once("poison"):
+            flat[self._dice.randrange(len(flat))] = math.nan if fault.target == "nan" else math.inf
+        if any(self._now("multiply")):
+            flat[self._dice.randrange(len(flat))] *= 1.001
+
+    def received(self, flat: torch.Tensor) -> None:
+        if len(flat) and any(self._once("flip", "received")):
+            flip_bit(self._dice, [flat])
+
+    def sending(self, peer: int, size: int) -> None:
+        for fault in self._now("link"):
+            time.sleep(size / fault.number)
+
+    def _now(self, action: str, target: str | None = None) -> Iterator[Disturbance]:
+        for fault in self._faults:
+            if fault.action == action and target in (None, fault.target):
+                if fault.strikes(self._worker, self._step):
+                    yield fault
+
+    def _once(self, action: str, target: str = "") -> Iterator[Disturbance]:
+        """Those that have not struck in this step, which they do by this."""
+        mark = self._step, action, target
+        if mark not in self._done:
+            for fault in self._now(action, target or None):
+                self._done.add(mark)
+                yield fault
+
+
+def flip_bit(dice: random.Random, tensors: Sequence[torch.Tensor]) -> None:
+    """One bit of one of these contiguous tensors."""
+    (chosen,) = dice.choices(tensors, [t.nbytes for t in tensors])
+    with torch.no_grad():
+        flat = chosen.detach().view(-1).view(torch.uint8)
+        flat[dice.randrange(len(flat))] ^= 1 << dice.randrange(8)
+
+
+def _tensors(protected: Mapping[str, Any], target: str) -> list[torch.Tensor]:
+    """The parameters, or all tensors of the optimizers' states."""
+    found: list[torch.Tensor] = []
+    for each in protected.values():
+        if target == "parameter" and isinstance(each, torch.nn.Module):
+            found += [p for p in each.parameters() if p.is_contiguous()]
+        if target == "optimizer" and isinstance(each, torch.optim.Optimizer):
+            states = [value for state in each.state.values() for value in state.values()]
+            found += [s for s in states if isinstance(s, torch.Tensor) and s.is_contiguous()]
+    return [t for t in found if t.nbytes]
+
+
+def main(argv: list[str]) -> None:
+    """`argv`: the fault script, the training script, and its arguments."""
+    faults, script, *_ = argv
+    worker = int(os.environ.get("HOLDFAST_WORKER", "0"))
+    current.taps = Disturber(worker, parse(Path(faults).read_text(), faults))
+    sys.argv = argv[1:]
+    sys.path[0] = os.path.dirname(os.path.realpath(script))
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

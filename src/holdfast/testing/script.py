@@ -1,0 +1,99 @@
+"""Fault scripts: what goes wrong inside which worker, at which steps; one line for each fault.
+
+    # who          when             what
+    worker 3       steps 10-200     slow 2.0
+    worker 1,2     from step 50     slow 5.0 at random 0.1
+    worker 0       step 7           stall 2.5
+    any worker     step 30          flip parameter
+
+A step's number is that of `job.steps`. What there is: see ACTIONS.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from holdfast.core.errors import UserError
+
+ACTIONS = {
+    "slow FACTOR": "every task takes FACTOR times as long",
+    "slow FACTOR at random P": "the same, for a share P of the tasks",
+    "stall SECONDS": "one pause in the first task of the step",
+    "slow link BYTES": "it sends no more than so many bytes a second",
+    "flip parameter|optimizer|gradient|received": "one bit of it, once in the step",
+    "poison nan|inf": "one such number in a gradient, once in the step",
+    "multiply wrongly": "one element of every gradient is a little off",
+    "kill": "SIGKILL to itself in the first task of the step",
+    "freeze": "SIGSTOP to itself in the first task of the step",
+}
+_WHO = r"(?:worker (?P<workers>\d+(?:,\d+)*)|any worker)"
+_WHEN = r"(?:step (?P<only>\d+)|steps (?P<first>\d+)-(?P<last>\d+)|from step (?P<begin>\d+)|always)"
+_LINE = re.compile(rf"{_WHO}\s+{_WHEN}\s+(?P<what>\S.*)")
+_NUMBER = r"(\d+(?:\.\d+)?(?:e\d+)?)"
+_WHAT = {
+    "slow": re.compile(rf"slow {_NUMBER}(?: at random {_NUMBER})?"),
+    "stall": re.compile(rf"stall {_NUMBER}"),
+    "link": re.compile(rf"slow link {_NUMBER}"),
+    "flip": re.compile(r"flip (parameter|optimizer|gradient|received)"),
+    "poison": re.compile(r"poison (nan|inf)"),
+    "multiply": re.compile(r"multiply wrongly"),
+    "kill": re.compile(r"kill"),
+    "freeze": re.compile(r"freeze"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disturbance:
+    """One line. `workers`: empty for all. `first` to `last`: steps, both included."""
+
+    workers: tuple[int, ...]
+    first: int
+    last: int
+    action: str  # a key of _WHAT
+    number: float = 0.0  # factor, seconds or bytes a second
+    chance: float = 1.0
+    target: str = ""
+
+    def strikes(self, worker: int, step: int) -> bool:
+        return worker in (self.workers or (worker,)) and self.first <= step <= self.last
+
+
+def parse(text: str, name: str) -> tuple[Disturbance, ...]:
+    """UserError with the name of the script and the number of the line that makes no sense."""
+    found = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        words = " ".join(line.partition("#")[0].split())
+        if words:
+            disturbance = _parse_line(words)
+            if disturbance is None:
+                known = "; ".join(ACTIONS)
+                raise UserError(
+                    f"{name}, line {number}: {words!r} is not `worker N step N ACTION`, with an "
+                    f"ACTION out of: {known}"
+                )
+            found.append(disturbance)
+    return tuple(found)
+
+
+def _parse_line(words: str) -> Disturbance | None:
+    line = _LINE.fullmatch(words)
+    if line is None:
+        return None
+    matches = ((action, pattern.fullmatch(line["what"])) for action, pattern in _WHAT.items())
+    action, what = next((m for m in matches if m[1] is not None), ("", None))
+    if what is None:
+        return None
+    first = int(line["only"] or line["first"] or line["begin"] or 0)
+    last = int(line["only"] or line["last"] or 1 << 60)
+    values = what.groups()
+    numeric = action in ("slow", "stall", "link")
+    return Disturbance(
+        workers=tuple(map(int, line["workers"].split(","))) if line["workers"] else (),
+        first=first,
+        last=last,
+        action=action,
+        number=float(values[0]) if numeric else 0.0,
+        chance=float(values[1]) if action == "slow" and values[1] else 1.0,
+        target=values[0] if values and not numeric else "",
+    )

@@ -1,0 +1,37 @@
+"""Points of a worker where a test kit may look in, or disturb. By default nothing happens there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+
+class Taps:
+    """Replace `taps` before the first step. What a method raises ends the worker's script."""
+
+    def boundary(self, step: int, protected: Mapping[str, Any]) -> None:
+        """The state after `step` steps is at rest."""
+
+    def task(self, step: int, vrank: int) -> None:
+        """A task was computed; what happens here counts as a part of it."""
+
+    def gradient(self, vrank: int, flat: torch.Tensor) -> None:
+        """A bucket of a task's gradient, before it is added to anything."""
+
+    def received(self, flat: torch.Tensor) -> None:
+        """A partial sum that has come from another worker."""
+
+    def sending(self, peer: int, size: int) -> None:
+        """So many bytes of a bucket are about to be sent to a rank."""
+
+
+class _Current:
+    """Holds the taps in use."""
+
+    def __init__(self) -> None:
+        self.taps = Taps()
+
+
+current = _Current()
