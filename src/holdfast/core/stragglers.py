@@ -22,7 +22,7 @@ NOISE_MIN = 0.01  # all of these are logarithms of ratios: about 1 %
 NOISE_FIRST = 0.05
 NOISE_SHARE = 0.1  # of one step in the running estimate
 EXCESS = 0.04  # over which a step speaks for slowness
-STEP_MAX = 0.4  # the most that one step counts, so that one alone proves nothing
+STEP_MAX = 0.32  # the most that one step counts, so that one alone proves nothing
 EVIDENCE_MIN = 0.8  # more than two odd steps
 EVIDENCE = 10.0  # in units of noise squared over excess: e^-20 by chance
 RECENT = 16  # steps
@@ -66,11 +66,14 @@ class _Track:
     evidence: float = 0.0
     since: int = 0  # steps in which the evidence was not zero
     slow: bool = False
+    told: int = 0  # steps since the verdict that it is
+    kind: Kind = Kind.STEADY  # which that was
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     last: float = 0.0
     usual: float = 0.0  # against its peers; or, alone, the logarithm of its time
     known: int = 0  # steps that `usual` rests on
     past: float = 0.0  # evidence against its own past
+    odd: float = 0.0  # how late it was in the last step, if that was by far: perhaps only once
 
 
 class Detector:
@@ -112,7 +115,7 @@ class Detector:
             if time is None:
                 continue
             excess = time - reference
-            quiet = not track.slow and track.known > 64 and not alone
+            quiet = not (track.slow or track.odd or alone) and track.known > 64
             if quiet and excess <= allowed >= excess - track.usual:  # most of the time
                 track.recent.append(excess)
                 track.evidence = max(track.evidence + excess - allowed, 0.0)
@@ -156,12 +159,15 @@ class Detector:
         track.since = track.since + 1 if track.evidence else 0
         verdict = None
         if track.slow:
-            verdict = self._recovered(worker, track)
+            track.told += 1
+            verdict = self._recovered(worker, track) or self._once_more(worker, track, alone)
         elif track.evidence > self._needed or self._often(track, late):
-            verdict = self._slow(worker, track, alone)
-            track.slow = True
-        elif late > max(ONCE * noise, ONCE_MIN):
-            verdict = self._once(worker, late)
+            steps = track.since if track.evidence else RECENT
+            verdict = self._slow(worker, track, steps, alone)
+            track.slow, track.told, track.kind = True, 0, verdict.kind
+        elif track.odd and late <= HIGH * noise:
+            verdict = self._once(worker, track.odd)
+        track.odd = late if late > max(ONCE * noise, ONCE_MIN) and not track.slow else 0.0
         if not (track.slow or alone):
             verdict = verdict or self._against_past(worker, track, against_past)
         if not track.slow:  # what is slow now is not its usual time
@@ -173,11 +179,18 @@ class Detector:
         clearly = max(CLEARLY * self._noise, CLEARLY_MIN)
         return late > clearly and sum(each > clearly for each in track.recent) >= OFTEN
 
-    def _slow(self, worker: WorkerId, track: _Track, alone: bool) -> Verdict:
-        steps = min(max(track.since, 1), len(track.recent)) if track.evidence else len(track.recent)
-        window = list(track.recent)[-steps:]
-        high = [late for late in window if late > HIGH * self._noise]
-        kind = _kind(window, HIGH * self._noise)
+    def _once_more(self, worker: WorkerId, track: _Track, alone: bool) -> Verdict | None:
+        """After some more steps its slowness may look otherwise than at first."""
+        if track.told != RECENT:
+            return None
+        verdict = self._slow(worker, track, RECENT, alone)
+        return verdict if verdict.kind is not track.kind else None
+
+    def _slow(self, worker: WorkerId, track: _Track, steps: int, alone: bool) -> Verdict:
+        window = list(track.recent)[-max(steps, 1) :]
+        least = max(HIGH * self._noise, 0.5 * max(window))
+        high = [late for late in window if late > least]
+        kind = _kind(window, least)
         factor = math.exp(sum(high) / len(high)) if high else 1.0
         whom = "its own past" if alone else "its peers"
         often = "" if len(high) == len(window) else f" in {len(high)} of {len(window)} steps"
@@ -237,16 +250,14 @@ class Detector:
         )
 
 
-def _kind(window: Sequence[float], high: float) -> Kind:
-    """How the slowness of these steps looks."""
-    slow = [i for i, late in enumerate(window) if late > high]
-    if len(slow) < 3:
+def _kind(window: Sequence[float], least: float) -> Kind:
+    """How the slowness of these steps looks, of which those above `least` are the slow ones."""
+    third = len(window) // 3
+    parts = [sum(window[i * third : (i + 1) * third]) for i in range(3)]
+    if third > 2 and parts[2] > 1.2 * parts[1] > 1.44 * max(parts[0], 0.0):
+        return Kind.DRIFTING
+    slow = [i for i, late in enumerate(window) if late > least]
+    if len(slow) >= 0.8 * (slow[-1] - slow[0] + 1):
         return Kind.STEADY
     gaps = {b - a for a, b in itertools.pairwise(slow)}
-    if len(slow) < 0.8 * (slow[-1] - slow[0] + 1):
-        return Kind.PERIODIC if len(gaps) == 1 else Kind.INTERMITTENT
-    values = [window[i] for i in slow]
-    third = len(values) // 3
-    if third and sum(values[-third:]) > 2 * sum(values[:third]):
-        return Kind.DRIFTING
-    return Kind.STEADY
+    return Kind.PERIODIC if len(gaps) == 1 else Kind.INTERMITTENT

@@ -1,0 +1,156 @@
+"""Fault scripts are read without surprises; jobs that meet slow workers end with the same bits."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from conftest import Start, finish
+from holdfast.core.errors import UserError
+from holdfast.observe.ledger import verify
+from holdfast.testing.disturbed import Disturber, flip_bit
+from holdfast.testing.script import ACTIONS, Disturbance, parse
+from holdfast.train.sampling import SamplePlan
+
+Reference = Callable[[int], str]
+STEPS = 20
+
+
+def test_a_script_says_who_when_and_what() -> None:
+    text = """
+    # a comment
+    worker 3      steps 10-200   slow 2.0      # at the end of a line, too
+    worker 1,2    from step 50   slow 5 at random 0.25
+    any worker    always         stall 2.5
+    worker 0      step 7         flip parameter
+    """
+    assert parse(text, "x") == (
+        Disturbance(workers=(3,), first=10, last=200, action="slow", number=2.0),
+        Disturbance(workers=(1, 2), first=50, last=1 << 60, action="slow", number=5.0, chance=0.25),
+        Disturbance(workers=(), first=0, last=1 << 60, action="stall", number=2.5),
+        Disturbance(workers=(0,), first=7, last=7, action="flip", target="parameter"),
+    )
+
+
+def test_every_action_that_is_promised_can_be_written() -> None:
+    for form in ACTIONS:
+        for choice in form.split(" ")[-1].split("|"):
+            words = [*form.split(" ")[:-1], choice]
+            line = " ".join(w if w.islower() else "0.5" for w in words)
+            assert len(parse(f"worker 1 step 2 {line}", "x")) == 1, line
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "worker x step 1 kill",
+        "worker 1 kill",
+        "worker 1 step 2 explode",
+        "slow 2",
+        "worker 1 step -1 kill",
+    ],
+)
+def test_a_line_that_makes_no_sense_is_named(line: str) -> None:
+    with pytest.raises(UserError, match=r"faults.txt, line 2: .* is not `worker N step N ACTION`"):
+        parse(f"worker 1 step 2 kill\n{line}\n", "faults.txt")
+
+
+def test_what_strikes_once_strikes_once_in_a_step() -> None:
+    faults = parse("worker 1 steps 3-4 flip gradient", "x")
+    for worker, struck in ((1, [3, 4]), (2, [])):
+        disturber, found = Disturber(worker, faults), []
+        for step in range(6):
+            disturber.boundary(step, {})
+            for vrank in range(3):
+                flat = torch.zeros(100)
+                disturber.gradient(vrank, flat)
+                if flat.any():
+                    found.append(step)
+        assert found == struck
+
+
+def test_a_flipped_bit_is_one_bit_and_the_same_every_time() -> None:
+    tensors = [torch.zeros(5), torch.zeros(300, dtype=torch.bfloat16)]
+    flip_bit(random.Random(3), tensors)
+    changed = [b for t in tensors for b in t.view(torch.uint8).tolist() if b]
+    assert changed[0] in [1 << i for i in range(8)]
+    assert len(changed) == 1
+    flip_bit(random.Random(3), tensors)
+    assert not any(t.any() for t in tensors)
+
+
+def run_it(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "holdfast.cli.main", "run", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_script_that_cannot_be_read_starts_nothing(tmp_path: Path) -> None:
+    faults, script = tmp_path / "faults.txt", tmp_path / "train.py"
+    script.touch()
+    common = ("--run-dir", str(tmp_path / "run"), "--faults", str(faults), str(script))
+    done = run_it(*common)
+    assert (done.returncode, "cannot be read" in done.stderr) == (2, True)
+    faults.write_text("worker 1 step 2 dance")
+    done = run_it(*common)
+    assert done.returncode == 2
+    assert "'worker 1 step 2 dance' is not" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+# ---------------------------------------------------------------- real jobs
+
+
+@pytest.mark.parametrize(
+    ("factor", "share", "fault"),
+    [(2.5, 3, ""), (2.5, 3, "worker 0 step 14 kill"), (8, 4, "worker 0 step 14 kill")],
+)
+def test_a_slow_worker_hosts_less_and_no_bit_changes(
+    factor: float, share: int, fault: str, start: Start, reference: Reference, tmp_path: Path
+) -> None:
+    """Also when the other one dies, which hosts more than the view says, or everything."""
+    faults = tmp_path / "faults.txt"
+    faults.write_text(f"worker 1 from step 1 slow {factor}\n{fault}\n")
+    script = ("--steps", str(STEPS), "--task-s", "0.02")
+    with start(*script, nproc=2, options=("--faults", str(faults))) as run:
+        assert finish(run) == reference(STEPS)
+    report = verify(run.run_dir.path, SamplePlan.from_dict)
+    assert report.ok, report.findings
+    (first, *_) = run.events("balance")
+    assert f"worker 0 hosts {share} virtual ranks instead of 2" in first["text"]
+    assert "worker 1 is slow" in run.events("slow")[0]["text"]
+    assert bool(run.events("lost")) == bool(fault)
+
+
+def test_nothing_moves_when_that_is_not_wanted(start: Start, tmp_path: Path) -> None:
+    faults = tmp_path / "faults.txt"
+    faults.write_text("worker 1 from step 1 slow 5")
+    options = ("--faults", str(faults), "--no-rebalance")
+    with start("--steps", "12", "--task-s", "0.01", nproc=2, options=options) as run:
+        finish(run)
+    assert run.events("balance") == []
+
+
+def test_bits_do_not_depend_on_how_often_work_moves(
+    start: Start, reference: Reference, tmp_path: Path
+) -> None:
+    """Each worker in turn is the slow one."""
+    faults = tmp_path / "faults.txt"
+    spans = itertools.pairwise(range(0, 61, 12))
+    lines = [f"worker {i % 2} steps {a}-{b - 1} slow 6" for i, (a, b) in enumerate(spans)]
+    faults.write_text("\n".join(lines))
+    script = ("--steps", "60", "--task-s", "0.01")
+    with start(*script, nproc=2, options=("--faults", str(faults))) as run:
+        assert finish(run) == reference(60)
+    assert len(run.events("balance")) > 1
+    assert run.events("view")[1:] == []  # no new view was needed

@@ -1,0 +1,230 @@
+"""Slow workers: found, with reasons and few false alarms; given less to do; no bit changes."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.core.balance import BalancePolicy, Balancer
+from holdfast.core.speeds import Speeds
+from holdfast.core.stragglers import Detector, Kind, Verdict
+from holdfast.core.types import AgentId, Incarnation, Member, View, ViewNumber, WorkerId
+
+Inject = Callable[[int, int, random.Random], float]  # worker, step: a factor
+SLOW = (Kind.STEADY, Kind.INTERMITTENT, Kind.PERIODIC, Kind.DRIFTING, Kind.OWN_PAST)
+BEGIN = 60  # the step at which the victim becomes slow
+VICTIM = 1
+
+
+def watch(workers: int, steps: int, inject: Inject, seed: int) -> list[tuple[int, Verdict]]:
+    """What the detector says of a made-up job: 3 % noise, odd steps, and samples of all lengths."""
+    dice = random.Random(seed)
+    detector = Detector([WorkerId(i) for i in range(workers)])
+    found = []
+    for step in range(steps):
+        length = math.exp(dice.gauss(0, 0.1))  # what all have in common
+        times = []
+        for worker in range(workers):
+            odd = dice.uniform(1.3, 3.0) if dice.random() < 0.01 else 1.0
+            noise = math.exp(dice.gauss(0, 0.03))
+            times.append(0.1 * length * noise * odd * inject(worker, step, dice))
+        found += [(step, verdict) for verdict in detector.observe(times)]
+    return found
+
+
+def nothing(worker: int, step: int, dice: random.Random) -> float:
+    return 1.0
+
+
+def slow(factor: float, when: Callable[[int, random.Random], float]) -> Inject:
+    """`when`: how much of the slowness there is, so many steps after its beginning."""
+
+    def inject(worker: int, step: int, dice: random.Random) -> float:
+        if worker != VICTIM or step < BEGIN:
+            return 1.0
+        return 1.0 + (factor - 1.0) * when(step - BEGIN, dice)
+
+    return inject
+
+
+PATTERNS: dict[str, Callable[[int, random.Random], float]] = {
+    "constant": lambda step, dice: 1.0,
+    "intermittent": lambda step, dice: float(step // 4 % 2 == 0),
+    "at random": lambda step, dice: float(dice.random() < 0.6),
+    "drifting": lambda step, dice: min((step + 1) / 10, 1.0),
+}
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("workers", [3, 4, 16])
+def test_a_slow_worker_is_found_within_twenty_steps(workers: int, pattern: str) -> None:
+    missed = []
+    for seed, factor in enumerate([1.2, 1.3, 1.5, 2.0, 10.0] * 4):
+        found = watch(workers, BEGIN + 21, slow(factor, PATTERNS[pattern]), seed)
+        hits = [s for s, v in found if v.worker == VICTIM and v.kind in SLOW]
+        if not hits:
+            missed.append((seed, factor))
+    assert missed == []
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4, 100])
+def test_false_alarms_are_rare(workers: int) -> None:
+    steps = 20_000 // workers
+    alarms = [v for _, v in watch(workers, steps, nothing, 7) if v.kind in SLOW]
+    assert len(alarms) <= 2  # one in ten thousand
+
+
+def test_verdicts_tell_what_kind_of_slowness_it_is() -> None:
+    def kinds(when: Callable[[int, random.Random], float], steps: int = 40) -> list[Kind]:
+        found = watch(4, BEGIN + steps, slow(2.0, when), 3)
+        return [v.kind for _, v in found if v.worker == VICTIM]
+
+    assert kinds(PATTERNS["constant"]) == [Kind.STEADY]
+    assert kinds(lambda step, dice: float(step % 3 == 0))[-1] is Kind.PERIODIC
+    assert kinds(PATTERNS["at random"])[-1] is Kind.INTERMITTENT
+    assert Kind.DRIFTING in kinds(lambda step, dice: step / 20)
+    assert set(kinds(lambda step, dice: 9.0 * (step == 5))) == {Kind.ONCE}
+    assert kinds(lambda step, dice: float(step < 30), 80) == [Kind.STEADY, Kind.RECOVERED]
+
+
+def test_a_verdict_says_by_how_much_and_against_whom() -> None:
+    found = watch(4, BEGIN + 20, slow(2.0, PATTERNS["constant"]), 3)
+    ((step, verdict),) = [(s, v) for s, v in found if v.worker == VICTIM]
+    assert step < BEGIN + 6
+    assert verdict.factor == pytest.approx(2.0, rel=0.1)
+    assert verdict.confidence > 0.99
+    assert "times as long as its peers" in str(verdict)
+
+
+def test_a_fast_worker_that_becomes_usual_is_slower_than_it_was() -> None:
+    def inject(worker: int, step: int, dice: random.Random) -> float:
+        return 0.7 if worker == VICTIM and step < BEGIN else 1.0
+
+    found = [(v.worker, v.kind) for s, v in watch(5, BEGIN + 20, inject, 1) if s >= BEGIN]
+    assert found == [(VICTIM, Kind.OWN_PAST)]
+
+
+def test_alone_a_worker_is_held_against_its_own_past() -> None:
+    detector = Detector([WorkerId(0)])
+    dice = random.Random(2)
+    found = []
+    for step in range(80):
+        found += detector.observe([math.exp(dice.gauss(0, 0.03)) * (1.5 if step >= 60 else 1.0)])
+    assert [v.kind for v in found] == [Kind.OWN_PAST]
+
+
+def test_who_has_no_task_is_not_judged() -> None:
+    detector = Detector([WorkerId(i) for i in range(3)])
+    for _ in range(50):
+        assert detector.observe([1.0, 0.0, 1.01]) == []
+    assert detector.observe([0.0, 0.0, 0.0]) == []
+
+
+# ---------------------------------------------------------------- balance
+
+
+def balanced(paces: list[int], owners: list[int], steps: int, policy: BalancePolicy) -> Balancer:
+    """After so many steps in which each task takes its worker so many microseconds."""
+    balancer = Balancer(policy, [WorkerId(i) for i in range(len(paces))], _ids(owners))
+    for _ in range(steps):
+        counts = balancer.counts
+        balancer.observe([pace * n for pace, n in zip(paces, counts, strict=True)])
+    return balancer
+
+
+def _ids(owners: list[int]) -> list[WorkerId]:
+    return [WorkerId(owner) for owner in owners]
+
+
+def blocks(workers: int, each: int) -> list[int]:
+    return [worker for worker in range(workers) for _ in range(each)]
+
+
+def test_one_of_four_that_is_half_as_fast_gets_half_the_work() -> None:
+    found = balanced([100, 100, 200, 100], blocks(4, 4), 10, BalancePolicy())
+    assert found.counts == (5, 5, 2, 4)
+    moved = sum(a != b for a, b in zip(found.owners, blocks(4, 4), strict=True))
+    assert moved == 2  # as few as can be
+
+
+def test_equal_workers_keep_what_they_have_through_noise() -> None:
+    dice = random.Random(3)
+    balancer = Balancer(BalancePolicy(), _ids([0, 1, 2, 3]), _ids(blocks(4, 4)))
+    changes = 0
+    for _ in range(5000):
+        changes += balancer.observe([int(4000 * math.exp(dice.gauss(0, 0.05))) for _ in range(4)])
+    assert changes == 0
+
+
+def test_an_assignment_does_not_swing() -> None:
+    """A worker that is slow in every other stretch of ten steps."""
+    balancer = Balancer(BalancePolicy(), _ids([0, 1, 2, 3]), _ids(blocks(4, 4)))
+    changes = 0
+    for step in range(1000):
+        slow_now = 200 if step // 10 % 2 else 100
+        paces = [100, 100, 100, slow_now]
+        changes += balancer.observe([p * n for p, n in zip(paces, balancer.counts, strict=True)])
+    assert changes < 20
+
+
+def test_a_very_slow_worker_gets_nothing_and_is_tried_again() -> None:
+    policy = BalancePolicy(retry=30)
+    balancer = balanced([100, 100, 100, 2000], blocks(4, 4), 12, policy)
+    assert balancer.counts == (6, 5, 5, 0)
+    seen = []
+    for _ in range(60):
+        balancer.observe([p * n for p, n in zip([100] * 4, balancer.counts, strict=True)])
+        seen.append(balancer.counts)
+    assert seen[-1] == (4, 4, 4, 4)
+
+
+@given(
+    paces=st.lists(st.integers(1, 10_000), min_size=1, max_size=6),
+    each=st.integers(1, 5),
+    steps=st.integers(1, 60),
+)
+def test_every_virtual_rank_has_one_owner_and_nothing_gets_worse(
+    paces: list[int], each: int, steps: int
+) -> None:
+    start = blocks(len(paces), each)
+    found = balanced(paces, start, steps, BalancePolicy(warm_up=0, window=2, retry=10**6))
+    assert len(found.owners) == len(start)
+    assert [found.owners.count(WorkerId(i)) for i in range(len(paces))] == list(found.counts)
+    before = max(each * pace for pace in paces)
+    assert max(n * pace for n, pace in zip(found.counts, paces, strict=True)) <= before
+
+
+def test_the_leader_tells_of_what_costs_something() -> None:
+    workers = [WorkerId(i) for i in range(4)]
+    members = tuple(
+        Member(worker=w, incarnation=Incarnation(1), agent=AgentId("a")) for w in workers
+    )
+    view = View(
+        number=ViewNumber(1),
+        members=members,
+        owners=tuple(_ids(blocks(4, 4))),
+        resume_step=0,
+        leader=workers[0],
+    )
+
+    def remarks(unit_us: int, leads: bool, policy: BalancePolicy | None) -> list[tuple[str, str]]:
+        speeds, said = Speeds(view, policy), []
+        for _ in range(30):
+            counts = [speeds.owners.count(w) for w in workers]
+            times = [
+                n * unit_us * (2 if w == 3 else 1) for w, n in zip(workers, counts, strict=True)
+            ]
+            said += speeds.observe(times, leads)
+        return said
+
+    kinds = [kind for kind, _ in remarks(10_000, True, BalancePolicy())]
+    assert kinds == ["slow", "balance"]
+    ((_, text),) = remarks(10_000, True, None)
+    assert text.startswith("worker 3 is slow: it takes 2.00 times as long")
+    assert remarks(10_000, False, BalancePolicy()) == []
+    assert [kind for kind, _ in remarks(100, True, BalancePolicy())] == ["balance"]
