@@ -7,6 +7,7 @@ follows this tree, it does not depend on which worker computed which leaf.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
@@ -37,17 +38,20 @@ def maximal_nodes(leaves: Iterable[int], vranks: int) -> tuple[Node, ...]:
 
     A node whose right half lies wholly beyond V counts as covered when its left half is.
     """
-    nodes = {(v, 1) for v in leaves}
+    found: list[Node] = []
+    starts = sorted(leaves)  # of the nodes of this width
     width = 1
-    while width < vranks:
-        for start in range(0, vranks, 2 * width):
-            left, right = (start, width), (start + width, width)
-            if left in nodes and (right in nodes or start + width >= vranks):
-                nodes.discard(left)
-                nodes.discard(right)
-                nodes.add((start, 2 * width))
-        width *= 2
-    return tuple(sorted(nodes))
+    while width < vranks and starts:
+        whole: list[int] = []
+        for start in starts:
+            if start % (2 * width) == 0:
+                right = bisect.bisect_left(starts, start + width)
+                beside = right < len(starts) and starts[right] == start + width
+                whole += [start] if beside or start + width >= vranks else []
+        taken = {s for start in whole for s in (start, start + width)}
+        found += [(start, width) for start in starts if start not in taken]
+        starts, width = whole, width * 2
+    return tuple(sorted([*found, *((start, width) for start in starts)]))
 
 
 def fold(values: dict[Node, T], vranks: int, add: Callable[[T, T], T]) -> T:

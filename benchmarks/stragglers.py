@@ -1,0 +1,175 @@
+"""Slow workers: how surely and soon they are found, and what giving them less to do brings."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from holdfast.core.balance import BalancePolicy
+from holdfast.core.speeds import Speeds
+from holdfast.core.stragglers import Detector, Kind
+from holdfast.core.types import AgentId, Incarnation, Member, View, ViewNumber, WorkerId
+from holdfast.testing.run import LocalRun
+from holdfast.train.exchange import Layout
+
+NOISE, ODD, COMMON = 0.03, 0.01, 0.1  # of a task's time; share of steps 1.3 to 3 times as long
+BEGIN, WITHIN = 60, 20  # steps: when slowness begins, and by when it is to be found
+FACTORS = (1.2, 1.35, 1.5, 2.0, 3.0, 5.0, 10.0)
+PATTERNS: dict[str, Callable[[int, random.Random], float]] = {
+    "constant": lambda step, dice: 1.0,
+    "four steps on, four off": lambda step, dice: float(step // 4 % 2 == 0),
+    "in 60 % of the steps": lambda step, dice: float(dice.random() < 0.6),
+    "growing over ten steps": lambda step, dice: min((step + 1) / 10, 1.0),
+}
+SLOW = (Kind.STEADY, Kind.INTERMITTENT, Kind.PERIODIC, Kind.DRIFTING, Kind.OWN_PAST)
+RUN_S = 600.0
+
+
+@dataclass(slots=True)
+class Detection:
+    cases: int = 0
+    latencies: list[int] = field(default_factory=list)  # steps until found, of those within 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alarms:
+    workers: int
+    worker_steps: int
+    false: int
+    observe_us: float  # a step
+
+
+def made_up(
+    workers: int, steps: int, dice: random.Random, slow: Callable[[int, int], float]
+) -> list[list[float]]:
+    """Task times of each step; `slow(worker, step)` is the injected factor."""
+    rows = []
+    for step in range(steps):
+        length = math.exp(dice.gauss(0, COMMON))
+        row = []
+        for worker in range(workers):
+            odd = dice.uniform(1.3, 3.0) if dice.random() < ODD else 1.0
+            row.append(0.1 * length * odd * math.exp(dice.gauss(0, NOISE)) * slow(worker, step))
+        rows.append(row)
+    return rows
+
+
+def detect(pattern: str, workers: int, seeds: int) -> Detection:
+    """One of the workers becomes slow; all factors, each with so many seeds."""
+    found, when = Detection(), PATTERNS[pattern]
+    for factor, seed in itertools.product(FACTORS, range(seeds)):
+        dice = random.Random(f"{pattern} {workers} {factor} {seed}")
+        victim = dice.randrange(workers)
+
+        def slow(worker: int, step: int) -> float:
+            late = worker == victim and step >= BEGIN  # noqa: B023 - used in this round only
+            return 1 + (factor - 1) * when(step - BEGIN, dice) if late else 1.0  # noqa: B023
+
+        detector = Detector([WorkerId(i) for i in range(workers)])
+        found.cases += 1
+        for step, row in enumerate(made_up(workers, BEGIN + WITHIN, dice, slow)):
+            hits = [v for v in detector.observe(row) if v.worker == victim and v.kind in SLOW]
+            if hits and step >= BEGIN:
+                found.latencies.append(step - BEGIN + 1)
+                break
+    return found
+
+
+def false_alarms(workers: int, worker_steps: int) -> Alarms:
+    steps = worker_steps // workers
+    rows = made_up(workers, steps, random.Random(workers), lambda worker, step: 1.0)
+    detector = Detector([WorkerId(i) for i in range(workers)])
+    began = time.perf_counter()
+    verdicts = [v for row in rows for v in detector.observe(row)]
+    spent = time.perf_counter() - began
+    false = sum(v.kind in SLOW for v in verdicts)
+    return Alarms(
+        workers=workers,
+        worker_steps=steps * workers,
+        false=false,
+        observe_us=spent / steps * 1e6,
+    )
+
+
+def change_ms(workers: int, vranks: int) -> float:
+    """Median of 5: all that a change of the assignment costs, from the votes to the new layout."""
+    names = [WorkerId(i) for i in range(workers)]
+    view = View(
+        number=ViewNumber(1),
+        members=tuple(
+            Member(worker=w, incarnation=Incarnation(1), agent=AgentId("a")) for w in names
+        ),
+        owners=tuple(names[v * workers // vranks] for v in range(vranks)),
+        resume_step=0,
+        leader=names[0],
+    )
+    times = []
+    for _ in range(5):
+        speeds = Speeds(view, BalancePolicy())
+        while speeds.owners == view.owners:
+            took = [1000 * vranks // workers] * workers
+            took[1] *= 2
+            began = time.perf_counter()
+            speeds.observe(took, leads=False)
+        Layout.of(view, names[0], speeds.owners)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times) * 1e3
+
+
+@dataclass(slots=True)
+class Balance:
+    """Median step times, once the assignment has settled, run by run in pairs."""
+
+    still_s: list[float] = field(default_factory=list)
+    moving_s: list[float] = field(default_factory=list)
+    digests: set[str] = field(default_factory=set)
+
+
+def rebalance(vranks: int, task_s: float, pairs: int, steps: int = 40) -> Balance:
+    """Four workers, one of which takes twice as long for everything."""
+    found = Balance()
+    for _ in range(pairs):
+        for flags, times in (((), found.moving_s), (("--no-rebalance",), found.still_s)):
+            step_s, digest = run_slow(vranks, task_s, steps, flags)
+            times.append(step_s)
+            found.digests.add(digest)
+    return found
+
+
+def run_slow(vranks: int, task_s: float, steps: int, flags: tuple[str, ...]) -> tuple[float, str]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        faults, out = folder / "faults.txt", folder / "out.json"
+        faults.write_text("worker 2 always slow 2\n")
+        options = ["--nproc", "4", "--virtual", str(vranks), "--faults", str(faults), *flags]
+        script = str(Path(__file__).with_name("stragglers_worker.py"))
+        command = [script, str(steps), str(task_s), str(out)]
+        with LocalRun(folder / "run", options, command) as run:
+            assert run.wait(RUN_S) == 0, run.story()
+        told = json.loads(out.read_text())
+        gaps = [b - a for a, b in itertools.pairwise(told["ended"])]
+        return statistics.median(gaps[steps // 2 :]), told["digest"]
+
+
+def main() -> None:
+    for pattern in PATTERNS:
+        for workers in (4, 64):
+            x = detect(pattern, workers, 20)
+            print(pattern, workers, len(x.latencies), "of", x.cases, statistics.mean(x.latencies))
+    for workers in (4, 64, 1000):
+        print(false_alarms(workers, 100_000))
+    for workers, vranks in ((4, 16), (1000, 4000)):
+        print(workers, vranks, change_ms(workers, vranks))
+    print(rebalance(16, 0.1, 1))
+
+
+if __name__ == "__main__":
+    main()
