@@ -167,9 +167,10 @@ def checkpoint_lines() -> Iterator[str]:
 def detection_lines() -> Iterator[str]:
     yield "## Finding slow workers"
     yield ""
-    yield f"Made-up jobs: {stragglers.NOISE:.0%} noise in each task's time, one step in a hundred 1.3"
-    yield "to 3 times as long, all workers' steps varying by 10 % together; one worker becomes 1.2"
-    yield "to 10 times slower. Found: within 20 steps. Targets: 99.8 %, one false alarm in 10,000."
+    yield f"Made-up jobs: {stragglers.NOISE:.0%} noise in each task's time, one step in a hundred"
+    yield "1.3 to 3 times as long, all workers' steps varying by 10 % together; one worker becomes"
+    yield "1.2 to 10 times slower. Found: within 20 steps. Targets: 99.8 %, and one false alarm in"
+    yield "10,000 worker-steps."
     yield ""
     yield "| slow | workers | found | steps, median | most |"
     yield "|---|---|---|---|---|"
