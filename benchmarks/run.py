@@ -216,10 +216,30 @@ def balance_lines(pairs: int = 5) -> Iterator[str]:
     yield f"anew takes {small:.2f} ms with 4 workers (target: 2 ms), {large:.1f} ms with 1,000."
 
 
+def speculation_lines(pairs: int = 3) -> Iterator[str]:
+    yield "## Going on without a late worker"
+    yield ""
+    yield "Four real workers, steps of 50 ms; one of them stands still in every 25th step, for 0.5"
+    yield "to 3 seconds; runs of 300 steps in pairs, with and without speculation. Target: the 99th"
+    yield "percentile halved, with at most 2 % of the tasks computed again."
+    yield ""
+    yield "| | median | p99 | most | mean |"
+    yield "|---|---|---|---|---|"
+    x = stragglers.speculate(pairs)
+    for name, times in (("waiting", x.waiting_s), ("going on", x.going_on_s)):
+        p99 = statistics.quantiles(times, n=100)[98]
+        figures = (statistics.median(times), p99, max(times), statistics.mean(times))
+        yield f"| {name} | " + " | ".join(f"{f * 1e3:.0f} ms" for f in figures) + " |"
+    yield ""
+    same = "the same" if len(x.digests) == pairs else "OTHER"
+    yield f"Set aside {x.set_aside} times; {x.set_aside / x.tasks:.2%} of the tasks were computed"
+    yield f"again. With and without: {same} bits."
+
+
 SHEETS: dict[str, tuple[Callable[[], Iterator[str]], ...]] = {
     "TRAINING": (step_lines, recovery_lines),
     "CHECKPOINTS": (checkpoint_lines,),
-    "STRAGGLERS": (detection_lines, balance_lines),
+    "STRAGGLERS": (detection_lines, balance_lines, speculation_lines),
     "CONTROL": (scale_lines, partition_lines, failover_lines, simulator_lines),
 }
 

@@ -138,25 +138,65 @@ def rebalance(vranks: int, task_s: float, pairs: int, steps: int = 40) -> Balanc
     found = Balance()
     for _ in range(pairs):
         for flags, times in (((), found.moving_s), (("--no-rebalance",), found.still_s)):
-            step_s, digest = run_slow(vranks, task_s, steps, flags)
-            times.append(step_s)
-            found.digests.add(digest)
+            x = run_job(vranks, task_s, steps, flags, "worker 2 always slow 2")
+            times.append(statistics.median(x.step_s[steps // 2 :]))
+            found.digests.add(x.digest)
     return found
 
 
-def run_slow(vranks: int, task_s: float, steps: int, flags: tuple[str, ...]) -> tuple[float, str]:
+@dataclass(slots=True)
+class Speculation:
+    """Step times of all runs; and how often a worker was set aside."""
+
+    waiting_s: list[float] = field(default_factory=list)
+    going_on_s: list[float] = field(default_factory=list)
+    set_aside: int = 0
+    tasks: int = 0  # of all those runs, counted once
+    digests: set[str] = field(default_factory=set)
+
+
+def speculate(pairs: int, steps: int = 300, every: int = 25, task_s: float = 0.05) -> Speculation:
+    """One of four workers stands still now and then, for half a second to three seconds."""
+    found = Speculation()
+    for pair in range(pairs):
+        dice = random.Random(pair)
+        stalls = [
+            f"worker 2 step {step} stall {dice.uniform(0.5, 3.0):.2f}"
+            for step in range(every, steps, every)
+        ]
+        x = run_job(4, task_s, steps, (), "\n".join(stalls))
+        found.going_on_s += x.step_s
+        found.set_aside += x.set_aside
+        found.tasks += 4 * steps
+        y = run_job(4, task_s, steps, ("--speculation-budget", "0"), "\n".join(stalls))
+        found.waiting_s += y.step_s
+        found.digests |= {x.digest, y.digest}
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    step_s: list[float]
+    digest: str
+    set_aside: int
+
+
+def run_job(vranks: int, task_s: float, steps: int, flags: tuple[str, ...], faults: str) -> Job:
+    """Four workers that meet these faults."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        faults, out = folder / "faults.txt", folder / "out.json"
-        faults.write_text("worker 2 always slow 2\n")
-        options = ["--nproc", "4", "--virtual", str(vranks), "--faults", str(faults), *flags]
+        out = folder / "out.json"
+        (folder / "faults.txt").write_text(faults)
+        options = ["--nproc", "4", "--virtual", str(vranks), *flags]
+        options += ["--faults", str(folder / "faults.txt")]
         script = str(Path(__file__).with_name("stragglers_worker.py"))
         command = [script, str(steps), str(task_s), str(out)]
         with LocalRun(folder / "run", options, command) as run:
             assert run.wait(RUN_S) == 0, run.story()
+            aside = [e for e in run.events("view") if "is set aside" in e["text"]]
         told = json.loads(out.read_text())
         gaps = [b - a for a, b in itertools.pairwise(told["ended"])]
-        return statistics.median(gaps[steps // 2 :]), told["digest"]
+        return Job(step_s=gaps, digest=told["digest"], set_aside=len(aside))
 
 
 def main() -> None:
@@ -169,6 +209,10 @@ def main() -> None:
     for workers, vranks in ((4, 16), (1000, 4000)):
         print(workers, vranks, change_ms(workers, vranks))
     print(rebalance(16, 0.1, 1))
+    x = speculate(1)
+    for times in (x.waiting_s, x.going_on_s):
+        print(sorted(times)[-12:], statistics.mean(times))
+    print(x.set_aside, x.digests)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from conftest import Start, finish
 from holdfast.core.errors import UserError
 from holdfast.observe.ledger import verify
 from holdfast.testing.disturbed import Disturber, flip_bit
+from holdfast.testing.run import LocalRun
 from holdfast.testing.script import ACTIONS, Disturbance, parse
 from holdfast.train.sampling import SamplePlan
 
@@ -154,3 +155,64 @@ def test_bits_do_not_depend_on_how_often_work_moves(
         assert finish(run) == reference(60)
     assert len(run.events("balance")) > 1
     assert run.events("view")[1:] == []  # no new view was needed
+
+
+# ---------------------------------------------------------------- late workers
+
+LATE = ("--steps", "50", "--task-s", "0.05")
+
+
+def disturbed(tmp_path: Path, text: str) -> tuple[str, str]:
+    faults = tmp_path / "faults.txt"
+    faults.write_text(text)
+    return "--faults", str(faults)
+
+
+def told(run: LocalRun, what: str) -> list[str]:
+    return [event["text"] for event in run.events("view") if what in event["text"]]
+
+
+@pytest.mark.parametrize("worker", [2, 0])
+def test_a_late_worker_is_set_aside_and_catches_up(
+    worker: int, start: Start, reference: Reference, tmp_path: Path
+) -> None:
+    """Also the leader. It keeps its process and its state, and applies what it has missed."""
+    options = disturbed(tmp_path, f"worker {worker} step 20 stall 1.0")
+    with start(*LATE, options=options) as run:
+        assert finish(run) == reference(50)
+    report = verify(run.run_dir.path, SamplePlan.from_dict)
+    assert report.ok, report.findings
+    assert told(run, f"worker {worker} is late in step 20 and is set aside")
+    assert told(run, f"worker {worker} joins")
+    assert run.events("lost") == []
+    log = run.run_dir.path / "logs"
+    assert not [path.name for path in log.rglob(f"worker-{worker}-2*")]  # no second incarnation
+
+
+def test_who_has_missed_too_much_is_replaced(
+    start: Start, reference: Reference, tmp_path: Path
+) -> None:
+    options = disturbed(tmp_path, "worker 2 step 10 stall 60")
+    with start(*LATE, options=options) as run:
+        assert finish(run) == reference(50)
+    assert told(run, "worker 2 is late in step 10 and is set aside")
+
+
+def test_others_may_die_while_one_is_set_aside(
+    start: Start, reference: Reference, tmp_path: Path
+) -> None:
+    """Then nobody has all of what it has missed, and it begins anew."""
+    options = disturbed(tmp_path, "worker 2 step 20 stall 1.5\nworker 3 step 22 kill")
+    with start(*LATE, options=options) as run:
+        assert finish(run) == reference(50)
+    assert told(run, "worker 2 is late in step 20 and is set aside")
+    assert verify(run.run_dir.path, SamplePlan.from_dict).ok
+
+
+def test_without_a_budget_everybody_is_waited_for(
+    start: Start, reference: Reference, tmp_path: Path
+) -> None:
+    faults = disturbed(tmp_path, "worker 2 step 20 stall 1.0")
+    with start(*LATE, options=(*faults, "--speculation-budget", "0")) as run:
+        assert finish(run) == reference(50)
+    assert told(run, "set aside") == []

@@ -26,8 +26,15 @@ from holdfast.core.formation import Situation
 from holdfast.core.liveness import FreezeDetector
 from holdfast.core.roster import News, Roster
 from holdfast.core.speeds import Speeds
-from holdfast.core.types import RELEASE_ALL, AgentReport, View, ViewNumber, WorkerStatus
-from holdfast.core.worker import WorkerMachine
+from holdfast.core.types import (
+    RELEASE_ALL,
+    AgentReport,
+    Laggard,
+    View,
+    ViewNumber,
+    WorkerStatus,
+)
+from holdfast.core.worker import Patience, WorkerMachine
 from holdfast.sim.swarm import run_seed
 from holdfast.sim.world import Machines
 
@@ -82,6 +89,26 @@ SLOW = {
     "fault_every_s": 0.5,
     "balance": BalancePolicy(warm_up=0, window=1, gain=0, retry=1),
 }
+LATE = {
+    "agents": 3,
+    "slots": 1,
+    "agents_late": 0,
+    "vranks": 6,
+    "loops": (30,),
+    "nodes_min": 1,
+    "nodes_max": 3,
+    "workers_min": 1,
+    "task_s": 0.05,
+    "boot_s": 0.2,
+    "optimizer_s": 0.01,
+    "data_s": 0.002,
+    "control_s": 0.005,
+    "faults": ("busy", "slow", "worker_crash", "link_break"),
+    "faults_end_s": 20.0,
+    "fault_every_s": 0.7,
+    "speculation": 1.0,
+    "patience": Patience(steps=2, times=1.5, least_s=0.01),
+}
 SAVES = {"agents": 1, "slots": 2, "save_every": 2, "faults": ("worker_crash", "rot")}
 TUNED: dict[str, dict[str, object]] = {
     "nobody_fences_without_a_lease": PARTITIONS,
@@ -91,6 +118,11 @@ TUNED: dict[str, dict[str, object]] = {
     "what_the_members_agreed_on_since_is_forgotten": SLOW,
     "who_is_behind_is_believed_about_assignments": SLOW | {"data_s": 0.02, "cut_in_flight": 1.0},
     "members_hear_different_times": SLOW,
+    "what_is_missed_is_counted_from_the_next_step": LATE,
+    "what_died_with_a_member_is_taken_for_kept": LATE,
+    "nobody_knows_who_is_behind": LATE,
+    "who_catches_up_holds_the_state_already": LATE,
+    "the_late_one_goes_on_in_the_old_view": LATE,
     "a_committed_step_counts_as_saved": SAVES,
     "an_unreadable_checkpoint_is_tried_again": SAVES,
     "agent_obeys_an_older_term": JOINS
@@ -272,6 +304,58 @@ def members_hear_different_times(patch: pytest.MonkeyPatch) -> Machines:
 
     patch.setattr(Speeds, "observe", observe)
     return Machines()
+
+
+# ---------------------------------------------------------------- late workers
+
+
+@mutation
+def what_is_missed_is_counted_from_the_next_step(patch: pytest.MonkeyPatch) -> Machines:
+    plain = formation._laggard
+
+    def laggard(status: WorkerStatus) -> Laggard:
+        found = plain(status)
+        return dataclasses.replace(found, committed=found.committed + 1)
+
+    patch.setattr(formation, "_laggard", laggard)
+    return Machines()
+
+
+@mutation
+def what_died_with_a_member_is_taken_for_kept(patch: pytest.MonkeyPatch) -> Machines:
+    patch.setattr(formation, "_all_kept", lambda view, kept: True)
+    return Machines()
+
+
+@mutation
+def nobody_knows_who_is_behind(patch: pytest.MonkeyPatch) -> Machines:
+    patch.setattr(View, "lag", lambda self, worker: None)
+    return Machines()
+
+
+@mutation
+def who_catches_up_holds_the_state_already(patch: pytest.MonkeyPatch) -> Machines:
+    class Hasty(WorkerMachine):
+        def _install(self, view: View, now: float) -> list[wo.WorkerEffect]:
+            effects = super()._install(view, now)
+            if view.lag(self._status.worker) is not None:
+                self._change(has_state=True, tainted=False)
+            return effects
+
+    return Machines(worker=Hasty)
+
+
+@mutation
+def the_late_one_goes_on_in_the_old_view(patch: pytest.MonkeyPatch) -> Machines:
+    class Deaf(WorkerMachine):
+        def _promise(self, number: ViewNumber) -> list[wo.WorkerEffect]:
+            if self._status.in_step and not self._status.waiting and self._durations:
+                self._change(promised=number)
+                self._change(promised=ViewNumber(number - 1))
+                return [wo.Tell(dataclasses.replace(self._status, promised=number))]
+            return super()._promise(number)
+
+    return Machines(worker=Deaf)
 
 
 # ---------------------------------------------------------------- joining

@@ -130,6 +130,14 @@ def _add_stragglers(found: argparse.ArgumentParser) -> None:
         "virtual ranks than workers, slow ones get fewer; the result is the same)",
     )
     found.add_argument(
+        "--speculation-budget",
+        type=float,
+        default=0.02,
+        metavar="SHARE",
+        help="of all tasks, that may be computed again by others because a worker is late; 0: wait "
+        "for it, however long (default 0.02)",
+    )
+    found.add_argument(
         "--faults",
         type=Path,
         metavar="FILE",
@@ -251,6 +259,8 @@ def make_spec(options: argparse.Namespace) -> JobSpec:
         raise UserError(f"--save-between {least_s:g} {most_s:g}: LEAST must be from 0 to MOST")
     if options.scrub_rate < 0:
         raise UserError(f"--scrub-rate {options.scrub_rate:g} must not be negative")
+    if not 0 <= options.speculation_budget <= 1:
+        raise UserError(f"--speculation-budget {options.speculation_budget:g} must be from 0 to 1")
     if not options.script.is_file():
         raise UserError(f"there is no script {options.script}: check the path")
     script, args = str(options.script), list(options.args)
@@ -281,4 +291,5 @@ def make_spec(options: argparse.Namespace) -> JobSpec:
         keep_last=options.keep_last,
         scrub_rate=options.scrub_rate * 1e6,
         rebalance=not options.no_rebalance,
+        speculation=options.speculation_budget,
     )

@@ -328,6 +328,7 @@ class AgentMachine:
             pid=old.pid,
             committed=old.committed,
             waiting=old.waiting,
+            in_step=old.in_step,
             proved_at=old.proved_at,
         )
         return quiet != old

@@ -20,22 +20,25 @@ from holdfast.core.errors import assert_never, require
 from holdfast.core.formation import (
     Proposal,
     Situation,
-    candidates,
+    beginners,
     check_view,
     initial_view,
     last_view,
-    leaving,
     make_view,
     next_view,
+    present_nodes,
     spans,
+    stained,
     surely_newest,
     survivors_of,
     unreachable,
     why_broken,
+    why_change,
 )
 from holdfast.core.job import CoordinatorPolicy
 from holdfast.core.restart import bench, replace_lost
 from holdfast.core.roster import News, NodeSnapshot, Roster
+from holdfast.core.speculation import Budget
 from holdfast.core.story import Story
 from holdfast.core.types import (
     NO_VIEW,
@@ -161,6 +164,7 @@ class CoordinatorMachine:
         self._step = self._view.resume_step if self._view else 0
         self._losses = 0  # since the last progress
         self._attendance = Attendance()
+        self._budget = Budget(policy.speculation, policy.virtual_ranks)
         self._agenda = Agenda(policy, self._roster, now)
         self._story = Story(record.slots if record else ())
         self._finished = False
@@ -369,7 +373,7 @@ class CoordinatorMachine:
             self._agenda.stir(now)
         if now < self._agenda.still_since + self._policy.hang_s:
             return
-        known = self._members_known()
+        known = situation.known
         if any(s.waiting for s in known):
             for status in known:
                 if not status.waiting and not status.ended and status.stage.alive:
@@ -402,8 +406,10 @@ class CoordinatorMachine:
         if view is None or self._stop_view >= view.number:
             return
         waited_s = situation.now - self._agenda.still_since
-        reason = why_broken(situation, waited_s, self._policy.patience_s)
+        minds_late = self._budget.allows(self._step)
+        reason = why_broken(situation, waited_s, self._policy.patience_s, minds_late)
         if reason is not None:
+            self._budget.tried(self._step)
             self._stop_view = number = view.number
             yield Announce("stop_view", f"view {number} is stopped: {reason}", None, number)
 
@@ -427,29 +433,26 @@ class CoordinatorMachine:
         if finishing:
             yield self._install(last_view(situation, survivors), situation.now)
             return
-        proposal = next_view(situation, survivors, policy.virtual_ranks, policy.workers_min)
+        minds_late = policy.speculation > 0
+        proposal = next_view(
+            situation, survivors, policy.virtual_ranks, policy.workers_min, minds_late
+        )
         if proposal is not None:
             yield self._install(proposal, situation.now)
 
     def _form_initial(self, situation: Situation) -> Iterator[CoordinatorEffect]:
         """Nobody holds the state: start, or start again, from what is durable."""
-        now, roster, policy = situation.now, self._roster, self._policy
+        now, policy = situation.now, self._policy
         if self._wanting_since is None:
             self._wanting_since = now
-        known = roster.newest
-        for status in sorted(known.values(), key=lambda s: s.worker):
-            stained = status.tainted or status.has_state
-            if stained and status.stage == Stage.READY and roster.ordered(status):
-                yield self._order_anew(status, "its state is neither initial nor the job's")
-        ready = [s for s in candidates(situation) if not s.tainted]
-        late = now >= self._wanting_since + policy.settle_s
-        pending = [w for w in roster.places if w not in known or known[w].stage != Stage.EXITED]
-        nodes = sum(1 for n in roster.nodes if roster.here(n) and n not in situation.silent)
-        if self._view is None and nodes < policy.nodes_min:
+        for status in stained(situation):
+            yield self._order_anew(status, "its state is neither initial nor the job's")
+        if self._view is None and present_nodes(situation) < policy.nodes_min:
             self._wanting_since = now
             return
-        everyone = len(ready) == len(pending)
-        if not ready or not (everyone or (late and len(ready) >= policy.workers_min)):
+        late = now >= self._wanting_since + policy.settle_s
+        ready = beginners(situation, policy.workers_min if late else None)
+        if not ready:
             return
         self._wanting_since = None
         self._step = self._durable.step
@@ -459,13 +462,17 @@ class CoordinatorMachine:
 
     def _install(self, proposal: Proposal, now: float) -> Announce:
         number = ViewNumber(max(self._number, self._views_used) + 1)
-        staying = frozenset(proposal.workers)
+        staying = frozenset([*proposal.workers, *(lag.worker for lag in proposal.aside)])
+        self._budget.spend(proposal.redone)
         for member in self._members:
             place = self._roster.places.get(member.worker)
             if member.worker in staying or place is None or place.respawn_at is not None:
                 continue
             if place.incarnation == member.incarnation:
                 self._roster.order_anew(member.worker)  # left out: never again as it was
+        for lag in self._view.aside if self._view is not None else ():
+            if lag not in proposal.behind and self._roster.wants(lag.worker, lag.incarnation):
+                self._roster.order_anew(lag.worker)  # what it has missed is not kept any longer
         self._view = make_view(proposal, number, self._view, self._roster)
         self._views_used = number
         self._witness_at = None
@@ -479,18 +486,11 @@ class CoordinatorMachine:
         view, policy = self._view, self._policy
         if view is None or self._stop_view >= view.number or self._pending_view >= view.number:
             return
-        joiners = candidates(situation) if len(view.members) < policy.virtual_ranks else []
-        short = len(view.members) < policy.workers_min
-        left = leaving(situation)
-        if (joiners or short or left) and not any(s.ended for s in self._members_known()):
+        reason = why_change(situation, policy.virtual_ranks, policy.workers_min, self._step)
+        if reason is not None and not any(s.ended for s in situation.known):
             self._pending_view = view.number
-            who, kind = f"worker {spans([s.worker for s in joiners])} joins", "join"
-            if not joiners:
-                who, kind = "the job waits", "wait"
-            if not joiners and left:
-                name, why = min(left.items())
-                who, kind = f"node {name} is left ({why})", "drain"
-            yield Announce(kind, f"{who} at the next step boundary")
+            kind, text = reason
+            yield Announce(kind, f"{text} at the next step boundary")
 
     # ------------------------------------------------------------ telling
 
@@ -563,10 +563,6 @@ class CoordinatorMachine:
             witness_at=self._witness_at,
             now=now,
         )
-
-    def _members_known(self) -> list[WorkerStatus]:
-        found = [self._roster.status(m.worker, m.incarnation) for m in self._members]
-        return [s for s in found if s is not None]
 
     def _record(self) -> JobRecord:
         return JobRecord(

@@ -15,6 +15,7 @@ from holdfast.core.resume import resume_step
 from holdfast.core.roster import Roster
 from holdfast.core.types import (
     AgentId,
+    Laggard,
     Member,
     Stage,
     View,
@@ -22,6 +23,8 @@ from holdfast.core.types import (
     WorkerId,
     WorkerStatus,
 )
+
+LAG_MAX = 16  # steps that one may miss and still catch up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +36,9 @@ class Proposal:
     resume_step: int
     joiners: tuple[WorkerId, ...]
     why: str
+    aside: tuple[Laggard, ...] = ()
+    behind: tuple[Laggard, ...] = ()
+    redone: int = 0  # tasks of those set aside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +59,12 @@ class Situation:
     @property
     def members(self) -> tuple[Member, ...]:
         return self.view.members if self.view else ()
+
+    @property
+    def known(self) -> list[WorkerStatus]:
+        """Of the members, what has been heard."""
+        found = [self.status(member) for member in self.members]
+        return [status for status in found if status is not None]
 
     def status(self, member: Member) -> WorkerStatus | None:
         return self.roster.status(member.worker, member.incarnation)
@@ -113,9 +125,33 @@ def candidates(situation: Situation) -> list[WorkerStatus]:
             if status.promised < view.number:
                 continue
         name = roster.places[worker].agent
-        if name not in situation.silent and not roster.draining(name):
+        if name not in situation.silent and not roster.draining(name) and not status.in_step:
             found.append(status)
     return found
+
+
+def returning(situation: Situation, step: int) -> list[Laggard]:
+    """Who was set aside, is done with what made it late, and has not missed too much."""
+    view, roster, found = situation.view, situation.roster, []
+    for lag in view.aside if view is not None else ():
+        status = roster.status(lag.worker, lag.incarnation)
+        if status is None or not roster.ordered(status) or step - lag.committed > LAG_MAX:
+            continue
+        name = roster.places[lag.worker].agent
+        ready = status.stage == Stage.READY and status.has_state and status.waiting
+        if ready and name not in situation.silent and not roster.draining(name):
+            found.append(lag)
+    return found
+
+
+def late_ones(survivors: Sequence[WorkerStatus]) -> list[WorkerStatus]:
+    """Whom to set aside: in the middle of a task, while at least as many others wait for them."""
+    newest = max(s.committed for s in survivors)
+    waiting = [s for s in survivors if s.waiting or s.reduced]
+    found = [s for s in survivors if s.in_step and not (s.waiting or s.reduced)]
+    same_step = all(s.committed == newest for s in survivors)
+    some_say_so = any(s.late for s in waiting)
+    return found if same_step and some_say_so and len(found) <= len(waiting) else []
 
 
 def spans(workers: Sequence[WorkerId]) -> str:
@@ -151,10 +187,13 @@ def leaving(situation: Situation) -> dict[AgentId, str]:
     return {}
 
 
-def why_broken(situation: Situation, waited_s: float, patience_s: float) -> str | None:
+def why_broken(
+    situation: Situation, waited_s: float, patience_s: float, minds_late: bool = False
+) -> str | None:
     """Why the present view must be stopped, if it must.
 
-    `waited_s`: for how long nothing has moved while a member waits for others.
+    `waited_s`: for how long nothing has moved while a member waits for others. `minds_late`: what
+    is late may be computed by others.
     """
     view = situation.view
     if view is None:
@@ -172,6 +211,8 @@ def why_broken(situation: Situation, waited_s: float, patience_s: float) -> str 
             continue
         elif status.promised < view.number:
             waiting = waiting or status.waiting
+            if status.late and minds_late:
+                reason = reason or f"worker {member.worker} waits for one that is late"
         elif status.at_boundary and status.committed > view.resume_step:
             stopped = True  # at rest after a vote: as planned, if the others come to rest too
         else:
@@ -181,6 +222,23 @@ def why_broken(situation: Situation, waited_s: float, patience_s: float) -> str 
     if stopped and waiting and waited_s >= patience_s:
         reason = reason or "a worker waits for one that has stopped"
     return reason
+
+
+def why_change(
+    situation: Situation, vranks: int, workers_min: int, step: int
+) -> tuple[str, str] | None:
+    """A planned change of the view: its kind, and what will happen. None while all is well."""
+    members = len(situation.members)
+    joiners = candidates(situation) if members < vranks else []
+    back = returning(situation, step) if members < vranks else []
+    joining = [*(s.worker for s in joiners), *(lag.worker for lag in back)]
+    left = leaving(situation)
+    if joining:
+        return "join", f"worker {spans(joining)} joins"
+    if left:
+        name, why = min(left.items())
+        return "drain", f"node {name} is left ({why})"
+    return ("wait", "the job waits") if members < workers_min else None
 
 
 def survivors_of(situation: Situation) -> list[WorkerStatus] | None:
@@ -195,7 +253,9 @@ def survivors_of(situation: Situation) -> list[WorkerStatus] | None:
             return None
         if member.agent in situation.silent:
             return None
-        if roster.ordered(status):  # else it is being replaced: its agent will end it
+        # Who was to catch up, and has not begun to, holds the state of an older step.
+        behind = view.lag(member.worker) is not None and status.view < view.number
+        if roster.ordered(status) and not behind:  # else its agent will end it
             alive.append(status)
     return [s for s in alive if s.has_state]
 
@@ -235,9 +295,16 @@ def unreachable(situation: Situation) -> list[WorkerId]:
 
 
 def next_view(
-    situation: Situation, survivors: Sequence[WorkerStatus], vranks: int, workers_min: int
+    situation: Situation,
+    survivors: Sequence[WorkerStatus],
+    vranks: int,
+    workers_min: int,
+    minds_late: bool = False,
 ) -> Proposal | None:
-    """The view of these survivors, with joiners if all are at rest; None to wait for more."""
+    """The view of these survivors, with joiners if all are at rest; None to wait for more.
+
+    `minds_late`: who is late may be set aside.
+    """
     view = situation.view
     assert view is not None
     owners_now = present_owners(view, survivors)
@@ -247,31 +314,50 @@ def next_view(
     drained = [s.worker for s in survivors if situation.roster.draining(places[s.worker].agent)]
     kept = [s.worker for s in survivors if s.worker not in drained]
     room = max(vranks - len(kept), 0)
-    joiners = candidates(situation)[:room] if at_rest else []
+    back = returning(situation, step)[:room] if at_rest and len(kept) == len(survivors) else []
+    if not _all_kept(view, kept):
+        back = []
+    joiners = candidates(situation)[: room - len(back)] if at_rest else []
+    late = late_ones(survivors) if minds_late and not at_rest else []
     if not at_rest or not kept:
         # A node is left only while no step is under way, and by way of a view in which others
         # have received its state.
-        kept = [s.worker for s in survivors]
-        joiners = joiners[: max(vranks - len(kept), 0)]
-    if at_rest and len(kept) + len(joiners) < workers_min:
+        kept = [s.worker for s in survivors if s not in late]
+        joiners, back = joiners[: max(vranks - len(kept), 0)], []
+    if at_rest and len(kept) + len(joiners) + len(back) < workers_min:
         return None
     staying = kept
-    members = sorted([*staying, *[s.worker for s in joiners]])
+    joining = sorted([*(s.worker for s in joiners), *(lag.worker for lag in back)])
+    members = sorted([*staying, *joining])
     if at_rest:
         owners = assign_at_boundary(vranks, members, owners_now)
-        if joiners:
-            why = f"worker {spans([s.worker for s in joiners])} joins"
+        if joining:
+            why = f"worker {spans(joining)} joins"
         elif len(kept) < len(survivors):
             why = f"worker {spans(drained)} leaves"
     else:
         owners = assign_mid_step(staying, owners_now)
+    if late:
+        why = f"worker {spans([s.worker for s in late])} is late in step {step} and is set aside"
     return Proposal(
         workers=tuple(members),
         owners=owners,
         resume_step=step,
-        joiners=tuple(sorted(s.worker for s in joiners)),
+        joiners=tuple(joining),
         why=why,
+        aside=tuple(_laggard(s) for s in late),
+        behind=tuple(back),
+        redone=sum(len(s.hosted) for s in late),
     )
+
+
+def _laggard(status: WorkerStatus) -> Laggard:
+    return Laggard(worker=status.worker, incarnation=status.incarnation, committed=status.committed)
+
+
+def _all_kept(view: View, kept: Sequence[WorkerId]) -> bool:
+    """Whether everyone who has kept a share of the steps since is still there."""
+    return set(view.workers) <= set(kept)
 
 
 def present_owners(view: View, survivors: Sequence[WorkerStatus]) -> tuple[WorkerId, ...]:
@@ -284,6 +370,30 @@ def present_owners(view: View, survivors: Sequence[WorkerStatus]) -> tuple[Worke
         for vrank in status.hosted if status.view == view.number else ():
             owners[vrank] = status.worker
     return tuple(owners)
+
+
+def stained(situation: Situation) -> list[WorkerStatus]:
+    """Candidates whose state is neither the initial one nor the job's."""
+    roster = situation.roster
+    ready = [s for s in roster.newest.values() if s.stage == Stage.READY and roster.ordered(s)]
+    return sorted((s for s in ready if s.tainted or s.has_state), key=lambda s: s.worker)
+
+
+def present_nodes(situation: Situation) -> int:
+    roster = situation.roster
+    return sum(1 for n in roster.nodes if roster.here(n) and n not in situation.silent)
+
+
+def beginners(situation: Situation, workers_min: int | None) -> list[WorkerStatus]:
+    """Who begins the job, or begins it again: everybody, or, with `workers_min`, so many.
+
+    Empty while more are waited for.
+    """
+    roster, known = situation.roster, situation.roster.newest
+    ready = [s for s in candidates(situation) if not s.tainted]
+    pending = [w for w in roster.places if w not in known or known[w].stage != Stage.EXITED]
+    enough = len(ready) == len(pending) or (workers_min is not None and len(ready) >= workers_min)
+    return ready if enough else []
 
 
 def initial_view(ready: Sequence[WorkerStatus], vranks: int, step: int, again: bool) -> Proposal:
@@ -329,6 +439,8 @@ def make_view(proposal: Proposal, number: ViewNumber, old: View | None, roster: 
         resume_step=proposal.resume_step,
         leader=old.leader if old is not None and old.leader in eligible else eligible[0],
         joiners=proposal.joiners,
+        aside=proposal.aside,
+        behind=proposal.behind,
         reason=proposal.why,
     )
 

@@ -18,6 +18,7 @@ class CoordinatorPolicy:
     settle_s: float = 120.0  # start with workers_min once the others are this late
     patience_s: float = 5.0  # a planned stop that keeps a worker waiting longer is no longer one
     hang_s: float = 1800.0  # a member others wait for, with nothing moving, is replaced after this
+    speculation: float = 0.0  # share of all tasks that may be computed again for being late
     restart: RestartPolicy = field(default_factory=RestartPolicy)
 
 
@@ -46,6 +47,7 @@ class JobSpec:
     save_least_s: float = 10.0
     save_most_s: float = 1800.0
     keep_last: int = 3  # checkpoints
+    speculation: float = 0.02  # share of tasks that may be computed again for being late
     rebalance: bool = True  # slow workers host fewer virtual ranks
     scrub_rate: float = 20e6  # bytes a second at which they are verified again; 0: they are not
 
@@ -66,5 +68,6 @@ class JobSpec:
             workers_min=self.workers_min,
             lease=self.lease(),
             hang_s=self.hang_s,
+            speculation=self.speculation,
             restart=RestartPolicy(losses_max=self.losses_max),
         )

@@ -235,12 +235,12 @@ class Roster:
 
     def ordered(self, status: WorkerStatus) -> bool:
         """Whether this very process should run; else its agent has been told to end it."""
-        place = self.places.get(status.worker)
-        return (
-            place is not None
-            and place.incarnation == status.incarnation
-            and place.respawn_at is None
-        )
+        return self.wants(status.worker, status.incarnation)
+
+    def wants(self, worker: WorkerId, incarnation: Incarnation) -> bool:
+        """Whether this incarnation is the one that should run."""
+        place = self.places.get(worker)
+        return place is not None and place.incarnation == incarnation and place.respawn_at is None
 
     def dead(self, worker: WorkerId, incarnation: Incarnation) -> bool:
         """Whether the agent has said that the process is gone for good."""
@@ -272,16 +272,19 @@ class Roster:
 
 _DECISIVE = attrgetter(
     *("incarnation", "stage", "view", "promised", "has_state", "tainted", "at_boundary"),
-    *("loop", "ended", "unreached", "saved", "unreadable", "remarks", "detail"),
+    *("loop", "ended", "unreached", "late", "saved", "unreadable", "remarks", "detail"),
 )
+
+
+_RESTING = attrgetter("committed", "reduced", "waiting")
 
 
 def differs(old: WorkerStatus, new: WorkerStatus) -> bool:
     """Whether something changed that is not mere progress within a view."""
     if _DECISIVE(old) != _DECISIVE(new):
         return True
-    at_rest = new.promised >= new.view
-    return at_rest and (old.committed, old.reduced) != (new.committed, new.reduced)
+    stopped = new.promised >= new.view
+    return stopped and _RESTING(old) != _RESTING(new)
 
 
 def moved(old: WorkerStatus, new: WorkerStatus) -> bool:

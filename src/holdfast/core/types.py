@@ -64,6 +64,8 @@ class WorkerStatus:
     reduced: bool = False  # holds the complete reduced gradient of step `committed`
     hosted: tuple[int, ...] = ()  # its virtual ranks in step `committed`
     at_boundary: bool = False  # held between steps, its state at rest: it can donate
+    in_step: bool = False  # its script computes step `committed`, and has not come to its end
+    late: bool = False  # it has waited for others for longer than steps take
     waiting: bool = False  # its own tasks of the step are done; it waits for others
     loop: int = 0  # how many step loops its script has entered
     ended: bool = False  # its current loop has run all its steps
@@ -86,6 +88,18 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Laggard:
+    """A worker that the others have gone on without, in the middle of step `committed`.
+
+    It keeps its state, to catch up by the gradients of the steps that it has missed.
+    """
+
+    worker: WorkerId
+    incarnation: Incarnation
+    committed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class View:
     """A numbered membership decision. `members` are sorted by worker.
 
@@ -99,6 +113,8 @@ class View:
     resume_step: int
     leader: WorkerId  # stays the same as long as it survives
     joiners: tuple[WorkerId, ...] = ()
+    aside: tuple[Laggard, ...] = ()  # no members; these keep what is needed to catch up
+    behind: tuple[Laggard, ...] = ()  # joiners that catch up
     reason: str = ""
 
     @property
@@ -113,6 +129,10 @@ class View:
 
     def hosted_by(self, worker: WorkerId) -> tuple[int, ...]:
         return tuple(v for v, owner in enumerate(self.owners) if owner == worker)
+
+    def lag(self, worker: WorkerId) -> Laggard | None:
+        """What a member has to catch up with."""
+        return next((each for each in self.behind if each.worker == worker), None)
 
     def hosted(self) -> dict[WorkerId, tuple[int, ...]]:
         """What `hosted_by` says of each member, for all at once."""

@@ -8,6 +8,7 @@ happens in that view or an older one can change `committed` or `reduced`; only a
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from dataclasses import dataclass
 
 from holdfast.core.errors import assert_never, require
@@ -24,6 +25,16 @@ from holdfast.core.types import (
 )
 
 REMARKS_MAX = 8  # that a status carries
+STEPS_TIMED = 16  # whose median is the usual duration of a step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """When a worker that waits says that others are late. Seconds, from the step's beginning."""
+
+    steps: int = 8  # that must have been timed before
+    times: float = 2.0  # the usual duration
+    least_s: float = 0.3  # more
 
 
 # ---------------------------------------------------------------- events
@@ -78,6 +89,14 @@ class Voted:
     step: int
     pending: bool
     owners: tuple[WorkerId, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CaughtUp:
+    """The gradient of `step`, which the others have committed in an earlier view, is here."""
+
+    view: ViewNumber
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +161,7 @@ WorkerEvent = (
     | Synced
     | Reduced
     | Voted
+    | CaughtUp
     | LocalDone
     | AtBoundary
     | LoopEnded
@@ -205,7 +225,11 @@ WorkerEffect = Tell | Sever | Install | Commit | Begin | Release
 class WorkerMachine:
     """See the module's docstring; `handle` is the only mutator."""
 
-    def __init__(self, worker: WorkerId, incarnation: Incarnation) -> None:
+    def __init__(
+        self, worker: WorkerId, incarnation: Incarnation, patience: Patience | None = None
+    ) -> None:
+        self._patience = patience or Patience()
+        self._durations: deque[float] = deque(maxlen=STEPS_TIMED)
         self._status = WorkerStatus(worker=worker, incarnation=incarnation)
         self._view: View | None = None
         self._owners: tuple[WorkerId, ...] = ()
@@ -238,9 +262,11 @@ class WorkerMachine:
                 return []
             case Voted():
                 return self._voted(event, now)
+            case CaughtUp(view, step):
+                return self._caught_up(view, step)
             case LocalDone(done):
                 self._change(waiting=done)
-                return []
+                return [] if self._acting_in(self._status.view) else [self._tell()]
             case AtBoundary():
                 return self._at_boundary()
             case LoopEnded():
@@ -262,8 +288,10 @@ class WorkerMachine:
                 assert_never(event)
 
     def deadline(self) -> float | None:
-        """When its right to act ends; None while it has none to lose."""
-        return self.acting_until if self._acting_in(self._status.view) else None
+        """When its right to act ends, or others will be late; None while it does not act."""
+        if not self._acting_in(self._status.view):
+            return None
+        return min(self.acting_until, self._late_at())
 
     def snapshot(self) -> WorkerStatus:
         return self._status
@@ -276,6 +304,11 @@ class WorkerMachine:
     def owners(self) -> tuple[WorkerId, ...]:
         """Who hosts each virtual rank in the step to be committed next."""
         return self._owners
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether the script has applied all that is committed, and waits."""
+        return self._held or self._status.ended
 
     @property
     def pending(self) -> bool:
@@ -320,10 +353,26 @@ class WorkerMachine:
         return effects + self._expire(now) + self._release(now)
 
     def _expire(self, now: float) -> list[WorkerEffect]:
-        """The second fence, for when the agent itself was too late to suspend this process."""
-        if self._acting_in(self._status.view) and now >= self.acting_until:
+        """The second fence, for when the agent itself was too late to suspend this process.
+
+        And the time to say that others are late.
+        """
+        if not self._acting_in(self._status.view):
+            return []
+        if now >= self.acting_until:
             return self._promise(self._status.view)
+        if now >= self._late_at():
+            self._change(late=True)
+            return [self._tell()]
         return []
+
+    def _late_at(self) -> float:
+        """When it says that others are late, if nothing happens until then."""
+        status, patience = self._status, self._patience
+        if status.late or not status.waiting or len(self._durations) < patience.steps:
+            return float("inf")
+        usual = sorted(self._durations)[len(self._durations) // 2]
+        return self._began_at + usual * patience.times + patience.least_s
 
     def _link_lost(self, view: ViewNumber, peers: tuple[WorkerId, ...]) -> list[WorkerEffect]:
         if self._status.view != view or set(peers) <= set(self._status.unreached):
@@ -344,7 +393,7 @@ class WorkerMachine:
             effects += self._promise(status.view)
         joining = status.worker in view.joiners
         require(
-            joining != status.has_state,
+            joining != status.has_state or view.lag(status.worker) is not None,
             f"view {view.number} takes worker {status.worker} for "
             f"{'a joiner' if joining else 'a donor'}, but has_state is {status.has_state}",
         )
@@ -354,6 +403,7 @@ class WorkerMachine:
             joining or status.committed <= view.resume_step,
             f"view {view.number} goes back to step {view.resume_step} from {status.committed}",
         )
+        behind = view.lag(status.worker) is not None
         committing = not joining and status.committed < view.resume_step
         if committing:
             require(
@@ -366,11 +416,15 @@ class WorkerMachine:
             view=view.number,
             committed=status.committed if joining else view.resume_step,
             reduced=False,
-            hosted=view.hosted_by(status.worker),
+            hosted=() if behind else view.hosted_by(status.worker),
             at_boundary=False,
             waiting=status.waiting and not committing,
+            in_step=status.in_step and not committing,
+            late=False,
             unreached=(),
         )
+        if behind:  # of no use to anybody until it has caught up
+            self._change(has_state=False, tainted=True)
         self._began_at = now
         effects += [Install(view), self._tell()]
         if not view.joiners:
@@ -382,14 +436,16 @@ class WorkerMachine:
             return []
         self._synced = True
         if not self._status.has_state:
-            self._change(has_state=True, tainted=False, committed=self._view.resume_step)
+            hosted = self._view.hosted_by(self._status.worker)
+            step = self._view.resume_step
+            self._change(has_state=True, tainted=False, committed=step, hosted=hosted)
         return [self._tell(), *self._begin()]
 
     def _begin(self) -> list[WorkerEffect]:
         if not self._held:
             return []
         self._held = False
-        self._change(at_boundary=False)
+        self._change(at_boundary=False, in_step=True)
         return [Begin(self._status.committed)]
 
     def _voted(self, vote: Voted, now: float) -> list[WorkerEffect]:
@@ -405,7 +461,21 @@ class WorkerMachine:
             self._change(hosted=tuple(v for v, owner in enumerate(vote.owners) if owner == me))
         # All others needed this worker's share of the step, which it sent after this moment.
         proved_at, self._began_at = self._began_at, now
-        self._change(committed=step + 1, reduced=False, waiting=False, proved_at=proved_at)
+        self._durations.append(now - proved_at)
+        self._change(
+            committed=step + 1,
+            reduced=False,
+            waiting=False,
+            late=False,
+            in_step=False,
+            proved_at=proved_at,
+        )
+        return [Commit(step)]
+
+    def _caught_up(self, number: ViewNumber, step: int) -> list[WorkerEffect]:
+        if not self._acting_in(number) or step != self._status.committed:
+            return []
+        self._change(committed=step + 1, waiting=False, in_step=False)
         return [Commit(step)]
 
     def _at_boundary(self) -> list[WorkerEffect]:
@@ -418,7 +488,8 @@ class WorkerMachine:
             return [self._tell()]
         if self._stop_next:
             return self._promise(view.number)
-        if view.joiners and not self._synced:
+        catches_up = self._status.committed < view.resume_step
+        if view.joiners and not self._synced and not catches_up:
             return []
         return self._begin()
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from holdfast.core.types import RELEASE_ALL, Directive, JobRecord, View, WorkerId
 
 if TYPE_CHECKING:
+    from holdfast.sim.exchange import Share
     from holdfast.sim.workers import Process
 
 Key = tuple[int, int]  # worker, incarnation
@@ -216,7 +217,9 @@ class Truth:
         if view.member(process.worker) is None:
             raise Violation(f"worker {process.key} installs view {view.number} of others")
         lost = sorted(set(process.tokens) - set(view.hosted_by(process.worker)))
-        if process.in_step and lost:  # what it has computed is in sums by now
+        if (
+            process.in_step and lost and view.lag(process.worker) is None
+        ):  # what it has computed is in sums by now
             raise Violation(f"worker {process.key} loses virtual ranks {lost} in mid-step")
 
     # ------------------------------------------------------------ content
@@ -233,6 +236,13 @@ class Truth:
         if known != owners:
             raise Violation(f"in view {view} two assignments hold for step {step}")
         self.reassigned += known is owners and self.owners.get((view, step - 1), owners) != owners
+
+    def put_together(self, process: Process, step: int, shares: list[Share]) -> None:
+        """What a late worker has missed comes in as many pieces as there were members."""
+        if [(share.rank, share.size) for share in shares] != list(
+            zip(range(len(shares)), [len(shares)] * len(shares), strict=True)
+        ):
+            raise Violation(f"worker {process.key} gets pieces {shares} of step {step}")
 
     def synced(self, process: Process, view: View, digests: dict[int, int | None]) -> None:
         if digests is self._synced:

@@ -14,6 +14,7 @@ from holdfast.core import tree
 from holdfast.core.speeds import Speeds
 from holdfast.core.types import View, WorkerId
 from holdfast.core.worker import (
+    CaughtUp,
     GroupBroken,
     LinkLost,
     Loading,
@@ -50,8 +51,21 @@ class Group:
         self.parts: dict[int, dict[Key, Parts]] = {}
         self.votes: dict[int, dict[Key, Ballot]] = {}
         self.speeds = speeds
+        self.missed: dict[int, dict[Key, Share]] = {}  # of a member that catches up
         self.states: dict[Key, tuple[int, int]] = {}
         self.digests: dict[int, int | None] = {}
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Share:
+    """What member `rank` of `size` keeps of a step's sum."""
+
+    rank: int
+    size: int
+    total: int
+
+
+NO_SHARE = Share(-1, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +250,8 @@ def install(process: Process, view: View) -> None:
     world = process.world
     group = process.group = Group(world.data.shapes.of(view), world.data.speeds(view))
     world.truth.hosted(view.number, view.resume_step, view.owners)
+    if not view.behind:
+        process.kept.clear()
     world.data.arrive(process, group)
     process.post(world.options.link_s, unbuilt, process, view.number)
     process.post(world.options.build_timeout_s, build_timeout, process, view.number)
@@ -278,10 +294,13 @@ def group_ready(process: Process, number: int) -> None:
     if not shape.joiners:
         group.synced = True
         process.feed(Synced(view.number))
+    elif view.lag(process.worker) is not None:
+        catch_up(process, group)
     elif process.worker not in shape.joiners:
+        send_missed(process, group)
         process.world.truth.donated(process, view)
         for key in group.keys:
-            if WorkerId(key[0]) in shape.joiners:
+            if WorkerId(key[0]) in shape.joiners and view.lag(WorkerId(key[0])) is None:
                 body = (process.state, process.step)
                 data.send(process, group, key, "state", 0, body, process.world.options.load_s)
         verify(process, number)
@@ -294,6 +313,30 @@ def group_ready(process: Process, number: int) -> None:
     else:
         verify(process, number)
     advance(process)
+
+
+def send_missed(process: Process, group: Group) -> None:
+    """The steps that a returning member has missed: from each donor a share, in order."""
+    view = group.view
+    for lag in view.behind:
+        for step in range(lag.committed, view.resume_step):
+            share = process.kept.get(step, NO_SHARE)
+            key = (int(lag.worker), int(lag.incarnation))
+            process.world.data.send(process, group, key, "missed", step, share)
+
+
+def catch_up(process: Process, group: Group) -> None:
+    """Apply the next missed step, once all shares of it are here and the script waits for it."""
+    step, view = process.step, group.view
+    shares = group.missed.get(step, {})
+    if step >= view.resume_step:
+        if process.state is not None and process.key[0] not in group.digests:
+            verify(process, view.number)
+    elif process.in_step and process.local_done and len(shares) == len(view.donors):
+        del group.missed[step]
+        process.world.truth.put_together(process, step, [shares[key] for key in sorted(shares)])
+        process.total, process.total_step = min(shares.values()).total, step
+        process.feed(CaughtUp(view.number, step))
 
 
 def loaded(process: Process, group: Group) -> None:
@@ -354,6 +397,8 @@ def received(
         group.parts.setdefault(step, {})[sender] = body  # type: ignore[assignment]
     elif kind == "vote":
         group.votes.setdefault(step, {})[sender] = body  # type: ignore[assignment]
+    elif kind == "missed":
+        group.missed.setdefault(step, {})[sender] = body  # type: ignore[assignment]
     elif kind == "state":
         group.states[sender] = body  # type: ignore[assignment]
         loaded(process, group)
@@ -369,6 +414,8 @@ def advance(process: Process) -> None:
         return
     view = group.view
     if not group.synced:
+        if view.lag(process.worker) is not None:
+            catch_up(process, group)
         if len(group.digests) < len(group.keys):
             return
         group.synced = True
@@ -392,6 +439,9 @@ def advance(process: Process) -> None:
             if counted.pending:
                 process.last_step_of = group.number
             process.world.truth.hosted(view.number, step + 1, counted.owners)
+            if view.aside:
+                rank, size = view.workers.index(process.worker), len(view.members)
+                process.kept[step] = Share(rank, size, process.total or 0)
             process.feed(Voted(view.number, step, counted.pending, counted.owners))
 
 

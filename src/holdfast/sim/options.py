@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 from holdfast.core.balance import BalancePolicy
+from holdfast.core.worker import Patience
 
 FAULT_KINDS = (
     "worker_crash",
@@ -80,6 +82,8 @@ class Options:
     faults_end_s: float
     save_every: int = 0  # steps between checkpoints; 0: none
     balance: BalancePolicy | None = None
+    patience: Patience = Patience()  # noqa: RUF009 - it never changes
+    speculation: float = 0.0
 
     @property
     def steps(self) -> int:
@@ -150,6 +154,7 @@ def draw(seed: int, small: bool = False) -> Options:
         faults_end_s=rng.uniform(4.0, 20.0) if small else rng.uniform(8.0, 40.0),
         save_every=later.choice((0, 1, 2, 3)),
         balance=_draw_balance(Random(f"balance {seed} {small}")),
+        **_draw_patience(Random(f"patience {seed} {small}")),
     )
 
 
@@ -159,6 +164,13 @@ def _draw_balance(rng: Random) -> BalancePolicy | None:
         return None
     window, gain, retry = rng.randint(1, 3), rng.choice((0, 8, 30)), rng.choice((1, 4))
     return BalancePolicy(warm_up=rng.randint(0, 1), window=window, gain=gain, retry=retry)
+
+
+def _draw_patience(rng: Random) -> dict[str, Any]:
+    if rng.random() < 0.4:
+        return {}
+    patience = Patience(steps=rng.randint(1, 3), times=rng.uniform(1.2, 3.0), least_s=0.01)
+    return {"patience": patience, "speculation": rng.choice((0.02, 1.0))}
 
 
 def draw_large(seed: int, nodes: int) -> Options:

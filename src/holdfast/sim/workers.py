@@ -50,7 +50,7 @@ class Process:
         self.agent = host.name
         self.worker = worker
         self.key: Key = (int(worker), int(incarnation))
-        self.machine = world.machines.worker(worker, incarnation)
+        self.machine = world.machines.worker(worker, incarnation, world.options.patience)
         self.alive = True
         self.stopped = False  # by a signal: the kernel shows state T
         self.silent = False  # in foreign code that holds the interpreter lock
@@ -67,6 +67,7 @@ class Process:
         self.local_done = False
         self.tokens: dict[int, int] = {}
         self.compute_us = 0  # of the step's tasks so far
+        self.kept: dict[int, exchange.Share] = {}  # sums of steps that others may have missed
         self.total: int | None = None
         self.total_step = -1
         self.loop = 0
@@ -275,6 +276,7 @@ class Process:
         else:
             self.at_rest = True
             self.feed(AtBoundary())
+        exchange.advance(self)  # it may have caught up
 
     def _saved(self, step: int) -> None:
         """The checkpoint of a step has become durable, in the background."""

@@ -80,6 +80,7 @@ class World:
             settle_s=options.settle_s,
             patience_s=2.0,
             hang_s=options.hang_s,
+            speculation=options.speculation,
             restart=RestartPolicy(
                 losses_max=10_000,
                 backoff_s=0.1,

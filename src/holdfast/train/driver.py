@@ -86,6 +86,21 @@ class Driver:
             return self._machine.snapshot()
 
     @property
+    def at_rest(self) -> bool:
+        """Whether the script has applied all that is committed, and waits."""
+        with self.changed:
+            return self._machine.at_rest
+
+    def wait(self) -> None:
+        """For a change, or for the time to say that others are late; with `changed` held."""
+        deadline = self._machine.deadline()
+        now = time.monotonic()
+        if deadline is None or deadline == float("inf"):
+            self.changed.wait()
+        elif deadline <= now or not self.changed.wait(deadline - now):
+            self.post(machine.Tick())
+
+    @property
     def leads(self) -> bool:
         with self.changed:
             return self._machine.leads(time.monotonic())
@@ -143,7 +158,9 @@ class Driver:
                     self._group = None
             case machine.Install(view):
                 self.view = view
-                self.committed = view.resume_step  # what was to be begun from may not be readable
+                lag = view.lag(self.worker)
+                # It may go back: what was to be begun from may not have been readable.
+                self.committed = view.resume_step if lag is None else lag.committed
             case machine.Commit(step):
                 self.committed = step + 1
             case machine.Begin(step):

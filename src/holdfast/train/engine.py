@@ -16,7 +16,7 @@ from holdfast.core import worker as machine
 from holdfast.core.balance import BalancePolicy
 from holdfast.core.errors import Damaged, Severed, UserError, WorldError
 from holdfast.core.speeds import Speeds
-from holdfast.core.types import View
+from holdfast.core.types import Laggard, View
 from holdfast.store.storage import Missing
 from holdfast.train.buckets import Bucket, Gradients
 from holdfast.train.clock import TaskClock
@@ -30,6 +30,7 @@ from holdfast.train.exchange import (
     Vote,
     vote,
 )
+from holdfast.train.missed import MissedSteps
 from holdfast.train.record import Buffers, StepTable
 from holdfast.train.restoring import Restorer
 from holdfast.train.saver import Saver, say
@@ -83,6 +84,7 @@ class Engine(threading.Thread):
         self._protected = protected
         self._make_transport = make_transport
         self._filled: deque[Bucket] = deque()
+        self._missed = MissedSteps(step)
         self._layout: tuple[object, Layout]  # of which view and owners, and what it is
 
     def run(self) -> None:
@@ -121,10 +123,14 @@ class Engine(threading.Thread):
             ranks = {w: r for r, w in enumerate(view.workers)}
             if not view.donors and view.resume_step:
                 self._restore(view, layout, transport)
+            for lag in view.behind:
+                self._catch_up(view, lag, transport, [ranks[w] for w in view.donors])
             sync = StateSync(
                 transport, layout, self._protected, lambda: driver.post(machine.Loading())
             )
-            sync.run([ranks[w] for w in view.donors], [ranks[w] for w in view.joiners])
+            loading = [ranks[w] for w in view.joiners if view.lag(w) is None]
+            sync.run([ranks[w] for w in view.donors], loading)
+        self._missed.forget()
         driver.post(machine.Synced(number))
         speeds = Speeds(view, BalancePolicy() if self.rebalance else None)
         while True:
@@ -135,6 +141,8 @@ class Engine(threading.Thread):
             votes = vote(transport, layout, number, step, self._opinion(step))
             if any(v.save for v in votes) and not any(v.busy for v in votes):
                 driver.save_after(step, view)
+            if view.aside:
+                self._missed.keep(step, layout, number)
             for kind, text in speeds.observe([v.compute_us for v in votes], driver.leads):
                 driver.post(machine.Remarked(kind, text))
             pending = any(v.pending for v in votes)
@@ -147,6 +155,27 @@ class Engine(threading.Thread):
             due, busy = saver.due(step + 1) and driver.leads, saver.busy
         save = due or (saver is not None and driver.save_wanted)
         return Vote(driver.pending, save, busy, self._step.clock.step_us())
+
+    def _catch_up(self, view: View, lag: Laggard, transport: Transport, donors: list[int]) -> None:
+        """A member that was late applies the steps that it has missed; the others send them."""
+        driver, steps = self._driver, range(lag.committed, view.resume_step)
+        me, to = view.workers.index(driver.worker), view.workers.index(lag.worker)
+        if me in donors:
+            self._missed.send(transport, to, steps, first=me == donors[0])
+        if me != to:
+            return
+        for index in steps:
+            self._await(view, lambda: self._step.index == index and driver.status().waiting)  # noqa: B023 - at once
+            self._missed.receive(transport, donors)
+            driver.post(machine.CaughtUp(view.number, index))
+        self._await(view, lambda: driver.at_rest)
+
+    def _await(self, view: View, ready: Callable[[], bool]) -> None:
+        """Wait for the script. Severed when the view is given up."""
+        with self._driver.changed:
+            while not ready():
+                self._driver.check_alive(view.number)
+                self._driver.changed.wait()
 
     def _restore(self, view: View, layout: Layout, transport: Transport) -> None:
         """Nobody holds the state any more: all members read it together."""

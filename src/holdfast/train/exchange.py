@@ -53,9 +53,14 @@ class Layout:
 
     def piece(self, rank: int, numel: int) -> slice:
         """The elements of a flat buffer that `rank` sums."""
-        share = -(-numel // self.size)
-        share = -(-share // PIECE_ALIGN) * PIECE_ALIGN
-        return slice(min(rank * share, numel), min((rank + 1) * share, numel))
+        return piece_of(rank, self.size, numel)
+
+
+def piece_of(rank: int, size: int, numel: int) -> slice:
+    """The elements of a flat buffer that fall to one of `size` members."""
+    share = -(-numel // size)
+    share = -(-share // PIECE_ALIGN) * PIECE_ALIGN
+    return slice(min(rank * share, numel), min((rank + 1) * share, numel))
 
 
 class Operation(Protocol):

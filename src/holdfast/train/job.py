@@ -368,7 +368,7 @@ class _Work:
                     said = True
                     driver.post(machine.LocalDone(True))
                 self._check()
-                driver.changed.wait()
+                driver.wait()
         return None
 
     def begin_task(self, vrank: int) -> None:

@@ -57,7 +57,7 @@ class StateSync:
             joiners = [r for r, p in enumerate(prints) if p != prints[0]]
             if not joiners:
                 return
-        if self._layout.rank in donors:
+        if self._layout.rank in donors and joiners:
             self._donate(donors, joiners, skeleton, tensors)
         elif self._layout.rank in joiners:
             self._receive(donors)
@@ -66,7 +66,7 @@ class StateSync:
         wrong = [r for r, p in enumerate(prints) if p != prints[donors[0]]]
         if any(r in donors for r in wrong):
             raise InvariantError(f"members {wrong} of the view hold another state than the leader")
-        if self._layout.rank in wrong:
+        if self._layout.rank in wrong and self._layout.rank in joiners:
             raise StateMismatch(
                 "the protected objects do not hold the same state after loading it: make "
                 "load_state_dict() keep every value of state_dict()"
