@@ -7,142 +7,33 @@ either the checkers went blind or the mutated code is no longer reached; both ne
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
 
+import mutations_work  # noqa: F401 - it plants more
 from holdfast.core import agent as ag
 from holdfast.core import coordinator as co
 from holdfast.core import formation
 from holdfast.core import lease as le
 from holdfast.core import worker as wo
 from holdfast.core.agent import AgentMachine
-from holdfast.core.balance import BalancePolicy
 from holdfast.core.coordinator import CoordinatorMachine
 from holdfast.core.durable import Durable
 from holdfast.core.formation import Situation
 from holdfast.core.liveness import FreezeDetector
 from holdfast.core.roster import News, Roster
-from holdfast.core.speeds import Speeds
 from holdfast.core.types import (
     RELEASE_ALL,
     AgentReport,
-    Laggard,
-    View,
     ViewNumber,
     WorkerStatus,
 )
-from holdfast.core.worker import Patience, WorkerMachine
+from holdfast.core.worker import WorkerMachine
 from holdfast.sim.swarm import run_seed
 from holdfast.sim.world import Machines
-
-SEEDS_MAX = 300
-# Mistakes that only a rare situation brings to light: their swarms are aimed at it.
-PARTITIONS = {
-    "agents": 2,
-    "slots": 1,
-    "agents_late": 0,
-    "vranks": 2,
-    "loops": (40,),
-    "nodes_min": 2,
-    "nodes_max": 3,
-    "workers_min": 1,
-    "task_s": 0.3,
-    "faults": ("partition",),
-    "faults_end_s": 20.0,
-    "fault_every_s": 1.0,
-    "unheard_break": 1.0,
-    "optimizer_s": 0.01,
-}
-JOINS = {
-    "agents": 3,
-    "slots": 1,
-    "agents_late": 1,
-    "vranks": 3,
-    "loops": (40,),
-    "nodes_min": 2,
-    "nodes_max": 3,
-    "workers_min": 1,
-    "task_s": 0.1,
-    "load_s": 1.0,
-    "faults_end_s": 15.0,
-    "boot_s": 0.1,
-    "fault_every_s": 0.7,
-    "faults": ("worker_crash",),
-}
-SLOW = {
-    "agents": 2,
-    "slots": 2,
-    "agents_late": 0,
-    "vranks": 12,
-    "loops": (40,),
-    "nodes_min": 2,
-    "nodes_max": 2,
-    "workers_min": 1,
-    "task_s": 0.02,
-    "boot_s": 0.1,
-    "optimizer_s": 0.0,
-    "faults": ("worker_crash", "slow"),
-    "faults_end_s": 15.0,
-    "fault_every_s": 0.5,
-    "balance": BalancePolicy(warm_up=0, window=1, gain=0, retry=1),
-}
-LATE = {
-    "agents": 3,
-    "slots": 1,
-    "agents_late": 0,
-    "vranks": 6,
-    "loops": (30,),
-    "nodes_min": 1,
-    "nodes_max": 3,
-    "workers_min": 1,
-    "task_s": 0.05,
-    "boot_s": 0.2,
-    "optimizer_s": 0.01,
-    "data_s": 0.002,
-    "control_s": 0.005,
-    "faults": ("busy", "slow", "worker_crash", "link_break"),
-    "faults_end_s": 20.0,
-    "fault_every_s": 0.7,
-    "speculation": 1.0,
-    "patience": Patience(steps=2, times=1.5, least_s=0.01),
-}
-SAVES = {"agents": 1, "slots": 2, "save_every": 2, "faults": ("worker_crash", "rot")}
-TUNED: dict[str, dict[str, object]] = {
-    "nobody_fences_without_a_lease": PARTITIONS,
-    "lease_runs_from_when_the_answer_came": PARTITIONS,
-    "proof_is_dated_by_the_vote": PARTITIONS,
-    "witness_is_ignored": PARTITIONS,
-    "what_the_members_agreed_on_since_is_forgotten": SLOW,
-    "who_is_behind_is_believed_about_assignments": SLOW | {"data_s": 0.02, "cut_in_flight": 1.0},
-    "members_hear_different_times": SLOW,
-    "what_is_missed_is_counted_from_the_next_step": LATE,
-    "what_died_with_a_member_is_taken_for_kept": LATE,
-    "nobody_knows_who_is_behind": LATE,
-    "who_catches_up_holds_the_state_already": LATE,
-    "the_late_one_goes_on_in_the_old_view": LATE,
-    "a_committed_step_counts_as_saved": SAVES,
-    "an_unreadable_checkpoint_is_tried_again": SAVES,
-    "agent_obeys_an_older_term": JOINS
-    | {"faults": ("coordinator_crash", "lossy"), "loss": 0.1, "duplicate": 0.3},
-    "tainted_worker_counts_as_fresh": JOINS,
-    "joiner_never_says_that_it_loads": JOINS,
-    "pending_change_is_read_from_the_own_vote": JOINS
-    | {"control_s": 0.2, "data_s": 0.02, "unheard_break": 1.0, "optimizer_s": 0.0},
-    "deposed_agent_is_believed": JOINS
-    | {"faults": ("agent_crash", "lossy"), "loss": 0.1, "duplicate": 0.3, "control_s": 0.05},
-    "worker_installs_a_view_it_gave_up": JOINS
-    | {"faults": ("link_break", "lossy"), "loss": 0.3, "duplicate": 0.2},
-}
-Patch = Callable[[pytest.MonkeyPatch], Machines]
-MUTATIONS: dict[str, Patch] = {}
-
-
-def mutation(plant: Patch) -> Patch:
-    MUTATIONS[plant.__name__] = plant
-    return plant
+from mutation_kit import MUTATIONS, SEEDS_MAX, TUNED, mutation
 
 
 def doctor(patch: pytest.MonkeyPatch, **fields: Any) -> Machines:
@@ -252,110 +143,6 @@ def deposed_agent_is_believed(patch: pytest.MonkeyPatch) -> Machines:
             return super()._hear(report, now)
 
     return Machines(coordinator=Credulous)
-
-
-# ---------------------------------------------------------------- assignment
-
-
-@mutation
-def lost_vranks_go_to_nobody(patch: pytest.MonkeyPatch) -> Machines:
-    patch.setattr(formation, "assign_mid_step", lambda survivors, previous: tuple(previous))
-    return Machines()
-
-
-@mutation
-def a_vrank_goes_to_two(patch: pytest.MonkeyPatch) -> Machines:
-    def hosted_by(self: View, worker: Any) -> tuple[int, ...]:
-        return tuple(v for v, owner in enumerate(self.owners) if worker in (owner, self.owners[0]))
-
-    def hosted(self: View) -> dict[Any, tuple[int, ...]]:
-        return {worker: self.hosted_by(worker) for worker in self.workers}
-
-    patch.setattr(View, "hosted_by", hosted_by)
-    patch.setattr(View, "hosted", hosted)
-    return Machines()
-
-
-@mutation
-def what_the_members_agreed_on_since_is_forgotten(patch: pytest.MonkeyPatch) -> Machines:
-    patch.setattr(formation, "present_owners", lambda view, survivors: view.owners)
-    return Machines()
-
-
-@mutation
-def who_is_behind_is_believed_about_assignments(patch: pytest.MonkeyPatch) -> Machines:
-    plain = formation.present_owners
-
-    def owners(view: View, survivors: list[WorkerStatus]) -> tuple[Any, ...]:
-        turned = [dataclasses.replace(s, committed=-s.committed) for s in survivors]
-        return plain(view, turned)
-
-    patch.setattr(formation, "present_owners", owners)
-    return Machines()
-
-
-@mutation
-def members_hear_different_times(patch: pytest.MonkeyPatch) -> Machines:
-    plain, calls = Speeds.observe, itertools.count()
-
-    def observe(self: Speeds, compute_us: list[int], leads: bool) -> list[tuple[str, str]]:
-        heard = compute_us if next(calls) % 2 else [*compute_us[:-1], 9 * compute_us[-1]]
-        return plain(self, heard, leads)
-
-    patch.setattr(Speeds, "observe", observe)
-    return Machines()
-
-
-# ---------------------------------------------------------------- late workers
-
-
-@mutation
-def what_is_missed_is_counted_from_the_next_step(patch: pytest.MonkeyPatch) -> Machines:
-    plain = formation._laggard
-
-    def laggard(status: WorkerStatus) -> Laggard:
-        found = plain(status)
-        return dataclasses.replace(found, committed=found.committed + 1)
-
-    patch.setattr(formation, "_laggard", laggard)
-    return Machines()
-
-
-@mutation
-def what_died_with_a_member_is_taken_for_kept(patch: pytest.MonkeyPatch) -> Machines:
-    patch.setattr(formation, "_all_kept", lambda view, kept: True)
-    return Machines()
-
-
-@mutation
-def nobody_knows_who_is_behind(patch: pytest.MonkeyPatch) -> Machines:
-    patch.setattr(View, "lag", lambda self, worker: None)
-    return Machines()
-
-
-@mutation
-def who_catches_up_holds_the_state_already(patch: pytest.MonkeyPatch) -> Machines:
-    class Hasty(WorkerMachine):
-        def _install(self, view: View, now: float) -> list[wo.WorkerEffect]:
-            effects = super()._install(view, now)
-            if view.lag(self._status.worker) is not None:
-                self._change(has_state=True, tainted=False)
-            return effects
-
-    return Machines(worker=Hasty)
-
-
-@mutation
-def the_late_one_goes_on_in_the_old_view(patch: pytest.MonkeyPatch) -> Machines:
-    class Deaf(WorkerMachine):
-        def _promise(self, number: ViewNumber) -> list[wo.WorkerEffect]:
-            if self._status.in_step and not self._status.waiting and self._durations:
-                self._change(promised=number)
-                self._change(promised=ViewNumber(number - 1))
-                return [wo.Tell(dataclasses.replace(self._status, promised=number))]
-            return super()._promise(number)
-
-    return Machines(worker=Deaf)
 
 
 # ---------------------------------------------------------------- joining

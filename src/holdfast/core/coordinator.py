@@ -31,6 +31,7 @@ from holdfast.core.formation import (
     stained,
     surely_newest,
     survivors_of,
+    too_far_behind,
     unreachable,
     why_broken,
     why_change,
@@ -261,7 +262,7 @@ class CoordinatorMachine:
             return False
         if learns:
             self._learn(report)
-        self._note_step(report)
+        self._note_step(report, now)
         if learns or news is News.CHANGE or report.agent in self._agenda.silent:
             self._agenda.change(now)
         if self._witness_at is None and news is News.CHANGE and self._view is not None:
@@ -270,12 +271,14 @@ class CoordinatorMachine:
                 self._witness_at = now
         return learns or not roster.nodes[report.agent].fresh
 
-    def _note_step(self, report: AgentReport) -> None:
+    def _note_step(self, report: AgentReport, now: float) -> None:
         view = self._view
         for status in report.workers:
             if status.committed > self._step and view is not None:
                 if view.includes(status.worker, status.incarnation):
                     self._step, self._losses = status.committed, 0
+                    if view.aside:  # who is set aside falls behind
+                        self._agenda.change(now)
 
     def _is_witness(self, member: Member) -> bool:
         if self._roster.dead(member.worker, member.incarnation):
@@ -486,6 +489,8 @@ class CoordinatorMachine:
         view, policy = self._view, self._policy
         if view is None or self._stop_view >= view.number or self._pending_view >= view.number:
             return
+        for status in too_far_behind(situation, self._step):
+            yield self._order_anew(status, "it was set aside and has missed too many steps")
         reason = why_change(situation, policy.virtual_ranks, policy.workers_min, self._step)
         if reason is not None and not any(s.ended for s in situation.known):
             self._pending_view = view.number

@@ -24,7 +24,7 @@ from holdfast.core.types import (
     WorkerStatus,
 )
 
-LAG_MAX = 16  # steps that one may miss and still catch up
+LAG_MAX = 64  # steps that one may miss and still catch up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +142,14 @@ def returning(situation: Situation, step: int) -> list[Laggard]:
         if ready and name not in situation.silent and not roster.draining(name):
             found.append(lag)
     return found
+
+
+def too_far_behind(situation: Situation, step: int) -> list[WorkerStatus]:
+    """Who was set aside and has missed so much that a new process is sooner there."""
+    view, roster = situation.view, situation.roster
+    lags = view.aside if view is not None else ()
+    found = [roster.status(g.worker, g.incarnation) for g in lags if step - g.committed > LAG_MAX]
+    return [s for s in found if s is not None and s.stage.alive and roster.ordered(s)]
 
 
 def late_ones(survivors: Sequence[WorkerStatus]) -> list[WorkerStatus]:

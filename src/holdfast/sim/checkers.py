@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from holdfast.core.formation import LAG_MAX
 from holdfast.core.types import RELEASE_ALL, Directive, JobRecord, View, WorkerId
 
 if TYPE_CHECKING:
     from holdfast.sim.exchange import Share
     from holdfast.sim.workers import Process
 
+STEPS_UNHEARD = 40  # that may be committed before the coordinator hears of it and acts
 Key = tuple[int, int]  # worker, incarnation
 INITIAL_STATE = 1
 REPLACED = "the coordinator replaced it"  # as the agent machine words it
@@ -273,6 +275,7 @@ class Truth:
 
     def committed(self, process: Process, step: int, total: int | None, by_vote: bool) -> None:
         self.commits += 1
+        self.left_aside(process, step)
         if step >= self.steps:
             raise Violation(f"worker {process.key} commits step {step} of {self.steps}")
         if total != self.sums[step]:
@@ -284,6 +287,15 @@ class Truth:
                 f"worker {process.key} commits step {step} by a vote of view "
                 f"{process.machine.snapshot().view} although view {self.newest} was formed"
             )
+
+    def left_aside(self, process: Process, step: int) -> None:
+        """Who was set aside comes back, or is replaced."""
+        view = self.views.get(process.machine.snapshot().view)
+        for lag in view.aside if view is not None else ():
+            key = (int(lag.worker), int(lag.incarnation))
+            wanted = self.ordered.get(key[0]) == key[1] and self.processes[key].alive
+            if wanted and step - lag.committed > LAG_MAX + STEPS_UNHEARD:
+                raise Violation(f"worker {key} was set aside in step {lag.committed} and forgotten")
 
     def begun(self, process: Process) -> None:
         """A vote that announces a change is the last of its view, for everyone."""

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from holdfast.core import worker as machine
@@ -165,10 +166,14 @@ class Engine(threading.Thread):
         if me != to:
             return
         for index in steps:
-            self._await(view, lambda: self._step.index == index and driver.status().waiting)  # noqa: B023 - at once
+            self._await(view, partial(self._waits_in, index))
             self._missed.receive(transport, donors)
             driver.post(machine.CaughtUp(view.number, index))
         self._await(view, lambda: driver.at_rest)
+
+    def _waits_in(self, index: int) -> bool:
+        """Whether the script waits for the end of this step."""
+        return self._step.index == index and self._driver.status().waiting
 
     def _await(self, view: View, ready: Callable[[], bool]) -> None:
         """Wait for the script. Severed when the view is given up."""

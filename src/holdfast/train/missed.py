@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from holdfast.train.engine import StepState
 
 
+KEPT_BYTES_MAX = 256 << 20  # on each member; but at least
+KEPT_STEPS_MIN = 4
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kept:
     """A step as one member keeps it."""
@@ -38,6 +42,7 @@ class MissedSteps:
     def __init__(self, step: StepState) -> None:
         self._step = step
         self._kept: dict[int, _Kept] = {}
+        self._bytes = 0
 
     def keep(self, index: int, layout: Layout, view: int) -> None:
         """The step is reduced, and the script has not touched it yet."""
@@ -51,10 +56,16 @@ class MissedSteps:
             used=step.table.used.clone(),
             left=torch.empty(0, dtype=torch.uint8) if left is None else left.clone(),
         )
-        self._kept.pop(index - LAG_MAX, None)
+        self._bytes += sum(piece.nbytes for piece in self._kept[index].pieces)
+        while len(self._kept) > LAG_MAX or (
+            self._bytes > KEPT_BYTES_MAX and len(self._kept) > KEPT_STEPS_MIN
+        ):
+            oldest = self._kept.pop(min(self._kept))
+            self._bytes -= sum(piece.nbytes for piece in oldest.pieces)
 
     def forget(self) -> None:
         self._kept.clear()
+        self._bytes = 0
 
     def send(self, transport: Transport, to: int, steps: range, *, first: bool) -> None:
         """To rank `to`; the `first` of those who send adds what all of them have. Severed."""

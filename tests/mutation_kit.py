@@ -1,0 +1,118 @@
+"""How bugs are planted: a registry of mutations, and swarms that are aimed at rare situations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from holdfast.core.balance import BalancePolicy
+from holdfast.core.worker import Patience
+from holdfast.sim.world import Machines
+
+SEEDS_MAX = 300
+# Mistakes that only a rare situation brings to light: their swarms are aimed at it.
+PARTITIONS = {
+    "agents": 2,
+    "slots": 1,
+    "agents_late": 0,
+    "vranks": 2,
+    "loops": (40,),
+    "nodes_min": 2,
+    "nodes_max": 3,
+    "workers_min": 1,
+    "task_s": 0.3,
+    "faults": ("partition",),
+    "faults_end_s": 20.0,
+    "fault_every_s": 1.0,
+    "unheard_break": 1.0,
+    "optimizer_s": 0.01,
+}
+JOINS = {
+    "agents": 3,
+    "slots": 1,
+    "agents_late": 1,
+    "vranks": 3,
+    "loops": (40,),
+    "nodes_min": 2,
+    "nodes_max": 3,
+    "workers_min": 1,
+    "task_s": 0.1,
+    "load_s": 1.0,
+    "faults_end_s": 15.0,
+    "boot_s": 0.1,
+    "fault_every_s": 0.7,
+    "faults": ("worker_crash",),
+}
+SLOW = {
+    "agents": 2,
+    "slots": 2,
+    "agents_late": 0,
+    "vranks": 12,
+    "loops": (40,),
+    "nodes_min": 2,
+    "nodes_max": 2,
+    "workers_min": 1,
+    "task_s": 0.02,
+    "boot_s": 0.1,
+    "optimizer_s": 0.0,
+    "faults": ("worker_crash", "slow"),
+    "faults_end_s": 15.0,
+    "fault_every_s": 0.5,
+    "balance": BalancePolicy(warm_up=0, window=1, gain=0, retry=1),
+}
+LATE = {
+    "agents": 3,
+    "slots": 1,
+    "agents_late": 0,
+    "vranks": 6,
+    "loops": (30,),
+    "nodes_min": 1,
+    "nodes_max": 3,
+    "workers_min": 1,
+    "task_s": 0.05,
+    "boot_s": 0.2,
+    "optimizer_s": 0.01,
+    "data_s": 0.002,
+    "control_s": 0.005,
+    "faults": ("busy", "slow", "worker_crash", "link_break"),
+    "faults_end_s": 20.0,
+    "fault_every_s": 0.7,
+    "speculation": 1.0,
+    "patience": Patience(steps=2, times=1.5, least_s=0.01),
+}
+SAVES = {"agents": 1, "slots": 2, "save_every": 2, "faults": ("worker_crash", "rot")}
+TUNED: dict[str, dict[str, object]] = {
+    "nobody_fences_without_a_lease": PARTITIONS,
+    "lease_runs_from_when_the_answer_came": PARTITIONS,
+    "proof_is_dated_by_the_vote": PARTITIONS,
+    "witness_is_ignored": PARTITIONS,
+    "what_the_members_agreed_on_since_is_forgotten": SLOW,
+    "who_is_behind_is_believed_about_assignments": SLOW | {"data_s": 0.02, "cut_in_flight": 1.0},
+    "members_hear_different_times": SLOW,
+    "what_is_missed_is_counted_from_the_next_step": LATE,
+    "what_died_with_a_member_is_taken_for_kept": LATE,
+    "nobody_knows_who_is_behind": LATE,
+    "who_catches_up_holds_the_state_already": LATE,
+    "the_late_one_goes_on_in_the_old_view": LATE,
+    "who_stays_away_is_forgotten": LATE | {"loops": (250,), "faults": ("stuck",), "task_s": 0.01},
+    "a_committed_step_counts_as_saved": SAVES,
+    "an_unreadable_checkpoint_is_tried_again": SAVES,
+    "agent_obeys_an_older_term": JOINS
+    | {"faults": ("coordinator_crash", "lossy"), "loss": 0.1, "duplicate": 0.3},
+    "tainted_worker_counts_as_fresh": JOINS,
+    "joiner_never_says_that_it_loads": JOINS,
+    "pending_change_is_read_from_the_own_vote": JOINS
+    | {"control_s": 0.2, "data_s": 0.02, "unheard_break": 1.0, "optimizer_s": 0.0},
+    "deposed_agent_is_believed": JOINS
+    | {"faults": ("agent_crash", "lossy"), "loss": 0.1, "duplicate": 0.3, "control_s": 0.05},
+    "worker_installs_a_view_it_gave_up": JOINS
+    | {"faults": ("link_break", "lossy"), "loss": 0.3, "duplicate": 0.2},
+}
+Patch = Callable[[pytest.MonkeyPatch], Machines]
+MUTATIONS: dict[str, Patch] = {}
+
+
+def mutation(plant: Patch) -> Patch:
+    MUTATIONS[plant.__name__] = plant
+    return plant

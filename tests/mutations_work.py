@@ -1,0 +1,126 @@
+"""Planted bugs of who computes what: the assignment, and workers that are late."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+
+from holdfast.core import coordinator, formation
+from holdfast.core import worker as wo
+from holdfast.core.speeds import Speeds
+from holdfast.core.types import Laggard, View, ViewNumber, WorkerStatus
+from holdfast.core.worker import WorkerMachine
+from holdfast.sim.world import Machines
+from mutation_kit import mutation
+
+# ---------------------------------------------------------------- assignment
+
+
+@mutation
+def lost_vranks_go_to_nobody(patch: pytest.MonkeyPatch) -> Machines:
+    patch.setattr(formation, "assign_mid_step", lambda survivors, previous: tuple(previous))
+    return Machines()
+
+
+@mutation
+def a_vrank_goes_to_two(patch: pytest.MonkeyPatch) -> Machines:
+    def hosted_by(self: View, worker: Any) -> tuple[int, ...]:
+        return tuple(v for v, owner in enumerate(self.owners) if worker in (owner, self.owners[0]))
+
+    def hosted(self: View) -> dict[Any, tuple[int, ...]]:
+        return {worker: self.hosted_by(worker) for worker in self.workers}
+
+    patch.setattr(View, "hosted_by", hosted_by)
+    patch.setattr(View, "hosted", hosted)
+    return Machines()
+
+
+@mutation
+def what_the_members_agreed_on_since_is_forgotten(patch: pytest.MonkeyPatch) -> Machines:
+    patch.setattr(formation, "present_owners", lambda view, survivors: view.owners)
+    return Machines()
+
+
+@mutation
+def who_is_behind_is_believed_about_assignments(patch: pytest.MonkeyPatch) -> Machines:
+    plain = formation.present_owners
+
+    def owners(view: View, survivors: list[WorkerStatus]) -> tuple[Any, ...]:
+        turned = [dataclasses.replace(s, committed=-s.committed) for s in survivors]
+        return plain(view, turned)
+
+    patch.setattr(formation, "present_owners", owners)
+    return Machines()
+
+
+@mutation
+def members_hear_different_times(patch: pytest.MonkeyPatch) -> Machines:
+    plain, calls = Speeds.observe, itertools.count()
+
+    def observe(self: Speeds, compute_us: list[int], leads: bool) -> list[tuple[str, str]]:
+        heard = compute_us if next(calls) % 2 else [*compute_us[:-1], 9 * compute_us[-1]]
+        return plain(self, heard, leads)
+
+    patch.setattr(Speeds, "observe", observe)
+    return Machines()
+
+
+# ---------------------------------------------------------------- late workers
+
+
+@mutation
+def what_is_missed_is_counted_from_the_next_step(patch: pytest.MonkeyPatch) -> Machines:
+    plain = formation._laggard
+
+    def laggard(status: WorkerStatus) -> Laggard:
+        found = plain(status)
+        return dataclasses.replace(found, committed=found.committed + 1)
+
+    patch.setattr(formation, "_laggard", laggard)
+    return Machines()
+
+
+@mutation
+def what_died_with_a_member_is_taken_for_kept(patch: pytest.MonkeyPatch) -> Machines:
+    patch.setattr(formation, "_all_kept", lambda view, kept: True)
+    return Machines()
+
+
+@mutation
+def nobody_knows_who_is_behind(patch: pytest.MonkeyPatch) -> Machines:
+    patch.setattr(View, "lag", lambda self, worker: None)
+    return Machines()
+
+
+@mutation
+def who_catches_up_holds_the_state_already(patch: pytest.MonkeyPatch) -> Machines:
+    class Hasty(WorkerMachine):
+        def _install(self, view: View, now: float) -> list[wo.WorkerEffect]:
+            effects = super()._install(view, now)
+            if view.lag(self._status.worker) is not None:
+                self._change(has_state=True, tainted=False)
+            return effects
+
+    return Machines(worker=Hasty)
+
+
+@mutation
+def the_late_one_goes_on_in_the_old_view(patch: pytest.MonkeyPatch) -> Machines:
+    class Deaf(WorkerMachine):
+        def _promise(self, number: ViewNumber) -> list[wo.WorkerEffect]:
+            if self._status.in_step and not self._status.waiting and self._durations:
+                self._change(promised=number)
+                self._change(promised=ViewNumber(number - 1))
+                return [wo.Tell(dataclasses.replace(self._status, promised=number))]
+            return super()._promise(number)
+
+    return Machines(worker=Deaf)
+
+
+@mutation
+def who_stays_away_is_forgotten(patch: pytest.MonkeyPatch) -> Machines:
+    patch.setattr(coordinator, "too_far_behind", lambda situation, step: [])
+    return Machines()
