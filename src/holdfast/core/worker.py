@@ -34,7 +34,7 @@ class Patience:
 
     steps: int = 8  # that must have been timed before
     times: float = 2.0  # the usual duration
-    least_s: float = 0.3  # more
+    least_s: float = 0.5  # more
 
 
 # ---------------------------------------------------------------- events

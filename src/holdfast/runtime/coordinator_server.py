@@ -347,13 +347,15 @@ def _workers(snapshot: machine.CoordinatorSnapshot) -> list[dict[str, object]]:
     found = []
     for status in snapshot.workers:
         member = view is not None and view.includes(status.worker, status.incarnation)
+        agreed = view is not None and status.view == view.number  # it knows best
+        vranks = status.hosted if agreed else hosted.get(status.worker, ())
         found.append(
             {
                 "id": status.worker,
                 "pid": status.pid,
                 "incarnation": status.incarnation,
                 "state": _state(status, member, view),
-                "virtual_ranks": list(hosted[status.worker]) if member else [],
+                "virtual_ranks": list(vranks) if member else [],
                 "step": status.committed,
                 "detail": status.detail,
             }
@@ -376,7 +378,8 @@ def _state(status: WorkerStatus, member: bool, view: View | None) -> str:
     if not status.stage.alive or status.stage == Stage.BOOTING:
         return status.stage.value
     if not member:
-        return "spare"
+        aside = view is not None and any(lag.worker == status.worker for lag in view.aside)
+        return "set aside" if aside else "spare"
     if view is not None and status.view < view.number:
         return "changing view"
     if status.promised >= status.view:
