@@ -216,3 +216,71 @@ def test_without_a_budget_everybody_is_waited_for(
     with start(*LATE, options=(*faults, "--speculation-budget", "0")) as run:
         assert finish(run) == reference(50)
     assert told(run, "set aside") == []
+
+
+# ---------------------------------------------------------------- wrong bits
+
+
+AUDITED = ("--steps", "20")
+
+
+def wrong(run: LocalRun) -> list[str]:
+    return [event["text"] for event in run.events("wrong")]
+
+
+@pytest.mark.parametrize("nproc", [2, 4])
+def test_audits_change_nothing(nproc: int, start: Start, reference: Reference) -> None:
+    with start(*AUDITED, nproc=nproc, options=("--audit", "1.0")) as run:
+        assert finish(run) == reference(20)
+    assert wrong(run) == []
+    assert run.events("lost") == []
+
+
+@pytest.mark.parametrize("nproc", [2, 4])
+def test_a_wrong_gradient_is_computed_again(
+    nproc: int, start: Start, reference: Reference, tmp_path: Path
+) -> None:
+    options = (*disturbed(tmp_path, "worker 1 step 7 flip gradient"), "--audit", "1.0")
+    with start(*AUDITED, nproc=nproc, options=options) as run:
+        assert finish(run) == reference(20)
+    (text,) = wrong(run)
+    assert "worker 1 has computed virtual rank" in text
+    assert "of step 7 wrongly; the step was computed again" in text
+    assert run.events("lost") == []  # once is forgiven
+    assert verify(run.run_dir.path, SamplePlan.from_dict).ok
+
+
+def test_who_computes_wrongly_again_and_again_leaves(
+    start: Start, reference: Reference, tmp_path: Path
+) -> None:
+    """Its successor, on the same machine, does the same."""
+    options = (*disturbed(tmp_path, "worker 1 from step 5 multiply wrongly"), "--audit", "1.0")
+    with start(*AUDITED, nproc=3, options=options) as run:
+        assert finish(run) == reference(20)
+    assert all("worker 1 has computed" in text for text in wrong(run))
+    assert [event["worker"] for event in run.events("lost")][:1] == [1]
+
+
+@pytest.mark.parametrize("what", ["parameter", "optimizer"])
+def test_a_replica_that_has_become_another_is_found_and_replaced(
+    what: str, start: Start, reference: Reference, tmp_path: Path
+) -> None:
+    """Before its gradients are used; its successor has the state of the others."""
+    options = (*disturbed(tmp_path, f"worker 1 step 7 flip {what}"), "--audit", "1.0")
+    with start(*AUDITED, nproc=4, options=options) as run:
+        assert finish(run) == reference(20)
+    assert all("worker 1 has computed" in text for text in wrong(run))
+    assert wrong(run)
+    assert [event["worker"] for event in run.events("lost")] == [1]
+
+
+def test_what_comes_out_otherwise_each_time_is_not_audited_any_more(
+    start: Start, tmp_path: Path
+) -> None:
+    """As on hardware whose kernels do not keep an order: that is said, and nobody is blamed."""
+    options = (*disturbed(tmp_path, "any worker always multiply wrongly"), "--audit", "1.0")
+    with start(*AUDITED, nproc=3, options=options) as run:
+        finish(run)
+    (text,) = wrong(run)
+    assert "nothing is audited any more" in text
+    assert run.events("lost") == []

@@ -138,6 +138,14 @@ def _add_stragglers(found: argparse.ArgumentParser) -> None:
         "for it, however long (default 0.02)",
     )
     found.add_argument(
+        "--audit",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="of all tasks, that are computed by a second worker as well, to find machines that "
+        "compute wrongly: 0.01 costs one per cent (default 0)",
+    )
+    found.add_argument(
         "--faults",
         type=Path,
         metavar="FILE",
@@ -259,6 +267,8 @@ def make_spec(options: argparse.Namespace) -> JobSpec:
         raise UserError(f"--save-between {least_s:g} {most_s:g}: LEAST must be from 0 to MOST")
     if options.scrub_rate < 0:
         raise UserError(f"--scrub-rate {options.scrub_rate:g} must not be negative")
+    if not 0 <= options.audit <= 1:
+        raise UserError(f"--audit {options.audit:g} must be from 0 to 1")
     if not 0 <= options.speculation_budget <= 1:
         raise UserError(f"--speculation-budget {options.speculation_budget:g} must be from 0 to 1")
     if not options.script.is_file():
@@ -292,4 +302,5 @@ def make_spec(options: argparse.Namespace) -> JobSpec:
         scrub_rate=options.scrub_rate * 1e6,
         rebalance=not options.no_rebalance,
         speculation=options.speculation_budget,
+        audit=options.audit,
     )

@@ -72,6 +72,10 @@ class Bucket:
         tree.merge(self.partials, (vrank, 1), leaf, vranks, self._add)
         self.contributed.add(vrank)
 
+    def reuse(self, leaf: Flat) -> None:
+        """It is not needed; its memory is."""
+        self._spare.append(leaf)
+
     def reset(self) -> None:
         """Forget the step's partial sums; their memory is reused by the next."""
         self._spare.extend(self.partials.values())
@@ -98,7 +102,10 @@ class Gradients:
         self._vranks = vranks
         self._lock = lock
         self._vrank: int | None = None  # whose backward pass is running
+        self._audits = False  # the running task is another worker's: only looked at
+        self._reached: set[int] = set()  # buckets that the running task has filled
         self.on_filled: Callable[[Bucket], None] = lambda bucket: None
+        self.on_leaf: Callable[[int, int, torch.Tensor], None] = lambda vrank, bucket, leaf: None
         self._used = bytearray(len(self._named))  # plain bytes: marked once per parameter and task
         self.buckets: list[Bucket] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -133,8 +140,10 @@ class Gradients:
         for _, p in self._named:
             p.grad = None
 
-    def begin_task(self, vrank: int) -> None:
-        self._vrank = vrank
+    def begin_task(self, vrank: int, audits: bool = False) -> None:
+        """`audits`: of a task that another worker hosts; its gradient is only shown `on_leaf`."""
+        self._vrank, self._audits = vrank, audits
+        self._reached.clear()
         for bucket in self.buckets:
             bucket.missing = len(bucket.params)
 
@@ -144,7 +153,7 @@ class Gradients:
         if vrank is None:
             return
         for bucket in self.buckets:
-            if vrank not in bucket.contributed:
+            if bucket.index not in self._reached:
                 self._fill(bucket, vrank)
 
     def publish(self, used: torch.Tensor) -> None:
@@ -179,10 +188,15 @@ class Gradients:
     def _fill(self, bucket: Bucket, vrank: int) -> None:
         with torch.no_grad():
             leaf = bucket.leaf()
+            self._reached.add(bucket.index)
             current.taps.gradient(vrank, leaf.data)
+            self.on_leaf(vrank, bucket.index, leaf.data)
             with self._lock:
-                bucket.contribute(vrank, leaf, self._vranks)
-                self.on_filled(bucket)
+                if self._audits:
+                    bucket.reuse(leaf)
+                else:
+                    bucket.contribute(vrank, leaf, self._vranks)
+                    self.on_filled(bucket)
 
 
 def _plan(params: Sequence[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:

@@ -6,6 +6,8 @@ view. Partial sums live in the buckets, so a new view simply reduces them again.
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections import deque
@@ -17,8 +19,9 @@ from holdfast.core import worker as machine
 from holdfast.core.balance import BalancePolicy
 from holdfast.core.errors import Damaged, Severed, UserError, WorldError
 from holdfast.core.speeds import Speeds
-from holdfast.core.types import Laggard, View
+from holdfast.core.types import Laggard, View, WorkerId
 from holdfast.store.storage import Missing
+from holdfast.train.auditing import Court, StepAudits
 from holdfast.train.buckets import Bucket, Gradients
 from holdfast.train.clock import TaskClock
 from holdfast.train.driver import Driver, Link, ViewRendezvous
@@ -48,6 +51,7 @@ class StepState:
         self, gradients: Gradients, table: StepTable, buffers: Buffers, clock: TaskClock
     ) -> None:
         self.clock = clock
+        self.audits = StepAudits()
         self.gradients = gradients
         self.table = table
         self.buffers = buffers
@@ -86,6 +90,7 @@ class Engine(threading.Thread):
         self._make_transport = make_transport
         self._filled: deque[Bucket] = deque()
         self._missed = MissedSteps(step)
+        self._mistakes = 0  # of this worker
         self._layout: tuple[object, Layout]  # of which view and owners, and what it is
 
     def run(self) -> None:
@@ -134,9 +139,13 @@ class Engine(threading.Thread):
         self._missed.forget()
         driver.post(machine.Synced(number))
         speeds = Speeds(view, BalancePolicy() if self.rebalance else None)
+        court = Court()
         while True:
             step, layout = self._await_open_step(view)
             self._reduce(layout, transport, number)
+            if not self._audited(court, view, layout, transport):
+                continue  # the step is computed again
+            court = Court()
             self._step.reduced_in = number
             driver.post(machine.Reduced(number, step))
             votes = vote(transport, layout, number, step, self._opinion(step))
@@ -146,8 +155,65 @@ class Engine(threading.Thread):
                 self._missed.keep(step, layout, number)
             for kind, text in speeds.observe([v.compute_us for v in votes], driver.leads):
                 driver.post(machine.Remarked(kind, text))
+            self._step.audits.given_up = any(v.unlike for v in votes)
             pending = any(v.pending for v in votes)
             driver.post(machine.Voted(number, step, pending, speeds.owners))
+
+    def _audited(self, court: Court, view: View, layout: Layout, transport: Transport) -> bool:
+        """Whether the sums may be used: what was computed twice came to the same bits.
+
+        Else the step begins anew. Severed when a member is wrong again: it leaves the job.
+        """
+        audits, driver = self._step.audits, self._driver
+        if audits.view != view.number or not audits.audits:
+            return True
+        self._await(view, lambda: not audits.owed(view.number))
+        court.hear(audits.compare(transport, layout, view))
+        if not court.differing and not audits.attempt:
+            return True
+        if court.hopeless:
+            audits.given_up = True
+            self._tell(
+                "the same task comes to other bits each time: nothing is audited any more; use "
+                "deterministic algorithms (torch.use_deterministic_algorithms)"
+            )
+            return True
+        if court.agreed(driver.owners):
+            self._blame(court.wrong(), leaves=False)
+            return True
+        wrong = court.wrong()
+        if audits.attempt and wrong:
+            self._blame(wrong, leaves=True)
+            raise Severed(f"worker {wrong[0][0]} computes wrongly")
+        with driver.changed:
+            step = self._step
+            step.gradients.begin_step()
+            step.open(driver.committed)
+            audits.open(
+                view.number,
+                driver.worker,
+                court.again(audits.audits, view.workers),
+                audits.attempt + 1,
+            )
+            driver.changed.notify_all()
+        return False
+
+    def _blame(self, wrong: list[tuple[WorkerId, int]], *, leaves: bool) -> None:
+        """Who has computed wrongly leaves the job, if at once or for the second time."""
+        for worker, vrank in wrong:
+            self._tell(
+                f"worker {worker} has computed virtual rank {vrank} of step "
+                f"{self._driver.committed} wrongly; the step was computed again"
+            )
+        mine = any(worker == self._driver.worker for worker, _ in wrong)
+        self._mistakes += mine
+        if mine and (leaves or self._mistakes > 1):
+            say("this worker computes wrongly: it leaves the job")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def _tell(self, text: str) -> None:
+        if self._driver.leads:
+            self._driver.post(machine.Remarked("wrong", text))
 
     def _opinion(self, step: int) -> Vote:
         driver, saver = self._driver, self._saver
@@ -155,7 +221,8 @@ class Engine(threading.Thread):
         if saver is not None:
             due, busy = saver.due(step + 1) and driver.leads, saver.busy
         save = due or (saver is not None and driver.save_wanted)
-        return Vote(driver.pending, save, busy, self._step.clock.step_us())
+        unlike = self._step.audits.given_up
+        return Vote(driver.pending, save, busy, unlike, self._step.clock.step_us())
 
     def _catch_up(self, view: View, lag: Laggard, transport: Transport, donors: list[int]) -> None:
         """A member that was late applies the steps that it has missed; the others send them."""

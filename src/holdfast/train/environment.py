@@ -26,6 +26,7 @@ VARIABLES = (
     "HOLDFAST_SAVE_BETWEEN",
     "HOLDFAST_ORDERS_FD",
     "HOLDFAST_REBALANCE",
+    "HOLDFAST_AUDIT",
 )
 
 
@@ -43,6 +44,7 @@ class WorkerEnvironment:
     store: str = ""  # where checkpoints are; empty: there are none
     save_every: int = 0  # steps; 0: as often as pays
     pace: PacePolicy = field(default_factory=PacePolicy)
+    audit: float = 0.0  # share of tasks that are computed twice; the same on all workers of a job
     rebalance: bool = True  # the same on all workers of a job
     orders_fd: int | None = None  # to the node's checkpoint writer
     job: str = ""
@@ -59,12 +61,17 @@ class WorkerEnvironment:
 
         fd, orders_fd = number("HOLDFAST_FD", -1), number("HOLDFAST_ORDERS_FD", -1)
         run_dir = environ.get("HOLDFAST_RUN_DIR")
+        audit = environ.get("HOLDFAST_AUDIT", "0")
         between = environ.get("HOLDFAST_SAVE_BETWEEN", "")
         try:
             pace = PacePolicy(*map(float, between.split())) if between else PacePolicy()
         except (ValueError, TypeError):
             text = f"HOLDFAST_SAVE_BETWEEN={between!r} is not two numbers of seconds: unset it"
             raise UserError(text) from None
+        try:
+            audit_share = float(audit)
+        except ValueError:
+            raise UserError(f"HOLDFAST_AUDIT={audit!r} is not a number: unset it") from None
         try:
             peer_key = bytes.fromhex(environ.get("HOLDFAST_PEER_KEY", ""))
         except ValueError:
@@ -80,6 +87,7 @@ class WorkerEnvironment:
             store=environ.get("HOLDFAST_STORE", ""),
             save_every=number("HOLDFAST_SAVE_EVERY", 0),
             pace=pace,
+            audit=audit_share,
             rebalance=bool(number("HOLDFAST_REBALANCE", 1)),
             orders_fd=orders_fd if orders_fd >= 0 else None,
             job=environ.get("HOLDFAST_JOB", ""),

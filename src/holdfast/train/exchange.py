@@ -23,7 +23,7 @@ from holdfast.train.record import Buffers, StepTable
 from holdfast.train.taps import current
 from holdfast.train.transport import Message, Pending, Transport
 
-TAG_VOTE, TAG_TABLE, TAG_BUFFERS, TAG_STATE, TAG_BUCKETS = 1, 2, 3, 16, 1024
+TAG_VOTE, TAG_TABLE, TAG_BUFFERS, TAG_AUDIT, TAG_STATE, TAG_BUCKETS = 1, 2, 3, 4, 16, 1024
 PIECE_ALIGN = 64  # elements; pieces start on cache lines
 
 
@@ -218,12 +218,14 @@ class Vote:
     """What a member says at the end of a step.
 
     `pending`: it knows of a planned change. `save`: the state after this step should be saved.
-    `busy`: it still saves another one. `compute_us`: how long its own tasks of the step took.
+    `busy`: it still saves another one. `unlike`: the same task comes to other bits each time, so
+    that nothing can be audited. `compute_us`: how long its own tasks of the step took.
     """
 
     pending: bool
     save: bool = False
     busy: bool = False
+    unlike: bool = False
     compute_us: int = 0
 
 
@@ -233,7 +235,10 @@ def vote(transport: Transport, layout: Layout, view: int, step: int, mine: Vote)
     votes = all_gather(transport, layout, words, TAG_VOTE)
     if not bool((votes[:, :2] == words[:2]).all()):
         raise Severed(f"votes of view {view}, step {step} do not match: {votes.tolist()}")
-    return [Vote(bool(a), bool(b), bool(c), us) for _, _, a, b, c, us in votes.tolist()]
+    return [
+        Vote(bool(pending), bool(save), bool(busy), bool(unlike), compute_us)
+        for _, _, pending, save, busy, unlike, compute_us in votes.tolist()
+    ]
 
 
 def _wait(pending: Pending | None) -> None:

@@ -20,6 +20,7 @@ import torch
 
 from holdfast.core import tree
 from holdfast.core import worker as machine
+from holdfast.core.audit import plan
 from holdfast.core.errors import UserError
 from holdfast.core.interval import Pace
 from holdfast.observe.ledger import LedgerEntry, LedgerHeader, LedgerWriter, ledger_path
@@ -210,8 +211,8 @@ class Step:
 
     def __iter__(self) -> Iterator[Any]:
         """This worker's batches. There are more after another worker has failed in this step."""
-        while (vrank := self._work.next_task(self.index)) is not None:
-            yield from self._task(vrank)
+        while (task := self._work.next_task(self.index)) is not None:
+            yield from self._task(*task)
         self._work.finish(self)
         self.complete = True
 
@@ -232,11 +233,11 @@ class Step:
         (scaler.scale(share) if scaler is not None else share).backward()
         self._task_loss = float(loss.detach())
 
-    def _task(self, vrank: int) -> Iterator[Any]:
+    def _task(self, vrank: int, audits: bool) -> Iterator[Any]:
         plan, work = self._source.plan, self._work
         count = plan.task_samples(self.index, vrank)
         self._task_loss = 0.0
-        work.begin_task(vrank)
+        work.begin_task(vrank, audits)
         if count:
             self._scale = plan.weight(self.index, vrank) / plan.virtual_ranks
             self._owed = vrank
@@ -245,7 +246,10 @@ class Step:
             yield batch
             if self._owed is not None:
                 raise UserError("a batch had no step.backward(loss): call it once for each one")
-        work.end_task(vrank, self._task_loss, count, plan.digest(self.index, vrank))
+        if audits:
+            work.end_audit(vrank)
+        else:
+            work.end_task(vrank, self._task_loss, count, plan.digest(self.index, vrank))
 
 
 class _Work:
@@ -275,6 +279,7 @@ class _Work:
 
     def start(self, link: AgentLink | SoloLink, gloo: GlooDevice) -> None:
         self._gradients.attach()
+        self._gradients.on_leaf = self._step.audits.note
 
         def make_transport() -> Transport:
             return NcclTransport(gloo, self._devices[0]) if self._devices else GlooTransport(gloo)
@@ -348,11 +353,25 @@ class _Work:
             self._stepped = True
             with driver.changed:
                 self._step.open(index)
+                self._plan_audits(index)
                 driver.changed.notify_all()
         return index
 
-    def next_task(self, index: int) -> int | None:
-        """The next virtual rank to compute for step `index`; None once the step is committed."""
+    def _plan_audits(self, index: int) -> None:
+        """Not of a step that was under way when the view was formed: some of it is computed."""
+        driver, share = self._driver, self._job._environment.audit
+        view = driver.view
+        if view is not None:
+            fresh = index > view.resume_step or (index == view.resume_step and view.joiners)
+            fresh = fresh and not self._step.audits.given_up
+            audits = plan(self._job.seed, index, driver.owners, view.workers, share)
+            self._step.audits.open(view.number, driver.worker, audits if fresh else ())
+
+    def next_task(self, index: int) -> tuple[int, bool] | None:
+        """The next virtual rank to compute for step `index`; None once the step is committed.
+
+        And whether it is another worker's, computed to compare.
+        """
         driver, done = self._driver, self._step.done
         with driver.changed:
             said = False
@@ -363,18 +382,27 @@ class _Work:
                     if said:
                         driver.post(machine.LocalDone(False))
                     self._follow(hosted, index)
-                    return missing[0]
+                    return missing[0], False
                 if not said:
                     said = True
                     driver.post(machine.LocalDone(True))
+                owed = self._step.audits.owed(driver.view.number if driver.view else 0)
+                if owed:
+                    return owed[0], True
                 self._check()
                 driver.wait()
         return None
 
-    def begin_task(self, vrank: int) -> None:
+    def begin_task(self, vrank: int, audits: bool) -> None:
         self._step.clock.begin()
         self._step.buffers.restore()
-        self._gradients.begin_task(vrank)
+        self._gradients.begin_task(vrank, audits)
+
+    def end_audit(self, vrank: int) -> None:
+        self._gradients.end_task()
+        with self._driver.changed:
+            self._step.audits.done.add(vrank)
+            self._driver.changed.notify_all()
 
     def end_task(self, vrank: int, loss: float, count: int, digest: int) -> None:
         self._gradients.end_task()
