@@ -91,7 +91,17 @@ TUNED: dict[str, dict[str, object]] = {
     "who_is_behind_is_believed_about_assignments": SLOW | {"data_s": 0.02, "cut_in_flight": 1.0},
     "members_hear_different_times": SLOW,
     "what_is_missed_is_counted_from_the_next_step": LATE,
-    "what_died_with_a_member_is_taken_for_kept": LATE,
+    "what_died_with_a_member_is_taken_for_kept": LATE
+    | {
+        "agents": 4,
+        "nodes_max": 4,
+        "vranks": 8,
+        "loops": (80,),
+        "faults": ("busy", "worker_crash"),
+        "fault_every_s": 1.0,
+        "faults_end_s": 40.0,
+        "control_s": 0.2,
+    },
     "nobody_knows_who_is_behind": LATE,
     "who_catches_up_holds_the_state_already": LATE,
     "the_late_one_goes_on_in_the_old_view": LATE,

@@ -117,7 +117,7 @@ def test_a_flipped_bit_is_never_loaded(tmp_path: Path) -> None:
         except CheckpointException as error:
             said = str(error)
         if said:  # the metadata is well, something else is not
-            assert "Damaged" in said
+            assert "Rotten" in said
             refused += 1
         else:  # the newest whose metadata can be read is the older one
             assert same(state, alone(1))

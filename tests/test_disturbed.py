@@ -114,7 +114,11 @@ def test_a_script_that_cannot_be_read_starts_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("factor", "share", "fault"),
-    [(2.5, 3, ""), (2.5, 3, "worker 0 step 14 kill"), (8, 4, "worker 0 step 14 kill")],
+    [
+        pytest.param(2.5, 3, "", marks=pytest.mark.slow),
+        (2.5, 3, "worker 0 step 14 kill"),
+        (8, 4, "worker 0 step 14 kill"),
+    ],
 )
 def test_a_slow_worker_hosts_less_and_no_bit_changes(
     factor: float, share: int, fault: str, start: Start, reference: Reference, tmp_path: Path
@@ -142,6 +146,7 @@ def test_nothing_moves_when_that_is_not_wanted(start: Start, tmp_path: Path) -> 
     assert run.events("balance") == []
 
 
+@pytest.mark.slow
 def test_bits_do_not_depend_on_how_often_work_moves(
     start: Start, reference: Reference, tmp_path: Path
 ) -> None:
@@ -172,7 +177,7 @@ def told(run: LocalRun, what: str) -> list[str]:
     return [event["text"] for event in run.events("view") if what in event["text"]]
 
 
-@pytest.mark.parametrize("worker", [2, 0])
+@pytest.mark.parametrize("worker", [pytest.param(2, marks=pytest.mark.slow), 0])
 def test_a_late_worker_is_set_aside_and_catches_up(
     worker: int, start: Start, reference: Reference, tmp_path: Path
 ) -> None:
@@ -189,6 +194,7 @@ def test_a_late_worker_is_set_aside_and_catches_up(
     assert not [path.name for path in log.rglob(f"worker-{worker}-2*")]  # no second incarnation
 
 
+@pytest.mark.slow
 def test_who_has_missed_too_much_is_replaced(
     start: Start, reference: Reference, tmp_path: Path
 ) -> None:
@@ -209,6 +215,7 @@ def test_others_may_die_while_one_is_set_aside(
     assert verify(run.run_dir.path, SamplePlan.from_dict).ok
 
 
+@pytest.mark.slow
 def test_without_a_budget_everybody_is_waited_for(
     start: Start, reference: Reference, tmp_path: Path
 ) -> None:
@@ -228,7 +235,7 @@ def wrong(run: LocalRun) -> list[str]:
     return [event["text"] for event in run.events("wrong")]
 
 
-@pytest.mark.parametrize("nproc", [2, 4])
+@pytest.mark.parametrize("nproc", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_audits_change_nothing(nproc: int, start: Start, reference: Reference) -> None:
     with start(*AUDITED, nproc=nproc, options=("--audit", "1.0")) as run:
         assert finish(run) == reference(20)
@@ -236,7 +243,7 @@ def test_audits_change_nothing(nproc: int, start: Start, reference: Reference) -
     assert run.events("lost") == []
 
 
-@pytest.mark.parametrize("nproc", [2, 4])
+@pytest.mark.parametrize("nproc", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_a_wrong_gradient_is_computed_again(
     nproc: int, start: Start, reference: Reference, tmp_path: Path
 ) -> None:
@@ -261,7 +268,7 @@ def test_who_computes_wrongly_again_and_again_leaves(
     assert [event["worker"] for event in run.events("lost")][:1] == [1]
 
 
-@pytest.mark.parametrize("what", ["parameter", "optimizer"])
+@pytest.mark.parametrize("what", ["parameter", pytest.param("optimizer", marks=pytest.mark.slow)])
 def test_a_replica_that_has_become_another_is_found_and_replaced(
     what: str, start: Start, reference: Reference, tmp_path: Path
 ) -> None:

@@ -65,8 +65,8 @@ def outcome(run: LabRun) -> str:
 
 
 def rejoined(run: LabRun) -> bool:
-    """Whether the last view had a worker of each node again."""
-    return "workers 0-2;" in run.events("view")[-1]["text"]
+    """Whether a later view had a worker of each node again."""
+    return any("workers 0-2;" in event["text"] for event in run.events("view")[1:])
 
 
 def until_step(run: LabRun, more: int = 1, within_s: float = RUN_S) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -83,7 +84,8 @@ def test_when_all_workers_are_lost_the_newest_checkpoint_is_begun_from(
             strike(pid)
         assert finish(run) == reference(STEPS)
     (view,) = [e["text"] for e in run.events("view") if "every worker was lost" in e["text"]]
-    assert "from the checkpoint of step 10" in view or "from the checkpoint of step 15" in view
+    # The newest that a worker has told of; it may have been stopped before it could tell of 10.
+    assert re.search(r"from the checkpoint of step (5|10|15)\b", view), view
 
 
 @pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.slow), 3])

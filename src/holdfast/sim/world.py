@@ -28,7 +28,7 @@ from holdfast.sim.options import Options
 from holdfast.sim.workers import Process
 
 STORY_MAX = 40
-EVENTS_MAX = 3_000_000  # of a job of a few nodes
+EVENTS_MAX = 400_000  # of a job of a few nodes, which takes a few thousand
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -100,6 +100,6 @@ class Court:
         return found
 
     def again(self, audits: Sequence[Audit], workers: Sequence[WorkerId]) -> tuple[Audit, ...]:
-        """The next attempt's: all is computed anew, so all is audited; what differs by everybody."""
+        """The next attempt: all is computed anew and so audited; by everybody what differs."""
         differing = self.differing
         return tuple(by_all(a, workers) if a.vrank in differing else a for a in audits)
