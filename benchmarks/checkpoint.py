@@ -260,12 +260,15 @@ def measure_stalls(
     loaded: State,
     within: Path | None,
 ) -> None:
-    """How long training stands still for a save that then goes on by itself."""
-    began = time.perf_counter()
-    copy(state, loaded)
-    found[COPY].stall_s.append(time.perf_counter() - began)
+    """How long training stands still for a save that then goes on by itself.
+
+    The plain copy is taken under the same conditions, just before each.
+    """
     for way, job in jobs.items():
         os.sync()
+        began = time.perf_counter()
+        copy(state, loaded)
+        found[COPY].stall_s.append(time.perf_counter() - began)
         began = time.perf_counter()
         found[way].stall_s.append(job.begin())
         job.finish()

@@ -182,7 +182,7 @@ def test_a_late_worker_is_set_aside_and_catches_up(
     worker: int, start: Start, reference: Reference, tmp_path: Path
 ) -> None:
     """Also the leader. It keeps its process and its state, and applies what it has missed."""
-    options = disturbed(tmp_path, f"worker {worker} step 20 stall 1.0")
+    options = disturbed(tmp_path, f"worker {worker} step 20 stall 2.0")
     with start(*LATE, options=options) as run:
         assert finish(run) == reference(50)
     report = verify(run.run_dir.path, SamplePlan.from_dict)
@@ -208,7 +208,7 @@ def test_others_may_die_while_one_is_set_aside(
     start: Start, reference: Reference, tmp_path: Path
 ) -> None:
     """Then nobody has all of what it has missed, and it begins anew."""
-    options = disturbed(tmp_path, "worker 2 step 20 stall 1.5\nworker 3 step 22 kill")
+    options = disturbed(tmp_path, "worker 2 step 20 stall 2.5\nworker 3 step 22 kill")
     with start(*LATE, options=options) as run:
         assert finish(run) == reference(50)
     assert told(run, "worker 2 is late in step 20 and is set aside")
@@ -219,7 +219,7 @@ def test_others_may_die_while_one_is_set_aside(
 def test_without_a_budget_everybody_is_waited_for(
     start: Start, reference: Reference, tmp_path: Path
 ) -> None:
-    faults = disturbed(tmp_path, "worker 2 step 20 stall 1.0")
+    faults = disturbed(tmp_path, "worker 2 step 20 stall 2.0")
     with start(*LATE, options=(*faults, "--speculation-budget", "0")) as run:
         assert finish(run) == reference(50)
     assert told(run, "set aside") == []

@@ -71,6 +71,8 @@ def test_without_a_number_of_steps_a_job_saves_as_often_as_pays(
     logs = "".join(path.read_text() for path in run.run_dir.logs.iterdir())
     assert "every 0.2 s: a save costs" in logs
     assert "one of 2 workers is lost every" in logs
+    told = [event["text"] for event in run.events("save")]
+    assert any("is saved, in" in text and "one of 2 workers is lost every" in text for text in told)
 
 
 def test_when_all_workers_are_lost_the_newest_checkpoint_is_begun_from(
@@ -153,6 +155,7 @@ def test_a_rotten_checkpoint_is_passed_over_for_an_older_one(
         assert finish(again) == reference(STEPS)
     begun = [e["text"] for e in again.events("view") if "every worker was lost" in e["text"]]
     assert f"from the checkpoint of step {newest - 5}" in begun[-1]
+    assert any("its digest is another" in event["text"] for event in again.events("rot"))
 
 
 def test_a_store_that_cannot_be_written_costs_checkpoints_only(
@@ -163,6 +166,8 @@ def test_a_store_that_cannot_be_written_costs_checkpoints_only(
         assert finish(run) == reference(STEPS)
     logs = "".join(path.read_text() for path in run.run_dir.logs.iterdir())
     assert "step 5 is not saved: cannot write" in logs
+    told = [event["text"] for event in run.events("save")]
+    assert any("step 5 is not saved: cannot write" in text for text in told)
 
 
 @pytest.mark.slow

@@ -125,7 +125,8 @@ def candidates(situation: Situation) -> list[WorkerStatus]:
             if status.promised < view.number:
                 continue
         name = roster.places[worker].agent
-        if name not in situation.silent and not roster.draining(name) and not status.in_step:
+        # One that has begun to catch up, and had to stop, may be anywhere between two steps.
+        if name not in situation.silent and not roster.draining(name) and not status.committed:
             found.append(status)
     return found
 

@@ -30,11 +30,11 @@ STEPS_TIMED = 16  # whose median is the usual duration of a step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """When a worker that waits says that others are late. Seconds, from the step's beginning."""
+    """When a worker that waits says that others are late: after so long, once it is done itself."""
 
     steps: int = 8  # that must have been timed before
-    times: float = 2.0  # the usual duration
-    least_s: float = 0.5  # more
+    times: float = 1.0  # the usual duration of a step
+    least_s: float = 1.0  # and so much more
 
 
 # ---------------------------------------------------------------- events
@@ -240,6 +240,7 @@ class WorkerMachine:
         self._release_loop = 0
         self._released_loop = 0
         self.acting_until = float("inf")  # by its node's clock
+        self._waiting_since = 0.0
         self._began_at = 0.0  # when the step under way, or this view, began here
 
     def handle(self, event: WorkerEvent, now: float) -> list[WorkerEffect]:  # noqa: RET503
@@ -266,6 +267,7 @@ class WorkerMachine:
                 return self._caught_up(view, step)
             case LocalDone(done):
                 self._change(waiting=done)
+                self._waiting_since = now
                 return [] if self._acting_in(self._status.view) else [self._tell()]
             case AtBoundary():
                 return self._at_boundary()
@@ -372,7 +374,7 @@ class WorkerMachine:
         if status.late or not status.waiting or len(self._durations) < patience.steps:
             return float("inf")
         usual = sorted(self._durations)[len(self._durations) // 2]
-        return self._began_at + usual * patience.times + patience.least_s
+        return self._waiting_since + usual * patience.times + patience.least_s
 
     def _link_lost(self, view: ViewNumber, peers: tuple[WorkerId, ...]) -> list[WorkerEffect]:
         if self._status.view != view or set(peers) <= set(self._status.unreached):
@@ -425,7 +427,7 @@ class WorkerMachine:
         )
         if behind:  # of no use to anybody until it has caught up
             self._change(has_state=False, tainted=True)
-        self._began_at = now
+        self._began_at = self._waiting_since = now
         effects += [Install(view), self._tell()]
         if not view.joiners:
             effects += self._begin()
@@ -488,7 +490,8 @@ class WorkerMachine:
             return [self._tell()]
         if self._stop_next:
             return self._promise(view.number)
-        catches_up = self._status.committed < view.resume_step
+        behind = view.lag(self._status.worker) is not None
+        catches_up = behind and self._status.committed < view.resume_step
         if view.joiners and not self._synced and not catches_up:
             return []
         return self._begin()

@@ -20,7 +20,11 @@ Digests = dict[int, dict[WorkerId, int]]  # of tasks, by virtual rank, as each w
 
 
 class StepAudits:
-    """The audits of the open step, in the view in which it was opened."""
+    """The audits of the open step, as they are planned in one view.
+
+    Which tasks are audited follows from the step alone; who computes them, from the view. So what
+    was computed in the view before still counts.
+    """
 
     def __init__(self) -> None:
         self.view = 0
@@ -32,10 +36,15 @@ class StepAudits:
         self._digests: dict[int, int] = {}  # by virtual rank, of tasks that this worker computed
 
     def open(self, view: int, worker: WorkerId, audits: Sequence[Audit], attempt: int = 0) -> None:
+        """Nothing of the step is computed yet."""
+        self.done.clear()
+        self._digests = {audit.vrank: 0 for audit in audits}
+        self.plan(view, worker, audits, attempt)
+
+    def plan(self, view: int, worker: WorkerId, audits: Sequence[Audit], attempt: int = 0) -> None:
+        """As `open`, in the middle of the step."""
         self.view, self.attempt, self._worker = view, attempt, worker
         self.audits = tuple(audits)
-        self.done.clear()
-        self._digests = {a.vrank: 0 for a in audits if worker in a.workers}
 
     def owed(self, view: int) -> list[int]:
         """Virtual ranks of others that this worker has yet to compute."""
@@ -43,6 +52,11 @@ class StepAudits:
             return []
         mine = [a.vrank for a in self.audits if self._worker in a.auditors]
         return [vrank for vrank in mine if vrank not in self.done]
+
+    def begin(self, vrank: int) -> None:
+        """This worker computes the task, perhaps not for the first time."""
+        if vrank in self._digests:
+            self._digests[vrank] = 0
 
     def note(self, vrank: int, bucket: int, flat: torch.Tensor) -> None:
         """A bucket of a task's gradient as this worker has it; they may come in any order."""

@@ -15,7 +15,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
+
 from holdfast.core import worker as machine
+from holdfast.core.audit import Audit
 from holdfast.core.balance import BalancePolicy
 from holdfast.core.errors import Damaged, Severed, UserError, WorldError
 from holdfast.core.speeds import Speeds
@@ -26,12 +29,14 @@ from holdfast.train.buckets import Bucket, Gradients
 from holdfast.train.clock import TaskClock
 from holdfast.train.driver import Driver, Link, ViewRendezvous
 from holdfast.train.exchange import (
+    TAG_AUDIT,
     BucketSum,
     BuffersSpread,
     Layout,
     Operation,
     TableGather,
     Vote,
+    all_gather,
     vote,
 )
 from holdfast.train.missed import MissedSteps
@@ -81,6 +86,7 @@ class Engine(threading.Thread):
     ) -> None:
         super().__init__(name="holdfast-engine", daemon=True)
         self.rebalance = True  # slow workers host fewer virtual ranks; the same on all
+        self.audits: Callable[[View, int], tuple[Audit, ...]] = lambda view, step: ()
         self._restorer = restorer
         self._saver = saver
         self._driver = driver
@@ -137,6 +143,7 @@ class Engine(threading.Thread):
             loading = [ranks[w] for w in view.joiners if view.lag(w) is None]
             sync.run([ranks[w] for w in view.donors], loading)
         self._missed.forget()
+        self._agree_on_audits(layout, transport)
         driver.post(machine.Synced(number))
         speeds = Speeds(view, BalancePolicy() if self.rebalance else None)
         court = Court()
@@ -165,7 +172,7 @@ class Engine(threading.Thread):
         Else the step begins anew. Severed when a member is wrong again: it leaves the job.
         """
         audits, driver = self._step.audits, self._driver
-        if audits.view != view.number or not audits.audits:
+        if not audits.audits:
             return True
         self._await(view, lambda: not audits.owed(view.number))
         court.hear(audits.compare(transport, layout, view))
@@ -184,6 +191,8 @@ class Engine(threading.Thread):
         wrong = court.wrong()
         if audits.attempt and wrong:
             self._blame(wrong, leaves=True)
+            # Whoever is to leave must have heard of it: its end breaks the group.
+            all_gather(transport, layout, torch.zeros(1, dtype=torch.int64), TAG_AUDIT)
             raise Severed(f"worker {wrong[0][0]} computes wrongly")
         with driver.changed:
             step = self._step
@@ -197,6 +206,12 @@ class Engine(threading.Thread):
             )
             driver.changed.notify_all()
         return False
+
+    def _agree_on_audits(self, layout: Layout, transport: Transport) -> None:
+        """A joiner does not know, nor who has missed a vote, whether they have been given up."""
+        unlike = torch.tensor([self._step.audits.given_up], dtype=torch.int64)
+        said = all_gather(transport, layout, unlike, TAG_AUDIT)
+        self._step.audits.given_up = bool(said.any())
 
     def _blame(self, wrong: list[tuple[WorkerId, int]], *, leaves: bool) -> None:
         """Who has computed wrongly leaves the job, if at once or for the second time."""
@@ -258,7 +273,9 @@ class Engine(threading.Thread):
             try:
                 restorer.restore(step, transport, layout, lambda: driver.post(machine.Loading()))
             except (Damaged, Missing) as error:
-                say(f"the checkpoint of step {step} is not used: {error}")
+                text = f"the checkpoint of step {step} is not used: {error}"
+                say(text)
+                driver.post(machine.Remarked("rot", text))
                 driver.post(machine.Unreadable(view.number, step, restorer.other_than(step)))
                 raise Severed(str(error)) from None
         except Severed:
@@ -301,6 +318,9 @@ class Engine(threading.Thread):
             driver.check_alive(number)
             hosted = set(driver.hosted())
             step, buckets = driver.committed, self._step.gradients.buckets
+            if self._step.audits.view != number:  # the step was under way when the view was formed
+                self._step.audits.plan(number, driver.worker, self.audits(view, step))
+                driver.changed.notify_all()
             self._filled = deque(b for b in buckets if hosted <= b.contributed)
             owners = driver.owners
         if self._layout[0] != (number, owners):

@@ -20,9 +20,10 @@ import torch
 
 from holdfast.core import tree
 from holdfast.core import worker as machine
-from holdfast.core.audit import plan
+from holdfast.core.audit import Audit, plan
 from holdfast.core.errors import UserError
 from holdfast.core.interval import Pace
+from holdfast.core.types import View
 from holdfast.observe.ledger import LedgerEntry, LedgerHeader, LedgerWriter, ledger_path
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.open import open_storage
@@ -293,14 +294,20 @@ class _Work:
                 orders = socket.socket(fileno=environment.orders_fd)
                 pace = Pace(environment.pace, time.monotonic())
                 every = environment.save_every
-                saver = Saver(orders, environment.job, every, pace, protected, self._saved)
+                saver = Saver(
+                    orders, environment.job, every, pace, protected, self._saved, self._tell_of_save
+                )
                 self._saver = [saver]
         engine = Engine(self._driver, link, self._step, protected, make_transport, restorer, saver)
         engine.rebalance = environment.rebalance
+        engine.audits = self.audits
         engine.start()
 
     def _saved(self, step: int) -> None:
         self._driver.post(machine.Saved(step))
+
+    def _tell_of_save(self, text: str) -> None:
+        self._driver.post(machine.Remarked("save", text))
 
     def loop(self, data: Batches, until: int) -> Iterator[Step]:
         """One `Job.steps` loop."""
@@ -353,19 +360,18 @@ class _Work:
             self._stepped = True
             with driver.changed:
                 self._step.open(index)
-                self._plan_audits(index)
+                if driver.view is not None:
+                    audits = self.audits(driver.view, index)
+                    self._step.audits.open(driver.view.number, driver.worker, audits)
                 driver.changed.notify_all()
         return index
 
-    def _plan_audits(self, index: int) -> None:
-        """Not of a step that was under way when the view was formed: some of it is computed."""
-        driver, share = self._driver, self._job._environment.audit
-        view = driver.view
-        if view is not None:
-            fresh = index > view.resume_step or (index == view.resume_step and view.joiners)
-            fresh = fresh and not self._step.audits.given_up
-            audits = plan(self._job.seed, index, driver.owners, view.workers, share)
-            self._step.audits.open(view.number, driver.worker, audits if fresh else ())
+    def audits(self, view: View, index: int) -> tuple[Audit, ...]:
+        """Of a step: none of one that this worker only catches up with."""
+        if self._step.audits.given_up or index < view.resume_step:
+            return ()
+        job, owners = self._job, self._driver.owners
+        return plan(job.seed, index, owners, view.workers, job._environment.audit)
 
     def next_task(self, index: int) -> tuple[int, bool] | None:
         """The next virtual rank to compute for step `index`; None once the step is committed.
@@ -396,6 +402,7 @@ class _Work:
     def begin_task(self, vrank: int, audits: bool) -> None:
         self._step.clock.begin()
         self._step.buffers.restore()
+        self._step.audits.begin(vrank)
         self._gradients.begin_task(vrank, audits)
 
     def end_audit(self, vrank: int) -> None:

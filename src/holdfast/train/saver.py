@@ -43,7 +43,7 @@ _PLACE = re.compile(r"\[('?)(.*?)\1\]")
 class Saver:
     """`orders`: to the node's writer. `saved` is told, in a thread, of steps that are durable.
 
-    `every`: steps; 0 when it is for `pace` to say how often.
+    `every`: steps; 0 when it is for `pace` to say how often. `tell`: for the job's story.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class Saver:
         pace: Pace,
         protected: Mapping[str, Any],
         saved: Callable[[int], None],
+        tell: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._orders = orders
         self._job = job
@@ -61,6 +62,7 @@ class Saver:
         self._pace = pace
         self._protected = protected
         self._saved = saved
+        self._story = tell
         self._arena = Arena()
         self._copier = Copier(protected)
         self._thread: list[threading.Thread] = []  # the save under way: none or one
@@ -101,7 +103,7 @@ class Saver:
             # Unless copies are still under way this worker may die now: its share will be saved.
             answers = None if self._copier.busy else send(self._orders, order, self._arena)
         except (OSError, MemoryError, WorldError) as error:
-            say(f"step {step} is not saved: {first_line(error)}")
+            self._tell(rank, f"step {step} is not saved: {first_line(error)}")
             return
         finally:  # or it would be due, and cost a copy, after every step
             now = time.monotonic()
@@ -157,11 +159,18 @@ class Saver:
         except WorldError as error:
             answer = Answer(problem=str(error))
         if answer.problem:
-            say(f"step {step} is not saved: {answer.problem}")
+            self._tell(order.rank, f"step {step} is not saved: {answer.problem}")
         elif answer.durable:
             self._saved(step)
             how_often = "" if self._every else f"; {self._pace}"
-            say(f"step {step} is saved, in {time.monotonic() - began:.2f} s{how_often}")
+            took_s = time.monotonic() - began
+            self._tell(order.rank, f"step {step} is saved, in {took_s:.2f} s{how_often}")
+
+    def _tell(self, rank: int, text: str) -> None:
+        """To the worker's log; once of all workers to the story."""
+        say(text)
+        if rank == 0:
+            self._story(text)
 
 
 def _readable(paths: list[str]) -> list[str]:
