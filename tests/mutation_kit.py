@@ -101,6 +101,7 @@ TUNED: dict[str, dict[str, object]] = {
         "fault_every_s": 1.0,
         "faults_end_s": 40.0,
         "control_s": 0.2,
+        "patience": Patience(steps=2, times=0.5, least_s=0.01),
     },
     "nobody_knows_who_is_behind": LATE,
     "who_catches_up_holds_the_state_already": LATE,

@@ -204,6 +204,7 @@ def test_who_has_missed_too_much_is_replaced(
     assert told(run, "worker 2 is late in step 10 and is set aside")
 
 
+@pytest.mark.slow
 def test_others_may_die_while_one_is_set_aside(
     start: Start, reference: Reference, tmp_path: Path
 ) -> None:

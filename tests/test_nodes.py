@@ -187,6 +187,7 @@ def test_training_goes_on_while_there_is_no_coordinator(run: LabRun, expected: s
     assert [e for e in run.events("view") if e["view"] > 1] == []
 
 
+@pytest.mark.slow
 def test_a_node_behind_a_slow_path_is_waited_for(lab: Lab, tmp_path: Path, expected: str) -> None:
     """Everything that it begins, to the coordinator and to other workers, arrives late."""
     with (
