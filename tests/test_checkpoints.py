@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.core.errors import Damaged, UserError, WorldError
+from holdfast.store import compression
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.files import FileStorage
 from holdfast.store.loading import load_range
@@ -270,6 +271,21 @@ ENTRY = st.builds(
     digests=st.binary(max_size=64),
     runs=st.just(()),
 )
+
+
+def test_no_flipped_bit_makes_decompression_take_memory_or_raise() -> None:
+    """Also not one of the length that a frame says it has."""
+    chunk = make_state(1)["sparse"][:CHUNK_BYTES]
+    good = bytes(compression.shorter(memoryview(chunk)))
+    into, wrong = bytearray(CHUNK_BYTES), 0
+    for at in range(24):  # magic, descriptor, length, and the first blocks
+        for bit in range(8):
+            data = bytearray(good)
+            data[at] ^= 1 << bit
+            wrong += bool(compression.expand(memoryview(data), memoryview(into))) or into != chunk
+    assert wrong > 100  # the other bits change nothing that is read
+    assert compression.expand(memoryview(good), memoryview(into)) == ""
+    assert into == chunk
 
 
 @pytest.mark.parametrize("how", ["load", "verify", "scrub"])

@@ -112,6 +112,12 @@ def test_a_script_that_cannot_be_read_starts_nothing(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- real jobs
 
 
+def disturbed(tmp_path: Path, text: str) -> tuple[str, str]:
+    faults = tmp_path / "faults.txt"
+    faults.write_text(text)
+    return "--faults", str(faults)
+
+
 @pytest.mark.parametrize(
     ("factor", "share", "fault"),
     [
@@ -124,10 +130,9 @@ def test_a_slow_worker_hosts_less_and_no_bit_changes(
     factor: float, share: int, fault: str, start: Start, reference: Reference, tmp_path: Path
 ) -> None:
     """Also when the other one dies, which hosts more than the view says, or everything."""
-    faults = tmp_path / "faults.txt"
-    faults.write_text(f"worker 1 from step 1 slow {factor}\n{fault}\n")
+    options = disturbed(tmp_path, f"worker 1 from step 1 slow {factor}\n{fault}\n")
     script = ("--steps", str(STEPS), "--task-s", "0.02")
-    with start(*script, nproc=2, options=("--faults", str(faults))) as run:
+    with start(*script, nproc=2, options=options) as run:
         assert finish(run) == reference(STEPS)
     report = verify(run.run_dir.path, SamplePlan.from_dict)
     assert report.ok, report.findings
@@ -138,9 +143,7 @@ def test_a_slow_worker_hosts_less_and_no_bit_changes(
 
 
 def test_nothing_moves_when_that_is_not_wanted(start: Start, tmp_path: Path) -> None:
-    faults = tmp_path / "faults.txt"
-    faults.write_text("worker 1 from step 1 slow 5")
-    options = ("--faults", str(faults), "--no-rebalance")
+    options = (*disturbed(tmp_path, "worker 1 from step 1 slow 5"), "--no-rebalance")
     with start("--steps", "12", "--task-s", "0.01", nproc=2, options=options) as run:
         finish(run)
     assert run.events("balance") == []
@@ -151,12 +154,11 @@ def test_bits_do_not_depend_on_how_often_work_moves(
     start: Start, reference: Reference, tmp_path: Path
 ) -> None:
     """Each worker in turn is the slow one."""
-    faults = tmp_path / "faults.txt"
     spans = itertools.pairwise(range(0, 61, 12))
     lines = [f"worker {i % 2} steps {a}-{b - 1} slow 6" for i, (a, b) in enumerate(spans)]
-    faults.write_text("\n".join(lines))
+    options = disturbed(tmp_path, "\n".join(lines))
     script = ("--steps", "60", "--task-s", "0.01")
-    with start(*script, nproc=2, options=("--faults", str(faults))) as run:
+    with start(*script, nproc=2, options=options) as run:
         assert finish(run) == reference(60)
     assert len(run.events("balance")) > 1
     assert run.events("view")[1:] == []  # no new view was needed
@@ -165,12 +167,6 @@ def test_bits_do_not_depend_on_how_often_work_moves(
 # ---------------------------------------------------------------- late workers
 
 LATE = ("--steps", "50", "--task-s", "0.05")
-
-
-def disturbed(tmp_path: Path, text: str) -> tuple[str, str]:
-    faults = tmp_path / "faults.txt"
-    faults.write_text(text)
-    return "--faults", str(faults)
 
 
 def told(run: LocalRun, what: str) -> list[str]:
@@ -195,24 +191,21 @@ def test_a_late_worker_is_set_aside_and_catches_up(
 
 
 @pytest.mark.slow
-def test_who_has_missed_too_much_is_replaced(
-    start: Start, reference: Reference, tmp_path: Path
+@pytest.mark.parametrize(
+    ("step", "faults"),
+    [
+        pytest.param(10, "worker 2 step 10 stall 60", id="it has missed too much"),
+        pytest.param(
+            20, "worker 2 step 20 stall 2.5\nworker 3 step 22 kill", id="who kept some of it dies"
+        ),
+    ],
+)
+def test_who_cannot_catch_up_begins_anew(
+    step: int, faults: str, start: Start, reference: Reference, tmp_path: Path
 ) -> None:
-    options = disturbed(tmp_path, "worker 2 step 10 stall 60")
-    with start(*LATE, options=options) as run:
+    with start(*LATE, options=disturbed(tmp_path, faults)) as run:
         assert finish(run) == reference(50)
-    assert told(run, "worker 2 is late in step 10 and is set aside")
-
-
-@pytest.mark.slow
-def test_others_may_die_while_one_is_set_aside(
-    start: Start, reference: Reference, tmp_path: Path
-) -> None:
-    """Then nobody has all of what it has missed, and it begins anew."""
-    options = disturbed(tmp_path, "worker 2 step 20 stall 2.5\nworker 3 step 22 kill")
-    with start(*LATE, options=options) as run:
-        assert finish(run) == reference(50)
-    assert told(run, "worker 2 is late in step 20 and is set aside")
+    assert told(run, f"worker 2 is late in step {step} and is set aside")
     assert verify(run.run_dir.path, SamplePlan.from_dict).ok
 
 

@@ -206,12 +206,14 @@ class Checkpoints:
             except Damaged as error:
                 self._say(f"nothing is removed while a manifest cannot be read: {error}")
                 return Collected(steps=steps, packs=0, freed_bytes=0)
+        suspects = set(self.storage.names(SUSPECT))
         freed = count = 0
         for pack in packs:
             if pack not in used and token_of(pack) not in tokens:
                 freed, count = freed + (self.storage.size(pack) or 0), count + 1
                 self.storage.delete(pack)
-                self.storage.delete(suspect_name(pack))
+                if suspect_name(pack) in suspects:
+                    self.storage.delete(suspect_name(pack))
         return Collected(steps=steps, packs=count, freed_bytes=freed)
 
     def _remains(self, prefix: str) -> list[str]:

@@ -35,12 +35,12 @@ def shorter(chunk: memoryview) -> bytes | memoryview:
 def expand(data: memoryview, into: memoryview) -> str:
     """Fill `into` with what was compressed; returns why that is impossible, if it is."""
     try:
-        found = zstandard.ZstdDecompressor().decompress(data, max_output_size=len(into))
-    except zstandard.ZstdError as error:
+        size = zstandard.frame_content_size(data)  # before so much memory is taken
+        if size != len(into):
+            return f"it has {size} bytes, decompressed, and not {len(into)}"
+        into[:] = zstandard.ZstdDecompressor().decompress(data)
+    except (zstandard.ZstdError, ValueError) as error:
         return f"it cannot be decompressed: {error}"
-    if len(found) != len(into):
-        return f"it has {len(found)} bytes, decompressed, and not {len(into)}"
-    into[:] = found
     return ""
 
 

@@ -35,13 +35,13 @@ class FileStorage:
         self._disk = disk or RealDisk()
         self._token = secrets.token_hex(4)
         self._numbers = itertools.count()
-        self._home = digest(here().encode()).hex()
         self._swept = False
 
     def put(self, name: str, parts: Iterable[bytes | memoryview]) -> int:
         path = self._path(name)
-        self._sweep_once()
-        number = f"{self._home}-{os.getpid()}-{self._token}-{next(self._numbers)}"
+        home = digest(here().encode()).hex()
+        self._sweep_once(home)
+        number = f"{home}-{os.getpid()}-{self._token}-{next(self._numbers)}"
         temporary = str(self.root / UNFINISHED / number)
         try:
             size = self._write(temporary, parts)
@@ -105,13 +105,13 @@ class FileStorage:
         except OSError as error:
             raise WorldError(f"cannot delete {path}: {error.strerror}") from None
 
-    def _sweep_once(self) -> None:
+    def _sweep_once(self, here_name: str) -> None:
         """Remove what writers that are no more have left unfinished."""
         swept, self._swept = self._swept, True
         for path in [] if swept else self.root.glob(f"{UNFINISHED}/*"):
             home, _, rest = path.name.partition("-")
             pid = rest.partition("-")[0]
-            at_home = home == self._home and pid.isdecimal()
+            at_home = home == here_name and pid.isdecimal()
             with contextlib.suppress(OSError):
                 if gone(at_home, int(pid) if at_home else 0, path.stat().st_mtime):
                     path.unlink()
