@@ -6,13 +6,16 @@ the same plan for a step; what differs is computed again by everybody, and the m
 
 from __future__ import annotations
 
+import enum
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast.core.types import WorkerId
 
-ATTEMPTS_MAX = 3  # after which the same task gives other bits by its nature
+ATTEMPTS_MAX = 3  # at a step
+
+Digests = Mapping[int, Mapping[WorkerId, int]]  # of tasks, by virtual rank, as each worker has them
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +42,21 @@ class Judgement:
 def plan(
     seed: int, step: int, owners: Sequence[WorkerId], workers: Sequence[WorkerId], share: float
 ) -> tuple[Audit, ...]:
-    """A `share` of the step's tasks, on average over many steps."""
+    """A `share` of the step's tasks, on average over many steps.
+
+    With all of them every worker takes part, also one that hosts none.
+    """
     if share <= 0 or len(workers) < 2:
         return ()
     limit = int(share * (1 << 32))
+    idle = [worker for worker in workers if worker not in owners] if share >= 1 else []
     found = []
     for vrank, owner in enumerate(owners):
         dice = _mix(_mix(_mix(seed) ^ step) ^ vrank)
         if dice & 0xFFFFFFFF < limit:
             others = [worker for worker in workers if worker != owner]
-            found.append(Audit(vrank, owner, (others[(dice >> 32) % len(others)],)))
+            auditor = idle.pop() if idle else others[(dice >> 32) % len(others)]
+            found.append(Audit(vrank, owner, (auditor,)))
     return tuple(found)
 
 
@@ -64,6 +72,80 @@ def judge(digests: Mapping[WorkerId, int]) -> Judgement:
         return Judgement(right=None)
     wrong = tuple(worker for worker, digest in sorted(digests.items()) if digest != most)
     return Judgement(right=most, wrong=wrong)
+
+
+class Sentence(enum.Enum):
+    """What becomes of a step whose audits have been heard."""
+
+    USE = "use"  # the sums are right
+    AGAIN = "again"  # the step is computed again
+    LEAVE = "leave"  # who is wrong, and not for the first time, leaves before that
+    UNLIKE = "unlike"  # nothing can be audited here: every worker contradicts itself
+    TIE = "tie"  # as many say one thing as another, again and again
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ruling:
+    """`wrong`: who has computed which virtual rank wrongly. `audits`: of the next attempt."""
+
+    sentence: Sentence
+    wrong: tuple[tuple[WorkerId, int], ...] = ()
+    audits: tuple[Audit, ...] = ()
+
+
+class Court:
+    """Over the audits of one step: every member hears the same and comes to the same ruling."""
+
+    def __init__(self) -> None:
+        self._heard: list[Digests] = []  # attempt by attempt
+
+    def rule(
+        self,
+        digests: Digests,
+        audits: Sequence[Audit],
+        owners: Sequence[WorkerId],
+        workers: Sequence[WorkerId],
+    ) -> Ruling:
+        """`digests`: of what was audited in the next attempt at the step."""
+        self._heard.append(digests)
+        attempts = len(self._heard)
+        differing = [v for v, each in digests.items() if len(set(each.values())) > 1]
+        if not differing and attempts == 1:
+            return Ruling(sentence=Sentence.USE)
+        judged = {vrank: judge(each) for vrank, each in digests.items()}
+        undecided = any(each.right is None for each in judged.values())
+        if undecided and attempts >= ATTEMPTS_MAX:
+            return self._undecided()
+        if attempts > 1 and (wrong := self._wrong(self._heard[-1:])):
+            return Ruling(sentence=Sentence.LEAVE, wrong=wrong)
+        if all(each.right == digests[v][owners[v]] for v, each in judged.items()):
+            return Ruling(sentence=Sentence.USE, wrong=self._wrong(self._heard))
+        again = tuple(by_all(a, workers) if a.vrank in differing else a for a in audits)
+        return Ruling(sentence=Sentence.AGAIN, audits=again)
+
+    def _wrong(self, attempts: Sequence[Digests]) -> tuple[tuple[WorkerId, int], ...]:
+        """Who has come in these to other bits than the majority of the last one; and where."""
+        found = []
+        for vrank, each in self._heard[-1].items():
+            right = judge(each).right
+            heard = [attempt.get(vrank, {}) for attempt in attempts]
+            liars = {w for said in heard for w, digest in said.items() if digest != right}
+            found += [(worker, vrank) for worker in sorted(liars)] if right is not None else []
+        return tuple(found)
+
+    def _undecided(self) -> Ruling:
+        """Nobody has a majority: who contradicts itself is wrong, unless all do."""
+        said: dict[tuple[WorkerId, int], set[int]] = {}
+        for attempt in self._heard:
+            for vrank, each in attempt.items():
+                for worker, digest in each.items():
+                    said.setdefault((worker, vrank), set()).add(digest)
+        fickle = tuple(sorted(key for key, digests in said.items() if len(digests) > 1))
+        if not fickle:
+            return Ruling(sentence=Sentence.TIE)
+        if {worker for worker, _ in fickle} == {worker for worker, _ in said}:
+            return Ruling(sentence=Sentence.UNLIKE)
+        return Ruling(sentence=Sentence.LEAVE, wrong=fickle)
 
 
 def _mix(value: int) -> int:

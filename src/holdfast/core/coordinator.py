@@ -10,6 +10,7 @@ ordered twice.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ from holdfast.core.formation import (
     Situation,
     beginners,
     check_view,
+    forsaken,
     initial_view,
     last_view,
     make_view,
@@ -37,6 +39,7 @@ from holdfast.core.formation import (
     why_change,
 )
 from holdfast.core.job import CoordinatorPolicy
+from holdfast.core.progress import Progress
 from holdfast.core.restart import bench, replace_lost
 from holdfast.core.roster import News, NodeSnapshot, Roster
 from holdfast.core.speculation import Budget
@@ -154,7 +157,7 @@ class CoordinatorMachine:
         self._views_used = record.views_used if record else ViewNumber(passed_over)
         self._release_loop = record.release_loop if record else 0
         self._outcome = record.outcome if record else None
-        self._durable = Durable(record.saved if record else 0)
+        self._durable = Durable(record.saved, record.voids) if record else Durable()
         self._roster = Roster(record, now, Incarnation(passed_over + 1))
         self._learn_until = now + policy.lease.fence_s if forgotten else None
         self._persisted = record
@@ -162,8 +165,7 @@ class CoordinatorMachine:
         self._stop_view = self._pending_view = NO_VIEW
         self._witness_at: float | None = None  # see core/lease.py
         self._wanting_since: float | None = None  # since when a first view could not be formed
-        self._step = self._view.resume_step if self._view else 0
-        self._losses = 0  # since the last progress
+        self._progress = Progress(self._view.resume_step if self._view else 0)
         self._attendance = Attendance()
         self._budget = Budget(policy.speculation, policy.virtual_ranks)
         self._agenda = Agenda(policy, self._roster, now)
@@ -235,7 +237,7 @@ class CoordinatorMachine:
         roster = self._roster
         return CoordinatorSnapshot(
             record=self._record(),
-            step=self._step,
+            step=self._progress.step,
             stop_view=self._stop_view,
             pending_view=self._pending_view,
             agents=roster.snapshot(self._attendance.silent),
@@ -274,11 +276,9 @@ class CoordinatorMachine:
     def _note_step(self, report: AgentReport, now: float) -> None:
         view = self._view
         for status in report.workers:
-            if status.committed > self._step and view is not None:
-                if view.includes(status.worker, status.incarnation):
-                    self._step, self._losses = status.committed, 0
-                    if view.aside:  # who is set aside falls behind
-                        self._agenda.change(now)
+            if view is not None and view.includes(status.worker, status.incarnation):
+                if self._progress.reached(status.committed) and view.aside:
+                    self._agenda.change(now)  # who is set aside falls behind
 
     def _is_witness(self, member: Member) -> bool:
         if self._roster.dead(member.worker, member.incarnation):
@@ -291,7 +291,7 @@ class CoordinatorMachine:
         if report.view is not None and report.view.number > self._number:
             self._view = report.view
             self._views_used = ViewNumber(max(self._views_used, report.view.number + SKIPPED))
-            self._step = report.view.resume_step
+            self._progress.step = report.view.resume_step
         self._release_loop = max(self._release_loop, report.release_loop)
         self._roster.recall(report.agent, report.workers, report.view)
 
@@ -302,9 +302,11 @@ class CoordinatorMachine:
         if self._learns(situation):
             return []
         self._welcome()
-        self._durable.note(self._roster.newest.values())
+        newest = self._roster.newest.values()
+        self._durable.note(s for s in newest if self._roster.ordered(s))
         if self._outcome is not None:
             return []
+        policy = self._policy
         effects: list[CoordinatorEffect] = [
             *(Announce(*news) for news in self._story.news(self._roster.newest.values())),
             *self._admit(situation),
@@ -316,12 +318,9 @@ class CoordinatorMachine:
             first = min(failed, key=lambda s: s.worker)
             self._outcome = f"worker {first.worker} failed: {first.detail}"
             effects.append(Announce("failed", self._outcome, first.worker))
-        elif self._losses > self._policy.restart.losses_max:
-            self._outcome = (
-                f"{self._losses} workers were lost at step {self._step} with no step committed in "
-                "between: see the worker logs; raise --losses-max if the machines are to blame"
-            )
-            effects.append(Announce("failed", self._outcome))
+        elif why := self._progress.hopeless(policy.restart.losses_max, policy.retreats_max):
+            self._outcome = why
+            effects.append(Announce("failed", why))
         elif self._note_release():
             left = [situation.status(m) for m in self._members if not situation.fenced(m)]
             if not left:
@@ -390,7 +389,7 @@ class CoordinatorMachine:
     def _replace_lost(self, situation: Situation) -> Iterator[Announce]:
         if self._release_loop < RELEASE_ALL:
             for worker, why in replace_lost(situation, self._policy.restart):
-                self._losses += 1
+                self._progress.losses += 1
                 yield Announce("lost", f"worker {worker} was lost: {why}", worker)
 
     def _note_release(self) -> bool:
@@ -409,10 +408,10 @@ class CoordinatorMachine:
         if view is None or self._stop_view >= view.number:
             return
         waited_s = situation.now - self._agenda.still_since
-        minds_late = self._budget.allows(self._step)
+        minds_late = self._budget.allows(self._progress.step)
         reason = why_broken(situation, waited_s, self._policy.patience_s, minds_late)
         if reason is not None:
-            self._budget.tried(self._step)
+            self._budget.tried(self._progress.step)
             self._stop_view = number = view.number
             yield Announce("stop_view", f"view {number} is stopped: {reason}", None, number)
 
@@ -427,6 +426,9 @@ class CoordinatorMachine:
             text = f"worker {worker} is left out for {wait_s:.3g} s: the network does not reach it"
             yield Announce("benched", text, worker)
         survivors = [s for s in survivors if self._roster.ordered(s)]
+        if forsaken(situation) and not finishing:
+            yield from self._go_back(situation)
+            return
         if not survivors:
             # Silent members may hold the state: they are waited for, until that is given up.
             if not finishing and not any(situation.may_return(m) for m in self._members):
@@ -443,6 +445,14 @@ class CoordinatorMachine:
         if proposal is not None:
             yield self._install(proposal, situation.now)
 
+    def _go_back(self, situation: Situation) -> Iterator[CoordinatorEffect]:
+        """What the workers hold is not to be believed: all begin anew, from what is durable."""
+        if self._progress.retreats(self._durable.voids):
+            step = self._durable.step
+            where = f"to the checkpoint of step {step}" if step else "to step 0"
+            yield Announce("back", f"the job goes back {where}")
+        yield from self._form_initial(situation)
+
     def _form_initial(self, situation: Situation) -> Iterator[CoordinatorEffect]:
         """Nobody holds the state: start, or start again, from what is durable."""
         now, policy = situation.now, self._policy
@@ -458,9 +468,9 @@ class CoordinatorMachine:
         if not ready:
             return
         self._wanting_since = None
-        self._step = self._durable.step
-        again = self._view is not None
-        proposal = initial_view(ready, policy.virtual_ranks, self._step, again)
+        self._progress.step = self._durable.step
+        why = "every worker was lost" if self._view is not None else ""
+        proposal = initial_view(ready, policy.virtual_ranks, self._progress.step, why)
         yield self._install(proposal, now)
 
     def _install(self, proposal: Proposal, now: float) -> Announce:
@@ -476,11 +486,12 @@ class CoordinatorMachine:
         for lag in self._view.aside if self._view is not None else ():
             if lag not in proposal.behind and self._roster.wants(lag.worker, lag.incarnation):
                 self._roster.order_anew(lag.worker)  # what it has missed is not kept any longer
-        self._view = make_view(proposal, number, self._view, self._roster)
+        view = make_view(proposal, number, self._view, self._roster)
+        self._view = dataclasses.replace(view, voids=self._durable.voids)
         self._views_used = number
         self._witness_at = None
         self._agenda.stir(now)
-        self._step = max(self._step, proposal.resume_step)
+        self._progress.step = max(self._progress.step, proposal.resume_step)
         text = f"view {number}: workers {spans(proposal.workers)}; {proposal.why}"
         return Announce("view", text, None, number, proposal.resume_step)
 
@@ -489,9 +500,11 @@ class CoordinatorMachine:
         view, policy = self._view, self._policy
         if view is None or self._stop_view >= view.number or self._pending_view >= view.number:
             return
-        for status in too_far_behind(situation, self._step):
+        for status in too_far_behind(situation, self._progress.step):
             yield self._order_anew(status, "it was set aside and has missed too many steps")
-        reason = why_change(situation, policy.virtual_ranks, policy.workers_min, self._step)
+        reason = why_change(
+            situation, policy.virtual_ranks, policy.workers_min, self._progress.step
+        )
         if reason is not None and not any(s.ended for s in situation.known):
             self._pending_view = view.number
             kind, text = reason
@@ -578,21 +591,10 @@ class CoordinatorMachine:
             workers_named=self._roster.workers_named,
             forgotten=self._forgotten,
             release_loop=self._release_loop,
-            saved=self._durable.step,
+            saved=self._durable.steps,
+            voids=self._durable.voids,
             outcome=self._outcome,
         )
 
     def _over(self, now: float) -> bool:
-        """Whether all that may still run has ended: nodes that are silent end it by themselves."""
-        roster, fence_s = self._roster, self._policy.lease.fence_s
-        if self._outcome is None:
-            return False
-        if now < roster.started_at + fence_s:
-            if any(p.agent not in roster.nodes for p in roster.places.values()):
-                return False
-        return not any(
-            s.stage.alive
-            for n in roster.nodes.values()
-            if now < n.heard_at + fence_s
-            for s in n.statuses.values()
-        )
+        return self._outcome is not None and self._roster.over(now, self._policy.lease.fence_s)

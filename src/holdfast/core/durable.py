@@ -2,26 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from holdfast.core.types import WorkerStatus
+from holdfast.core.voids import Voids, is_void, merge
+
+KNOWN_MAX = 128  # checkpoints that are remembered, the newest
 
 
 class Durable:
-    """`step`: of the newest checkpoint, as far as one knows; 0 is the initial state.
+    """`steps`: of the checkpoints that one knows, the newest last.
 
     Only time depends on it, never the result: replaying from an older step gives the same bits.
     """
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(self, steps: Sequence[int] = (), voids: Voids = ()) -> None:
+        self.steps = tuple(steps)
+        self.voids = voids
         self._unreadable: tuple[int, ...] = ()
 
+    @property
+    def step(self) -> int:
+        """To begin from; 0 is the initial state."""
+        return self.steps[-1] if self.steps else 0
+
     def note(self, statuses: Iterable[WorkerStatus]) -> None:
-        """A checkpoint that somebody could not read does not count any more."""
-        steps = [self.step]
-        for status in statuses:
+        """A checkpoint that somebody could not read, or that is void, does not count any more."""
+        found = set(self.steps)
+        heard = list(statuses)
+        for status in heard:
+            for void in status.voids:
+                if void not in self.voids:
+                    found = {step for step in found if step <= void.after}
+            self.voids = merge(self.voids, status.voids)
             if status.unreadable and status.unreadable not in self._unreadable:
                 self._unreadable = (*self._unreadable, status.unreadable)
-            steps.append(status.saved)
-        self.step = max((s for s in steps if s not in self._unreadable), default=0)
+        found.update(status.saved for status in heard if status.saved and self._counts(status))
+        self.steps = tuple(sorted(found.difference(self._unreadable)))[-KNOWN_MAX:]
+
+    def _counts(self, status: WorkerStatus) -> bool:
+        """Else it speaks of a checkpoint without knowing that it is void."""
+        unknown = tuple(void for void in self.voids if void not in status.voids)
+        return not is_void(unknown, status.saved, status.view)

@@ -218,6 +218,8 @@ def why_broken(
             silent.append(member.agent)
         elif status is None:
             continue
+        elif status.forsaken:
+            reason = reason or f"worker {member.worker} knows that something wrong was used"
         elif status.promised < view.number:
             waiting = waiting or status.waiting
             if status.late and minds_late:
@@ -388,6 +390,12 @@ def stained(situation: Situation) -> list[WorkerStatus]:
     return sorted((s for s in ready if s.tainted or s.has_state), key=lambda s: s.worker)
 
 
+def forsaken(situation: Situation) -> bool:
+    """Whether a worker says that the states which the workers hold are not to be believed."""
+    roster = situation.roster
+    return any(s.forsaken and roster.ordered(s) for s in roster.newest.values())
+
+
 def present_nodes(situation: Situation) -> int:
     roster = situation.roster
     return sum(1 for n in roster.nodes if roster.here(n) and n not in situation.silent)
@@ -405,17 +413,19 @@ def beginners(situation: Situation, workers_min: int | None) -> list[WorkerStatu
     return ready if enough else []
 
 
-def initial_view(ready: Sequence[WorkerStatus], vranks: int, step: int, again: bool) -> Proposal:
-    """Nobody holds the state: it is the initial one, or that of the checkpoint of `step`."""
+def initial_view(ready: Sequence[WorkerStatus], vranks: int, step: int, again: str) -> Proposal:
+    """Nobody holds the state: it is the initial one, or that of the checkpoint of `step`.
+
+    `again`: why this is not the job's beginning.
+    """
     workers = tuple(s.worker for s in ready)[:vranks]
-    why = "every worker was lost: " if again else "the job starts"
     where = f"from the checkpoint of step {step}" if step else "from step 0 again"
     return Proposal(
         workers=workers,
         owners=assign_at_boundary(vranks, workers, ()),
         resume_step=step,
         joiners=workers,
-        why=why + where if again else why,
+        why=f"{again}: {where}" if again else "the job starts",
     )
 
 

@@ -19,6 +19,7 @@ class CoordinatorPolicy:
     patience_s: float = 5.0  # a planned stop that keeps a worker waiting longer is no longer one
     hang_s: float = 1800.0  # a member others wait for, with nothing moving, is replaced after this
     speculation: float = 0.0  # share of all tasks that may be computed again for being late
+    retreats_max: int = 3  # times that the job goes back without coming further in between
     restart: RestartPolicy = field(default_factory=RestartPolicy)
 
 

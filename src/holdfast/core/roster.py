@@ -264,6 +264,18 @@ class Roster:
             for name, node in sorted(self.nodes.items())
         )
 
+    def over(self, now: float, fence_s: float) -> bool:
+        """Whether all that may still run has ended: nodes that are silent end it by themselves."""
+        if now < self.started_at + fence_s:
+            if any(place.agent not in self.nodes for place in self.places.values()):
+                return False
+        return not any(
+            status.stage.alive
+            for node in self.nodes.values()
+            if now < node.heard_at + fence_s
+            for status in node.statuses.values()
+        )
+
     def all_exited(self) -> bool:
         newest = self.newest
         everyone = 0 < len(newest) == len(self.places)
@@ -272,7 +284,8 @@ class Roster:
 
 _DECISIVE = attrgetter(
     *("incarnation", "stage", "view", "promised", "has_state", "tainted", "at_boundary"),
-    *("loop", "ended", "unreached", "late", "saved", "unreadable", "remarks", "detail"),
+    *("loop", "ended", "unreached", "late", "saved", "unreadable", "voids", "forsaken", "remarks"),
+    "detail",
 )
 
 

@@ -45,6 +45,14 @@ class Remark:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Void:
+    """Copies of the state are not to be believed: of steps beyond `after`, made up to `view`."""
+
+    after: int
+    view: ViewNumber
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStatus:
     """All that the control plane knows of one incarnation of a worker.
 
@@ -73,6 +81,8 @@ class WorkerStatus:
     proved_at: float = 0.0  # its node's clock: every member of `view` acted in it since then
     saved: int = 0  # the step of the newest checkpoint that it knows to be durable
     unreadable: int = 0  # the step of one that it could not read
+    voids: tuple[Void, ...] = ()  # that it knows of
+    forsaken: bool = False  # and with it this worker's own state, which it has given up
     remarks: tuple[Remark, ...] = ()  # the newest few
     detail: str = ""  # why it was lost, or the traceback of a failure
     pid: int = 0
@@ -115,6 +125,7 @@ class View:
     joiners: tuple[WorkerId, ...] = ()
     aside: tuple[Laggard, ...] = ()  # no members; these keep what is needed to catch up
     behind: tuple[Laggard, ...] = ()  # joiners that catch up
+    voids: tuple[Void, ...] = ()  # that are known
     reason: str = ""
 
     @property
@@ -219,5 +230,6 @@ class JobRecord:
     workers_named: int = 0  # ids below this have been given to slots
     forgotten: int = 0  # greater with each record that was lost; numbers begin anew from it
     release_loop: int = 0
-    saved: int = 0  # the step of the newest checkpoint
+    saved: tuple[int, ...] = ()  # the steps of checkpoints that can be begun from
+    voids: tuple[Void, ...] = ()
     outcome: str | None = None  # None while running, "" after success, else the reason of failure

@@ -19,10 +19,12 @@ from holdfast.core.types import (
     Stage,
     View,
     ViewNumber,
+    Void,
     WorkerDirective,
     WorkerId,
     WorkerStatus,
 )
+from holdfast.core.voids import Voids, is_void, merge
 
 REMARKS_MAX = 8  # that a status carries
 STEPS_TIMED = 16  # whose median is the usual duration of a step
@@ -126,9 +128,10 @@ class LinkLost:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """The checkpoint of `step` is durable."""
+    """The checkpoint of `step`, which the members of `view` have copied, is durable."""
 
     step: int
+    view: ViewNumber
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +141,17 @@ class Unreadable:
     view: ViewNumber
     step: int
     older: int
+
+
+@dataclass(frozen=True, slots=True)
+class Doubted:
+    """The members of a view have found out that copies of the state are not to be believed.
+
+    `forsaken`: nor are the states of its members.
+    """
+
+    void: Void
+    forsaken: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +182,7 @@ WorkerEvent = (
     | LinkLost
     | Saved
     | Unreadable
+    | Doubted
     | Remarked
     | Tick
 )
@@ -276,12 +291,15 @@ class WorkerMachine:
                 return [self._tell(), *self._release(now)]
             case LinkLost(view, peers):
                 return self._link_lost(view, peers)
-            case Saved(step):
-                self._change(saved=step)
+            case Saved(step, view):
+                if not is_void(self._status.voids, step, view):
+                    self._change(saved=step)
                 return [self._tell()]
             case Unreadable(view, step, older):
                 self._change(unreadable=step, saved=older, tainted=True)
                 return self._promise(view) or [self._tell()]
+            case Doubted(void, forsaken):
+                return self._doubted(void, forsaken)
             case Remarked(kind, text):
                 return self._remark(kind, text)
             case Tick():
@@ -350,7 +368,9 @@ class WorkerMachine:
         view = directive.view
         if view is not None and view.number > max(self._status.view, self._status.promised):
             me = view.member(self._status.worker)
-            if me is not None and me.incarnation == self._status.incarnation:
+            if self._status.forsaken:
+                effects += self._promise(view.number)  # what it holds is not to be begun from
+            elif me is not None and me.incarnation == self._status.incarnation:
                 effects += self._install(view, now)
         return effects + self._expire(now) + self._release(now)
 
@@ -405,6 +425,7 @@ class WorkerMachine:
             joining or status.committed <= view.resume_step,
             f"view {view.number} goes back to step {view.resume_step} from {status.committed}",
         )
+        self._avoid(view.voids)
         behind = view.lag(status.worker) is not None
         committing = not joining and status.committed < view.resume_step
         if committing:
@@ -495,6 +516,21 @@ class WorkerMachine:
         if view.joiners and not self._synced and not catches_up:
             return []
         return self._begin()
+
+    def _doubted(self, void: Void, forsaken: bool) -> list[WorkerEffect]:
+        newest = max(void.view, self._status.view)  # it may have been told of another meanwhile
+        self._avoid((dataclasses.replace(void, view=newest),))
+        if forsaken:
+            self._change(forsaken=True, has_state=False, tainted=True)
+        return self._promise(self._status.view) or [self._tell()]
+
+    def _avoid(self, more: Voids) -> None:
+        """What it has said to be saved may be void, too."""
+        news = [void for void in more if void not in self._status.voids]
+        if news:
+            least, saved = min(void.after for void in news), self._status.saved
+            voids = merge(self._status.voids, news)
+            self._change(voids=voids, saved=saved if saved <= least else 0)
 
     def _remark(self, kind: str, text: str) -> list[WorkerEffect]:
         remarks = self._status.remarks

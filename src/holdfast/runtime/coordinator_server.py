@@ -169,7 +169,7 @@ class CoordinatorServer:
         step, deadline = self._core.snapshot().step, time.monotonic() + GRACE_S
         for channel in self._agents.values():
             channel.send(SaveRequest())
-        while self._core.snapshot().record.saved < step and time.monotonic() < deadline:
+        while self._core.snapshot().record.saved[-1:] < (step,) and time.monotonic() < deadline:
             await asyncio.sleep(POLL_S)
         self._feed(machine.StopRequested(reason))
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from holdfast.core.formation import LAG_MAX
-from holdfast.core.types import RELEASE_ALL, Directive, JobRecord, View, WorkerId
+from holdfast.core.types import RELEASE_ALL, Directive, JobRecord, View, ViewNumber, WorkerId
+from holdfast.core.voids import Voids, is_void, merge
+from holdfast.sim.errors import Errors, Violation
 
 if TYPE_CHECKING:
     from holdfast.sim.exchange import Share
@@ -18,12 +20,9 @@ if TYPE_CHECKING:
 
 STEPS_UNHEARD = 40  # that may be committed before the coordinator hears of it and acts
 Key = tuple[int, int]  # worker, incarnation
+Copy = tuple[int | None, int | None]  # of a state, and of what a flip has made of it
 INITIAL_STATE = 1
 REPLACED = "the coordinator replaced it"  # as the agent machine words it
-
-
-class Violation(AssertionError):
-    """The machines did something that must never happen."""
 
 
 def task(state: int, step: int, vrank: int) -> int:
@@ -57,11 +56,12 @@ def out_of_time(process: Process) -> bool:
 class Truth:
     """Observes; raises Violation. Nothing in the simulated world reads it."""
 
-    def __init__(self, vranks: int, steps: int) -> None:
+    def __init__(self, vranks: int, steps: int, exact: bool = True, wrong_max: int = 0) -> None:
         self.vranks = vranks
         self.steps = steps
         self.states = [INITIAL_STATE]
         self.sums: list[int] = []
+        self.errors = Errors(self, exact, wrong_max)
         self.views: dict[int, View] = {}
         self.newest = 0
         self.processes: dict[Key, Process] = {}
@@ -78,15 +78,24 @@ class Truth:
         self.commits = 0
         self.owners: dict[tuple[int, int], tuple[WorkerId, ...]] = {}  # by view and step
         self.reassigned = 0  # times that the assignment changed within a view
-        self.saved: dict[int, bool] = {}  # checkpoints by step: whether it can be read
+        self.saved: dict[int, Copy] = {}  # checkpoints by step
+        self.rotten: dict[int, bool] = {}  # those that cannot be read
+        self.saved_in: dict[int, int] = {}  # their views
+        self.voids: Voids = ()  # what is withdrawn from the store
         self.restores = 0
 
     def start(self) -> None:
         """Run the whole job without faults."""
-        for step in range(self.steps):
+        self.goes_on(0, expected_sum(INITIAL_STATE, 0, self.vranks))
+        self.errors.start()
+
+    def goes_on(self, step: int, total: int) -> None:
+        """All that follows, if this is the sum of a step."""
+        del self.sums[step:], self.states[step + 1 :]
+        for later in range(step, self.steps):
             state = self.states[-1]
-            self.sums.append(expected_sum(state, step, self.vranks))
-            self.states.append(apply(state, step, self.sums[-1]))
+            self.sums.append(expected_sum(state, later, self.vranks) if later > step else total)
+            self.states.append(apply(state, later, self.sums[-1]))
 
     # ------------------------------------------------------------ processes
 
@@ -108,11 +117,14 @@ class Truth:
         del self.live[process.key]
         self.live_of[int(process.worker)].remove(process)
         self.leading.pop(process.key, None)
+        self.errors.died(process)
 
     def left(self, process: Process) -> None:
         """A script ran to its end: it must hold the result of the job."""
-        if process.step != self.steps or process.state != self.states[self.steps]:
+        wrong = process.state != self.states[self.steps] and not self.errors.hidden
+        if process.step != self.steps or wrong:
             raise Violation(f"worker {process.key} finished at step {process.step} of {self.steps}")
+        self.errors.ended()
         self.completed = True
 
     def finished(self, outcome: str) -> None:
@@ -198,13 +210,40 @@ class Truth:
                     f"view {view.number} was formed while worker {process.key} can still act in "
                     f"view {before.number}"
                 )
-            if not view.donors and status.has_state:
+            forsaken = any(
+                self.processes[(m.worker, m.incarnation)].machine.snapshot().forsaken
+                for m in before.members
+            )
+            if not view.donors and status.has_state and not forsaken:
                 raise Violation(f"starting again although worker {process.key} holds the state")
         if not view.donors and view.resume_step:
             self.restores += 1
-            if view.resume_step not in self.saved:
+            if view.resume_step not in self.saved and not view.voids:
                 raise Violation(f"view {view.number} begins from a checkpoint that nobody saved")
+        if not view.donors:
+            self.errors.began(view)
         self._balanced(view)
+
+    def save(self, step: int, copy: Copy, view: int) -> None:
+        """A checkpoint is durable, unless it has been withdrawn meanwhile."""
+        if not is_void(self.voids, step, ViewNumber(view)):
+            self.saved[step], self.saved_in[step] = copy, view
+            self.rotten.pop(step, None)
+            self.errors.saved(step)
+
+    def withdrawn(self, view: View) -> None:
+        """A member of the view removes the checkpoints that are void."""
+        self.voids = merge(self.voids, view.voids)
+        for step, made_in in list(self.saved_in.items()):
+            if is_void(self.voids, step, ViewNumber(made_in)):
+                del self.saved[step], self.saved_in[step]
+
+    def restored(self, step: int) -> tuple[int, int | None]:
+        """What is read back."""
+        state, flipped = self.saved[step]
+        if (state, flipped) != (self.states[step], None) and not self.errors.hidden:
+            raise Violation(f"the checkpoint of step {step} has other contents")
+        return state or 0, flipped
 
     def _balanced(self, view: View) -> None:
         owned = sum(map(len, view.hosted().values()))
@@ -229,7 +268,7 @@ class Truth:
     def donated(self, process: Process, view: View) -> None:
         if not process.at_rest:
             raise Violation(f"worker {process.key} donates in the middle of a step")
-        if process.state != self.states[view.resume_step]:
+        if process.state != self.states[view.resume_step] and not self.errors.hidden:
             raise Violation(f"worker {process.key} donates a state that is not the job's")
 
     def hosted(self, view: int, step: int, owners: tuple[WorkerId, ...]) -> None:
@@ -246,12 +285,13 @@ class Truth:
         ):
             raise Violation(f"worker {process.key} gets pieces {shares} of step {step}")
 
-    def synced(self, process: Process, view: View, digests: dict[int, int | None]) -> None:
+    def synced(self, process: Process, view: View, digests: dict[int, Copy]) -> None:
         if digests is self._synced:
             return  # all members of a large group share them
         self._synced = digests
         for worker, digest in sorted(digests.items()):
-            if view.joiners and digest != self.states[view.resume_step]:
+            right = digest[0] == self.states[view.resume_step] or self.errors.hidden
+            if view.joiners and not right:
                 raise Violation(f"worker {worker} starts view {view.number} from a wrong state")
 
     def reduced(
@@ -268,7 +308,7 @@ class Truth:
                     f"step {step}: vrank {vrank} counts twice, from {seen[vrank]} and {sender}"
                 )
             if token != task(self.states[step], step, vrank):
-                raise Violation(f"step {step}: vrank {vrank} from {sender} has other contents")
+                self.errors.used(view, step, sender, vrank)
             seen[vrank] = sender
         if len(seen) != self.vranks:
             raise Violation(f"step {step} is summed from {len(seen)} of {self.vranks} vranks")
@@ -278,9 +318,8 @@ class Truth:
         self.left_aside(process, step)
         if step >= self.steps:
             raise Violation(f"worker {process.key} commits step {step} of {self.steps}")
-        if total != self.sums[step]:
-            raise Violation(f"worker {process.key} commits step {step} with other contents")
-        if process.state != self.states[step]:
+        self.errors.committed(process, step, total)
+        if process.state != self.states[step] and not self.errors.hidden:
             raise Violation(f"worker {process.key} applies step {step} to another state")
         if by_vote and process.machine.snapshot().view < self.newest:
             raise Violation(
@@ -303,7 +342,7 @@ class Truth:
             raise Violation(f"worker {process.key} begins another step after an announced change")
 
     def applied(self, process: Process) -> None:
-        if process.state != self.states[process.step]:
+        if process.state != self.states[process.step] and not self.errors.hidden:
             raise Violation(f"worker {process.key} diverged at step {process.step}")
 
     def woken(self, process: Process) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from holdfast.core import tree
+from holdfast.core.audit import Court, Ruling
 from holdfast.core.speeds import Speeds
 from holdfast.core.types import View, WorkerId
 from holdfast.core.worker import (
@@ -23,6 +24,7 @@ from holdfast.core.worker import (
     Unreadable,
     Voted,
 )
+from holdfast.sim import audits
 from holdfast.sim.checkers import Key, add
 from holdfast.sim.crowd import CROWD, Meetings, Shape, Shapes
 
@@ -30,8 +32,17 @@ if TYPE_CHECKING:
     from holdfast.sim.workers import Process
     from holdfast.sim.world import World
 
-Parts = tuple[tuple[int, int], ...]  # vrank and token
+Tokens = tuple[tuple[int, int], ...]  # vrank and token
+Digest = tuple[int | None, int | None]  # of the common state, and of what a flip has made of it
 Ballot = tuple[bool, int]  # whether a change is planned, and microseconds of computing
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a member adds to a sum, and the fingerprint of (a part of) its state."""
+
+    tokens: Tokens
+    fingerprint: int | None
 
 
 class Group:
@@ -45,15 +56,25 @@ class Group:
         self.open = True
         self.ready = False
         self.synced = False
-        self.sent_step = -1
+        self.sent_turn = -1
+        self.attempt = 0  # at the step
         self.voted_step = -1
         self.done_step = -1
-        self.parts: dict[int, dict[Key, Parts]] = {}
+        self.parts: dict[int, dict[Key, Part]] = {}
+        self.court = Court()
+        self.heard: dict[int, dict[Key, dict[int, int]]] = {}  # of audits, by turn
+        self.rulings: dict[int, Ruling] = {}
+        self.doubts: dict[int, dict[Key, tuple[int, int]]] = {}
+        self.wrong: set[WorkerId] = set()
+        self.doubtful = -1  # the turn in which somebody was found to be wrong
         self.votes: dict[int, dict[Key, Ballot]] = {}
         self.speeds = speeds
         self.missed: dict[int, dict[Key, Share]] = {}  # of a member that catches up
-        self.states: dict[Key, tuple[int, int]] = {}
-        self.digests: dict[int, int | None] = {}
+        self.states: dict[Key, tuple[int, int, int | None]] = {}
+        self.digests: dict[int, Digest] = {}
+
+    def tell(self, process: Process, kind: str, turn: int, body: object) -> None:
+        tell_all(process, self, kind, turn, body)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -90,7 +111,7 @@ class DataNetwork:
         self._summed: tuple[object, int] = (None, 0)
         self._crowd: dict[int, Speeds] = {}  # of the newest large group, whose members share them
         self._counted: dict[tuple[int, int], Counted] = {}  # its steps
-        self._named: tuple[object, dict[int, int | None]] = (None, {})
+        self._named: tuple[object, dict[int, Digest]] = (None, {})
 
     def arrive(self, process: Process, group: Group) -> None:
         """A member builds the group: it is ready once all are here and reach each other."""
@@ -199,10 +220,10 @@ class DataNetwork:
         self._apart.pop((a, b), None)
         self._apart.pop((b, a), None)
 
-    def total(self, process: Process, group: Group, step: int, parts: dict[Key, Parts]) -> int:
+    def total(self, process: Process, group: Group, step: int, parts: dict[Key, Part]) -> int:
         """The sum of a step in the canonical order; what all share is summed and checked once."""
         if parts is not self._summed[0]:
-            flat = [(key, v, token) for key in group.keys for v, token in parts[key]]
+            flat = [(key, v, token) for key in group.keys for v, token in parts[key].tokens]
             self._world.truth.reduced(process, group.view, step, flat)
             values = {(v, 1): token for _, v, token in flat}
             total: int = tree.fold(values, self._world.options.vranks, add)
@@ -229,7 +250,7 @@ class DataNetwork:
             self._counted[group.number, step] = found
         return found
 
-    def by_worker(self, bodies: dict[Key, int | None]) -> dict[int, int | None]:
+    def by_worker(self, bodies: dict[Key, Digest]) -> dict[int, Digest]:
         if bodies is not self._named[0]:
             self._named = (bodies, {key[0]: body for key, body in bodies.items()})
         return self._named[1]
@@ -252,6 +273,8 @@ def install(process: Process, view: View) -> None:
     world.truth.hosted(view.number, view.resume_step, view.owners)
     if not view.behind:
         process.kept.clear()
+    process.plan_audits()
+    world.truth.withdrawn(view)
     world.data.arrive(process, group)
     process.post(world.options.link_s, unbuilt, process, view.number)
     process.post(world.options.build_timeout_s, build_timeout, process, view.number)
@@ -293,6 +316,7 @@ def group_ready(process: Process, number: int) -> None:
     view, data, shape = group.view, process.world.data, group.shape
     if not shape.joiners:
         group.synced = True
+        process.trust.enter(view)
         process.feed(Synced(view.number))
     elif view.lag(process.worker) is not None:
         catch_up(process, group)
@@ -301,7 +325,7 @@ def group_ready(process: Process, number: int) -> None:
         process.world.truth.donated(process, view)
         for key in group.keys:
             if WorkerId(key[0]) in shape.joiners and view.lag(WorkerId(key[0])) is None:
-                body = (process.state, process.step)
+                body = (process.state, process.step, process.flipped)
                 data.send(process, group, key, "state", 0, body, process.world.options.load_s)
         verify(process, number)
     elif shape.donors:
@@ -348,10 +372,11 @@ def loaded(process: Process, group: Group) -> None:
 
 def restore(process: Process, group: Group) -> None:
     """Begin from a checkpoint: each reads its share, and one of them finds what is wrong."""
-    view, saved = group.view, process.world.truth.saved
+    view, truth = group.view, process.world.truth
+    readable = [step for step in truth.saved if step not in truth.rotten]
     reader = group.keys[view.number % len(group.keys)]
-    if process.key == reader and not saved[view.resume_step]:
-        older = [step for step, readable in saved.items() if readable and step < view.resume_step]
+    if process.key == reader and view.resume_step not in readable:
+        older = [step for step in readable if step < view.resume_step]
         process.feed(Unreadable(view.number, view.resume_step, max(older, default=0)))
         return
     process.feed(Loading())
@@ -365,7 +390,7 @@ def restored(process: Process, number: int) -> None:
     if group is None:
         return
     process.step = group.view.resume_step
-    process.state = process.world.truth.states[process.step]
+    process.state, process.flipped = process.world.truth.restored(process.step)
     verify(process, number)
 
 
@@ -373,7 +398,7 @@ def store_state(process: Process, number: int) -> None:
     group = process.open_group(number)
     if group is None:
         return
-    _, (process.state, process.step) = min(group.states.items())
+    _, (process.state, process.step, process.flipped) = min(group.states.items())
     verify(process, number)
 
 
@@ -382,8 +407,9 @@ def verify(process: Process, number: int) -> None:
     group = process.open_group(number)
     if group is None:
         return
-    tell_all(process, group, "digest", 0, process.state)
-    group.digests[process.key[0]] = process.state
+    digest = process.state, process.flipped
+    tell_all(process, group, "digest", 0, digest)
+    group.digests[process.key[0]] = digest
     advance(process)
 
 
@@ -395,6 +421,11 @@ def received(
         return
     if kind == "part":
         group.parts.setdefault(step, {})[sender] = body  # type: ignore[assignment]
+    elif kind == "audit":
+        group.heard.setdefault(step, {})[sender] = body  # type: ignore[assignment]
+    elif kind == "doubt":
+        group.doubts.setdefault(step, {})[sender] = body  # type: ignore[assignment]
+        audits.conclude(process, group, step)
     elif kind == "vote":
         group.votes.setdefault(step, {})[sender] = body  # type: ignore[assignment]
     elif kind == "missed":
@@ -416,25 +447,33 @@ def advance(process: Process) -> None:
     if not group.synced:
         if view.lag(process.worker) is not None:
             catch_up(process, group)
-        if len(group.digests) < len(group.keys):
+        if len(group.digests) < len(group.keys) or audits.turn_of(process, group) in group.rulings:
+            return
+        back = [lag.worker for lag in view.behind]
+        held = {w: group.digests[w][1] for w in (*view.donors, *back)}
+        if process.world.options.cycle and len(set(held.values())) > 1:
+            audits.differ(process, group, audits.turn_of(process, group), held)
             return
         group.synced = True
+        process.trust.enter(view)
         process.world.truth.synced(process, view, group.digests)
         process.feed(Synced(view.number))
         return
-    step = process.step
-    if process.local_done and group.sent_step < step:
-        group.sent_step = step
-        mine = tuple((v, process.tokens[v]) for v in process.machine.snapshot().hosted)
-        group.parts.setdefault(step, {})[process.key] = mine
-        tell_all(process, group, "part", step, mine)
-    if group.sent_step == step and group.voted_step < step:
-        if len(group.parts[step]) == len(group.keys):
-            reduce(process, group, step)
+    step, turn = process.step, audits.turn_of(process, group)
+    if process.local_done and group.sent_turn < turn:
+        group.sent_turn = turn
+        tokens = tuple((v, process.tokens[v]) for v in process.machine.snapshot().hosted)
+        mine = Part(tokens, audits.fingerprint(process))
+        group.parts.setdefault(turn, {})[process.key] = mine
+        tell_all(process, group, "part", turn, mine)
+    if group.sent_turn == turn and group.voted_step < step:
+        if len(group.parts[turn]) == len(group.keys) and audits.settled(process, group, turn):
+            reduce(process, group, step, group.parts.pop(turn))
     if group.voted_step == step and group.done_step < step:
         votes = group.votes.get(step, {})
         if len(votes) == len(group.keys):
             group.done_step = step
+            group.attempt, group.court = 0, Court()
             counted = process.world.data.count(group, step, votes)
             if counted.pending:
                 process.last_step_of = group.number
@@ -445,12 +484,13 @@ def advance(process: Process) -> None:
             process.feed(Voted(view.number, step, counted.pending, counted.owners))
 
 
-def reduce(process: Process, group: Group, step: int) -> None:
+def reduce(process: Process, group: Group, step: int, parts: dict[Key, Part]) -> None:
     """Sum what came, in the canonical order; then vote."""
-    parts = group.parts.pop(step)
     process.total = process.world.data.total(process, group, step, parts)
     process.total_step = step
     group.voted_step = step
+    looked = [audit.vrank for audit in process.audits]
+    process.trust.summed(step, process.machine.owners, looked)
     process.feed(Reduced(group.view.number, step))
     if not group.open:
         return

@@ -106,7 +106,7 @@ class Faults:
             case "rot":
                 if world.truth.saved:
                     self._note(kind)
-                    world.truth.saved[max(world.truth.saved)] = False
+                    world.truth.rotten[max(world.truth.saved)] = True
             case "link_break":
                 self._break_link()
             case _:
@@ -146,10 +146,24 @@ class Faults:
             case "stuck":
                 process.stuck = process.ailing = rng.random() < 0.2 or process.ailing
                 world.at(3 * world.options.hang_s, self._unstick, process)
+            case "flip" | "liar" | "lie_once":
+                self._spoil(kind, process)
             case "slow":
                 process.ailing = True
                 process.slowness = rng.uniform(2.0, 10.0)
                 world.at(rng.uniform(1.0, 20.0), self._hasten, process)
+
+    def _spoil(self, kind: str, process: Process) -> None:
+        """Its bits are wrong from here on, or once; one process at a time."""
+        world, rng = self._world, self._world.rng
+        if any(p.flipped is not None or p.lies or p.lies_once for p in world.live()):
+            return
+        if kind == "flip":
+            process.flipped = rng.randrange(max(world.options.cycle, 1))
+        elif kind == "liar":
+            process.lies = rng.choice((7, -1))
+        else:
+            process.lies_once = True
 
     def _strike_node(self, kind: str) -> None:
         world, rng = self._world, self._world.rng

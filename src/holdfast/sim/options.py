@@ -6,6 +6,7 @@ once spends its life in the same few recovery paths.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -36,6 +37,7 @@ FAULT_KINDS = (
 )
 RACK_KINDS = ("rack_crash", "rack_partition")  # several nodes at the same moment
 LATER_KINDS = (*RACK_KINDS, "coordinator_freeze", "rot")
+WRONG_KINDS = ("flip", "liar", "lie_once")
 LARGE_KINDS = (*RACK_KINDS, "worker_crash", "agent_crash", "coordinator_crash", "partition")
 RACK_SHARE = 250  # of a large job, one in so many nodes is in the same rack
 
@@ -84,6 +86,18 @@ class Options:
     balance: BalancePolicy | None = None
     patience: Patience = Patience()  # noqa: RUF009 - it never changes
     speculation: float = 0.0
+    audit: float = 0.0  # share of tasks computed twice
+    cycle: int = 0  # steps in which all of the state is compared; 0: it never is
+
+    @property
+    def exact(self) -> bool:
+        """Nothing wrong is ever used."""
+        return self.audit == 1.0 or not set(WRONG_KINDS) & set(self.faults)
+
+    @property
+    def wrong_max(self) -> int:
+        """Else, for so many steps: all is compared and audited in the first after a checkpoint."""
+        return max(self.cycle, self.save_every)
 
     @property
     def steps(self) -> int:
@@ -115,7 +129,7 @@ def draw(seed: int, small: bool = False) -> Options:
     nodes_max = agents if rng.random() < 0.7 else max(agents - 1, 1)
     # One node always remains.
     most_needed = slots if "agent_lost" in kinds else min(workers, nodes_max * slots)
-    return Options(
+    options = Options(
         seed=seed,
         agents=agents,
         agents_late=late,
@@ -155,6 +169,22 @@ def draw(seed: int, small: bool = False) -> Options:
         save_every=later.choice((0, 1, 2, 3)),
         balance=_draw_balance(Random(f"balance {seed} {small}")),
         **_draw_patience(Random(f"patience {seed} {small}")),
+    )
+    return _with_wrong_bits(options, Random(f"wrong {seed} {small}"))
+
+
+def _with_wrong_bits(options: Options, rng: Random) -> Options:
+    """In a third of the runs some machines compute wrongly, or forget."""
+    if rng.random() < 0.67:
+        return options
+    audit = rng.choice((1.0, 0.3))
+    kinds = [k for k in WRONG_KINDS if rng.random() < 0.6 and (audit == 1.0 or k != "lie_once")]
+    return dataclasses.replace(
+        options,
+        faults=(*options.faults, *kinds),
+        audit=audit,
+        cycle=rng.randint(1, 4),
+        save_every=rng.randint(1, 4),
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from holdfast.core.errors import InvariantError
-from holdfast.sim.checkers import Violation
+from holdfast.sim.errors import Violation
 from holdfast.sim.options import Options, draw, draw_large
 from holdfast.sim.world import Machines, World
 

@@ -11,7 +11,15 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from holdfast.core.types import Incarnation, WorkerDirective, WorkerId, WorkerStatus
+from holdfast.core.audit import Audit
+from holdfast.core.trust import Trust
+from holdfast.core.types import (
+    Incarnation,
+    ViewNumber,
+    WorkerDirective,
+    WorkerId,
+    WorkerStatus,
+)
 from holdfast.core.worker import (
     AtBoundary,
     Begin,
@@ -30,8 +38,8 @@ from holdfast.core.worker import (
     WorkerEffect,
     WorkerEvent,
 )
-from holdfast.sim import exchange
-from holdfast.sim.checkers import INITIAL_STATE, Key, apply, task
+from holdfast.sim import audits, exchange
+from holdfast.sim.checkers import INITIAL_STATE, Copy, Key, apply, task
 
 if TYPE_CHECKING:
     from holdfast.sim.exchange import Group
@@ -64,8 +72,17 @@ class Process:
         self.at_rest = False  # the script is held between two steps
         self.computing = False
         self.in_step = False
-        self.local_done = False
+        self.local_done = False  # its own tasks
+        self.done_said = False  # these, and what it audits
         self.tokens: dict[int, int] = {}
+        self.audits: tuple[Audit, ...] = ()
+        self.audited: dict[int, int] = {}  # tokens of others
+        self.trust = Trust(world.options.cycle)
+        self.flipped: int | None = None  # the part of its state in which a bit is wrong
+        self.lies = 0  # what it adds to its tokens; negative: each time something else
+        self.lies_once = False
+        self.lied_in = -1  # the last step in which it did
+        self.mistakes = 0
         self.compute_us = 0  # of the step's tasks so far
         self.kept: dict[int, exchange.Share] = {}  # sums of steps that others may have missed
         self.total: int | None = None
@@ -175,6 +192,7 @@ class Process:
                 group = self.group
                 if group is not None and group.number <= number:
                     self.world.data.close(self, group, "peer severed")
+                    audits.leave(self, group)
             case Install(view):
                 self.world.truth.installed(self, view, before)
                 exchange.install(self, view)
@@ -205,60 +223,84 @@ class Process:
     def _enter_loop(self) -> None:
         self.loop += 1
         self.feed(LoopEntered())
-        if self.step >= self._until() and self.machine.snapshot().has_state:
+        if self.step >= self.until and self.machine.snapshot().has_state:
             self.feed(LoopEnded())
         else:
             self.at_rest = True
             self.feed(AtBoundary())
 
-    def _until(self) -> int:
-        return self.world.options.loops[self.loop - 1]
+    @property
+    def until(self) -> int:
+        return self.world.options.loops[max(self.loop, 1) - 1]
 
     def _begin(self, step: int) -> None:
         self.at_rest = False
         self.world.truth.begun(self)
-        if step >= self._until():
+        if step >= self.until:
             self.feed(LoopEnded())
             return
         self.in_step = True
-        self.local_done = False
-        self.tokens = {}
+        self.local_done = self.done_said = False
+        self.tokens, self.audited = {}, {}
         self.compute_us = 0
+        self.plan_audits()
+        self._compute()
+
+    def plan_audits(self) -> None:
+        """Of the step under way, in the present view."""
+        self.audits = audits.planned(self) if self.in_step else ()
+
+    def redo(self, again: tuple[Audit, ...]) -> None:
+        """Compute the step from its beginning."""
+        self.tokens, self.audited, self.audits = {}, {}, again
         self._compute()
 
     def _compute(self) -> None:
         """Start the next missing task of this step, or say that there is none."""
         view = self.machine.view
-        if not self.in_step or self.computing or view is None:
+        if not self.in_step or view is None:
             return
         hosted = self.machine.snapshot().hosted
         missing = [v for v in hosted if v not in self.tokens]
-        if bool(missing) == self.local_done:
-            self.local_done = not missing
-            self.feed(LocalDone(self.local_done))
-        if missing:
+        self.local_done = not missing
+        if self.computing:
+            return
+        todo = missing or audits.owed(self)
+        if bool(todo) == self.done_said:
+            self.done_said = not todo
+            self.feed(LocalDone(self.done_said))
+        if todo:
             self.computing = True
             world = self.world
             delay_s = world.rng.uniform(0.5, 1.5) * world.options.task_s * self.slowness
-            self.compute_us += int(delay_s * 1e6)
-            self.post(delay_s, self._computed, missing[0])
+            self.compute_us += int(delay_s * 1e6) if missing else 0
+            self.post(delay_s, self._computed, todo[0], self.tokens if missing else self.audited)
         self._poked = True
 
-    def _computed(self, vrank: int) -> None:
+    def _computed(self, vrank: int, tokens: dict[int, int]) -> None:
         if self.stuck:
-            self.post(0.25, self._computed, vrank)
+            self.post(0.25, self._computed, vrank, tokens)
             return
         self.computing = False
         if not self.in_step:
             return
-        self.tokens[vrank] = task(self.state or 0, self.step, vrank)
+        tokens[vrank] = self._token(vrank)
         self._compute()
         exchange.advance(self)
+
+    def _token(self, vrank: int) -> int:
+        token = task(self.state or 0, self.step, vrank)
+        if self.flipped is not None:
+            token = hash((token, self.flipped, 41))
+        if self.lies or self.lies_once:
+            self.lies_once, self.lied_in = False, self.step
+            token += self.lies if self.lies > 0 else self.world.rng.randint(1, 1000)
+        return token
 
     def _commit(self, step: int, by_vote: bool) -> None:
         total = self.total if self.total_step == step else None
         self.world.truth.committed(self, step, total, by_vote)
-        self.in_step = self.local_done = False
+        self.in_step = self.local_done = self.done_said = False
         before, self.state = self.state, None
         optimizer_s = self.world.options.optimizer_s
         delay_s = self.world.rng.uniform(0.5, 1.5) * optimizer_s * self.slowness
@@ -270,18 +312,24 @@ class Process:
         self.world.truth.applied(self)
         every = self.world.options.save_every
         if every and self.step % every == 0 and self.machine.leads(self.host.clock()):
-            self.post(self.world.delay(self.world.options.load_s), self._saved, self.step)
-        if self.step >= self._until():
+            copy = self.state, self.flipped
+            view = ViewNumber(self.machine.snapshot().view)
+            delay_s = self.world.delay(self.world.options.load_s)
+            self.post(delay_s, self._saved, self.step, copy, view)
+        if self.step >= self.until:
             self.feed(LoopEnded())
         else:
             self.at_rest = True
             self.feed(AtBoundary())
         exchange.advance(self)  # it may have caught up
 
-    def _saved(self, step: int) -> None:
-        """The checkpoint of a step has become durable, in the background."""
-        self.world.truth.saved[step] = True
-        self.feed(Saved(step))
+    def _saved(self, step: int, copy: Copy, view: ViewNumber) -> None:
+        """The checkpoint of a step is durable; it counts once others have the same state."""
+        if self.world.options.cycle and self.machine.snapshot().committed <= step < self.until:
+            self.post(self.world.options.load_s, self._saved, step, copy, view)
+            return
+        self.world.truth.save(step, copy, view)
+        self.feed(Saved(step, view))
 
     def _released(self) -> None:
         if self.loop == len(self.world.options.loops):

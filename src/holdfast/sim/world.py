@@ -20,7 +20,8 @@ from holdfast.core.lease import LeasePolicy
 from holdfast.core.restart import RestartPolicy
 from holdfast.core.types import AgentId
 from holdfast.core.worker import WorkerMachine
-from holdfast.sim.checkers import Key, Truth, Violation
+from holdfast.sim.checkers import Key, Truth
+from holdfast.sim.errors import Violation
 from holdfast.sim.exchange import DataNetwork
 from holdfast.sim.faults import Faults
 from holdfast.sim.hosts import AgentHost, CoordinatorHost
@@ -53,7 +54,7 @@ class World:
         self.now = 0.0
         self.events = 0
         self.digest = 0
-        self.truth = Truth(options.vranks, options.steps)
+        self.truth = Truth(options.vranks, options.steps, options.exact, options.wrong_max)
         self.data = DataNetwork(self)
         self.faults = Faults(self)
         self.coordinator = CoordinatorHost(self)
@@ -81,6 +82,7 @@ class World:
             patience_s=2.0,
             hang_s=options.hang_s,
             speculation=options.speculation,
+            retreats_max=1000,
             restart=RestartPolicy(
                 losses_max=10_000,
                 backoff_s=0.1,

@@ -304,7 +304,7 @@ class _Work:
         engine.start()
 
     def _saved(self, step: int) -> None:
-        self._driver.post(machine.Saved(step))
+        self._driver.post(machine.Saved(step, view))
 
     def _tell_of_save(self, text: str) -> None:
         self._driver.post(machine.Remarked("save", text))

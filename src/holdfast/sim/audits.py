@@ -1,0 +1,144 @@
+"""One simulated worker's side of finding what is wrong: fingerprints, audits, and what follows.
+
+It mirrors train/engine.py; the rulings are those of core/audit.py and core/trust.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from holdfast.core.audit import ATTEMPTS_MAX, Audit, Ruling, Sentence, judge, plan
+from holdfast.core.types import Void, WorkerId
+from holdfast.core.worker import Doubted, GroupBroken
+from holdfast.sim.checkers import Key
+from holdfast.sim.errors import Violation
+
+if TYPE_CHECKING:
+    from holdfast.sim.exchange import Group
+    from holdfast.sim.workers import Process
+
+NEVER = 1 << 60
+
+
+def turn_of(process: Process, group: Group) -> int:
+    """Numbers the attempts at all steps."""
+    return process.step * ATTEMPTS_MAX + group.attempt
+
+
+def planned(process: Process) -> tuple[Audit, ...]:
+    """What is computed twice in the process's step: everything in the first after a checkpoint."""
+    view, options, step = process.machine.view, process.world.options, process.step
+    if view is None or step < view.resume_step:
+        return ()
+    share = 1.0 if options.audit and looks_at_all(process) else options.audit
+    return plan(options.seed, step, process.machine.owners, view.workers, share)
+
+
+def looks_at_all(process: Process) -> bool:
+    every, step = process.world.options.save_every, process.step
+    return bool(every and step % every == 0) or step == process.until - 1
+
+
+def owed(process: Process) -> list[int]:
+    """Virtual ranks of others that it has yet to compute."""
+    mine = [a.vrank for a in process.audits if process.worker in a.auditors]
+    return [vrank for vrank in mine if vrank not in process.audited]
+
+
+def fingerprint(process: Process) -> int | None:
+    """Of a part of the state; another part in the next step."""
+    cycle = process.world.options.cycle
+    seen = cycle and (looks_at_all(process) or process.flipped == process.step % cycle)
+    return process.flipped if seen else None
+
+
+def settled(process: Process, group: Group, turn: int) -> bool:
+    """Whether the sums may be used."""
+    if turn in group.rulings:
+        return group.rulings[turn].sentence is Sentence.USE
+    workers, parts = group.view.workers, group.parts[turn]
+    if process.world.options.cycle:
+        prints = {w: parts[k].fingerprint for w, k in zip(workers, group.keys, strict=True)}
+        if len(set(prints.values())) > 1:
+            differ(process, group, turn, prints)
+            return False
+    if not process.audits:
+        return True
+    if owed(process):
+        return False
+    if process.key not in group.heard.setdefault(turn, {}):
+        group.heard[turn][process.key] = dict(process.audited) | process.tokens
+        group.tell(process, "audit", turn, group.heard[turn][process.key])
+    heard = group.heard[turn]
+    if len(heard) < len(group.keys) or not group.open:
+        return False
+    said = dict(zip(workers, (heard[key] for key in group.keys), strict=True))
+    digests = {a.vrank: {w: said[w][a.vrank] for w in a.workers} for a in process.audits}
+    ruling = group.court.rule(digests, process.audits, process.machine.owners, workers)
+    return _obey(process, group, turn, ruling)
+
+
+def _obey(process: Process, group: Group, turn: int, ruling: Ruling) -> bool:
+    group.rulings[turn] = ruling
+    match ruling.sentence:
+        case Sentence.USE:
+            process.mistakes += any(worker == process.worker for worker, _ in ruling.wrong)
+            if process.mistakes > 1:
+                process.end(-9, "computes wrongly")
+            return process.alive
+        case Sentence.AGAIN:
+            group.attempt += 1
+            process.redo(ruling.audits)
+        case Sentence.LEAVE:
+            _doubt(process, group, turn, {w for w, _ in ruling.wrong}, diverged=False)
+        case Sentence.TIE:
+            _doubt(process, group, turn, set(), diverged=False)
+        case Sentence.UNLIKE:
+            if any(member.lied_in < process.step for member in process.world.data.members(group)):
+                raise Violation("deterministic machines are taken for others")
+            process.world.truth.errors.hidden = True  # all of them were wrong
+            return True
+    return False
+
+
+def differ(process: Process, group: Group, turn: int, prints: dict[WorkerId, Any]) -> None:
+    """Not all states are the same: the majority is right."""
+    judgement = judge({worker: -1 if p is None else p for worker, p in prints.items()})
+    group.rulings[turn] = Ruling(sentence=Sentence.LEAVE)
+    _doubt(process, group, turn, set(judgement.wrong), diverged=True)
+
+
+def _doubt(
+    process: Process, group: Group, turn: int, wrong: set[WorkerId], *, diverged: bool
+) -> None:
+    """All say since when who is wrong may be so; nobody named: nobody knows who."""
+    group.wrong = wrong
+    found = process.trust.doubt(wrong or group.view.workers, process.step, diverged=diverged)
+    body = NEVER if found.sums is None else found.sums, found.saved
+    group.doubts.setdefault(turn, {})[process.key] = body
+    group.doubtful = turn
+    group.tell(process, "doubt", turn, body)
+    conclude(process, group, turn)
+
+
+def conclude(process: Process, group: Group, turn: int) -> None:
+    """Once all have said so: who is wrong ends, and the others know what is void."""
+    if turn == group.doubtful and len(group.doubts[turn]) == len(group.keys):
+        leave(process, group)
+
+
+def leave(process: Process, group: Group) -> None:
+    """Also when the group has broken before all could say what they know."""
+    turn, group.doubtful = group.doubtful, -1
+    heard: dict[Key, tuple[int, int]] = group.doubts.get(turn, {})
+    if not heard:
+        return
+    sums, saved = (min(body[i] for body in heard.values()) for i in (0, 1))
+    wrong = [key for key in group.keys if WorkerId(key[0]) in group.wrong]
+    process.world.truth.errors.noticed(wrong or group.keys)
+    if process.worker in group.wrong:
+        process.end(-9, "computes wrongly")
+        return
+    forsaken = sums < NEVER or not group.wrong
+    process.feed(Doubted(Void(after=saved, view=group.view.number), forsaken))
+    process.feed(GroupBroken(group.view.number, "somebody is wrong"))

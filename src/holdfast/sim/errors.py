@@ -1,0 +1,113 @@
+"""What becomes of wrong gradients and flipped bits in a simulated run: the checkers' part of it.
+
+A run is exact if everything is audited: then nothing wrong is ever committed. Otherwise the job may
+use something wrong for a while; but it must find out, and go back to before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from holdfast.core.types import View
+
+if TYPE_CHECKING:
+    from holdfast.sim.checkers import Truth
+    from holdfast.sim.workers import Process
+
+
+class Violation(AssertionError):
+    """The machines did something that must never happen."""
+
+
+class Errors:
+    """`wrong_max`: steps within which something wrong that was used must be found out.
+
+    `hidden`: something is wrong that nobody could have seen, since all who could compare had it, or
+    whoever had it died first. Contents prove nothing from there on.
+    """
+
+    def __init__(self, truth: Truth, exact: bool, wrong_max: int) -> None:
+        self.hidden = False
+        self.since: int | None = None  # the first step of this history that is committed wrongly
+        self.found = 0  # times that something wrong was found out
+        self._truth = truth
+        self._exact = exact
+        self._wrong_max = wrong_max
+        self._right: tuple[list[int], list[int]] = ([], [])
+        self._used: set[int] = set()  # steps in which something wrong went into a sum
+        self._decided: dict[int, int | None] = {}  # what was committed, in this history
+        self._noticed: set[tuple[int, int]] = set()  # who was found to be wrong
+        self._saved_wrong = 0  # one after the other, and nobody has noticed
+
+    def start(self) -> None:
+        self._right = list(self._truth.states), list(self._truth.sums)
+
+    def used(self, view: View, step: int, sender: tuple[int, int], vrank: int) -> None:
+        """Something wrong goes into a sum that may be committed."""
+        members = [self._truth.processes[(m.worker, m.incarnation)] for m in view.members]
+        flips = {member.flipped for member in members}
+        alike = len(flips) == 1 and None not in flips
+        if len(members) == 1 or alike or not self._truth.processes[sender].alive:
+            self.hidden = True
+        elif self._exact and not self.hidden:
+            raise Violation(f"step {step}: vrank {vrank} from {sender} has other contents")
+        self._used.add(step)
+
+    def committed(self, process: Process, step: int, total: int | None) -> None:
+        truth = self._truth
+        if self._decided.setdefault(step, total) != total:
+            raise Violation(f"step {step} is committed with two sums")
+        if self.hidden:
+            return
+        if total != truth.sums[step]:
+            if step not in self._used or total is None:
+                raise Violation(f"worker {process.key} commits step {step} with other contents")
+            self.since = step if self.since is None else min(step, self.since)
+            truth.goes_on(step, total)
+        if self.since is not None and step > self.since + self._wrong_max:
+            raise Violation(f"nobody sees until step {step} what is wrong since {self.since}")
+
+    def saved(self, step: int) -> None:
+        """No wrong gradient is part of two consecutive checkpoints without an event."""
+        if self.since is not None and step > self.since and not self.hidden:
+            self._saved_wrong += 1
+            if self._saved_wrong > 1 and not self._noticed:
+                raise Violation(
+                    f"a second checkpoint, {step}, with what is wrong since {self.since}"
+                )
+
+    def noticed(self, wrong: Iterable[tuple[int, int]]) -> None:
+        """A member of a view knows that something is wrong; and who."""
+        self._noticed.update(wrong)
+        self.found += 1
+
+    def died(self, process: Process) -> None:
+        ill = process.flipped is not None or process.lies
+        used = self.since is not None or self._used
+        if ill and used and process.key not in self._noticed:
+            self.hidden = True
+
+    def began(self, view: View) -> None:
+        """All begin from a checkpoint, or from the beginning."""
+        for step in [s for s in self._decided if s >= view.resume_step]:
+            del self._decided[step]
+        if self.since is not None and not self.hidden:
+            if view.resume_step > self.since:
+                if self._noticed:
+                    raise Violation(
+                        f"the job goes back to step {view.resume_step}, but is wrong since "
+                        f"{self.since}"
+                    )
+                self.hidden = True  # all who could have seen it are lost
+                return
+            self._truth.states[:], self._truth.sums[:] = self._right
+            self.since = None
+            self._used.clear()
+        self._saved_wrong = 0
+        self._noticed.clear()
+
+    def ended(self) -> None:
+        """A script has come to its end: only what came after the last look may be unseen."""
+        if self.since is not None and not self.hidden and self.since < self._truth.steps - 1:
+            raise Violation(f"the job ends with what is wrong since step {self.since}")
