@@ -392,7 +392,7 @@ def planned_stop_is_awaited_for_ever(patch: pytest.MonkeyPatch) -> Machines:
 @mutation
 def a_committed_step_counts_as_saved(patch: pytest.MonkeyPatch) -> Machines:
     def note(self: Durable, statuses: Iterable[WorkerStatus]) -> None:
-        self.step = max([self.step, *(s.committed for s in statuses)])
+        self.steps = (max([self.step, *(s.committed for s in statuses)]),)
 
     patch.setattr(Durable, "note", note)
     return Machines()
@@ -401,7 +401,7 @@ def a_committed_step_counts_as_saved(patch: pytest.MonkeyPatch) -> Machines:
 @mutation
 def an_unreadable_checkpoint_is_tried_again(patch: pytest.MonkeyPatch) -> Machines:
     def note(self: Durable, statuses: Iterable[WorkerStatus]) -> None:
-        self.step = max([self.step, *(s.saved for s in statuses)])
+        self.steps = (max([self.step, *(s.saved for s in statuses)]),)
 
     patch.setattr(Durable, "note", note)
     return Machines()

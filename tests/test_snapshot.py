@@ -137,7 +137,7 @@ def test_what_several_workers_save_any_one_restores(
 ) -> None:
     saved: list[int] = []
     savers = [
-        Saver(orders, "job", 10, Pace(PacePolicy(), 0.0), {"thing": Thing(1)}, saved.append)
+        Saver(orders, "job", 10, Pace(PacePolicy(), 0.0), {"thing": Thing(1)}, lambda step, view: saved.append(step))
         for _ in range(size)
     ]
     store = Checkpoints(FileStorage(tmp_path))
@@ -210,26 +210,64 @@ def test_a_checkpoint_that_cannot_be_read_gives_way_to_the_newest_other_one(
 ) -> None:
     saved: list[int] = []
     thing = {"thing": Thing(1), "thing.state": Thing(2)}
-    saver = Saver(orders, "job", 10, Pace(PacePolicy(), 0.0), thing, saved.append)
+    saver = Saver(orders, "job", 10, Pace(PacePolicy(), 0.0), thing, lambda step, view: saved.append(step))
     for number, step in enumerate((30, 10, 20), start=1):
         thing["thing"].state["scalar"] = torch.tensor(step)
         saver.at_boundary(step, view(1, number), WorkerId(0))
         saver.finish(RUN_S)
     store = Checkpoints(FileStorage(tmp_path))
     restorer = Restorer(store, thing)
-    assert restorer.other_than(10) == 30
-    assert restorer.other_than(30) == 20
+    assert restorer.other_than(10, ()) == 30
+    assert restorer.other_than(30, ()) == 20
     manifest = tmp_path / manifest_name(30)
     manifest.write_bytes(manifest.read_bytes()[:-1])
-    assert restorer.other_than(10) == 20
-    assert Restorer(Checkpoints(FileStorage(tmp_path / "none")), thing).other_than(10) == 0
+    assert restorer.other_than(10, ()) == 20
+    assert Restorer(Checkpoints(FileStorage(tmp_path / "none")), thing).other_than(10, ()) == 0
+
+
+def test_what_is_void_is_neither_begun_from_nor_saved(
+    tmp_path: Path, orders: socket.socket
+) -> None:
+    """Also not by a writer that had begun before it was known; what a later view saves is not."""
+    saved: list[int] = []
+    thing = {"thing": Thing(1)}
+    told: list[str] = []
+    saver = Saver(
+        orders,
+        "job",
+        10,
+        Pace(PacePolicy(), 0.0),
+        thing,
+        lambda step, view: saved.append(step),
+        told.append,
+    )
+    store = Checkpoints(FileStorage(tmp_path))
+    restorer = Restorer(store, thing)
+
+    def save(step: int, number: int) -> None:
+        thing["thing"].state["scalar"] = torch.tensor(1000 * number + step)
+        saver.at_boundary(step, view(1, number), WorkerId(0))
+        saver.finish(RUN_S)
+
+    for step in (10, 20, 30):
+        save(step, 1)
+    void = Void(after=10, view=ViewNumber(1))
+    assert restorer.other_than(99, (void,)) == 10
+    restorer.withdraw((void,))
+    assert store.steps() == [10]
+    save(40, 1)
+    assert store.steps() == saved[:1] == [10]
+    assert "step 40 is void" in told[-1]
+    save(20, 2)
+    restorer.withdraw((void,))
+    assert store.steps() == [10, 20]
 
 
 def test_a_skeleton_that_cannot_be_loaded_here_is_damage_and_not_a_store_that_is_away(
     tmp_path: Path, orders: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved: list[int] = []
-    saver = Saver(orders, "job", 10, Pace(PacePolicy(), 0.0), {"thing": Thing(1)}, saved.append)
+    saver = Saver(orders, "job", 10, Pace(PacePolicy(), 0.0), {"thing": Thing(1)}, lambda step, view: saved.append(step))
     saver.at_boundary(10, view(1), WorkerId(0))
     saver.finish(RUN_S)
     things = [Thing(2)]
@@ -250,7 +288,7 @@ class Alike:
 
 def test_every_tensor_has_a_name_of_its_own(tmp_path: Path, orders: socket.socket) -> None:
     saved: list[int] = []
-    saver = Saver(orders, "job", 10, Pace(PacePolicy(), 0.0), {"x": Alike()}, saved.append)
+    saver = Saver(orders, "job", 10, Pace(PacePolicy(), 0.0), {"x": Alike()}, lambda step, view: saved.append(step))
     saver.at_boundary(10, view(1), WorkerId(0))
     saver.finish(RUN_S)
     names = [e.name for e in Checkpoints(FileStorage(tmp_path)).manifest(10).entries]
@@ -259,7 +297,7 @@ def test_every_tensor_has_a_name_of_its_own(tmp_path: Path, orders: socket.socke
 
 def test_nothing_wrong_is_restored(tmp_path: Path, orders: socket.socket) -> None:
     saved: list[int] = []
-    saver = Saver(orders, "job", 10, Pace(PacePolicy(), 0.0), {"thing": Thing(1)}, saved.append)
+    saver = Saver(orders, "job", 10, Pace(PacePolicy(), 0.0), {"thing": Thing(1)}, lambda step, view: saved.append(step))
     saver.at_boundary(10, view(1), WorkerId(0))
     saver.finish(RUN_S)
     store, things = Checkpoints(FileStorage(tmp_path)), [Thing(2), Thing(2)]
@@ -294,7 +332,7 @@ def test_what_is_no_order_is_passed_over(tmp_path: Path, orders: socket.socket) 
     orders.send(b"nonsense")
     arena = Arena()
     arena.fit(10)
-    good = Order(step=1, token="ab", rank=0, size=1, table_at=0, table_bytes=0)
+    good = Order(step=1, view=1, token="ab", rank=0, size=1, table_at=0, table_bytes=0)
     for bad in (
         replace(good, table_at=1 << 40, table_bytes=9),
         replace(good, table_at=-3, table_bytes=9),
@@ -321,6 +359,7 @@ def order_share(orders: socket.socket, step: int, rank: int, size: int) -> int:
     arena.memory[len(data) : len(data) + len(table)] = table
     order = Order(
         step=step,
+        view=1,
         token=token_for("job", 1, step),
         rank=rank,
         size=size,

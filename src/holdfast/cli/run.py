@@ -146,6 +146,14 @@ def _add_stragglers(found: argparse.ArgumentParser) -> None:
         "compute wrongly: 0.01 costs one per cent (default 0)",
     )
     found.add_argument(
+        "--fingerprint-steps",
+        type=int,
+        default=64,
+        metavar="STEPS",
+        help="in which every byte of the model's and the optimizer's state is compared between "
+        "workers once; 1: all of it in every step; 0: never (default 64)",
+    )
+    found.add_argument(
         "--faults",
         type=Path,
         metavar="FILE",
@@ -267,6 +275,8 @@ def make_spec(options: argparse.Namespace) -> JobSpec:
         raise UserError(f"--save-between {least_s:g} {most_s:g}: LEAST must be from 0 to MOST")
     if options.scrub_rate < 0:
         raise UserError(f"--scrub-rate {options.scrub_rate:g} must not be negative")
+    if options.fingerprint_steps < 0:
+        raise UserError(f"--fingerprint-steps {options.fingerprint_steps} must not be negative")
     if not 0 <= options.audit <= 1:
         raise UserError(f"--audit {options.audit:g} must be from 0 to 1")
     if not 0 <= options.speculation_budget <= 1:
@@ -303,4 +313,5 @@ def make_spec(options: argparse.Namespace) -> JobSpec:
         rebalance=not options.no_rebalance,
         speculation=options.speculation_budget,
         audit=options.audit,
+        fingerprint_steps=options.fingerprint_steps,
     )

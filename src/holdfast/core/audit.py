@@ -60,6 +60,13 @@ def plan(
     return tuple(found)
 
 
+def plan_sums(seed: int, step: int, buckets: int, share: float) -> tuple[int, ...]:
+    """Which buckets of the step are summed twice, by different workers each time."""
+    limit = int(share * (1 << 32))
+    dice = (_mix(_mix(_mix(seed ^ 1) ^ step) ^ bucket) for bucket in range(buckets))
+    return tuple(b for b, each in enumerate(dice) if each & 0xFFFFFFFF < limit)
+
+
 def by_all(audit: Audit, workers: Sequence[WorkerId]) -> Audit:
     """The same task, to be computed by everybody."""
     return Audit(audit.vrank, audit.owner, tuple(w for w in workers if w != audit.owner))

@@ -42,15 +42,15 @@ class Trust:
         self._cycle = cycle
         self._seen: dict[WorkerId, _Seen] = {}
 
-    def enter(self, view: View) -> None:
-        """A new view; the whole state of joiners, if there are any, has been compared."""
+    def enter(self, view: View, *, compared: bool) -> None:
+        """A new view; `compared`: the whole states of its members were, and are the same."""
         before, step = self._seen, view.resume_step
         self._seen = {}
         for member in view.members:
             seen = before.get(member.worker)
             if seen is None or seen.incarnation != member.incarnation:
                 seen = _Seen(member.incarnation, step, step, step)
-            elif view.joiners:
+            elif compared:
                 seen.joined, seen.left = step, None
             self._seen[member.worker] = seen
         for lag in (*view.aside, *view.behind):

@@ -81,6 +81,14 @@ class Reduced:
 
 
 @dataclass(frozen=True, slots=True)
+class Reopened:
+    """The members have agreed to compute `step` again: its gradient is not to be used."""
+
+    view: ViewNumber
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class Voted:
     """Every member's vote on `step` is here; `pending` if any voter knew of a planned change.
 
@@ -174,6 +182,7 @@ WorkerEvent = (
     | Loading
     | Synced
     | Reduced
+    | Reopened
     | Voted
     | CaughtUp
     | LocalDone
@@ -275,6 +284,10 @@ class WorkerMachine:
             case Reduced(view, step):
                 if self._acting_in(view) and step == self._status.committed:
                     self._change(reduced=True)
+                return []
+            case Reopened(view, step):
+                if self._acting_in(view) and step == self._status.committed:
+                    self._change(reduced=False)
                 return []
             case Voted():
                 return self._voted(event, now)

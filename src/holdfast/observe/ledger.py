@@ -59,8 +59,23 @@ class LedgerEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerDoubt:
+    """What views up to `view` have committed from `step` on may have used something wrong.
+
+    `again`: it does not count, and is done again; else it stays, and the result is not exact.
+    """
+
+    step: int
+    view: int
+    again: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerReport:
-    """What `verify` found. `lost` and `repeated` count samples, over all epochs."""
+    """What `verify` found. `lost` and `repeated` count samples, over all epochs.
+
+    `inexact_since`: the first step whose result may not be that of sound machines.
+    """
 
     findings: tuple[str, ...]
     files: int
@@ -71,6 +86,7 @@ class LedgerReport:
     repeated: int
     replayed: tuple[int, ...]  # steps committed again after all workers were lost
     torn: int  # files whose last line was cut off by the death of their writer
+    inexact_since: int | None
 
     @property
     def ok(self) -> bool:
@@ -120,8 +136,16 @@ class _StepLine(msgspec.Struct, tag="step", tag_field="kind", forbid_unknown_fie
     loss: str
 
 
+class _DoubtLine(msgspec.Struct, tag="doubt", tag_field="kind", forbid_unknown_fields=True):
+    step: _Natural
+    view: _Natural
+    again: bool
+
+
+_Line = _HeaderLine | _StepLine | _DoubtLine
 _encode = msgspec.json.Encoder().encode
-_decode = msgspec.json.Decoder(_HeaderLine | _StepLine).decode
+_decode = msgspec.json.Decoder(_Line).decode
+_DOUBT = b'"kind":"doubt"'  # in each such line, as msgspec writes it
 
 
 def ledger_path(run_dir: str | os.PathLike[str], worker: int, incarnation: int) -> Path:
@@ -143,14 +167,7 @@ class LedgerWriter:
 
     def begin(self, header: LedgerHeader) -> None:
         """Open the file, if it is not open, and write the header of the entries that follow."""
-        if self._file is None:
-            try:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-                self._file = os.open(self.path, flags, 0o644)
-                self._size = os.fstat(self._file).st_size
-            except OSError as error:
-                raise _disk_error(self.path, error) from error
+        self._open()
         line = _HeaderLine(
             seed=header.seed,
             virtual_ranks=header.virtual_ranks,
@@ -170,6 +187,21 @@ class LedgerWriter:
             loss=float(entry.loss).hex(),
         )
         self._write(_encode(line))
+
+    def doubt(self, doubt: LedgerDoubt) -> None:
+        """Also of what other workers have written."""
+        self._open()
+        self._write(_encode(_DoubtLine(step=doubt.step, view=doubt.view, again=doubt.again)))
+
+    def _open(self) -> None:
+        if self._file is None:
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+                self._file = os.open(self.path, flags, 0o644)
+                self._size = os.fstat(self._file).st_size
+            except OSError as error:
+                raise _disk_error(self.path, error) from error
 
     def close(self) -> None:
         if self._file is not None:
@@ -208,7 +240,7 @@ def verify(run_dir: str | os.PathLike[str], plan_of: PlanOf) -> LedgerReport:
     paths = sorted(directory.glob("*.jsonl"))
     if not paths:
         raise UserError(f"{directory} has no *.jsonl files: name the directory of a run")
-    audit = _Audit(plan_of)
+    audit = _Audit(plan_of, _doubts(paths))
     for path in paths:
         audit.read(path)
     audit.check_steps()
@@ -223,7 +255,21 @@ def verify(run_dir: str | os.PathLike[str], plan_of: PlanOf) -> LedgerReport:
         repeated=repeated,
         replayed=tuple(audit.replayed),
         torn=audit.torn,
+        inexact_since=min((d.step for d in audit.doubts if not d.again), default=None),
     )
+
+
+def _doubts(paths: Sequence[Path]) -> list[_DoubtLine]:
+    """Of all files: a worker may speak of what others have written."""
+    found = []
+    for path in paths:
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            for line in iter(lambda: file.readline(LINE_BYTES_MAX), b""):
+                if _DOUBT in line and line.endswith(b"\n"):
+                    with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
+                        value = _decode(line)
+                        found += [value] if isinstance(value, _DoubtLine) else []
+    return found
 
 
 # What all copies of a step must agree on. Hashed, so that a million steps fit in memory.
@@ -244,7 +290,8 @@ class _Step:
 class _Audit:
     """The state of one verification. Files are read one after the other, steps checked in order."""
 
-    def __init__(self, plan_of: PlanOf) -> None:
+    def __init__(self, plan_of: PlanOf, doubts: Sequence[_DoubtLine]) -> None:
+        self.doubts = doubts
         self.findings: list[str] = []
         self.steps: dict[int, _Step] = {}
         self.replayed: list[int] = []
@@ -278,12 +325,16 @@ class _Audit:
                     match self._parse(where, line):
                         case _HeaderLine() as found:
                             header, plan = found, self._adopt(where, found)
-                        case _StepLine() as entry:
+                        case _StepLine() as entry if not self._withdrawn(entry):
                             self._take(where, header, plan, entry)
         except OSError as error:
             self.find(f"{path.name}: cannot be read: {error}")
 
-    def _parse(self, where: str, line: bytes) -> _HeaderLine | _StepLine | None:
+    def _withdrawn(self, entry: _StepLine) -> bool:
+        """Whether the step was done again, since something wrong may have been used in it."""
+        return any(d.again and entry.step >= d.step and entry.view <= d.view for d in self.doubts)
+
+    def _parse(self, where: str, line: bytes) -> _Line | None:
         try:
             value = _decode(line)
             if isinstance(value, _StepLine):

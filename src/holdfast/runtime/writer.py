@@ -102,7 +102,7 @@ class Writer:
                 return False
             wait_s = max(OTHERS_S, OTHERS_TIMES * (time.monotonic() - began))
             parts = [part, *saving.gather(order.size, wait_s)]
-            saving.commit(parts, {"steps": str(order.step)})
+            saving.commit(parts, {"steps": str(order.step), "view": str(order.view)})
         except BaseException:
             saving.abandon()
             raise
@@ -132,7 +132,7 @@ def main(argv: list[str]) -> int:
     os.nice(NICENESS)
     spec = RunDir(options.run_dir).spec()
     store = Checkpoints(open_storage(spec.store, _say), _say)
-    writer = Writer(store, Retention(last=spec.keep_last))
+    writer = Writer(store, Retention(last=spec.keep_last, settled=spec.fingerprint_steps))
     if spec.scrub_rate > 0:
         threading.Thread(target=writer.scrub, args=(spec.scrub_rate,), daemon=True).start()
     status = 0

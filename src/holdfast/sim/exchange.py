@@ -316,7 +316,7 @@ def group_ready(process: Process, number: int) -> None:
     view, data, shape = group.view, process.world.data, group.shape
     if not shape.joiners:
         group.synced = True
-        process.trust.enter(view)
+        process.trust.enter(view, compared=bool(view.joiners))
         process.feed(Synced(view.number))
     elif view.lag(process.worker) is not None:
         catch_up(process, group)
@@ -455,7 +455,7 @@ def advance(process: Process) -> None:
             audits.differ(process, group, audits.turn_of(process, group), held)
             return
         group.synced = True
-        process.trust.enter(view)
+        process.trust.enter(view, compared=bool(view.joiners))
         process.world.truth.synced(process, view, group.digests)
         process.feed(Synced(view.number))
         return

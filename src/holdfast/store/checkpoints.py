@@ -27,10 +27,12 @@ from holdfast.store.manifest import (
     Manifest,
     decode,
     decode_intent,
+    is_withdrawn,
     manifest_name,
     step_of,
     suspect_name,
     token_of,
+    void_name,
 )
 from holdfast.store.process import gone, here
 from holdfast.store.retention import Retention, choose_kept
@@ -189,6 +191,23 @@ class Checkpoints:
         for step in retired:
             self.storage.delete(manifest_name(step))
         return retired
+
+    def withdraw(self, after: int, view: int) -> tuple[int, ...]:
+        """Remove the checkpoints of steps beyond `after` that were made in views up to `view`.
+
+        Also those that are being saved just now never become one. Returns the steps removed.
+        """
+        self.storage.put(void_name(after, view), [b"void"])
+        removed = []
+        for step in self.steps():
+            try:
+                about = self.manifest(step).about
+            except WorldError:
+                continue  # it cannot be begun from anyway
+            if is_withdrawn(void_name(after, view), step, about):
+                self.storage.delete(manifest_name(step))
+                removed.append(step)
+        return tuple(removed)
 
     def collect(self, policy: Retention | None = None) -> Collected:
         """Retire what the policy does not keep, then remove packs that nothing refers to."""

@@ -11,6 +11,7 @@ class Retention:
     """A checkpoint that any of these rules wants is kept; the newest one always is."""
 
     last: int = 3  # so many of the newest
+    settled: int = 0  # and the newest of those that are so many steps older than the newest
     every: int = 0  # and those whose step is a multiple of it; 0: none
     age_s: float = 0.0  # and those younger than this; 0: none
 
@@ -25,6 +26,9 @@ def choose_kept(
     ordered = sorted(saved)
     latest = sorted(saved, key=lambda one: (one[1], one[0]))
     newest = {step for step, _ in latest[-max(policy.last, 1) :]}
+    settled = [s for s, _ in ordered if latest and s <= latest[-1][0] - policy.settled]
+    if policy.settled and settled:
+        newest.add(settled[-1])
     return tuple(
         step
         for step, time in ordered

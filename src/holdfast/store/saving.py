@@ -23,6 +23,7 @@ from holdfast.store.manifest import (
     CHUNK_BYTES,
     PARTS,
     SAVING,
+    VOID,
     Entry,
     Intent,
     Manifest,
@@ -34,6 +35,7 @@ from holdfast.store.manifest import (
     encode,
     encode_intent,
     encode_part,
+    is_withdrawn,
     manifest_name,
     pack_name,
     part_name,
@@ -175,12 +177,22 @@ class Saving:
         for pack in manifest.packs:
             if self._storage.size(pack) is None:
                 raise WorldError(f"step {self.step} cannot be kept: {pack} has vanished meanwhile")
+        self._refuse_void(about)
         self._storage.put(manifest_name(self.step), [encode(manifest)])
+        try:
+            self._refuse_void(about)  # or whoever withdraws has seen the manifest
+        except WorldError:
+            self._storage.delete(manifest_name(self.step))
+            raise
         with contextlib.suppress(WorldError):  # what stays is garbage; the checkpoint is there
             for writer in range(1, len(parts)) if self._writer is not None else ():
                 self._storage.delete(part_name(self.token, writer))
             self._storage.delete(self._intent)
         return manifest
+
+    def _refuse_void(self, about: dict[str, str]) -> None:
+        if any(is_withdrawn(name, self.step, about) for name in self._storage.names(VOID)):
+            raise WorldError(f"step {self.step} is void: something wrong had been used before it")
 
 
 def merge(step: int, token: str, parts: Sequence[Part], about: dict[str, str]) -> Manifest:

@@ -43,13 +43,14 @@ class Slot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """Save this memory as share `rank` of `size` of the checkpoint of `step`.
+    """Save this memory as share `rank` of `size` of the checkpoint of `step`, made in `view`.
 
     `token`: what all shares of one checkpoint, and no others, have in common. `table_at` and
     `table_bytes`: where in the memory its slots are listed.
     """
 
     step: int
+    view: int
     token: str
     rank: int
     size: int

@@ -1,18 +1,22 @@
-"""Tasks that are computed twice: what this worker owes of a step's audits, and what came out.
+"""What is computed twice: what this worker owes of a step's audits, and what came out.
 
-Shared by the script's thread, which computes, and the engine, which compares; under their lock.
+Tasks are shared by the script's thread, which computes, and the engine, which compares; under their
+lock. Sums are the engine's alone.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
 import xxhash
 
-from holdfast.core.audit import ATTEMPTS_MAX, Audit, by_all, judge
+from holdfast.core.audit import ATTEMPTS_MAX, Audit
+from holdfast.core.errors import Severed
 from holdfast.core.types import View, WorkerId
-from holdfast.train.exchange import TAG_AUDIT, Layout, all_gather
+from holdfast.train.buckets import Bucket
+from holdfast.train.exchange import TAG_AUDIT, BucketSum, Layout, all_gather
 from holdfast.train.state import as_bytes
 from holdfast.train.transport import Transport
 
@@ -27,24 +31,32 @@ class StepAudits:
     """
 
     def __init__(self) -> None:
+        self.share = 0.0  # of all tasks
         self.view = 0
+        self.agreed_in = 0  # the view whose members have agreed on the two that follow
         self.given_up = False  # the same task comes to other bits each time: audits prove nothing
+        self.whole_step = -1  # of which all is looked at: the first after a checkpoint
         self.attempt = 0  # at the step, because the one before came to different bits
         self.audits: tuple[Audit, ...] = ()
         self.done: set[int] = set()  # virtual ranks that this worker has computed for others
         self._worker = WorkerId(-1)
         self._digests: dict[int, int] = {}  # by virtual rank, of tasks that this worker computed
 
-    def open(self, view: int, worker: WorkerId, audits: Sequence[Audit], attempt: int = 0) -> None:
-        """Nothing of the step is computed yet."""
+    def open(self, worker: WorkerId) -> None:
+        """Nothing of the step is computed yet, and nothing is planned."""
+        self.view, self.audits, self.attempt, self._worker = 0, (), 0, worker
         self.done.clear()
-        self._digests = {audit.vrank: 0 for audit in audits}
-        self.plan(view, worker, audits, attempt)
+        self._digests.clear()
 
-    def plan(self, view: int, worker: WorkerId, audits: Sequence[Audit], attempt: int = 0) -> None:
-        """As `open`, in the middle of the step."""
-        self.view, self.attempt, self._worker = view, attempt, worker
-        self.audits = tuple(audits)
+    def plan(self, view: int, audits: Sequence[Audit]) -> None:
+        """Perhaps in the middle of the step: digests of all tasks are kept until it is planned."""
+        self.view, self.audits, self.attempt = view, tuple(audits), 0
+
+    def again(self, audits: Sequence[Audit]) -> None:
+        """The step is computed anew."""
+        self.audits, self.attempt = tuple(audits), self.attempt + 1
+        self.done.clear()
+        self._digests.clear()
 
     def owed(self, view: int) -> list[int]:
         """Virtual ranks of others that this worker has yet to compute."""
@@ -55,14 +67,15 @@ class StepAudits:
 
     def begin(self, vrank: int) -> None:
         """This worker computes the task, perhaps not for the first time."""
-        if vrank in self._digests:
-            self._digests[vrank] = 0
+        self._digests[vrank] = 0
 
     def note(self, vrank: int, bucket: int, flat: torch.Tensor) -> None:
         """A bucket of a task's gradient as this worker has it; they may come in any order."""
-        if vrank in self._digests:
-            data = as_bytes(flat).cpu().numpy().data
-            self._digests[vrank] ^= xxhash.xxh3_64_intdigest(data, seed=bucket) >> 1
+        audited = any(audit.vrank == vrank for audit in self.audits)
+        if not audited and (self.view or not self.share):
+            return  # nobody will ask for it
+        data = as_bytes(flat).cpu().numpy().data
+        self._digests[vrank] ^= xxhash.xxh3_64_intdigest(data, seed=bucket) >> 1
 
     def compare(self, transport: Transport, layout: Layout, view: View) -> Digests:
         """What all members have found, task by task. Severed."""
@@ -75,45 +88,74 @@ class StepAudits:
         }
 
 
-class Court:
-    """Over the audits of one step: every member hears the same and comes to the same judgement."""
+def check_sum(bucket: Bucket, transport: Transport, layout: Layout) -> list[int] | None:
+    """Sum a bucket again, each piece by another member; put right what turns out to be wrong.
 
-    def __init__(self) -> None:
-        self._heard: list[Digests] = []  # attempt by attempt
+    Returns the ranks of those whose sum, or copy of one, was wrong, in order; None when nobody can
+    say which sum is right. Severed.
+    """
+    runs = [bucket.result.data]
+    tables = [_digests(bucket.result.data, transport, layout)]
+    while len(runs) < ATTEMPTS_MAX:
+        runs.append(torch.empty_like(bucket.result.data))
+        again = BucketSum(bucket, layout, into=runs[-1], turned=len(runs) - 1)
+        again.gather(transport)
+        again.spread(transport)
+        again.finish()
+        tables.append(_digests(runs[-1], transport, layout))
+        if all(bool((table == tables[0][0]).all()) for table in tables):
+            return []
+    right = _majority(tables)
+    if right is None:
+        return None
+    _put_right(bucket, runs, tables, right, layout)
+    return _who_was_wrong(tables, right)
 
-    def hear(self, digests: Digests) -> None:
-        self._heard.append(digests)
 
-    @property
-    def differing(self) -> list[int]:
-        """Virtual ranks whose bits differ between workers, in the last attempt."""
-        return [v for v, each in self._heard[-1].items() if len(set(each.values())) > 1]
+def _digests(flat: torch.Tensor, transport: Transport, layout: Layout) -> torch.Tensor:
+    """[members, pieces]: 63 bits of each piece as each member has it."""
+    pieces = [flat[layout.piece(rank, flat.numel())] for rank in range(layout.size)]
+    words = [xxhash.xxh3_64_intdigest(as_bytes(p).numpy().data) >> 1 for p in pieces]
+    return all_gather(transport, layout, torch.tensor(words, dtype=torch.int64), TAG_AUDIT)
 
-    def agreed(self, owners: Sequence[WorkerId]) -> bool:
-        """Whether the last attempt's sums are right: every owner has what most have."""
-        judged = {vrank: judge(each) for vrank, each in self._heard[-1].items()}
-        return all(
-            judgement.right == self._heard[-1][vrank][owners[vrank]]
-            for vrank, judgement in judged.items()
-        )
 
-    @property
-    def hopeless(self) -> bool:
-        """Whether the same task comes to other bits again and again, with no majority."""
-        undecided = any(judge(each).right is None for each in self._heard[-1].values())
-        return undecided and len(self._heard) >= ATTEMPTS_MAX
+def _majority(tables: Sequence[torch.Tensor]) -> list[int] | None:
+    """Of each piece the digest that most have in most runs, from more than one who summed it."""
+    right, size = [], tables[0].shape[1]
+    for piece in range(size):
+        heard = [table[:, piece].tolist() for table in tables]
+        counts = Counter(digest for said in heard for digest in said)
+        ((digest, count),) = counts.most_common(1)
+        summed_by = {(piece - turned) % size for turned, said in enumerate(heard) if digest in said}
+        if 2 * count <= counts.total() or len(summed_by) < 2:
+            return None
+        right.append(digest)
+    return right
 
-    def wrong(self) -> list[tuple[WorkerId, int]]:
-        """Who has ever come to other bits than the majority of the last attempt; and where."""
-        found = []
-        for vrank, each in self._heard[-1].items():
-            right = judge(each).right
-            heard = [attempt.get(vrank, {}) for attempt in self._heard]
-            liars = {w for said in heard for w, digest in said.items() if digest != right}
-            found += [(worker, vrank) for worker in sorted(liars)] if right is not None else []
-        return found
 
-    def again(self, audits: Sequence[Audit], workers: Sequence[WorkerId]) -> tuple[Audit, ...]:
-        """The next attempt: all is computed anew and so audited; by everybody what differs."""
-        differing = self.differing
-        return tuple(by_all(a, workers) if a.vrank in differing else a for a in audits)
+def _put_right(
+    bucket: Bucket,
+    runs: Sequence[torch.Tensor],
+    tables: Sequence[torch.Tensor],
+    right: Sequence[int],
+    layout: Layout,
+) -> None:
+    result = bucket.result.data
+    for piece, digest in enumerate(right):
+        mine = [int(table[layout.rank, piece]) for table in tables]
+        if digest not in mine:
+            raise Severed(f"piece {piece} of bucket {bucket.index} is wrong here each time")
+        where = layout.piece(piece, result.numel())
+        result[where] = runs[mine.index(digest)][where]
+
+
+def _who_was_wrong(tables: Sequence[torch.Tensor], right: Sequence[int]) -> list[int]:
+    """Whoever summed what most have wrongly, or whose copy alone is wrong."""
+    found: set[int] = set()
+    size = len(right)
+    for turned, table in enumerate(tables):
+        for piece, digest in enumerate(right):
+            wrong = [rank for rank in range(size) if int(table[rank, piece]) != digest]
+            most = 2 * len(wrong) > size
+            found.update([(piece - turned) % size] if most else wrong)
+    return sorted(found)

@@ -6,8 +6,6 @@ view. Partial sums live in the buckets, so a new view simply reduces them again.
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 import time
 from collections import deque
@@ -22,9 +20,9 @@ from holdfast.core.audit import Audit
 from holdfast.core.balance import BalancePolicy
 from holdfast.core.errors import Damaged, Severed, UserError, WorldError
 from holdfast.core.speeds import Speeds
-from holdfast.core.types import Laggard, View, WorkerId
+from holdfast.core.types import Laggard, View
 from holdfast.store.storage import Missing
-from holdfast.train.auditing import Court, StepAudits
+from holdfast.train.auditing import StepAudits
 from holdfast.train.buckets import Bucket, Gradients
 from holdfast.train.clock import TaskClock
 from holdfast.train.driver import Driver, Link, ViewRendezvous
@@ -34,11 +32,13 @@ from holdfast.train.exchange import (
     BuffersSpread,
     Layout,
     Operation,
+    Prints,
     TableGather,
     Vote,
     all_gather,
     vote,
 )
+from holdfast.train.judging import Judge
 from holdfast.train.missed import MissedSteps
 from holdfast.train.record import Buffers, StepTable
 from holdfast.train.restoring import Restorer
@@ -60,6 +60,7 @@ class StepState:
         self.gradients = gradients
         self.table = table
         self.buffers = buffers
+        self.prints: Prints = (0, 0)  # fingerprints of the state that the step begins with
         self.index: int | None = None  # the open step
         self.reduced_in = 0  # the view in which its gradient became complete
         self.done: set[int] = set()  # virtual ranks whose tasks are complete here
@@ -86,7 +87,8 @@ class Engine(threading.Thread):
     ) -> None:
         super().__init__(name="holdfast-engine", daemon=True)
         self.rebalance = True  # slow workers host fewer virtual ranks; the same on all
-        self.audits: Callable[[View, int], tuple[Audit, ...]] = lambda view, step: ()
+        self.plan: Callable[[View, int], tuple[Audit, ...]] = lambda view, step: ()
+        self.judge = Judge(driver, step.audits, keeps=restorer is not None)
         self._restorer = restorer
         self._saver = saver
         self._driver = driver
@@ -96,7 +98,6 @@ class Engine(threading.Thread):
         self._make_transport = make_transport
         self._filled: deque[Bucket] = deque()
         self._missed = MissedSteps(step)
-        self._mistakes = 0  # of this worker
         self._layout: tuple[object, Layout]  # of which view and owners, and what it is
 
     def run(self) -> None:
@@ -131,113 +132,99 @@ class Engine(threading.Thread):
         if self._saver is not None:
             self._saver.enter(view)
         self._open(view, layout, transport)
+        self.judge.enter(view, layout, transport)
+        if view.voids and layout.rank == 0 and self._restorer is not None:
+            self._withdraw(view)
         if view.joiners:
-            ranks = {w: r for r, w in enumerate(view.workers)}
-            if not view.donors and view.resume_step:
-                self._restore(view, layout, transport)
-            for lag in view.behind:
-                self._catch_up(view, lag, transport, [ranks[w] for w in view.donors])
-            sync = StateSync(
-                transport, layout, self._protected, lambda: driver.post(machine.Loading())
-            )
-            loading = [ranks[w] for w in view.joiners if view.lag(w) is None]
-            sync.run([ranks[w] for w in view.donors], loading)
+            self._bring_up_to_date(view, layout, transport)
         self._missed.forget()
-        self._agree_on_audits(layout, transport)
+        self.judge.synced(bool(view.joiners))
+        self._agree_on_audits(view, layout, transport)
         driver.post(machine.Synced(number))
         speeds = Speeds(view, BalancePolicy() if self.rebalance else None)
-        court = Court()
         while True:
             step, layout = self._await_open_step(view)
-            self._reduce(layout, transport, number)
-            if not self._audited(court, view, layout, transport):
-                continue  # the step is computed again
-            court = Court()
+            finite = self._reduce(layout, transport, number)
+            if self._step.audits.audits:
+                self._await(view, lambda: not self._step.audits.owed(number))
+            if not self.judge.accepts(step, layout, self._step.gradients.buckets):
+                self._begin_anew()
+                continue
             self._step.reduced_in = number
-            driver.post(machine.Reduced(number, step))
-            votes = vote(transport, layout, number, step, self._opinion(step))
+            if finite or self.judge.sure(step):
+                driver.post(machine.Reduced(number, step))
+            votes = vote(transport, layout, number, step, self._opinion(step, finite))
+            if any(v.doubtful for v in votes):
+                self.judge.doubt_sum(step)
+                driver.post(machine.Reopened(number, step))
+                self._begin_anew()
+                continue
+            self._step.audits.given_up = any(v.unlike for v in votes)
             if any(v.save for v in votes) and not any(v.busy for v in votes):
                 driver.save_after(step, view)
+                self._step.audits.whole_step = step + 1
             if view.aside:
                 self._missed.keep(step, layout, number)
             for kind, text in speeds.observe([v.compute_us for v in votes], driver.leads):
                 driver.post(machine.Remarked(kind, text))
-            self._step.audits.given_up = any(v.unlike for v in votes)
             pending = any(v.pending for v in votes)
             driver.post(machine.Voted(number, step, pending, speeds.owners))
 
-    def _audited(self, court: Court, view: View, layout: Layout, transport: Transport) -> bool:
-        """Whether the sums may be used: what was computed twice came to the same bits.
-
-        Else the step begins anew. Severed when a member is wrong again: it leaves the job.
-        """
-        audits, driver = self._step.audits, self._driver
-        if not audits.audits:
-            return True
-        self._await(view, lambda: not audits.owed(view.number))
-        court.hear(audits.compare(transport, layout, view))
-        if not court.differing and not audits.attempt:
-            return True
-        if court.hopeless:
-            audits.given_up = True
-            self._tell(
-                "the same task comes to other bits each time: nothing is audited any more; use "
-                "deterministic algorithms (torch.use_deterministic_algorithms)"
-            )
-            return True
-        if court.agreed(driver.owners):
-            self._blame(court.wrong(), leaves=False)
-            return True
-        wrong = court.wrong()
-        if audits.attempt and wrong:
-            self._blame(wrong, leaves=True)
-            # Whoever is to leave must have heard of it: its end breaks the group.
-            all_gather(transport, layout, torch.zeros(1, dtype=torch.int64), TAG_AUDIT)
-            raise Severed(f"worker {wrong[0][0]} computes wrongly")
-        with driver.changed:
-            step = self._step
+    def _begin_anew(self) -> None:
+        """The script computes the step once more."""
+        step = self._step
+        with self._driver.changed:
             step.gradients.begin_step()
-            step.open(driver.committed)
-            audits.open(
-                view.number,
-                driver.worker,
-                court.again(audits.audits, view.workers),
-                audits.attempt + 1,
-            )
-            driver.changed.notify_all()
-        return False
+            step.open(self._driver.committed)
+            step.audits.again(self.judge.again)
+            self._driver.changed.notify_all()
 
-    def _agree_on_audits(self, layout: Layout, transport: Transport) -> None:
-        """A joiner does not know, nor who has missed a vote, whether they have been given up."""
-        unlike = torch.tensor([self._step.audits.given_up], dtype=torch.int64)
-        said = all_gather(transport, layout, unlike, TAG_AUDIT)
-        self._step.audits.given_up = bool(said.any())
+    def _bring_up_to_date(self, view: View, layout: Layout, transport: Transport) -> None:
+        ranks, driver = {w: r for r, w in enumerate(view.workers)}, self._driver
+        if not view.donors and view.resume_step:
+            self._restore(view, layout, transport)
+        donors, back = [ranks[w] for w in view.donors], [ranks[g.worker] for g in view.behind]
+        for lag in view.behind:
+            self._catch_up(view, lag, transport, donors)
+        sync = StateSync(transport, layout, self._protected, lambda: driver.post(machine.Loading()))
+        held = sync.run(donors, [ranks[w] for w in view.joiners if ranks[w] not in back], back)
+        if held:
+            self.judge.differ({view.workers[rank]: each for rank, each in held.items()})
 
-    def _blame(self, wrong: list[tuple[WorkerId, int]], *, leaves: bool) -> None:
-        """Who has computed wrongly leaves the job, if at once or for the second time."""
-        for worker, vrank in wrong:
-            self._tell(
-                f"worker {worker} has computed virtual rank {vrank} of step "
-                f"{self._driver.committed} wrongly; the step was computed again"
-            )
-        mine = any(worker == self._driver.worker for worker, _ in wrong)
-        self._mistakes += mine
-        if mine and (leaves or self._mistakes > 1):
-            say("this worker computes wrongly: it leaves the job")
-            os.kill(os.getpid(), signal.SIGKILL)
+    def _withdraw(self, view: View) -> None:
+        """What is void is removed from the store, beside the work, whenever the store answers."""
+        restorer = self._restorer
 
-    def _tell(self, text: str) -> None:
-        if self._driver.leads:
-            self._driver.post(machine.Remarked("wrong", text))
+        def withdraw() -> None:
+            removed = restorer is None
+            while restorer is not None and not removed:
+                try:
+                    restorer.withdraw(view.voids)
+                    removed = True
+                except WorldError as error:
+                    say(f"what is void cannot be removed just now: {error}")
+                    time.sleep(STORE_PAUSE_S)
 
-    def _opinion(self, step: int) -> Vote:
+        threading.Thread(target=withdraw, name="holdfast-withdraw", daemon=True).start()
+
+    def _agree_on_audits(self, view: View, layout: Layout, transport: Transport) -> None:
+        """A joiner does not know what the others have agreed on, nor who has missed a vote."""
+        audits, step = self._step.audits, view.resume_step
+        mine = torch.tensor([audits.given_up, audits.whole_step == step], dtype=torch.int64)
+        given_up, whole = all_gather(transport, layout, mine, TAG_AUDIT).any(dim=0).tolist()
+        with self._driver.changed:
+            audits.given_up, audits.agreed_in = given_up, view.number
+            audits.whole_step = step if whole else -1
+
+    def _opinion(self, step: int, finite: bool) -> Vote:
         driver, saver = self._driver, self._saver
         due = busy = False
         if saver is not None:
             due, busy = saver.due(step + 1) and driver.leads, saver.busy
         save = due or (saver is not None and driver.save_wanted)
         unlike = self._step.audits.given_up
-        return Vote(driver.pending, save, busy, unlike, self._step.clock.step_us())
+        doubtful = not finite and not self.judge.sure(step)
+        return Vote(driver.pending, save, busy, unlike, doubtful, self._step.clock.step_us())
 
     def _catch_up(self, view: View, lag: Laggard, transport: Transport, donors: list[int]) -> None:
         """A member that was late applies the steps that it has missed; the others send them."""
@@ -276,7 +263,8 @@ class Engine(threading.Thread):
                 text = f"the checkpoint of step {step} is not used: {error}"
                 say(text)
                 driver.post(machine.Remarked("rot", text))
-                driver.post(machine.Unreadable(view.number, step, restorer.other_than(step)))
+                other = restorer.other_than(step, view.voids)
+                driver.post(machine.Unreadable(view.number, step, other))
                 raise Severed(str(error)) from None
         except Severed:
             raise
@@ -319,7 +307,7 @@ class Engine(threading.Thread):
             hosted = set(driver.hosted())
             step, buckets = driver.committed, self._step.gradients.buckets
             if self._step.audits.view != number:  # the step was under way when the view was formed
-                self._step.audits.plan(number, driver.worker, self.audits(view, step))
+                self._step.audits.plan(number, self.plan(view, step))
                 driver.changed.notify_all()
             self._filled = deque(b for b in buckets if hosted <= b.contributed)
             owners = driver.owners
@@ -332,11 +320,14 @@ class Engine(threading.Thread):
             self._filled.append(bucket)
             self._driver.changed.notify_all()
 
-    def _reduce(self, layout: Layout, transport: Transport, number: int) -> None:
-        """All operations of the step; those that are ready overlap with the script's backward."""
+    def _reduce(self, layout: Layout, transport: Transport, number: int) -> bool:
+        """All operations of the step; those that are ready overlap with the script's backward.
+
+        Returns whether all that was summed here is finite.
+        """
         begun, total = 0, len(self._step.gradients.buckets)
-        gathering: deque[Operation] = deque()
-        spreading: list[Operation] = []
+        gathering: deque[BucketSum] = deque()
+        spreading: list[BucketSum] = []
         closing: list[Operation] = []
         while begun < total or gathering:
             only = begun if transport.ordered else None
@@ -359,6 +350,7 @@ class Engine(threading.Thread):
             operation.spread(transport)
         for operation in (*spreading, *closing):
             operation.finish()
+        return all(each.finite for each in spreading)
 
     def _take_filled(self, number: int, only: int | None, *, wait: bool) -> list[Bucket]:
         """Buckets to begin with now. With `only`, none but that one, and one at a time."""
@@ -381,7 +373,9 @@ class Engine(threading.Thread):
             while not mine <= step.done:
                 driver.check_alive(number)
                 driver.changed.wait()
-        operations: list[Operation] = [TableGather(step.table, step.gradients.used, layout)]
+        table = TableGather(step.table, step.gradients.used, layout, step.prints)
+        self.judge.prints = table.prints
+        operations: list[Operation] = [table]
         if len(step.buffers):
             operations.append(BuffersSpread(step.buffers, layout))
         return operations

@@ -45,6 +45,7 @@ class WorkerEnvironment:
     save_every: int = 0  # steps; 0: as often as pays
     pace: PacePolicy = field(default_factory=PacePolicy)
     audit: float = 0.0  # share of tasks that are computed twice; the same on all workers of a job
+    fingerprint_steps: int = 0  # in which all of the state is compared; 0: it is not
     rebalance: bool = True  # the same on all workers of a job
     orders_fd: int | None = None  # to the node's checkpoint writer
     job: str = ""
@@ -88,6 +89,7 @@ class WorkerEnvironment:
             save_every=number("HOLDFAST_SAVE_EVERY", 0),
             pace=pace,
             audit=audit_share,
+            fingerprint_steps=number("HOLDFAST_FINGERPRINT_STEPS", 0),
             rebalance=bool(number("HOLDFAST_REBALANCE", 1)),
             orders_fd=orders_fd if orders_fd >= 0 else None,
             job=environ.get("HOLDFAST_JOB", ""),

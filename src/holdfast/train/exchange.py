@@ -14,16 +14,19 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import xxhash
 
 from holdfast.core import tree
 from holdfast.core.errors import InvariantError, Severed
 from holdfast.core.types import View, WorkerId
 from holdfast.train.buckets import Bucket
 from holdfast.train.record import Buffers, StepTable
+from holdfast.train.state import as_bytes
 from holdfast.train.taps import current
 from holdfast.train.transport import Message, Pending, Transport
 
 TAG_VOTE, TAG_TABLE, TAG_BUFFERS, TAG_AUDIT, TAG_STATE, TAG_BUCKETS = 1, 2, 3, 4, 16, 1024
+Prints = tuple[int, int]  # fingerprints of a part of the state, and of all of it (0: not taken)
 PIECE_ALIGN = 64  # elements; pieces start on cache lines
 
 
@@ -51,9 +54,9 @@ class Layout:
         """Every other rank, starting after one's own, so that not all send to rank 0 first."""
         return [(self.rank + i) % self.size for i in range(1, self.size)]
 
-    def piece(self, rank: int, numel: int) -> slice:
-        """The elements of a flat buffer that `rank` sums."""
-        return piece_of(rank, self.size, numel)
+    def piece(self, rank: int, numel: int, turned: int = 0) -> slice:
+        """The elements of a flat buffer that `rank` sums, if each takes those of a later one."""
+        return piece_of((rank + turned) % self.size, self.size, numel)
 
 
 def piece_of(rank: int, size: int, numel: int) -> slice:
@@ -76,9 +79,17 @@ class Operation(Protocol):
 
 
 class BucketSum:
-    """The sum of one bucket over all virtual ranks, into its `result`."""
+    """The sum of one bucket over all virtual ranks, into its `result`.
 
-    def __init__(self, bucket: Bucket, layout: Layout) -> None:
+    With `into`, another buffer, and `turned`, the same sum is computed again by other members.
+    """
+
+    def __init__(
+        self, bucket: Bucket, layout: Layout, into: torch.Tensor | None = None, turned: int = 0
+    ) -> None:
+        self._total: torch.Tensor | None = None  # of all elements summed here
+        self._result = bucket.result.data if into is None else into
+        self._turned = turned
         self._bucket = bucket
         self._layout = layout
         self._own = {n: bucket.partials[n].data for n in layout.nodes[layout.rank]}
@@ -87,8 +98,7 @@ class BucketSum:
 
     def gather(self, transport: Transport) -> None:
         layout, bucket = self._layout, self._bucket
-        numel = bucket.result.data.numel()
-        own = layout.piece(layout.rank, numel)
+        own = self._piece(layout.rank)
         width = own.stop - own.start
         sends: list[Message] = []
         receives: list[Message] = []
@@ -98,7 +108,7 @@ class BucketSum:
             self._received[node] = scratch[i * width : (i + 1) * width]
             receives.append((peer, self._received[node]))
         for peer in layout.peers:
-            piece = layout.piece(peer, numel)
+            piece = self._piece(peer)
             sends += [(peer, data[piece]) for data in self._own.values()]
             current.taps.sending(peer, len(self._own) * (piece.stop - piece.start))
         tag = TAG_BUCKETS + 2 * bucket.index
@@ -108,18 +118,31 @@ class BucketSum:
         _wait(self._pending)
         for part in self._received.values():
             current.taps.received(part)
-        layout, bucket = self._layout, self._bucket
-        numel = bucket.result.data.numel()
-        piece = layout.piece(layout.rank, numel)
-        self._fold(bucket.result.data[piece], piece)
-        peers = layout.peers
-        sends = [(p, bucket.result.data[piece]) for p in peers]
-        receives = [(p, bucket.result.data[layout.piece(p, numel)]) for p in peers]
-        tag = TAG_BUCKETS + 2 * bucket.index + 1
+        result, piece, peers = self._result, self._piece(self._layout.rank), self._layout.peers
+        self._fold(result[piece], piece)
+        wide = torch.float32 if result.dtype in (torch.float16, torch.bfloat16) else None
+        self._total = result[piece].sum(dtype=wide)
+        sends = [(p, result[piece]) for p in peers]
+        receives = [(p, result[self._piece(p)]) for p in peers]
+        tag = TAG_BUCKETS + 2 * self._bucket.index + 1
         self._pending = transport.exchange(_nonempty(sends), _nonempty(receives), tag)
 
     def finish(self) -> None:
         _wait(self._pending)
+
+    @property
+    def finite(self) -> bool:
+        """Whether the piece that was summed here is."""
+        return self._total is None or bool(torch.isfinite(self._total))
+
+    def digests(self) -> list[int]:
+        """Of each piece of the result, in the order of its elements: 63 bits."""
+        result, size = self._result, self._layout.size
+        pieces = [result[piece_of(i, size, result.numel())] for i in range(size)]
+        return [xxhash.xxh3_64_intdigest(as_bytes(p).numpy().data) >> 1 for p in pieces]
+
+    def _piece(self, rank: int) -> slice:
+        return self._layout.piece(rank, self._result.numel(), self._turned)
 
     def _fold(self, out: torch.Tensor, piece: slice) -> None:
         """Sum into `out` without touching the partial sums: they may be needed again."""
@@ -142,7 +165,10 @@ class BucketSum:
 class TableGather:
     """Everyone's rows and used flags, in everyone's table."""
 
-    def __init__(self, table: StepTable, used: torch.Tensor, layout: Layout) -> None:
+    def __init__(
+        self, table: StepTable, used: torch.Tensor, layout: Layout, prints: Prints = (0, 0)
+    ) -> None:
+        self.prints = {layout.rank: prints}  # by rank; of all once `spread` has returned
         self._table = table
         self._used = used
         self._layout = layout
@@ -152,8 +178,11 @@ class TableGather:
     def gather(self, transport: Transport) -> None:
         layout = self._layout
         self._table.used.copy_(self._used)
-        mine = self._table.pack(layout.hosted[layout.rank], self._used)
-        self._messages = {p: self._table.message(len(layout.hosted[p])) for p in layout.peers}
+        prints = torch.tensor(self.prints[layout.rank], dtype=torch.int64)
+        mine = torch.cat([prints, self._table.pack(layout.hosted[layout.rank], self._used)])
+        self._messages = {
+            p: torch.cat([prints, self._table.message(len(layout.hosted[p]))]) for p in layout.peers
+        }
         sends = [(p, mine) for p in layout.peers]
         self._pending = transport.exchange(
             _nonempty(sends), _nonempty(list(self._messages.items())), TAG_TABLE
@@ -162,7 +191,10 @@ class TableGather:
     def spread(self, transport: Transport) -> None:
         _wait(self._pending)
         for peer, message in self._messages.items():
-            self._table.unpack(self._layout.hosted[peer], message)
+            words = len(self.prints[self._layout.rank])
+            part, whole = message[:words].tolist()
+            self.prints[peer] = part, whole
+            self._table.unpack(self._layout.hosted[peer], message[words:])
 
     def finish(self) -> None:
         return
@@ -219,13 +251,15 @@ class Vote:
 
     `pending`: it knows of a planned change. `save`: the state after this step should be saved.
     `busy`: it still saves another one. `unlike`: the same task comes to other bits each time, so
-    that nothing can be audited. `compute_us`: how long its own tasks of the step took.
+    that nothing can be audited. `doubtful`: the sum is not finite, and it should be computed again
+    to see whether that is right. `compute_us`: how long its own tasks of the step took.
     """
 
     pending: bool
     save: bool = False
     busy: bool = False
     unlike: bool = False
+    doubtful: bool = False
     compute_us: int = 0
 
 
@@ -236,8 +270,8 @@ def vote(transport: Transport, layout: Layout, view: int, step: int, mine: Vote)
     if not bool((votes[:, :2] == words[:2]).all()):
         raise Severed(f"votes of view {view}, step {step} do not match: {votes.tolist()}")
     return [
-        Vote(bool(pending), bool(save), bool(busy), bool(unlike), compute_us)
-        for _, _, pending, save, busy, unlike, compute_us in votes.tolist()
+        Vote(bool(pending), bool(save), bool(busy), bool(unlike), bool(doubtful), compute_us)
+        for _, _, pending, save, busy, unlike, doubtful, compute_us in votes.tolist()
     ]
 
 

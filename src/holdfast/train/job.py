@@ -23,8 +23,15 @@ from holdfast.core import worker as machine
 from holdfast.core.audit import Audit, plan
 from holdfast.core.errors import UserError
 from holdfast.core.interval import Pace
-from holdfast.core.types import View
-from holdfast.observe.ledger import LedgerEntry, LedgerHeader, LedgerWriter, ledger_path
+from holdfast.core.trust import Trust
+from holdfast.core.types import View, ViewNumber
+from holdfast.observe.ledger import (
+    LedgerDoubt,
+    LedgerEntry,
+    LedgerHeader,
+    LedgerWriter,
+    ledger_path,
+)
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.open import open_storage
 from holdfast.train.buckets import Gradients
@@ -32,6 +39,8 @@ from holdfast.train.clock import TaskClock
 from holdfast.train.driver import Driver
 from holdfast.train.engine import Engine, StepState
 from holdfast.train.environment import WorkerEnvironment, take_channel
+from holdfast.train.exchange import Prints
+from holdfast.train.fingerprints import Fingerprints
 from holdfast.train.gloo import GlooDevice, GlooTransport
 from holdfast.train.link import AgentLink, SoloLink
 from holdfast.train.loading import BatchSource, LoadOptions, dataset_length
@@ -277,6 +286,9 @@ class _Work:
         self._stepped = False  # in the present loop
         self._ledger: LedgerWriter | None = None
         self._ledger_begun = False  # the present loop's header is written
+        self._finishing = False  # the present loop has no further step
+        cycle = job._environment.fingerprint_steps
+        self._fingerprints = Fingerprints(job._protected, cycle)
 
     def start(self, link: AgentLink | SoloLink, gloo: GlooDevice) -> None:
         self._gradients.attach()
@@ -300,11 +312,20 @@ class _Work:
                 self._saver = [saver]
         engine = Engine(self._driver, link, self._step, protected, make_transport, restorer, saver)
         engine.rebalance = environment.rebalance
-        engine.audits = self.audits
+        engine.plan = self.audits
+        engine.judge.seed = self._job.seed
+        engine.judge.trust = Trust(environment.fingerprint_steps)
+        engine.judge.note = self._note
+        self._step.audits.share = environment.audit
         engine.start()
 
-    def _saved(self, step: int) -> None:
-        self._driver.post(machine.Saved(step, view))
+    def _saved(self, step: int, view: int) -> None:
+        """A checkpoint counts once the state that was copied has been compared with others'."""
+        driver = self._driver
+        with driver.changed:
+            while self._fingerprints.cycle and driver.committed <= step and not self._finishing:
+                driver.changed.wait()
+        driver.post(machine.Saved(step, ViewNumber(view)))
 
     def _tell_of_save(self, text: str) -> None:
         self._driver.post(machine.Remarked("save", text))
@@ -316,7 +337,7 @@ class _Work:
         source = BatchSource(data.dataset, plan, data.options)
         self._source = [source]
         self._followed, self._until, self._ledger_begun = (), until, False
-        self._stepped = False
+        self._stepped = self._finishing = False
         self._loop += 1
         driver.post(machine.LoopEntered())
         if isinstance(self._job._link, SoloLink) and driver.view is None:
@@ -327,6 +348,9 @@ class _Work:
                 yield step
                 if not step.complete:
                     raise UserError(f"step {index} was left early: iterate over all its batches")
+            with driver.changed:
+                self._finishing = True
+                driver.changed.notify_all()
             for saver in self._saver:
                 saver.finish(SAVE_S_MAX)
             driver.post(machine.LoopEnded())
@@ -358,20 +382,30 @@ class _Work:
             self._gradients.begin_step()
             self._step.buffers.remember()
             self._stepped = True
+            prints = self._take_prints(index, whole=agreed is not None and agreed[0] == index)
             with driver.changed:
                 self._step.open(index)
-                if driver.view is not None:
-                    audits = self.audits(driver.view, index)
-                    self._step.audits.open(driver.view.number, driver.worker, audits)
+                self._step.prints = prints
+                audits, view = self._step.audits, driver.view
+                audits.open(driver.worker)
+                if view is not None and audits.agreed_in == view.number:
+                    audits.plan(view.number, self.audits(view, index))
                 driver.changed.notify_all()
         return index
 
+    def _take_prints(self, index: int, *, whole: bool) -> Prints:
+        """Of all of the state in the first step after a copy of it, and in a loop's last."""
+        prints, buffers = self._fingerprints, self._step.buffers.start
+        whole = (whole or index == self._until - 1) and prints.cycle > 1
+        return prints.of_step(index, buffers), prints.of_all(buffers) if whole else 0
+
     def audits(self, view: View, index: int) -> tuple[Audit, ...]:
         """Of a step: none of one that this worker only catches up with."""
-        if self._step.audits.given_up or index < view.resume_step:
+        audits, job = self._step.audits, self._job
+        if audits.given_up or index < view.resume_step:
             return ()
-        job, owners = self._job, self._driver.owners
-        return plan(job.seed, index, owners, view.workers, job._environment.audit)
+        share = 1.0 if audits.share and audits.whole_step == index else audits.share
+        return plan(job.seed, index, self._driver.owners, view.workers, share)
 
     def next_task(self, index: int) -> tuple[int, bool] | None:
         """The next virtual rank to compute for step `index`; None once the step is committed.
@@ -389,12 +423,14 @@ class _Work:
                         driver.post(machine.LocalDone(False))
                     self._follow(hosted, index)
                     return missing[0], False
+                owed = self._step.audits.owed(driver.view.number if driver.view else 0)
+                if owed:
+                    if said:
+                        driver.post(machine.LocalDone(False))
+                    return owed[0], True
                 if not said:
                     said = True
                     driver.post(machine.LocalDone(True))
-                owed = self._step.audits.owed(driver.view.number if driver.view else 0)
-                if owed:
-                    return owed[0], True
                 self._check()
                 driver.wait()
         return None
@@ -459,6 +495,14 @@ class _Work:
                 loss=step.loss,
             )
         )
+
+    def _note(self, step: int, view: int, again: bool) -> None:
+        """Steps from this one on, as far as they were committed up to `view`, may be wrong."""
+        if self._job.run_dir is not None:
+            me = self._driver.status()
+            ledger = LedgerWriter(ledger_path(self._job.run_dir, me.worker, me.incarnation))
+            ledger.doubt(LedgerDoubt(step=step, view=view, again=again))
+            ledger.close()
 
     def _header(self) -> LedgerHeader:
         me = self._driver.status()

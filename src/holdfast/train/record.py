@@ -78,6 +78,11 @@ class Buffers:
     def __len__(self) -> int:
         return len(self._places)
 
+    @property
+    def start(self) -> list[torch.Tensor]:
+        """As they were at the step's beginning."""
+        return self._start
+
     def remember(self) -> None:
         """Take the present values as those of the step's start."""
         self._left = None

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from holdfast.core.errors import Damaged, Severed, WireError
+from holdfast.core.types import Void
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.loading import OneEntry, load, load_range
-from holdfast.store.manifest import Entry, Manifest
+from holdfast.store.manifest import Entry, Manifest, is_withdrawn, void_name
 from holdfast.store.snapshot import ALIGN
 from holdfast.store.storage import Missing
 from holdfast.train import state
@@ -58,18 +59,30 @@ class Restorer:
         loading()
         state.apply(self._protected, skeleton, tensors)
 
-    def other_than(self, step: int) -> int:
-        """The newest checkpoint, but for `step`, every byte of which is right; 0 if there is none.
+    def other_than(self, step: int, voids: Sequence[Void]) -> int:
+        """The newest checkpoint, but for `step` and for what is void, every byte of which is right.
+
+        0 if there is none.
 
         WorldError when the store does not answer.
         """
         for other in reversed([s for s in self._store.steps() if s != step]):
             try:
+                about = self._store.manifest(other).about
+                names = (void_name(void.after, void.view) for void in voids)
+                if any(is_withdrawn(name, other, about) for name in names):
+                    continue
                 if not self._store.verify(other):
                     return other
             except (Damaged, Missing) as error:
                 say(f"the checkpoint of step {other} is not used: {error}")
         return 0
+
+    def withdraw(self, voids: Sequence[Void]) -> None:
+        """Remove what is void, and keep it from being saved. WorldError."""
+        for void in voids:
+            for step in self._store.withdraw(void.after, void.view):
+                say(f"the checkpoint of step {step} is removed: something wrong was used before it")
 
     def _read(
         self,

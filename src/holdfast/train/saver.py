@@ -41,7 +41,8 @@ _PLACE = re.compile(r"\[('?)(.*?)\1\]")
 
 
 class Saver:
-    """`orders`: to the node's writer. `saved` is told, in a thread, of steps that are durable.
+    """`orders`: to the node's writer. `saved` is told, in a thread, of steps that are durable,
+    and of their views.
 
     `every`: steps; 0 when it is for `pace` to say how often. `tell`: for the job's story.
     """
@@ -53,7 +54,7 @@ class Saver:
         every: int,
         pace: Pace,
         protected: Mapping[str, Any],
-        saved: Callable[[int], None],
+        saved: Callable[[int, int], None],
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._orders = orders
@@ -94,6 +95,7 @@ class Saver:
             table_at, table_bytes = self._copy(rank, size)
             order = Order(
                 step=step,
+                view=view.number,
                 token=token_for(self._job, view.number, step),
                 rank=rank,
                 size=size,
@@ -161,7 +163,7 @@ class Saver:
         if answer.problem:
             self._tell(order.rank, f"step {step} is not saved: {answer.problem}")
         elif answer.durable:
-            self._saved(step)
+            self._saved(step, order.view)
             how_often = "" if self._every else f"; {self._pace}"
             took_s = time.monotonic() - began
             self._tell(order.rank, f"step {step} is saved, in {took_s:.2f} s{how_often}")

@@ -7,14 +7,14 @@ fingerprint of its whole state; only when all agree does the view count as synce
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import xxhash
 
-from holdfast.core.errors import InvariantError, Severed, StateMismatch
+from holdfast.core.errors import Severed, StateMismatch
 from holdfast.train import state
 from holdfast.train.exchange import TAG_STATE, Layout, all_gather
 from holdfast.train.transport import Transport
@@ -48,35 +48,42 @@ class StateSync:
         self._protected = protected
         self._loading = loading
 
-    def run(self, donors: list[int], joiners: list[int]) -> None:
-        """Ranks of donors and joiners. Without donors the first member's state is the job's."""
+    def run(
+        self, donors: list[int], joiners: list[int], back: Sequence[int] = ()
+    ) -> dict[int, int]:
+        """Ranks of donors and joiners. Without donors the first member's state is the job's.
+
+        `back`: ranks that have caught up by themselves. Returns the fingerprints of all that hold
+        the state already where these are not the same; then nothing is sent.
+        """
         skeleton, tensors = state.capture(self._protected)
+        mine = state.fingerprint(skeleton, tensors)
+        prints = self._gather(mine)
+        held = {rank: prints[rank] for rank in (*donors, *back)}
+        if len(set(held.values())) > 1:
+            return held
         if not donors:
-            prints = self._fingerprints(skeleton, tensors)
             donors = [r for r, p in enumerate(prints) if p == prints[0]]
             joiners = [r for r, p in enumerate(prints) if p != prints[0]]
-            if not joiners:
-                return
         if self._layout.rank in donors and joiners:
             self._donate(donors, joiners, skeleton, tensors)
         elif self._layout.rank in joiners:
             self._receive(donors)
-            skeleton, tensors = state.capture(self._protected)
-        prints = self._fingerprints(skeleton, tensors)
+            mine = state.fingerprint(*state.capture(self._protected))
+        prints = self._gather(mine) if joiners else prints
         wrong = [r for r, p in enumerate(prints) if p != prints[donors[0]]]
-        if any(r in donors for r in wrong):
-            raise InvariantError(f"members {wrong} of the view hold another state than the leader")
-        if self._layout.rank in wrong and self._layout.rank in joiners:
+        if self._layout.rank in wrong:
             raise StateMismatch(
                 "the protected objects do not hold the same state after loading it: make "
                 "load_state_dict() keep every value of state_dict()"
             )
         if wrong:
             raise Severed(f"members {wrong} could not take the state")
+        return {}
 
-    def _fingerprints(self, skeleton: bytes, tensors: list[torch.Tensor]) -> list[int]:
-        mine = torch.tensor([state.fingerprint(skeleton, tensors)], dtype=torch.int64)
-        return all_gather(self._transport, self._layout, mine, TAG_STATE)[:, 0].tolist()
+    def _gather(self, mine: int) -> list[int]:
+        word = torch.tensor([mine], dtype=torch.int64)
+        return all_gather(self._transport, self._layout, word, TAG_STATE)[:, 0].tolist()
 
     def _donate(
         self, donors: list[int], joiners: list[int], skeleton: bytes, tensors: list[torch.Tensor]
