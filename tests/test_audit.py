@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.core.audit import Audit, by_all, judge, plan
-from holdfast.core.types import WorkerId
-from holdfast.train.auditing import Court
+from holdfast.core.audit import (
+    Audit,
+    Court,
+    Digests,
+    Ruling,
+    Sentence,
+    by_all,
+    judge,
+    plan,
+    plan_sums,
+)
+from holdfast.core.trust import Doubt, Trust
+from holdfast.core.types import AgentId, Incarnation, Member, View, ViewNumber, Void, WorkerId
+from holdfast.core.voids import is_void, merge
 
 WORKERS = [WorkerId(i) for i in range(4)]
 OWNERS = [WorkerId(i // 4) for i in range(16)]
@@ -25,6 +38,14 @@ def test_so_many_tasks_are_audited_as_were_asked_for() -> None:
     assert plans != [plan(8, step, OWNERS, WORKERS, 0.05) for step in range(2000)]
 
 
+def test_so_many_sums_are_audited_as_were_asked_for() -> None:
+    plans = [plan_sums(7, step, 10, 0.05) for step in range(4000)]
+    assert 0.045 < sum(map(len, plans)) / 40_000 < 0.055
+    assert {bucket for each in plans for bucket in each} == set(range(10))
+    assert plan_sums(7, 3, 4, 1.0) == (0, 1, 2, 3)
+    assert plan_sums(7, 3, 4, 0.0) == ()
+
+
 def test_all_none_and_nobody_to_ask() -> None:
     assert len(plan(1, 2, OWNERS, WORKERS, 1.0)) == 16
     assert plan(1, 2, OWNERS, WORKERS, 0.0) == ()
@@ -40,35 +61,116 @@ def test_a_majority_is_more_than_half(digests: dict[WorkerId, int]) -> None:
     assert set(found.wrong) == {w for w, d in digests.items() if most and d != most[0]}
 
 
+def ruling(court: Court, digests: Digests, audits: Sequence[Audit] = ()) -> Ruling:
+    return court.rule(digests, audits, OWNERS, WORKERS)
+
+
 def test_whoever_was_wrong_once_is_known_after_the_second_attempt() -> None:
     a, b, c, _ = WORKERS
     court = Court()
-    court.hear({0: {a: 1, b: 1}, 4: {b: 5, c: 6}})
-    assert court.differing == [4]
-    assert not court.agreed(OWNERS)
-    assert court.wrong() == []  # one against one
     audits = (Audit(0, a, (b,)), Audit(4, b, (c,)))
-    again = court.again(audits, workers=WORKERS)
-    assert again == (audits[0], by_all(audits[1], WORKERS))
-    court.hear({0: {a: 1, b: 1}, 4: dict.fromkeys(WORKERS, 6)})
-    assert court.agreed(OWNERS)
-    assert court.wrong() == [(b, 4)]
+    first = ruling(court, {0: {a: 1, b: 1}, 4: {b: 5, c: 6}}, audits)
+    again = (audits[0], by_all(audits[1], WORKERS))
+    assert first == Ruling(sentence=Sentence.AGAIN, audits=again)
+    second = ruling(court, {0: {a: 1, b: 1}, 4: dict.fromkeys(WORKERS, 6)}, again)
+    assert second == Ruling(sentence=Sentence.USE, wrong=((b, 4),))
 
 
-def test_an_owner_who_is_wrong_again_spoils_the_sum_and_an_auditor_does_not() -> None:
-    a, b, c, d = WORKERS
-    for liar, agreed in ((b, False), (c, True)):
+def test_who_is_wrong_again_leaves_also_if_the_sum_would_be_right() -> None:
+    _, b, c, _ = WORKERS
+    for liar in (b, c):
         court = Court()
-        court.hear({4: {b: 5, c: 6}})
-        court.hear({4: dict.fromkeys(WORKERS, 6) | {liar: 9}})
-        assert court.agreed(OWNERS) is agreed
-        assert (liar, 4) in court.wrong()
-    assert {a, d}.isdisjoint(worker for worker, _ in court.wrong())
+        ruling(court, {4: {b: 5, c: 6}})
+        last = ruling(court, {4: dict.fromkeys(WORKERS, 6) | {liar: 9}})
+        assert last == Ruling(sentence=Sentence.LEAVE, wrong=((liar, 4),))
 
 
-def test_what_differs_for_ever_is_hopeless() -> None:
+def three_times(*said: dict[WorkerId, int]) -> Ruling:
     court = Court()
-    for attempt in range(3):
-        assert attempt == 0 or not court.hopeless
-        court.hear({4: {worker: 10 * attempt + worker for worker in WORKERS}})
-    assert court.hopeless
+    *before, last = [ruling(court, {4: each}) for each in said]
+    assert [each.sentence for each in before] == [Sentence.AGAIN] * 2
+    return last
+
+
+def test_who_contradicts_itself_is_wrong_unless_all_do() -> None:
+    a, b, *_ = WORKERS
+    tie = three_times(*[{a: 1, b: 2}] * 3)
+    assert tie == Ruling(sentence=Sentence.TIE)
+    fickle = three_times({a: 1, b: 2}, {a: 1, b: 3}, {a: 1, b: 4})
+    assert fickle == Ruling(sentence=Sentence.LEAVE, wrong=((b, 4),))
+    unlike = three_times(*({w: 10 * attempt + w for w in WORKERS} for attempt in range(3)))
+    assert unlike == Ruling(sentence=Sentence.UNLIKE)
+
+
+def test_when_all_is_looked_at_everybody_takes_part() -> None:
+    owners = [WorkerId(0)] * 6 + [WorkerId(1)] * 2
+    for step in range(20):
+        audits = plan(7, step, owners, WORKERS, 1.0)
+        assert {w for audit in audits for w in audit.workers} == set(WORKERS)
+        assert all(audit.owner not in audit.auditors for audit in audits)
+
+
+# ---------------------------------------------------------------- since when
+
+
+def a_view(step: int, *incarnations: int, joiners: tuple[int, ...] = ()) -> View:
+    return View(
+        number=ViewNumber(step + 1),
+        members=tuple(
+            Member(worker=WorkerId(w), incarnation=Incarnation(i), agent=AgentId("a"))
+            for w, i in enumerate(incarnations)
+        ),
+        owners=tuple(WorkerId(v % len(incarnations)) for v in range(4)),
+        resume_step=step,
+        leader=WorkerId(0),
+        joiners=tuple(map(WorkerId, joiners)),
+    )
+
+
+def trusted(cycle: int, steps: int, audited: Callable[[int], Iterable[int]]) -> Trust:
+    view, trust = a_view(0, 1, 1), Trust(cycle)
+    trust.enter(view, compared=True)
+    for step in range(steps):
+        trust.summed(step, view.owners, audited(step))
+    return trust
+
+
+def test_a_state_that_differs_may_have_done_so_for_a_whole_cycle() -> None:
+    trust = trusted(8, 20, lambda step: ())
+    assert trust.doubt([WorkerId(1)], 20, diverged=True) == Doubt(sums=12, saved=12)
+    trust = trusted(8, 20, lambda step: range(4))  # all was audited: the sums are right
+    assert trust.doubt([WorkerId(1)], 20, diverged=True) == Doubt(sums=None, saved=12)
+    trust = trusted(8, 20, lambda step: range(4) if step != 15 else (0, 1, 2))
+    assert trust.doubt([WorkerId(1)], 20, diverged=True).sums == 12
+    assert trust.doubt([WorkerId(0)], 20, diverged=True).sums is None  # it does not host 3
+
+
+def test_wrong_gradients_go_back_to_the_last_audit_that_agreed() -> None:
+    trust = trusted(0, 20, lambda step: [1] if step == 5 else [])
+    # It may have become wrong right after that task, in the same step.
+    assert trust.doubt([WorkerId(1)], 20, diverged=False) == Doubt(sums=5, saved=5)
+    assert trust.doubt([WorkerId(0)], 20, diverged=False) == Doubt(sums=0, saved=0)
+    assert trust.doubt(WORKERS[:2], 20, diverged=False) == Doubt(sums=0, saved=0)
+
+
+def test_who_has_just_come_holds_what_was_compared() -> None:
+    trust = trusted(64, 20, lambda step: ())
+    trust.enter(a_view(20, 1, 2, joiners=(1,)), compared=True)
+    trust.summed(20, a_view(20, 1, 2).owners, ())
+    assert trust.doubt([WorkerId(1)], 21, diverged=True) == Doubt(sums=20, saved=20)
+    trust.enter(a_view(21, 1, 2), compared=False)
+    assert trust.doubt([WorkerId(0)], 21, diverged=True) == Doubt(sums=20, saved=20)
+
+
+VOIDS = st.lists(
+    st.builds(Void, after=st.integers(0, 9), view=st.integers(1, 9).map(ViewNumber)), max_size=6
+)
+
+
+@given(VOIDS, VOIDS, st.integers(0, 10), st.integers(1, 10))
+def test_what_is_void_stays_void(
+    first: list[Void], second: list[Void], step: int, view: int
+) -> None:
+    merged = merge(merge((), first), second)
+    plainly = any(step > void.after and view <= void.view for void in (*first, *second))
+    assert is_void(merged, step, ViewNumber(view)) == plainly

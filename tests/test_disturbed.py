@@ -275,6 +275,83 @@ def test_a_replica_that_has_become_another_is_found_and_replaced(
     assert [event["worker"] for event in run.events("lost")] == [1]
 
 
+@pytest.mark.parametrize("what", ["parameter", pytest.param("optimizer", marks=pytest.mark.slow)])
+def test_a_state_that_has_become_another_is_found_without_audits_and_the_job_goes_back(
+    what: str, start: Start, reference: Reference, tmp_path: Path
+) -> None:
+    """Its gradients have been used meanwhile: all of that is done again."""
+    options = (
+        *disturbed(tmp_path, f"worker 1 step 27 flip {what}"),
+        *("--fingerprint-steps", "8", "--store", str(tmp_path / "store"), "--save-every", "5"),
+    )
+    with start("--steps", "50", "--task-s", "0.01", nproc=3, options=options) as run:
+        assert finish(run) == reference(50)
+    texts = wrong(run)
+    assert "the state of worker 1 is not that of the others" in texts
+    assert any("the job goes back" in text for text in texts)
+    assert run.events("back")
+    report = verify(run.run_dir.path, SamplePlan.from_dict)
+    assert (report.ok, report.inexact_since) == (True, None), report.findings
+
+
+def test_of_two_states_nobody_knows_which_is_right(
+    start: Start, reference: Reference, tmp_path: Path
+) -> None:
+    """So both begin anew, from before they differed."""
+    options = (
+        *disturbed(tmp_path, "worker 0 step 27 flip parameter"),
+        *("--fingerprint-steps", "4", "--store", str(tmp_path / "store"), "--save-every", "5"),
+    )
+    with start("--steps", "40", "--task-s", "0.01", nproc=2, options=options) as run:
+        assert finish(run) == reference(40)
+    assert any("none has a majority" in text for text in wrong(run))
+
+
+def test_without_a_store_the_ledger_says_that_the_result_is_not_exact(
+    start: Start, tmp_path: Path
+) -> None:
+    options = (*disturbed(tmp_path, "worker 1 step 7 flip parameter"), "--fingerprint-steps", "4")
+    with start(*AUDITED, nproc=3, options=options) as run:
+        finish(run)
+    report = verify(run.run_dir.path, SamplePlan.from_dict)
+    assert report.ok
+    assert report.inexact_since is not None
+    assert 3 <= report.inexact_since <= 7
+    assert any("there is no --store" in text for text in wrong(run))
+
+
+@pytest.mark.parametrize("nproc", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_a_sum_of_damaged_parts_is_summed_again(
+    nproc: int, start: Start, reference: Reference, tmp_path: Path
+) -> None:
+    options = (*disturbed(tmp_path, "worker 1 step 7 flip received"), "--audit", "1.0")
+    with start(*AUDITED, nproc=nproc, options=options) as run:
+        assert finish(run) == reference(20)
+    (text,) = wrong(run)
+    assert "worker 1 has summed a part of step 7 wrongly, or received it damaged" in text
+    assert run.events("lost") == []
+
+
+@pytest.mark.parametrize("what", ["nan", pytest.param("inf", marks=pytest.mark.slow)])
+def test_a_number_that_is_none_is_never_committed(
+    what: str, start: Start, reference: Reference, tmp_path: Path
+) -> None:
+    """Nothing is audited here, but for the step whose sum is not finite."""
+    options = disturbed(tmp_path, f"worker 1 step 7 poison {what}")
+    with start(*AUDITED, nproc=3, options=options) as run:
+        assert finish(run) == reference(20)
+    assert run.events("lost") == []
+
+
+def test_what_is_rightly_not_finite_is_committed(start: Start, tmp_path: Path) -> None:
+    options = disturbed(tmp_path, "any worker step 7 overflow")
+    with start(*AUDITED, nproc=3, options=options) as run:
+        finish(run)
+    (text,) = wrong(run)
+    assert text == "the gradient of step 7 is not finite, on all who compute it"
+    assert verify(run.run_dir.path, SamplePlan.from_dict).ok
+
+
 def test_what_comes_out_otherwise_each_time_is_not_audited_any_more(
     start: Start, tmp_path: Path
 ) -> None:

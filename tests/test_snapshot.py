@@ -26,7 +26,7 @@ from conftest import RUN_S
 from holdfast.cli.run import make_spec, parser
 from holdfast.core.errors import Damaged, Severed, WorldError
 from holdfast.core.interval import Pace, PacePolicy
-from holdfast.core.types import AgentId, Incarnation, Member, View, ViewNumber, WorkerId
+from holdfast.core.types import AgentId, Incarnation, Member, View, ViewNumber, Void, WorkerId
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.writer import SCRUB_S, Writer
 from holdfast.store.checkpoints import Checkpoints
@@ -137,7 +137,14 @@ def test_what_several_workers_save_any_one_restores(
 ) -> None:
     saved: list[int] = []
     savers = [
-        Saver(orders, "job", 10, Pace(PacePolicy(), 0.0), {"thing": Thing(1)}, lambda step, view: saved.append(step))
+        Saver(
+            orders,
+            "job",
+            10,
+            Pace(PacePolicy(), 0.0),
+            {"thing": Thing(1)},
+            lambda step, view: saved.append(step),
+        )
         for _ in range(size)
     ]
     store = Checkpoints(FileStorage(tmp_path))
@@ -210,7 +217,9 @@ def test_a_checkpoint_that_cannot_be_read_gives_way_to_the_newest_other_one(
 ) -> None:
     saved: list[int] = []
     thing = {"thing": Thing(1), "thing.state": Thing(2)}
-    saver = Saver(orders, "job", 10, Pace(PacePolicy(), 0.0), thing, lambda step, view: saved.append(step))
+    saver = Saver(
+        orders, "job", 10, Pace(PacePolicy(), 0.0), thing, lambda step, view: saved.append(step)
+    )
     for number, step in enumerate((30, 10, 20), start=1):
         thing["thing"].state["scalar"] = torch.tensor(step)
         saver.at_boundary(step, view(1, number), WorkerId(0))
@@ -267,7 +276,14 @@ def test_a_skeleton_that_cannot_be_loaded_here_is_damage_and_not_a_store_that_is
     tmp_path: Path, orders: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved: list[int] = []
-    saver = Saver(orders, "job", 10, Pace(PacePolicy(), 0.0), {"thing": Thing(1)}, lambda step, view: saved.append(step))
+    saver = Saver(
+        orders,
+        "job",
+        10,
+        Pace(PacePolicy(), 0.0),
+        {"thing": Thing(1)},
+        lambda step, view: saved.append(step),
+    )
     saver.at_boundary(10, view(1), WorkerId(0))
     saver.finish(RUN_S)
     things = [Thing(2)]
@@ -288,7 +304,14 @@ class Alike:
 
 def test_every_tensor_has_a_name_of_its_own(tmp_path: Path, orders: socket.socket) -> None:
     saved: list[int] = []
-    saver = Saver(orders, "job", 10, Pace(PacePolicy(), 0.0), {"x": Alike()}, lambda step, view: saved.append(step))
+    saver = Saver(
+        orders,
+        "job",
+        10,
+        Pace(PacePolicy(), 0.0),
+        {"x": Alike()},
+        lambda step, view: saved.append(step),
+    )
     saver.at_boundary(10, view(1), WorkerId(0))
     saver.finish(RUN_S)
     names = [e.name for e in Checkpoints(FileStorage(tmp_path)).manifest(10).entries]
@@ -297,7 +320,14 @@ def test_every_tensor_has_a_name_of_its_own(tmp_path: Path, orders: socket.socke
 
 def test_nothing_wrong_is_restored(tmp_path: Path, orders: socket.socket) -> None:
     saved: list[int] = []
-    saver = Saver(orders, "job", 10, Pace(PacePolicy(), 0.0), {"thing": Thing(1)}, lambda step, view: saved.append(step))
+    saver = Saver(
+        orders,
+        "job",
+        10,
+        Pace(PacePolicy(), 0.0),
+        {"thing": Thing(1)},
+        lambda step, view: saved.append(step),
+    )
     saver.at_boundary(10, view(1), WorkerId(0))
     saver.finish(RUN_S)
     store, things = Checkpoints(FileStorage(tmp_path)), [Thing(2), Thing(2)]

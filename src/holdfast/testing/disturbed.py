@@ -26,9 +26,15 @@ from holdfast.train.taps import Taps, current
 
 
 class Disturber(Taps):
-    """Does to one worker what is meant for it."""
+    """Does to one worker what is meant for it.
 
-    def __init__(self, worker: int, faults: Sequence[Disturbance]) -> None:
+    `marks`: a directory where it remembers what has struck once: a step may be done again.
+    """
+
+    def __init__(
+        self, worker: int, faults: Sequence[Disturbance], marks: Path | None = None
+    ) -> None:
+        self._marks = marks
         self._worker = worker
         self._faults = faults
         self._step = -1
@@ -61,6 +67,8 @@ class Disturber(Taps):
             flip_bit(self._dice, [flat])
         for fault in self._once("poison"):
             flat[self._dice.randrange(len(flat))] = math.nan if fault.target == "nan" else math.inf
+        if any(self._now("overflow")):
+            flat.fill_(math.inf)
         if any(self._now("multiply")):
             flat[self._dice.randrange(len(flat))] *= 1.001
 
@@ -84,7 +92,18 @@ class Disturber(Taps):
         if mark not in self._done:
             for fault in self._now(action, target or None):
                 self._done.add(mark)
-                yield fault
+                if self._is_first(f"worker-{self._worker}-step-{self._step}-{action}-{target}"):
+                    yield fault
+
+    def _is_first(self, name: str) -> bool:
+        if self._marks is None:
+            return True
+        self._marks.mkdir(parents=True, exist_ok=True)
+        try:
+            (self._marks / name).touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
 
 
 def flip_bit(dice: random.Random, tensors: Sequence[torch.Tensor]) -> None:
@@ -111,7 +130,9 @@ def main(argv: list[str]) -> None:
     """`argv`: the fault script, the training script, and its arguments."""
     faults, script, *_ = argv
     worker = int(os.environ.get("HOLDFAST_WORKER", "0"))
-    current.taps = Disturber(worker, parse(Path(faults).read_text(), faults))
+    run_dir = os.environ.get("HOLDFAST_RUN_DIR")
+    marks = Path(run_dir) / "faults" if run_dir else None
+    current.taps = Disturber(worker, parse(Path(faults).read_text(), faults), marks)
     sys.argv = argv[1:]
     sys.path[0] = os.path.dirname(os.path.realpath(script))
     runpy.run_path(script, run_name="__main__")

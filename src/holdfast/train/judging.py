@@ -159,7 +159,7 @@ class Judge:
         for worker, vrank in wrong:
             self._tell(
                 f"worker {worker} has computed virtual rank {vrank} of step {step} wrongly; the "
-                "step is computed again",
+                "step was computed again",
                 [worker for worker, _ in wrong],
             )
         if not leaves:
