@@ -81,6 +81,27 @@ LATE = {
     "speculation": 1.0,
     "patience": Patience(steps=2, times=1.5, least_s=0.01),
 }
+WRONG = {
+    "agents": 3,
+    "slots": 2,
+    "agents_late": 0,
+    "vranks": 6,
+    "loops": (30,),
+    "nodes_min": 1,
+    "nodes_max": 3,
+    "workers_min": 1,
+    "task_s": 0.05,
+    "boot_s": 0.1,
+    "optimizer_s": 0.01,
+    "data_s": 0.002,
+    "control_s": 0.005,
+    "faults": ("flip", "liar", "worker_crash"),
+    "fault_every_s": 1.0,
+    "faults_end_s": 20.0,
+    "audit": 0.3,
+    "cycle": 3,
+    "save_every": 3,
+}
 SAVES = {"agents": 1, "slots": 2, "save_every": 2, "faults": ("worker_crash", "rot")}
 TUNED: dict[str, dict[str, object]] = {
     "nobody_fences_without_a_lease": PARTITIONS,
@@ -107,6 +128,11 @@ TUNED: dict[str, dict[str, object]] = {
     "who_catches_up_holds_the_state_already": LATE,
     "the_late_one_goes_on_in_the_old_view": LATE,
     "who_stays_away_is_forgotten": LATE | {"loops": (250,), "faults": ("stuck",), "task_s": 0.01},
+    "audits_prove_nothing": WRONG,
+    "the_owner_is_always_right": WRONG,
+    "a_joiner_vouches_for_all": WRONG,
+    "wrong_sums_are_kept": WRONG,
+    "a_forsaken_state_is_begun_from": WRONG,
     "a_committed_step_counts_as_saved": SAVES,
     "an_unreadable_checkpoint_is_tried_again": SAVES,
     "agent_obeys_an_older_term": JOINS

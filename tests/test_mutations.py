@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import mutations_work  # noqa: F401 - it plants more
+import mutations_wrong  # noqa: F401 - and more
 from holdfast.core import agent as ag
 from holdfast.core import coordinator as co
 from holdfast.core import formation

@@ -243,6 +243,15 @@ def _check_faults(path: Path) -> None:
         raise UserError(f"--faults {path} cannot be read: {error}") from None
 
 
+def _check_shares(options: argparse.Namespace) -> None:
+    if options.fingerprint_steps < 0:
+        raise UserError(f"--fingerprint-steps {options.fingerprint_steps} must not be negative")
+    if not 0 <= options.audit <= 1:
+        raise UserError(f"--audit {options.audit:g} must be from 0 to 1")
+    if not 0 <= options.speculation_budget <= 1:
+        raise UserError(f"--speculation-budget {options.speculation_budget:g} must be from 0 to 1")
+
+
 def make_spec(options: argparse.Namespace) -> JobSpec:
     """Check the options against each other; UserError says which value is wrong."""
     nodes_min = options.nodes_min
@@ -275,12 +284,7 @@ def make_spec(options: argparse.Namespace) -> JobSpec:
         raise UserError(f"--save-between {least_s:g} {most_s:g}: LEAST must be from 0 to MOST")
     if options.scrub_rate < 0:
         raise UserError(f"--scrub-rate {options.scrub_rate:g} must not be negative")
-    if options.fingerprint_steps < 0:
-        raise UserError(f"--fingerprint-steps {options.fingerprint_steps} must not be negative")
-    if not 0 <= options.audit <= 1:
-        raise UserError(f"--audit {options.audit:g} must be from 0 to 1")
-    if not 0 <= options.speculation_budget <= 1:
-        raise UserError(f"--speculation-budget {options.speculation_budget:g} must be from 0 to 1")
+    _check_shares(options)
     if not options.script.is_file():
         raise UserError(f"there is no script {options.script}: check the path")
     script, args = str(options.script), list(options.args)

@@ -28,17 +28,16 @@ class Durable:
 
     def note(self, statuses: Iterable[WorkerStatus]) -> None:
         """A checkpoint that somebody could not read, or that is void, does not count any more."""
-        found = set(self.steps)
-        heard = list(statuses)
+        found, heard = list(self.steps), list(statuses)
         for status in heard:
-            for void in status.voids:
-                if void not in self.voids:
-                    found = {step for step in found if step <= void.after}
+            news = [void.after for void in status.voids if void not in self.voids]
+            found = [step for step in found if step <= min(news, default=step)]
             self.voids = merge(self.voids, status.voids)
             if status.unreadable and status.unreadable not in self._unreadable:
                 self._unreadable = (*self._unreadable, status.unreadable)
-        found.update(status.saved for status in heard if status.saved and self._counts(status))
-        self.steps = tuple(sorted(found.difference(self._unreadable)))[-KNOWN_MAX:]
+        found += [status.saved for status in heard if status.saved and self._counts(status)]
+        readable = {step for step in found if step not in self._unreadable}
+        self.steps = tuple(sorted(readable))[-KNOWN_MAX:]
 
     def _counts(self, status: WorkerStatus) -> bool:
         """Else it speaks of a checkpoint without knowing that it is void."""

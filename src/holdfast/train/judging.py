@@ -100,11 +100,12 @@ class Judge:
 
     def differ(self, prints: Mapping[WorkerId, int]) -> None:
         """The states of these members are not all the same. Severed."""
-        wrong = judge(prints).wrong
+        wrong, step = judge(prints).wrong, self._driver.committed
         for worker in wrong:
-            self._tell(f"the state of worker {worker} is not that of the others", wrong)
+            text = f"the state of worker {worker} is not that of the others in step {step}"
+            self._tell(text, wrong)
         if not wrong:
-            self._tell("the workers have come to different states, and none has a majority")
+            self._tell(f"the workers hold different states in step {step}, and none has a majority")
         self._leave(wrong, diverged=True)
 
     def _obey(self, step: int, ruling: Ruling) -> bool:

@@ -1,0 +1,69 @@
+"""Planted bugs of finding out what is wrong, and of going back to before it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from holdfast.core import audit
+from holdfast.core import worker as wo
+from holdfast.core.audit import Court, Ruling, Sentence
+from holdfast.core.trust import Trust
+from holdfast.core.types import View, Void, WorkerId
+from holdfast.core.worker import WorkerMachine
+from holdfast.sim.world import Machines
+from mutation_kit import mutation
+
+
+@mutation
+def audits_prove_nothing(patch: pytest.MonkeyPatch) -> Machines:
+    patch.setattr(Court, "rule", lambda self, *heard: Ruling(sentence=Sentence.USE))
+    return Machines()
+
+
+@mutation
+def the_owner_is_always_right(patch: pytest.MonkeyPatch) -> Machines:
+    def judge(digests: dict[WorkerId, int]) -> audit.Judgement:
+        right = next(iter(digests.values()))
+        wrong = tuple(worker for worker, digest in digests.items() if digest != right)
+        return audit.Judgement(right=right, wrong=wrong)
+
+    patch.setattr(audit, "judge", judge)
+    return Machines()
+
+
+@mutation
+def a_joiner_vouches_for_all(patch: pytest.MonkeyPatch) -> Machines:
+    plain = Trust.enter
+
+    def enter(self: Trust, view: View, *, compared: bool) -> None:
+        if view.joiners:
+            self._seen.clear()
+        plain(self, view, compared=compared)
+
+    patch.setattr(Trust, "enter", enter)
+    return Machines()
+
+
+@mutation
+def wrong_sums_are_kept(patch: pytest.MonkeyPatch) -> Machines:
+    class Stubborn(WorkerMachine):
+        def _doubted(self, void: Void, forsaken: bool) -> list[wo.WorkerEffect]:
+            return super()._doubted(void, False)
+
+    return Machines(worker=Stubborn)
+
+
+@mutation
+def a_forsaken_state_is_begun_from(patch: pytest.MonkeyPatch) -> Machines:
+    class Forgetful(WorkerMachine):
+        def _install(self, view: View, now: float) -> list[wo.WorkerEffect]:
+            self._change(forsaken=False)
+            return super()._install(view, now)
+
+        def _directed(self, directive: Any, now: float) -> list[wo.WorkerEffect]:
+            self._change(forsaken=False)
+            return super()._directed(directive, now)
+
+    return Machines(worker=Forgetful)
