@@ -118,6 +118,28 @@ def test_alone_a_worker_is_held_against_its_own_past() -> None:
     assert [v.kind for v in found] == [Kind.OWN_PAST]
 
 
+@pytest.mark.parametrize("seed", [5, 1108, 1658, 3016])
+def test_a_machine_that_becomes_noisy_gives_no_trouble(seed: int) -> None:
+    """A worker is slow, and then that is lost in noise: whatever is said makes sense.
+
+    The seeds once ended the job.
+    """
+    dice = random.Random(seed)
+    workers = dice.choice((1, 2, 4))
+    detector = Detector([WorkerId(w) for w in range(workers)])
+    noise, slow = dice.choice((0.01, 0.03, 0.1)), 1.0
+    dice.random()
+    for _ in range(200):
+        if dice.random() < 0.03:
+            noise = math.exp(dice.uniform(-4, 1))
+        if dice.random() < 0.05:
+            slow = math.exp(dice.uniform(0, 1))
+        row = [math.exp(dice.gauss(0, noise)) for _ in range(workers)]
+        row[0] *= slow
+        for verdict in detector.observe(row):
+            assert verdict.kind is Kind.RECOVERED or verdict.factor > 1
+
+
 def test_who_has_no_task_is_not_judged() -> None:
     detector = Detector([WorkerId(i) for i in range(3)])
     for _ in range(50):

@@ -184,11 +184,12 @@ class Detector:
         if track.told != RECENT:
             return None
         verdict = self._slow(worker, track, RECENT, alone)
-        return verdict if verdict.kind is not track.kind else None
+        return verdict if verdict.kind is not track.kind and verdict.factor > 1 else None
 
     def _slow(self, worker: WorkerId, track: _Track, steps: int, alone: bool) -> Verdict:
         window = list(track.recent)[-max(steps, 1) :]
-        least = max(HIGH * self._noise, 0.5 * max(window))
+        half = 0.5 * max(window)
+        least = max(HIGH * self._noise, half) if 2 * half > HIGH * self._noise else half
         high = [late for late in window if late > least]
         kind = _kind(window, least)
         factor = math.exp(sum(high) / len(high)) if high else 1.0
@@ -257,6 +258,8 @@ def _kind(window: Sequence[float], least: float) -> Kind:
     if third > 2 and parts[2] > 1.2 * parts[1] > 1.44 * max(parts[0], 0.0):
         return Kind.DRIFTING
     slow = [i for i, late in enumerate(window) if late > least]
+    if not slow:
+        return Kind.INTERMITTENT
     if len(slow) >= 0.8 * (slow[-1] - slow[0] + 1):
         return Kind.STEADY
     gaps = {b - a for a, b in itertools.pairwise(slow)}

@@ -25,6 +25,7 @@ from holdfast.train.saver import say
 from holdfast.train.transport import Transport
 
 NEVER = 1 << 60
+MISTAKES_MAX = 1  # that are forgiven a worker
 CALM_STEPS = 64  # after a sum that is rightly not finite, in which others are not doubted
 
 
@@ -170,7 +171,7 @@ class Judge:
     def _mistake(self, worker: WorkerId) -> None:
         if worker == self._driver.worker:
             self._mistakes += 1
-            if self._mistakes > 1:
+            if self._mistakes > MISTAKES_MAX:
                 self._end()
 
     # ------------------------------------------------------------ what follows
