@@ -254,12 +254,12 @@ def test_a_wrong_gradient_is_computed_again(
 def test_who_computes_wrongly_again_and_again_leaves(
     start: Start, reference: Reference, tmp_path: Path
 ) -> None:
-    """Its successor, on the same machine, does the same."""
+    """Its successor, on the same machine, would do the same: none is started for a while."""
     options = (*disturbed(tmp_path, "worker 1 from step 5 multiply wrongly"), "--audit", "1.0")
     with start(*AUDITED, nproc=3, options=options) as run:
         assert finish(run) == reference(20)
     assert all("worker 1 has computed" in text for text in wrong(run))
-    assert [event["worker"] for event in run.events("lost")][:1] == [1]
+    assert "worker 1 is left out for 60 s: it computes wrongly" in run.events("benched")[0]["text"]
 
 
 @pytest.mark.parametrize("what", ["parameter", pytest.param("optimizer", marks=pytest.mark.slow)])
@@ -294,6 +294,22 @@ def test_a_state_that_has_become_another_is_found_without_audits_and_the_job_goe
     assert (report.ok, report.inexact_since) == (True, None), report.findings
 
 
+@pytest.mark.slow
+def test_what_was_computed_wrongly_before_an_audit_found_out_is_done_again(
+    start: Start, reference: Reference, tmp_path: Path
+) -> None:
+    options = (
+        *disturbed(tmp_path, "worker 1 from step 27 multiply wrongly"),
+        *("--audit", "0.2", "--store", str(tmp_path / "store"), "--save-every", "5"),
+    )
+    with start("--steps", "50", "--task-s", "0.01", nproc=3, options=options) as run:
+        assert finish(run) == reference(50)
+    assert run.events("benched")
+    report = verify(run.run_dir.path, SamplePlan.from_dict)
+    assert (report.ok, report.inexact_since) == (True, None), report.findings
+
+
+@pytest.mark.slow
 def test_of_two_states_nobody_knows_which_is_right(
     start: Start, reference: Reference, tmp_path: Path
 ) -> None:
@@ -307,6 +323,7 @@ def test_of_two_states_nobody_knows_which_is_right(
     assert any("none has a majority" in text for text in wrong(run))
 
 
+@pytest.mark.slow
 def test_without_a_store_the_ledger_says_that_the_result_is_not_exact(
     start: Start, tmp_path: Path
 ) -> None:

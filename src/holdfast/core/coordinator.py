@@ -40,7 +40,7 @@ from holdfast.core.formation import (
 )
 from holdfast.core.job import CoordinatorPolicy
 from holdfast.core.progress import Progress
-from holdfast.core.restart import bench, replace_lost
+from holdfast.core.restart import bench, bench_wrong, replace_lost
 from holdfast.core.roster import News, NodeSnapshot, Roster
 from holdfast.core.speculation import Budget
 from holdfast.core.story import Story
@@ -306,9 +306,11 @@ class CoordinatorMachine:
         self._durable.note(s for s in newest if self._roster.ordered(s))
         if self._outcome is not None:
             return []
-        policy = self._policy
+        policy, restart = self._policy, self._policy.restart
+        accused = self._durable.accused()
         effects: list[CoordinatorEffect] = [
             *(Announce(*news) for news in self._story.news(self._roster.newest.values())),
+            *(Announce("benched", line, w) for w, line in bench_wrong(situation, accused, restart)),
             *self._admit(situation),
             *self._replace_hung(situation),
             *self._replace_lost(situation),
@@ -318,7 +320,7 @@ class CoordinatorMachine:
             first = min(failed, key=lambda s: s.worker)
             self._outcome = f"worker {first.worker} failed: {first.detail}"
             effects.append(Announce("failed", self._outcome, first.worker))
-        elif why := self._progress.hopeless(policy.restart.losses_max, policy.retreats_max):
+        elif why := self._progress.hopeless(restart.losses_max, policy.retreats_max):
             self._outcome = why
             effects.append(Announce("failed", why))
         elif self._note_release():
@@ -448,9 +450,7 @@ class CoordinatorMachine:
     def _go_back(self, situation: Situation) -> Iterator[CoordinatorEffect]:
         """What the workers hold is not to be believed: all begin anew, from what is durable."""
         if self._progress.retreats(self._durable.voids):
-            step = self._durable.step
-            where = f"to the checkpoint of step {step}" if step else "to step 0"
-            yield Announce("back", f"the job goes back {where}")
+            yield Announce("back", f"the job goes back to step {self._durable.step}")
         yield from self._form_initial(situation)
 
     def _form_initial(self, situation: Situation) -> Iterator[CoordinatorEffect]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from holdfast.core.types import WorkerStatus
+from holdfast.core.types import NO_VIEW, WorkerId, WorkerStatus
 from holdfast.core.voids import Voids, is_void, merge
 
 KNOWN_MAX = 128  # checkpoints that are remembered, the newest
@@ -20,6 +20,7 @@ class Durable:
         self.steps = tuple(steps)
         self.voids = voids
         self._unreadable: tuple[int, ...] = ()
+        self._judged = max((void.view for void in voids), default=NO_VIEW)
 
     @property
     def step(self) -> int:
@@ -38,6 +39,12 @@ class Durable:
         found += [status.saved for status in heard if status.saved and self._counts(status)]
         readable = {step for step in found if step not in self._unreadable}
         self.steps = tuple(sorted(readable))[-KNOWN_MAX:]
+
+    def accused(self) -> list[WorkerId]:
+        """Who computes wrongly, as far as that has not been asked for yet."""
+        news = [void for void in self.voids if void.view > self._judged]
+        self._judged = max([self._judged, *(void.view for void in news)])
+        return sorted({worker for void in news for worker in void.wrong})
 
     def _counts(self, status: WorkerStatus) -> bool:
         """Else it speaks of a checkpoint without knowing that it is void."""

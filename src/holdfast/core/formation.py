@@ -24,6 +24,7 @@ from holdfast.core.types import (
     WorkerStatus,
 )
 
+BENCHED_S = 10.0  # who is left out for longer than this is not waited for
 LAG_MAX = 64  # steps that one may miss and still catch up
 
 
@@ -406,10 +407,11 @@ def beginners(situation: Situation, workers_min: int | None) -> list[WorkerStatu
 
     Empty while more are waited for.
     """
-    roster, known = situation.roster, situation.roster.newest
+    roster, known, now = situation.roster, situation.roster.newest, situation.now
     ready = [s for s in candidates(situation) if not s.tainted]
-    pending = [w for w in roster.places if w not in known or known[w].stage != Stage.EXITED]
-    enough = len(ready) == len(pending) or (workers_min is not None and len(ready) >= workers_min)
+    soon = [w for w, place in roster.places.items() if (place.respawn_at or now) <= now + BENCHED_S]
+    pending = [w for w in soon if w not in known or known[w].stage != Stage.EXITED]
+    enough = len(ready) >= len(pending) or (workers_min is not None and len(ready) >= workers_min)
     return ready if enough else []
 
 

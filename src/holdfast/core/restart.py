@@ -7,7 +7,7 @@ places; every change comes with a line for the job's story.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from holdfast.core.formation import Situation
@@ -23,6 +23,8 @@ class RestartPolicy:
     backoff_max_s: float = 30.0
     bench_s: float = 5.0  # for a worker that others cannot reach; doubled each time
     bench_max_s: float = 300.0
+    wrong_s: float = 60.0  # for a worker that computes wrongly; doubled each time
+    wrong_max_s: float = 86400.0
     probation_s: float = 60.0  # a member for so long without a loss starts afresh
 
 
@@ -55,14 +57,30 @@ def replace_lost(situation: Situation, policy: RestartPolicy) -> Iterator[tuple[
             situation.roster.order_anew(worker)
 
 
-def bench(roster: Roster, worker: WorkerId, now: float, policy: RestartPolicy) -> float:
-    """Leave a worker out that others do not reach; returns for how many seconds."""
+def bench(
+    roster: Roster, worker: WorkerId, now: float, policy: RestartPolicy, *, wrong: bool = False
+) -> float:
+    """Leave a worker out that others do not reach, or that is `wrong`; returns for how long (s)."""
     place = roster.places[worker]
     place.strikes += 1
     roster.order_anew(worker)  # its process, with a state that grows old, is of no use
-    wait_s = _doubled(policy.bench_s, place.strikes, policy.bench_max_s)
+    first_s, most_s = policy.bench_s, policy.bench_max_s
+    if wrong:
+        first_s, most_s = policy.wrong_s, policy.wrong_max_s
+    wait_s = _doubled(first_s, place.strikes, most_s)
     place.respawn_at = now + wait_s
     return wait_s
+
+
+def bench_wrong(
+    situation: Situation, accused: Sequence[WorkerId], policy: RestartPolicy
+) -> Iterator[tuple[WorkerId, str]]:
+    """Leave out who computes wrongly; yields a line for each."""
+    roster = situation.roster
+    for worker in accused:
+        if worker in roster.places:
+            wait_s = bench(roster, worker, situation.now, policy, wrong=True)
+            yield worker, f"worker {worker} is left out for {wait_s:.3g} s: it computes wrongly"
 
 
 def _doubled(first_s: float, times: int, most_s: float) -> float:

@@ -46,10 +46,14 @@ class Remark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Void:
-    """Copies of the state are not to be believed: of steps beyond `after`, made up to `view`."""
+    """Copies of the state are not to be believed: of steps beyond `after`, made up to `view`.
+
+    `wrong`: who has computed wrongly in that view, again and again.
+    """
 
     after: int
     view: ViewNumber
+    wrong: tuple[WorkerId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

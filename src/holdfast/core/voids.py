@@ -13,8 +13,7 @@ Voids = tuple[Void, ...]
 
 def merge(known: Voids, more: Iterable[Void]) -> Voids:
     """All of them, but for those that are a part of another; in the order of their views."""
-    found = [*known, *more]
-    found = sorted(set(found), key=lambda void: (void.view, -void.after))
+    found = sorted([*known, *more], key=lambda void: (void.view, -void.after))
     kept: list[Void] = []
     for void in reversed(found):
         if not any(void.after >= other.after for other in kept):

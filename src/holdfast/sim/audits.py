@@ -112,7 +112,7 @@ def _doubt(
     process: Process, group: Group, turn: int, wrong: set[WorkerId], *, diverged: bool
 ) -> None:
     """All say since when who is wrong may be so; nobody named: nobody knows who."""
-    group.wrong = wrong
+    group.wrong, group.diverged = wrong, diverged
     found = process.trust.doubt(wrong or group.view.workers, process.step, diverged=diverged)
     body = NEVER if found.sums is None else found.sums, found.saved
     group.doubts.setdefault(turn, {})[process.key] = body
@@ -140,5 +140,6 @@ def leave(process: Process, group: Group) -> None:
         process.end(-9, "computes wrongly")
         return
     forsaken = sums < NEVER or not group.wrong
-    process.feed(Doubted(Void(after=saved, view=group.view.number), forsaken))
+    liars = () if group.diverged else tuple(sorted(group.wrong))
+    process.feed(Doubted(Void(after=saved, view=group.view.number, wrong=liars), forsaken))
     process.feed(GroupBroken(group.view.number, "somebody is wrong"))

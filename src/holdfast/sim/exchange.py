@@ -66,6 +66,7 @@ class Group:
         self.rulings: dict[int, Ruling] = {}
         self.doubts: dict[int, dict[Key, tuple[int, int]]] = {}
         self.wrong: set[WorkerId] = set()
+        self.diverged = False  # it is their states that are
         self.doubtful = -1  # the turn in which somebody was found to be wrong
         self.votes: dict[int, dict[Key, Ballot]] = {}
         self.speeds = speeds

@@ -316,6 +316,7 @@ class _Work:
         engine.judge.seed = self._job.seed
         engine.judge.trust = Trust(environment.fingerprint_steps)
         engine.judge.note = self._note
+        engine.judge.whole_print = lambda: self._fingerprints.of_all(self._step.buffers.start)
         self._step.audits.share = environment.audit
         engine.start()
 

@@ -36,6 +36,7 @@ class Judge:
         self.seed = 0  # the job's
         self.trust = Trust(0)
         self.prints: Mapping[int, Prints] = {}  # by rank, of the step under way
+        self.whole_print: Callable[[], int] = lambda: 0  # the fingerprint of all of the state
         self.note: Callable[[int, int, bool], None] = lambda step, view, again: None
         self.again: tuple[Audit, ...] = ()  # what is to be audited when the step is computed again
         self._driver = driver
@@ -185,10 +186,13 @@ class Judge:
         leaving = set(wrong)
         found = self.trust.doubt(leaving or view.workers, step, diverged=diverged)
         sums, saved = NEVER if found.sums is None else found.sums, found.saved
-        words = torch.tensor([sums, saved], dtype=torch.int64)
+        words = torch.tensor([sums, saved, self.whole_print()], dtype=torch.int64)
+        liars: tuple[WorkerId, ...] = ()
         try:  # who is wrong must not leave before all others have heard of it
             heard = all_gather(self._transport, self._layout, words, TAG_AUDIT)
-            sums, saved = heard.amin(dim=0).tolist()
+            sums, saved, _ = heard.amin(dim=0).tolist()
+            states = judge(dict(zip(view.workers, heard[:, 2].tolist(), strict=True)))
+            liars = tuple(sorted(leaving.difference(states.wrong)))
         except Severed:
             pass  # then each says what it knows
         if me in leaving:
@@ -210,7 +214,8 @@ class Judge:
             self.note(since, view.number, False)
             if tie and me != view.leader:
                 self._end()
-        self._driver.post(machine.Doubted(Void(after=saved, view=view.number), forsaken))
+        void = Void(after=saved, view=view.number, wrong=() if diverged else liars)
+        self._driver.post(machine.Doubted(void, forsaken))
         raise Severed("a worker is wrong")
 
     def _end(self) -> None:
