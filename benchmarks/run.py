@@ -17,6 +17,7 @@ import failover
 import partition
 import recovery
 import scale
+import silent
 import step_time
 import stragglers
 import torch
@@ -236,10 +237,54 @@ def speculation_lines(pairs: int = 3) -> Iterator[str]:
     yield f"again. With and without: {same} bits."
 
 
+AUDITED = {
+    "gradient": 40,
+    "received": 40,
+    "NaN": 6,
+    "Inf": 6,
+    "parameter": 4,
+    "optimizer": 3,
+    "arithmetic": 1,
+}
+SAMPLED = {"parameter": 3, "optimizer": 2, "arithmetic": 3}
+
+
+def silent_lines() -> Iterator[str]:
+    yield "## Everything computed twice"
+    yield ""
+    yield "Jobs of four workers with `--audit 1.0 --fingerprint-steps 8`, in which one wrong bit"
+    yield "after another is injected; single mistakes are forgiven here, so that one job can meet"
+    yield "many. Latency: steps from the injection to the event that tells of it."
+    yield ""
+    yield from _wrong_lines(silent.audited(AUDITED, jobs=10))
+    yield ""
+    yield "## A share looked at"
+    yield ""
+    yield "`--audit 0.05 --fingerprint-steps 16`, a checkpoint every 25 steps: what is found too"
+    yield "late is done again from a checkpoint."
+    yield ""
+    yield from _wrong_lines(silent.sampled(SAMPLED, jobs=3))
+
+
+def _wrong_lines(table: silent.Table) -> Iterator[str]:
+    yield "| wrong | injected | detected | located | latency, median | most |"
+    yield "|---|---|---|---|---|---|"
+    for kind, x in table.kinds.items():
+        middle = statistics.median(x.latencies) if x.latencies else 0
+        yield (
+            f"| {kind} | {x.injected} | **{len(x.latencies)}** | {x.located} | {middle:.0f} "
+            f"| {max(x.latencies, default=0)} |"
+        )
+    yield ""
+    right = f"{table.jobs_right} of {table.jobs}"
+    yield f"Repaired: the models of {right} jobs have the bits of undisturbed ones."
+
+
 SHEETS: dict[str, tuple[Callable[[], Iterator[str]], ...]] = {
     "TRAINING": (step_lines, recovery_lines),
     "CHECKPOINTS": (checkpoint_lines,),
     "STRAGGLERS": (detection_lines, balance_lines, speculation_lines),
+    "SILENT": (silent_lines,),
     "CONTROL": (scale_lines, partition_lines, failover_lines, simulator_lines),
 }
 

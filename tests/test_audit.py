@@ -18,8 +18,18 @@ from holdfast.core.audit import (
     plan,
     plan_sums,
 )
+from holdfast.core.durable import Durable
 from holdfast.core.trust import Doubt, Trust
-from holdfast.core.types import AgentId, Incarnation, Member, View, ViewNumber, Void, WorkerId
+from holdfast.core.types import (
+    AgentId,
+    Incarnation,
+    Member,
+    View,
+    ViewNumber,
+    Void,
+    WorkerId,
+    WorkerStatus,
+)
 from holdfast.core.voids import is_void, merge
 
 WORKERS = [WorkerId(i) for i in range(4)]
@@ -174,3 +184,29 @@ def test_what_is_void_stays_void(
     merged = merge(merge((), first), second)
     plainly = any(step > void.after and view <= void.view for void in (*first, *second))
     assert is_void(merged, step, ViewNumber(view)) == plainly
+
+
+def told(worker: int, view: int, saved: int, *voids: Void) -> WorkerStatus:
+    return WorkerStatus(
+        worker=WorkerId(worker),
+        incarnation=Incarnation(1),
+        view=ViewNumber(view),
+        saved=saved,
+        voids=voids,
+    )
+
+
+def test_what_is_durable_is_what_was_saved_and_is_not_void() -> None:
+    durable = Durable()
+    for step in (10, 20, 30):
+        durable.note([told(0, 1, step)])
+    assert (durable.step, durable.steps) == (30, (10, 20, 30))
+    void = Void(after=15, view=ViewNumber(1), wrong=(WorkerId(3),))
+    durable.note([told(0, 1, 30), told(1, 1, 0, void)])  # the first one does not know it yet
+    assert (durable.step, durable.voids) == (10, (void,))
+    assert durable.accused() == [WorkerId(3)]
+    assert durable.accused() == []
+    durable.note([told(0, 2, 20), told(1, 1, 0, void)])  # of a later view
+    assert durable.step == 20
+    later = Durable(durable.steps, durable.voids)  # another coordinator
+    assert (later.step, later.accused()) == (20, [])

@@ -1,5 +1,6 @@
 """The ledger: an honest run is proved, and every planted corruption is found."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -15,6 +16,7 @@ from holdfast.cli.ledger import main
 from holdfast.core.errors import UserError, WorldError
 from holdfast.observe import ledger
 from holdfast.observe.ledger import (
+    LedgerDoubt,
     LedgerEntry,
     LedgerHeader,
     LedgerWriter,
@@ -141,6 +143,35 @@ def test_a_replay_after_all_workers_were_lost_is_reported_but_no_fault(tmp_path)
     assert report.ok, report.findings
     assert report.replayed == (5, 6, 7)
     assert report.samples == 2 * 50 + 2 * 12
+
+
+def test_what_was_withdrawn_does_not_count(tmp_path):
+    """Whoever says so speaks for all; the same steps were done again, with another loss."""
+    wrong = [dataclasses.replace(entry(s), loss=9.0) for s in range(4, 9)]
+    write(tmp_path, 0, [*[entry(s) for s in range(4)], *wrong])
+    path = write(tmp_path, 1, [*[entry(s) for s in range(4)], *wrong[:3]])
+    again = [entry(s, incarnation=2, view=3) for s in range(4, STEPS)]
+    write(tmp_path, 0, again, incarnation=2)
+    write(tmp_path, 1, again, incarnation=2)
+    assert not audit(tmp_path).ok
+    writer = LedgerWriter(path)
+    writer.doubt(LedgerDoubt(step=4, view=2, again=True))
+    writer.close()
+    report = audit(tmp_path)
+    assert (report.ok, report.inexact_since, report.steps) == (True, None, STEPS), report.findings
+
+
+def test_what_may_be_wrong_and_stays_is_said(tmp_path, capsys):
+    path, _ = write_run(tmp_path)
+    for step in (9, 5):
+        writer = LedgerWriter(path)
+        writer.doubt(LedgerDoubt(step=step, view=1, again=False))
+        writer.close()
+    report = audit(tmp_path)
+    assert (report.ok, report.inexact_since) == (True, 5)
+    assert main(["verify", str(tmp_path)]) == 0
+    assert "not exact: from step 5 on" in capsys.readouterr().out
+    assert report.to_dict()["inexact_since"] == 5
 
 
 def test_a_second_dataset_in_the_same_job_is_proved_too(tmp_path):

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import collections
+import math
+import random
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,9 +22,12 @@ from torch import nn
 from conftest import RUN_S
 from holdfast.core import tree
 from holdfast.core.errors import Severed, StateMismatch, UserError, WireError
+from holdfast.testing.disturbed import flip_bit
 from holdfast.train import state
+from holdfast.train.auditing import check_sum
 from holdfast.train.buckets import Bucket, Flat, Gradients
 from holdfast.train.exchange import BucketSum, Layout
+from holdfast.train.fingerprints import Fingerprints
 from holdfast.train.record import Buffers
 from holdfast.train.transfer import StateSync
 from holdfast.train.transport import Message, NothingPending, Pending
@@ -114,6 +121,139 @@ def test_the_sum_does_not_depend_on_who_hosts_what(
         assert together(*[lambda r=r: reduce(r) for r in range(size)]) == []
         for bucket in buckets:
             assert torch.equal(bucket.result.data, expected)
+
+
+# ---------------------------------------------------------------- what is wrong in them
+
+
+def summed_by(size: int) -> tuple[list[Mailbox], list[Layout], list[Bucket], torch.Tensor]:
+    """A bucket that these members have summed, on each of them; and what it comes to."""
+    dice = torch.Generator().manual_seed(size)
+    leaves = torch.randn(size, 1000, generator=dice)
+    hosted = tuple((v,) for v in range(size))
+    nodes = tuple(tree.maximal_nodes(h, size) for h in hosted)
+    layouts = [Layout(rank, size, size, hosted, nodes) for rank in range(size)]
+    buckets = []
+    for leaf in leaves:
+        bucket = Bucket(0, [nn.Parameter(torch.zeros(1000))], [0])
+        flat = Flat(bucket.params)
+        flat.data.copy_(leaf)
+        bucket.contribute(len(buckets), flat, size)
+        buckets.append(bucket)
+    total = tree.fold({(v, 1): leaves[v] for v in range(size)}, size, torch.add)
+    for bucket in buckets:
+        bucket.result.data.copy_(total)
+    return mailboxes(size), layouts, buckets, total
+
+
+def checked(size: int, damage: Callable[[list[Bucket]], None]) -> list[list[int] | None]:
+    boxes, layouts, buckets, total = summed_by(size)
+    damage(buckets)
+    found: list[list[int] | None] = [None] * size
+
+    def check(rank: int) -> None:
+        found[rank] = check_sum(buckets[rank], boxes[rank], layouts[rank])
+
+    assert together(*[lambda r=r: check(r) for r in range(size)]) == []
+    if None not in found:
+        for bucket in buckets:
+            assert torch.equal(bucket.result.data, total)
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_a_sum_is_checked_and_put_right(size: int) -> None:
+    assert checked(size, lambda buckets: None) == [[]] * size
+
+    def one_copy(buckets: list[Bucket]) -> None:
+        buckets[1].result.data[3] += 1  # what the first member summed, and the second received
+
+    def the_sum(buckets: list[Bucket]) -> None:
+        for bucket in buckets:  # the last member's piece
+            bucket.result.data[-1] += 1
+
+    assert checked(size, one_copy) == [[1]] * size
+    layouts = summed_by(size)[1]
+    (last,) = [each.rank for each in layouts if each.piece(each.rank, 1000).stop == 1000][:1]
+    assert checked(size, the_sum) == [[last]] * size
+
+
+def test_of_two_who_sum_otherwise_each_time_nobody_is_believed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain = BucketSum._fold
+
+    def fold(self: BucketSum, out: torch.Tensor, piece: slice) -> None:
+        plain(self, out, piece)
+        if self._layout.rank == 1:
+            out += 1
+
+    monkeypatch.setattr(BucketSum, "_fold", fold)
+
+    def as_it_was(buckets: list[Bucket]) -> None:
+        half = Layout(0, 2, 2, (), ()).piece(1, 1000)
+        for bucket in buckets:
+            bucket.result.data[half] += 1
+
+    assert checked(2, as_it_was) == [None, None]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_a_sum_that_is_not_finite_is_noticed_by_whoever_sums_it(dtype: torch.dtype) -> None:
+    for value in (math.nan, math.inf, -math.inf, 1.0):
+        boxes, layouts, buckets, _ = summed_by(2)
+        for bucket in buckets:
+            bucket.result = Flat([nn.Parameter(torch.zeros(1000, dtype=dtype))])
+            for node, flat in bucket.partials.items():
+                cast = Flat([nn.Parameter(torch.zeros(1000, dtype=dtype))])
+                cast.data.copy_(flat.data)
+                bucket.partials[node] = cast
+        next(iter(buckets[0].partials.values())).data[999] = value
+        sums = [BucketSum(b, layout) for b, layout in zip(buckets, layouts, strict=True)]
+
+        def run(rank: int, sums: list[BucketSum] = sums, boxes: list[Mailbox] = boxes) -> None:
+            sums[rank].gather(boxes[rank])
+            sums[rank].spread(boxes[rank])
+            sums[rank].finish()
+
+        assert together(lambda r=0: run(r), lambda r=1: run(r)) == []
+        assert [each.finite for each in sums] == [True, math.isfinite(value)]
+
+
+# ---------------------------------------------------------------- fingerprints
+
+
+def trained(seed: int = 0) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(300, 400), nn.BatchNorm1d(400), nn.Linear(400, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(8, 300)).square().mean().backward()
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
+def test_every_bit_is_in_the_fingerprint_of_some_step_of_a_cycle() -> None:
+    objects = trained()
+    buffers = list(objects["model"].buffers())
+    prints = Fingerprints(objects, 4)
+    before = [prints.of_step(step, buffers) for step in range(4)]
+    whole = prints.of_all(buffers)
+    assert before == [Fingerprints(trained(), 4).of_step(step, buffers) for step in range(4)]
+    kept = [t for each in objects["optimizer"].state.values() for t in each.values()]
+    dice = random.Random(0)
+    for tensor in [*objects["model"].parameters(), *buffers, *kept]:
+        flip_bit(dice, [tensor])
+        after = [prints.of_step(step, buffers) for step in range(4)]
+        assert after != before
+        assert prints.of_all(buffers) != whole
+        before, whole = after, prints.of_all(buffers)
+
+
+def test_without_a_cycle_nothing_is_compared() -> None:
+    assert Fingerprints(trained(), 0).of_step(3, []) == Fingerprints(trained(), 0).of_all([]) == 0
+
+
+# ---------------------------------------------------------------- gradients
 
 
 def gradients_of(model: nn.Module) -> Gradients:

@@ -41,6 +41,11 @@ def render(report: LedgerReport) -> str:
         f"{report.lost} lost, {report.repeated} repeated, "
         f"{len(report.replayed)} steps replayed, {report.torn} files torn at their end",
         *report.findings,
+        *(
+            [f"not exact: from step {report.inexact_since} on something wrong may have been used"]
+            if report.inexact_since is not None
+            else []
+        ),
         "every sample was used exactly once" if report.ok else "NOT PROVED",
     ]
     return "\n".join(lines)

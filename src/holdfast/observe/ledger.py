@@ -145,7 +145,7 @@ class _DoubtLine(msgspec.Struct, tag="doubt", tag_field="kind", forbid_unknown_f
 _Line = _HeaderLine | _StepLine | _DoubtLine
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(_Line).decode
-_DOUBT = b'"kind":"doubt"'  # in each such line, as msgspec writes it
+_DOUBT = b'"doubt"'  # in each such line
 
 
 def ledger_path(run_dir: str | os.PathLike[str], worker: int, incarnation: int) -> Path:
