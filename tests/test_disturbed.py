@@ -357,6 +357,9 @@ def test_a_number_that_is_none_is_never_committed(
     options = disturbed(tmp_path, f"worker 1 step 7 poison {what}")
     with start(*AUDITED, nproc=3, options=options) as run:
         assert finish(run) == reference(20)
+    assert wrong(run) == [
+        "worker 1 had numbers in step 7 that were not finite; computed again, they are"
+    ]
     assert run.events("lost") == []
 
 

@@ -27,6 +27,8 @@ from holdfast.train.buckets import Bucket, Gradients
 from holdfast.train.clock import TaskClock
 from holdfast.train.driver import Driver, Link, ViewRendezvous
 from holdfast.train.exchange import (
+    FINITE,
+    RIGHTLY,
     TAG_AUDIT,
     BucketSum,
     BuffersSpread,
@@ -144,18 +146,19 @@ class Engine(threading.Thread):
         speeds = Speeds(view, BalancePolicy() if self.rebalance else None)
         while True:
             step, layout = self._await_open_step(view)
-            finite = self._reduce(layout, transport, number)
+            doubt = self._reduce(layout, transport, number)
             if self._step.audits.audits:
                 self._await(view, lambda: not self._step.audits.owed(number))
             if not self.judge.accepts(step, layout, self._step.gradients.buckets):
                 self._begin_anew()
                 continue
             self._step.reduced_in = number
-            if finite or self.judge.sure(step):
+            if doubt != FINITE and self.judge.sure(step):
+                doubt = RIGHTLY
+            if doubt in (FINITE, RIGHTLY):
                 driver.post(machine.Reduced(number, step))
-            votes = vote(transport, layout, number, step, self._opinion(step, finite))
-            if any(v.doubtful for v in votes):
-                self.judge.doubt_sum(step)
+            votes = vote(transport, layout, number, step, self._opinion(step, doubt))
+            if self.judge.doubts(step, [v.doubt for v in votes]):
                 driver.post(machine.Reopened(number, step))
                 self._begin_anew()
                 continue
@@ -216,15 +219,14 @@ class Engine(threading.Thread):
             audits.given_up, audits.agreed_in = given_up, view.number
             audits.whole_step = step if whole else -1
 
-    def _opinion(self, step: int, finite: bool) -> Vote:
+    def _opinion(self, step: int, doubt: int) -> Vote:
         driver, saver = self._driver, self._saver
         due = busy = False
         if saver is not None:
             due, busy = saver.due(step + 1) and driver.leads, saver.busy
         save = due or (saver is not None and driver.save_wanted)
         unlike = self._step.audits.given_up
-        doubtful = not finite and not self.judge.sure(step)
-        return Vote(driver.pending, save, busy, unlike, doubtful, self._step.clock.step_us())
+        return Vote(driver.pending, save, busy, unlike, doubt, self._step.clock.step_us())
 
     def _catch_up(self, view: View, lag: Laggard, transport: Transport, donors: list[int]) -> None:
         """A member that was late applies the steps that it has missed; the others send them."""
@@ -320,10 +322,10 @@ class Engine(threading.Thread):
             self._filled.append(bucket)
             self._driver.changed.notify_all()
 
-    def _reduce(self, layout: Layout, transport: Transport, number: int) -> bool:
+    def _reduce(self, layout: Layout, transport: Transport, number: int) -> int:
         """All operations of the step; those that are ready overlap with the script's backward.
 
-        Returns whether all that was summed here is finite.
+        Returns whether what was summed here is finite, as a vote says it.
         """
         begun, total = 0, len(self._step.gradients.buckets)
         gathering: deque[BucketSum] = deque()
@@ -350,7 +352,7 @@ class Engine(threading.Thread):
             operation.spread(transport)
         for operation in (*spreading, *closing):
             operation.finish()
-        return all(each.finite for each in spreading)
+        return max((each.doubt() for each in spreading), default=FINITE)
 
     def _take_filled(self, number: int, only: int | None, *, wait: bool) -> list[Bucket]:
         """Buckets to begin with now. With `only`, none but that one, and one at a time."""

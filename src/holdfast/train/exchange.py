@@ -27,6 +27,8 @@ from holdfast.train.transport import Message, Pending, Transport
 
 TAG_VOTE, TAG_TABLE, TAG_BUFFERS, TAG_AUDIT, TAG_STATE, TAG_BUCKETS = 1, 2, 3, 4, 16, 1024
 Prints = tuple[int, int]  # fingerprints of a part of the state, and of all of it (0: not taken)
+# A sum is finite; or it is not: rightly so, by nobody's part of it, or by that of rank 0 (1, ...).
+FINITE, RIGHTLY, NOBODYS, SOMEBODYS = 0, 1, 2, 3
 PIECE_ALIGN = 64  # elements; pieces start on cache lines
 
 
@@ -130,10 +132,15 @@ class BucketSum:
     def finish(self) -> None:
         _wait(self._pending)
 
-    @property
-    def finite(self) -> bool:
-        """Whether the piece that was summed here is."""
-        return self._total is None or bool(torch.isfinite(self._total))
+    def doubt(self) -> int:
+        """Of the piece that was summed here: FINITE, or whose part of it is not."""
+        if self._total is None or bool(torch.isfinite(self._total)):
+            return FINITE
+        owner = {node: rank for rank, nodes in enumerate(self._layout.nodes) for node in nodes}
+        piece = self._piece(self._layout.rank)
+        parts = {**self._received, **{node: data[piece] for node, data in self._own.items()}}
+        wrong = [owner[n] for n, part in parts.items() if not bool(torch.isfinite(part).all())]
+        return NOBODYS if not wrong else SOMEBODYS + min(wrong)
 
     def digests(self) -> list[int]:
         """Of each piece of the result, in the order of its elements: 63 bits."""
@@ -251,15 +258,15 @@ class Vote:
 
     `pending`: it knows of a planned change. `save`: the state after this step should be saved.
     `busy`: it still saves another one. `unlike`: the same task comes to other bits each time, so
-    that nothing can be audited. `doubtful`: the sum is not finite, and it should be computed again
-    to see whether that is right. `compute_us`: how long its own tasks of the step took.
+    that nothing can be audited. `doubt`: whether what it has summed is finite. `compute_us`: how
+    long its own tasks of the step took.
     """
 
     pending: bool
     save: bool = False
     busy: bool = False
     unlike: bool = False
-    doubtful: bool = False
+    doubt: int = FINITE
     compute_us: int = 0
 
 
@@ -270,8 +277,8 @@ def vote(transport: Transport, layout: Layout, view: int, step: int, mine: Vote)
     if not bool((votes[:, :2] == words[:2]).all()):
         raise Severed(f"votes of view {view}, step {step} do not match: {votes.tolist()}")
     return [
-        Vote(bool(pending), bool(save), bool(busy), bool(unlike), bool(doubtful), compute_us)
-        for _, _, pending, save, busy, unlike, doubtful, compute_us in votes.tolist()
+        Vote(bool(pending), bool(save), bool(busy), bool(unlike), doubt, compute_us)
+        for _, _, pending, save, busy, unlike, doubt, compute_us in votes.tolist()
     ]
 
 

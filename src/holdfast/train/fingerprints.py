@@ -28,7 +28,7 @@ class Fingerprints:
     def __init__(self, protected: Mapping[str, Any], cycle: int) -> None:
         self.cycle = cycle
         self._protected = protected
-        self._parts: list[list[Chunk]] = []
+        self._parts: tuple[int, list[list[Chunk]]] = (-1, [])  # with so many buffers
 
     def of_step(self, step: int, buffers: Sequence[torch.Tensor]) -> int:
         """63 bits of this step's part; 0 if nothing is to be compared."""
@@ -45,7 +45,7 @@ class Fingerprints:
 
     def _plan(self, buffers: Sequence[torch.Tensor]) -> list[list[Chunk]]:
         """Cut into as many parts of about equal size as there are steps in a cycle."""
-        if not self._parts:
+        if self._parts[0] != len(buffers):  # there are none before the first step
             chunks = list(_chunks([*self._parameters(), *buffers]))
             total = sum((stop - start) * tensor.element_size() for tensor, start, stop in chunks)
             count = min(self.cycle, len(chunks))
@@ -54,8 +54,8 @@ class Fingerprints:
             for tensor, start, stop in chunks:
                 parts[min(at * count // max(total, 1), count - 1)].append((tensor, start, stop))
                 at += (stop - start) * tensor.element_size()
-            self._parts = [part for part in parts if part]
-        return self._parts
+            self._parts = len(buffers), [part for part in parts if part]
+        return self._parts[1]
 
     def _parameters(self) -> list[torch.Tensor]:
         found: dict[int, torch.Tensor] = {}

@@ -20,7 +20,14 @@ from holdfast.core.types import View, Void, WorkerId
 from holdfast.train.auditing import StepAudits, check_sum
 from holdfast.train.buckets import Bucket
 from holdfast.train.driver import Driver
-from holdfast.train.exchange import TAG_AUDIT, Layout, Prints, all_gather
+from holdfast.train.exchange import (
+    RIGHTLY,
+    SOMEBODYS,
+    TAG_AUDIT,
+    Layout,
+    Prints,
+    all_gather,
+)
 from holdfast.train.saver import say
 from holdfast.train.transport import Transport
 
@@ -45,7 +52,8 @@ class Judge:
         self._court = Court()
         self._mistakes = 0  # of this worker
         self._not_finite_at = -CALM_STEPS  # the last step that was rightly so
-        self._doubted = -1  # the step that is computed again because its sum is not finite
+        self._doubted = -1  # the step that is computed again because its sum was not finite
+        self._suspects: tuple[WorkerId, ...] = ()  # whose parts of it were not
         self._view: View
         self._layout: Layout
         self._transport: Transport
@@ -86,10 +94,27 @@ class Judge:
         whole = len(self._audits.audits) == len(self._view.owners)
         return alone or given_up or whole or step < self._not_finite_at + CALM_STEPS
 
-    def doubt_sum(self, step: int) -> None:
-        """A sum is not finite: the step is to be computed again, each task by two workers."""
-        self._doubted = step
-        self.again = plan(self.seed, step, self._driver.owners, self._view.workers, 1.0)
+    def doubts(self, step: int, said: Sequence[int]) -> bool:
+        """What all say of the sum. If it may wrongly be not finite, the step is computed again.
+
+        Then each task by two workers.
+        """
+        workers = self._view.workers
+        if max(said) > RIGHTLY:
+            self._doubted = step
+            self._suspects = tuple(sorted({workers[d - SOMEBODYS] for d in said if d >= SOMEBODYS}))
+            self.again = plan(self.seed, step, self._driver.owners, workers, 1.0)
+            return True
+        if RIGHTLY in said:
+            if self._doubted == step:
+                self._tell(f"the gradient of step {step} is not finite, on all who compute it")
+            self._not_finite_at = step
+        elif self._doubted == step:
+            for worker in self._suspects:
+                text = f"worker {worker} had numbers in step {step} that were not finite; computed"
+                self._tell(f"{text} again, they are", self._suspects)
+                self._mistake(worker)
+        return False
 
     # ------------------------------------------------------------ rulings
 
@@ -115,9 +140,6 @@ class Judge:
         match ruling.sentence:
             case Sentence.USE:
                 self._blame(step, ruling.wrong)
-                if self._doubted == step and not ruling.wrong:
-                    self._not_finite_at = step
-                    self._tell(f"the gradient of step {step} is not finite, on all who compute it")
             case Sentence.UNLIKE:
                 audits.given_up = True
                 self._tell(
