@@ -46,6 +46,7 @@ class Driver:
         self.released = 0  # the loop that the script may leave
         self.to_save: tuple[int, View] | None = None  # after so many steps, as that view agreed
         self.save_wanted = False  # at the next boundary, by an operator
+        self.stops = False  # the job is about to end: what is saved now counts as it is
         self.failure: BaseException | None = None
         self.books: dict[int, dict[WorkerId, bytes]] = {}
         self._machine = machine.WorkerMachine(worker, incarnation)
@@ -112,7 +113,8 @@ class Driver:
 
     def want_save(self) -> None:
         with self.changed:
-            self.save_wanted = True
+            self.save_wanted = self.stops = True
+            self.changed.notify_all()
 
     def save_after(self, step: int, view: View) -> None:
         """All members of `view` have agreed to save the state that `step` leads to."""

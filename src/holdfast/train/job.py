@@ -324,7 +324,9 @@ class _Work:
         """A checkpoint counts once the state that was copied has been compared with others'."""
         driver = self._driver
         with driver.changed:
-            while self._fingerprints.cycle and driver.committed <= step and not self._finishing:
+            while self._fingerprints.cycle and driver.committed <= step:
+                if self._finishing or driver.stops:
+                    break
                 driver.changed.wait()
         driver.post(machine.Saved(step, ViewNumber(view)))
 
