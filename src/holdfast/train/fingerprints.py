@@ -65,7 +65,7 @@ class Fingerprints:
             elif isinstance(each, torch.optim.Optimizer):
                 groups = each.param_groups
                 found.update((id(p), p) for group in groups for p in group["params"])
-        return list(found.values())
+        return [p for p in found.values() if p.layout == torch.strided]
 
     def _digest(self, chunks: Sequence[Chunk]) -> int:
         digest = xxhash.xxh3_64()
@@ -82,7 +82,8 @@ class Fingerprints:
                 else:
                     digest.update(as_bytes(flat).numpy().data)
         if sums:  # one transfer for all of them
-            digest.update(as_bytes(torch.stack(sums)).numpy().data)
+            gathered = torch.stack([each.to(sums[0].device) for each in sums])
+            digest.update(as_bytes(gathered).numpy().data)
         return digest.intdigest() >> 1
 
     def _kept_of(self, parameter: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -90,8 +91,9 @@ class Fingerprints:
             if isinstance(each, torch.optim.Optimizer) and parameter in each.state:
                 kept = each.state[parameter]
                 for name in sorted(kept, key=str):
-                    if isinstance(kept[name], torch.Tensor):
-                        yield kept[name]
+                    value = kept[name]
+                    if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+                        yield value
 
 
 def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[Chunk]:
