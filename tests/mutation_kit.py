@@ -132,7 +132,8 @@ TUNED: dict[str, dict[str, object]] = {
     "the_owner_is_always_right": WRONG,
     "a_joiner_vouches_for_all": WRONG,
     "wrong_sums_are_kept": WRONG,
-    "a_forsaken_state_is_begun_from": WRONG,
+    "a_forsaken_state_is_begun_from": WRONG
+    | {"control_s": 0.2, "channel_s": 0.02, "cut_in_flight": 1.0},
     "a_committed_step_counts_as_saved": SAVES,
     "an_unreadable_checkpoint_is_tried_again": SAVES,
     "agent_obeys_an_older_term": JOINS

@@ -410,6 +410,7 @@ def an_unreadable_checkpoint_is_tried_again(patch: pytest.MonkeyPatch) -> Machin
 
 # Where to begin looking, so that the rare ones do not take long; any later seed may find them too.
 FIRST_SEED = {
+    "a_forsaken_state_is_begun_from": 25,
     "worker_installs_a_view_it_gave_up": 60,
     "what_died_with_a_member_is_taken_for_kept": 85,
     "planned_stop_is_awaited_for_ever": 100,

@@ -86,7 +86,7 @@ class LedgerReport:
     repeated: int
     replayed: tuple[int, ...]  # steps committed again after all workers were lost
     torn: int  # files whose last line was cut off by the death of their writer
-    inexact_since: int | None
+    inexact_since: int | None = None
 
     @property
     def ok(self) -> bool:
