@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast.core.types import WorkerId
@@ -49,7 +49,8 @@ def plan(
     if share <= 0 or len(workers) < 2:
         return ()
     limit = int(share * (1 << 32))
-    idle = [worker for worker in workers if worker not in owners] if share >= 1 else []
+    hosts = frozenset(owners)
+    idle = [worker for worker in workers if worker not in hosts] if share >= 1 else []
     found = []
     for vrank, owner in enumerate(owners):
         dice = _mix(_mix(_mix(seed) ^ step) ^ vrank)
@@ -58,6 +59,11 @@ def plan(
             auditor = idle.pop() if idle else others[(dice >> 32) % len(others)]
             found.append(Audit(vrank, owner, (auditor,)))
     return tuple(found)
+
+
+def owed(audits: Sequence[Audit], worker: WorkerId, done: Container[int]) -> list[int]:
+    """Virtual ranks of others that the worker has yet to compute."""
+    return [a.vrank for a in audits if worker in a.auditors and a.vrank not in done]
 
 
 def plan_sums(seed: int, step: int, buckets: int, share: float) -> tuple[int, ...]:

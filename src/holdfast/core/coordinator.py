@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from holdfast.core.admission import Attendance, admit, attend, choose_drained
 from holdfast.core.agenda import Agenda
-from holdfast.core.durable import Durable
+from holdfast.core.durable import Durable, speakers
 from holdfast.core.errors import assert_never, require
 from holdfast.core.formation import (
     Proposal,
@@ -302,8 +302,8 @@ class CoordinatorMachine:
         if self._learns(situation):
             return []
         self._welcome()
-        newest = self._roster.newest.values()
-        self._durable.note(s for s in newest if self._roster.ordered(s))
+        roster = self._roster
+        self._durable.note(filter(roster.ordered, speakers(roster.newest.values())))
         if self._outcome is not None:
             return []
         policy, restart = self._policy, self._policy.restart

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from holdfast.core.types import NO_VIEW, WorkerId, WorkerStatus
 from holdfast.core.voids import Voids, is_void, merge
 
 KNOWN_MAX = 128  # checkpoints that are remembered, the newest
+
+
+def speakers(statuses: Iterable[WorkerStatus]) -> Iterator[WorkerStatus]:
+    """Those that say something of checkpoints: in a large job few of very many."""
+    return (s for s in statuses if s.saved or s.voids or s.unreadable)
 
 
 class Durable:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from holdfast.core.audit import ATTEMPTS_MAX, Audit, Ruling, Sentence, judge, plan
-from holdfast.core.types import Void, WorkerId
+from holdfast.core.types import View, Void, WorkerId
 from holdfast.core.worker import Doubted, GroupBroken
 from holdfast.sim.checkers import Key
 from holdfast.sim.errors import Violation
@@ -28,9 +28,9 @@ def turn_of(process: Process, group: Group) -> int:
 def planned(process: Process) -> tuple[Audit, ...]:
     """What is computed twice in the process's step: everything in the first after a checkpoint."""
     view, options, step = process.machine.view, process.world.options, process.step
-    if view is None or step < view.resume_step:
+    if not options.audit or view is None or step < view.resume_step:
         return ()
-    share = 1.0 if options.audit and looks_at_all(process) else options.audit
+    share = 1.0 if looks_at_all(process) else options.audit
     return plan(options.seed, step, process.machine.owners, view.workers, share)
 
 
@@ -39,10 +39,34 @@ def looks_at_all(process: Process) -> bool:
     return bool(every and step % every == 0) or step == process.until - 1
 
 
-def owed(process: Process) -> list[int]:
-    """Virtual ranks of others that it has yet to compute."""
-    mine = [a.vrank for a in process.audits if process.worker in a.auditors]
-    return [vrank for vrank in mine if vrank not in process.audited]
+def looks(process: Process) -> bool:
+    """Whether anything is compared in this run; else a large one need not keep books of it."""
+    return bool(process.world.options.audit or process.world.options.cycle)
+
+
+def enter(process: Process, view: View) -> None:
+    """All members of the view hold the state."""
+    if looks(process):
+        process.trust.enter(view, compared=bool(view.joiners))
+
+
+def summed(process: Process, step: int) -> None:
+    """The sum of the step is used from here on."""
+    if looks(process):
+        looked = [audit.vrank for audit in process.audits]
+        process.trust.summed(step, process.machine.owners, looked)
+
+
+def alike(process: Process, group: Group) -> bool:
+    """Whether all who hold the state already, as a view begins, hold the same."""
+    view, turn = group.view, turn_of(process, group)
+    if not process.world.options.cycle:
+        return True
+    held = {w: group.digests[w][1] for w in (*view.donors, *(g.worker for g in view.behind))}
+    if len(set(held.values())) > 1:
+        differ(process, group, turn, held)
+        return False
+    return True
 
 
 def fingerprint(process: Process) -> int | None:
@@ -54,6 +78,8 @@ def fingerprint(process: Process) -> int | None:
 
 def settled(process: Process, group: Group, turn: int) -> bool:
     """Whether the sums may be used."""
+    if not looks(process):
+        return True
     if turn in group.rulings:
         return group.rulings[turn].sentence is Sentence.USE
     workers, parts = group.view.workers, group.parts[turn]
@@ -64,7 +90,7 @@ def settled(process: Process, group: Group, turn: int) -> bool:
             return False
     if not process.audits:
         return True
-    if owed(process):
+    if process.owed():
         return False
     if process.key not in group.heard.setdefault(turn, {}):
         group.heard[turn][process.key] = dict(process.audited) | process.tokens

@@ -210,11 +210,7 @@ class Truth:
                     f"view {view.number} was formed while worker {process.key} can still act in "
                     f"view {before.number}"
                 )
-            forsaken = any(
-                self.processes[(m.worker, m.incarnation)].machine.snapshot().forsaken
-                for m in before.members
-            )
-            if not view.donors and status.has_state and not forsaken:
+            if not view.donors and status.has_state and not self._forsaken(before):
                 raise Violation(f"starting again although worker {process.key} holds the state")
         if not view.donors and view.resume_step:
             self.restores += 1
@@ -223,6 +219,11 @@ class Truth:
         if not view.donors:
             self.errors.began(view)
         self._balanced(view)
+
+    def _forsaken(self, view: View) -> bool:
+        """Whether a member knows that the states of all are not to be believed."""
+        members = (self.processes[(m.worker, m.incarnation)] for m in view.members)
+        return any(member.machine.snapshot().forsaken for member in members)
 
     def save(self, step: int, copy: Copy, view: int) -> None:
         """A checkpoint is durable, unless it has been withdrawn meanwhile."""

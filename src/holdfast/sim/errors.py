@@ -30,7 +30,6 @@ class Errors:
     def __init__(self, truth: Truth, exact: bool, wrong_max: int) -> None:
         self.hidden = False
         self.since: int | None = None  # the first step of this history that is committed wrongly
-        self.found = 0  # times that something wrong was found out
         self._truth = truth
         self._exact = exact
         self._wrong_max = wrong_max
@@ -80,7 +79,6 @@ class Errors:
     def noticed(self, wrong: Iterable[tuple[int, int]]) -> None:
         """A member of a view knows that something is wrong; and who."""
         self._noticed.update(wrong)
-        self.found += 1
 
     def died(self, process: Process) -> None:
         ill = process.flipped is not None or process.lies

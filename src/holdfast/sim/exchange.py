@@ -317,7 +317,7 @@ def group_ready(process: Process, number: int) -> None:
     view, data, shape = group.view, process.world.data, group.shape
     if not shape.joiners:
         group.synced = True
-        process.trust.enter(view, compared=bool(view.joiners))
+        audits.enter(process, view)
         process.feed(Synced(view.number))
     elif view.lag(process.worker) is not None:
         catch_up(process, group)
@@ -450,13 +450,10 @@ def advance(process: Process) -> None:
             catch_up(process, group)
         if len(group.digests) < len(group.keys) or audits.turn_of(process, group) in group.rulings:
             return
-        back = [lag.worker for lag in view.behind]
-        held = {w: group.digests[w][1] for w in (*view.donors, *back)}
-        if process.world.options.cycle and len(set(held.values())) > 1:
-            audits.differ(process, group, audits.turn_of(process, group), held)
+        if not audits.alike(process, group):
             return
         group.synced = True
-        process.trust.enter(view, compared=bool(view.joiners))
+        audits.enter(process, view)
         process.world.truth.synced(process, view, group.digests)
         process.feed(Synced(view.number))
         return
@@ -490,8 +487,7 @@ def reduce(process: Process, group: Group, step: int, parts: dict[Key, Part]) ->
     process.total = process.world.data.total(process, group, step, parts)
     process.total_step = step
     group.voted_step = step
-    looked = [audit.vrank for audit in process.audits]
-    process.trust.summed(step, process.machine.owners, looked)
+    audits.summed(process, step)
     process.feed(Reduced(group.view.number, step))
     if not group.open:
         return

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from holdfast.core.audit import Audit
+from holdfast.core.audit import Audit, owed
 from holdfast.core.trust import Trust
 from holdfast.core.types import (
     Incarnation,
@@ -250,6 +250,10 @@ class Process:
         """Of the step under way, in the present view."""
         self.audits = audits.planned(self) if self.in_step else ()
 
+    def owed(self) -> list[int]:
+        """Virtual ranks of others that it has yet to compute."""
+        return owed(self.audits, self.worker, self.audited)
+
     def redo(self, again: tuple[Audit, ...]) -> None:
         """Compute the step from its beginning."""
         self.tokens, self.audited, self.audits = {}, {}, again
@@ -265,7 +269,7 @@ class Process:
         self.local_done = not missing
         if self.computing:
             return
-        todo = missing or audits.owed(self)
+        todo = missing or self.owed()
         if bool(todo) == self.done_said:
             self.done_said = not todo
             self.feed(LocalDone(self.done_said))

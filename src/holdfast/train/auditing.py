@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 import xxhash
 
-from holdfast.core.audit import ATTEMPTS_MAX, Audit
+from holdfast.core.audit import ATTEMPTS_MAX, Audit, owed
 from holdfast.core.errors import Severed
 from holdfast.core.types import View, WorkerId
 from holdfast.train.buckets import Bucket
@@ -31,39 +31,44 @@ class StepAudits:
     """
 
     def __init__(self) -> None:
-        self.share = 0.0  # of all tasks
+        self.share = 0.0  # of all tasks and sums
         self.view = 0
         self.agreed_in = 0  # the view whose members have agreed on the two that follow
         self.given_up = False  # the same task comes to other bits each time: audits prove nothing
         self.whole_step = -1  # of which all is looked at: the first after a checkpoint
-        self.attempt = 0  # at the step, because the one before came to different bits
         self.audits: tuple[Audit, ...] = ()
         self.done: set[int] = set()  # virtual ranks that this worker has computed for others
         self._worker = WorkerId(-1)
+        self._audited: frozenset[int] = frozenset()  # virtual ranks
         self._digests: dict[int, int] = {}  # by virtual rank, of tasks that this worker computed
+
+    def share_of(self, step: int) -> float:
+        """How much of the step is looked at."""
+        if self.given_up:
+            return 0.0
+        return 1.0 if self.share and self.whole_step == step else self.share
 
     def open(self, worker: WorkerId) -> None:
         """Nothing of the step is computed yet, and nothing is planned."""
-        self.view, self.audits, self.attempt, self._worker = 0, (), 0, worker
+        self.plan(0, ())
+        self._worker = worker
         self.done.clear()
         self._digests.clear()
 
     def plan(self, view: int, audits: Sequence[Audit]) -> None:
         """Perhaps in the middle of the step: digests of all tasks are kept until it is planned."""
-        self.view, self.audits, self.attempt = view, tuple(audits), 0
+        self.view, self.audits = view, tuple(audits)
+        self._audited = frozenset(audit.vrank for audit in audits)
 
     def again(self, audits: Sequence[Audit]) -> None:
         """The step is computed anew."""
-        self.audits, self.attempt = tuple(audits), self.attempt + 1
+        self.plan(self.view, audits)
         self.done.clear()
         self._digests.clear()
 
     def owed(self, view: int) -> list[int]:
         """Virtual ranks of others that this worker has yet to compute."""
-        if view != self.view:
-            return []
-        mine = [a.vrank for a in self.audits if self._worker in a.auditors]
-        return [vrank for vrank in mine if vrank not in self.done]
+        return owed(self.audits, self._worker, self.done) if view == self.view else []
 
     def begin(self, vrank: int) -> None:
         """This worker computes the task, perhaps not for the first time."""
@@ -71,8 +76,7 @@ class StepAudits:
 
     def note(self, vrank: int, bucket: int, flat: torch.Tensor) -> None:
         """A bucket of a task's gradient as this worker has it; they may come in any order."""
-        audited = any(audit.vrank == vrank for audit in self.audits)
-        if not audited and (self.view or not self.share):
+        if vrank not in self._audited and (self.view or not self.share):
             return  # nobody will ask for it
         data = as_bytes(flat).cpu().numpy().data
         self._digests[vrank] ^= xxhash.xxh3_64_intdigest(data, seed=bucket) >> 1

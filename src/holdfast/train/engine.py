@@ -21,6 +21,7 @@ from holdfast.core.balance import BalancePolicy
 from holdfast.core.errors import Damaged, Severed, UserError, WorldError
 from holdfast.core.speeds import Speeds
 from holdfast.core.types import Laggard, View
+from holdfast.core.voids import Voids
 from holdfast.store.storage import Missing
 from holdfast.train.auditing import StepAudits
 from holdfast.train.buckets import Bucket, Gradients
@@ -100,6 +101,7 @@ class Engine(threading.Thread):
         self._make_transport = make_transport
         self._filled: deque[Bucket] = deque()
         self._missed = MissedSteps(step)
+        self._withdrawn: Voids = ()  # what this worker has removed from the store, or still does
         self._layout: tuple[object, Layout]  # of which view and owners, and what it is
 
     def run(self) -> None:
@@ -135,8 +137,8 @@ class Engine(threading.Thread):
             self._saver.enter(view)
         self._open(view, layout, transport)
         self.judge.enter(view, layout, transport)
-        if view.voids and layout.rank == 0 and self._restorer is not None:
-            self._withdraw(view)
+        if self._restorer is not None and layout.rank == 0 and view.voids != self._withdrawn:
+            self._withdraw(self._restorer, view.voids)
         if view.joiners:
             self._bring_up_to_date(view, layout, transport)
         self._missed.forget()
@@ -194,16 +196,15 @@ class Engine(threading.Thread):
         if held:
             self.judge.differ({view.workers[rank]: each for rank, each in held.items()})
 
-    def _withdraw(self, view: View) -> None:
+    def _withdraw(self, restorer: Restorer, voids: Voids) -> None:
         """What is void is removed from the store, beside the work, whenever the store answers."""
-        restorer = self._restorer
+        self._withdrawn = voids
 
         def withdraw() -> None:
-            removed = restorer is None
-            while restorer is not None and not removed:
+            while True:
                 try:
-                    restorer.withdraw(view.voids)
-                    removed = True
+                    restorer.withdraw(voids)
+                    break
                 except WorldError as error:
                     say(f"what is void cannot be removed just now: {error}")
                     time.sleep(STORE_PAUSE_S)

@@ -14,14 +14,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import xxhash
 
 from holdfast.core import tree
 from holdfast.core.errors import InvariantError, Severed
 from holdfast.core.types import View, WorkerId
 from holdfast.train.buckets import Bucket
 from holdfast.train.record import Buffers, StepTable
-from holdfast.train.state import as_bytes
 from holdfast.train.taps import current
 from holdfast.train.transport import Message, Pending, Transport
 
@@ -141,12 +139,6 @@ class BucketSum:
         parts = {**self._received, **{node: data[piece] for node, data in self._own.items()}}
         wrong = [owner[n] for n, part in parts.items() if not bool(torch.isfinite(part).all())]
         return NOBODYS if not wrong else SOMEBODYS + min(wrong)
-
-    def digests(self) -> list[int]:
-        """Of each piece of the result, in the order of its elements: 63 bits."""
-        result, size = self._result, self._layout.size
-        pieces = [result[piece_of(i, size, result.numel())] for i in range(size)]
-        return [xxhash.xxh3_64_intdigest(as_bytes(p).numpy().data) >> 1 for p in pieces]
 
     def _piece(self, rank: int) -> slice:
         return self._layout.piece(rank, self._result.numel(), self._turned)

@@ -404,11 +404,8 @@ class _Work:
 
     def audits(self, view: View, index: int) -> tuple[Audit, ...]:
         """Of a step: none of one that this worker only catches up with."""
-        audits, job = self._step.audits, self._job
-        if audits.given_up or index < view.resume_step:
-            return ()
-        share = 1.0 if audits.share and audits.whole_step == index else audits.share
-        return plan(job.seed, index, self._driver.owners, view.workers, share)
+        share = self._step.audits.share_of(index) if index >= view.resume_step else 0.0
+        return plan(self._job.seed, index, self._driver.owners, view.workers, share)
 
     def next_task(self, index: int) -> tuple[int, bool] | None:
         """The next virtual rank to compute for step `index`; None once the step is committed.

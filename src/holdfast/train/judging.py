@@ -159,10 +159,7 @@ class Judge:
 
     def _check_sums(self, step: int, buckets: Sequence[Bucket]) -> None:
         """A share of the buckets is summed twice, by different members."""
-        audits = self._audits
-        share = 1.0 if audits.whole_step == step and audits.share else audits.share
-        if audits.given_up or self._layout.size == 1:
-            return
+        share = self._audits.share_of(step) if self._layout.size > 1 else 0.0
         for index in plan_sums(self.seed, step, len(buckets), share):
             wrong = check_sum(buckets[index], self._transport, self._layout)
             if wrong is None:
