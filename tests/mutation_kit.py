@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from holdfast.core.balance import BalancePolicy
-from holdfast.core.worker import Patience
+from holdfast.core.speculation import Patience
 from holdfast.sim.world import Machines
 
 SEEDS_MAX = 300

@@ -219,6 +219,29 @@ def test_without_a_budget_everybody_is_waited_for(
     assert told(run, "set aside") == []
 
 
+def test_what_others_are_late_with_is_copied(
+    start: Start, reference: Reference, tmp_path: Path
+) -> None:
+    """Whoever is first is used; here the late one comes back in time."""
+    options = disturbed(tmp_path, "worker 2 step 20 stall 0.4\nworker 1 step 40 stall 0.4")
+    with start(*LATE, options=options) as run:
+        assert finish(run) == reference(50)
+    copies = [event["text"] for event in run.events("copy")]
+    assert any("has copied 1 tasks that others were late with" in text for text in copies), copies
+    assert verify(run.run_dir.path, SamplePlan.from_dict).ok
+
+
+def test_a_copy_of_a_late_task_is_an_audit_for_free(
+    start: Start, reference: Reference, tmp_path: Path
+) -> None:
+    """Nothing is audited here. (A machine so busy that worker 2 is set aside uses the copy.)"""
+    faults = disturbed(tmp_path, "worker 2 step 20 flip gradient\nworker 2 step 20 stall 0.4")
+    with start(*LATE, options=faults) as run:
+        assert finish(run) == reference(50)
+    found = [text for text in wrong(run) if "a copy of virtual rank" in text]
+    assert found or told(run, "worker 2 is late in step 20")
+
+
 # ---------------------------------------------------------------- wrong bits
 
 

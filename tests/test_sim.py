@@ -29,6 +29,7 @@ REGRESSIONS = (
     (False, 29),  # a node lost for good at the end of the job counted as alive for ever
     (False, 431),  # a node without a lease started a worker that nobody could fence or end
     (False, 78),  # members lost at the end of the job were started again as the same incarnation
+    (False, 224),  # a coordinator that had been frozen took the silence for a job that hangs
     (False, 377),  # a coordinator without its journal began a view while unheard members acted
 )
 

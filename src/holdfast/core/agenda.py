@@ -35,7 +35,7 @@ class Agenda:
     @property
     def still_since(self) -> float:
         """Since when nothing moves in the job, as far as one hears."""
-        return max(self._still_since, self._roster.moved_at)
+        return max(self._still_since, self._roster.moved_at, self._awake_since)
 
     def stir(self, now: float) -> None:
         """Something moves: the job does not stand still."""

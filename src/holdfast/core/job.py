@@ -48,7 +48,7 @@ class JobSpec:
     save_least_s: float = 10.0
     save_most_s: float = 1800.0
     keep_last: int = 3  # checkpoints
-    speculation: float = 0.02  # share of tasks that may be computed again for being late
+    speculation: float = 0.02  # share of tasks computed again for being late; half of it copies
     audit: float = 0.0  # share of tasks that are computed twice, to compare
     fingerprint_steps: int = 64  # in which all of the state is compared; 0: it is not
     rebalance: bool = True  # slow workers host fewer virtual ranks
@@ -71,6 +71,6 @@ class JobSpec:
             workers_min=self.workers_min,
             lease=self.lease(),
             hang_s=self.hang_s,
-            speculation=self.speculation,
+            speculation=self.speculation / 2,
             restart=RestartPolicy(losses_max=self.losses_max),
         )

@@ -8,10 +8,10 @@ happens in that view or an older one can change `committed` or `reduced`; only a
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
 from dataclasses import dataclass
 
 from holdfast.core.errors import assert_never, require
+from holdfast.core.speculation import Patience, Waits
 from holdfast.core.types import (
     NO_VIEW,
     Incarnation,
@@ -27,16 +27,6 @@ from holdfast.core.types import (
 from holdfast.core.voids import Voids, is_void, merge
 
 REMARKS_MAX = 8  # that a status carries
-STEPS_TIMED = 16  # whose median is the usual duration of a step
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
-    """When a worker that waits says that others are late: after so long, once it is done itself."""
-
-    steps: int = 8  # that must have been timed before
-    times: float = 1.0  # the usual duration of a step
-    least_s: float = 1.0  # and so much more
 
 
 # ---------------------------------------------------------------- events
@@ -117,6 +107,11 @@ class LocalDone:
 
 
 @dataclass(frozen=True, slots=True)
+class Copied:
+    """This worker has computed a task that another one is late with."""
+
+
+@dataclass(frozen=True, slots=True)
 class AtBoundary:
     """The script finished with the last step and asks for the next: the state is at rest."""
 
@@ -186,6 +181,7 @@ WorkerEvent = (
     | Voted
     | CaughtUp
     | LocalDone
+    | Copied
     | AtBoundary
     | LoopEnded
     | LinkLost
@@ -235,13 +231,20 @@ class Begin:
 
 
 @dataclass(frozen=True, slots=True)
+class Speculate:
+    """The script, which waits, may compute the tasks of `step` that others are late with."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class Release:
     """The script may leave its ended loop."""
 
     loop: int
 
 
-WorkerEffect = Tell | Sever | Install | Commit | Begin | Release
+WorkerEffect = Tell | Sever | Install | Commit | Begin | Speculate | Release
 
 # ---------------------------------------------------------------- the machine
 
@@ -252,8 +255,7 @@ class WorkerMachine:
     def __init__(
         self, worker: WorkerId, incarnation: Incarnation, patience: Patience | None = None
     ) -> None:
-        self._patience = patience or Patience()
-        self._durations: deque[float] = deque(maxlen=STEPS_TIMED)
+        self._waits = Waits(patience or Patience())
         self._status = WorkerStatus(worker=worker, incarnation=incarnation)
         self._view: View | None = None
         self._owners: tuple[WorkerId, ...] = ()
@@ -263,9 +265,8 @@ class WorkerMachine:
         self._pending_view = NO_VIEW
         self._release_loop = 0
         self._released_loop = 0
+        self._copying = False  # the script has been told that it may copy tasks of this step
         self.acting_until = float("inf")  # by its node's clock
-        self._waiting_since = 0.0
-        self._began_at = 0.0  # when the step under way, or this view, began here
 
     def handle(self, event: WorkerEvent, now: float) -> list[WorkerEffect]:  # noqa: RET503
         """Apply one event at time `now` (seconds, any fixed origin); returns effects in order."""
@@ -280,7 +281,7 @@ class WorkerMachine:
                 self._change(tainted=True)
                 return []
             case Synced(view):
-                return self._group_synced(view)
+                return self._group_synced(view, now)
             case Reduced(view, step):
                 if self._acting_in(view) and step == self._status.committed:
                     self._change(reduced=True)
@@ -295,8 +296,12 @@ class WorkerMachine:
                 return self._caught_up(view, step)
             case LocalDone(done):
                 self._change(waiting=done)
-                self._waiting_since = now
+                self._waits.done(now)
+                self._copying = False
                 return [] if self._acting_in(self._status.view) else [self._tell()]
+            case Copied():
+                self._waits.copied += 1
+                return []
             case AtBoundary():
                 return self._at_boundary()
             case LoopEnded():
@@ -324,7 +329,7 @@ class WorkerMachine:
         """When its right to act ends, or others will be late; None while it does not act."""
         if not self._acting_in(self._status.view):
             return None
-        return min(self.acting_until, self._late_at())
+        return min(self.acting_until, self._late_at(), self._copy_at())
 
     def snapshot(self) -> WorkerStatus:
         return self._status
@@ -337,6 +342,11 @@ class WorkerMachine:
     def owners(self) -> tuple[WorkerId, ...]:
         """Who hosts each virtual rank in the step to be committed next."""
         return self._owners
+
+    @property
+    def copied(self) -> int:
+        """How many tasks of others it has computed because they were late."""
+        return self._waits.copied
 
     @property
     def at_rest(self) -> bool:
@@ -390,24 +400,30 @@ class WorkerMachine:
     def _expire(self, now: float) -> list[WorkerEffect]:
         """The second fence, for when the agent itself was too late to suspend this process.
 
-        And the time to say that others are late.
+        And the time to copy what others are late with, or to say that they are.
         """
         if not self._acting_in(self._status.view):
             return []
         if now >= self.acting_until:
             return self._promise(self._status.view)
+        effects: list[WorkerEffect] = []
+        if now >= self._copy_at():
+            self._copying = True
+            effects.append(Speculate(self._status.committed))
         if now >= self._late_at():
             self._change(late=True)
-            return [self._tell()]
-        return []
+            effects.append(self._tell())
+        return effects
 
     def _late_at(self) -> float:
         """When it says that others are late, if nothing happens until then."""
-        status, patience = self._status, self._patience
-        if status.late or not status.waiting or len(self._durations) < patience.steps:
-            return float("inf")
-        usual = sorted(self._durations)[len(self._durations) // 2]
-        return self._waiting_since + usual * patience.times + patience.least_s
+        status = self._status
+        return self._waits.late_at if status.waiting and not status.late else float("inf")
+
+    def _copy_at(self) -> float:
+        """When its script may copy what others are late with."""
+        waits = self._status.waiting and self._synced and not self._copying
+        return self._waits.copy_at if waits else float("inf")
 
     def _link_lost(self, view: ViewNumber, peers: tuple[WorkerId, ...]) -> list[WorkerEffect]:
         if self._status.view != view or set(peers) <= set(self._status.unreached):
@@ -461,16 +477,18 @@ class WorkerMachine:
         )
         if behind:  # of no use to anybody until it has caught up
             self._change(has_state=False, tainted=True)
-        self._began_at = self._waiting_since = now
+        self._waits.view(now)
+        self._copying = False
         effects += [Install(view), self._tell()]
         if not view.joiners:
             effects += self._begin()
         return effects
 
-    def _group_synced(self, number: ViewNumber) -> list[WorkerEffect]:
+    def _group_synced(self, number: ViewNumber, now: float) -> list[WorkerEffect]:
         if not self._acting_in(number) or self._view is None or self._synced:
             return []
         self._synced = True
+        self._waits.group_s = now - self._waits.began_at
         if not self._status.has_state:
             hosted = self._view.hosted_by(self._status.worker)
             step = self._view.resume_step
@@ -492,12 +510,14 @@ class WorkerMachine:
             return self._promise(vote.view)
         require(self._status.reduced, f"step {step} was voted on without its gradient")
         self._stop_next = vote.pending
+        tasks = len(self._status.hosted)
         if vote.owners is not None:
             self._owners, me = vote.owners, self._status.worker
             self._change(hosted=tuple(v for v, owner in enumerate(vote.owners) if owner == me))
         # All others needed this worker's share of the step, which it sent after this moment.
-        proved_at, self._began_at = self._began_at, now
-        self._durations.append(now - proved_at)
+        proved_at = self._waits.began_at
+        self._waits.step(now, tasks)
+        self._copying = False
         self._change(
             committed=step + 1,
             reduced=False,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.core import tree
 from holdfast.core.audit import Court, Ruling
+from holdfast.core.speculation import worth_copying
 from holdfast.core.speeds import Speeds
 from holdfast.core.types import View, WorkerId
 from holdfast.core.worker import (
@@ -412,6 +413,18 @@ def verify(process: Process, number: int) -> None:
     tell_all(process, group, "digest", 0, digest)
     group.digests[process.key[0]] = digest
     advance(process)
+
+
+def late_tasks(process: Process) -> list[int]:
+    """What it may copy: tasks of members whose parts of the sum are not here."""
+    group = process.group
+    if group is None or not group.open or not group.synced or len(group.keys) > CROWD:
+        return []
+    here = group.parts.get(audits.turn_of(process, group), {})
+    late = [WorkerId(key[0]) for key in group.keys if key not in here and key != process.key]
+    owners, workers = process.machine.owners, group.view.workers
+    tasks = worth_copying(owners, workers, late, process.worker) if late else ()
+    return [vrank for vrank in tasks if vrank not in process.copies]
 
 
 def received(

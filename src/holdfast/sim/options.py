@@ -12,7 +12,7 @@ from random import Random
 from typing import Any
 
 from holdfast.core.balance import BalancePolicy
-from holdfast.core.worker import Patience
+from holdfast.core.speculation import Patience
 
 FAULT_KINDS = (
     "worker_crash",
@@ -199,8 +199,11 @@ def _draw_balance(rng: Random) -> BalancePolicy | None:
 def _draw_patience(rng: Random) -> dict[str, Any]:
     if rng.random() < 0.4:
         return {}
-    patience = Patience(steps=rng.randint(1, 3), times=rng.uniform(1.2, 3.0), least_s=0.01)
-    return {"patience": patience, "speculation": rng.choice((0.02, 1.0))}
+    steps, times = rng.randint(1, 3), rng.uniform(1.2, 3.0)
+    share = rng.choice((0.02, 1.0))
+    copies = share if rng.random() < 0.7 else 0.0
+    patience = Patience(steps=steps, times=times, least_s=0.01, copies=copies)
+    return {"patience": patience, "speculation": share}
 
 
 def draw_large(seed: int, nodes: int) -> Options:

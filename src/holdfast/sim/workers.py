@@ -24,6 +24,7 @@ from holdfast.core.worker import (
     AtBoundary,
     Begin,
     Commit,
+    Copied,
     Directed,
     Install,
     LocalDone,
@@ -32,6 +33,7 @@ from holdfast.core.worker import (
     Release,
     Saved,
     Sever,
+    Speculate,
     Tell,
     Tick,
     Voted,
@@ -77,6 +79,8 @@ class Process:
         self.tokens: dict[int, int] = {}
         self.audits: tuple[Audit, ...] = ()
         self.audited: dict[int, int] = {}  # tokens of others
+        self.copying = -1  # the step of which it may copy what others are late with
+        self.copies: dict[int, int] = {}  # tokens of those
         self.trust = Trust(world.options.cycle)
         self.flipped: int | None = None  # the part of its state in which a bit is wrong
         self.lies = 0  # what it adds to its tokens; negative: each time something else
@@ -196,11 +200,15 @@ class Process:
             case Install(view):
                 self.world.truth.installed(self, view, before)
                 exchange.install(self, view)
+                self.copying = -1
                 self._compute()
             case Commit(step):
                 self._commit(step, isinstance(event, Voted))
             case Begin(step):
                 self._begin(step)
+            case Speculate(step):
+                self.copying = step
+                self._compute()
             case Release(_):
                 self.post(self.world.delay(0.001), self._released)
 
@@ -241,7 +249,7 @@ class Process:
             return
         self.in_step = True
         self.local_done = self.done_said = False
-        self.tokens, self.audited = {}, {}
+        self.tokens, self.audited, self.copies = {}, {}, {}
         self.compute_us = 0
         self.plan_audits()
         self._compute()
@@ -256,7 +264,7 @@ class Process:
 
     def redo(self, again: tuple[Audit, ...]) -> None:
         """Compute the step from its beginning."""
-        self.tokens, self.audited, self.audits = {}, {}, again
+        self.tokens, self.audited, self.copies, self.audits = {}, {}, {}, again
         self._compute()
 
     def _compute(self) -> None:
@@ -265,6 +273,9 @@ class Process:
         if not self.in_step or view is None:
             return
         hosted = self.machine.snapshot().hosted
+        for vrank in hosted:
+            if vrank in self.copies:
+                self.tokens.setdefault(vrank, self.copies.pop(vrank))
         missing = [v for v in hosted if v not in self.tokens]
         self.local_done = not missing
         if self.computing:
@@ -272,14 +283,20 @@ class Process:
         todo = missing or self.owed()
         if bool(todo) == self.done_said:
             self.done_said = not todo
+            self.copying = -1
             self.feed(LocalDone(self.done_said))
         if todo:
-            self.computing = True
-            world = self.world
-            delay_s = world.rng.uniform(0.5, 1.5) * world.options.task_s * self.slowness
-            self.compute_us += int(delay_s * 1e6) if missing else 0
-            self.post(delay_s, self._computed, todo[0], self.tokens if missing else self.audited)
+            self._run(todo[0], self.tokens if missing else self.audited)
+        elif self.copying == self.step and (late := exchange.late_tasks(self)):
+            self._run(late[0], self.copies)
         self._poked = True
+
+    def _run(self, vrank: int, tokens: dict[int, int]) -> None:
+        self.computing = True
+        world = self.world
+        delay_s = world.rng.uniform(0.5, 1.5) * world.options.task_s * self.slowness
+        self.compute_us += int(delay_s * 1e6) if tokens is self.tokens else 0
+        self.post(delay_s, self._computed, vrank, tokens)
 
     def _computed(self, vrank: int, tokens: dict[int, int]) -> None:
         if self.stuck:
@@ -289,6 +306,8 @@ class Process:
         if not self.in_step:
             return
         tokens[vrank] = self._token(vrank)
+        if tokens is self.copies:
+            self.feed(Copied())
         self._compute()
         exchange.advance(self)
 

@@ -9,6 +9,7 @@ reduction can be repeated after a failure and gives the same bits.
 
 from __future__ import annotations
 
+import enum
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
@@ -20,6 +21,14 @@ from holdfast.train.taps import current
 
 FIRST_BUCKET_BYTES = 1 << 20  # a small first one lets the exchange start early
 BUCKET_BYTES = 8 << 20
+
+
+class Role(enum.Enum):
+    """Whose task a worker computes, and what for."""
+
+    HOSTED = "hosted"  # its own
+    AUDITED = "audited"  # another's, to compare
+    COPIED = "copied"  # another's, who is late with it
 
 
 class Flat:
@@ -102,7 +111,8 @@ class Gradients:
         self._vranks = vranks
         self._lock = lock
         self._vrank: int | None = None  # whose backward pass is running
-        self._audits = False  # the running task is another worker's: only looked at
+        self._role = Role.HOSTED
+        self._copies: dict[int, dict[int, Flat]] = {}  # by virtual rank and bucket
         self._reached: set[int] = set()  # buckets that the running task has filled
         self.on_filled: Callable[[Bucket], None] = lambda bucket: None
         self.on_leaf: Callable[[int, int, torch.Tensor], None] = lambda vrank, bucket, leaf: None
@@ -136,13 +146,17 @@ class Gradients:
         with self._lock:
             for bucket in self.buckets:
                 bucket.reset()
+                for leaves in self._copies.values():
+                    if bucket.index in leaves:
+                        bucket.reuse(leaves[bucket.index])
+            self._copies.clear()
             self._used = bytearray(len(self._named))
         for _, p in self._named:
             p.grad = None
 
-    def begin_task(self, vrank: int, audits: bool = False) -> None:
-        """`audits`: of a task that another worker hosts; its gradient is only shown `on_leaf`."""
-        self._vrank, self._audits = vrank, audits
+    def begin_task(self, vrank: int, role: Role = Role.HOSTED) -> None:
+        """The gradient of an audited task is only shown `on_leaf`; that of a copy is kept apart."""
+        self._vrank, self._role = vrank, role
         self._reached.clear()
         for bucket in self.buckets:
             bucket.missing = len(bucket.params)
@@ -155,6 +169,17 @@ class Gradients:
         for bucket in self.buckets:
             if bucket.index not in self._reached:
                 self._fill(bucket, vrank)
+
+    def copy_of(self, vrank: int) -> dict[int, torch.Tensor]:
+        """The gradient of a task that was copied, by bucket."""
+        return {bucket: leaf.data for bucket, leaf in self._copies[vrank].items()}
+
+    def adopt(self, vrank: int) -> None:
+        """The copy of this task is what this worker contributes."""
+        leaves = self._copies.pop(vrank)
+        for bucket in self.buckets:
+            bucket.contribute(vrank, leaves[bucket.index], self._vranks)
+            self.on_filled(bucket)
 
     def publish(self, used: torch.Tensor) -> None:
         """Point `.grad` at the reduced sums; None where no virtual rank used the parameter."""
@@ -192,8 +217,10 @@ class Gradients:
             current.taps.gradient(vrank, leaf.data)
             self.on_leaf(vrank, bucket.index, leaf.data)
             with self._lock:
-                if self._audits:
+                if self._role is Role.AUDITED:
                     bucket.reuse(leaf)
+                elif self._role is Role.COPIED:
+                    self._copies.setdefault(vrank, {})[bucket.index] = leaf
                 else:
                     bucket.contribute(vrank, leaf, self._vranks)
                     self.on_filled(bucket)

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from holdfast.core import worker as machine
 from holdfast.core.errors import Severed, assert_never
+from holdfast.core.speculation import Patience
 from holdfast.core.types import Incarnation, View, WorkerId, WorkerStatus
 
 LOOK_S = 0.5  # between two looks at a group's links
@@ -36,20 +37,27 @@ class Cuttable(Protocol):
 class Driver:
     """See the module's docstring. Public attributes are read under `changed`."""
 
-    def __init__(self, worker: WorkerId, incarnation: Incarnation, link: Link) -> None:
+    def __init__(
+        self,
+        worker: WorkerId,
+        incarnation: Incarnation,
+        link: Link,
+        patience: Patience | None = None,
+    ) -> None:
         self.worker = worker
         self.changed = threading.Condition(threading.RLock())
         self.view: View | None = None  # newest installed
         self.severed = 0  # views up to this number must not be used
         self.committed = 0
         self.begun: int | None = None  # the step that the script may compute
+        self.copying: int | None = None  # the step of which it may copy what others are late with
         self.released = 0  # the loop that the script may leave
         self.to_save: tuple[int, View] | None = None  # after so many steps, as that view agreed
         self.save_wanted = False  # at the next boundary, by an operator
         self.stops = False  # the job is about to end: what is saved now counts as it is
         self.failure: BaseException | None = None
         self.books: dict[int, dict[WorkerId, bytes]] = {}
-        self._machine = machine.WorkerMachine(worker, incarnation)
+        self._machine = machine.WorkerMachine(worker, incarnation, patience)
         self._link = link
         self._group: tuple[int, Cuttable] | None = None
         self._look_at = 0.0  # when to look next at the group's links
@@ -100,6 +108,12 @@ class Driver:
             self.changed.wait()
         elif deadline <= now or not self.changed.wait(deadline - now):
             self.post(machine.Tick())
+
+    @property
+    def copied(self) -> int:
+        """How many tasks of others this worker has computed because they were late."""
+        with self.changed:
+            return self._machine.copied
 
     @property
     def leads(self) -> bool:
@@ -167,6 +181,8 @@ class Driver:
                 self.committed = step + 1
             case machine.Begin(step):
                 self.begun = step
+            case machine.Speculate(step):
+                self.copying = step
             case machine.Release(loop):
                 self.released = loop
             case _:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,8 +26,10 @@ from holdfast.store.storage import Missing
 from holdfast.train.auditing import StepAudits
 from holdfast.train.buckets import Bucket, Gradients
 from holdfast.train.clock import TaskClock
+from holdfast.train.copies import Copies
 from holdfast.train.driver import Driver, Link, ViewRendezvous
 from holdfast.train.exchange import (
+    CONTRADICTED,
     FINITE,
     RIGHTLY,
     TAG_AUDIT,
@@ -63,6 +65,9 @@ class StepState:
         self.gradients = gradients
         self.table = table
         self.buffers = buffers
+        self.copies = Copies(gradients, table, buffers)
+        self.copying = False  # the script computes a copy
+        self.awaited: Callable[[], list[int]] = list  # ranks that are not done, as far as known
         self.prints: Prints = (0, 0)  # fingerprints of the state that the step begins with
         self.index: int | None = None  # the open step
         self.reduced_in = 0  # the view in which its gradient became complete
@@ -71,6 +76,8 @@ class StepState:
     def open(self, index: int) -> None:
         self.index = index
         self.done.clear()
+        self.copies.forget()
+        self.awaited = list
         self.clock.reset()
         self.table.used.zero_()
 
@@ -152,7 +159,7 @@ class Engine(threading.Thread):
             if self._step.audits.audits:
                 self._await(view, lambda: not self._step.audits.owed(number))
             if not self.judge.accepts(step, layout, self._step.gradients.buckets):
-                self._begin_anew()
+                self._begin_anew(view)
                 continue
             self._step.reduced_in = number
             if doubt != FINITE and self.judge.sure(step):
@@ -162,7 +169,7 @@ class Engine(threading.Thread):
             votes = vote(transport, layout, number, step, self._opinion(step, doubt))
             if self.judge.doubts(step, [v.doubt for v in votes]):
                 driver.post(machine.Reopened(number, step))
-                self._begin_anew()
+                self._begin_anew(view)
                 continue
             self._step.audits.given_up = any(v.unlike for v in votes)
             if any(v.save for v in votes) and not any(v.busy for v in votes):
@@ -175,9 +182,10 @@ class Engine(threading.Thread):
             pending = any(v.pending for v in votes)
             driver.post(machine.Voted(number, step, pending, speeds.owners))
 
-    def _begin_anew(self) -> None:
+    def _begin_anew(self, view: View) -> None:
         """The script computes the step once more."""
         step = self._step
+        self._await(view, lambda: not step.copying)
         with self._driver.changed:
             step.gradients.begin_step()
             step.open(self._driver.committed)
@@ -353,7 +361,20 @@ class Engine(threading.Thread):
             operation.spread(transport)
         for operation in (*spreading, *closing):
             operation.finish()
-        return max((each.doubt() for each in spreading), default=FINITE)
+        doubt = max((each.doubt() for each in spreading), default=FINITE)
+        return doubt or self._compare_copies(spreading)
+
+    def _compare_copies(self, sums: Sequence[BucketSum]) -> int:
+        """Whoever was late has been first nevertheless: a copy of its task is an audit for free."""
+        step = self._step
+        with self._driver.changed:
+            if step.audits.given_up or len(step.audits.audits) == len(step.table.rows):
+                return FINITE
+            unlike = step.copies.contradicted(sums)
+        for vrank in unlike:
+            text = f"a copy of virtual rank {vrank} of step {step.index} came to other bits"
+            self._driver.post(machine.Remarked("wrong", f"{text}; the step is computed again"))
+        return CONTRADICTED if unlike else FINITE
 
     def _take_filled(self, number: int, only: int | None, *, wait: bool) -> list[Bucket]:
         """Buckets to begin with now. With `only`, none but that one, and one at a time."""
@@ -377,7 +398,7 @@ class Engine(threading.Thread):
                 driver.check_alive(number)
                 driver.changed.wait()
         table = TableGather(step.table, step.gradients.used, layout, step.prints)
-        self.judge.prints = table.prints
+        self.judge.prints, step.awaited = table.prints, table.awaited
         operations: list[Operation] = [table]
         if len(step.buffers):
             operations.append(BuffersSpread(step.buffers, layout))

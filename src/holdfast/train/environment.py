@@ -25,6 +25,7 @@ VARIABLES = (
     "HOLDFAST_SAVE_EVERY",
     "HOLDFAST_SAVE_BETWEEN",
     "HOLDFAST_ORDERS_FD",
+    "HOLDFAST_COPIES",
     "HOLDFAST_REBALANCE",
     "HOLDFAST_AUDIT",
 )
@@ -45,6 +46,7 @@ class WorkerEnvironment:
     save_every: int = 0  # steps; 0: as often as pays
     pace: PacePolicy = field(default_factory=PacePolicy)
     audit: float = 0.0  # share of tasks that are computed twice; the same on all workers of a job
+    copies: float = 0.0  # share of tasks that may be computed again before a late one is set aside
     fingerprint_steps: int = 0  # in which all of the state is compared; 0: it is not
     rebalance: bool = True  # the same on all workers of a job
     orders_fd: int | None = None  # to the node's checkpoint writer
@@ -60,19 +62,21 @@ class WorkerEnvironment:
             except ValueError:
                 raise UserError(f"{name}={text!r} is not a whole number: unset it") from None
 
+        def share(name: str) -> float:
+            text = environ.get(name, "0")
+            try:
+                return float(text)
+            except ValueError:
+                raise UserError(f"{name}={text!r} is not a number: unset it") from None
+
         fd, orders_fd = number("HOLDFAST_FD", -1), number("HOLDFAST_ORDERS_FD", -1)
         run_dir = environ.get("HOLDFAST_RUN_DIR")
-        audit = environ.get("HOLDFAST_AUDIT", "0")
         between = environ.get("HOLDFAST_SAVE_BETWEEN", "")
         try:
             pace = PacePolicy(*map(float, between.split())) if between else PacePolicy()
         except (ValueError, TypeError):
             text = f"HOLDFAST_SAVE_BETWEEN={between!r} is not two numbers of seconds: unset it"
             raise UserError(text) from None
-        try:
-            audit_share = float(audit)
-        except ValueError:
-            raise UserError(f"HOLDFAST_AUDIT={audit!r} is not a number: unset it") from None
         try:
             peer_key = bytes.fromhex(environ.get("HOLDFAST_PEER_KEY", ""))
         except ValueError:
@@ -88,7 +92,8 @@ class WorkerEnvironment:
             store=environ.get("HOLDFAST_STORE", ""),
             save_every=number("HOLDFAST_SAVE_EVERY", 0),
             pace=pace,
-            audit=audit_share,
+            audit=share("HOLDFAST_AUDIT"),
+            copies=share("HOLDFAST_COPIES"),
             fingerprint_steps=number("HOLDFAST_FINGERPRINT_STEPS", 0),
             rebalance=bool(number("HOLDFAST_REBALANCE", 1)),
             orders_fd=orders_fd if orders_fd >= 0 else None,

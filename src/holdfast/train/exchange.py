@@ -20,13 +20,15 @@ from holdfast.core.errors import InvariantError, Severed
 from holdfast.core.types import View, WorkerId
 from holdfast.train.buckets import Bucket
 from holdfast.train.record import Buffers, StepTable
+from holdfast.train.state import as_bytes
 from holdfast.train.taps import current
 from holdfast.train.transport import Message, Pending, Transport
 
 TAG_VOTE, TAG_TABLE, TAG_BUFFERS, TAG_AUDIT, TAG_STATE, TAG_BUCKETS = 1, 2, 3, 4, 16, 1024
 Prints = tuple[int, int]  # fingerprints of a part of the state, and of all of it (0: not taken)
 # A sum is finite; or it is not: rightly so, by nobody's part of it, or by that of rank 0 (1, ...).
-FINITE, RIGHTLY, NOBODYS, SOMEBODYS = 0, 1, 2, 3
+# Or a copy of a task has come to other bits than the task.
+FINITE, RIGHTLY, NOBODYS, CONTRADICTED, SOMEBODYS = 0, 1, 2, 3, 4
 PIECE_ALIGN = 64  # elements; pieces start on cache lines
 
 
@@ -90,14 +92,14 @@ class BucketSum:
         self._total: torch.Tensor | None = None  # of all elements summed here
         self._result = bucket.result.data if into is None else into
         self._turned = turned
-        self._bucket = bucket
+        self.bucket = bucket
         self._layout = layout
         self._own = {n: bucket.partials[n].data for n in layout.nodes[layout.rank]}
         self._received: dict[tree.Node, torch.Tensor] = {}
         self._pending: Pending | None = None
 
     def gather(self, transport: Transport) -> None:
-        layout, bucket = self._layout, self._bucket
+        layout, bucket = self._layout, self.bucket
         own = self._piece(layout.rank)
         width = own.stop - own.start
         sends: list[Message] = []
@@ -124,7 +126,7 @@ class BucketSum:
         self._total = result[piece].sum(dtype=wide)
         sends = [(p, result[piece]) for p in peers]
         receives = [(p, result[self._piece(p)]) for p in peers]
-        tag = TAG_BUCKETS + 2 * self._bucket.index + 1
+        tag = TAG_BUCKETS + 2 * self.bucket.index + 1
         self._pending = transport.exchange(_nonempty(sends), _nonempty(receives), tag)
 
     def finish(self) -> None:
@@ -139,6 +141,14 @@ class BucketSum:
         parts = {**self._received, **{node: data[piece] for node, data in self._own.items()}}
         wrong = [owner[n] for n, part in parts.items() if not bool(torch.isfinite(part).all())]
         return NOBODYS if not wrong else SOMEBODYS + min(wrong)
+
+    def agrees(self, vrank: int, leaf: torch.Tensor) -> bool:
+        """Whether a virtual rank's part is bit for bit that of `leaf`, as far as seen here."""
+        piece = self._piece(self._layout.rank)
+        for (start, width), part in self._received.items():
+            if start == vrank and min(width, self._layout.vranks - start) == 1:
+                return torch.equal(as_bytes(part), as_bytes(leaf[piece]))
+        return True
 
     def _piece(self, rank: int) -> slice:
         return self._layout.piece(rank, self._result.numel(), self._turned)
@@ -162,7 +172,7 @@ class BucketSum:
 
 
 class TableGather:
-    """Everyone's rows and used flags, in everyone's table."""
+    """Everyone's rows and used flags, in everyone's table. The first word says that it is here."""
 
     def __init__(
         self, table: StepTable, used: torch.Tensor, layout: Layout, prints: Prints = (0, 0)
@@ -177,10 +187,11 @@ class TableGather:
     def gather(self, transport: Transport) -> None:
         layout = self._layout
         self._table.used.copy_(self._used)
-        prints = torch.tensor(self.prints[layout.rank], dtype=torch.int64)
-        mine = torch.cat([prints, self._table.pack(layout.hosted[layout.rank], self._used)])
+        head = torch.tensor([1, *self.prints[layout.rank]], dtype=torch.int64)
+        mine = torch.cat([head, self._table.pack(layout.hosted[layout.rank], self._used)])
+        none = torch.zeros_like(head)
         self._messages = {
-            p: torch.cat([prints, self._table.message(len(layout.hosted[p]))]) for p in layout.peers
+            p: torch.cat([none, self._table.message(len(layout.hosted[p]))]) for p in layout.peers
         }
         sends = [(p, mine) for p in layout.peers]
         self._pending = transport.exchange(
@@ -190,13 +201,16 @@ class TableGather:
     def spread(self, transport: Transport) -> None:
         _wait(self._pending)
         for peer, message in self._messages.items():
-            words = len(self.prints[self._layout.rank])
-            part, whole = message[:words].tolist()
+            _, part, whole = message[:3].tolist()
             self.prints[peer] = part, whole
-            self._table.unpack(self._layout.hosted[peer], message[words:])
+            self._table.unpack(self._layout.hosted[peer], message[3:])
 
     def finish(self) -> None:
         return
+
+    def awaited(self) -> list[int]:
+        """Ranks that are not done with their tasks yet, as far as known here."""
+        return [peer for peer, message in self._messages.items() if not message[0]]
 
 
 class BuffersSpread:

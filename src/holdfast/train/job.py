@@ -11,7 +11,7 @@ import os
 import random
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from holdfast.core import worker as machine
 from holdfast.core.audit import Audit, plan
 from holdfast.core.errors import UserError
 from holdfast.core.interval import Pace
+from holdfast.core.speculation import Patience, worth_copying
 from holdfast.core.trust import Trust
 from holdfast.core.types import View, ViewNumber
 from holdfast.observe.ledger import (
@@ -34,8 +35,9 @@ from holdfast.observe.ledger import (
 )
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.open import open_storage
-from holdfast.train.buckets import Gradients
+from holdfast.train.buckets import Gradients, Role
 from holdfast.train.clock import TaskClock
+from holdfast.train.copies import Done
 from holdfast.train.driver import Driver
 from holdfast.train.engine import Engine, StepState
 from holdfast.train.environment import WorkerEnvironment, take_channel
@@ -73,7 +75,8 @@ def join(*, seed: int | None = None) -> Job:
         link = SoloLink(environment.worker, environment.virtual_ranks)
     else:
         link = AgentLink(socket.socket(fileno=fd), environment.worker)
-    driver = Driver(environment.worker, environment.incarnation, link)
+    patience = Patience(copies=environment.copies)
+    driver = Driver(environment.worker, environment.incarnation, link, patience)
     job = Job(environment, job_seed, driver, link)
     if isinstance(link, AgentLink):
         link.start(driver)
@@ -243,11 +246,11 @@ class Step:
         (scaler.scale(share) if scaler is not None else share).backward()
         self._task_loss = float(loss.detach())
 
-    def _task(self, vrank: int, audits: bool) -> Iterator[Any]:
+    def _task(self, vrank: int, role: Role) -> Iterator[Any]:
         plan, work = self._source.plan, self._work
         count = plan.task_samples(self.index, vrank)
         self._task_loss = 0.0
-        work.begin_task(vrank, audits)
+        work.begin_task(vrank, role)
         if count:
             self._scale = plan.weight(self.index, vrank) / plan.virtual_ranks
             self._owed = vrank
@@ -256,10 +259,8 @@ class Step:
             yield batch
             if self._owed is not None:
                 raise UserError("a batch had no step.backward(loss): call it once for each one")
-        if audits:
-            work.end_audit(vrank)
-        else:
-            work.end_task(vrank, self._task_loss, count, plan.digest(self.index, vrank))
+        digest = plan.digest(self.index, vrank)
+        work.end_task(vrank, role, Done(loss=self._task_loss, count=count, digest=digest))
 
 
 class _Work:
@@ -283,6 +284,7 @@ class _Work:
         self._until = 0
         self._loop = 0
         self._saver: list[Saver] = []  # none or one
+        self._copied = 0  # tasks of others, as told
         self._stepped = False  # in the present loop
         self._ledger: LedgerWriter | None = None
         self._ledger_begun = False  # the present loop's header is written
@@ -351,6 +353,7 @@ class _Work:
                 yield step
                 if not step.complete:
                     raise UserError(f"step {index} was left early: iterate over all its batches")
+            self._tell_of_copies()
             with driver.changed:
                 self._finishing = True
                 driver.changed.notify_all()
@@ -360,6 +363,14 @@ class _Work:
             self._wait(lambda: driver.released >= self._loop)
         finally:
             source.close()
+
+    def _tell_of_copies(self) -> None:
+        copied, self._copied = self._driver.copied - self._copied, self._driver.copied
+        if copied:
+            text = (
+                f"worker {self._driver.worker} has copied {copied} tasks that others were late with"
+            )
+            self._driver.post(machine.Remarked("copy", text))
 
     def _enter_step(self) -> int:
         """Wait at the boundary; returns the step that may be computed now."""
@@ -407,57 +418,85 @@ class _Work:
         share = self._step.audits.share_of(index) if index >= view.resume_step else 0.0
         return plan(self._job.seed, index, self._driver.owners, view.workers, share)
 
-    def next_task(self, index: int) -> tuple[int, bool] | None:
-        """The next virtual rank to compute for step `index`; None once the step is committed.
-
-        And whether it is another worker's, computed to compare.
-        """
-        driver, done = self._driver, self._step.done
+    def next_task(self, index: int) -> tuple[int, Role] | None:
+        """The next virtual rank to compute for step `index`; None once the step is committed."""
+        driver, step = self._driver, self._step
         with driver.changed:
-            said = False
+            said = driver.status().waiting
             while driver.committed <= index:
-                hosted = driver.hosted()
-                missing = [v for v in hosted if v not in done]
-                if missing:
+                hosted, host = driver.hosted(), (driver.worker, driver.status().incarnation)
+                missing = [v for v in hosted if v not in step.done]
+                step.done.update(v for v in missing if step.copies.adopt(v, host))
+                if step.done.issuperset(hosted) and missing:
+                    driver.changed.notify_all()
+                    continue
+                task = self._own_task(hosted)
+                if task is not None:
                     if said:
                         driver.post(machine.LocalDone(False))
-                    self._follow(hosted, index)
-                    return missing[0], False
-                owed = self._step.audits.owed(driver.view.number if driver.view else 0)
-                if owed:
-                    if said:
-                        driver.post(machine.LocalDone(False))
-                    return owed[0], True
+                    if task[1] is Role.HOSTED:
+                        self._follow(hosted, index)
+                    return task
                 if not said:
-                    said = True
+                    said, driver.copying = True, None
                     driver.post(machine.LocalDone(True))
+                if driver.copying == index and (late := self._late_task()) is not None:
+                    step.copying = True
+                    return late, Role.COPIED
                 self._check()
                 driver.wait()
         return None
 
-    def begin_task(self, vrank: int, audits: bool) -> None:
-        self._step.clock.begin()
+    def _own_task(self, hosted: Sequence[int]) -> tuple[int, Role] | None:
+        """What this worker owes of the step."""
+        for vrank in hosted:
+            if vrank not in self._step.done:
+                return vrank, Role.HOSTED
+        view = self._driver.view
+        owed = self._step.audits.owed(view.number if view else 0)
+        return (owed[0], Role.AUDITED) if owed else None
+
+    def _late_task(self) -> int | None:
+        """What this worker would host if those who are late were set aside."""
+        view, driver = self._driver.view, self._driver
+        if view is None:
+            return None
+        late = [view.workers[rank] for rank in self._step.awaited()]
+        tasks = worth_copying(driver.owners, view.workers, late, driver.worker)
+        return next((vrank for vrank in tasks if vrank not in self._step.copies), None)
+
+    def begin_task(self, vrank: int, role: Role) -> None:
+        if role is Role.HOSTED:
+            self._step.clock.begin()
         self._step.buffers.restore()
         self._step.audits.begin(vrank)
-        self._gradients.begin_task(vrank, audits)
+        self._gradients.begin_task(vrank, role)
 
-    def end_audit(self, vrank: int) -> None:
+    def end_task(self, vrank: int, role: Role, done: Done) -> None:
         self._gradients.end_task()
-        with self._driver.changed:
-            self._step.audits.done.add(vrank)
-            self._driver.changed.notify_all()
-
-    def end_task(self, vrank: int, loss: float, count: int, digest: int) -> None:
-        self._gradients.end_task()
-        current.taps.task(self._step.index or 0, vrank)
-        self._step.clock.end()
-        if vrank == 0 and len(self._step.buffers):
-            self._step.buffers.capture()
-        with self._driver.changed:
-            me = self._driver.status()
-            self._step.table.put(vrank, loss, count, digest, (me.worker, me.incarnation))
-            self._step.done.add(vrank)
-            self._driver.changed.notify_all()
+        step, driver = self._step, self._driver
+        if role is Role.HOSTED:
+            current.taps.task(step.index or 0, vrank)
+            step.clock.end()
+        left = None
+        if vrank == 0 and len(step.buffers) and role is not Role.AUDITED:
+            left = step.buffers.changes()
+        with driver.changed:
+            match role:
+                case Role.HOSTED:
+                    me = driver.status()
+                    host = me.worker, me.incarnation
+                    step.table.put(vrank, done.loss, done.count, done.digest, host)
+                    if left is not None:
+                        step.buffers.left = left
+                    step.done.add(vrank)
+                case Role.AUDITED:
+                    step.audits.done.add(vrank)
+                case Role.COPIED:
+                    step.copying = False
+                    step.copies.keep(vrank, dataclasses.replace(done, left=left))
+                    driver.post(machine.Copied())
+            driver.changed.notify_all()
 
     def finish(self, step: Step) -> None:
         """The step is committed: hand its gradient, buffers and loss to the script."""

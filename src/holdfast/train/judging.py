@@ -97,7 +97,7 @@ class Judge:
     def doubts(self, step: int, said: Sequence[int]) -> bool:
         """What all say of the sum. If it may wrongly be not finite, the step is computed again.
 
-        Then each task by two workers.
+        Then each task by two workers. So it is if a copy of a task is not like the task.
         """
         workers = self._view.workers
         if max(said) > RIGHTLY:

@@ -98,8 +98,8 @@ class Buffers:
             with torch.no_grad():
                 torch._foreach_copy_(self._values(), self._start)
 
-    def capture(self) -> None:
-        """Keep what virtual rank 0's task has left."""
+    def changes(self) -> torch.Tensor:
+        """What a task has left, as a message."""
         flags = torch.zeros(len(self), dtype=torch.uint8)
         parts: list[torch.Tensor] = []
         for i, (value, start) in enumerate(zip(self._values(), self._start, strict=True)):
@@ -107,7 +107,7 @@ class Buffers:
             if not torch.equal(left, as_bytes(start)):
                 flags[i] = 1
                 parts.append(left)
-        self._left = torch.cat([flags, *parts])
+        return torch.cat([flags, *parts])
 
     @property
     def left(self) -> torch.Tensor | None:
