@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.core.audit import (
     Audit,
+    Classes,
     Court,
     Digests,
     Ruling,
     Sentence,
     by_all,
     judge,
+    near,
     plan,
     plan_sums,
 )
@@ -31,6 +36,7 @@ from holdfast.core.types import (
     WorkerStatus,
 )
 from holdfast.core.voids import is_void, merge
+from holdfast.train.auditing import sketch
 
 WORKERS = [WorkerId(i) for i in range(4)]
 OWNERS = [WorkerId(i // 4) for i in range(16)]
@@ -110,6 +116,37 @@ def test_who_contradicts_itself_is_wrong_unless_all_do() -> None:
     assert fickle == Ruling(sentence=Sentence.LEAVE, wrong=((b, 4),))
     unlike = three_times(*({w: 10 * attempt + w for w in WORKERS} for attempt in range(3)))
     assert unlike == Ruling(sentence=Sentence.UNLIKE)
+
+
+def test_gradients_are_near_if_they_differ_by_a_small_share_of_their_norm() -> None:
+    dice = torch.Generator().manual_seed(1)
+    parts = [torch.randn(size, generator=dice) for size in (1000, 37)]
+
+    def sums(parts: list[torch.Tensor]) -> list[float]:
+        squares, *rest = sum(sketch(part, i) for i, part in enumerate(parts)).tolist()
+        return [squares**0.5, *rest]
+
+    def off(by: float, numbers: int) -> list[torch.Tensor]:
+        found = [part.clone() for part in parts]
+        found[0][:numbers] += by * norm / numbers**0.5
+        return found
+
+    norm = torch.cat(parts).norm()
+    assert sums(parts)[0] == pytest.approx(float(norm))
+    for numbers in (1, 10, 1000):
+        assert near(sums(parts), sums(off(0.001, numbers)), 0.01)
+        assert not near(sums(parts), sums(off(0.1, numbers)), 0.01)
+    broken = off(math.inf, 1)
+    assert not near(sums(parts), sums(broken), 0.01)
+    assert near(sums(broken), sums(broken), 0.01)  # all agree that it is not finite
+
+
+def test_near_gradients_have_the_same_number() -> None:
+    classes = Classes(0.01)
+    said = [(1.0, 0.5), (2.0, 0.5), (1.001, 0.5), (1.0, 0.6), (2.0, 0.501)]
+    assert [classes.number(4, each) for each in said] == [0, 1, 0, 2, 1]
+    classes.forget()
+    assert classes.number(4, said[1]) == 0
 
 
 def test_when_all_is_looked_at_everybody_takes_part() -> None:

@@ -274,6 +274,29 @@ def test_a_wrong_gradient_is_computed_again(
     assert verify(run.run_dir.path, SamplePlan.from_dict).ok
 
 
+@pytest.mark.parametrize(
+    ("noise", "says"),
+    [
+        (1e-6, "audits compare within 0.01 of a gradient's norm"),
+        pytest.param(0.5, "nothing is audited any more", marks=pytest.mark.slow),
+    ],
+)
+def test_hardware_that_is_not_deterministic_is_audited_within_a_tolerance(
+    noise: float, says: str, start: Start, tmp_path: Path
+) -> None:
+    """Nobody is blamed for noise, but who is off by more is found."""
+    faults = f"any worker always noise {noise}\nworker 1 step 12 poison inf"
+    options = (*disturbed(tmp_path, faults), "--audit", "1.0")
+    with start(*AUDITED, nproc=3, options=options) as run:
+        finish(run)
+    texts = wrong(run)
+    assert [text for text in texts if says in text]
+    blamed = [text for text in texts if "wrongly" in text]
+    assert all("worker 1 has computed" in text and "step 12" in text for text in blamed)
+    assert bool(blamed) == (noise < 0.01)
+    assert run.events("lost") == []
+
+
 def test_who_computes_wrongly_again_and_again_leaves(
     start: Start, reference: Reference, tmp_path: Path
 ) -> None:

@@ -146,6 +146,14 @@ def _add_stragglers(found: argparse.ArgumentParser) -> None:
         "compute wrongly: 0.01 costs one per cent (default 0)",
     )
     found.add_argument(
+        "--audit-tolerance",
+        type=float,
+        default=0.01,
+        metavar="SHARE",
+        help="of a gradient's norm, by which two runs of a task may differ on hardware that turns "
+        "out not to be deterministic; 0: nothing is audited there (default 0.01)",
+    )
+    found.add_argument(
         "--fingerprint-steps",
         type=int,
         default=64,
@@ -246,6 +254,8 @@ def _check_faults(path: Path) -> None:
 def _check_shares(options: argparse.Namespace) -> None:
     if options.fingerprint_steps < 0:
         raise UserError(f"--fingerprint-steps {options.fingerprint_steps} must not be negative")
+    if not 0 <= options.audit_tolerance < 1:
+        raise UserError(f"--audit-tolerance {options.audit_tolerance:g} must be from 0 to below 1")
     if not 0 <= options.audit <= 1:
         raise UserError(f"--audit {options.audit:g} must be from 0 to 1")
     if not 0 <= options.speculation_budget <= 1:
@@ -317,5 +327,6 @@ def make_spec(options: argparse.Namespace) -> JobSpec:
         rebalance=not options.no_rebalance,
         speculation=options.speculation_budget,
         audit=options.audit,
+        audit_tolerance=options.audit_tolerance,
         fingerprint_steps=options.fingerprint_steps,
     )

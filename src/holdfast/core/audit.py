@@ -2,11 +2,14 @@
 
 A task is a pure function, so two workers must come to the same bits. Every member of a view makes
 the same plan for a step; what differs is computed again by everybody, and the majority decides.
+Where every worker contradicts itself the hardware is not deterministic: then a few sums of each
+gradient are compared instead, within a tolerance.
 """
 
 from __future__ import annotations
 
 import enum
+import math
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +19,15 @@ from holdfast.core.types import WorkerId
 ATTEMPTS_MAX = 3  # at a step
 
 Digests = Mapping[int, Mapping[WorkerId, int]]  # of tasks, by virtual rank, as each worker has them
+Sketch = Sequence[float]  # of a gradient: its norm, and sums over parts of it with random signs
+
+
+class Alike(enum.IntEnum):
+    """What audits ask of two runs of the same task. Goes up only."""
+
+    BITS = 0  # the same bits
+    NEAR = 1  # numbers within a tolerance
+    NOTHING = 2  # they differ by more, again and again: nothing is audited any more
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +97,37 @@ def judge(digests: Mapping[WorkerId, int]) -> Judgement:
         return Judgement(right=None)
     wrong = tuple(worker for worker, digest in sorted(digests.items()) if digest != most)
     return Judgement(right=most, wrong=wrong)
+
+
+def near(a: Sketch, b: Sketch, tolerance: float) -> bool:
+    """Whether two gradients differ by at most `tolerance` of their norm, as their sketches say.
+
+    The distance of two sketches is about that of the gradients (a count sketch: Charikar, Chen and
+    Farach-Colton 2002); one element that is off by more shows always.
+    """
+    if not (math.isfinite(a[0]) and math.isfinite(b[0])):
+        return math.isfinite(a[0]) == math.isfinite(b[0])
+    gap = max(math.dist(a[1:], b[1:]), abs(a[0] - b[0]))
+    return gap <= tolerance * max(a[0], b[0])
+
+
+class Classes:
+    """Numbers for gradients of one step: near ones have the same, so that they can be judged."""
+
+    def __init__(self, tolerance: float) -> None:
+        self.tolerance = tolerance
+        self._known: dict[int, list[Sketch]] = {}  # by virtual rank, the first of each class
+
+    def forget(self) -> None:
+        self._known.clear()
+
+    def number(self, vrank: int, sketch: Sketch) -> int:
+        known = self._known.setdefault(vrank, [])
+        for number, first in enumerate(known):
+            if near(first, sketch, self.tolerance):
+                return number
+        known.append(sketch)
+        return len(known) - 1
 
 
 class Sentence(enum.Enum):

@@ -50,6 +50,7 @@ class JobSpec:
     keep_last: int = 3  # checkpoints
     speculation: float = 0.02  # share of tasks computed again for being late; half of it copies
     audit: float = 0.0  # share of tasks that are computed twice, to compare
+    audit_tolerance: float = 0.01  # of a gradient's norm, where hardware is not deterministic
     fingerprint_steps: int = 64  # in which all of the state is compared; 0: it is not
     rebalance: bool = True  # slow workers host fewer virtual ranks
     scrub_rate: float = 20e6  # bytes a second at which they are verified again; 0: they are not

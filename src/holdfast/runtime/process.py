@@ -72,6 +72,7 @@ class WorkerTemplate:
             "HOLDFAST_REBALANCE": str(int(self.spec.rebalance)),
             "HOLDFAST_FINGERPRINT_STEPS": str(self.spec.fingerprint_steps),
             "HOLDFAST_AUDIT": str(self.spec.audit),
+            "HOLDFAST_AUDIT_TOLERANCE": str(self.spec.audit_tolerance),
             "HOLDFAST_ORDERS_FD": str(-1 if self.orders_fd is None else self.orders_fd),
             "HOLDFAST_PEER_KEY": secret.derive_peer_key(self.run_dir.secret()).hex(),
         }

@@ -71,6 +71,10 @@ class Disturber(Taps):
             flat.fill_(math.inf)
         if any(self._now("multiply")):
             flat[self._dice.randrange(len(flat))] *= 1.001
+        for fault in self._now("noise"):
+            dice = torch.Generator().manual_seed(self._dice.getrandbits(60))
+            noise = torch.randn(len(flat), generator=dice).to(flat)
+            flat.mul_(1 + fault.number * noise)
 
     def received(self, flat: torch.Tensor) -> None:
         if len(flat) and any(self._once("flip", "received")):

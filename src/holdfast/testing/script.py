@@ -25,13 +25,14 @@ ACTIONS = {
     "poison nan|inf": "one such number in a gradient, once in the step",
     "overflow": "all of every gradient is infinite, as when mixed precision begins",
     "multiply wrongly": "one element of every gradient is a little off",
+    "noise SHARE": "every number of a gradient is off by about that share, otherwise each time",
     "kill": "SIGKILL to itself in the first task of the step",
     "freeze": "SIGSTOP to itself in the first task of the step",
 }
 _WHO = r"(?:worker (?P<workers>\d+(?:,\d+)*)|any worker)"
 _WHEN = r"(?:step (?P<only>\d+)|steps (?P<first>\d+)-(?P<last>\d+)|from step (?P<begin>\d+)|always)"
 _LINE = re.compile(rf"{_WHO}\s+{_WHEN}\s+(?P<what>\S.*)")
-_NUMBER = r"(\d+(?:\.\d+)?(?:e\d+)?)"
+_NUMBER = r"(\d+(?:\.\d+)?(?:e-?\d+)?)"
 _WHAT = {
     "slow": re.compile(rf"slow {_NUMBER}(?: at random {_NUMBER})?"),
     "stall": re.compile(rf"stall {_NUMBER}"),
@@ -40,6 +41,7 @@ _WHAT = {
     "poison": re.compile(r"poison (nan|inf)"),
     "overflow": re.compile(r"overflow"),
     "multiply": re.compile(r"multiply wrongly"),
+    "noise": re.compile(rf"noise {_NUMBER}"),
     "kill": re.compile(r"kill"),
     "freeze": re.compile(r"freeze"),
 }
@@ -53,7 +55,7 @@ class Disturbance:
     first: int
     last: int
     action: str  # a key of _WHAT
-    number: float = 0.0  # factor, seconds or bytes a second
+    number: float = 0.0  # factor, seconds, bytes a second, or share
     chance: float = 1.0
     target: str = ""
 
@@ -89,7 +91,7 @@ def _parse_line(words: str) -> Disturbance | None:
     first = int(line["only"] or line["first"] or line["begin"] or 0)
     last = int(line["only"] or line["last"] or 1 << 60)
     values = what.groups()
-    numeric = action in ("slow", "stall", "link")
+    numeric = action in ("slow", "stall", "link", "noise")
     return Disturbance(
         workers=tuple(map(int, line["workers"].split(","))) if line["workers"] else (),
         first=first,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 import xxhash
 
-from holdfast.core.audit import ATTEMPTS_MAX, Audit, owed
+from holdfast.core.audit import ATTEMPTS_MAX, Alike, Audit, Classes, owed
 from holdfast.core.errors import Severed
 from holdfast.core.types import View, WorkerId
 from holdfast.train.buckets import Bucket
@@ -21,6 +21,7 @@ from holdfast.train.state import as_bytes
 from holdfast.train.transport import Transport
 
 Digests = dict[int, dict[WorkerId, int]]  # of tasks, by virtual rank, as each worker has them
+SKETCH_SUMS = 8
 
 
 class StepAudits:
@@ -34,17 +35,19 @@ class StepAudits:
         self.share = 0.0  # of all tasks and sums
         self.view = 0
         self.agreed_in = 0  # the view whose members have agreed on the two that follow
-        self.given_up = False  # the same task comes to other bits each time: audits prove nothing
+        self.alike = Alike.BITS  # what two runs of a task must be
+        self.classes = Classes(0.0)
         self.whole_step = -1  # of which all is looked at: the first after a checkpoint
         self.audits: tuple[Audit, ...] = ()
         self.done: set[int] = set()  # virtual ranks that this worker has computed for others
         self._worker = WorkerId(-1)
         self._audited: frozenset[int] = frozenset()  # virtual ranks
         self._digests: dict[int, int] = {}  # by virtual rank, of tasks that this worker computed
+        self._sketches: dict[int, torch.Tensor] = {}  # the same, where bits are not asked for
 
     def share_of(self, step: int) -> float:
         """How much of the step is looked at."""
-        if self.given_up:
+        if self.alike is Alike.NOTHING:
             return 0.0
         return 1.0 if self.share and self.whole_step == step else self.share
 
@@ -52,44 +55,81 @@ class StepAudits:
         """Nothing of the step is computed yet, and nothing is planned."""
         self.plan(0, ())
         self._worker = worker
-        self.done.clear()
-        self._digests.clear()
+        self._forget()
 
     def plan(self, view: int, audits: Sequence[Audit]) -> None:
         """Perhaps in the middle of the step: digests of all tasks are kept until it is planned."""
+        if view != self.view:
+            self.classes.forget()
         self.view, self.audits = view, tuple(audits)
         self._audited = frozenset(audit.vrank for audit in audits)
 
     def again(self, audits: Sequence[Audit]) -> None:
         """The step is computed anew."""
         self.plan(self.view, audits)
-        self.done.clear()
-        self._digests.clear()
+        self._forget()
 
     def owed(self, view: int) -> list[int]:
         """Virtual ranks of others that this worker has yet to compute."""
         return owed(self.audits, self._worker, self.done) if view == self.view else []
 
+    def _forget(self) -> None:
+        self.done.clear()
+        self._digests.clear()
+        self._sketches.clear()
+
     def begin(self, vrank: int) -> None:
         """This worker computes the task, perhaps not for the first time."""
         self._digests[vrank] = 0
+        self._sketches.pop(vrank, None)
 
     def note(self, vrank: int, bucket: int, flat: torch.Tensor) -> None:
         """A bucket of a task's gradient as this worker has it; they may come in any order."""
         if vrank not in self._audited and (self.view or not self.share):
             return  # nobody will ask for it
+        if self.alike is Alike.NEAR:
+            mine = sketch(flat, bucket)
+            self._sketches[vrank] = self._sketches.get(vrank, torch.zeros_like(mine)) + mine
+            return
         data = as_bytes(flat).cpu().numpy().data
         self._digests[vrank] ^= xxhash.xxh3_64_intdigest(data, seed=bucket) >> 1
 
     def compare(self, transport: Transport, layout: Layout, view: View) -> Digests:
         """What all members have found, task by task. Severed."""
-        words = [self._digests.get(audit.vrank, 0) for audit in self.audits]
-        table = all_gather(transport, layout, torch.tensor(words, dtype=torch.int64), TAG_AUDIT)
+        none = torch.zeros(1 + SKETCH_SUMS, dtype=torch.float64)
+        if self.alike is Alike.NEAR:
+            rows = [self._sketches.get(audit.vrank, none) for audit in self.audits]
+            mine = torch.stack(rows)
+        else:
+            words = [self._digests.get(audit.vrank, 0) for audit in self.audits]
+            mine = torch.tensor(words, dtype=torch.int64)
+        table = all_gather(transport, layout, mine, TAG_AUDIT)
         rank = {worker: i for i, worker in enumerate(view.workers)}
         return {
-            audit.vrank: {worker: int(table[rank[worker], i]) for worker in audit.workers}
+            audit.vrank: {w: self._number(audit.vrank, table[rank[w], i]) for w in audit.workers}
             for i, audit in enumerate(self.audits)
         }
+
+    def _number(self, vrank: int, said: torch.Tensor) -> int:
+        """What stands for a gradient: the same for those that are alike."""
+        if said.ndim == 0:
+            return int(said)
+        squares, *sums = said.tolist()
+        return self.classes.number(vrank, [squares**0.5, *sums])
+
+
+def sketch(flat: torch.Tensor, seed: int) -> torch.Tensor:
+    """[1 + SKETCH_SUMS] float64, on the host: the sum of squares, and sums with random signs.
+
+    Those of the parts of a gradient add up to that of the whole.
+    """
+    dice = torch.Generator().manual_seed(seed)
+    signs = torch.randint(0, 2, (len(flat),), generator=dice, dtype=torch.int8) * 2 - 1
+    values = flat.double()
+    signed = values * signs.to(flat.device)
+    padded = torch.nn.functional.pad(signed, (0, -len(flat) % SKETCH_SUMS))
+    sums = padded.view(SKETCH_SUMS, -1).sum(dim=1)
+    return torch.cat([values.square().sum().view(1), sums]).cpu()
 
 
 def check_sum(bucket: Bucket, transport: Transport, layout: Layout) -> list[int] | None:

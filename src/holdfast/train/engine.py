@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from holdfast.core import worker as machine
-from holdfast.core.audit import Audit
+from holdfast.core.audit import Alike, Audit
 from holdfast.core.balance import BalancePolicy
 from holdfast.core.errors import Damaged, Severed, UserError, WorldError
 from holdfast.core.speeds import Speeds
@@ -171,7 +171,7 @@ class Engine(threading.Thread):
                 driver.post(machine.Reopened(number, step))
                 self._begin_anew(view)
                 continue
-            self._step.audits.given_up = any(v.unlike for v in votes)
+            self._step.audits.alike = Alike(max(v.alike for v in votes))
             if any(v.save for v in votes) and not any(v.busy for v in votes):
                 driver.save_after(step, view)
                 self._step.audits.whole_step = step + 1
@@ -222,10 +222,10 @@ class Engine(threading.Thread):
     def _agree_on_audits(self, view: View, layout: Layout, transport: Transport) -> None:
         """A joiner does not know what the others have agreed on, nor who has missed a vote."""
         audits, step = self._step.audits, view.resume_step
-        mine = torch.tensor([audits.given_up, audits.whole_step == step], dtype=torch.int64)
-        given_up, whole = all_gather(transport, layout, mine, TAG_AUDIT).any(dim=0).tolist()
+        mine = torch.tensor([audits.alike, audits.whole_step == step], dtype=torch.int64)
+        alike, whole = all_gather(transport, layout, mine, TAG_AUDIT).amax(dim=0).tolist()
         with self._driver.changed:
-            audits.given_up, audits.agreed_in = given_up, view.number
+            audits.alike, audits.agreed_in = Alike(alike), view.number
             audits.whole_step = step if whole else -1
 
     def _opinion(self, step: int, doubt: int) -> Vote:
@@ -234,8 +234,8 @@ class Engine(threading.Thread):
         if saver is not None:
             due, busy = saver.due(step + 1) and driver.leads, saver.busy
         save = due or (saver is not None and driver.save_wanted)
-        unlike = self._step.audits.given_up
-        return Vote(driver.pending, save, busy, unlike, doubt, self._step.clock.step_us())
+        alike = self._step.audits.alike
+        return Vote(driver.pending, save, busy, alike, doubt, self._step.clock.step_us())
 
     def _catch_up(self, view: View, lag: Laggard, transport: Transport, donors: list[int]) -> None:
         """A member that was late applies the steps that it has missed; the others send them."""
@@ -368,7 +368,7 @@ class Engine(threading.Thread):
         """Whoever was late has been first nevertheless: a copy of its task is an audit for free."""
         step = self._step
         with self._driver.changed:
-            if step.audits.given_up or len(step.audits.audits) == len(step.table.rows):
+            if step.audits.alike or len(step.audits.audits) == len(step.table.rows):
                 return FINITE
             unlike = step.copies.contradicted(sums)
         for vrank in unlike:

@@ -28,6 +28,7 @@ VARIABLES = (
     "HOLDFAST_COPIES",
     "HOLDFAST_REBALANCE",
     "HOLDFAST_AUDIT",
+    "HOLDFAST_AUDIT_TOLERANCE",
 )
 
 
@@ -47,6 +48,7 @@ class WorkerEnvironment:
     pace: PacePolicy = field(default_factory=PacePolicy)
     audit: float = 0.0  # share of tasks that are computed twice; the same on all workers of a job
     copies: float = 0.0  # share of tasks that may be computed again before a late one is set aside
+    audit_tolerance: float = 0.0  # of a gradient's norm, where hardware is not deterministic
     fingerprint_steps: int = 0  # in which all of the state is compared; 0: it is not
     rebalance: bool = True  # the same on all workers of a job
     orders_fd: int | None = None  # to the node's checkpoint writer
@@ -93,6 +95,7 @@ class WorkerEnvironment:
             save_every=number("HOLDFAST_SAVE_EVERY", 0),
             pace=pace,
             audit=share("HOLDFAST_AUDIT"),
+            audit_tolerance=share("HOLDFAST_AUDIT_TOLERANCE"),
             copies=share("HOLDFAST_COPIES"),
             fingerprint_steps=number("HOLDFAST_FINGERPRINT_STEPS", 0),
             rebalance=bool(number("HOLDFAST_REBALANCE", 1)),

@@ -263,15 +263,14 @@ class Vote:
     """What a member says at the end of a step.
 
     `pending`: it knows of a planned change. `save`: the state after this step should be saved.
-    `busy`: it still saves another one. `unlike`: the same task comes to other bits each time, so
-    that nothing can be audited. `doubt`: whether what it has summed is finite. `compute_us`: how
-    long its own tasks of the step took.
+    `busy`: it still saves another one. `alike`: what audits ask from the next step on. `doubt`:
+    whether what it has summed is finite. `compute_us`: how long its own tasks of the step took.
     """
 
     pending: bool
     save: bool = False
     busy: bool = False
-    unlike: bool = False
+    alike: int = 0
     doubt: int = FINITE
     compute_us: int = 0
 
@@ -283,8 +282,8 @@ def vote(transport: Transport, layout: Layout, view: int, step: int, mine: Vote)
     if not bool((votes[:, :2] == words[:2]).all()):
         raise Severed(f"votes of view {view}, step {step} do not match: {votes.tolist()}")
     return [
-        Vote(bool(pending), bool(save), bool(busy), bool(unlike), doubt, compute_us)
-        for _, _, pending, save, busy, unlike, doubt, compute_us in votes.tolist()
+        Vote(bool(pending), bool(save), bool(busy), alike, doubt, compute_us)
+        for _, _, pending, save, busy, alike, doubt, compute_us in votes.tolist()
     ]
 
 

@@ -20,7 +20,7 @@ import torch
 
 from holdfast.core import tree
 from holdfast.core import worker as machine
-from holdfast.core.audit import Audit, plan
+from holdfast.core.audit import Audit, Classes, plan
 from holdfast.core.errors import UserError
 from holdfast.core.interval import Pace
 from holdfast.core.speculation import Patience, worth_copying
@@ -320,6 +320,7 @@ class _Work:
         engine.judge.note = self._note
         engine.judge.whole_print = lambda: self._fingerprints.of_all(self._step.buffers.start)
         self._step.audits.share = environment.audit
+        self._step.audits.classes = Classes(environment.audit_tolerance)
         engine.start()
 
     def _saved(self, step: int, view: int) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import torch
 
 from holdfast.core import worker as machine
-from holdfast.core.audit import Audit, Court, Ruling, Sentence, judge, plan, plan_sums
+from holdfast.core.audit import Alike, Audit, Court, Ruling, Sentence, judge, plan, plan_sums
 from holdfast.core.errors import Severed
 from holdfast.core.trust import Trust
 from holdfast.core.types import View, Void, WorkerId
@@ -90,7 +90,7 @@ class Judge:
 
     def sure(self, step: int) -> bool:
         """Whether a sum of this step that is not finite is no reason to compute it again."""
-        alone, given_up = len(self._view.members) == 1, self._audits.given_up
+        alone, given_up = len(self._view.members) == 1, self._audits.alike is Alike.NOTHING
         whole = len(self._audits.audits) == len(self._view.owners)
         return alone or given_up or whole or step < self._not_finite_at + CALM_STEPS
 
@@ -136,16 +136,11 @@ class Judge:
         self._leave(wrong, diverged=True)
 
     def _obey(self, step: int, ruling: Ruling) -> bool:
-        audits = self._audits
         match ruling.sentence:
             case Sentence.USE:
                 self._blame(step, ruling.wrong)
             case Sentence.UNLIKE:
-                audits.given_up = True
-                self._tell(
-                    "the same task comes to other bits each time: nothing is audited any more; use "
-                    "deterministic algorithms (torch.use_deterministic_algorithms)"
-                )
+                self._ask_less()
             case Sentence.AGAIN:
                 self.again = ruling.audits
                 return False
@@ -156,6 +151,21 @@ class Judge:
                 self._tell("the workers come to different gradients, and none has a majority")
                 self._leave((), diverged=False)
         return True
+
+    def _ask_less(self) -> None:
+        """The hardware is not deterministic, or less so than was thought."""
+        audits = self._audits
+        tolerance = audits.classes.tolerance
+        if audits.alike is Alike.BITS and tolerance:
+            audits.alike = Alike.NEAR
+            then = f"from now on audits compare within {tolerance:g} of a gradient's norm"
+        else:
+            audits.alike = Alike.NOTHING
+            then = "nothing is audited any more"
+        self._tell(
+            f"the same task comes to other numbers each time: {then}; use deterministic "
+            "algorithms (torch.use_deterministic_algorithms)"
+        )
 
     def _check_sums(self, step: int, buckets: Sequence[Bucket]) -> None:
         """A share of the buckets is summed twice, by different members."""
