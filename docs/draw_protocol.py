@@ -133,7 +133,8 @@ def transitions() -> Iterator[str]:
                 effects = after.handle(event, 0.0)
                 names = ", ".join(type(e).__name__ for e in effects) or "-"
                 rows.setdefault((before, name), set()).add((situation(after), names))
-                inside = vars(after) | {"_status": dataclasses.replace(after.snapshot(), seq=0)}
+                status = dataclasses.replace(after.snapshot(), seq=0)
+                inside = vars(after) | {"_status": status, "_waits": None}  # no time passes here
                 mark = repr(sorted(inside.items()))
                 if mark not in seen:
                     seen.add(mark)
