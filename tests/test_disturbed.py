@@ -321,38 +321,43 @@ def test_a_replica_that_has_become_another_is_found_and_replaced(
     assert [event["worker"] for event in run.events("lost")] == [1]
 
 
+def with_a_store(
+    start: Start, tmp_path: Path, faults: str, *options: str, steps: int = 50, nproc: int = 3
+) -> tuple[LocalRun, str]:
+    """A job that meets these faults and keeps checkpoints: its run, and its digest."""
+    store = ("--store", str(tmp_path / "store"), "--save-every", "5")
+    script = ("--steps", str(steps), "--task-s", "0.01")
+    with start(
+        *script, nproc=nproc, options=(*disturbed(tmp_path, faults), *store, *options)
+    ) as run:
+        digest = finish(run)
+    report = verify(run.run_dir.path, SamplePlan.from_dict)
+    assert (report.ok, report.inexact_since) == (True, None), report.findings
+    return run, digest
+
+
 @pytest.mark.parametrize("what", ["parameter", pytest.param("optimizer", marks=pytest.mark.slow)])
 def test_a_state_that_has_become_another_is_found_without_audits_and_the_job_goes_back(
     what: str, start: Start, reference: Reference, tmp_path: Path
 ) -> None:
     """Its gradients have been used meanwhile: all of that is done again."""
-    options = (
-        *disturbed(tmp_path, f"worker 1 step 27 flip {what}"),
-        *("--fingerprint-steps", "8", "--store", str(tmp_path / "store"), "--save-every", "5"),
-    )
-    with start("--steps", "50", "--task-s", "0.01", nproc=3, options=options) as run:
-        assert finish(run) == reference(50)
+    faults = f"worker 1 step 27 flip {what}"
+    run, digest = with_a_store(start, tmp_path, faults, "--fingerprint-steps", "8")
+    assert digest == reference(50)
     texts = wrong(run)
     assert any("the state of worker 1 is not that of the others in step" in t for t in texts)
     assert any("the job goes back" in text for text in texts)
     assert run.events("back")
-    report = verify(run.run_dir.path, SamplePlan.from_dict)
-    assert (report.ok, report.inexact_since) == (True, None), report.findings
 
 
 @pytest.mark.slow
 def test_what_was_computed_wrongly_before_an_audit_found_out_is_done_again(
     start: Start, reference: Reference, tmp_path: Path
 ) -> None:
-    options = (
-        *disturbed(tmp_path, "worker 1 from step 27 multiply wrongly"),
-        *("--audit", "0.2", "--store", str(tmp_path / "store"), "--save-every", "5"),
-    )
-    with start("--steps", "50", "--task-s", "0.01", nproc=3, options=options) as run:
-        assert finish(run) == reference(50)
+    faults = "worker 1 from step 27 multiply wrongly"
+    run, digest = with_a_store(start, tmp_path, faults, "--audit", "0.2")
+    assert digest == reference(50)
     assert run.events("benched")
-    report = verify(run.run_dir.path, SamplePlan.from_dict)
-    assert (report.ok, report.inexact_since) == (True, None), report.findings
 
 
 @pytest.mark.slow
@@ -360,12 +365,10 @@ def test_of_two_states_nobody_knows_which_is_right(
     start: Start, reference: Reference, tmp_path: Path
 ) -> None:
     """So both begin anew, from before they differed."""
-    options = (
-        *disturbed(tmp_path, "worker 0 step 27 flip parameter"),
-        *("--fingerprint-steps", "4", "--store", str(tmp_path / "store"), "--save-every", "5"),
-    )
-    with start("--steps", "40", "--task-s", "0.01", nproc=2, options=options) as run:
-        assert finish(run) == reference(40)
+    faults = "worker 0 step 27 flip parameter"
+    options = ("--fingerprint-steps", "4")
+    run, digest = with_a_store(start, tmp_path, faults, *options, steps=40, nproc=2)
+    assert digest == reference(40)
     assert any("none has a majority" in text for text in wrong(run))
 
 

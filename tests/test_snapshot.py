@@ -131,22 +131,28 @@ def orders(tmp_path: Path) -> Iterator[socket.socket]:
     assert not thread.is_alive()
 
 
+def a_saver(
+    orders: socket.socket,
+    protected: dict[str, Any],
+    saved: list[int],
+    told: list[str] | None = None,
+) -> Saver:
+    """Of every tenth step. `saved`, `told`: what it says goes there."""
+    pace = Pace(PacePolicy(), 0.0)
+    tell = [] if told is None else told
+
+    def note(step: int, view: int) -> None:
+        saved.append(step)
+
+    return Saver(orders, "job", 10, pace, protected, note, tell.append)
+
+
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_what_several_workers_save_any_one_restores(
     size: int, tmp_path: Path, orders: socket.socket
 ) -> None:
     saved: list[int] = []
-    savers = [
-        Saver(
-            orders,
-            "job",
-            10,
-            Pace(PacePolicy(), 0.0),
-            {"thing": Thing(1)},
-            lambda step, view: saved.append(step),
-        )
-        for _ in range(size)
-    ]
+    savers = [a_saver(orders, {"thing": Thing(1)}, saved) for _ in range(size)]
     store = Checkpoints(FileStorage(tmp_path))
     for number, step in enumerate((10, 20, 30, 40), start=1):
         for rank, saver in enumerate(savers):
@@ -217,9 +223,7 @@ def test_a_checkpoint_that_cannot_be_read_gives_way_to_the_newest_other_one(
 ) -> None:
     saved: list[int] = []
     thing = {"thing": Thing(1), "thing.state": Thing(2)}
-    saver = Saver(
-        orders, "job", 10, Pace(PacePolicy(), 0.0), thing, lambda step, view: saved.append(step)
-    )
+    saver = a_saver(orders, thing, saved)
     for number, step in enumerate((30, 10, 20), start=1):
         thing["thing"].state["scalar"] = torch.tensor(step)
         saver.at_boundary(step, view(1, number), WorkerId(0))
@@ -241,15 +245,7 @@ def test_what_is_void_is_neither_begun_from_nor_saved(
     saved: list[int] = []
     thing = {"thing": Thing(1)}
     told: list[str] = []
-    saver = Saver(
-        orders,
-        "job",
-        10,
-        Pace(PacePolicy(), 0.0),
-        thing,
-        lambda step, view: saved.append(step),
-        told.append,
-    )
+    saver = a_saver(orders, thing, saved, told)
     store = Checkpoints(FileStorage(tmp_path))
     restorer = Restorer(store, thing)
 
@@ -276,14 +272,7 @@ def test_a_skeleton_that_cannot_be_loaded_here_is_damage_and_not_a_store_that_is
     tmp_path: Path, orders: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved: list[int] = []
-    saver = Saver(
-        orders,
-        "job",
-        10,
-        Pace(PacePolicy(), 0.0),
-        {"thing": Thing(1)},
-        lambda step, view: saved.append(step),
-    )
+    saver = a_saver(orders, {"thing": Thing(1)}, saved)
     saver.at_boundary(10, view(1), WorkerId(0))
     saver.finish(RUN_S)
     things = [Thing(2)]
@@ -304,14 +293,7 @@ class Alike:
 
 def test_every_tensor_has_a_name_of_its_own(tmp_path: Path, orders: socket.socket) -> None:
     saved: list[int] = []
-    saver = Saver(
-        orders,
-        "job",
-        10,
-        Pace(PacePolicy(), 0.0),
-        {"x": Alike()},
-        lambda step, view: saved.append(step),
-    )
+    saver = a_saver(orders, {"x": Alike()}, saved)
     saver.at_boundary(10, view(1), WorkerId(0))
     saver.finish(RUN_S)
     names = [e.name for e in Checkpoints(FileStorage(tmp_path)).manifest(10).entries]
@@ -320,14 +302,7 @@ def test_every_tensor_has_a_name_of_its_own(tmp_path: Path, orders: socket.socke
 
 def test_nothing_wrong_is_restored(tmp_path: Path, orders: socket.socket) -> None:
     saved: list[int] = []
-    saver = Saver(
-        orders,
-        "job",
-        10,
-        Pace(PacePolicy(), 0.0),
-        {"thing": Thing(1)},
-        lambda step, view: saved.append(step),
-    )
+    saver = a_saver(orders, {"thing": Thing(1)}, saved)
     saver.at_boundary(10, view(1), WorkerId(0))
     saver.finish(RUN_S)
     store, things = Checkpoints(FileStorage(tmp_path)), [Thing(2), Thing(2)]
