@@ -17,8 +17,10 @@ from holdfast.core.balance import BalancePolicy
 from holdfast.core.speeds import Speeds
 from holdfast.core.stragglers import Detector, Kind
 from holdfast.core.types import AgentId, Incarnation, Member, View, ViewNumber, WorkerId
+from holdfast.observe.ledger import verify
 from holdfast.testing.run import LocalRun
 from holdfast.train.exchange import Layout
+from holdfast.train.sampling import SamplePlan
 
 NOISE, ODD, COMMON = 0.03, 0.01, 0.1  # of a task's time; share of steps 1.3 to 3 times as long
 BEGIN, WITHIN = 60, 20  # steps: when slowness begins, and by when it is to be found
@@ -174,20 +176,50 @@ def speculate(pairs: int, steps: int = 300, every: int = 25, task_s: float = 0.0
     return found
 
 
+@dataclass(slots=True)
+class Backup:
+    """Step times of all runs, and the shares of the samples that were dropped."""
+
+    waiting_s: list[float] = field(default_factory=list)
+    dropping_s: list[float] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)
+
+
+def backup(pairs: int, steps: int = 300, task_s: float = 0.05) -> Backup:
+    """Five workers, all of which but the leader, whose clock is read, stand still now and then."""
+    found = Backup()
+    for pair in range(pairs):
+        dice = random.Random(pair)
+        stalls = [
+            f"worker {worker} step {step} stall {dice.uniform(0.02, 0.2):.3f}"
+            for worker, step in itertools.product(range(1, 5), range(steps))
+            if dice.random() < 0.05
+        ]
+        faults = "\n".join(stalls)
+        x = run_job(5, task_s, steps, ("--backup", "1"), faults, nproc=5)
+        found.dropping_s += x.step_s
+        found.shares.append(x.dropped)
+        found.waiting_s += run_job(5, task_s, steps, (), faults, nproc=5).step_s
+    return found
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     step_s: list[float]
     digest: str
     set_aside: int
+    dropped: float  # share of the samples
 
 
-def run_job(vranks: int, task_s: float, steps: int, flags: tuple[str, ...], faults: str) -> Job:
-    """Four workers that meet these faults."""
+def run_job(
+    vranks: int, task_s: float, steps: int, flags: tuple[str, ...], faults: str, nproc: int = 4
+) -> Job:
+    """Workers that meet these faults."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         out = folder / "out.json"
         (folder / "faults.txt").write_text(faults)
-        options = ["--nproc", "4", "--virtual", str(vranks), *flags]
+        options = ["--nproc", str(nproc), "--virtual", str(vranks), *flags]
         options += ["--faults", str(folder / "faults.txt")]
         script = str(Path(__file__).with_name("stragglers_worker.py"))
         command = [script, str(steps), str(task_s), str(out)]
@@ -196,7 +228,13 @@ def run_job(vranks: int, task_s: float, steps: int, flags: tuple[str, ...], faul
             aside = [e for e in run.events("view") if "is set aside" in e["text"]]
         told = json.loads(out.read_text())
         gaps = [b - a for a, b in itertools.pairwise(told["ended"])]
-        return Job(step_s=gaps, digest=told["digest"], set_aside=len(aside))
+        report = verify(folder / "run", SamplePlan.from_dict)
+        return Job(
+            step_s=gaps,
+            digest=told["digest"],
+            set_aside=len(aside),
+            dropped=report.dropped / (report.dropped + report.samples),
+        )
 
 
 def main() -> None:
@@ -213,6 +251,10 @@ def main() -> None:
     for times in (x.waiting_s, x.going_on_s):
         print(sorted(times)[-12:], statistics.mean(times))
     print(x.set_aside, x.digests)
+    y = backup(1)
+    for times in (y.waiting_s, y.dropping_s):
+        print(statistics.median(times), statistics.quantiles(times, n=100)[98], max(times))
+    print(y.shares)
 
 
 if __name__ == "__main__":

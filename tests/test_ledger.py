@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast.cli.ledger import main
+from holdfast.cli.ledger import main, render
 from holdfast.core.errors import UserError, WorldError
 from holdfast.observe import ledger
 from holdfast.observe.ledger import (
@@ -30,13 +30,14 @@ STEPS = 12
 OWNERS = (0, 0, 1, 1)
 
 
-def header(worker=0, incarnation=1, plan=PLAN):
+def header(worker=0, incarnation=1, plan=PLAN, backup=0):
     return LedgerHeader(
         seed=plan.seed,
         virtual_ranks=plan.virtual_ranks,
         plan=plan.to_dict(),
         worker=worker,
         incarnation=incarnation,
+        backup=backup,
     )
 
 
@@ -52,9 +53,9 @@ def entry(step, incarnation=1, view=1, plan=PLAN):
     )
 
 
-def write(run, worker, entries, incarnation=1, plan=PLAN):
+def write(run, worker, entries, incarnation=1, plan=PLAN, backup=0):
     writer = LedgerWriter(ledger_path(run, worker, incarnation))
-    writer.begin(header(worker, incarnation, plan))
+    writer.begin(header(worker, incarnation, plan, backup))
     for one in entries:
         writer.append(one)
     writer.close()
@@ -436,6 +437,74 @@ def failing_write(error_number, accept):
         raise OSError(error_number, os.strerror(error_number))
 
     return write_some
+
+
+# ---------------------------------------------------------------- backup workers
+
+
+def without(one, worker):
+    """What this worker computed of the step was dropped."""
+    kept = [owner != worker for owner in OWNERS]
+    return dataclasses.replace(
+        one,
+        counts=[n if k else 0 for n, k in zip(one.counts, kept, strict=True)],
+        digests=[d if k else 0 for d, k in zip(one.digests, kept, strict=True)],
+    )
+
+
+def test_what_was_dropped_by_choice_is_told_and_no_fault(tmp_path):
+    left_out = {2: 0, 4: 1, 7: 1}  # in step 4 it has no sample
+    entries = [without(entry(s), left_out.get(s)) for s in range(STEPS)]
+    for worker in (0, 1):
+        write(tmp_path, worker, entries, backup=1)
+    report = audit(tmp_path)
+    assert report.findings == ()
+    assert report.ok
+    assert (report.dropped, report.dropped_in) == (12, 2)
+    assert (report.lost, report.repeated, report.samples) == (0, 0, 112)
+    assert report.to_dict()["dropped"] == 12
+    text = render(report)
+    assert "not exact: 12 samples of late workers were dropped by choice, in 2 steps" in text
+    assert "every other sample was used exactly once" in text
+
+
+def test_what_was_dropped_and_not_declared_is_lost(tmp_path):
+    for worker in (0, 1):
+        write(tmp_path, worker, [without(entry(s), 1) for s in range(5)])
+    report = audit(tmp_path)
+    assert not report.ok
+    assert report.lost == 24
+    assert report.dropped == 0
+    assert any("virtual rank 2 used 0 samples, its plan has 3" in f for f in report.findings)
+
+
+def test_it_must_be_declared_in_every_copy(tmp_path):
+    for worker in (0, 1):
+        write(tmp_path, worker, [without(entry(s), 1) for s in range(5)], backup=1 - worker)
+    findings = audit(tmp_path).findings
+    assert any("the number of backup workers differs: 1 in worker-00000" in f for f in findings)
+
+
+def test_no_more_may_be_dropped_than_was_declared(tmp_path):
+    for worker in (0, 1):
+        one = without(without(entry(3), 0), 1)
+        write(tmp_path, worker, [*map(entry, range(3)), one], backup=1)
+    report = audit(tmp_path)
+    assert "step 3 dropped what 2 workers computed, of which it may drop 1" in report.findings[0]
+    assert report.lost == 12
+
+
+def test_a_replay_may_drop_something_else(tmp_path):
+    """The newest commit is the one that counts; copies of one must agree all the same."""
+    for worker in (0, 1):
+        write(tmp_path, worker, [without(entry(s), 0) for s in range(3)], backup=1)
+        again = [entry(1, 2, view=2), without(entry(2, 2, view=2), 1)]
+        write(tmp_path, worker, again, incarnation=2, backup=1)
+    report = audit(tmp_path)
+    assert report.findings == ()
+    assert (report.replayed, report.dropped, report.dropped_in) == ((1, 2), 12, 2)
+    edit(ledger_path(tmp_path, 1, 2), 2, counts=lambda old: [0, *old[1:]])
+    assert any("differs from" in finding for finding in audit(tmp_path).findings)
 
 
 @pytest.mark.parametrize(

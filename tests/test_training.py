@@ -316,8 +316,8 @@ def test_every_task_starts_from_the_buffers_of_the_steps_start() -> None:
         for vrank in order:
             each.restore()
             module(first if vrank == 0 else second)
-            if vrank == 0:
-                each.left = each.changes()
+            each.keep(vrank, each.changes())
+        each.left = each.kept
         each.apply()
     expected = nn.BatchNorm1d(4)
     expected(first)

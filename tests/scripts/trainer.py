@@ -115,6 +115,7 @@ def main() -> None:
     parser.add_argument("--rejoin", type=int, action="append", default=[])
     parser.add_argument("--until-members", nargs=2, type=int, default=(-1, 0))
     parser.add_argument("--loaders", type=int, default=0)
+    parser.add_argument("--all", action="store_true", help="every worker prints its digest")
     options = parser.parse_args()
     job = holdfast.join()
     model = Net()
@@ -151,7 +152,7 @@ def main() -> None:
             lost_at = job._driver.view.number
             while not job._driver.pending and job._driver.view.number == lost_at:
                 time.sleep(0.005)
-    if job.is_leader:
+    if job.is_leader or options.all:
         faults.at("end")
         parts = dict(model=model, optimizer=optimizer, schedule=schedule, scaler=scaler)
         print(digest(**parts), flush=True)

@@ -46,6 +46,19 @@ def render(report: LedgerReport) -> str:
             if report.inexact_since is not None
             else []
         ),
-        "every sample was used exactly once" if report.ok else "NOT PROVED",
+        *(
+            [
+                f"not exact: {report.dropped} samples of late workers were dropped by choice, in "
+                f"{report.dropped_in} steps (--backup)"
+            ]
+            if report.dropped
+            else []
+        ),
+        _proved(report) if report.ok else "NOT PROVED",
     ]
     return "\n".join(lines)
+
+
+def _proved(report: LedgerReport) -> str:
+    which = "every other sample" if report.dropped else "every sample"
+    return f"{which} was used exactly once"

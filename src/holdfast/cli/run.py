@@ -138,6 +138,14 @@ def _add_stragglers(found: argparse.ArgumentParser) -> None:
         "for it, however long (default 0.02)",
     )
     found.add_argument(
+        "--backup",
+        type=int,
+        default=0,
+        metavar="B",
+        help="a step does not wait for the last B workers, and drops what they compute of it: the "
+        "result is not exact any more (default 0)",
+    )
+    found.add_argument(
         "--audit",
         type=float,
         default=0.0,
@@ -262,6 +270,19 @@ def _check_shares(options: argparse.Namespace) -> None:
         raise UserError(f"--speculation-budget {options.speculation_budget:g} must be from 0 to 1")
 
 
+def _check_backup(options: argparse.Namespace, workers: int) -> None:
+    if not 0 <= options.backup < workers:
+        raise UserError(
+            f"--backup {options.backup} must be from 0 to {workers - 1}: a step of {workers} "
+            "workers needs the result of one at least"
+        )
+    if options.backup and options.audit:
+        raise UserError(
+            f"--backup {options.backup} and --audit {options.audit:g} exclude each other: what is "
+            "dropped cannot be compared"
+        )
+
+
 def make_spec(options: argparse.Namespace) -> JobSpec:
     """Check the options against each other; UserError says which value is wrong."""
     nodes_min = options.nodes_min
@@ -295,6 +316,7 @@ def make_spec(options: argparse.Namespace) -> JobSpec:
     if options.scrub_rate < 0:
         raise UserError(f"--scrub-rate {options.scrub_rate:g} must not be negative")
     _check_shares(options)
+    _check_backup(options, workers)
     if not options.script.is_file():
         raise UserError(f"there is no script {options.script}: check the path")
     script, args = str(options.script), list(options.args)
@@ -328,5 +350,6 @@ def make_spec(options: argparse.Namespace) -> JobSpec:
         speculation=options.speculation_budget,
         audit=options.audit,
         audit_tolerance=options.audit_tolerance,
+        backup=options.backup,
         fingerprint_steps=options.fingerprint_steps,
     )

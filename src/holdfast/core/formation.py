@@ -140,7 +140,8 @@ def returning(situation: Situation, step: int) -> list[Laggard]:
         if status is None or not roster.ordered(status) or step - lag.committed > LAG_MAX:
             continue
         name = roster.places[lag.worker].agent
-        ready = status.stage == Stage.READY and status.has_state and status.waiting
+        done = status.waiting or status.at_boundary
+        ready = status.stage == Stage.READY and status.has_state and done
         if ready and name not in situation.silent and not roster.draining(name):
             found.append(lag)
     return found

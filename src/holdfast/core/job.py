@@ -51,9 +51,15 @@ class JobSpec:
     speculation: float = 0.02  # share of tasks computed again for being late; half of it copies
     audit: float = 0.0  # share of tasks that are computed twice, to compare
     audit_tolerance: float = 0.01  # of a gradient's norm, where hardware is not deterministic
+    backup: int = 0  # workers whose results a step may do without
     fingerprint_steps: int = 64  # in which all of the state is compared; 0: it is not
     rebalance: bool = True  # slow workers host fewer virtual ranks
     scrub_rate: float = 20e6  # bytes a second at which they are verified again; 0: they are not
+
+    @property
+    def results_min(self) -> int:
+        """From how many workers a step wants results, if there are as many."""
+        return self.nproc * self.nodes_min - self.backup
 
     def lease(self) -> LeasePolicy:
         """One number sets the pace: silence of half a lease is suspicious, a fifth is margin."""

@@ -76,7 +76,7 @@ class WorkerStatus:
     reduced: bool = False  # holds the complete reduced gradient of step `committed`
     hosted: tuple[int, ...] = ()  # its virtual ranks in step `committed`
     at_boundary: bool = False  # held between steps, its state at rest: it can donate
-    in_step: bool = False  # its script computes step `committed`, and has not come to its end
+    in_step: bool = False  # its script computes a step, and has not come to its end
     late: bool = False  # it has waited for others for longer than steps take
     waiting: bool = False  # its own tasks of the step are done; it waits for others
     loop: int = 0  # how many step loops its script has entered

@@ -83,12 +83,14 @@ class Voted:
     """Every member's vote on `step` is here; `pending` if any voter knew of a planned change.
 
     `owners`: who hosts each virtual rank from the next step on, if the votes have changed that.
+    `dropped`: what this worker computes of the step does not count, and is not complete.
     """
 
     view: ViewNumber
     step: int
     pending: bool
     owners: tuple[WorkerId, ...] | None = None
+    dropped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +257,7 @@ class WorkerMachine:
     def __init__(
         self, worker: WorkerId, incarnation: Incarnation, patience: Patience | None = None
     ) -> None:
-        self._waits = Waits(patience or Patience())
+        self.waits = Waits(patience or Patience())
         self._status = WorkerStatus(worker=worker, incarnation=incarnation)
         self._view: View | None = None
         self._owners: tuple[WorkerId, ...] = ()
@@ -296,11 +298,11 @@ class WorkerMachine:
                 return self._caught_up(view, step)
             case LocalDone(done):
                 self._change(waiting=done)
-                self._waits.done(now)
+                self.waits.done(now)
                 self._copying = False
                 return [] if self._acting_in(self._status.view) else [self._tell()]
             case Copied():
-                self._waits.copied += 1
+                self.waits.copied += 1
                 return []
             case AtBoundary():
                 return self._at_boundary()
@@ -342,11 +344,6 @@ class WorkerMachine:
     def owners(self) -> tuple[WorkerId, ...]:
         """Who hosts each virtual rank in the step to be committed next."""
         return self._owners
-
-    @property
-    def copied(self) -> int:
-        """How many tasks of others it has computed because they were late."""
-        return self._waits.copied
 
     @property
     def at_rest(self) -> bool:
@@ -418,12 +415,12 @@ class WorkerMachine:
     def _late_at(self) -> float:
         """When it says that others are late, if nothing happens until then."""
         status = self._status
-        return self._waits.late_at if status.waiting and not status.late else float("inf")
+        return self.waits.late_at if status.waiting and not status.late else float("inf")
 
     def _copy_at(self) -> float:
         """When its script may copy what others are late with."""
         waits = self._status.waiting and self._synced and not self._copying
-        return self._waits.copy_at if waits else float("inf")
+        return self.waits.copy_at if waits else float("inf")
 
     def _link_lost(self, view: ViewNumber, peers: tuple[WorkerId, ...]) -> list[WorkerEffect]:
         if self._status.view != view or set(peers) <= set(self._status.unreached):
@@ -477,10 +474,10 @@ class WorkerMachine:
         )
         if behind:  # of no use to anybody until it has caught up
             self._change(has_state=False, tainted=True)
-        self._waits.view(now)
+        self.waits.view(now)
         self._copying = False
         effects += [Install(view), self._tell()]
-        if not view.joiners:
+        if not view.joiners or self._catches_up(view):
             effects += self._begin()
         return effects
 
@@ -488,7 +485,7 @@ class WorkerMachine:
         if not self._acting_in(number) or self._view is None or self._synced:
             return []
         self._synced = True
-        self._waits.group_s = now - self._waits.began_at
+        self.waits.group_s = now - self.waits.began_at
         if not self._status.has_state:
             hosted = self._view.hosted_by(self._status.worker)
             step = self._view.resume_step
@@ -515,15 +512,15 @@ class WorkerMachine:
             self._owners, me = vote.owners, self._status.worker
             self._change(hosted=tuple(v for v, owner in enumerate(vote.owners) if owner == me))
         # All others needed this worker's share of the step, which it sent after this moment.
-        proved_at = self._waits.began_at
-        self._waits.step(now, tasks)
+        proved_at = self.waits.began_at
+        self.waits.step(now, tasks)
         self._copying = False
         self._change(
             committed=step + 1,
             reduced=False,
             waiting=False,
             late=False,
-            in_step=False,
+            in_step=vote.dropped,
             proved_at=proved_at,
         )
         return [Commit(step)]
@@ -536,6 +533,7 @@ class WorkerMachine:
 
     def _at_boundary(self) -> list[WorkerEffect]:
         self._held = True
+        self._change(in_step=False)
         view = self._view
         if view is None:
             return []
@@ -544,9 +542,7 @@ class WorkerMachine:
             return [self._tell()]
         if self._stop_next:
             return self._promise(view.number)
-        behind = view.lag(self._status.worker) is not None
-        catches_up = behind and self._status.committed < view.resume_step
-        if view.joiners and not self._synced and not catches_up:
+        if view.joiners and not self._synced and not self._catches_up(view):
             return []
         return self._begin()
 
@@ -581,6 +577,12 @@ class WorkerMachine:
         return []
 
     # ------------------------------------------------------------ leaves
+
+    def _catches_up(self, view: View) -> bool:
+        """Whether it has yet to apply steps that it has missed."""
+        return view.lag(self._status.worker) is not None and (
+            self._status.committed < view.resume_step
+        )
 
     def _acting_in(self, number: ViewNumber) -> bool:
         return self._status.view == number > self._status.promised

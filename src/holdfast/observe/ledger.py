@@ -37,18 +37,25 @@ _Hex64 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerHeader:
-    """Who writes, and for which job. A later header in the same file names the next plan."""
+    """Who writes, and for which job. A later header in the same file names the next plan.
+
+    `backup`: of how many workers a step may drop what they computed.
+    """
 
     seed: int
     virtual_ranks: int
     plan: Mapping[str, Any]
     worker: int
     incarnation: int
+    backup: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerEntry:
-    """One committed step. `hosts`, `counts` and `digests` have one item per virtual rank."""
+    """One committed step. `hosts`, `counts` and `digests` have one item per virtual rank.
+
+    Of a task that was dropped, count and digest are 0.
+    """
 
     step: int
     view: int
@@ -74,7 +81,8 @@ class LedgerDoubt:
 class LedgerReport:
     """What `verify` found. `lost` and `repeated` count samples, over all epochs.
 
-    `inexact_since`: the first step whose result may not be that of sound machines.
+    `inexact_since`: the first step whose result may not be that of sound machines. `dropped`:
+    samples of late workers that were left out by choice, in `dropped_in` steps.
     """
 
     findings: tuple[str, ...]
@@ -87,6 +95,8 @@ class LedgerReport:
     replayed: tuple[int, ...]  # steps committed again after all workers were lost
     torn: int  # files whose last line was cut off by the death of their writer
     inexact_since: int | None = None
+    dropped: int = 0
+    dropped_in: int = 0
 
     @property
     def ok(self) -> bool:
@@ -119,12 +129,19 @@ class Plan(Protocol):
 PlanOf = Callable[[Mapping[str, Any]], Plan]
 
 
-class _HeaderLine(msgspec.Struct, tag="header", tag_field="kind", forbid_unknown_fields=True):
+class _HeaderLine(
+    msgspec.Struct,
+    tag="header",
+    tag_field="kind",
+    forbid_unknown_fields=True,
+    omit_defaults=True,
+):
     seed: Annotated[int, msgspec.Meta(ge=0)]
     virtual_ranks: Annotated[int, msgspec.Meta(ge=1)]
     plan: dict[str, Any]
     worker: _Natural
     incarnation: _Natural
+    backup: _Natural = 0
 
 
 class _StepLine(msgspec.Struct, tag="step", tag_field="kind", forbid_unknown_fields=True):
@@ -174,6 +191,7 @@ class LedgerWriter:
             plan=dict(header.plan),
             worker=header.worker,
             incarnation=header.incarnation,
+            backup=header.backup,
         )
         self._write(_encode(line))
 
@@ -245,6 +263,7 @@ def verify(run_dir: str | os.PathLike[str], plan_of: PlanOf) -> LedgerReport:
         audit.read(path)
     audit.check_steps()
     lost, repeated, samples = audit.count_samples()
+    dropped = audit.count_dropped()
     return LedgerReport(
         findings=tuple(audit.findings),
         files=len(paths),
@@ -256,6 +275,8 @@ def verify(run_dir: str | os.PathLike[str], plan_of: PlanOf) -> LedgerReport:
         replayed=tuple(audit.replayed),
         torn=audit.torn,
         inexact_since=min((d.step for d in audit.doubts if not d.again), default=None),
+        dropped=sum(dropped),
+        dropped_in=len(dropped),
     )
 
 
@@ -280,11 +301,13 @@ _CONTENT = ("plan", "counts", "digests", "loss")
 class _Step:
     """What is kept of one step while the files are read."""
 
-    content: tuple[Any, ...]  # as _CONTENT
+    contents: dict[tuple[Host, ...], tuple[Any, ...]]  # as _CONTENT; by `hosts` if they may differ
     where: str  # of the first copy
+    view: int  # of the newest commit
     plan: int  # its index, or -1 when it cannot be recomputed
     commits: list[tuple[int, tuple[Host, ...], Host]] = field(default_factory=list)
     wrong: tuple[int, ...] = ()  # vranks whose samples are not the plan's
+    dropped: tuple[int, ...] = ()  # vranks whose samples were left out by choice
 
 
 class _Audit:
@@ -300,6 +323,7 @@ class _Audit:
         self._plan_of = plan_of
         self._plans: list[Plan] = []
         self._plan_index: dict[bytes, int] = {}
+        self._backups: dict[int, str] = {}  # what headers declare, and the first that does
         self._hosts: dict[tuple[Host, ...], tuple[Host, ...]] = {}  # each kept once
 
     def find(self, text: str) -> None:
@@ -346,6 +370,7 @@ class _Audit:
 
     def _adopt(self, where: str, header: _HeaderLine) -> int:
         """The index of the header's plan; -1, with a finding, when there is no such plan."""
+        self._backups.setdefault(header.backup, where)
         key = msgspec.json.encode((header.seed, header.virtual_ranks, header.plan), order="sorted")
         if key not in self._plan_index:
             self._plan_index[key] = -1
@@ -378,16 +403,22 @@ class _Audit:
                 return
         self.copies += 1
         content = (plan, _hash(entry.counts), _hash(entry.digests), entry.loss)
+        commit = entry.hosts if header.backup else ()  # done again, other tasks may be dropped
         step = self.steps.get(entry.step)
         if step is None:
             plan = self._covering(where, plan, entry.step)
-            wrong = self._compare(where, self._plans[plan], entry) if plan >= 0 else ()
-            step = _Step(content=content, where=where, plan=plan, wrong=wrong)
+            step = _Step(contents={}, where=where, view=-1, plan=plan)
             self.steps[entry.step] = step
-        elif step.content != content:
+        known = step.contents.setdefault(commit, content)
+        if known is content:
+            if step.plan >= 0 and entry.view > step.view:
+                step.view = entry.view
+                step.dropped = self._dropped(where, header, entry)
+                step.wrong = self._compare(where, self._plans[step.plan], entry, step.dropped)
+        elif known != content:
             differing = [
                 name
-                for name, ours, theirs in zip(_CONTENT, step.content, content, strict=True)
+                for name, ours, theirs in zip(_CONTENT, known, content, strict=True)
                 if ours != theirs
             ]
             self.find(
@@ -412,10 +443,28 @@ class _Audit:
             return -1
         return index
 
-    def _compare(self, where: str, plan: Plan, entry: _StepLine) -> tuple[int, ...]:
-        """The vranks of a step whose counts or digests are not the plan's."""
+    def _dropped(self, where: str, header: _HeaderLine, entry: _StepLine) -> tuple[int, ...]:
+        """The vranks of a step that its workers were free to drop, and did."""
+        if 0 not in entry.counts:
+            return ()
+        marks = enumerate(zip(entry.counts, entry.digests, strict=True))
+        found = [vrank for vrank, (count, digest) in marks if not count and not int(digest, 16)]
+        hosts = {entry.hosts[vrank] for vrank in found}
+        if header.backup and len(hosts) > header.backup:
+            self.find(
+                f"{where}: step {entry.step} dropped what {len(hosts)} workers computed, of which "
+                f"it may drop {header.backup}"
+            )
+        return tuple(found) if len(hosts) <= header.backup else ()
+
+    def _compare(
+        self, where: str, plan: Plan, entry: _StepLine, dropped: Sequence[int]
+    ) -> tuple[int, ...]:
+        """The vranks of a step whose counts or digests are not the plan's, but for dropped ones."""
         wrong = []
         for vrank, task in enumerate(plan.step_tasks(entry.step)):
+            if vrank in dropped:
+                continue
             name = f"{where}: step {entry.step} virtual rank {vrank}"
             count, digest = entry.counts[vrank], entry.digests[vrank]
             if count != len(task):
@@ -427,7 +476,13 @@ class _Audit:
         return tuple(wrong)
 
     def check_steps(self) -> None:
-        """No step is missing, and none was committed twice while any worker survived."""
+        """No step is missing, and none was committed twice while any worker survived.
+
+        Nor was one file free to drop what another was not.
+        """
+        if len(self._backups) > 1:
+            said = " but ".join(f"{b} in {where}" for b, where in self._backups.items())
+            self.find(f"the number of backup workers differs: {said}")
         expected = 0
         for number in sorted(self.steps):
             if number > expected:
@@ -474,7 +529,7 @@ class _Audit:
                     task
                     for _, number in epoch
                     for vrank, task in enumerate(plan.step_tasks(number))
-                    if vrank not in self.steps[number].wrong
+                    if vrank not in self._not_used(number)
                 ]
                 samples = np.sort(np.concatenate([np.empty(0, np.int64), *tasks]))
                 again = int(np.count_nonzero(samples[1:] == samples[:-1]))
@@ -482,7 +537,19 @@ class _Audit:
                 distinct += len(samples) - again
             used += distinct
             lost += expected - distinct
-        return lost, repeated, used
+        return lost - sum(self.count_dropped()), repeated, used
+
+    def _not_used(self, number: int) -> tuple[int, ...]:
+        step = self.steps[number]
+        return (*step.wrong, *step.dropped)
+
+    def count_dropped(self) -> list[int]:
+        """How many samples were left out by choice, for each step in which some were."""
+        found = []
+        for number, step in sorted(self.steps.items()):
+            tasks = self._plans[step.plan].step_tasks(number) if step.dropped else []
+            found.append(sum(len(tasks[vrank]) for vrank in step.dropped))
+        return [samples for samples in found if samples]
 
     def _spans(self, plan: Plan, numbers: list[int]) -> list[tuple[int, int]]:
         """Ranges of steps that were the plan's to do: each it did, and those missing before it."""

@@ -73,6 +73,8 @@ class WorkerTemplate:
             "HOLDFAST_FINGERPRINT_STEPS": str(self.spec.fingerprint_steps),
             "HOLDFAST_AUDIT": str(self.spec.audit),
             "HOLDFAST_AUDIT_TOLERANCE": str(self.spec.audit_tolerance),
+            "HOLDFAST_BACKUP": str(self.spec.backup),
+            "HOLDFAST_RESULTS_MIN": str(self.spec.results_min),
             "HOLDFAST_ORDERS_FD": str(-1 if self.orders_fd is None else self.orders_fd),
             "HOLDFAST_PEER_KEY": secret.derive_peer_key(self.run_dir.secret()).hex(),
         }

@@ -9,6 +9,7 @@ reduction can be repeated after a failure and gives the same bits.
 
 from __future__ import annotations
 
+import copy
 import enum
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -80,6 +81,12 @@ class Bucket:
     def contribute(self, vrank: int, leaf: Flat, vranks: int) -> None:
         tree.merge(self.partials, (vrank, 1), leaf, vranks, self._add)
         self.contributed.add(vrank)
+
+    def without_share(self, nodes: Iterable[tree.Node]) -> Bucket:
+        """The same bucket with zeros for these partial sums, which may still be written."""
+        found = copy.copy(self)
+        found.partials = dict.fromkeys(nodes, Flat(self.params))
+        return found
 
     def reuse(self, leaf: Flat) -> None:
         """It is not needed; its memory is."""
@@ -181,10 +188,15 @@ class Gradients:
             bucket.contribute(vrank, leaves[bucket.index], self._vranks)
             self.on_filled(bucket)
 
-    def publish(self, used: torch.Tensor) -> None:
-        """Point `.grad` at the reduced sums; None where no virtual rank used the parameter."""
+    def publish(self, used: torch.Tensor, scale: float = 1.0) -> None:
+        """Point `.grad` at the reduced sums; None where no virtual rank used the parameter.
+
+        `scale`: to multiply them by, if not 1.
+        """
         flags = used.tolist()
         for bucket in self.buckets:
+            if scale != 1.0:
+                bucket.result.data.mul_(scale)
             whole = zip(bucket.params, bucket.result.views, bucket.places, strict=True)
             for param, view, place in whole:
                 param.grad = view if flags[place] else None

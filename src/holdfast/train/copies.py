@@ -54,7 +54,7 @@ class Copies:
         self._gradients.adopt(vrank)
         self._table.put(vrank, copy.loss, copy.count, copy.digest, host)
         if copy.left is not None:
-            self._buffers.left = copy.left
+            self._buffers.keep(vrank, copy.left)
         return True
 
     def contradicted(self, sums: Sequence[BucketSum]) -> tuple[int, ...]:

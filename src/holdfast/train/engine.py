@@ -17,6 +17,7 @@ import torch
 
 from holdfast.core import worker as machine
 from holdfast.core.audit import Alike, Audit
+from holdfast.core.backup import BackupPolicy
 from holdfast.core.balance import BalancePolicy
 from holdfast.core.errors import Damaged, Severed, UserError, WorldError
 from holdfast.core.speeds import Speeds
@@ -24,6 +25,7 @@ from holdfast.core.types import Laggard, View
 from holdfast.core.voids import Voids
 from holdfast.store.storage import Missing
 from holdfast.train.auditing import StepAudits
+from holdfast.train.backup import Agreement
 from holdfast.train.buckets import Bucket, Gradients
 from holdfast.train.clock import TaskClock
 from holdfast.train.copies import Copies
@@ -63,15 +65,17 @@ class StepState:
         self.clock = clock
         self.audits = StepAudits()
         self.gradients = gradients
-        self.table = table
+        self.own = StepTable(len(table.rows), 0)  # the script writes here
+        self.table = table  # and the engine here, for all workers
         self.buffers = buffers
-        self.copies = Copies(gradients, table, buffers)
+        self.copies = Copies(gradients, self.own, buffers)
         self.copying = False  # the script computes a copy
         self.awaited: Callable[[], list[int]] = list  # ranks that are not done, as far as known
         self.prints: Prints = (0, 0)  # fingerprints of the state that the step begins with
         self.index: int | None = None  # the open step
         self.reduced_in = 0  # the view in which its gradient became complete
         self.done: set[int] = set()  # virtual ranks whose tasks are complete here
+        self.agreement: Agreement | None = None  # of the present view, with backup workers
 
     def open(self, index: int) -> None:
         self.index = index
@@ -80,6 +84,19 @@ class StepState:
         self.awaited = list
         self.clock.reset()
         self.table.used.zero_()
+
+    @property
+    def dropped(self) -> bool:
+        """Whether it is known that what this worker computes of the open step does not count."""
+        agreement, index = self.agreement, self.index
+        return agreement is not None and index is not None and agreement.drops(index)
+
+    def samples(self, hosted: Sequence[int]) -> int | None:
+        """That these tasks have used; None until all of them are complete."""
+        if not set(hosted) <= self.done:
+            return None
+        counts = self.own.counts()
+        return sum(counts[vrank] for vrank in hosted)
 
 
 class Engine(threading.Thread):
@@ -98,6 +115,7 @@ class Engine(threading.Thread):
         super().__init__(name="holdfast-engine", daemon=True)
         self.rebalance = True  # slow workers host fewer virtual ranks; the same on all
         self.plan: Callable[[View, int], tuple[Audit, ...]] = lambda view, step: ()
+        self.backup = BackupPolicy()
         self.judge = Judge(driver, step.audits, keeps=restorer is not None)
         self._restorer = restorer
         self._saver = saver
@@ -151,11 +169,14 @@ class Engine(threading.Thread):
         self._missed.forget()
         self.judge.synced(bool(view.joiners))
         self._agree_on_audits(view, layout, transport)
+        if self.backup.workers:
+            self._begin_agreement(number, layout, transport)
         driver.post(machine.Synced(number))
         speeds = Speeds(view, BalancePolicy() if self.rebalance else None)
         while True:
             step, layout = self._await_open_step(view)
-            doubt = self._reduce(layout, transport, number)
+            counted = self._who_counts(step, layout)
+            doubt = self._reduce(layout, transport, number, counted)
             if self._step.audits.audits:
                 self._await(view, lambda: not self._step.audits.owed(number))
             if not self.judge.accepts(step, layout, self._step.gradients.buckets):
@@ -180,7 +201,28 @@ class Engine(threading.Thread):
             for kind, text in speeds.observe([v.compute_us for v in votes], driver.leads):
                 driver.post(machine.Remarked(kind, text))
             pending = any(v.pending for v in votes)
-            driver.post(machine.Voted(number, step, pending, speeds.owners))
+            dropped = self._step.dropped and self._step.samples(layout.hosted[layout.rank]) is None
+            driver.post(machine.Voted(number, step, pending, speeds.owners, dropped))
+
+    def _begin_agreement(self, number: int, layout: Layout, transport: Transport) -> None:
+        agreement = Agreement(self._driver, self.backup, number, layout, transport)
+        agreement.start()
+        with self._driver.changed:
+            self._step.audits.alike = Alike.NOTHING  # what is dropped cannot be compared
+            self._step.agreement = agreement
+            self._driver.changed.notify_all()
+
+    def _who_counts(self, step: int, layout: Layout) -> Sequence[int]:
+        """The ranks whose results count. This worker adds zeros if its own do not."""
+        agreement, mine = self._step.agreement, layout.hosted[layout.rank]
+        if agreement is None:
+            return range(layout.size)
+        counted = agreement.settle(step, lambda: self._step.samples(mine))
+        if layout.rank not in counted:
+            nodes, buckets = layout.nodes[layout.rank], self._step.gradients.buckets
+            with self._driver.changed:
+                self._filled = deque(bucket.without_share(nodes) for bucket in buckets)
+        return counted
 
     def _begin_anew(self, view: View) -> None:
         """The script computes the step once more."""
@@ -235,7 +277,8 @@ class Engine(threading.Thread):
             due, busy = saver.due(step + 1) and driver.leads, saver.busy
         save = due or (saver is not None and driver.save_wanted)
         alike = self._step.audits.alike
-        return Vote(driver.pending, save, busy, alike, doubt, self._step.clock.step_us())
+        compute_us = 0 if self._step.dropped else self._step.clock.step_us()
+        return Vote(driver.pending, save, busy, alike, doubt, compute_us)
 
     def _catch_up(self, view: View, lag: Laggard, transport: Transport, donors: list[int]) -> None:
         """A member that was late applies the steps that it has missed; the others send them."""
@@ -327,11 +370,13 @@ class Engine(threading.Thread):
         return step, self._layout[1]
 
     def _on_filled(self, bucket: Bucket) -> None:
-        if set(self._driver.hosted()) <= bucket.contributed:
+        if set(self._driver.hosted()) <= bucket.contributed and not self._step.dropped:
             self._filled.append(bucket)
             self._driver.changed.notify_all()
 
-    def _reduce(self, layout: Layout, transport: Transport, number: int) -> int:
+    def _reduce(
+        self, layout: Layout, transport: Transport, number: int, counted: Sequence[int]
+    ) -> int:
         """All operations of the step; those that are ready overlap with the script's backward.
 
         Returns whether what was summed here is finite, as a vote says it.
@@ -350,7 +395,7 @@ class Engine(threading.Thread):
                 started.gather(transport)
                 gathering.append(started)
             if begun == total and not closing:  # under way beside the last buckets
-                closing = self._closing_operations(layout, number)
+                closing = self._closing_operations(layout, number, counted)
                 for operation in closing:
                     operation.gather(transport)
             if gathering:
@@ -389,17 +434,26 @@ class Engine(threading.Thread):
                 self._filled.remove(bucket)
             return taken
 
-    def _closing_operations(self, layout: Layout, number: int) -> list[Operation]:
-        """What can only be exchanged once this worker's own tasks are complete."""
+    def _closing_operations(
+        self, layout: Layout, number: int, counted: Sequence[int]
+    ) -> list[Operation]:
+        """What can only be exchanged once this worker's own tasks are complete, or dropped."""
         driver, step = self._driver, self._step
-        mine = set(layout.hosted[layout.rank])
-        with driver.changed:
-            while not mine <= step.done:
-                driver.check_alive(number)
-                driver.changed.wait()
-        table = TableGather(step.table, step.gradients.used, layout, step.prints)
+        mine = layout.hosted[layout.rank]
+        if layout.rank in counted:
+            with driver.changed:
+                while not set(mine) <= step.done:
+                    driver.check_alive(number)
+                    driver.changed.wait()
+            step.table.take(mine, step.own)
+            used = step.gradients.used
+        else:
+            me = driver.status()
+            step.table.drop(mine, (me.worker, me.incarnation))
+            used = torch.zeros_like(step.table.used)
+        table = TableGather(step.table, used, layout, step.prints)
         self.judge.prints, step.awaited = table.prints, table.awaited
         operations: list[Operation] = [table]
         if len(step.buffers):
-            operations.append(BuffersSpread(step.buffers, layout))
+            operations.append(BuffersSpread(step.buffers, layout, counted))
         return operations

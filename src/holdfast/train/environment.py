@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from holdfast.core.backup import BackupPolicy
 from holdfast.core.errors import UserError
 from holdfast.core.interval import PacePolicy
 from holdfast.core.types import Incarnation, WorkerId
@@ -29,6 +30,8 @@ VARIABLES = (
     "HOLDFAST_REBALANCE",
     "HOLDFAST_AUDIT",
     "HOLDFAST_AUDIT_TOLERANCE",
+    "HOLDFAST_BACKUP",
+    "HOLDFAST_RESULTS_MIN",
 )
 
 
@@ -50,6 +53,7 @@ class WorkerEnvironment:
     copies: float = 0.0  # share of tasks that may be computed again before a late one is set aside
     audit_tolerance: float = 0.0  # of a gradient's norm, where hardware is not deterministic
     fingerprint_steps: int = 0  # in which all of the state is compared; 0: it is not
+    backup: BackupPolicy = field(default_factory=BackupPolicy)  # the same on all workers of a job
     rebalance: bool = True  # the same on all workers of a job
     orders_fd: int | None = None  # to the node's checkpoint writer
     job: str = ""
@@ -98,6 +102,9 @@ class WorkerEnvironment:
             audit_tolerance=share("HOLDFAST_AUDIT_TOLERANCE"),
             copies=share("HOLDFAST_COPIES"),
             fingerprint_steps=number("HOLDFAST_FINGERPRINT_STEPS", 0),
+            backup=BackupPolicy(
+                workers=number("HOLDFAST_BACKUP", 0), results_min=number("HOLDFAST_RESULTS_MIN", 1)
+            ),
             rebalance=bool(number("HOLDFAST_REBALANCE", 1)),
             orders_fd=orders_fd if orders_fd >= 0 else None,
             job=environ.get("HOLDFAST_JOB", ""),

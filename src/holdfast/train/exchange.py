@@ -9,7 +9,7 @@ operation has two phases (gather, spread) so that many can be under way at once.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -214,17 +214,21 @@ class TableGather:
 
 
 class BuffersSpread:
-    """The buffers that virtual rank 0 left, from its host to all: first their size, then they."""
+    """The buffers that virtual rank 0 left, from its host to all: first their size, then they.
 
-    def __init__(self, buffers: Buffers, layout: Layout) -> None:
+    Of the first virtual rank hosted by a rank in `counted`, if that of rank 0 does not count.
+    """
+
+    def __init__(self, buffers: Buffers, layout: Layout, counted: Iterable[int]) -> None:
         self._buffers = buffers
         self._layout = layout
-        self._host = next(r for r, hosted in enumerate(layout.hosted) if 0 in hosted)
+        self._host = min((layout.hosted[r][0], r) for r in counted if layout.hosted[r])[1]
         self._size = torch.zeros(1, dtype=torch.int64)
         self._pending: Pending | None = None
 
     def gather(self, transport: Transport) -> None:
         if self._layout.rank == self._host:
+            self._buffers.left = self._buffers.kept
             self._size[0] = len(self._left())
         self._pending = self._send(transport, self._size)
 

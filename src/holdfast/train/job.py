@@ -26,15 +26,9 @@ from holdfast.core.interval import Pace
 from holdfast.core.speculation import Patience, worth_copying
 from holdfast.core.trust import Trust
 from holdfast.core.types import View, ViewNumber
-from holdfast.observe.ledger import (
-    LedgerDoubt,
-    LedgerEntry,
-    LedgerHeader,
-    LedgerWriter,
-    ledger_path,
-)
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.open import open_storage
+from holdfast.train.accounts import Accounts
 from holdfast.train.buckets import Gradients, Role
 from holdfast.train.clock import TaskClock
 from holdfast.train.copies import Done
@@ -75,7 +69,8 @@ def join(*, seed: int | None = None) -> Job:
         link = SoloLink(environment.worker, environment.virtual_ranks)
     else:
         link = AgentLink(socket.socket(fileno=fd), environment.worker)
-    patience = Patience(copies=environment.copies)
+    copies = 0.0 if environment.backup.workers else environment.copies
+    patience = Patience(copies=copies)
     driver = Driver(environment.worker, environment.incarnation, link, patience)
     job = Job(environment, job_seed, driver, link)
     if isinstance(link, AgentLink):
@@ -284,11 +279,9 @@ class _Work:
         self._until = 0
         self._loop = 0
         self._saver: list[Saver] = []  # none or one
-        self._copied = 0  # tasks of others, as told
         self._stepped = False  # in the present loop
-        self._ledger: LedgerWriter | None = None
-        self._ledger_begun = False  # the present loop's header is written
         self._finishing = False  # the present loop has no further step
+        self._accounts = Accounts(job._environment, job.seed, self._driver)
         cycle = job._environment.fingerprint_steps
         self._fingerprints = Fingerprints(job._protected, cycle)
 
@@ -313,11 +306,13 @@ class _Work:
                 )
                 self._saver = [saver]
         engine = Engine(self._driver, link, self._step, protected, make_transport, restorer, saver)
-        engine.rebalance = environment.rebalance
+        engine.backup = environment.backup
+        # How long what is dropped takes is not known.
+        engine.rebalance = environment.rebalance and not environment.backup.workers
         engine.plan = self.audits
         engine.judge.seed = self._job.seed
         engine.judge.trust = Trust(environment.fingerprint_steps)
-        engine.judge.note = self._note
+        engine.judge.note = self._accounts.doubt
         engine.judge.whole_print = lambda: self._fingerprints.of_all(self._step.buffers.start)
         self._step.audits.share = environment.audit
         self._step.audits.classes = Classes(environment.audit_tolerance)
@@ -342,8 +337,9 @@ class _Work:
         plan = dataclasses.replace(data.plan, first_step=data.first_step or 0)
         source = BatchSource(data.dataset, plan, data.options)
         self._source = [source]
-        self._followed, self._until, self._ledger_begun = (), until, False
+        self._followed, self._until = (), until
         self._stepped = self._finishing = False
+        self._accounts.begin(plan)
         self._loop += 1
         driver.post(machine.LoopEntered())
         if isinstance(self._job._link, SoloLink) and driver.view is None:
@@ -354,24 +350,16 @@ class _Work:
                 yield step
                 if not step.complete:
                     raise UserError(f"step {index} was left early: iterate over all its batches")
-            self._tell_of_copies()
             with driver.changed:
                 self._finishing = True
                 driver.changed.notify_all()
+            self._accounts.end()
             for saver in self._saver:
                 saver.finish(SAVE_S_MAX)
             driver.post(machine.LoopEnded())
             self._wait(lambda: driver.released >= self._loop)
         finally:
             source.close()
-
-    def _tell_of_copies(self) -> None:
-        copied, self._copied = self._driver.copied - self._copied, self._driver.copied
-        if copied:
-            text = (
-                f"worker {self._driver.worker} has copied {copied} tasks that others were late with"
-            )
-            self._driver.post(machine.Remarked("copy", text))
 
     def _enter_step(self) -> int:
         """Wait at the boundary; returns the step that may be computed now."""
@@ -425,7 +413,8 @@ class _Work:
         with driver.changed:
             said = driver.status().waiting
             while driver.committed <= index:
-                hosted, host = driver.hosted(), (driver.worker, driver.status().incarnation)
+                hosted = () if step.dropped else driver.hosted()
+                host = driver.worker, driver.status().incarnation
                 missing = [v for v in hosted if v not in step.done]
                 step.done.update(v for v in missing if step.copies.adopt(v, host))
                 if step.done.issuperset(hosted) and missing:
@@ -480,16 +469,18 @@ class _Work:
             current.taps.task(step.index or 0, vrank)
             step.clock.end()
         left = None
-        if vrank == 0 and len(step.buffers) and role is not Role.AUDITED:
+        # With backup workers virtual rank 0 may be dropped.
+        first = vrank == 0 or self._job._environment.backup.workers
+        if first and len(step.buffers) and role is not Role.AUDITED:
             left = step.buffers.changes()
         with driver.changed:
             match role:
                 case Role.HOSTED:
                     me = driver.status()
                     host = me.worker, me.incarnation
-                    step.table.put(vrank, done.loss, done.count, done.digest, host)
+                    step.own.put(vrank, done.loss, done.count, done.digest, host)
                     if left is not None:
-                        step.buffers.left = left
+                        step.buffers.keep(vrank, left)
                     step.done.add(vrank)
                 case Role.AUDITED:
                     step.audits.done.add(vrank)
@@ -505,54 +496,17 @@ class _Work:
         for saver in self._saver:
             saver.before_update()
         self._step.buffers.apply()
-        self._gradients.publish(table.used)
-        enter_stream(job.seed, step.index, job.virtual_ranks, "job")
         plan = self._source[0].plan
+        samples, counted = plan.step_samples(step.index), sum(table.counts())
+        scale = samples / counted  # 1 unless something was dropped
+        self._gradients.publish(table.used, scale)
+        enter_stream(job.seed, step.index, job.virtual_ranks, "job")
         losses = {
             (v, 1): loss * plan.weight(step.index, v) for v, loss in enumerate(table.losses())
         }
         total = tree.fold(losses, job.virtual_ranks, lambda a, b: a + b)
-        step.loss = total / job.virtual_ranks
-        self._record(step)
-
-    def _record(self, step: Step) -> None:
-        run_dir, table = self._job.run_dir, self._step.table
-        if run_dir is None:
-            return
-        if self._ledger is None:
-            me = self._driver.status()
-            self._ledger = LedgerWriter(ledger_path(run_dir, me.worker, me.incarnation))
-        if not self._ledger_begun:
-            self._ledger_begun = True
-            self._ledger.begin(self._header())
-        self._ledger.append(
-            LedgerEntry(
-                step=step.index,
-                view=self._step.reduced_in,
-                hosts=table.hosts(),
-                counts=table.counts(),
-                digests=table.digests(),
-                loss=step.loss,
-            )
-        )
-
-    def _note(self, step: int, view: int, again: bool) -> None:
-        """Steps from this one on, as far as they were committed up to `view`, may be wrong."""
-        if self._job.run_dir is not None:
-            me = self._driver.status()
-            ledger = LedgerWriter(ledger_path(self._job.run_dir, me.worker, me.incarnation))
-            ledger.doubt(LedgerDoubt(step=step, view=view, again=again))
-            ledger.close()
-
-    def _header(self) -> LedgerHeader:
-        me = self._driver.status()
-        return LedgerHeader(
-            seed=self._job.seed,
-            virtual_ranks=self._job.virtual_ranks,
-            plan=self._source[0].plan.to_dict(),
-            worker=me.worker,
-            incarnation=me.incarnation,
-        )
+        step.loss = total / job.virtual_ranks * scale
+        self._accounts.commit(step.index, self._step.reduced_in, table, step.loss)
 
     def _follow(self, hosted: tuple[int, ...], index: int) -> None:
         if hosted != self._followed:

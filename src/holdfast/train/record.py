@@ -30,6 +30,16 @@ class StepTable:
         signed = digest - (1 << 64) if digest >= 1 << 63 else digest
         self.rows[vrank] = torch.tensor([int(bits[0]), count, signed, *host])
 
+    def take(self, vranks: Iterable[int], own: StepTable) -> None:
+        """These rows from the table of the worker that hosts them."""
+        hosted = list(vranks)
+        self.rows[hosted] = own.rows[hosted]
+
+    def drop(self, vranks: Iterable[int], host: tuple[int, int]) -> None:
+        """What `host` computes of these does not count: no loss, no samples."""
+        for vrank in vranks:
+            self.put(vrank, 0.0, 0, 0, host)
+
     def losses(self) -> list[float]:
         return self.rows[:, LOSS].contiguous().view(torch.float64).tolist()
 
@@ -74,6 +84,7 @@ class Buffers:
         ]
         self._start: list[torch.Tensor] = []
         self._left: torch.Tensor | None = None  # what virtual rank 0 left, as a message
+        self._kept: tuple[int, torch.Tensor] | None = None  # what this worker's first one left
 
     def __len__(self) -> int:
         return len(self._places)
@@ -85,7 +96,7 @@ class Buffers:
 
     def remember(self) -> None:
         """Take the present values as those of the step's start."""
-        self._left = None
+        self._left = self._kept = None
         with torch.no_grad():
             if not self._start:
                 self._start = [owner._buffers[key].clone() for _, owner, key in self._places]
@@ -109,13 +120,23 @@ class Buffers:
                 parts.append(left)
         return torch.cat([flags, *parts])
 
+    def keep(self, vrank: int, left: torch.Tensor) -> None:
+        """What this virtual rank's task has left, unless one before it has been kept."""
+        if self._kept is None or vrank <= self._kept[0]:
+            self._kept = vrank, left
+
+    @property
+    def kept(self) -> torch.Tensor | None:
+        """What the first virtual rank computed here has left, as a message."""
+        return None if self._kept is None else self._kept[1]
+
     @property
     def left(self) -> torch.Tensor | None:
         """The message to send: one changed flag per buffer, then the changed ones' bytes."""
         return self._left
 
     @left.setter
-    def left(self, message: torch.Tensor) -> None:
+    def left(self, message: torch.Tensor | None) -> None:
         self._left = message
 
     def apply(self) -> None:
