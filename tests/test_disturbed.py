@@ -419,15 +419,3 @@ def test_what_is_rightly_not_finite_is_committed(start: Start, tmp_path: Path) -
     (text,) = wrong(run)
     assert text == "the gradient of step 7 is not finite, on all who compute it"
     assert verify(run.run_dir.path, SamplePlan.from_dict).ok
-
-
-def test_what_comes_out_otherwise_each_time_is_not_audited_any_more(
-    start: Start, tmp_path: Path
-) -> None:
-    """As on hardware whose kernels do not keep an order: that is said, and nobody is blamed."""
-    options = (*disturbed(tmp_path, "any worker always multiply wrongly"), "--audit", "1.0")
-    with start(*AUDITED, nproc=3, options=options) as run:
-        finish(run)
-    (text,) = wrong(run)
-    assert "nothing is audited any more" in text
-    assert run.events("lost") == []
