@@ -134,7 +134,7 @@ def transitions() -> Iterator[str]:
                 names = ", ".join(type(e).__name__ for e in effects) or "-"
                 rows.setdefault((before, name), set()).add((situation(after), names))
                 status = dataclasses.replace(after.snapshot(), seq=0)
-                inside = vars(after) | {"_status": status, "waits": None}  # no time passes here
+                inside = vars(after) | {"_status": status, "lateness": None}  # no time passes here
                 mark = repr(sorted(inside.items()))
                 if mark not in seen:
                     seen.add(mark)

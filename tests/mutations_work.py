@@ -111,7 +111,7 @@ def who_catches_up_holds_the_state_already(patch: pytest.MonkeyPatch) -> Machine
 def the_late_one_goes_on_in_the_old_view(patch: pytest.MonkeyPatch) -> Machines:
     class Deaf(WorkerMachine):
         def _promise(self, number: ViewNumber) -> list[wo.WorkerEffect]:
-            if self._status.in_step and not self._status.waiting and self.waits.began_at:
+            if self._status.in_step and not self._status.waiting and self.lateness.began_at:
                 self._change(promised=number)
                 self._change(promised=ViewNumber(number - 1))
                 return [wo.Tell(dataclasses.replace(self._status, promised=number))]

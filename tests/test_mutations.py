@@ -322,7 +322,7 @@ def proof_is_dated_by_the_vote(patch: pytest.MonkeyPatch) -> Machines:
 
     class Late(WorkerMachine):
         def _voted(self, vote: wo.Voted, now: float) -> list[wo.WorkerEffect]:
-            self.waits.began_at = now + 1.0
+            self.lateness.began_at = now + 1.0
             return super()._voted(vote, now)
 
     return Machines(worker=Late)

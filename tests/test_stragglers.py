@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.core.balance import BalancePolicy, Balancer
-from holdfast.core.speculation import Budget, Patience, Waits, worth_copying
+from holdfast.core.speculation import Budget, Lateness, Patience, worth_copying
 from holdfast.core.speeds import Speeds
 from holdfast.core.stragglers import Detector, Kind, Verdict
 from holdfast.core.types import AgentId, Incarnation, Member, View, ViewNumber, WorkerId
@@ -256,9 +256,9 @@ def test_the_leader_tells_of_what_costs_something() -> None:
 # ---------------------------------------------------------------- late workers
 
 
-def waits(task_s: list[float], others_s: list[float], patience: Patience) -> Waits:
+def lateness(task_s: list[float], others_s: list[float], patience: Patience) -> Lateness:
     """After steps of one task each, in which the others were done so many seconds later."""
-    found, now = Waits(patience), 0.0
+    found, now = Lateness(patience), 0.0
     found.view(now)
     for task, wait in zip(task_s, others_s, strict=True):
         found.done(now + task)
@@ -268,38 +268,38 @@ def waits(task_s: list[float], others_s: list[float], patience: Patience) -> Wai
     return found
 
 
-def after(found: Waits) -> tuple[float, float]:
+def after(found: Lateness) -> tuple[float, float]:
     """How long it waits before it copies, and before it says that somebody is late."""
     return found.copy_at - found.began_at, found.late_at - found.began_at
 
 
 def test_patience_is_what_was_usual_and_what_the_answer_costs() -> None:
     patience = Patience(copies=1.0, least_s=0.5)
-    steady = waits([0.1] * 10, [0.02] * 10, patience)
+    steady = lateness([0.1] * 10, [0.02] * 10, patience)
     assert after(steady) == pytest.approx((0.12, 0.02 + 0.12 + 0.5))
-    stalled = waits([0.1] * 10, [0.02] * 5 + [3.0] + [0.02] * 4, patience)
+    stalled = lateness([0.1] * 10, [0.02] * 5 + [3.0] + [0.02] * 4, patience)
     assert after(stalled) == pytest.approx(after(steady))  # what was late once is not usual
-    uneven = waits([0.1] * 16, [0.0, 0.1, 0.2, 0.3] * 4, patience)
+    uneven = lateness([0.1] * 16, [0.0, 0.1, 0.2, 0.3] * 4, patience)
     assert after(uneven)[0] == pytest.approx(0.2 + 6 * 1.4826 * 0.1)  # nor is chance lateness
 
 
 def test_a_group_that_takes_long_to_build_makes_patient() -> None:
-    found = waits([0.1] * 10, [0.0] * 10, Patience())
+    found = lateness([0.1] * 10, [0.0] * 10, Patience())
     found.group_s = 8.0
     assert after(found)[1] == pytest.approx(0.1 + 8.0)
 
 
 def test_nobody_is_late_before_some_steps_were_timed() -> None:
-    assert after(waits([0.1] * 7, [0.0] * 7, Patience(copies=1.0))) == (math.inf, math.inf)
+    assert after(lateness([0.1] * 7, [0.0] * 7, Patience(copies=1.0))) == (math.inf, math.inf)
 
 
 def test_copies_are_a_share_of_what_a_worker_computes_itself() -> None:
-    found = waits([0.1] * 100, [0.0] * 100, Patience(copies=0.02))
+    found = lateness([0.1] * 100, [0.0] * 100, Patience(copies=0.02))
     for _ in range(3):  # two in a hundred, and one in advance
         assert found.copy_at < math.inf
         found.copied += 1
     assert found.copy_at == math.inf
-    assert waits([0.1] * 100, [0.0] * 100, Patience()).copy_at == math.inf
+    assert lateness([0.1] * 100, [0.0] * 100, Patience()).copy_at == math.inf
 
 
 def test_who_is_set_aside_costs_a_share_of_all_tasks() -> None:

@@ -33,7 +33,7 @@ class Patience:
     copies: float = 0.0  # of as many tasks as the worker computes itself; 0: none
 
 
-class Waits:
+class Lateness:
     """Of one worker. Times are its node's, in seconds."""
 
     def __init__(self, patience: Patience) -> None:

@@ -11,7 +11,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from holdfast.core.errors import assert_never, require
-from holdfast.core.speculation import Patience, Waits
+from holdfast.core.speculation import Lateness, Patience
 from holdfast.core.types import (
     NO_VIEW,
     Incarnation,
@@ -257,7 +257,7 @@ class WorkerMachine:
     def __init__(
         self, worker: WorkerId, incarnation: Incarnation, patience: Patience | None = None
     ) -> None:
-        self.waits = Waits(patience or Patience())
+        self.lateness = Lateness(patience or Patience())
         self._status = WorkerStatus(worker=worker, incarnation=incarnation)
         self._view: View | None = None
         self._owners: tuple[WorkerId, ...] = ()
@@ -298,11 +298,11 @@ class WorkerMachine:
                 return self._caught_up(view, step)
             case LocalDone(done):
                 self._change(waiting=done)
-                self.waits.done(now)
+                self.lateness.done(now)
                 self._copying = False
                 return [] if self._acting_in(self._status.view) else [self._tell()]
             case Copied():
-                self.waits.copied += 1
+                self.lateness.copied += 1
                 return []
             case AtBoundary():
                 return self._at_boundary()
@@ -415,12 +415,12 @@ class WorkerMachine:
     def _late_at(self) -> float:
         """When it says that others are late, if nothing happens until then."""
         status = self._status
-        return self.waits.late_at if status.waiting and not status.late else float("inf")
+        return self.lateness.late_at if status.waiting and not status.late else float("inf")
 
     def _copy_at(self) -> float:
         """When its script may copy what others are late with."""
         waits = self._status.waiting and self._synced and not self._copying
-        return self.waits.copy_at if waits else float("inf")
+        return self.lateness.copy_at if waits else float("inf")
 
     def _link_lost(self, view: ViewNumber, peers: tuple[WorkerId, ...]) -> list[WorkerEffect]:
         if self._status.view != view or set(peers) <= set(self._status.unreached):
@@ -474,7 +474,7 @@ class WorkerMachine:
         )
         if behind:  # of no use to anybody until it has caught up
             self._change(has_state=False, tainted=True)
-        self.waits.view(now)
+        self.lateness.view(now)
         self._copying = False
         effects += [Install(view), self._tell()]
         if not view.joiners or self._catches_up(view):
@@ -485,7 +485,7 @@ class WorkerMachine:
         if not self._acting_in(number) or self._view is None or self._synced:
             return []
         self._synced = True
-        self.waits.group_s = now - self.waits.began_at
+        self.lateness.group_s = now - self.lateness.began_at
         if not self._status.has_state:
             hosted = self._view.hosted_by(self._status.worker)
             step = self._view.resume_step
@@ -512,8 +512,8 @@ class WorkerMachine:
             self._owners, me = vote.owners, self._status.worker
             self._change(hosted=tuple(v for v, owner in enumerate(vote.owners) if owner == me))
         # All others needed this worker's share of the step, which it sent after this moment.
-        proved_at = self.waits.began_at
-        self.waits.step(now, tasks)
+        proved_at = self.lateness.began_at
+        self.lateness.step(now, tasks)
         self._copying = False
         self._change(
             committed=step + 1,

@@ -113,7 +113,7 @@ class Driver:
     def copied(self) -> int:
         """How many tasks of others this worker has computed because they were late."""
         with self.changed:
-            return self._machine.waits.copied
+            return self._machine.lateness.copied
 
     @property
     def leads(self) -> bool:
