@@ -419,3 +419,17 @@ def test_what_is_rightly_not_finite_is_committed(start: Start, tmp_path: Path) -
     (text,) = wrong(run)
     assert text == "the gradient of step 7 is not finite, on all who compute it"
     assert verify(run.run_dir.path, SamplePlan.from_dict).ok
+
+
+# ---------------------------------------------------------------- slow networks
+
+
+def test_a_slow_network_is_told_from_slow_computing(start: Start, tmp_path: Path) -> None:
+    """The others compute as fast as it does, and wait for what it sends."""
+    options = disturbed(tmp_path, "worker 0 always slow link 1e5")
+    with start("--steps", "24", "--task-s", "0.05", nproc=3, options=options) as run:
+        finish(run)
+    told = [event["text"] for event in run.events("slow")]
+    (text,) = [each for each in told if "network" in each or "link" in each]
+    assert text.startswith("the network of worker 0 is slow: 2 of 2 others wait")
+    assert not [each for each in told if each.startswith("worker 0")]

@@ -1,4 +1,4 @@
-"""What the members of a view make of each step's compute times: who is slow, who hosts what. Pure.
+"""What the members of a view make of each step's times: who is slow, who hosts what. Pure.
 
 Every member observes the same numbers in the same order, so all of them hold the same assignment;
 only the leader looks for slow workers, and tells the job's story of them.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from holdfast.core.balance import BalancePolicy, Balancer
+from holdfast.core.links import LinkDetector, Wait
 from holdfast.core.stragglers import Detector, Kind, Verdict
 from holdfast.core.types import View, WorkerId
 
@@ -22,6 +23,7 @@ class Speeds:
         self._view = view
         self._balancer = Balancer(policy or BalancePolicy(), view.workers, view.owners)
         self._detector = Detector(view.workers)
+        self._links = LinkDetector(view.workers)
         self._rebalance = policy is not None
         self._told_slow: dict[WorkerId, bool] = {}
 
@@ -30,8 +32,13 @@ class Speeds:
         """Who hosts each virtual rank from the next step on."""
         return self._balancer.owners
 
-    def observe(self, compute_us: Sequence[int], leads: bool) -> list[tuple[str, str]]:
-        """What each member's own tasks of a step took; returns remarks: kinds and texts."""
+    def observe(
+        self, compute_us: Sequence[int], leads: bool, waits: Sequence[Wait] = ()
+    ) -> list[tuple[str, str]]:
+        """What each member's own tasks of a step took, and for whom it waited (not simulated).
+
+        Returns remarks: kinds and texts.
+        """
         counts = self._balancer.counts
         found: list[tuple[str, str]] = []
         if leads:
@@ -39,6 +46,7 @@ class Speeds:
             verdicts = self._detector.observe(tasks_s)
             costs = dict(zip(self._view.workers, compute_us, strict=True))
             found += [("slow", str(v)) for v in verdicts if self._worth_telling(v, costs)]
+            found += [("slow", str(v)) for v in self._links.observe(waits, compute_us)]
         if self._rebalance and self._balancer.observe(compute_us) and leads:
             found.append(("balance", "; ".join(self._changes(counts))))
         return found

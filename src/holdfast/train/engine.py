@@ -52,6 +52,7 @@ from holdfast.train.restoring import Restorer
 from holdfast.train.saver import Saver, say
 from holdfast.train.transfer import StateSync
 from holdfast.train.transport import AloneTransport, Rendezvous, Transport
+from holdfast.train.waits import Waits
 
 STORE_PAUSE_S = 1.0  # before another view tries a store that does not answer
 
@@ -126,6 +127,7 @@ class Engine(threading.Thread):
         self._make_transport = make_transport
         self._filled: deque[Bucket] = deque()
         self._missed = MissedSteps(step)
+        self._waits: Waits  # of this view
         self._withdrawn: Voids = ()  # what this worker has removed from the store, or still does
         self._layout: tuple[object, Layout]  # of which view and owners, and what it is
 
@@ -173,6 +175,8 @@ class Engine(threading.Thread):
             self._begin_agreement(number, layout, transport)
         driver.post(machine.Synced(number))
         speeds = Speeds(view, BalancePolicy() if self.rebalance else None)
+        self._waits = Waits(time.perf_counter)
+        self._waits.begin()
         while True:
             step, layout = self._await_open_step(view)
             counted = self._who_counts(step, layout)
@@ -188,6 +192,7 @@ class Engine(threading.Thread):
             if doubt in (FINITE, RIGHTLY):
                 driver.post(machine.Reduced(number, step))
             votes = vote(transport, layout, number, step, self._opinion(step, doubt))
+            self._waits.begin()
             if self.judge.doubts(step, [v.doubt for v in votes]):
                 driver.post(machine.Reopened(number, step))
                 self._begin_anew(view)
@@ -198,7 +203,8 @@ class Engine(threading.Thread):
                 self._step.audits.whole_step = step + 1
             if view.aside:
                 self._missed.keep(step, layout, number)
-            for kind, text in speeds.observe([v.compute_us for v in votes], driver.leads):
+            compute_us, waits = [v.compute_us for v in votes], [v.wait for v in votes]
+            for kind, text in speeds.observe(compute_us, driver.leads, waits):
                 driver.post(machine.Remarked(kind, text))
             pending = any(v.pending for v in votes)
             dropped = self._step.dropped and self._step.samples(layout.hosted[layout.rank]) is None
@@ -276,9 +282,9 @@ class Engine(threading.Thread):
         if saver is not None:
             due, busy = saver.due(step + 1) and driver.leads, saver.busy
         save = due or (saver is not None and driver.save_wanted)
-        alike = self._step.audits.alike
+        alike, wait = self._step.audits.alike, self._waits.told()
         compute_us = 0 if self._step.dropped else self._step.clock.step_us()
-        return Vote(driver.pending, save, busy, alike, doubt, compute_us)
+        return Vote(driver.pending, save, busy, alike, doubt, compute_us, wait)
 
     def _catch_up(self, view: View, lag: Laggard, transport: Transport, donors: list[int]) -> None:
         """A member that was late applies the steps that it has missed; the others send them."""
@@ -392,7 +398,8 @@ class Engine(threading.Thread):
                 with self._driver.changed:  # a newer view may merge the partial sums further
                     self._driver.check_alive(number)
                     started = BucketSum(bucket, layout)
-                started.gather(transport)
+                with self._waits.sending():
+                    started.gather(transport)
                 gathering.append(started)
             if begun == total and not closing:  # under way beside the last buckets
                 closing = self._closing_operations(layout, number, counted)
@@ -400,7 +407,7 @@ class Engine(threading.Thread):
                     operation.gather(transport)
             if gathering:
                 gathered = gathering.popleft()
-                gathered.spread(transport)
+                gathered.spread(transport, None if transport.ordered else self._waits)
                 spreading.append(gathered)
         for operation in closing:
             operation.spread(transport)

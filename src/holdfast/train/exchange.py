@@ -17,12 +17,14 @@ import torch
 
 from holdfast.core import tree
 from holdfast.core.errors import InvariantError, Severed
+from holdfast.core.links import NO_WAIT, Wait
 from holdfast.core.types import View, WorkerId
 from holdfast.train.buckets import Bucket
 from holdfast.train.record import Buffers, StepTable
 from holdfast.train.state import as_bytes
 from holdfast.train.taps import current
 from holdfast.train.transport import Message, Pending, Transport
+from holdfast.train.waits import Waits
 
 TAG_VOTE, TAG_TABLE, TAG_BUFFERS, TAG_AUDIT, TAG_STATE, TAG_BUCKETS = 1, 2, 3, 4, 16, 1024
 Prints = tuple[int, int]  # fingerprints of a part of the state, and of all of it (0: not taken)
@@ -112,12 +114,12 @@ class BucketSum:
         for peer in layout.peers:
             piece = self._piece(peer)
             sends += [(peer, data[piece]) for data in self._own.values()]
-            current.taps.sending(peer, len(self._own) * (piece.stop - piece.start))
+            current.taps.sending(peer, sum(data[piece].nbytes for data in self._own.values()))
         tag = TAG_BUCKETS + 2 * bucket.index
         self._pending = transport.exchange(_nonempty(sends), _nonempty(receives), tag)
 
-    def spread(self, transport: Transport) -> None:
-        _wait(self._pending)
+    def spread(self, transport: Transport, waits: Waits | None = None) -> None:
+        _wait(self._pending, waits)
         for part in self._received.values():
             current.taps.received(part)
         result, piece, peers = self._result, self._piece(self._layout.rank), self._layout.peers
@@ -269,6 +271,7 @@ class Vote:
     `pending`: it knows of a planned change. `save`: the state after this step should be saved.
     `busy`: it still saves another one. `alike`: what audits ask from the next step on. `doubt`:
     whether what it has summed is finite. `compute_us`: how long its own tasks of the step took.
+    `wait`: for whom it waited at the end of the exchange.
     """
 
     pending: bool
@@ -277,24 +280,26 @@ class Vote:
     alike: int = 0
     doubt: int = FINITE
     compute_us: int = 0
+    wait: Wait = NO_WAIT
 
 
 def vote(transport: Transport, layout: Layout, view: int, step: int, mine: Vote) -> list[Vote]:
     """The all-gather that ends a step: what each member says, by rank."""
-    words = torch.tensor([view, step, *dataclasses.astuple(mine)], dtype=torch.int64)
+    *own, wait = dataclasses.astuple(mine)
+    words = torch.tensor([view, step, *own, *wait], dtype=torch.int64)
     votes = all_gather(transport, layout, words, TAG_VOTE)
     if not bool((votes[:, :2] == words[:2]).all()):
         raise Severed(f"votes of view {view}, step {step} do not match: {votes.tolist()}")
     return [
-        Vote(bool(pending), bool(save), bool(busy), alike, doubt, compute_us)
-        for _, _, pending, save, busy, alike, doubt, compute_us in votes.tolist()
+        Vote(bool(pending), bool(save), bool(busy), alike, doubt, compute_us, Wait(*wait))
+        for _, _, pending, save, busy, alike, doubt, compute_us, *wait in votes.tolist()
     ]
 
 
-def _wait(pending: Pending | None) -> None:
+def _wait(pending: Pending | None, waits: Waits | None = None) -> None:
     if pending is None:
         raise InvariantError("an operation was continued before it began")
-    pending.wait()
+    pending.wait(waits)
 
 
 def _nonempty(messages: list[Message]) -> list[Message]:

@@ -25,6 +25,7 @@ from holdfast.core.errors import Severed, first_line
 from holdfast.train import proof, sockets
 from holdfast.train.abort import Aborter
 from holdfast.train.transport import Message, Pending, Rendezvous
+from holdfast.train.waits import Waits
 
 FOREVER = timedelta(days=365)
 ENDED_S = 5.0  # how long a group stays whole though one of its connections has ended
@@ -103,11 +104,16 @@ class _GlooPending:
 
     def __init__(self, works: list[dist.Work], transport: GlooTransport) -> None:
         self.works = works
+        self.senders: list[int] = []  # ranks; what they send are the first of the works
         self._transport = transport
 
-    def wait(self) -> None:
-        for work in self.works:
+    def wait(self, waits: Waits | None = None) -> None:
+        if waits is not None:
+            waits.awaits()
+        for i, work in enumerate(self.works):
             wait_for(work, FOREVER)
+            if waits is not None and i < len(self.senders):
+                waits.arrived(self.senders[i])
         self._transport.ended(self)
 
 
@@ -181,6 +187,7 @@ class GlooTransport:
             try:
                 for peer, tensor in receives:
                     pending.works.append(group.recv([tensor], peer, tag))
+                    pending.senders.append(peer)
                 for peer, tensor in sends:
                     pending.works.append(group.send([tensor], peer, tag))
             except RuntimeError as error:

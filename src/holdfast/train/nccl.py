@@ -21,6 +21,7 @@ import torch.distributed as dist
 from holdfast.core.errors import Severed, first_line
 from holdfast.train.gloo import GlooDevice, GlooTransport
 from holdfast.train.transport import Message, Pending, Rendezvous, Transport
+from holdfast.train.waits import Waits
 
 TAG_UNIQUE_ID = 8
 POLL_S = 0.0005
@@ -68,7 +69,9 @@ class _NcclPending:
     transport: NcclTransport
     host: Pending | None
 
-    def wait(self) -> None:
+    def wait(self, waits: Waits | None = None) -> None:
+        # `waits` is told nothing: NCCL does not say which peer's messages have arrived, and what
+        # comes through the host is no measure of the links between GPUs.
         # Polled, so that a sever is noticed even when an aborted kernel never signals its event.
         pause = threading.Event()
         while not self.done.query():

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from holdfast.core.errors import Severed
+from holdfast.train.waits import Waits
 
 Message = tuple[int, torch.Tensor]  # (peer's rank in the view, contiguous tensor)
 
@@ -30,8 +31,11 @@ class Rendezvous(Protocol):
 
 
 class Pending(Protocol):
-    def wait(self) -> None:
-        """Block until every send and receive of the exchange is done; raises Severed."""
+    def wait(self, waits: Waits | None = None) -> None:
+        """Block until every send and receive of the exchange is done; raises Severed.
+
+        `waits` is told of each peer's messages as they arrive, where they can be told apart.
+        """
         ...
 
 
@@ -73,7 +77,7 @@ class Transport(Protocol):
 class NothingPending:
     """The exchange of a view with a single member."""
 
-    def wait(self) -> None:
+    def wait(self, waits: Waits | None = None) -> None:
         return
 
 

@@ -1,0 +1,183 @@
+"""Which links between workers are slow: verdicts, with reasons, from the waits in the votes. Pure.
+
+When a member has begun to send the last of its gradients, nothing is left for it to do but to wait
+for those of the others. Its vote says whose came last, and when. Counted from when that peer began
+to send them, this is how long the network took: that a peer computes longer, or has itself waited
+for a third one, is not in it. It counts if it is more than others take in the same step by so much
+that it costs something. A link is slow when that comes from the same peer so often that chance is
+no explanation. If most others wait for the same peer, it is not a link but that worker's network.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from holdfast.core.types import WorkerId
+
+RECENT = 16  # steps
+COSTS_MIN_US = 5000  # waited in a step, for it to count
+COSTS_MIN = 0.05  # the same, of the time that the slowest computes: less is not worth a search
+CLEARLY = 0.5  # longer than usual: networks vary more than computing does
+RATE_MIN = 0.05  # of steps in which a healthy link is late by that much, at least
+CHANCE_MAX = 1e-5  # for a verdict; with healthy other links, 8 of 16 steps
+NOBODY = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """What a member tells of the end of its exchange in a step.
+
+    `ready_us`: when it began to send its last gradients, after the last vote. `peer`: the rank
+    whose gradients came last, `waited_us` after its own were sent; NOBODY if all were there.
+    """
+
+    ready_us: int = 0
+    peer: int = NOBODY
+    waited_us: int = 0
+
+
+NO_WAIT = Wait()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkVerdict:
+    """`to`: at the other end of the link; None if it is the worker's network. `late_us`: a step."""
+
+    worker: WorkerId
+    to: WorkerId | None
+    slow: bool  # or not any more
+    late_us: int
+    confidence: float  # that chance is no reason
+    reason: str
+
+    def __str__(self) -> str:
+        link = f"link from worker {self.worker} to worker {self.to}"
+        what = link if self.to is not None else f"network of worker {self.worker}"
+        return f"the {what} is {'slow' if self.slow else 'not slow any more'}: {self.reason}"
+
+
+class LinkDetector:
+    """Of the workers of one view, by rank. `observe` is the only mutator."""
+
+    def __init__(self, workers: Sequence[WorkerId]) -> None:
+        self._workers = tuple(workers)
+        self._recent: deque[dict[int, tuple[int, int]]] = deque()  # by step, of each who waited
+        self._hits: Counter[tuple[int, int]] = Counter()  # recent steps, by peer and who waited
+        self._hits_of: Counter[int] = Counter()  # the same, by peer
+        self._slow: dict[tuple[int, int | None], None] = {}  # told: peers, who waits (None: most)
+
+    def observe(self, waits: Sequence[Wait], compute_us: Sequence[int]) -> list[LinkVerdict]:
+        """What each member tells of a step, by rank. Returns what is new."""
+        if len(waits) < 2:
+            return []
+        row = _counting(waits, max(COSTS_MIN_US, COSTS_MIN * max(compute_us)))
+        self._remember(row)
+        found = [self._recovered(*each) for each in list(self._slow) if self._is_over(*each)]
+        for rank, (peer, _) in row.items():
+            if (peer, None) in self._slow or (peer, rank) in self._slow:
+                continue
+            chance = self._chance(peer, rank)
+            if chance <= CHANCE_MAX:
+                found.append(self._found(peer, rank, chance))
+        return found
+
+    def _remember(self, row: dict[int, tuple[int, int]]) -> None:
+        self._recent.append(row)
+        old = self._recent.popleft() if len(self._recent) > RECENT else {}
+        for rank, (peer, _) in row.items():
+            self._hits[peer, rank] += 1
+            self._hits_of[peer] += 1
+        for rank, (peer, _) in old.items():
+            self._hits[peer, rank] -= 1
+            self._hits_of[peer] -= 1
+            if not self._hits[peer, rank]:
+                del self._hits[peer, rank]
+
+    def _chance(self, peer: int, rank: int) -> float:
+        """That it is by chance that this member has waited so often for that peer.
+
+        By Chernoff's bound, if all waits are as frequent as those for other peers are.
+        """
+        others = self._hits_of.total() - self._hits_of[peer]
+        pairs = (len(self._workers) - 1) ** 2  # with another peer
+        rate = max(RATE_MIN, others / (RECENT * pairs))
+        share = self._hits[peer, rank] / RECENT
+        if share <= rate:
+            return 1.0
+        exponent = share * math.log(share / rate)
+        if share < 1:
+            exponent += (1 - share) * math.log((1 - share) / (1 - rate))
+        return math.exp(-RECENT * exponent)
+
+    def _found(self, peer: int, rank: int, chance: float) -> LinkVerdict:
+        others = len(self._workers) - 1
+        often = self._hits[peer, rank] / 2
+        waiting = [r for r in range(others + 1) if self._hits[peer, r] >= often]
+        who = f"{len(waiting)} of {others} others wait"
+        many = len(waiting) > max(1, others / 2)
+        if many:
+            for told in [each for each in self._slow if each[0] == peer]:
+                del self._slow[told]
+        else:
+            waiting, who = [rank], f"worker {self._workers[rank]} waits"
+        self._slow[peer, None if many else rank] = None
+        rows = [row[r] for row in self._recent for r in waiting if r in row]
+        times = [late_us for whose, late_us in rows if whose == peer]
+        late_us = sum(times) // len(times)
+        return LinkVerdict(
+            worker=self._workers[peer],
+            to=None if many else self._workers[rank],
+            slow=True,
+            late_us=late_us,
+            confidence=1 - chance,
+            reason=f"{who} {late_us / 1000:.3g} ms a step for gradients that it sends in time",
+        )
+
+    def _is_over(self, peer: int, rank: int | None) -> bool:
+        ranks = range(len(self._workers)) if rank is None else (rank,)
+        return all(self._hits[peer, r] <= 1 for r in ranks)
+
+    def _recovered(self, peer: int, rank: int | None) -> LinkVerdict:
+        del self._slow[peer, rank]
+        return LinkVerdict(
+            worker=self._workers[peer],
+            to=None if rank is None else self._workers[rank],
+            slow=False,
+            late_us=0,
+            confidence=0.99,
+            reason=f"it kept nobody waiting for {RECENT} steps",
+        )
+
+
+def _counting(waits: Sequence[Wait], worth_us: float) -> dict[int, tuple[int, int]]:
+    """Of each member that waited for the network as long as counts: for which peer, how long."""
+    if max(wait.waited_us for wait in waits) < worth_us:
+        return {}
+    # Who waited for nobody had even those in time that were sent last.
+    by_ready = sorted(range(len(waits)), key=lambda rank: waits[rank].ready_us)
+    latest, second = by_ready[-1], by_ready[-2]
+    peers, took_us = [], []
+    for rank, wait in enumerate(waits):
+        sent_last = latest if rank != latest else second
+        peers.append(sent_last if wait.peer == NOBODY else wait.peer)
+        began_us = waits[peers[rank]].ready_us
+        took_us.append(max(0, wait.ready_us + wait.waited_us - began_us))
+    # What is usual is said by those that name another peer, of whom there may be only a few.
+    most, many = Counter(peers).most_common(1)[0]
+    usual_us = others_us = statistics.median_low(took_us)
+    if 2 * many > len(peers):
+        named = zip(peers, took_us, strict=True)
+        others_us = statistics.median_low(us for peer, us in named if peer != most)
+    row = {}
+    for rank, peer in enumerate(peers):
+        # What was sent before this member was ready can have come at any time.
+        own_us = min(waits[rank].waited_us, took_us[rank])
+        fair_us = others_us if peer == most else usual_us
+        late_us = own_us - fair_us
+        if late_us >= max(worth_us, CLEARLY * fair_us):
+            row[rank] = (peer, late_us)
+    return row
