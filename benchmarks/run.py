@@ -192,6 +192,18 @@ def detection_lines() -> Iterator[str]:
     for workers in (2, 4, 64, 1000, 4000):
         a = stragglers.false_alarms(workers, 400_000)
         yield f"| {workers} | {a.false} | {a.worker_steps:,} | {a.observe_us / 1e3:.3f} ms |"
+    yield ""
+    yield "Four real workers with tasks of 50 ms; worker 2 becomes slow in step 40 of 80."
+    yield ""
+    yield "| slow | found | steps, median | most | verdicts on others, in worker-steps |"
+    yield "|---|---|---|---|---|"
+    for what in ("", "at random 0.6"):
+        r = stragglers.detect_real(what, stragglers.FACTORS)
+        middle = f"{statistics.median(r.latencies):.0f}" if r.latencies else "-"
+        yield (
+            f"| 1.2 to 10 times {what or 'constantly'} | {len(r.latencies)} of {r.jobs} | {middle} "
+            f"| {max(r.latencies, default='-')} | {r.others} in {r.worker_steps:,} |"
+        )
 
 
 def link_lines() -> Iterator[str]:

@@ -9,7 +9,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -99,6 +99,31 @@ def false_alarms(workers: int, worker_steps: int) -> Alarms:
         false=false,
         observe_us=spent / steps * 1e6,
     )
+
+
+@dataclass(slots=True)
+class Real:
+    """Jobs of four real workers. `others`: verdicts on those that were not slowed down."""
+
+    jobs: int = 0
+    latencies: list[int] = field(default_factory=list)  # steps until found
+    others: int = 0
+    worker_steps: int = 0
+
+
+def detect_real(what: str, factors: Sequence[float], begin: int = 40, task_s: float = 0.05) -> Real:
+    """One of four workers becomes slow; `what` comes after the factor in the fault script."""
+    found, steps = Real(), begin + 2 * WITHIN
+    for factor in factors:
+        faults = f"worker 2 from step {begin} slow {factor} {what}"
+        x = run_job(4, task_s, steps, ("--no-rebalance",), faults)
+        since, hits = x.ended[begin - 1], [t for t, text in x.slow if text.startswith("worker 2 ")]
+        late = [sum(since < end <= t for end in x.ended) for t in hits if t > since]
+        found.latencies += late[:1]
+        found.others += len(x.slow) - sum(t > since for t in hits)
+        found.jobs += 1
+        found.worker_steps += 4 * steps
+    return found
 
 
 def change_ms(workers: int, vranks: int) -> float:
@@ -205,10 +230,15 @@ def backup(pairs: int, steps: int = 300, task_s: float = 0.05) -> Backup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    step_s: list[float]
+    ended: list[float]  # each step, seconds since the epoch
+    slow: list[tuple[float, str]]  # what is said of slow workers, and when
     digest: str
     set_aside: int
     dropped: float  # share of the samples
+
+    @property
+    def step_s(self) -> list[float]:
+        return [b - a for a, b in itertools.pairwise(self.ended)]
 
 
 def run_job(
@@ -225,12 +255,13 @@ def run_job(
         command = [script, str(steps), str(task_s), str(out)]
         with LocalRun(folder / "run", options, command) as run:
             assert run.wait(RUN_S) == 0, run.story()
+            said = [(e["time"], e["text"]) for e in run.events("slow")]
             aside = [e for e in run.events("view") if "is set aside" in e["text"]]
         told = json.loads(out.read_text())
-        gaps = [b - a for a, b in itertools.pairwise(told["ended"])]
         report = verify(folder / "run", SamplePlan.from_dict)
         return Job(
-            step_s=gaps,
+            ended=told["ended"],
+            slow=[each for each in said if "not slow any more" not in each[1]],
             digest=told["digest"],
             set_aside=len(aside),
             dropped=report.dropped / (report.dropped + report.samples),
@@ -244,6 +275,7 @@ def main() -> None:
             print(pattern, workers, len(x.latencies), "of", x.cases, statistics.mean(x.latencies))
     for workers in (4, 64, 1000):
         print(false_alarms(workers, 100_000))
+    print(detect_real("", [1.5]))
     for workers, vranks in ((4, 16), (1000, 4000)):
         print(workers, vranks, change_ms(workers, vranks))
     print(rebalance(16, 0.1, 1))

@@ -32,7 +32,7 @@ def main() -> None:
             step.backward((model(x) - x).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-        ended.append(time.monotonic())
+        ended.append(time.time())
     if job.is_leader:
         digest = hashlib.sha256()
         for parameter in model.parameters():

@@ -149,7 +149,9 @@ def test_a_worker_that_always_comes_last_is_always_left_out(
     assert int(re.search(rf"of worker {worker} in (\d+)", text)[1]) > STEPS * 3 // 4
 
 
-@pytest.mark.parametrize("worker", [0, 1, 2])
+@pytest.mark.parametrize(
+    "worker", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
+)
 def test_a_death_among_backup_workers(worker: int, start: Start, tmp_path: Path) -> None:
     """Also of one that is late, and of the one that tells who counts."""
     faults = f"{FAULTS}\nworker {worker} steps 3-8 kill\n"  # those that it begins
@@ -159,7 +161,7 @@ def test_a_death_among_backup_workers(worker: int, start: Start, tmp_path: Path)
     assert {event["worker"] for event in run.events("lost")} == {worker}
 
 
-@pytest.mark.parametrize("worker", [0, 2])
+@pytest.mark.parametrize("worker", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_worker_that_stands_still_for_long_is_set_aside_and_catches_up(
     worker: int, start: Start, tmp_path: Path
 ) -> None:
@@ -176,7 +178,10 @@ def test_a_worker_that_stands_still_for_long_is_set_aside_and_catches_up(
     assert run.events("lost") == []
 
 
-@pytest.mark.parametrize("point", ["gather", "vote", "voted"])
+@pytest.mark.parametrize(
+    "point",
+    ["vote", *(pytest.param(p, marks=pytest.mark.slow) for p in ("gather", "voted"))],
+)
 def test_a_death_when_it_is_settled_who_counts(point: str, start: Start, tmp_path: Path) -> None:
     """Either all commit the step as it was settled, or it is settled anew."""
     script = (*SCRIPT, "--all", "--fault", f"SIGKILL:{point}:5:0")

@@ -412,7 +412,8 @@ def an_unreadable_checkpoint_is_tried_again(patch: pytest.MonkeyPatch) -> Machin
 FIRST_SEED = {
     "a_forsaken_state_is_begun_from": 25,
     "worker_installs_a_view_it_gave_up": 60,
-    "what_died_with_a_member_is_taken_for_kept": 85,
+    "what_died_with_a_member_is_taken_for_kept": 130,
+    "who_is_behind_is_believed_about_assignments": 190,
     "planned_stop_is_awaited_for_ever": 100,
     "frozen_worker_is_never_noticed": 60,
     "broken_group_is_not_given_up": 35,

@@ -57,7 +57,8 @@ class LinkVerdict:
     def __str__(self) -> str:
         link = f"link from worker {self.worker} to worker {self.to}"
         what = link if self.to is not None else f"network of worker {self.worker}"
-        return f"the {what} is {'slow' if self.slow else 'not slow any more'}: {self.reason}"
+        state = "slow" if self.slow else "not slow any more"
+        return f"the {what} is {state}: {self.reason} ({self.confidence:.2%} sure)"
 
 
 class LinkDetector:

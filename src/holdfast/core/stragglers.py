@@ -56,7 +56,8 @@ class Verdict:
     reason: str
 
     def __str__(self) -> str:
-        return f"worker {self.worker} is {self.kind.value}: {self.reason}"
+        sure = f"{self.confidence:.2%} sure"
+        return f"worker {self.worker} is {self.kind.value}: {self.reason} ({sure})"
 
 
 @dataclass(slots=True)
