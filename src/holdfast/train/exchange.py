@@ -8,6 +8,7 @@ operation has two phases (gather, spread) so that many can be under way at once.
 
 from __future__ import annotations
 
+import cmath
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -124,19 +125,19 @@ class BucketSum:
             current.taps.received(part)
         result, piece, peers = self._result, self._piece(self._layout.rank), self._layout.peers
         self._fold(result[piece], piece)
-        wide = torch.float32 if result.dtype in (torch.float16, torch.bfloat16) else None
-        self._total = result[piece].sum(dtype=wide)
         sends = [(p, result[piece]) for p in peers]
         receives = [(p, result[self._piece(p)]) for p in peers]
         tag = TAG_BUCKETS + 2 * self.bucket.index + 1
         self._pending = transport.exchange(_nonempty(sends), _nonempty(receives), tag)
+        wide = torch.float32 if result.dtype in (torch.float16, torch.bfloat16) else None
+        self._total = result[piece].sum(dtype=wide)  # while it is on its way
 
     def finish(self) -> None:
         _wait(self._pending)
 
     def doubt(self) -> int:
         """Of the piece that was summed here: FINITE, or whose part of it is not."""
-        if self._total is None or bool(torch.isfinite(self._total)):
+        if self._total is None or cmath.isfinite(self._total.item()):
             return FINITE
         owner = {node: rank for rank, nodes in enumerate(self._layout.nodes) for node in nodes}
         piece = self._piece(self._layout.rank)
