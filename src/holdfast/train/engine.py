@@ -24,11 +24,8 @@ from holdfast.core.speeds import Speeds
 from holdfast.core.types import Laggard, View
 from holdfast.core.voids import Voids
 from holdfast.store.storage import Missing
-from holdfast.train.auditing import StepAudits
 from holdfast.train.backup import Agreement
-from holdfast.train.buckets import Bucket, Gradients
-from holdfast.train.clock import TaskClock
-from holdfast.train.copies import Copies
+from holdfast.train.buckets import Bucket
 from holdfast.train.driver import Driver, Link, ViewRendezvous
 from holdfast.train.exchange import (
     CONTRADICTED,
@@ -39,7 +36,6 @@ from holdfast.train.exchange import (
     BuffersSpread,
     Layout,
     Operation,
-    Prints,
     TableGather,
     Vote,
     all_gather,
@@ -47,57 +43,14 @@ from holdfast.train.exchange import (
 )
 from holdfast.train.judging import Judge
 from holdfast.train.missed import MissedSteps
-from holdfast.train.record import Buffers, StepTable
 from holdfast.train.restoring import Restorer
 from holdfast.train.saver import Saver, say
+from holdfast.train.step import StepState
 from holdfast.train.transfer import StateSync
 from holdfast.train.transport import AloneTransport, Rendezvous, Transport
 from holdfast.train.waits import Waits
 
 STORE_PAUSE_S = 1.0  # before another view tries a store that does not answer
-
-
-class StepState:
-    """What the script's thread and the engine share of a step, under the driver's lock."""
-
-    def __init__(
-        self, gradients: Gradients, table: StepTable, buffers: Buffers, clock: TaskClock
-    ) -> None:
-        self.clock = clock
-        self.audits = StepAudits()
-        self.gradients = gradients
-        self.own = StepTable(len(table.rows), 0)  # the script writes here
-        self.table = table  # and the engine here, for all workers
-        self.buffers = buffers
-        self.copies = Copies(gradients, self.own, buffers)
-        self.copying = False  # the script computes a copy
-        self.awaited: Callable[[], list[int]] = list  # ranks that are not done, as far as known
-        self.prints: Prints = (0, 0)  # fingerprints of the state that the step begins with
-        self.index: int | None = None  # the open step
-        self.reduced_in = 0  # the view in which its gradient became complete
-        self.done: set[int] = set()  # virtual ranks whose tasks are complete here
-        self.agreement: Agreement | None = None  # of the present view, with backup workers
-
-    def open(self, index: int) -> None:
-        self.index = index
-        self.done.clear()
-        self.copies.forget()
-        self.awaited = list
-        self.clock.reset()
-        self.table.used.zero_()
-
-    @property
-    def dropped(self) -> bool:
-        """Whether it is known that what this worker computes of the open step does not count."""
-        agreement, index = self.agreement, self.index
-        return agreement is not None and index is not None and agreement.drops(index)
-
-    def samples(self, hosted: Sequence[int]) -> int | None:
-        """That these tasks have used; None until all of them are complete."""
-        if not set(hosted) <= self.done:
-            return None
-        counts = self.own.counts()
-        return sum(counts[vrank] for vrank in hosted)
 
 
 class Engine(threading.Thread):

@@ -33,7 +33,7 @@ from holdfast.train.buckets import Gradients, Role
 from holdfast.train.clock import TaskClock
 from holdfast.train.copies import Done
 from holdfast.train.driver import Driver
-from holdfast.train.engine import Engine, StepState
+from holdfast.train.engine import Engine
 from holdfast.train.environment import WorkerEnvironment, take_channel
 from holdfast.train.exchange import Prints
 from holdfast.train.fingerprints import Fingerprints
@@ -46,6 +46,7 @@ from holdfast.train.restoring import Restorer
 from holdfast.train.rng import enter_stream
 from holdfast.train.sampling import SamplePlan
 from holdfast.train.saver import Saver, say
+from holdfast.train.step import StepState
 from holdfast.train.taps import current
 from holdfast.train.transport import Transport
 

@@ -8,18 +8,14 @@ part; no state is sent.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from holdfast.core.errors import Severed
 from holdfast.core.formation import LAG_MAX
 from holdfast.train.exchange import TAG_STATE, Layout, piece_of
+from holdfast.train.step import StepState
 from holdfast.train.transport import Message, Transport
-
-if TYPE_CHECKING:
-    from holdfast.train.engine import StepState
-
 
 KEPT_BYTES_MAX = 256 << 20  # on each member; but at least
 KEPT_STEPS_MIN = 4
