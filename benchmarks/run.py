@@ -268,13 +268,8 @@ def speculation_lines(pairs: int = 3) -> Iterator[str]:
     yield "to 3 seconds; runs of 300 steps in pairs, with and without speculation. Target: the 99th"
     yield "percentile halved, with at most 2 % of the tasks computed again."
     yield ""
-    yield "| | median | p99 | most | mean |"
-    yield "|---|---|---|---|---|"
     x = stragglers.speculate(pairs)
-    for name, times in (("waiting", x.waiting_s), ("going on", x.going_on_s)):
-        p99 = statistics.quantiles(times, n=100)[98]
-        figures = (statistics.median(times), p99, max(times), statistics.mean(times))
-        yield f"| {name} | " + " | ".join(f"{f * 1e3:.0f} ms" for f in figures) + " |"
+    yield from _step_times({"waiting": x.waiting_s, "going on": x.going_on_s})
     yield ""
     same = "the same" if len(x.digests) == 1 else "OTHER"
     yield f"Set aside {x.set_aside} times; {x.set_aside / x.tasks:.2%} of the tasks were computed"
@@ -288,15 +283,19 @@ def backup_lines(pairs: int = 1) -> Iterator[str]:
     yield "4 + 1 real workers, steps of 50 ms; each but the leader stands still in one of 20 steps,"
     yield "for 0.02 to 0.2 seconds; with and without `--backup 1`, as the leader sees it."
     yield ""
+    x = stragglers.backup(pairs)
+    yield from _step_times({"waiting": x.waiting_s, "dropping": x.dropping_s})
+    yield ""
+    yield f"{statistics.mean(x.shares):.1%} of the samples were dropped: of five results, the last."
+
+
+def _step_times(runs: dict[str, list[float]]) -> Iterator[str]:
     yield "| | median | p99 | most | mean |"
     yield "|---|---|---|---|---|"
-    x = stragglers.backup(pairs)
-    for name, times in (("waiting", x.waiting_s), ("dropping", x.dropping_s)):
+    for name, times in runs.items():
         p99 = statistics.quantiles(times, n=100)[98]
         figures = (statistics.median(times), p99, max(times), statistics.mean(times))
         yield f"| {name} | " + " | ".join(f"{f * 1e3:.0f} ms" for f in figures) + " |"
-    yield ""
-    yield f"{statistics.mean(x.shares):.1%} of the samples were dropped: of five results, the last."
 
 
 AUDITED = {
