@@ -173,11 +173,14 @@ def told(run: LocalRun, what: str) -> list[str]:
     return [event["text"] for event in run.events("view") if what in event["text"]]
 
 
-@pytest.mark.parametrize("worker", [pytest.param(2, marks=pytest.mark.slow), 0])
+@pytest.mark.parametrize("worker", [pytest.param(2, marks=pytest.mark.slow), 0, 3])
 def test_a_late_worker_is_set_aside_and_catches_up(
     worker: int, start: Start, reference: Reference, tmp_path: Path
 ) -> None:
-    """Also the leader. It keeps its process and its state, and applies what it has missed."""
+    """Also the leader, and the last one.
+
+    It keeps its process and its state, and applies what it has missed.
+    """
     options = disturbed(tmp_path, f"worker {worker} step 20 stall 2.0")
     with start(*LATE, options=options) as run:
         assert finish(run) == reference(50)

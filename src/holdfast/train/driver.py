@@ -173,7 +173,7 @@ class Driver:
                     self._group[1].sever()
                     self._group = None
             case machine.Install(view):
-                self.view = view
+                self.view, self.copying = view, None
                 lag = view.lag(self.worker)
                 # It may go back: what was to be begun from may not have been readable.
                 self.committed = view.resume_step if lag is None else lag.committed

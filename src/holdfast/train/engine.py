@@ -112,6 +112,8 @@ class Engine(threading.Thread):
         driver, number = self._driver, view.number
         layout = Layout.of(view, driver.worker)
         self._layout = (number, view.owners), layout
+        with driver.changed:
+            self._step.awaited = list  # what an older view waits for has its ranks
         driver.adopt_group(number, transport)
         if self._saver is not None:
             self._saver.enter(view)
