@@ -285,7 +285,9 @@ def test_patience_is_what_was_usual_and_what_the_answer_costs() -> None:
 
 def test_a_group_that_takes_long_to_build_makes_patient() -> None:
     found = lateness([0.1] * 10, [0.0] * 10, Patience())
-    found.group_s = 8.0
+    found.built(found.began_at + 60.0)  # with the state sent to joiners
+    found.built(found.began_at + 8.0)
+    found.built(found.began_at + 60.0)
     assert after(found)[1] == pytest.approx(0.1 + 8.0)
 
 

@@ -57,6 +57,11 @@ class JobSpec:
     scrub_rate: float = 20e6  # bytes a second at which they are verified again; 0: they are not
 
     @property
+    def copies(self) -> float:
+        """The share of tasks that may be copied before a late worker is set aside."""
+        return self.speculation / 2
+
+    @property
     def results_min(self) -> int:
         """From how many workers a step wants results, if there are as many."""
         return self.nproc * self.nodes_min - self.backup
@@ -78,6 +83,6 @@ class JobSpec:
             workers_min=self.workers_min,
             lease=self.lease(),
             hang_s=self.hang_s,
-            speculation=self.speculation / 2,
+            speculation=self.speculation - self.copies,
             restart=RestartPolicy(losses_max=self.losses_max),
         )

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from holdfast.core.types import WorkerId
 
 RECENT = 16  # steps
-COSTS_MIN_US = 5000  # waited in a step, for it to count
+COSTS_MIN_US = 5000  # lost in a step, for a verdict to be worth a line
 COSTS_MIN = 0.05  # the same, of the time that the slowest computes: less is not worth a search
 CLEARLY = 0.5  # longer than usual: networks vary more than computing does
 RATE_MIN = 0.05  # of steps in which a healthy link is late by that much, at least

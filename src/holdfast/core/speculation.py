@@ -38,7 +38,7 @@ class Lateness:
 
     def __init__(self, patience: Patience) -> None:
         self.began_at = 0.0  # when the step under way, or its view, began here
-        self.group_s = 0.0  # what the building of the newest group took
+        self.group_s = 0.0  # what the building of a group took, at least; 0: not known
         self.copied = 0  # tasks
         self._patience = patience
         self._since = 0.0  # when it was done with its tasks
@@ -50,6 +50,11 @@ class Lateness:
     def view(self, now: float) -> None:
         """Another view begins, perhaps in the middle of a step."""
         self.began_at = self._since = now
+
+    def built(self, now: float) -> None:
+        """The view's group works, and its joiners hold the state, which takes longer."""
+        took_s = now - self.began_at
+        self.group_s = min(self.group_s, took_s) if self.group_s else took_s
 
     def done(self, now: float) -> None:
         """It waits for others from now on."""

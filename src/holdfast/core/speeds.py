@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from holdfast.core.balance import BalancePolicy, Balancer
-from holdfast.core.links import LinkDetector, Wait
+from holdfast.core.links import COSTS_MIN_US, LinkDetector, Wait
 from holdfast.core.stragglers import Detector, Kind, Verdict
 from holdfast.core.types import View, WorkerId
-
-COSTS_MIN_US = 5000  # lost in a step, for a verdict to be worth a line
 
 
 class Speeds:

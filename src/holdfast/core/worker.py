@@ -485,7 +485,7 @@ class WorkerMachine:
         if not self._acting_in(number) or self._view is None or self._synced:
             return []
         self._synced = True
-        self.lateness.group_s = now - self.lateness.began_at
+        self.lateness.built(now)
         if not self._status.has_state:
             hosted = self._view.hosted_by(self._status.worker)
             step = self._view.resume_step

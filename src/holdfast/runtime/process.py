@@ -68,7 +68,7 @@ class WorkerTemplate:
             "HOLDFAST_STORE": self.spec.store,
             "HOLDFAST_SAVE_EVERY": str(self.spec.save_every),
             "HOLDFAST_SAVE_BETWEEN": f"{self.spec.save_least_s} {self.spec.save_most_s}",
-            "HOLDFAST_COPIES": str(self.spec.speculation / 2),
+            "HOLDFAST_COPIES": str(self.spec.copies),
             "HOLDFAST_REBALANCE": str(int(self.spec.rebalance)),
             "HOLDFAST_FINGERPRINT_STEPS": str(self.spec.fingerprint_steps),
             "HOLDFAST_AUDIT": str(self.spec.audit),

@@ -38,9 +38,8 @@ class Accounts:
         """A loop, whose samples fall into steps like this."""
         self._plan, self._header_due, self._tally = plan, True, Tally()
 
-    def commit(self, index: int, view: int, table: StepTable, loss: float) -> None:
-        """A step, whose gradient became complete in `view`."""
-        dropped = self._plan.step_samples(index) - sum(table.counts())
+    def commit(self, index: int, view: int, table: StepTable, loss: float, dropped: int) -> None:
+        """A step, whose gradient became complete in `view` without `dropped` samples."""
         if dropped:
             self._note_dropped(index, table, dropped)
         ledger = self._open()

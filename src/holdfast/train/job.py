@@ -507,7 +507,8 @@ class _Work:
         }
         total = tree.fold(losses, job.virtual_ranks, lambda a, b: a + b)
         step.loss = total / job.virtual_ranks * scale
-        self._accounts.commit(step.index, self._step.reduced_in, table, step.loss)
+        dropped = samples - counted
+        self._accounts.commit(step.index, self._step.reduced_in, table, step.loss, dropped)
 
     def _follow(self, hosted: tuple[int, ...], index: int) -> None:
         if hosted != self._followed:
