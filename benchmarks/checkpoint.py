@@ -28,19 +28,19 @@ import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 
-from holdfast.cli.run import make_spec, parser
+from holdfast.cli.run_command import make_spec, parser
 from holdfast.core.errors import Damaged
-from holdfast.core.interval import Pace, PacePolicy
+from holdfast.core.step.save_interval import Pace, PacePolicy
 from holdfast.core.types import AgentId, Incarnation, Member, View, ViewNumber, WorkerId
 from holdfast.runtime.rundir import RunDir
 from holdfast.store.checkpoints import Checkpoints
-from holdfast.store.disk import RealDisk, aligned
+from holdfast.store.disk_calls import RealDisk, aligned
 from holdfast.store.files import FileStorage
 from holdfast.store.manifest import SUSPECT
 from holdfast.store.storage import Storage
 from holdfast.store.volumes import VolumeStorage
-from holdfast.train.formats import bytes_of, item_of
-from holdfast.train.saver import Saver
+from holdfast.train.checkpoint.formats import bytes_of, item_of
+from holdfast.train.checkpoint.saver import Saver
 
 TENSORS = 150
 ELEMENTS = 2_300_000  # float32, of each
@@ -80,7 +80,12 @@ class RunningJob:
         orders, taken = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._writer = subprocess.Popen(
             [
-                *(sys.executable, "-m", "holdfast.runtime.writer", str(run_dir.path)),
+                *(
+                    sys.executable,
+                    "-m",
+                    "holdfast.runtime.node.checkpoint_writer",
+                    str(run_dir.path),
+                ),
                 *(str(taken.fileno()), str(os.getpid())),
             ],
             pass_fds=[taken.fileno()],

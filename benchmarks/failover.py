@@ -21,9 +21,9 @@ from pathlib import Path
 from scale import spec
 
 from holdfast.core.errors import WorldError
-from holdfast.runtime.election import Incumbent, locate, open_election
+from holdfast.runtime.coordinate.election import Incumbent, locate, open_election
 from holdfast.runtime.rundir import RunDir
-from holdfast.testing.etcd import EtcdCluster
+from holdfast.testing.etcd_cluster import EtcdCluster
 
 HOST = "127.0.0.1"
 CANDIDATES = 3

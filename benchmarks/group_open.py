@@ -11,7 +11,7 @@ import sys
 import time
 
 from holdfast.testing.transports import MakeTransport, Seat, run_contract
-from holdfast.train.gloo import GlooDevice, GlooTransport
+from holdfast.train.transport.gloo import GlooDevice, GlooTransport
 
 ROUNDS = 20
 WARM_UP = 3

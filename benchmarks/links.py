@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from holdfast.core.links import LinkDetector, Wait
+from holdfast.core.step.link_detector import LinkDetector, Wait
 from holdfast.core.types import WorkerId
 from holdfast.testing.exchanges import BUCKETS, MadeUpExchange
-from holdfast.train.waits import Waits
+from holdfast.train.step.waits import Waits
 
 BEGIN, WITHIN = 40, 20  # steps: when something becomes slow, and by when it is to be found
 # How long a message takes, and how much of the computing is left when the first one can be sent.

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.testing.lab import LabRun
-from holdfast.testing.network import Fault, Lab
-from holdfast.testing.run import strike
+from holdfast.testing.local_run import strike
+from holdfast.testing.network_lab import Fault, Lab
 
 SCRIPT = Path(__file__).with_name("recovery_worker.py")
 

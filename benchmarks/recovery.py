@@ -18,7 +18,7 @@ from pathlib import Path
 
 from recovery_worker import TASK_S
 
-from holdfast.testing.run import LocalRun, strike
+from holdfast.testing.local_run import LocalRun, strike
 
 WORKERS = 4
 

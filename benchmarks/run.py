@@ -24,8 +24,8 @@ import stragglers
 import torch
 
 from holdfast.sim.swarm import run_seed
-from holdfast.testing.etcd import EtcdCluster
-from holdfast.testing.network import Lab
+from holdfast.testing.etcd_cluster import EtcdCluster
+from holdfast.testing.network_lab import Lab
 
 FOLDER = Path(__file__).parent
 SIM_SEEDS = 100

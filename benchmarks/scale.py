@@ -22,7 +22,7 @@ import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from holdfast.core.job import JobSpec
+from holdfast.core.job_spec import JobSpec
 from holdfast.core.types import (
     NO_VIEW,
     AgentId,
@@ -35,7 +35,7 @@ from holdfast.core.types import (
     WorkerId,
     WorkerStatus,
 )
-from holdfast.runtime.channel import Channel, connect
+from holdfast.net.channel import Channel, connect
 from holdfast.runtime.rundir import RunDir
 from holdfast.wire import messages
 
@@ -208,7 +208,12 @@ def measure(agents: int, slots: int, calm_s: float = 20.0, losses: int = 5) -> M
         address: tuple[str, int] = listener.getsockname()[:2]
         process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "holdfast.runtime.coordinator", str(run_dir.path)),
+                *(
+                    sys.executable,
+                    "-m",
+                    "holdfast.runtime.coordinate.coordinator_process",
+                    str(run_dir.path),
+                ),
                 *(str(listener.fileno()), str(os.getpid())),
             ],
             pass_fds=[listener.fileno()],

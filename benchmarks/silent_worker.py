@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.train import judging
+from holdfast.train.step import judging
 
 
 def main() -> None:

@@ -13,14 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from holdfast.core.balance import BalancePolicy
-from holdfast.core.speeds import Speeds
-from holdfast.core.stragglers import Detector, Kind
+from holdfast.core.step.balance import BalancePolicy
+from holdfast.core.step.speeds import Speeds
+from holdfast.core.step.stragglers import Detector, Kind
 from holdfast.core.types import AgentId, Incarnation, Member, View, ViewNumber, WorkerId
 from holdfast.observe.ledger import verify
-from holdfast.testing.run import LocalRun
-from holdfast.train.exchange import Layout
-from holdfast.train.sampling import SamplePlan
+from holdfast.testing.local_run import LocalRun
+from holdfast.train.data.sampling import SamplePlan
+from holdfast.train.step.reduction import Layout
 
 NOISE, ODD, COMMON = 0.03, 0.01, 0.1  # of a task's time; share of steps 1.3 to 3 times as long
 BEGIN, WITHIN = 60, 20  # steps: when slowness begins, and by when it is to be found

@@ -14,7 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import get_args
 
-from holdfast.core import agent, coordinator, worker
+from holdfast.core.membership import agent, coordinator
+from holdfast.core.step import worker
 from holdfast.core.types import (
     AgentId,
     Incarnation,

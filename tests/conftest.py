@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.testing.run import LocalRun
+from holdfast.testing.local_run import LocalRun
 
 SCRIPTS = Path(__file__).parent / "scripts"
 RUN_S = 100.0  # bounds a hang; a run takes a few seconds

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from holdfast.core.errors import WireError
-from holdfast.runtime.channel import Channel, Gate, GatePolicy, Serve, connect
+from holdfast.net.channel import Channel, Gate, GatePolicy, Serve, connect
 from holdfast.wire import frames
 from holdfast.wire.messages import StatusReply, StatusRequest
 

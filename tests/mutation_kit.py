@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from holdfast.core.balance import BalancePolicy
-from holdfast.core.speculation import Patience
+from holdfast.core.step.balance import BalancePolicy
+from holdfast.core.step.speculation import Patience
 from holdfast.sim.world import Machines
 
 SEEDS_MAX = 300

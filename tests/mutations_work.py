@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from holdfast.core import coordinator, formation
-from holdfast.core import worker as wo
-from holdfast.core.speeds import Speeds
+from holdfast.core.membership import coordinator, formation
+from holdfast.core.step import worker as wo
+from holdfast.core.step.speeds import Speeds
+from holdfast.core.step.worker import WorkerMachine
 from holdfast.core.types import Laggard, View, ViewNumber, WorkerStatus
-from holdfast.core.worker import WorkerMachine
 from holdfast.sim.world import Machines
 from mutation_kit import mutation
 

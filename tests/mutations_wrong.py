@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from holdfast.core import audit
-from holdfast.core import worker as wo
-from holdfast.core.audit import Court, Ruling, Sentence
-from holdfast.core.trust import Trust
+from holdfast.core.step import audit
+from holdfast.core.step import worker as wo
+from holdfast.core.step.audit import Court, Ruling, Sentence
+from holdfast.core.step.trust import Trust
+from holdfast.core.step.worker import WorkerMachine
 from holdfast.core.types import View, Void, WorkerId
-from holdfast.core.worker import WorkerMachine
 from holdfast.sim.world import Machines
 from mutation_kit import mutation
 

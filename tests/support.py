@@ -14,9 +14,9 @@ from typing import TypeVar
 
 import pytest
 
-from holdfast.core.job import JobSpec
+from holdfast.core.job_spec import JobSpec
 from holdfast.runtime.rundir import RunDir
-from holdfast.testing.etcd import EtcdCluster
+from holdfast.testing.etcd_cluster import EtcdCluster
 
 HOST = "127.0.0.1"
 POLL_S = 0.01
@@ -66,7 +66,7 @@ class CoordinatorProcess:
         with socket.create_server((HOST, 0)) as listener:
             self.popen = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "holdfast.runtime.coordinator"),
+                    *(sys.executable, "-m", "holdfast.runtime.coordinate.coordinator_process"),
                     *(str(run_dir.path), str(listener.fileno()), str(os.getpid()), *options),
                 ],
                 pass_fds=[listener.fileno()],

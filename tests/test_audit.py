@@ -10,7 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.core.audit import (
+from holdfast.core.invalidations import is_void, merge
+from holdfast.core.membership.durable import Durable
+from holdfast.core.step.audit import (
     Audit,
     Classes,
     Court,
@@ -23,8 +25,7 @@ from holdfast.core.audit import (
     plan,
     plan_sums,
 )
-from holdfast.core.durable import Durable
-from holdfast.core.trust import Doubt, Trust
+from holdfast.core.step.trust import Doubt, Trust
 from holdfast.core.types import (
     AgentId,
     Incarnation,
@@ -35,8 +36,7 @@ from holdfast.core.types import (
     WorkerId,
     WorkerStatus,
 )
-from holdfast.core.voids import is_void, merge
-from holdfast.train.auditing import sketch
+from holdfast.train.step.auditing import sketch
 
 WORKERS = [WorkerId(i) for i in range(4)]
 OWNERS = [WorkerId(i // 4) for i in range(16)]

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import RUN_S, Start, finish
-from holdfast.cli.ledger import render
-from holdfast.core.backup import BackupPolicy, Tally, who_counts
+from holdfast.cli.ledger_command import render
+from holdfast.core.step.backup import BackupPolicy, Tally, who_counts
 from holdfast.core.types import WorkerId
 from holdfast.observe.ledger import LedgerReport, verify
-from holdfast.testing.run import LocalRun
-from holdfast.train.sampling import SamplePlan
+from holdfast.testing.local_run import LocalRun
+from holdfast.train.data.sampling import SamplePlan
 
 Reference = Callable[[int], str]
 

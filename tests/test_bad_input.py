@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from conftest import RUN_S, Start
-from holdfast.testing.run import LocalRun
+from holdfast.testing.local_run import LocalRun
 
 HOLDFAST = [sys.executable, "-m", "holdfast.cli.main"]
 SCRIPT = str(Path(__file__).parent / "scripts" / "faulty.py")

@@ -31,8 +31,8 @@ from gates import (
 )
 from holdfast.core.errors import WireError
 from holdfast.core.types import WorkerStatus
-from holdfast.runtime.channel import Channel, Gate, connect
-from holdfast.runtime.complaints import Complaints
+from holdfast.net.channel import Channel, Gate, connect
+from holdfast.net.complaints import Complaints
 from holdfast.wire import frames
 from holdfast.wire.messages import KINDS, StatusReply, StatusRequest, encode
 

@@ -18,8 +18,8 @@ import pytest
 
 from holdfast.core.errors import HoldfastError
 from holdfast.testing.lab import LabRun
-from holdfast.testing.network import Direction, Fault, Lab
-from holdfast.testing.run import LocalRun, strike
+from holdfast.testing.local_run import LocalRun, strike
+from holdfast.testing.network_lab import Direction, Fault, Lab
 
 SCRIPT = Path(__file__).parent / "scripts" / "trainer.py"
 RUN_S = 200.0

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from holdfast.core.errors import Damaged, UserError, WorldError
 from holdfast.store import compression
+from holdfast.store.checkpoint_reading import load_range
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.files import FileStorage
-from holdfast.store.loading import load_range
 from holdfast.store.manifest import (
     CHUNK_BYTES,
     MANIFESTS,

@@ -12,8 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.core.coordinator import Announce, CoordinatorEffect, Finish, Persist, SendDirective
 from holdfast.core.errors import Deposed
+from holdfast.core.membership.coordinator import (
+    Announce,
+    CoordinatorEffect,
+    Finish,
+    Persist,
+    SendDirective,
+)
 from holdfast.core.types import (
     AgentId,
     AgentReport,
@@ -22,11 +28,11 @@ from holdfast.core.types import (
     JobRecord,
     WorkerId,
 )
-from holdfast.runtime import coordinator_server
-from holdfast.runtime.channel import connect
-from holdfast.runtime.coordinator import make_machine
-from holdfast.runtime.coordinator_server import CoordinatorServer, EffectPipe, Seat
-from holdfast.runtime.journal import (
+from holdfast.net.channel import connect
+from holdfast.runtime.coordinate import coordinator_server
+from holdfast.runtime.coordinate.coordinator_process import make_machine
+from holdfast.runtime.coordinate.coordinator_server import CoordinatorServer, EffectPipe, Seat
+from holdfast.runtime.coordinate.journal import (
     MemoryJournal,
     MemoryStore,
     unseal,

@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.core import tree
-from holdfast.core.admission import choose_drained
 from holdfast.core.assignment import assign_at_boundary, assign_mid_step, spread_blocks
 from holdfast.core.errors import InvariantError
-from holdfast.core.formation import Situation, spans, unreachable
-from holdfast.core.lease import LeasePolicy, acting_until, fenced_from
-from holdfast.core.liveness import FreezeDetector, FreezePolicy, ProcessSample
-from holdfast.core.resume import resume_step
-from holdfast.core.roster import Roster
+from holdfast.core.membership.admission import choose_drained
+from holdfast.core.membership.formation import Situation, spans, unreachable
+from holdfast.core.membership.lease import LeasePolicy, acting_until, fenced_from
+from holdfast.core.membership.liveness import FreezeDetector, FreezePolicy, ProcessSample
+from holdfast.core.membership.resume import resume_step
+from holdfast.core.membership.roster import Roster
 from holdfast.core.types import (
     AgentId,
     AgentReport,

@@ -15,13 +15,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from holdfast.cli.main import main
 from holdfast.core.errors import Damaged, UserError
+from holdfast.store.checkpoint_reading import load_range
 from holdfast.store.checkpoints import Checkpoints
-from holdfast.store.loading import load_range
 from holdfast.store.open import open_storage
 from holdfast.store.retention import Retention
 from holdfast.testing.storages import MemoryStorage
-from holdfast.train.dcp import HoldfastReader, HoldfastWriter
-from holdfast.train.formats import bytes_of, item_of, read_tensors
+from holdfast.train.checkpoint.dcp import HoldfastReader, HoldfastWriter
+from holdfast.train.checkpoint.formats import bytes_of, item_of, read_tensors
 
 WORKER = Path(__file__).parent / "scripts" / "dcp_worker.py"
 RUN_S = 100.0

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from holdfast.cli import demo
+from holdfast.cli import demo_command as demo
 from holdfast.core.errors import UserError
 from holdfast.observe.ledger import LedgerReport
-from holdfast.testing import faults
-from holdfast.testing.faults import Commit, Fault, Kind, Strike
+from holdfast.testing import fault_kit as faults
+from holdfast.testing.fault_kit import Commit, Fault, Kind, Strike
 
 STEPS = 12
 LOSSES = {step: (2.0 - step / 16).hex() for step in range(STEPS)}

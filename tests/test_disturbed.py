@@ -16,9 +16,9 @@ from conftest import Start, finish
 from holdfast.core.errors import UserError
 from holdfast.observe.ledger import verify
 from holdfast.testing.disturbed import Disturber, flip_bit
-from holdfast.testing.run import LocalRun
-from holdfast.testing.script import ACTIONS, Disturbance, parse
-from holdfast.train.sampling import SamplePlan
+from holdfast.testing.fault_script import ACTIONS, Disturbance, parse
+from holdfast.testing.local_run import LocalRun
+from holdfast.train.data.sampling import SamplePlan
 
 Reference = Callable[[int], str]
 STEPS = 20

@@ -52,9 +52,8 @@ def test_the_public_surface() -> None:
 def test_every_health_check_is_on_its_page() -> None:
     """What a table or a drained node names can be looked up: checks, and the names of speeds."""
     page = (ROOT / "docs" / "doctor.md").read_text()
-    runtime = ROOT / "src/holdfast/runtime"
-    paths = [*(ROOT / "src/holdfast/core").glob("checks_*.py")]
-    paths += [runtime / "doctor.py", runtime / "health" / "light.py"]
+    health = ROOT / "src/holdfast/health"
+    paths = [*health.glob("checks_*.py"), health / "examination.py", health / "measure/light.py"]
     names = set()
     for node in (n for path in paths for n in ast.walk(ast.parse(path.read_text()))):
         if isinstance(node, ast.keyword) and node.arg == "check":

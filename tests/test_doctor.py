@@ -16,22 +16,22 @@ import pytest
 
 from conftest import RUN_S
 from health_kit import CALM
-from holdfast.cli import doctor as cli
+from holdfast.cli import doctor_command as cli
 from holdfast.cli.main import main
-from holdfast.core.checks_gpu import GpuReport, GpuSample
-from holdfast.core.checks_peers import PeerSample, Report
-from holdfast.core.checks_trials import (
+from holdfast.health import examination as doctor
+from holdfast.health.checks_gpu import GpuReport, GpuSample
+from holdfast.health.checks_peers import PeerSample, Report
+from holdfast.health.checks_trials import (
     ArithmeticSample,
     DiskSample,
     KernelLogSample,
     MemorySpeedSample,
     TorchLine,
 )
-from holdfast.core.health import Finding, Grade
-from holdfast.core.limits import GIB
-from holdfast.runtime import doctor
-from holdfast.runtime.health.bounded import Answer
-from holdfast.runtime.health.host import HostReader
+from holdfast.health.history import Finding, Grade
+from holdfast.health.limits import GIB
+from holdfast.health.measure.bounded import Answer
+from holdfast.health.measure.host import HostReader
 
 HOLDFAST = [sys.executable, "-m", "holdfast.cli.main"]
 OK, WARN, FAIL, SKIPPED = Grade.OK, Grade.WARN, Grade.FAIL, Grade.SKIPPED

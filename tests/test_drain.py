@@ -14,7 +14,7 @@ import pytest
 import trustme
 
 from conftest import RUN_S, finish
-from holdfast.testing.run import LocalRun, strike
+from holdfast.testing.local_run import LocalRun, strike
 
 HOST = "127.0.0.1"
 HOLDFAST = (sys.executable, "-m", "holdfast.cli.main")

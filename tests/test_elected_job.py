@@ -15,7 +15,7 @@ import pytest
 
 from conftest import Start, finish
 from holdfast.core.errors import HoldfastError
-from holdfast.testing.run import LocalRun, strike
+from holdfast.testing.local_run import LocalRun, strike
 from support import start_etcd
 
 STEPS = 150

@@ -13,7 +13,7 @@ import pytest
 
 from holdfast.core.errors import Deposed, UserError
 from holdfast.core.types import JobRecord
-from holdfast.runtime.election import (
+from holdfast.runtime.coordinate.election import (
     EtcdJournal,
     Hold,
     Incumbent,
@@ -22,9 +22,9 @@ from holdfast.runtime.election import (
     open_election,
     parse_election,
 )
-from holdfast.runtime.etcd import Endpoint, Entry, EtcdClient, put
-from holdfast.runtime.journal import seal, unseal
-from holdfast.testing.etcd import EtcdCluster, free_ports
+from holdfast.runtime.coordinate.etcd import Endpoint, Entry, EtcdClient, put
+from holdfast.runtime.coordinate.journal import seal, unseal
+from holdfast.testing.etcd_cluster import EtcdCluster, free_ports
 from support import HOST, SPEC, WAIT_S, start_etcd
 
 LONG_TTL_S = 60  # no hiccup of a busy machine ends such a lease

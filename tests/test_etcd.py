@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from holdfast.core.errors import Refused, Unreachable, UserError
-from holdfast.runtime.election import (
+from holdfast.runtime.coordinate.election import (
     Incumbent,
     locate,
     open_election,
 )
-from holdfast.runtime.etcd import Endpoint, EtcdClient, put
-from holdfast.testing.etcd import EtcdCluster, free_ports
+from holdfast.runtime.coordinate.etcd import Endpoint, EtcdClient, put
+from holdfast.testing.etcd_cluster import EtcdCluster, free_ports
 from support import HOST, WAIT_S, start_etcd
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from conftest import SCRIPTS, Start, finish
 from holdfast.observe.ledger import verify
-from holdfast.testing.run import LocalRun, strike
-from holdfast.train.sampling import SamplePlan
+from holdfast.testing.local_run import LocalRun, strike
+from holdfast.train.data.sampling import SamplePlan
 
 STEPS = 12
 Reference = Callable[[int], str]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from conftest import finish
-from holdfast.testing.run import LocalRun
+from holdfast.testing.local_run import LocalRun
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 ARGS = {

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from fake_nvml import FakeNvml, Gpu, names_used
-from holdfast.core import checks_gpu
-from holdfast.core.checks_gpu import (
+from holdfast.health import checks_gpu
+from holdfast.health.checks_gpu import (
     GpuReport,
     GpuSample,
     bus_name,
@@ -20,11 +20,11 @@ from holdfast.core.checks_gpu import (
     judge_gpus,
     with_logged_xids,
 )
-from holdfast.core.checks_trials import KernelLogSample
-from holdfast.core.health import Finding, Grade
-from holdfast.core.limits import Limits
-from holdfast.runtime.health import gpu as gpu_module
-from holdfast.runtime.health.gpu import XID_AGE_S, GpuReader, gpu_looker
+from holdfast.health.checks_trials import KernelLogSample
+from holdfast.health.history import Finding, Grade
+from holdfast.health.limits import Limits
+from holdfast.health.measure import gpu as gpu_module
+from holdfast.health.measure.gpu import XID_AGE_S, GpuReader, gpu_looker
 
 LIMITS = Limits()
 LOST = FakeNvml.NVML_ERROR_GPU_IS_LOST

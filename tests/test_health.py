@@ -8,15 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.core import checks_host, checks_trials
-from holdfast.core.checks_host import (
+from holdfast.core.exact_products import NARROW, WIDE
+from holdfast.health import checks_host, checks_trials
+from holdfast.health.checks_host import (
     AllowanceSample,
     CpuSample,
     HostSample,
     MemorySample,
     PressureSample,
 )
-from holdfast.core.checks_peers import (
+from holdfast.health.checks_peers import (
     EQUAL,
     PeerSample,
     Report,
@@ -28,15 +29,14 @@ from holdfast.core.checks_peers import (
     judge_versions,
     median,
 )
-from holdfast.core.checks_trials import (
+from holdfast.health.checks_trials import (
     LOG_ADVICE,
     ArithmeticSample,
     DiskSample,
     KernelLogSample,
     MemorySpeedSample,
 )
-from holdfast.core.exact import NARROW, WIDE
-from holdfast.core.health import (
+from holdfast.health.history import (
     REASON_MAX,
     Finding,
     Grade,
@@ -46,7 +46,7 @@ from holdfast.core.health import (
     summary,
     worst,
 )
-from holdfast.core.limits import GIB, MIB, Limits
+from holdfast.health.limits import GIB, MIB, Limits
 
 OK, WARN, FAIL, SKIPPED = Grade.OK, Grade.WARN, Grade.FAIL, Grade.SKIPPED
 LIMITS = Limits()

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.core.errors import InvariantError
-from holdfast.core.health import (
+from holdfast.core.membership.draining import choose_drains
+from holdfast.health.history import (
     TRACKS_MAX,
     Finding,
     Grade,
@@ -18,7 +19,6 @@ from holdfast.core.health import (
     Verdict,
     Watch,
     WatchPolicy,
-    choose_drains,
 )
 
 OK, WARN, FAIL, SKIPPED = Grade.OK, Grade.WARN, Grade.FAIL, Grade.SKIPPED
@@ -222,10 +222,9 @@ def test_a_verdict_can_travel() -> None:
     assert len(data) < 100
 
 
-def nodes(*checks: str) -> list[tuple[str, Verdict]]:
-    """Nodes n0, n1, ... each with the check that drains it, or "" for a healthy one."""
-    bad = {c: Verdict(health=Health.DRAIN, reason=c, check=c) for c in checks}
-    return [(f"n{i}", bad[c] if c else Verdict()) for i, c in enumerate(checks)]
+def nodes(*checks: str) -> list[tuple[str, str]]:
+    """Nodes n0, n1, ... each with the check that it fails, or "" for a healthy one."""
+    return [(f"n{i}", check) for i, check in enumerate(checks)]
 
 
 @pytest.mark.parametrize(
@@ -250,11 +249,6 @@ def test_what_many_nodes_share_drains_none(checks: list[str], drained: list[str]
     assert list(found) == drained
     assert why in reason
     assert bool(why) == bool(reason)
-
-
-def test_suspects_are_not_drained() -> None:
-    suspect = Verdict(health=Health.SUSPECT, reason="x", check="x")
-    assert choose_drains([("a", suspect), ("b", Verdict())]) == ((), "")
 
 
 GRADES = st.sampled_from([OK, OK, OK, WARN, FAIL, SKIPPED])

@@ -23,9 +23,9 @@ from holdfast.core.types import (
     ViewNumber,
     WorkerId,
 )
-from holdfast.runtime.election import EtcdJournal, Office, open_election, parse_election
-from holdfast.runtime.etcd import put
-from holdfast.runtime.journal import (
+from holdfast.runtime.coordinate.election import EtcdJournal, Office, open_election, parse_election
+from holdfast.runtime.coordinate.etcd import put
+from holdfast.runtime.coordinate.journal import (
     FileJournal,
     Journal,
     MemoryJournal,
@@ -34,7 +34,7 @@ from holdfast.runtime.journal import (
     seal,
     unseal,
 )
-from holdfast.testing.etcd import EtcdCluster
+from holdfast.testing.etcd_cluster import EtcdCluster
 from support import WAIT_S, start_etcd
 
 TTL_S = 60  # of leases that nothing renews here
@@ -365,7 +365,7 @@ KILLED_WHILE_SAVING = """
 import asyncio, os, signal, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from holdfast.runtime import journal
+from holdfast.runtime.coordinate import journal
 from test_journal import record
 
 calls = ["open", "write", "pwrite", "fsync", "replace", "close"]

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast.cli.ledger import main, render
+from holdfast.cli.ledger_command import main, render
 from holdfast.core.errors import UserError, WorldError
 from holdfast.observe import ledger
 from holdfast.observe.ledger import (
@@ -23,7 +23,7 @@ from holdfast.observe.ledger import (
     ledger_path,
     verify,
 )
-from holdfast.train.sampling import SamplePlan
+from holdfast.train.data.sampling import SamplePlan
 
 PLAN = SamplePlan(length=50, batch_size=3, virtual_ranks=4, seed=11)  # 5 steps an epoch, one uneven
 STEPS = 12

@@ -16,15 +16,15 @@ import pytest
 
 from conftest import RUN_S
 from health_kit import CALM
-from holdfast.core.checks_gpu import GpuReport, GpuSample
-from holdfast.core.checks_trials import DiskSample
-from holdfast.core.health import Finding, Grade, Health, Watch
-from holdfast.core.limits import GIB
-from holdfast.runtime.health import bounded
-from holdfast.runtime.health.bounded import Watcher, probe_command, run_bounded
-from holdfast.runtime.health.host import HostReader
-from holdfast.runtime.health.kernel_log import KernelLog
-from holdfast.runtime.health.light import LightChecks, light_checks
+from holdfast.health.checks_gpu import GpuReport, GpuSample
+from holdfast.health.checks_trials import DiskSample
+from holdfast.health.history import Finding, Grade, Health, Watch
+from holdfast.health.limits import GIB
+from holdfast.health.measure import bounded
+from holdfast.health.measure.bounded import Watcher, probe_command, run_bounded
+from holdfast.health.measure.host import HostReader
+from holdfast.health.measure.kernel_log import KernelLog
+from holdfast.health.measure.light import LightChecks, light_checks
 
 OK, WARN, FAIL = Grade.OK, Grade.WARN, Grade.FAIL
 DISK = DiskSample(directory="/d", free_bytes=100 * GIB, sync_s=0.001)
@@ -276,7 +276,7 @@ def test_the_light_checks_of_this_machine(tmp_path: Path) -> None:
 
 def test_light_checks_need_no_torch_and_no_numpy() -> None:
     code = (
-        "import sys, holdfast.runtime.health.light, holdfast.runtime.health.probe;"
+        "import sys, holdfast.health.measure.light, holdfast.health.measure.probe;"
         "print([m for m in ('torch', 'numpy') if m in sys.modules])"
     )
     assert subprocess.check_output(python(code), text=True).strip() == "[]"
@@ -286,7 +286,7 @@ def test_a_child_dies_with_the_process_that_asked(tmp_path: Path) -> None:
     """Even one that has stopped answering."""
     code = (
         "import os, select, signal, sys\n"
-        "from holdfast.runtime.health.light import light_checks\n"
+        "from holdfast.health.measure.light import light_checks\n"
         "checks = light_checks(sys.argv[1])\n"
         "checks.round(0.0)\n"
         "select.select([checks.disk], [], [], 60)\n"

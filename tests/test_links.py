@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from holdfast.core.links import LinkDetector, LinkVerdict
-from holdfast.core.stragglers import Detector
+from holdfast.core.step.link_detector import LinkDetector, LinkVerdict
+from holdfast.core.step.stragglers import Detector
 from holdfast.core.types import WorkerId
 from holdfast.testing.exchanges import BUCKETS, MadeUpExchange
-from holdfast.train.buckets import Bucket
-from holdfast.train.exchange import BucketSum, Layout
-from holdfast.train.taps import Taps, current
-from holdfast.train.transport import AloneTransport, Message, NothingPending, Pending
+from holdfast.train.step.buckets import Bucket
+from holdfast.train.step.probe import Taps, current
+from holdfast.train.step.reduction import BucketSum, Layout
+from holdfast.train.transport.seam import AloneTransport, Message, NothingPending, Pending
 
 BEGIN = 40  # the step at which something becomes slow
 # How long a message takes, and how much of the computing is left when the first one can be sent.

@@ -19,9 +19,9 @@ import torch
 from torch.utils.data import IterableDataset
 
 from holdfast.core.errors import UserError, WorldError
-from holdfast.train import loading
-from holdfast.train.loading import BatchSource, LoadOptions, dataset_length
-from holdfast.train.sampling import SamplePlan
+from holdfast.train.data import batch_loading as loading
+from holdfast.train.data.batch_loading import BatchSource, LoadOptions, dataset_length
+from holdfast.train.data.sampling import SamplePlan
 
 SRC = str(Path(loading.__file__).parents[2])
 STEPS = 12
@@ -369,8 +369,8 @@ def test_nothing_is_leaked_over_many_changes_and_kills(source):
 
 PARENT = """
 import sys, torch
-from holdfast.train.loading import BatchSource, LoadOptions
-from holdfast.train.sampling import SamplePlan
+from holdfast.train.data.batch_loading import BatchSource, LoadOptions
+from holdfast.train.data.sampling import SamplePlan
 sys.path.insert(0, {tests!r})
 from test_loading import Plain
 plan = SamplePlan(length=100, batch_size=3, virtual_ranks=4, seed=5)

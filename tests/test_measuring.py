@@ -16,13 +16,15 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.core.checks_peers import PeerSample
-from holdfast.core.exact import NARROW, WIDE, digest_of
-from holdfast.runtime.channel import connect
-from holdfast.runtime.health import compute, disk, kernel_log, network, stream
-from holdfast.runtime.health.host import HostReader
-from holdfast.runtime.health.kernel_log import KernelLog, Tally, parse_record, read_log
-from holdfast.runtime.health.network import PeerServer, ServePolicy, measure_peer
+from holdfast.core.exact_products import NARROW, WIDE, digest_of
+from holdfast.health.checks_peers import PeerSample
+from holdfast.health.measure import compute, kernel_log, stream
+from holdfast.health.measure import disk_speed as disk
+from holdfast.health.measure import network_speed as network
+from holdfast.health.measure.host import HostReader
+from holdfast.health.measure.kernel_log import KernelLog, Tally, parse_record, read_log
+from holdfast.health.measure.network_speed import PeerServer, ServePolicy, measure_peer
+from holdfast.net.channel import connect
 from holdfast.train import selftest
 from holdfast.wire.messages import PeerReply, PeerRequest
 

@@ -14,24 +14,24 @@ import pytest
 
 import mutations_work  # noqa: F401 - it plants more
 import mutations_wrong  # noqa: F401 - and more
-from holdfast.core import agent as ag
-from holdfast.core import coordinator as co
-from holdfast.core import formation
-from holdfast.core import lease as le
-from holdfast.core import worker as wo
-from holdfast.core.agent import AgentMachine
-from holdfast.core.coordinator import CoordinatorMachine
-from holdfast.core.durable import Durable
-from holdfast.core.formation import Situation
-from holdfast.core.liveness import FreezeDetector
-from holdfast.core.roster import News, Roster
+from holdfast.core.membership import agent as ag
+from holdfast.core.membership import coordinator as co
+from holdfast.core.membership import formation
+from holdfast.core.membership import lease as le
+from holdfast.core.membership.agent import AgentMachine
+from holdfast.core.membership.coordinator import CoordinatorMachine
+from holdfast.core.membership.durable import Durable
+from holdfast.core.membership.formation import Situation
+from holdfast.core.membership.liveness import FreezeDetector
+from holdfast.core.membership.roster import News, Roster
+from holdfast.core.step import worker as wo
+from holdfast.core.step.worker import WorkerMachine
 from holdfast.core.types import (
     RELEASE_ALL,
     AgentReport,
     ViewNumber,
     WorkerStatus,
 )
-from holdfast.core.worker import WorkerMachine
 from holdfast.sim.swarm import run_seed
 from holdfast.sim.world import Machines
 from mutation_kit import MUTATIONS, SEEDS_MAX, TUNED, mutation

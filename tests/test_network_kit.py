@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.core.errors import UserError, WorldError
-from holdfast.testing import network
-from holdfast.testing.network import OWNER, Direction, Host, Lab, clean_leftovers
+from holdfast.testing import network_lab as network
+from holdfast.testing.network_lab import OWNER, Direction, Host, Lab, clean_leftovers
 from holdfast.testing.relay import Relay
 from network_peers import PATIENCE_S, PYTHON, SILENCE_S, call, connected, receive, serve, until
 
@@ -436,7 +436,7 @@ def test_a_lab_that_cannot_be_made_leaves_nothing(monkeypatch):
 
 OWNER_PROGRAM = """
 import os, signal, subprocess, sys
-from holdfast.testing.network import Lab
+from holdfast.testing.network_lab import Lab
 with Lab(2) as lab:
     lab.cut(lab.hosts[0])
     child = lab.hosts[0].popen(["sleep", "1000"])

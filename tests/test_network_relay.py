@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from holdfast.core.errors import WorldError
-from holdfast.testing.network import Host, Lab
+from holdfast.testing.network_lab import Host, Lab
 from holdfast.testing.relay import Relay
 from network_peers import PATIENCE_S, SILENCE_S, call, connected, receive, serve, until
 

@@ -17,9 +17,9 @@ import pytest
 
 from holdfast.core.errors import HoldfastError
 from holdfast.testing.lab import LabRun
-from holdfast.testing.network import Direction, Lab
+from holdfast.testing.local_run import LocalRun, strike
+from holdfast.testing.network_lab import Direction, Lab
 from holdfast.testing.relay import Relay
-from holdfast.testing.run import LocalRun, strike
 
 SCRIPT = Path(__file__).parent / "scripts" / "trainer.py"
 RUN_S = 100.0

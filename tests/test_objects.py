@@ -19,7 +19,7 @@ from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.open import open_storage
 from holdfast.store.saving import Item
 from holdfast.store.storage import Storage
-from holdfast.testing.etcd import free_ports
+from holdfast.testing.etcd_cluster import free_ports
 from holdfast.testing.storages import STORAGE_CASES, content
 from support import HOST, until
 

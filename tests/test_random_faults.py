@@ -15,8 +15,8 @@ import pytest
 from conftest import RUN_S, Start, finish
 from holdfast.core.errors import HoldfastError
 from holdfast.observe.ledger import verify
-from holdfast.testing.run import LocalRun, RunEnded, strike
-from holdfast.train.sampling import SamplePlan
+from holdfast.testing.local_run import LocalRun, RunEnded, strike
+from holdfast.train.data.sampling import SamplePlan
 
 STEPS = 160
 TASK_S = 0.03

@@ -13,7 +13,7 @@ from conftest import RUN_S, SCRIPTS, finish
 from holdfast.cli.main import main
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.open import open_storage
-from holdfast.testing.run import LocalRun, strike
+from holdfast.testing.local_run import LocalRun, strike
 from support import until
 
 STEPS = 40

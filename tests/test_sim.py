@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli import sim as cli
-from holdfast.sim.options import RACK_KINDS
+from holdfast.cli import sim_command as cli
+from holdfast.sim.run_options import RACK_KINDS
 from holdfast.sim.swarm import Summary, run_many, run_seed
 
 SRC = Path(__file__).resolve().parent.parent / "src"
@@ -102,7 +102,7 @@ def test_same_seed_same_trace_under_any_hash_seed() -> None:
 def test_failure_tells_its_story_and_how_to_replay_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("holdfast.core.formation.resume_step", lambda s: (0, "planted"))
+    monkeypatch.setattr("holdfast.core.membership.formation.resume_step", lambda s: (0, "planted"))
     assert cli.main(["--seeds", "0:20", "--small"]) == 1
     output = capsys.readouterr().out
     failed = next(line for line in output.splitlines() if "FAILED at" in line)

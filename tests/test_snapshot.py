@@ -23,12 +23,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import RUN_S
-from holdfast.cli.run import make_spec, parser
+from holdfast.cli.run_command import make_spec, parser
 from holdfast.core.errors import Damaged, Severed, WorldError
-from holdfast.core.interval import Pace, PacePolicy
+from holdfast.core.step.save_interval import Pace, PacePolicy
 from holdfast.core.types import AgentId, Incarnation, Member, View, ViewNumber, Void, WorkerId
+from holdfast.runtime.node.checkpoint_writer import SCRUB_S, Writer
 from holdfast.runtime.rundir import RunDir
-from holdfast.runtime.writer import SCRUB_S, Writer
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.files import FileStorage
 from holdfast.store.manifest import PARTS, SAVING, manifest_name
@@ -46,12 +46,12 @@ from holdfast.store.snapshot import (
     table_of,
     token_for,
 )
-from holdfast.train.copying import Copier
-from holdfast.train.exchange import Layout
-from holdfast.train.restoring import Restorer
-from holdfast.train.saver import Saver
-from holdfast.train.shares import share_of
-from holdfast.train.transport import Message
+from holdfast.train.checkpoint.restorer import Restorer
+from holdfast.train.checkpoint.saver import Saver
+from holdfast.train.checkpoint.shares import share_of
+from holdfast.train.checkpoint.staging import Copier
+from holdfast.train.step.reduction import Layout
+from holdfast.train.transport.seam import Message
 from support import until
 
 SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=3), max_size=8)
@@ -322,7 +322,7 @@ def test_nothing_wrong_is_restored(tmp_path: Path, orders: socket.socket) -> Non
 def test_a_share_that_does_not_come_costs_the_checkpoint(
     tmp_path: Path, orders: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.runtime.writer.OTHERS_S", 0.1)
+    monkeypatch.setattr("holdfast.runtime.node.checkpoint_writer.OTHERS_S", 0.1)
     answer = read_answer(order_share(orders, 10, 0, 2))
     assert "writer 1 has not come" in answer.problem
     store = Checkpoints(FileStorage(tmp_path))
@@ -463,7 +463,7 @@ def process(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], socket.so
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     popen = subprocess.Popen(
         [
-            *(sys.executable, "-m", "holdfast.runtime.writer", str(run_dir.path)),
+            *(sys.executable, "-m", "holdfast.runtime.node.checkpoint_writer", str(run_dir.path)),
             *(str(theirs.fileno()), str(os.getpid())),
         ],
         pass_fds=[theirs.fileno()],

@@ -21,18 +21,18 @@ import pytest
 
 from holdfast.core.errors import UserError
 from holdfast.core.types import AgentId, AgentReport, Directive, Incarnation, JobRecord
-from holdfast.runtime.channel import Channel, connect
-from holdfast.runtime.coordinator import Candidate
-from holdfast.runtime.coordinator_server import Seat
-from holdfast.runtime.election import (
+from holdfast.net.channel import Channel, connect
+from holdfast.runtime.coordinate.coordinator_process import Candidate
+from holdfast.runtime.coordinate.coordinator_server import Seat
+from holdfast.runtime.coordinate.election import (
     Incumbent,
     locate,
     open_election,
     parse_election,
 )
-from holdfast.runtime.journal import unseal
+from holdfast.runtime.coordinate.journal import unseal
 from holdfast.runtime.rundir import RunDir
-from holdfast.testing.etcd import EtcdCluster, free_ports
+from holdfast.testing.etcd_cluster import EtcdCluster, free_ports
 from holdfast.wire.messages import StatusReply, StatusRequest, StopRequest
 from support import HOST, SPEC, WAIT_S, CoordinatorProcess, start_etcd, until
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.core.errors import Damaged, WorldError
-from holdfast.store.disk import RealDisk
+from holdfast.store.disk_calls import RealDisk
 from holdfast.store.files import BUFFER_BYTES, FileStorage
 from holdfast.store.storage import Storage
 from holdfast.testing.storages import (

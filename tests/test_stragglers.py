@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.core.balance import BalancePolicy, Balancer
-from holdfast.core.speculation import Budget, Lateness, Patience, worth_copying
-from holdfast.core.speeds import Speeds
-from holdfast.core.stragglers import Detector, Kind, Verdict
+from holdfast.core.step.balance import BalancePolicy, Balancer
+from holdfast.core.step.speculation import Budget, Lateness, Patience, worth_copying
+from holdfast.core.step.speeds import Speeds
+from holdfast.core.step.stragglers import Detector, Kind, Verdict
 from holdfast.core.types import AgentId, Incarnation, Member, View, ViewNumber, WorkerId
 
 Inject = Callable[[int, int, random.Random], float]  # worker, step: a factor

@@ -15,8 +15,8 @@ import pytest
 
 from conftest import SCRIPTS
 from gates import HOST, PATIENCE_S, SECRET, ask, play, site
-from holdfast.runtime.channel import Channel, connect
-from holdfast.runtime.tcp import dial, name_of
+from holdfast.net.channel import Channel, connect
+from holdfast.net.tcp import dial, name_of
 from holdfast.wire.messages import StatusReply, StatusRequest
 
 

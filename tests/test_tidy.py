@@ -33,7 +33,7 @@ BAD = [
     ("layers", RUNTIME, "import holdfast"),
     ("layers", RUNTIME, "from holdfast import join"),
     ("layers", RUNTIME, "from holdfast.sim.world import World"),
-    ("layers", SIM, "from holdfast.runtime.agent import Agent"),
+    ("layers", SIM, "from holdfast.runtime.node.agent_process import Agent"),
     ("layers", SIM, "from holdfast.train import job"),
     ("layers", "src/holdfast/observe/x.py", "import holdfast.train.job"),
     ("layers", CLI, "from holdfast.testing import faults"),
@@ -160,8 +160,8 @@ def test_a_breach_is_excused_only_with_its_rule_and_a_reason():
 
 def test_modules_are_used_through_imports_and_through_names_in_strings():
     files = {
-        CLI: "NAMES = ['go']\nimport_module(f'holdfast.cli.{name}')",
-        "src/holdfast/cli/go.py": "from holdfast.sim import world",
+        CLI: "NAMES = ['go']\nimport_module(f'holdfast.cli.{name}_command')",
+        "src/holdfast/cli/go_command.py": "from holdfast.sim import world",
         "src/holdfast/cli/stray.py": "",
         "src/holdfast/sim/world.py": "AGENT = 'holdfast.runtime.x'",
         RUNTIME: "from holdfast.core.x import f",
@@ -190,7 +190,7 @@ def test_public_names_are_followed_to_where_they_are_defined():
 
 def test_the_repository_is_what_is_judged(modules):
     names = {m.name for m in modules}
-    assert {"holdfast", "holdfast.core.coordinator", "tests/test_tidy.py"} <= names
+    assert {"holdfast", "holdfast.core.membership.coordinator", "tests/test_tidy.py"} <= names
 
 
 def test_only_the_training_process_needs_torch(modules):

@@ -27,8 +27,8 @@ from gates import (
     until,
 )
 from holdfast.core.errors import UserError, WireError
-from holdfast.runtime.channel import Channel, connect
-from holdfast.runtime.tls import TlsFiles, client_context, server_context
+from holdfast.net.channel import Channel, connect
+from holdfast.net.tls import TlsFiles, client_context, server_context
 from holdfast.wire.messages import StatusReply, StatusRequest
 
 LONG_AGO = datetime.datetime(2020, 1, 1, tzinfo=datetime.timezone.utc)

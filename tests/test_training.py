@@ -23,14 +23,14 @@ from conftest import RUN_S
 from holdfast.core import tree
 from holdfast.core.errors import Severed, StateMismatch, UserError, WireError
 from holdfast.testing.disturbed import flip_bit
-from holdfast.train import state
-from holdfast.train.auditing import check_sum
-from holdfast.train.buckets import Bucket, Flat, Gradients
-from holdfast.train.exchange import FINITE, SOMEBODYS, BucketSum, Layout
-from holdfast.train.fingerprints import Fingerprints
-from holdfast.train.record import Buffers
-from holdfast.train.transfer import StateSync
-from holdfast.train.transport import Message, NothingPending, Pending
+from holdfast.train.checkpoint import state
+from holdfast.train.checkpoint.transfer import StateSync
+from holdfast.train.step.auditing import check_sum
+from holdfast.train.step.buckets import Bucket, Flat, Gradients
+from holdfast.train.step.fingerprints import Fingerprints
+from holdfast.train.step.reduction import FINITE, SOMEBODYS, BucketSum, Layout
+from holdfast.train.step.step_table import Buffers
+from holdfast.train.transport.seam import Message, NothingPending, Pending
 
 
 class Mailbox:

@@ -18,11 +18,10 @@ from holdfast.testing.transports import (
     refuses_impostors,
     run_contract,
 )
-from holdfast.train import proof, sockets
 from holdfast.train.environment import WorkerEnvironment, take_channel
-from holdfast.train.gloo import TAG_PROOF, GlooDevice, GlooTransport, _AddressStore
-from holdfast.train.nccl import NcclTransport
-from holdfast.train.transport import AloneTransport
+from holdfast.train.transport.gloo import TAG_PROOF, GlooDevice, GlooTransport, _AddressStore
+from holdfast.train.transport.nccl import NcclTransport
+from holdfast.train.transport.seam import AloneTransport, proof, sockets
 
 KEY = b"k" * 32
 

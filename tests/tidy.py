@@ -26,8 +26,9 @@ LAYERS = (
     ("cli", "dashboard", "launch"),
     ("runtime", "sim"),
     ("train", "servers"),
-    ("observe",),  # below train: what is observed is written while training
+    ("health", "observe"),  # below train, which writes what is observed while training
     ("store",),
+    ("net",),
     ("wire", "coding"),
     ("core",),
 )
@@ -40,7 +41,7 @@ ENTRY_POINTS = (
     "holdfast",
     "holdfast.__main__",
     "holdfast.cli.main",
-    "holdfast.train.dcp",
+    "holdfast.train.checkpoint.dcp",
     "holdfast.testing.disturbed",
 )
 
@@ -360,14 +361,16 @@ def uses(module: Module, known: dict[str, Module]) -> Iterator[str]:
     """Modules this one needs: imported, or named in a string as in `python -m NAME`."""
     for _, name in imports(module):
         yield name
-    texts, prefixes = [], [""]  # a prefix: f"holdfast.cli.{...}", completed by a word of the file
+    texts, frames = [], [("", "")]  # around a word of the file, as in f"holdfast.cli.{...}_command"
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             texts.append(node.value.partition(":")[0])
         elif isinstance(node, ast.JoinedStr) and isinstance(node.values[0], ast.Constant):
-            prefixes.append(str(node.values[0].value))
-    for prefix in prefixes:
-        yield from (prefix + text for text in texts if prefix + text in known)
+            last = node.values[-1]
+            after = str(last.value) if isinstance(last, ast.Constant) and node.values[1:] else ""
+            frames.append((str(node.values[0].value), after))
+    for before, after in frames:
+        yield from (before + t + after for t in texts if before + t + after in known)
 
 
 def find_unused_modules(modules: list[Module]) -> Iterator[Finding]:
@@ -416,9 +419,9 @@ RULES = [
     Rule(
         "layers",
         find_layers,
-        "imports go one way (cli, dashboard, launch -> runtime, sim -> train, servers -> observe "
-        "-> store -> wire, coding -> core), so that what is simulated is the product and each part "
-        "can be understood without those above it",
+        "imports go one way (cli, dashboard, launch -> runtime, sim -> train, servers -> health, "
+        "observe -> store -> net -> wire, coding -> core), so that what is simulated is the "
+        "product and each part can be understood without those above it",
     ),
     Rule(
         "torch-only-in-train",

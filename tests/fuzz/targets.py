@@ -29,7 +29,7 @@ from holdfast.core.types import (
     WorkerId,
     WorkerStatus,
 )
-from holdfast.runtime.journal import MAGIC, seal, unseal
+from holdfast.runtime.coordinate.journal import MAGIC, seal, unseal
 from holdfast.wire import frames
 from holdfast.wire.messages import (
     KINDS,

@@ -16,7 +16,7 @@ import socket
 import struct
 import sys
 
-from holdfast.runtime.channel import Channel, Gate, GatePolicy, connect
+from holdfast.net.channel import Channel, Gate, GatePolicy, connect
 from holdfast.wire.messages import StatusReply, StatusRequest
 
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000

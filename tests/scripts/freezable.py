@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from holdfast.runtime.channel import connect
+from holdfast.net.channel import connect
 from holdfast.wire.messages import StatusReply, StatusRequest
 
 

@@ -19,7 +19,9 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.train import engine, exchange, state, transfer
+from holdfast.train.checkpoint import state, transfer
+from holdfast.train.step import engine
+from holdfast.train.step import reduction as exchange
 
 STATE_POINTS = ("donate", "receive", "load", "open")
 

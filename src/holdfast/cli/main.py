@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
         names = ", ".join(COMMANDS)
         print(f"holdfast: there is no command {args[0]!r}: use one of {names}", file=sys.stderr)
         return 2
-    module = importlib.import_module(f"holdfast.cli.{args[0]}")
+    module = importlib.import_module(f"holdfast.cli.{args[0]}_command")
     try:
         return int(module.main(args[1:]))
     except HoldfastError as error:

@@ -118,7 +118,7 @@ class View:
     """A numbered membership decision. `members` are sorted by worker.
 
     `owners[v]` hosts virtual rank v at first; while the view lasts its members may agree otherwise
-    (core/balance.py).
+    (core/step/balance.py).
     """
 
     number: ViewNumber

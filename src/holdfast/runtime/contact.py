@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from holdfast.core.errors import UserError, WorldError
-from holdfast.runtime.channel import Channel, connect
-from holdfast.runtime.election import SCHEMES, locate, parse_election
+from holdfast.net.channel import Channel, connect
+from holdfast.runtime.coordinate.election import SCHEMES, locate, parse_election
 from holdfast.runtime.rundir import RunDir
 
 ANSWER_S = 5.0

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.core.job import JobSpec
+from holdfast.core.job_spec import JobSpec
 from holdfast.core.types import AgentId
-from holdfast.runtime.coordinator_server import DEPOSED
+from holdfast.runtime.coordinate.coordinator_server import DEPOSED
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.supervise import Kept, Supervisor
 
@@ -49,7 +49,12 @@ class Node:
 
         def command(starts: int) -> list[str]:
             return [
-                *(sys.executable, "-m", "holdfast.runtime.writer", str(self.run_dir.path)),
+                *(
+                    sys.executable,
+                    "-m",
+                    "holdfast.runtime.node.checkpoint_writer",
+                    str(self.run_dir.path),
+                ),
                 *(str(taken.fileno()), str(os.getpid())),
             ]
 
@@ -67,7 +72,12 @@ class Node:
 
         def command(starts: int) -> list[str]:
             return [
-                *(sys.executable, "-m", "holdfast.runtime.agent", str(self.run_dir.path)),
+                *(
+                    sys.executable,
+                    "-m",
+                    "holdfast.runtime.node.agent_process",
+                    str(self.run_dir.path),
+                ),
                 *("--join", self.join, "--name", self.name, "--host", self.host),
                 *("--incarnation", str(self.first_incarnation + starts - 1)),
                 *("--nproc", str(self.nproc), "--parent", str(os.getpid())),
@@ -92,7 +102,12 @@ class Desk:
 
         def command(starts: int) -> list[str]:
             return [
-                *(sys.executable, "-m", "holdfast.runtime.coordinator", str(self.run_dir.path)),
+                *(
+                    sys.executable,
+                    "-m",
+                    "holdfast.runtime.coordinate.coordinator_process",
+                    str(self.run_dir.path),
+                ),
                 *(str(self.listener.fileno()), str(os.getpid()), "--host", self.host),
                 *(("--tls", str(self.tls)) if self.tls is not None else ()),
                 *arguments,

@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 
 from holdfast.core.errors import Damaged, UserError
-from holdfast.core.job import JobSpec
+from holdfast.core.job_spec import JobSpec
 from holdfast.core.types import JobRecord
-from holdfast.runtime.journal import read_record
-from holdfast.runtime.secret import read_run_dir
+from holdfast.net.secret import read_run_dir
+from holdfast.runtime.coordinate.journal import read_record
 
 
 @dataclass(frozen=True, slots=True)

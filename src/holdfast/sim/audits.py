@@ -1,20 +1,20 @@
 """One simulated worker's side of finding what is wrong: fingerprints, audits, and what follows.
 
-It mirrors train/engine.py; the rulings are those of core/audit.py and core/trust.py.
+It mirrors train/step/engine.py; the rulings are those of core/step/audit.py and core/step/trust.py.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from holdfast.core.audit import ATTEMPTS_MAX, Audit, Ruling, Sentence, judge, plan
+from holdfast.core.step.audit import ATTEMPTS_MAX, Audit, Ruling, Sentence, judge, plan
+from holdfast.core.step.worker import Doubted, GroupBroken
 from holdfast.core.types import View, Void, WorkerId
-from holdfast.core.worker import Doubted, GroupBroken
 from holdfast.sim.checkers import Key
-from holdfast.sim.errors import Violation
+from holdfast.sim.wrong_bits import Violation
 
 if TYPE_CHECKING:
-    from holdfast.sim.exchange import Group
+    from holdfast.sim.data_network import Group
     from holdfast.sim.workers import Process
 
 NEVER = 1 << 60

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from holdfast.core.formation import LAG_MAX
+from holdfast.core.invalidations import Voids, is_void, merge
+from holdfast.core.membership.formation import LAG_MAX
 from holdfast.core.types import RELEASE_ALL, Directive, JobRecord, View, ViewNumber, WorkerId
-from holdfast.core.voids import Voids, is_void, merge
-from holdfast.sim.errors import Errors, Violation
+from holdfast.sim.wrong_bits import Errors, Violation
 
 if TYPE_CHECKING:
-    from holdfast.sim.exchange import Share
+    from holdfast.sim.data_network import Share
     from holdfast.sim.workers import Process
 
 STEPS_UNHEARD = 40  # that may be committed before the coordinator hears of it and acts

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from holdfast.core import agent as ag
-from holdfast.core import coordinator as co
-from holdfast.core.liveness import ProcessSample
+from holdfast.core.membership import agent as ag
+from holdfast.core.membership import coordinator as co
+from holdfast.core.membership.liveness import ProcessSample
 from holdfast.core.types import AgentId, AgentReport, Directive, Incarnation, WorkerStatus
 from holdfast.sim.workers import Process
 

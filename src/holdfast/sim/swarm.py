@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from holdfast.core.errors import InvariantError
-from holdfast.sim.errors import Violation
-from holdfast.sim.options import Options, draw, draw_large
+from holdfast.sim.run_options import Options, draw, draw_large
 from holdfast.sim.world import Machines, World
+from holdfast.sim.wrong_bits import Violation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,16 +11,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from holdfast.core.audit import Audit, owed
-from holdfast.core.trust import Trust
-from holdfast.core.types import (
-    Incarnation,
-    ViewNumber,
-    WorkerDirective,
-    WorkerId,
-    WorkerStatus,
-)
-from holdfast.core.worker import (
+from holdfast.core.step.audit import Audit, owed
+from holdfast.core.step.trust import Trust
+from holdfast.core.step.worker import (
     AtBoundary,
     Begin,
     Commit,
@@ -40,11 +33,19 @@ from holdfast.core.worker import (
     WorkerEffect,
     WorkerEvent,
 )
-from holdfast.sim import audits, exchange
+from holdfast.core.types import (
+    Incarnation,
+    ViewNumber,
+    WorkerDirective,
+    WorkerId,
+    WorkerStatus,
+)
+from holdfast.sim import audits
+from holdfast.sim import data_network as exchange
 from holdfast.sim.checkers import INITIAL_STATE, Copy, Key, apply, task
 
 if TYPE_CHECKING:
-    from holdfast.sim.exchange import Group
+    from holdfast.sim.data_network import Group
     from holdfast.sim.hosts import AgentHost
     from holdfast.sim.world import World
 

@@ -13,20 +13,20 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from holdfast.core.agent import AgentMachine, AgentPolicy
-from holdfast.core.coordinator import CoordinatorMachine
-from holdfast.core.job import CoordinatorPolicy
-from holdfast.core.lease import LeasePolicy
-from holdfast.core.restart import RestartPolicy
+from holdfast.core.job_spec import CoordinatorPolicy
+from holdfast.core.membership.agent import AgentMachine, AgentPolicy
+from holdfast.core.membership.coordinator import CoordinatorMachine
+from holdfast.core.membership.lease import LeasePolicy
+from holdfast.core.membership.restart import RestartPolicy
+from holdfast.core.step.worker import WorkerMachine
 from holdfast.core.types import AgentId
-from holdfast.core.worker import WorkerMachine
 from holdfast.sim.checkers import Key, Truth
-from holdfast.sim.errors import Violation
-from holdfast.sim.exchange import DataNetwork
-from holdfast.sim.faults import Faults
+from holdfast.sim.data_network import DataNetwork
+from holdfast.sim.fault_injection import Faults
 from holdfast.sim.hosts import AgentHost, CoordinatorHost
-from holdfast.sim.options import Options
+from holdfast.sim.run_options import Options
 from holdfast.sim.workers import Process
+from holdfast.sim.wrong_bits import Violation
 
 STORY_MAX = 40
 EVENTS_MAX = 400_000  # of a job of a few nodes, which takes a few thousand

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from holdfast.core.errors import Damaged, UserError, WorldError
-from holdfast.store.loading import Bad, Rotten, load, verify
+from holdfast.store.checkpoint_reading import Bad, Rotten, load, verify
 from holdfast.store.manifest import (
     MANIFEST_BYTES_MAX,
     MANIFESTS,
@@ -34,7 +34,7 @@ from holdfast.store.manifest import (
     token_of,
     void_name,
 )
-from holdfast.store.process import gone, here
+from holdfast.store.owner_process import gone, here
 from holdfast.store.retention import Retention, choose_kept
 from holdfast.store.saving import Item, Known, Saving
 from holdfast.store.storage import Missing, Storage, read_all

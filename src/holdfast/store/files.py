@@ -17,9 +17,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from holdfast.core.errors import Damaged, WorldError
-from holdfast.store.disk import BLOCK_BYTES, Disk, RealDisk, aligned
+from holdfast.store.disk_calls import BLOCK_BYTES, Disk, RealDisk, aligned
 from holdfast.store.manifest import digest
-from holdfast.store.process import gone, here
+from holdfast.store.owner_process import gone, here
 from holdfast.store.storage import Missing, check_name
 
 BUFFER_BYTES = 8 << 20

@@ -41,7 +41,7 @@ from holdfast.store.manifest import (
     part_name,
     problem_of,
 )
-from holdfast.store.process import here
+from holdfast.store.owner_process import here
 from holdfast.store.storage import Storage, read_all
 
 PART_BYTES_MAX = 1 << 30

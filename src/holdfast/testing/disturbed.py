@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from holdfast.testing.script import Disturbance, parse
-from holdfast.train.taps import Taps, current
+from holdfast.testing.fault_script import Disturbance, parse
+from holdfast.train.step.probe import Taps, current
 
 
 class Disturber(Taps):

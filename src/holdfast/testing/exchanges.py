@@ -9,8 +9,8 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 
-from holdfast.core.links import Wait
-from holdfast.train.waits import Waits
+from holdfast.core.step.link_detector import Wait
+from holdfast.train.step.waits import Waits
 
 BUCKETS = 3
 COMPUTE_S = 0.1

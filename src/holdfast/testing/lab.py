@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from holdfast.testing.network import Host, Lab
-from holdfast.testing.run import LocalRun
+from holdfast.testing.local_run import LocalRun
+from holdfast.testing.network_lab import Host, Lab
 
 
 class LabRun(LocalRun):

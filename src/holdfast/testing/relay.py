@@ -34,7 +34,7 @@ from collections.abc import Awaitable
 from typing import Any, TextIO
 
 from holdfast.core.errors import UserError, WorldError
-from holdfast.testing.network import INTERFACE, Host, run_tool
+from holdfast.testing.network_lab import INTERFACE, Host, run_tool
 
 Address = tuple[str, int]
 ANSWER_S = 30.0  # bounds the start of the process and every answer, which take milliseconds

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from holdfast.core.errors import Damaged, UserError
-from holdfast.store.disk import RealDisk
+from holdfast.store.disk_calls import RealDisk
 from holdfast.store.storage import Missing, Storage, check_name
 
 LARGE = 20 << 20  # more than a storage's buffers hold

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from holdfast.core.errors import Severed
-from holdfast.train.transport import Message, Transport
+from holdfast.train.transport.seam import Message, Transport
 
 POLL_S = 0.001
 LOOK_S = 0.1

@@ -12,9 +12,9 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from holdfast.core import worker as machine
 from holdfast.core.errors import Severed, assert_never
-from holdfast.core.speculation import Patience
+from holdfast.core.step import worker as machine
+from holdfast.core.step.speculation import Patience
 from holdfast.core.types import Incarnation, View, WorkerId, WorkerStatus
 
 LOOK_S = 0.5  # between two looks at a group's links

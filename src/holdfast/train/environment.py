@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from holdfast.core.backup import BackupPolicy
 from holdfast.core.errors import UserError
-from holdfast.core.interval import PacePolicy
+from holdfast.core.step.backup import BackupPolicy
+from holdfast.core.step.save_interval import PacePolicy
 from holdfast.core.types import Incarnation, WorkerId
 
 VARIABLES = (

@@ -19,36 +19,36 @@ import numpy as np
 import torch
 
 from holdfast.core import tree
-from holdfast.core import worker as machine
-from holdfast.core.audit import Audit, Classes, plan
 from holdfast.core.errors import UserError
-from holdfast.core.interval import Pace
-from holdfast.core.speculation import Patience, worth_copying
-from holdfast.core.trust import Trust
+from holdfast.core.step import worker as machine
+from holdfast.core.step.audit import Audit, Classes, plan
+from holdfast.core.step.save_interval import Pace
+from holdfast.core.step.speculation import Patience, worth_copying
+from holdfast.core.step.trust import Trust
 from holdfast.core.types import View, ViewNumber
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.open import open_storage
-from holdfast.train.accounts import Accounts
-from holdfast.train.buckets import Gradients, Role
-from holdfast.train.clock import TaskClock
-from holdfast.train.copies import Done
+from holdfast.train.agent_link import AgentLink, SoloLink
+from holdfast.train.checkpoint.restorer import Restorer
+from holdfast.train.checkpoint.saver import Saver, say
+from holdfast.train.data.batch_loading import BatchSource, LoadOptions, dataset_length
+from holdfast.train.data.random_streams import enter_stream
+from holdfast.train.data.sampling import SamplePlan
 from holdfast.train.driver import Driver
-from holdfast.train.engine import Engine
 from holdfast.train.environment import WorkerEnvironment, take_channel
-from holdfast.train.exchange import Prints
-from holdfast.train.fingerprints import Fingerprints
-from holdfast.train.gloo import GlooDevice, GlooTransport
-from holdfast.train.link import AgentLink, SoloLink
-from holdfast.train.loading import BatchSource, LoadOptions, dataset_length
-from holdfast.train.nccl import NcclTransport
-from holdfast.train.record import Buffers, StepTable
-from holdfast.train.restoring import Restorer
-from holdfast.train.rng import enter_stream
-from holdfast.train.sampling import SamplePlan
-from holdfast.train.saver import Saver, say
-from holdfast.train.step import StepState
-from holdfast.train.taps import current
-from holdfast.train.transport import Transport
+from holdfast.train.ledger_recorder import Accounts
+from holdfast.train.step.buckets import Gradients, Role
+from holdfast.train.step.clock import TaskClock
+from holdfast.train.step.copies import Done
+from holdfast.train.step.engine import Engine
+from holdfast.train.step.fingerprints import Fingerprints
+from holdfast.train.step.probe import current
+from holdfast.train.step.reduction import Prints
+from holdfast.train.step.step_state import StepState
+from holdfast.train.step.step_table import Buffers, StepTable
+from holdfast.train.transport.gloo import GlooDevice, GlooTransport
+from holdfast.train.transport.nccl import NcclTransport
+from holdfast.train.transport.seam import Transport
 
 SAVE_S_MAX = 600.0  # how long the end of a loop waits for a checkpoint under way
 

@@ -3,7 +3,8 @@
     python -m holdfast.train.selftest PARENT_PID BUDGET_S
 
 It prints JSON lines and says beforehand which device it will try, so that one that hangs is known
-by name. The products have one exact result (core/exact.py), also with TF32 and on tensor cores.
+by name. The products have one exact result (core/exact_products.py), also with TF32 and on
+tensor cores.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from holdfast.core.checks_peers import median
-from holdfast.core.checks_trials import ArithmeticSample, TorchLine
-from holdfast.core.exact import NARROW, WIDE, ExactProduct, digest_of
+from holdfast.core.exact_products import NARROW, WIDE, ExactProduct, digest_of
+from holdfast.health.checks_peers import median
+from holdfast.health.checks_trials import ArithmeticSample, TorchLine
 
 PR_SET_PDEATHSIG = 1
 CPU_NAME = "processors (torch)"

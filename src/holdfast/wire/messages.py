@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from holdfast.core.errors import WireError
-from holdfast.core.job import JobSpec
+from holdfast.core.job_spec import JobSpec
 from holdfast.core.types import (
     AgentId,
     AgentReport,

@@ -1,0 +1,87 @@
+"""`holdfast agent`: this machine becomes a further node of a running job."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import socket
+import sys
+from pathlib import Path
+
+from holdfast.cli.shared_options import add_secret, add_tls
+from holdfast.core.errors import UserError
+from holdfast.core.types import AgentId
+from holdfast.net.secret import load_secret
+from holdfast.net.tls import client_of
+from holdfast.runtime.contact import ask, contact_by
+from holdfast.runtime.launcher import Node, incarnation_now, launch_node
+from holdfast.runtime.rundir import RunDir
+from holdfast.wire.messages import JoinReply, JoinRequest
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(
+        prog="holdfast agent",
+        description="Add this machine to a running job. The script must be at the same path here "
+        "as where the job was started.",
+    )
+    found.add_argument(
+        "--join",
+        required=True,
+        metavar="HOST:PORT",
+        help="the job's coordinator, or the URL where coordinators are elected",
+    )
+    found.add_argument(
+        "--nproc", type=int, metavar="N", help="workers here (default: as on the first node)"
+    )
+    found.add_argument(
+        "--name", help="of this node, the same each time that it comes back (default: made up)"
+    )
+    found.add_argument(
+        "--host", help="by which other nodes reach this one (default: as the coordinator sees it)"
+    )
+    found.add_argument(
+        "--patience-s",
+        type=float,
+        default=60.0,
+        help="how long to try where no coordinator answers yet (default 60)",
+    )
+    add_secret(found, "HOLDFAST_SECRET, or the run directory's")
+    add_tls(found)
+    found.add_argument(
+        "--run-dir",
+        type=Path,
+        help="for this node's logs and ledger; the job's own if it is shared "
+        "(default: holdfast-runs/NAME)",
+    )
+    return found
+
+
+def main(argv: list[str]) -> int:
+    options = parser().parse_args(argv)
+    contact = contact_by(options.join, client_of(options.tls))
+    if options.nproc is not None and options.nproc < 1:
+        raise UserError(f"--nproc {options.nproc}: at least 1 worker is needed")
+    secret = load_secret(os.environ, file=options.secret_file, run_dir=options.run_dir)
+    reply = ask(contact, secret, JoinRequest(), JoinReply, options.patience_s)
+    spec = reply.spec
+    name = AgentId(options.name or f"{socket.gethostname()}-{secrets.token_hex(3)}")
+    if not os.path.isdir(spec.cwd) or not os.path.isfile(os.path.join(spec.cwd, spec.script)):
+        raise UserError(f"the job's script {spec.script} is not under {spec.cwd} on this machine")
+    run_dir = RunDir((options.run_dir or Path("holdfast-runs") / name).absolute())
+    run_dir.attach(spec, secret)
+    os.chdir(spec.cwd)
+    print(f"holdfast: node {name} joins {contact}", file=sys.stderr, flush=True)
+    return launch_node(
+        Node(
+            run_dir=run_dir,
+            name=name,
+            nproc=options.nproc or spec.nproc,
+            host=options.host or reply.seen_as,
+            join=options.join,
+            tls=options.tls.absolute() if options.tls is not None else None,
+            first_incarnation=incarnation_now() if options.name else 1,
+        ),
+        spec,
+    )

@@ -1,0 +1,344 @@
+"""`holdfast ckpt`: look at checkpoints, prove them, mend them, take them elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.table import Table
+
+from holdfast.core.errors import Damaged, UserError, WorldError
+from holdfast.store.checkpoint_reading import Bad
+from holdfast.store.checkpoints import Checkpoints
+from holdfast.store.manifest import DIGEST_BYTES, Entry, Manifest
+from holdfast.store.open import FORM, open_storage
+from holdfast.store.retention import Retention
+from holdfast.store.scrub import Pacer
+from holdfast.store.volumes import VolumeStorage
+
+Command = Callable[[argparse.Namespace], int]
+
+
+def main(argv: list[str]) -> int:
+    """Exit status 0; 1 where something is damaged or differs; 2 for bad arguments."""
+    options = parser().parse_args(argv)
+    command: Command = options.command
+    try:
+        return command(options)
+    except Damaged as error:
+        print(f"holdfast: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(
+        prog="holdfast ckpt",
+        description=f"Checkpoints of a job. STORE is {FORM}.",
+    )
+    commands = found.add_subparsers(metavar="COMMAND", required=True)
+
+    def add(name: str, command: Command, text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        sub.set_defaults(command=command)
+        sub.add_argument("store", metavar="STORE")
+        return sub
+
+    sub = add("list", list_all, "list all checkpoints")
+    sub.add_argument("--json", action="store_true", help="for scripts")
+    sub = add("show", show, "show what is in a checkpoint")
+    sub.add_argument("step", type=_step, nargs="?", help="default: the newest")
+    sub.add_argument("--json", action="store_true", help="for scripts")
+    sub = add("verify", verify, "read every byte of a checkpoint and prove that it is right")
+    sub.add_argument("step", type=_step, nargs="?", help="default: all of them")
+    sub.add_argument(
+        "--rate", type=float, metavar="MB/S", help="read no faster, to leave the disk to others"
+    )
+    sub.add_argument("--json", action="store_true", help="for scripts")
+    sub = add("diff", diff, "tell which entries of two checkpoints differ; exit status 1 if any do")
+    sub.add_argument("step", type=_step)
+    sub.add_argument("other", type=_step)
+    sub.add_argument("--json", action="store_true", help="for scripts")
+    sub = add("export", export, "write a checkpoint's tensors to a file of another format")
+    sub.add_argument("step", type=_step)
+    sub.add_argument("file", type=Path)
+    sub.add_argument("--format", choices=("safetensors", "torch", "dcp"), default="safetensors")
+    sub.add_argument("--only", default="", metavar="TEXT", help="entries whose name contains it")
+    sub = add("import", import_file, "make a checkpoint of a safetensors file")
+    sub.add_argument("file", type=Path)
+    sub.add_argument("--step", type=_step, default=0, help="that it is to be of (default 0)")
+    add("repair", repair, "bring lost or damaged volumes of an ec: store back to what they were")
+    sub = add("gc", collect, "remove checkpoints that are not to be kept, and what nothing uses")
+    sub.add_argument("--keep-last", type=int, default=0, metavar="N", help="so many of the newest")
+    sub.add_argument("--keep-every", type=int, default=0, metavar="K", help="and every Kth step")
+    sub.add_argument("--keep-age-s", type=float, default=0.0, metavar="S", help="and younger ones")
+    return found
+
+
+def _step(text: str) -> int:
+    if not (text.isascii() and text.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} is no step: give a number such as 1000")
+    return int(text)
+
+
+def _open(options: argparse.Namespace) -> Checkpoints:
+    return Checkpoints(open_storage(options.store, _warn), _warn)
+
+
+def _warn(line: str) -> None:
+    print(f"holdfast: {line}", file=sys.stderr)
+
+
+def _manifest(store: Checkpoints, step: int | None) -> Manifest:
+    """Of a step, or the newest. UserError where there is none."""
+    steps = store.steps()
+    if not steps:
+        raise UserError("there are no checkpoints: is it the right store?")
+    if step is not None and step not in steps:
+        known = ", ".join(map(str, steps[-10:]))
+        raise UserError(f"there is no checkpoint of step {step}: the newest are of {known}")
+    return store.manifest(steps[-1] if step is None else step)
+
+
+# ---------------------------------------------------------------- looking
+
+
+def list_all(options: argparse.Namespace) -> int:
+    store, code = _open(options), 0
+    rows: list[dict[str, Any]] = []
+    for step in store.steps():
+        try:
+            found = store.manifest(step)
+            new = [p for p in found.packs if found.token in p]
+            written = sum(store.storage.size(pack) or 0 for pack in new)
+            rows.append(
+                {
+                    "step": step,
+                    "time": found.time,
+                    "entries": len(found.entries),
+                    "bytes": found.size,
+                    "written_bytes": written,
+                    "about": found.about,
+                    "damage": "",
+                }
+            )
+        except WorldError as error:
+            code = 1
+            rows.append({"step": step, "damage": str(error)})
+    if options.json:
+        print(json.dumps(rows, indent=2))
+        return code
+    table = Table("step", "saved", "entries", "size", "written", "")
+    for row in rows:
+        if row["damage"]:
+            table.add_row(str(row["step"]), "", "", "", "", str(row["damage"]), style="bold red")
+            continue
+        about = " ".join(f"{k}={v}" for k, v in sorted(row["about"].items()))
+        cells = (row["entries"], _size(row["bytes"]), _size(row["written_bytes"]), about)
+        table.add_row(str(row["step"]), _when(row["time"]), *map(str, cells))
+    Console().print(table if rows else "no checkpoints")
+    return code
+
+
+def show(options: argparse.Namespace) -> int:
+    found = _manifest(_open(options), options.step)
+    if options.json:
+        entries = [
+            {"name": e.label, "dtype": e.dtype, "shape": e.shape, "bytes": e.size}
+            for e in found.entries
+        ]
+        print(json.dumps({"step": found.step, "about": found.about, "entries": entries}, indent=2))
+        return 0
+    table = Table("name", "dtype", "shape", "size", title=f"step {found.step}, {_when(found.time)}")
+    for entry in found.entries:
+        shape = "x".join(map(str, entry.shape)) if entry.dtype else ""
+        table.add_row(entry.label, entry.dtype or "bytes", shape, _size(entry.size))
+    Console().print(table)
+    return 0
+
+
+def diff(options: argparse.Namespace) -> int:
+    store = _open(options)
+    old, new = (
+        {e.label: e for e in _manifest(store, step).entries}
+        for step in (options.step, options.other)
+    )
+    found = {
+        "removed": [name for name in old if name not in new],
+        "added": [name for name in new if name not in old],
+        "changed": [name for name in old if name in new and not _same(old[name], new[name])],
+    }
+    equal = sum(name in new for name in old) - len(found["changed"])
+    if options.json:
+        print(json.dumps(found | {"equal": equal}, indent=2))
+    else:
+        for what, names in found.items():
+            for name in names:
+                print(f"{what:8} {name}{_change(old, new, name)}")
+        print(f"{equal} entries are equal")
+    return 1 if any(found.values()) else 0
+
+
+def _same(old: Entry, new: Entry) -> bool:
+    what = (old.dtype, old.shape, old.digests)
+    return what == (new.dtype, new.shape, new.digests)
+
+
+def _change(old: dict[str, Entry], new: dict[str, Entry], name: str) -> str:
+    if name not in old or name not in new:
+        return ""
+    before, after = old[name], new[name]
+    if (before.dtype, before.shape) != (after.dtype, after.shape):
+        return f": {before.dtype} {list(before.shape)} to {after.dtype} {list(after.shape)}"
+    pairs = zip(_digests(before), _digests(after), strict=True)
+    chunks = sum(a != b for a, b in pairs)
+    return f": {chunks} of {len(_digests(after))} chunks"
+
+
+def _digests(entry: Entry) -> list[bytes]:
+    size = DIGEST_BYTES
+    return [entry.digests[i : i + size] for i in range(0, len(entry.digests), size)]
+
+
+# ---------------------------------------------------------------- proving and mending
+
+
+def verify(options: argparse.Namespace) -> int:
+    if options.rate is not None and options.rate <= 0:
+        raise UserError(f"--rate {options.rate:g} must be positive")
+    store = _open(options)
+    steps = [_manifest(store, options.step).step] if options.step is not None else store.steps()
+    findings: dict[int, list[str]] = {}
+    for step in steps:
+        try:
+            manifest = store.manifest(step)
+            with _progress(f"step {step}", manifest.size) as advance:
+                findings[step] = [str(bad) for bad in _verified(store, manifest, options, advance)]
+        except WorldError as error:
+            findings[step] = [str(error)]
+    if options.json:
+        print(json.dumps([{"step": s, "damage": bad} for s, bad in findings.items()], indent=2))
+    else:
+        for step, bad in findings.items():
+            print(f"step {step}: {'every byte is right' if not bad else f'{len(bad)} damaged'}")
+            for line in bad:
+                print(f"  {line}")
+    return 1 if any(findings.values()) else 0
+
+
+def _verified(
+    store: Checkpoints,
+    manifest: Manifest,
+    options: argparse.Namespace,
+    advance: Callable[[int], None],
+) -> list[Bad]:
+    pacer = Pacer(options.rate * 1e6) if options.rate is not None else None
+
+    def progress(count: int) -> None:
+        advance(count)
+        if pacer is not None:
+            pacer(count)
+
+    return store.verify(manifest.step, progress)
+
+
+def repair(options: argparse.Namespace) -> int:
+    store = _open(options)
+    volumes = store.storage
+    if not isinstance(volumes, VolumeStorage):
+        raise UserError(f"{options.store} has no parity to repair from: only ec: stores have")
+    code = mended = 0
+    names = volumes.all_names()
+    with _progress("objects", len(names), bytes_=False) as advance:
+        for name in names:
+            try:
+                for line in volumes.repair(name):
+                    mended += 1
+                    print(f"repaired: {line}")
+            except WorldError as error:
+                code = 1
+                print(f"lost: {error}")
+            advance(1)
+    print(f"{len(names)} objects, {mended} repairs")
+    return code
+
+
+def collect(options: argparse.Namespace) -> int:
+    if min(options.keep_last, options.keep_every, options.keep_age_s) < 0:
+        raise UserError("--keep-last, --keep-every and --keep-age-s must not be negative")
+    wanted = options.keep_last or options.keep_every or options.keep_age_s
+    policy = Retention(last=options.keep_last, every=options.keep_every, age_s=options.keep_age_s)
+    done = _open(options).collect(policy if wanted else None)
+    steps = (
+        f"checkpoints of steps {', '.join(map(str, done.steps))}" if done.steps else "no checkpoint"
+    )
+    print(f"removed {steps}, and {done.packs} packs of {_size(done.freed_bytes)}")
+    return 0
+
+
+# ---------------------------------------------------------------- other formats
+
+
+def export(options: argparse.Namespace) -> int:
+    from holdfast.train.checkpoint.formats import read_tensors, write_file
+
+    store = _open(options)
+    step = _manifest(store, options.step).step
+    tensors = read_tensors(store, step, options.only)
+    if not tensors:
+        raise UserError(f"no tensor of step {step} has {options.only!r} in its name")
+    write_file(tensors, options.file, options.format)
+    size = sum(t.nbytes for t in tensors.values())
+    print(f"{len(tensors)} tensors of {_size(size)} are in {options.file}")
+    return 0
+
+
+def import_file(options: argparse.Namespace) -> int:
+    from holdfast.train.checkpoint.formats import read_file
+
+    store = _open(options)
+    if options.step in store.steps():
+        raise UserError(f"there is a checkpoint of step {options.step} already: choose another")
+    items = read_file(options.file)
+    found = store.save(options.step, items, {"from": options.file.name})
+    print(f"{len(items)} tensors of {_size(found.size)} are the checkpoint of step {found.step}")
+    return 0
+
+
+# ---------------------------------------------------------------- for people
+
+
+@contextlib.contextmanager
+def _progress(what: str, total: int, *, bytes_: bool = True) -> Iterator[Callable[[int], None]]:
+    """A bar where a person watches; elsewhere nothing."""
+    if not sys.stderr.isatty():
+        yield lambda count: None
+        return
+    shown = (DownloadColumn(), TransferSpeedColumn()) if bytes_ else ()
+    columns = (TextColumn("{task.description}"), BarColumn(), *shown)
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda count: bar.update(task, advance=count)
+
+
+def _size(count: object) -> str:
+    size = float(str(count))
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def _when(seconds: object) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(str(seconds))))

@@ -1,0 +1,54 @@
+"""`holdfast coordinator`: one more coordinator of a job, which takes over when the others fail."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from holdfast.cli.shared_options import add_secret, add_tls
+from holdfast.core.errors import UserError
+from holdfast.net.secret import load_secret
+from holdfast.net.tcp import listen
+from holdfast.net.tls import server_of
+from holdfast.runtime.coordinate.election import FORM, open_election
+from holdfast.runtime.launcher import Desk, launch_standby
+from holdfast.runtime.rundir import RunDir
+
+
+def main(argv: list[str]) -> int:
+    options = parser().parse_args(argv)
+    open_election(options.election)
+    run_dir = RunDir(options.run_dir)
+    try:
+        run_dir.path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--run-dir {run_dir.path}: {error.strerror}; name another") from None
+    load_secret(dict(os.environ), file=options.secret_file, run_dir=run_dir.path)
+    server_of(options.tls)  # says what is wrong with it
+    arguments = ["--election", options.election]
+    if options.secret_file is not None:
+        arguments += ["--secret-file", str(options.secret_file)]
+    with listen(options.host, options.port) as listener:
+        desk = Desk(run_dir=run_dir, listener=listener, host=options.host, tls=options.tls)
+        return launch_standby(desk, arguments)
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(
+        prog="holdfast coordinator",
+        description="Stand by as one more coordinator of a job: as soon as none is in office, one "
+        "of those that stand by takes over and the job goes on. Ends with the job; a signal to "
+        "end makes another take over.",
+    )
+    found.add_argument("--election", required=True, metavar="URL", help=FORM)
+    found.add_argument(
+        "--run-dir", type=Path, required=True, help="for this coordinator's story of the job"
+    )
+    found.add_argument(
+        "--host", required=True, help="this machine's name or address, as agents reach it"
+    )
+    found.add_argument("--port", type=int, default=0, help="default: any that is free")
+    add_secret(found, "HOLDFAST_SECRET, or RUN_DIR/secret")
+    add_tls(found)
+    return found

@@ -1,0 +1,474 @@
+"""`holdfast demo`: train a small GPT through faults, train it again in peace, compare the two.
+
+The demo is a user of the test kit: it starts runs as anybody would, hurts one of them from outside
+and believes only what is on the disk afterwards. It reads and prints; it trains nothing itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import itertools
+import json
+import re
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from holdfast.core.errors import HoldfastError, UserError, WorldError
+from holdfast.observe.ledger import LEDGER_DIR, LedgerReport, verify
+from holdfast.testing import fault_kit  # tidy: allow layers because the demo uses the test kit
+from holdfast.testing.local_run import ACTIVE, LocalRun  # tidy: allow layers because as above
+from holdfast.train.data.sampling import SamplePlan
+
+SCRIPT = "holdfast.testing.gpt"  # examples/gpt.py, as it is installed
+VIRTUAL_RANKS = 4
+STEPS_MIN = 10
+POLL_S = 0.1
+POLL_DUE_S = 0.03  # while a fault waits for its victims: a worker joins within a few of these
+END_S = 60.0  # from the last step to the end of every process
+COMMIT = re.compile(r"step (\d+) loss (\S+) time (\S+)")
+COLOURS = {"lost": "red", "view": "green", "join": "cyan", "failed": "bold red"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """What one run left behind."""
+
+    run_dir: Path
+    workers: int
+    seconds: float
+    digest: str  # SHA-256 of all parameters and optimizer state, as the script printed it
+    losses: dict[int, str]  # step -> loss as hexadecimal digits, so every bit of it
+    ledger: LedgerReport
+    commits: list[fault_kit.Commit]
+    events: list[dict[str, Any]]
+    sample: str
+
+    @property
+    def step_s(self) -> float:
+        """The median step."""
+        times = [c.time for c in self.commits]
+        return statistics.median(b - a for a, b in itertools.pairwise(times))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """Both runs compared. `problems` is empty when nothing differs and nothing was lost."""
+
+    steps: int
+    faulty: Trained
+    calm: Trained
+    problems: list[str]
+    recoveries: list[fault_kit.Recovery]
+    missed: list[fault_kit.Fault]  # the run ended before they could be struck
+    plot: Path | None
+
+
+class Screen:
+    """Where people watch: a live bar with events above it, or plain lines when not a terminal."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._progress: Progress | None = None
+        self._task: Any = None
+        self._tenth = 0
+        self._started = 0.0
+
+    @contextlib.contextmanager
+    def training(self, title: str, steps: int) -> Iterator[None]:
+        """One run, of `steps` steps."""
+        self.say(f"[bold]{title}[/bold]", stamp=False)
+        self._started, self._tenth = time.monotonic(), 0
+        columns = (
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            TextColumn("steps  loss {task.fields[loss]}  {task.fields[alive]} workers"),
+            TimeElapsedColumn(),
+        )
+        with Progress(*columns, console=self.console, disable=not self.console.is_terminal) as bar:
+            self._progress = bar
+            self._task = bar.add_task("", total=steps, loss="-", alive=0)
+            yield
+        self._progress = None
+
+    def show(self, step: int, steps: int, loss: float, alive: int) -> None:
+        """`step` steps are done."""
+        assert self._progress is not None
+        self._progress.update(
+            self._task, completed=step, loss=f"{loss:.4f}" if step else "-", alive=alive
+        )
+        tenth = step * 10 // steps
+        if not self.console.is_terminal and tenth > self._tenth:
+            self._tenth = tenth
+            self.say(f"step {step} of {steps}, loss {loss:.4f}, {alive} workers")
+
+    def say(self, text: str, *, stamp: bool = True) -> None:
+        """A line that stays."""
+        at = f"[dim]{time.monotonic() - self._started:6.1f} s[/dim]  " if stamp else ""
+        self.console.print(at + text, highlight=False, soft_wrap=True)
+
+
+def main(argv: list[str]) -> int:
+    """Exit status: 0 when both runs are equal, 1 when anything differs, 2 when one failed."""
+    options = parser().parse_args(argv)
+    if options.workers < 2:
+        raise UserError(
+            f"--workers {options.workers}: faults need at least 2, so that one survives"
+        )
+    if options.steps < STEPS_MIN:
+        raise UserError(f"--steps {options.steps}: faults and recoveries need at least {STEPS_MIN}")
+    out = options.out or Path("holdfast-demo") / time.strftime("%Y%m%d-%H%M%S")
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as by Ctrl-C
+    console = Console(stderr=options.json)
+    try:
+        proof = prove(options, out, Screen(console))
+    except KeyboardInterrupt:
+        console.print(f"stopped; what there is of the runs is in {out}")
+        return 130
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    if options.json:
+        print(json.dumps(to_dict(proof, options.seed), indent=2))
+    else:
+        report(proof, console)
+    return 1 if proof.problems else 0
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(
+        prog="holdfast demo",
+        description="Train a small GPT on Python's own source code while workers are killed and "
+        "frozen, then again undisturbed, and prove that both runs are the same, bit for bit.",
+    )
+    found.add_argument("--workers", type=int, default=4, help="of the faulty run (default 4)")
+    found.add_argument("--steps", type=int, default=160, help="of each run (default 160)")
+    found.add_argument("--seed", type=int, default=0, help="of the job, and of who is struck")
+    found.add_argument("--out", type=Path, help="default: holdfast-demo/TIME")
+    found.add_argument("--json", action="store_true", help="print one JSON object, for scripts")
+    found.add_argument("args", nargs="*", help="after --: passed to the training script")
+    return found
+
+
+def prove(options: argparse.Namespace, out: Path, screen: Screen) -> Proof:
+    """Both runs and their comparison."""
+    schedule = fault_kit.schedule(options.steps, options.workers, options.seed)
+    virtual = max(VIRTUAL_RANKS, options.workers)
+    calm_workers = max(1, options.workers // 2)
+    words = f"{options.workers} workers for {virtual} virtual ranks"
+    title = f"1. A small GPT on {words}, with faults"
+    faulty_run = make_run(out / "faulty", options.workers, options)
+    faulty, striker = train(faulty_run, options, schedule, screen, title)
+    title = f"2. The same job undisturbed, on {calm_workers} instead of {options.workers}"
+    calm_run = make_run(out / "undisturbed", calm_workers, options)
+    calm, _ = train(calm_run, options, (), screen, f"{title}: the number does not matter either")
+    found = [fault_kit.recovery(s, faulty.events, faulty.commits) for s in striker.strikes]
+    recoveries = [r for r in found if r is not None]
+    problems = compare(faulty, calm, options.steps)
+    if not recoveries:
+        problems.append("the run ended before any fault could be struck: use more --steps")
+    plot = draw(faulty, calm, striker.strikes, out / "losses.png")
+    return Proof(
+        steps=options.steps,
+        faulty=faulty,
+        calm=calm,
+        problems=problems,
+        recoveries=recoveries,
+        missed=striker.pending,
+        plot=plot,
+    )
+
+
+# ---------------------------------------------------------------- running
+
+
+def make_run(run_dir: Path, workers: int, options: argparse.Namespace) -> LocalRun:
+    spec = importlib.util.find_spec(SCRIPT)  # found, not imported: it would import torch
+    if spec is None or spec.origin is None:
+        raise UserError(f"{SCRIPT} is missing from this installation: install holdfast again")
+    virtual = max(VIRTUAL_RANKS, options.workers)
+    flags = ["--nproc", str(workers), "--virtual", str(virtual), "--seed", str(options.seed)]
+    script = [spec.origin, "--steps", str(options.steps), "--print-every", "1", *options.args]
+    return LocalRun(run_dir, flags, script)
+
+
+def train(
+    run: LocalRun,
+    options: argparse.Namespace,
+    schedule: tuple[fault_kit.Fault, ...],
+    screen: Screen,
+    title: str,
+) -> tuple[Trained, fault_kit.Striker]:
+    """One run from start to end, striking the faults of `schedule` when they are due."""
+    started = time.monotonic()
+    striker = fault_kit.Striker(run, schedule)
+    with screen.training(title, options.steps), run:
+        watch(run, striker, options.steps, screen)
+        code = run.wait(END_S)
+    if code != 0:
+        story = "\n".join(run.err[-10:])
+        raise WorldError(f"the run in {run.run_dir.path} failed (exit status {code}):\n{story}")
+    return collect(run, options, time.monotonic() - started), striker
+
+
+def watch(run: LocalRun, striker: fault_kit.Striker, steps: int, screen: Screen) -> None:
+    """Show the run until it ends, and strike."""
+    told = step = workers = 0
+    loss = float("nan")
+    while True:
+        going = run.running()  # asked first, so that the last lines are still seen
+        for line in reversed(run.out):
+            if found := COMMIT.fullmatch(line):
+                step, loss = int(found[1]) + 1, float(found[2])
+                break
+        if step < steps and (done := striker.poll(step)):
+            screen.say(f"[bold yellow]step {step}: {done}[/bold yellow]")
+        events = run.events()
+        for event in events[told:]:
+            colour = COLOURS.get(event["kind"], "default")
+            screen.say(f"[{colour}]{event['text']}[/{colour}]")
+        told = len(events)
+        if not going:
+            return
+        workers = alive(run) or workers
+        screen.show(step, steps, loss, workers)
+        time.sleep(POLL_DUE_S if striker.due(step) else POLL_S)
+
+
+def alive(run: LocalRun) -> int:
+    """Workers that take part in steps, or are about to again; 0 while nobody answers."""
+    with contextlib.suppress(HoldfastError):
+        return sum(w["state"] in (*ACTIVE, "changing view") for w in run.status()["workers"])
+    return 0
+
+
+def collect(run: LocalRun, options: argparse.Namespace, seconds: float) -> Trained:
+    path = run.run_dir.path
+    lines = list(run.out)
+    if not lines or not re.fullmatch("[0-9a-f]{64}", lines[-1]):
+        raise WorldError(f"the run in {path} ended without a digest: see the logs there")
+    found = [COMMIT.fullmatch(line) for line in lines]
+    commits = [
+        fault_kit.Commit(step=int(m[1]), loss=float(m[2]), time=float(m[3])) for m in found if m
+    ]
+    begin = max((i for i, line in enumerate(lines) if line == "sample:"), default=len(lines))
+    return Trained(
+        run_dir=path,
+        workers=run.run_dir.spec().nproc,
+        seconds=seconds,
+        digest=lines[-1],
+        losses=read_losses(path),
+        ledger=verify(path, SamplePlan.from_dict),
+        commits=commits,
+        events=run.events(),
+        sample="\n".join(lines[begin + 1 : -1]),
+    )
+
+
+def read_losses(run_dir: Path) -> dict[int, str]:
+    """step -> its loss in the ledger. That all copies of a step agree is for `verify` to say."""
+    losses: dict[int, str] = {}
+    for path in sorted((run_dir / LEDGER_DIR).glob("*.jsonl")):
+        for line in path.read_text(errors="replace").splitlines(keepends=True):
+            if line.endswith("\n"):  # else torn by the death of its writer
+                entry = json.loads(line)
+                if entry["kind"] == "step":
+                    losses.setdefault(entry["step"], entry["loss"])
+    return losses
+
+
+# ---------------------------------------------------------------- comparing
+
+
+def compare(faulty: Trained, calm: Trained, steps: int) -> list[str]:
+    """Everything in which the runs differ or fall short, one sentence each."""
+    problems = []
+    if faulty.digest != calm.digest:
+        problems.append("the final digests differ")
+    for trained in (faulty, calm):
+        missing = missing_steps(trained, steps)
+        if missing:
+            problems.append(f"{trained.run_dir}: {len(missing)} steps lost, first {missing[0]}")
+        problems += [f"{trained.run_dir}: {text}" for text in trained.ledger.findings]
+        if not trained.ledger.ok:
+            problems.append(f"{trained.run_dir}: the ledger does not prove every sample once")
+    both = [s for s in range(steps) if s in faulty.losses and s in calm.losses]
+    unequal = [s for s in both if faulty.losses[s] != calm.losses[s]]
+    if unequal:
+        problems.append(f"the losses differ at {len(unequal)} steps, first at step {unequal[0]}")
+    return problems
+
+
+def missing_steps(trained: Trained, steps: int) -> list[int]:
+    return [step for step in range(steps) if step not in trained.losses]
+
+
+def to_dict(proof: Proof, seed: int) -> dict[str, Any]:
+    """The JSON object: everything that the report for people says."""
+    faulty, calm = proof.faulty, proof.calm
+    return {
+        "ok": not proof.problems,
+        "problems": proof.problems,
+        "seed": seed,
+        "steps": proof.steps,
+        "digests": {"faulty": faulty.digest, "undisturbed": calm.digest},
+        "digests_equal": faulty.digest == calm.digest,
+        "losses_equal": faulty.losses == calm.losses,
+        "losses": [float.fromhex(faulty.losses[s]) for s in sorted(faulty.losses)],
+        "steps_lost": len(missing_steps(faulty, proof.steps)),
+        "samples_lost": faulty.ledger.lost,
+        "samples_repeated": faulty.ledger.repeated,
+        "ledger": faulty.ledger.to_dict(),
+        "faults": [
+            {
+                "what": str(r.strike),
+                "kind": r.strike.fault.kind.value,
+                "workers": list(r.strike.victims),
+                "after_step": r.strike.step,
+                "causes": list(r.causes),
+                "next_step_ms": round(r.next_step_s * 1e3, 1),
+                "usual_step_ms": round(r.usual_step_s * 1e3, 1),
+                "stall_ms": round(r.stall_s * 1e3, 1),
+            }
+            for r in proof.recoveries
+        ],
+        "faults_missed": [f"{f.kind.value} from step {f.step}" for f in proof.missed],
+        "runs": {
+            name: {
+                "run_dir": str(trained.run_dir),
+                "workers": trained.workers,
+                "seconds": round(trained.seconds, 1),
+                "step_ms": round(trained.step_s * 1e3, 1),
+            }
+            for name, trained in (("faulty", faulty), ("undisturbed", calm))
+        },
+        "plot": str(proof.plot) if proof.plot else None,
+        "sample": faulty.sample,
+    }
+
+
+# ---------------------------------------------------------------- showing
+
+
+def report(proof: Proof, console: Console) -> None:
+    """For people."""
+    faulty, calm = proof.faulty, proof.calm
+    console.print("\n[bold]3. What the faults cost[/bold]")
+    table = Table("after step", "fault", "what the job saw", box=None)
+    for name in ("next step\nafter (ms)", "usual\nstep (ms)", "stall\n(ms)"):
+        table.add_column(name, justify="right")
+    for r in proof.recoveries:
+        times = [f"{s * 1e3:.0f}" for s in (r.next_step_s, r.usual_step_s, r.stall_s)]
+        table.add_row(str(r.strike.step), str(r.strike), "\n".join(r.causes), *times)
+    console.print(table)
+    text = (
+        "stall: how much later than usual the step ended that had to compute the lost shares again"
+    )
+    console.print(f"[dim]{text}[/dim]")
+    for missed in proof.missed:
+        text = f"{missed.kind.value}: the run ended before it could be struck; use more --steps"
+        console.print(f"[yellow]{text}[/yellow]")
+    console.print("\n[bold]4. What the faults changed[/bold]")
+    console.print(comparison(proof))
+    console.print("\n[bold]What the model writes[/bold] (the same in both runs)")
+    console.print(faulty.sample, markup=False, highlight=False)
+    console.print()
+    for what, path in (("faulty run", faulty.run_dir), ("undisturbed run", calm.run_dir)):
+        console.print(f"{what}: {path}", highlight=False, soft_wrap=True)
+    plot = proof.plot or "skipped, since matplotlib is not installed"
+    console.print(f"plot: {plot}", highlight=False, soft_wrap=True)
+    for problem in proof.problems:
+        console.print(f"[bold red]{problem}[/bold red]", highlight=False, soft_wrap=True)
+    if not proof.problems:
+        lost = sum(len(r.strike.victims) for r in proof.recoveries)
+        text = f"{lost} workers were lost on the way, and the model is the same, bit for bit."
+        console.print(f"[bold green]{text}[/bold green]")
+
+
+def comparison(proof: Proof) -> Table:
+    """Both runs, side by side."""
+    runs = (proof.faulty, proof.calm)
+    table = Table("", "faulty", "undisturbed", "", box=None)
+
+    def row(what: str, show: Callable[[Trained], object], *, judged: bool = False) -> None:
+        one, other = (str(show(trained)) for trained in runs)
+        mark = "[green]equal[/green]" if one == other else "[red]DIFFERENT[/red]"
+        table.add_row(what, one, other, mark if judged else "")
+
+    row("workers at the start", lambda t: t.workers)
+    row("workers lost", lambda t: sum(e["kind"] == "lost" for e in t.events))
+    row("seconds, with start-up", lambda t: f"{t.seconds:.0f}")
+    row("median step (ms)", lambda t: f"{t.step_s * 1e3:.0f}")
+    row("SHA-256 of the final state", lambda t: f"{t.digest[:24]}...", judged=True)
+    last = proof.steps - 1
+    row("last loss", lambda t: float.fromhex(t.losses.get(last, "nan")), judged=True)
+    equal = proof.faulty.losses == proof.calm.losses
+    mark = "[green]equal[/green]" if equal else "[red]DIFFERENT[/red]"
+    table.add_row("losses, every bit", *(f"{len(t.losses)} steps" for t in runs), mark)
+    row("samples used", lambda t: t.ledger.samples, judged=True)
+    row("samples lost", lambda t: t.ledger.lost, judged=True)
+    row("samples repeated", lambda t: t.ledger.repeated, judged=True)
+    row("steps lost", lambda t: len(missing_steps(t, proof.steps)), judged=True)
+    return table
+
+
+def draw(
+    faulty: Trained, calm: Trained, strikes: list[fault_kit.Strike], path: Path
+) -> Path | None:
+    """Both loss curves, the faults, and the difference; None without matplotlib."""
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        return None
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    curves = []
+    for trained in (faulty, calm):
+        steps = sorted(trained.losses)
+        curves.append((steps, [float.fromhex(trained.losses[s]) for s in steps]))
+    figure, (top, bottom) = plt.subplots(
+        2, 1, sharex=True, figsize=(9, 6), height_ratios=(4, 1), layout="constrained"
+    )
+    top.plot(*curves[1], color="#9ecae1", linewidth=5, label=f"undisturbed, {calm.workers} workers")
+    label = f"with faults, {faulty.workers} workers"
+    top.plot(*curves[0], color="#08306b", linewidth=1.2, label=label)
+    for strike in strikes:
+        for axis in (top, bottom):
+            axis.axvline(strike.step, color="#cb181d", linewidth=0.8, linestyle="--")
+        top.annotate(
+            str(strike),
+            (strike.step, 1),
+            (3, -3),
+            rotation=90,
+            va="top",
+            fontsize=7,
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            color="#cb181d",
+        )
+    top.set_ylabel("loss")
+    top.set_title("The same job twice", loc="left")
+    top.legend(ncols=2, loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
+    shared = [s for s in curves[0][0] if s in calm.losses]
+    both = [[float.fromhex(t.losses[s]) for s in shared] for t in (faulty, calm)]
+    bottom.plot(shared, [a - b for a, b in zip(*both, strict=True)], color="#08306b")
+    bottom.set_ylabel("difference")
+    bottom.set_xlabel("step")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+    return path
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

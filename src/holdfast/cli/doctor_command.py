@@ -1,0 +1,273 @@
+"""`holdfast doctor`: is this machine fit to join a job?"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+import holdfast
+from holdfast.core.errors import UserError
+from holdfast.health import examination as doctor
+from holdfast.health.checks_peers import Report
+from holdfast.health.history import Finding, Grade, Health, Verdict, Watch, one_line, worst
+from holdfast.health.limits import GIB, KIB, MIB
+from holdfast.health.measure.light import light_checks
+from holdfast.health.measure.network_speed import PeerServer
+from holdfast.net.secret import load_secret
+from holdfast.runtime.contact import parse_address
+
+REPORT_BYTES_MAX = 4 * MIB
+PREFETCH = 2  # batches that each loader of a DataLoader keeps ready, by default
+WIDTH_ELSEWHERE = 120  # where the output is no terminal
+STYLES = {Grade.OK: "green", Grade.WARN: "yellow", Grade.FAIL: "bold red", Grade.SKIPPED: "dim"}
+UNITS = {"": 1, "K": KIB, "M": MIB, "G": GIB}
+
+
+def main(argv: list[str]) -> int:
+    """Exit status 0: fit, perhaps with warnings; 1: not fit; 2: wrong options."""
+    options = parser().parse_args(argv)
+    if options.for_s <= 0:
+        raise UserError(f"--for-s {options.for_s:g} must be positive")
+    if options.serve:
+        return serve(options)
+    if options.watch:
+        return watch(options)
+    wanted = make_examination(options)
+    try:
+        with _progress(quiet=options.json) as progress:
+            report = doctor.examine(wanted, progress)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    if options.json:
+        print(json.dumps(doctor.plain(report), indent=2))
+    else:
+        show(report)
+    return 1 if worst(report.findings) is Grade.FAIL else 0
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(
+        prog="holdfast doctor",
+        description="Examine this machine before it joins a job: arithmetic, memory, disk, limits, "
+        "GPUs, and the way to other machines. Exit status 0 if it is fit, 1 if it is not.",
+    )
+    found.add_argument("--quick", action="store_true", help="the light checks only, in 3 s")
+    found.add_argument("--json", action="store_true", help="for scripts, and for --against")
+    found.add_argument("--dir", default=".", help="where the job will write (default: here)")
+    found.add_argument(
+        "--against",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="another machine's --json output; may be repeated: versions must be equal, and speeds "
+        "close to the median",
+    )
+    found.add_argument(
+        "--peer",
+        type=_peer,
+        action="append",
+        default=[],
+        metavar="HOST:PORT",
+        help="measure the way to a machine where `holdfast doctor --serve` runs; may be repeated",
+    )
+    found.add_argument("--run-dir", type=Path, help="take the job's secret from this run")
+    found.add_argument("--secret-file", type=Path, help="or from this file, in hexadecimal digits")
+    found.add_argument(
+        "--loaders", type=int, default=0, metavar="N", help="data loader processes on this machine"
+    )
+    found.add_argument(
+        "--batch-bytes", type=_size, default=0, metavar="SIZE", help="of one batch, such as 40M"
+    )
+    serving = found.add_argument_group("for other machines' --peer")
+    serving.add_argument("--serve", action="store_true", help="answer them, until Ctrl-C")
+    serving.add_argument("--host", default="0.0.0.0", help="listen there (default: everywhere)")
+    serving.add_argument("--port", type=int, default=0, help="default: any free one")
+    watching = found.add_argument_group("while a job runs")
+    watching.add_argument(
+        "--watch", action="store_true", help="repeat the light checks, until Ctrl-C"
+    )
+    watching.add_argument(
+        "--every-s", type=float, default=10.0, metavar="S", help="seconds between rounds (10)"
+    )
+    found.add_argument(
+        "--for-s",
+        type=float,
+        default=3600.0,
+        metavar="S",
+        help="--serve and --watch end by themselves after so many seconds (default 3600)",
+    )
+    return found
+
+
+def _peer(text: str) -> tuple[str, int]:
+    try:
+        return parse_address(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _size(text: str) -> int:
+    number, unit = text.rstrip("KMGkmg"), text[len(text.rstrip("KMGkmg")) :].upper()
+    if not number.isdecimal() or unit not in UNITS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size: give bytes, or such as 40M")
+    return int(number) * UNITS[unit]
+
+
+def make_examination(options: argparse.Namespace) -> doctor.Examination:
+    """Check the options; UserError says which value is wrong."""
+    if options.loaders < 0:
+        raise UserError(f"--loaders {options.loaders} must not be negative")
+    if bool(options.loaders) != bool(options.batch_bytes):
+        raise UserError("--loaders and --batch-bytes belong together: give both, or neither")
+    return doctor.Examination(
+        directory=os.path.abspath(options.dir),
+        version=holdfast.__version__,
+        pace=doctor.QUICK if options.quick else doctor.Pace(),
+        peers=tuple(options.peer),
+        secret=_secret(options) if options.peer else b"",
+        against=tuple(_read(path) for path in options.against),
+        shared_need_bytes=options.loaders * options.batch_bytes * PREFETCH,
+    )
+
+
+def _secret(options: argparse.Namespace) -> bytes:
+    return load_secret(os.environ, file=options.secret_file, run_dir=options.run_dir)
+
+
+def _read(path: Path) -> Report:
+    try:
+        with open(path, "rb") as file:
+            data = file.read(REPORT_BYTES_MAX + 1)
+        if len(data) > REPORT_BYTES_MAX:
+            raise ValueError(f"it is larger than {REPORT_BYTES_MAX} bytes")
+        return doctor.read_report(data)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"--against {path} is not a report ({one_line(str(error))}): "
+            "make one with `holdfast doctor --json`"
+        ) from None
+
+
+@contextlib.contextmanager
+def _progress(*, quiet: bool) -> Iterator[doctor.Progress]:
+    """A bar where a person watches; elsewhere nothing."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda done, total, title: None
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("examining", total=None)
+
+        def progress(done: int, total: int, title: str) -> None:
+            bar.update(task, completed=done, total=total, description=f"examining: {title}")
+
+        yield progress
+
+
+def show(report: Report) -> None:
+    """The table, what to do, and the verdict."""
+    console = Console() if sys.stdout.isatty() else Console(width=WIDTH_ELSEWHERE)
+    table = Table("check", "", "found", "limit", box=SIMPLE_HEAD)
+    for finding in collapse(report.findings):
+        style = STYLES[finding.grade]
+        cells = (finding.name, finding.grade.value, finding.reason, finding.limit)
+        table.add_row(*(Text(one_line(cell)) for cell in cells), style=style)
+    console.print(table)
+    for finding in report.findings:
+        if finding.advice:
+            told = Text(f"{finding.grade.value}: ", style=STYLES[finding.grade])
+            console.print(told + Text(one_line(f"{finding.name}: {finding.advice}"), style=""))
+    grade = worst(report.findings)
+    name = one_line(report.host) or "this machine"
+    console.print(Text(f"{name}: {one_line(report.verdict)}", style=STYLES[grade]))
+
+
+def collapse(findings: Sequence[Finding]) -> list[Finding]:
+    """One row for what is as well of several subjects: eight healthy GPUs would make 60 rows."""
+    rows: list[Finding] = []
+    groups: dict[tuple[str, Grade], list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault((finding.check, finding.grade), []).append(finding)
+    for (check, grade), group in groups.items():
+        reasons = dict.fromkeys(f.reason for f in group)
+        alike = len(reasons) == 1 or all(f.subject.startswith("GPU ") for f in group)
+        if grade not in (Grade.OK, Grade.SKIPPED) or len(group) < 3 or not alike:
+            rows += group
+            continue
+        reason = group[0].reason if len(reasons) == 1 else f"such as: {group[0].reason}"
+        rows.append(
+            Finding(
+                check=check,
+                subject=f"({len(group)} of them)",
+                grade=grade,
+                reason=reason,
+                limit=group[0].limit,
+            )
+        )
+    return rows
+
+
+def serve(options: argparse.Namespace) -> int:
+    """Answer other machines' --peer."""
+    secret = _secret(options)
+    try:
+        family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+        listener = socket.create_server((options.host, options.port), family=family)
+    except (OSError, OverflowError) as error:
+        raise UserError(f"cannot listen on {options.host}:{options.port}: {error}") from None
+    host, port = listener.getsockname()[:2]
+    print(f"holdfast: serving on {host}:{port} for {options.for_s:g} s", flush=True)
+    server = PeerServer(secret, lambda text: print(f"holdfast: {one_line(text)}", flush=True))
+    try:
+        asyncio.run(server.serve(listener, options.for_s))
+    except KeyboardInterrupt:
+        print("holdfast: stopped", flush=True)
+    finally:
+        listener.close()
+    return 0
+
+
+def watch(options: argparse.Namespace) -> int:
+    """The light checks again and again, as an agent makes them. Exit status 1: to be drained."""
+    if options.every_s <= 0:
+        raise UserError(f"--every-s {options.every_s:g} must be positive")
+    checks, verdicts = light_checks(os.path.abspath(options.dir)), Watch()
+    end = time.monotonic() + options.for_s
+    try:
+        while (now := time.monotonic()) < end:
+            findings = checks.round(now)
+            verdict = verdicts.observe(findings, now)
+            bad = [f for f in findings if f.grade in (Grade.WARN, Grade.FAIL)]
+            if options.json:
+                told = {"health": verdict.health.value, "reason": verdict.reason}
+                print(json.dumps(told | {"findings": doctor.plain(bad)}), flush=True)
+            else:
+                print(_round(verdict, bad), flush=True)
+            time.sleep(max(0.0, min(options.every_s, end - time.monotonic())))
+    except KeyboardInterrupt:
+        pass
+    finally:
+        checks.close()
+    return 1 if verdicts.verdict.health is Health.DRAIN else 0
+
+
+def _round(verdict: Verdict, bad: Sequence[Finding]) -> str:
+    reason = f": {verdict.reason}" if verdict.reason else ""
+    seen = "".join(f"\n  {f.grade.value} {f.line}" for f in bad)
+    return f"{time.strftime('%H:%M:%S')} {verdict.health.value}{reason}{seen}"

@@ -1,0 +1,76 @@
+"""`holdfast drain`: a node hands its work over to others and leaves the job."""
+
+from __future__ import annotations
+
+import argparse
+import ssl
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from holdfast.cli.shared_options import add_tls
+from holdfast.cli.status_command import fetch
+from holdfast.core.errors import UserError
+from holdfast.core.types import AgentId
+from holdfast.net.tls import client_of
+from holdfast.runtime.contact import ask, contact_of
+from holdfast.runtime.rundir import RunDir
+from holdfast.wire.messages import DrainReply, DrainRequest
+
+LOOK_S = 0.2  # between two looks at the job
+PATIENCE_S = 60.0  # without any answer of a coordinator
+
+
+def main(argv: list[str]) -> int:
+    """Exit status 0 once the node is empty, or the job is over; 130 after Ctrl-C."""
+    options = parser().parse_args(argv)
+    run_dir, tls, node = RunDir(options.run_dir), client_of(options.tls), AgentId(options.node)
+    fetch(run_dir, tls)  # says so if the run is over
+    order = DrainRequest(agent=node, reason=options.reason)
+    reply = ask(contact_of(run_dir, tls), run_dir.secret(), order, DrainReply)
+    if reply.problem:
+        raise UserError(reply.problem)
+    waiting = f"{node} is left at the next step boundary, once others can take its work"
+    try:
+        with Console(stderr=True).status(waiting):
+            _wait(run_dir, tls, node)
+    except KeyboardInterrupt:
+        print(f"holdfast: no longer waiting; {node} still drains", file=sys.stderr)
+        return 130
+    print(f"holdfast: {node} takes no part any more")
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(
+        prog="holdfast drain",
+        description="Empty a node before maintenance: its workers leave at a step boundary, when "
+        "others have their state, and its agent ends. Nothing is computed twice. Waits for it.",
+    )
+    found.add_argument("node", metavar="NODE", help="its name, as `holdfast status` shows it")
+    found.add_argument("--run-dir", type=Path, required=True, help="of the job")
+    found.add_argument("--reason", default="drained by the operator", help="for the job's story")
+    add_tls(found)
+    return found
+
+
+def _wait(run_dir: RunDir, tls: ssl.SSLContext | None, node: AgentId) -> None:
+    """Until the node has no members, or the run is over. UserError when nobody answers any more."""
+    answered_at = time.monotonic()
+    while run_dir.outcome() is None:
+        try:
+            if not _members(fetch(run_dir, tls), node):
+                return
+            answered_at = time.monotonic()
+        except UserError:  # the coordinator is being replaced, or the run has just ended
+            if run_dir.outcome() is None and time.monotonic() > answered_at + PATIENCE_S:
+                raise
+        time.sleep(LOOK_S)
+
+
+def _members(status: dict[str, object], node: AgentId) -> int:
+    agents = status["agents"]
+    assert isinstance(agents, list)
+    return sum(int(a["members"]) for a in agents if a["id"] == node)

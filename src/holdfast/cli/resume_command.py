@@ -1,0 +1,56 @@
+"""`holdfast resume`: a run that ended before its time goes on, from its newest checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from holdfast.cli.shared_options import add_tls
+from holdfast.core.errors import UserError
+from holdfast.net.secret import VARIABLE
+from holdfast.net.tcp import listen
+from holdfast.net.tls import server_of
+from holdfast.runtime.coordinate.journal import FileJournal
+from holdfast.runtime.launcher import Desk, launch_job
+from holdfast.runtime.rundir import RunDir
+
+
+def main(argv: list[str]) -> int:
+    options = parser().parse_args(argv)
+    run_dir, tls = RunDir(options.run_dir.absolute()), options.tls
+    spec = run_dir.spec()
+    if run_dir.outcome() == "":
+        raise UserError(f"the run in {run_dir.path} has succeeded: there is nothing to resume")
+    if spec.election:
+        raise UserError(
+            "a job with --election is resumed by its coordinators: start them, and agents, again"
+        )
+    if FileJournal(run_dir.journal).held():
+        raise UserError(f"the run in {run_dir.path} is running: there is nothing to resume")
+    if not os.path.isfile(os.path.join(spec.cwd, spec.script)):
+        raise UserError(f"the job's script {spec.script} is not under {spec.cwd} any more")
+    tls = tls.absolute() if tls is not None else None
+    os.environ.pop(VARIABLE, None)  # the secret is the run directory's
+    os.chdir(spec.cwd)
+    server_of(tls)  # says what is wrong with it
+    with listen(options.host, options.port) as listener:
+        run_dir.reopen()
+        print(f"holdfast: run directory {run_dir.path}", file=sys.stderr, flush=True)
+        desk = Desk(run_dir=run_dir, listener=listener, host=options.host, tls=tls)
+        return launch_job(desk, spec, resume=True)
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(
+        prog="holdfast resume",
+        description="Go on with a run that was interrupted, failed, or lost its machine: same "
+        "script, same arguments, from its newest checkpoint or, without one, from step 0. The "
+        "result is that of a run that nothing happened to. Further nodes join anew.",
+    )
+    found.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    found.add_argument("--host", default="127.0.0.1", help="as of `holdfast run`")
+    found.add_argument("--port", type=int, default=0, help="to listen on (default: a free one)")
+    add_tls(found)
+    return found

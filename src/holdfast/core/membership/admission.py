@@ -1,0 +1,100 @@
+"""Which nodes take part: up to a number, with the places they offer, until they are drained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from holdfast.core.membership.draining import choose_drains
+from holdfast.core.membership.formation import Situation
+from holdfast.core.types import AgentId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attendance:
+    """What has been said about nodes; compared with what is, it tells what to say next."""
+
+    waiting: tuple[AgentId, ...] = ()  # over the number: they get no places yet
+    silent: tuple[AgentId, ...] = ()
+    not_drained: str = ""  # why nodes that fail their checks are used on
+
+
+def admit(situation: Situation, nodes_max: int) -> tuple[tuple[AgentId, ...], list[str]]:
+    """Give nodes their places; a node that is lost for good makes room for one that waits.
+
+    Returns the nodes that have to wait, and a line for each exchange.
+    """
+    roster = situation.roster
+    count = sum(1 for name in roster.nodes if roster.here(name))
+    waiting: list[AgentId] = []
+    lines: list[str] = []
+    for name, node in roster.nodes.items():
+        if node.offered <= len(roster.here(name)) or name in situation.silent:
+            continue
+        if not roster.here(name):
+            if count >= nodes_max:
+                lost = _lost(situation)
+                if lost is None:
+                    waiting.append(name)
+                    continue
+                roster.dismiss(lost)
+                count -= 1
+                lines.append(f"node {name} takes the place of node {lost}")
+            count += 1
+        roster.admit(name)
+    return tuple(waiting), lines
+
+
+def _lost(situation: Situation) -> AgentId | None:
+    """A node with places that will not be heard again, as far as one can wait."""
+    silent = [n for n in situation.roster.nodes if n in situation.silent]
+    placed = [n for n in silent if situation.roster.here(n)]
+    if not placed:
+        return None
+    acting = {m.agent for m in situation.members if not situation.abandoned(m)}
+    return next((n for n in placed if n not in acting), None)
+
+
+def choose_drained(situation: Situation) -> str:
+    """Drain the nodes that should be; returns why not all that ask for it.
+
+    Who is asked to leave does. Of those that fail their checks, which many do at once when what
+    they share has failed, only a part is drained at any time (draining.py).
+    """
+    roster = situation.roster
+    nodes = {n: node for n, node in roster.nodes.items() if n not in situation.silent}
+    if not any(node.asks or node.draining for node in nodes.values()):
+        return ""
+    failing = [
+        (n, node.failing)
+        for n, node in sorted(nodes.items(), key=lambda item: (not item[1].draining, item[0]))
+        if roster.here(n) or not node.failing
+    ]
+    chosen, why_not = choose_drains(failing)
+    for name, node in nodes.items():
+        before, drained = node.draining, not node.failing or name in chosen
+        node.draining = node.asks if drained else ""
+        if node.draining and not before:
+            roster.drain(name, situation.view)
+    return why_not
+
+
+def attend(
+    situation: Situation, waiting: tuple[AgentId, ...], not_drained: str, before: Attendance
+) -> tuple[Attendance, Iterator[tuple[str, str]]]:
+    """The attendance now, and what is new about it: kinds and lines for the job's story."""
+    nodes = situation.roster.nodes
+    silent = tuple(sorted(name for name in situation.silent if name in nodes))
+    now = Attendance(waiting=waiting, silent=silent, not_drained=not_drained)
+
+    def news() -> Iterator[tuple[str, str]]:
+        for name in (n for n in waiting if n not in before.waiting):
+            yield "node", f"node {name} waits: the job has all the nodes it may have"
+        for name in (n for n in silent if n not in before.silent):
+            yield "silent", f"node {name} is silent"
+        for name in (n for n in before.silent if n not in silent):
+            yield "node", f"node {name} is heard again"
+        if not_drained and not_drained != before.not_drained:
+            yield "node", f"nodes that fail their checks are used on: {not_drained}"
+
+    return now, news()

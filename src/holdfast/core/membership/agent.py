@@ -1,0 +1,456 @@
+"""The agent machine: one node's workers, their processes, and the lease that lets them act.
+
+It does not know sockets, process handles or clocks. The invariants it keeps: at most one process
+of a worker lives at a time; a worker is reported lost only after its process has ended; a worker
+whose right to act has run out (core/membership/lease.py) is suspended at once, and wakes only
+when the coordinator still wants it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+from holdfast.core.errors import assert_never, require
+from holdfast.core.membership.lease import LeasePolicy, acting_until
+from holdfast.core.membership.liveness import FreezeDetector, FreezePolicy, ProcessSample
+from holdfast.core.types import (
+    NO_VIEW,
+    AgentId,
+    AgentReport,
+    Directive,
+    Incarnation,
+    Stage,
+    WorkerDirective,
+    WorkerId,
+    WorkerStatus,
+)
+
+UNANSWERED_MAX = 1024  # reports whose sending time is remembered until the coordinator answers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentPolicy:
+    heartbeat_s: float = 0.5
+    lease: LeasePolicy = field(default_factory=LeasePolicy)
+    freeze: FreezePolicy = field(default_factory=FreezePolicy)
+
+
+# ---------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class DirectiveArrived:
+    directive: Directive
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSaid:
+    status: WorkerStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Spawned:
+    worker: WorkerId
+    incarnation: Incarnation
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessExited:
+    """The process is gone for good. `code` as Python gives it: negative for a signal."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    code: int
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    worker: WorkerId
+    incarnation: Incarnation
+    sample: ProcessSample
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """The coordinator can be reached (again): it should hear from us now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """This node is not to be used (any more), or again if the reason is empty."""
+
+    reason: str
+    failing: str = ""  # the check that failed, unless somebody asks for it
+    leave: bool = False  # for good: quit once nothing runs here
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    pass
+
+
+AgentEvent = (
+    DirectiveArrived | WorkerSaid | Spawned | ProcessExited | Sampled | Connected | Drained | Tick
+)
+
+# ---------------------------------------------------------------- effects
+
+
+@dataclass(frozen=True, slots=True)
+class SendReport:
+    report: AgentReport
+
+
+@dataclass(frozen=True, slots=True)
+class SendWorker:
+    worker: WorkerId
+    incarnation: Incarnation
+    directive: WorkerDirective
+
+
+@dataclass(frozen=True, slots=True)
+class Spawn:
+    worker: WorkerId
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """End the process and everything it started; ProcessExited must follow."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Suspend:
+    """Stop the process and everything it started, as they are: nothing of it may run."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Let a suspended process go on."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class Quit:
+    """Every worker has ended and the job is over."""
+
+
+AgentEffect = SendReport | SendWorker | Spawn | Kill | Suspend | Resume | Quit
+
+
+@dataclass(slots=True)
+class _Process:
+    status: WorkerStatus
+    detector: FreezeDetector
+    running: bool = True  # until ProcessExited
+    suspended: bool = False
+    told: WorkerDirective | None = None
+    killed_for: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentSnapshot:
+    agent: AgentId
+    incarnation: Incarnation
+    suspended: tuple[WorkerId, ...]
+    report: AgentReport
+
+
+class AgentMachine:
+    """See the module's docstring; `handle` is the only mutator."""
+
+    def __init__(
+        self,
+        agent: AgentId,
+        incarnation: Incarnation,
+        slots: int,
+        policy: AgentPolicy,
+        pid: int = 0,
+    ) -> None:
+        self._agent = agent
+        self._incarnation = incarnation
+        self._slots = slots
+        self._pid = pid
+        self._policy = policy
+        self._draining = self._failing = ""
+        self._leaves = False
+        self._processes: dict[WorkerId, _Process] = {}
+        self._directive: Directive | None = None
+        self._seq = 0
+        self._sent_at: dict[int, float] = {}  # report seq -> when; bounded by the lease
+        self._answered_at: float | None = None  # when the newest report that was answered was sent
+        self._fence_at: float | None = None
+        self._next_report = float("-inf")
+
+    def handle(self, event: AgentEvent, now: float) -> list[AgentEffect]:
+        """Apply one event at time `now` (seconds); returns effects in order."""
+        effects: list[AgentEffect] = []
+        urgent = False
+        match event:
+            case DirectiveArrived(directive):
+                effects += self._directed(directive, now)
+            case WorkerSaid(status):
+                urgent = self._worker_said(status)
+            case Spawned(worker, incarnation, pid):
+                process = self._current(worker, incarnation)
+                if process is not None:
+                    process.status = dataclasses.replace(process.status, pid=pid)
+                    urgent = True
+            case ProcessExited():
+                urgent = self._exited(event)
+                effects += self._reconcile(now)
+            case Sampled(worker, incarnation, sample):
+                effects += self._sampled(worker, incarnation, sample)
+            case Connected():
+                urgent = True
+            case Drained(reason, failing, leave):
+                if leave or not self._leaves:
+                    urgent = (reason, failing) != (self._draining, self._failing)
+                    self._draining, self._failing, self._leaves = reason, failing, leave
+            case Tick():
+                pass
+            case _:
+                assert_never(event)
+        effects += self._fence(now)
+        over = self._directive is not None and (self._directive.shutdown or self._leaves)
+        over = over and not any(p.running for p in self._processes.values())
+        if urgent or over or now >= self._next_report:
+            effects.append(self._report(now))
+        return [*effects, Quit()] if over else effects
+
+    def deadline(self) -> float | None:
+        if self._fence_at is None:
+            return self._next_report
+        return min(self._next_report, self._fence_at)
+
+    def snapshot(self) -> AgentSnapshot:
+        return AgentSnapshot(
+            agent=self._agent,
+            incarnation=self._incarnation,
+            suspended=tuple(w for w, p in sorted(self._processes.items()) if p.suspended),
+            report=self._make_report(),
+        )
+
+    def check(self) -> None:
+        for worker, process in self._processes.items():
+            require(process.status.worker == worker, f"worker {worker} holds another's status")
+        require(len(self._sent_at) <= UNANSWERED_MAX, "reports without an answer pile up")
+
+    # ------------------------------------------------------------ directives
+
+    def _directed(self, directive: Directive, now: float) -> list[AgentEffect]:
+        old = self._directive
+        if directive.agent != self._agent or directive.agent_incarnation != self._incarnation:
+            return []
+        if old is not None and (directive.term, directive.seq) <= (old.term, old.seq):
+            return []
+        if directive.view is None and old is not None:
+            directive = dataclasses.replace(directive, view=old.view)
+        if directive.undecided and old is not None:
+            directive = dataclasses.replace(directive, wanted=old.wanted)
+        self._directive = directive
+        heard_at = self._sent_at.get(directive.heard)
+        if heard_at is not None:
+            self._answered_at = heard_at
+            self._sent_at = {s: t for s, t in self._sent_at.items() if s > directive.heard}
+        return self._reconcile(now)
+
+    def _reconcile(self, now: float) -> list[AgentEffect]:
+        """Kill what is not wanted; start what is, once its older process has ended.
+
+        Without a lease nothing starts: nobody would ever fence it.
+        """
+        directive = self._directive
+        if directive is None:
+            return []
+        wanted = dict(directive.wanted)
+        effects: list[AgentEffect] = []
+        for worker, process in self._processes.items():
+            if process.running and wanted.get(worker, -1) != process.status.incarnation:
+                effects += self._kill(worker, "the coordinator replaced it")
+        answered_at = self._answered_at
+        leased = answered_at is not None and now < answered_at + self._policy.lease.lease_s
+        for worker, incarnation in directive.wanted if leased else ():
+            old = self._processes.get(worker)
+            if old is not None and (old.running or old.status.incarnation >= incarnation):
+                continue
+            status = WorkerStatus(worker=worker, incarnation=incarnation)
+            detector = FreezeDetector(self._policy.freeze)
+            self._processes[worker] = _Process(status=status, detector=detector)
+            effects.append(Spawn(worker, incarnation))
+        return effects
+
+    def _forward(self, worker: WorkerId, process: _Process, until: float) -> list[AgentEffect]:
+        directive = self._directive
+        if directive is None:
+            return []
+        told = WorkerDirective(
+            stop_view=directive.stop_view,
+            pending_view=directive.pending_view,
+            view=directive.view,
+            release_loop=directive.release_loop,
+            acting_until=until,
+        )
+        old = process.told
+        if old is not None and dataclasses.replace(told, acting_until=old.acting_until) == old:
+            gained_s = told.acting_until - old.acting_until
+            if gained_s < self._policy.lease.lease_s / 8:  # not worth a message yet
+                return []
+        process.told = told
+        if old is not None and old.view is told.view:
+            told = dataclasses.replace(told, view=None)  # it has it: views can be large
+        return [SendWorker(worker, process.status.incarnation, told)]
+
+    # ------------------------------------------------------------ workers
+
+    def _worker_said(self, status: WorkerStatus) -> bool:
+        """Returns whether the coordinator should hear of it before the next heartbeat."""
+        process = self._current(status.worker, status.incarnation)
+        if process is None or not process.status.stage.alive or status.seq <= process.status.seq:
+            return False
+        old = process.status
+        process.status = dataclasses.replace(status, pid=old.pid)
+        quiet = dataclasses.replace(
+            status,
+            seq=old.seq,
+            pid=old.pid,
+            committed=old.committed,
+            waiting=old.waiting,
+            in_step=old.in_step,
+            proved_at=old.proved_at,
+        )
+        return quiet != old
+
+    def _sampled(
+        self, worker: WorkerId, incarnation: Incarnation, sample: ProcessSample
+    ) -> list[AgentEffect]:
+        process = self._current(worker, incarnation)
+        if process is None or not process.running or process.suspended:
+            return []
+        reason = process.detector.observe(sample)
+        return self._kill(worker, reason) if reason is not None else []
+
+    def _exited(self, event: ProcessExited) -> bool:
+        process = self._current(event.worker, event.incarnation)
+        if process is None:
+            return False
+        process.running = False
+        if process.killed_for:
+            stage, detail = Stage.LOST, process.killed_for
+        elif event.code == 0:
+            stage, detail = Stage.EXITED, event.detail
+        elif event.code < 0:
+            stage, detail = Stage.LOST, event.detail or f"ended by signal {-event.code}"
+        else:
+            stage, detail = Stage.FAILED, event.detail or f"exit code {event.code}"
+        seq = process.status.seq + 1
+        process.status = dataclasses.replace(process.status, stage=stage, detail=detail, seq=seq)
+        return True
+
+    def _kill(self, worker: WorkerId, reason: str) -> list[AgentEffect]:
+        process = self._processes[worker]
+        if process.killed_for:
+            return []
+        process.killed_for = reason
+        return [Kill(worker, process.status.incarnation, reason)]
+
+    # ------------------------------------------------------------ time
+
+    def _fence(self, now: float) -> list[AgentEffect]:
+        """Suspend who has lost the right to act; wake who has got it back and is still wanted.
+
+        Whoever may act is told what is new. A state that the coordinator has given up by now is of
+        no use: its process ends.
+        """
+        effects: list[AgentEffect] = []
+        self._fence_at = None
+        abandoned = self._answered_at is not None and (
+            now >= self._answered_at + self._policy.lease.abandon_s
+        )
+        alone = self._alone()
+        for worker, process in self._processes.items():
+            if not process.running or process.killed_for:
+                continue
+            if abandoned:
+                effects += self._kill(worker, "no coordinator was heard for too long")
+                continue
+            until = self._acting_until(process, alone, now)
+            incarnation = process.status.incarnation
+            if now >= until:
+                until = (self._answered_at or now) + self._policy.lease.abandon_s
+                if not process.suspended:
+                    process.suspended = True
+                    effects.append(Suspend(worker, incarnation))
+            else:
+                effects += self._forward(worker, process, until)
+                if process.suspended:
+                    process.suspended = False
+                    process.detector = FreezeDetector(self._policy.freeze)
+                    effects.append(Resume(worker, incarnation))
+            self._fence_at = until if self._fence_at is None else min(self._fence_at, until)
+        return effects
+
+    def _acting_until(self, process: _Process, alone: bool, now: float) -> float:
+        answered_at = self._answered_at
+        if answered_at is None:
+            return now
+        proved_at = now if alone else process.status.proved_at
+        return acting_until(answered_at, proved_at, self._policy.lease)
+
+    def _alone(self) -> bool:
+        """All members of the view run here and, as far as this agent has ever said, act in it."""
+        view = self._directive.view if self._directive else None
+        if view is None:
+            return False
+        for member in view.members:
+            process = self._current(member.worker, member.incarnation)
+            if process is None or not process.running or process.suspended or process.killed_for:
+                return False
+            if process.status.promised >= view.number:
+                return False
+        return True
+
+    def _report(self, now: float) -> SendReport:
+        self._seq += 1
+        self._next_report = now + self._policy.heartbeat_s
+        self._sent_at[self._seq] = now
+        self._sent_at.pop(self._seq - UNANSWERED_MAX, None)
+        return SendReport(self._make_report())
+
+    def _make_report(self) -> AgentReport:
+        directive = self._directive
+        view = directive.view if directive else None
+        forgotten = (
+            directive is not None and view is not None and (directive.view_number < view.number)
+        )
+        return AgentReport(
+            agent=self._agent,
+            incarnation=self._incarnation,
+            seq=self._seq,
+            slots=self._slots,
+            pid=self._pid,
+            draining=self._draining,
+            failing=self._failing,
+            view_known=view.number if view else NO_VIEW,
+            view=view if forgotten else None,
+            release_loop=directive.release_loop if directive else 0,
+            workers=tuple(p.status for _, p in sorted(self._processes.items())),
+        )
+
+    def _current(self, worker: WorkerId, incarnation: Incarnation) -> _Process | None:
+        process = self._processes.get(worker)
+        if process is None or process.status.incarnation != incarnation:
+            return None
+        return process

@@ -1,0 +1,475 @@
+"""Views: when the present one must stop, and what the next one is. Pure verdicts with reasons.
+
+What is known comes in as a `Situation`; nothing here remembers or changes anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from holdfast.core.assignment import assign_at_boundary, assign_mid_step
+from holdfast.core.errors import require
+from holdfast.core.membership.lease import LeasePolicy, fenced_from
+from holdfast.core.membership.resume import resume_step
+from holdfast.core.membership.roster import Roster
+from holdfast.core.types import (
+    AgentId,
+    Laggard,
+    Member,
+    Stage,
+    View,
+    ViewNumber,
+    WorkerId,
+    WorkerStatus,
+)
+
+BENCHED_S = 10.0  # who is left out for longer than this is not waited for
+LAG_MAX = 64  # steps that one may miss and still catch up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """The next view, before it has a number."""
+
+    workers: tuple[WorkerId, ...]
+    owners: tuple[WorkerId, ...]
+    resume_step: int
+    joiners: tuple[WorkerId, ...]
+    why: str
+    aside: tuple[Laggard, ...] = ()
+    behind: tuple[Laggard, ...] = ()
+    redone: int = 0  # tasks of those set aside
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """The present view, what is known of its members, and how much silence proves what.
+
+    `silent`: nodes not heard for a while. `witness_at`: when some member of the view was first
+    heard to act in it no more.
+    """
+
+    view: View | None
+    roster: Roster
+    lease: LeasePolicy
+    silent: frozenset[AgentId]
+    witness_at: float | None
+    now: float
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        return self.view.members if self.view else ()
+
+    @property
+    def known(self) -> list[WorkerStatus]:
+        """Of the members, what has been heard."""
+        found = [self.status(member) for member in self.members]
+        return [status for status in found if status is not None]
+
+    def status(self, member: Member) -> WorkerStatus | None:
+        return self.roster.status(member.worker, member.incarnation)
+
+    def sound(self, member: Member) -> bool:
+        """Whether this process was heard of lately, and lives."""
+        status = self.status(member)
+        return status is not None and status.stage.alive and member.agent not in self.silent
+
+    def fenced(self, member: Member) -> bool:
+        """Whether this process can never act in the view again: it died, or its lease ran out."""
+        if self.sound(member):
+            return False
+        if self._dead(member):
+            return True
+        heard_at = self.roster.heard_at(member.agent)
+        return member.agent in self.silent and self.now >= fenced_from(
+            heard_at, self.witness_at, self.lease
+        )
+
+    def may_return(self, member: Member) -> bool:
+        return member.agent in self.silent and not self.abandoned(member)
+
+    def abandoned(self, member: Member) -> bool:
+        """Whether the state that this process may hold is given up as well."""
+        if self._dead(member):
+            return True
+        return self.now >= fenced_from(self.roster.heard_at(member.agent), None, self.lease)
+
+    def _dead(self, member: Member) -> bool:
+        heard = member.agent in self.roster.nodes
+        return heard and self.roster.dead(member.worker, member.incarnation)
+
+
+def silent_nodes(
+    roster: Roster, lease: LeasePolicy, now: float, listening_since: float
+) -> frozenset[AgentId]:
+    """Not heard for a while; one that was just not heard yet is given the time of a whole lease."""
+    if now < listening_since + lease.suspect_s:
+        return frozenset()
+    nodes = roster.nodes.items()
+    silent = [name for name, node in nodes if now >= node.heard_at + lease.suspect_s]
+    if now >= max(roster.started_at, listening_since) + lease.fence_s:
+        silent += roster.unheard()
+    return frozenset(silent)
+
+
+def candidates(situation: Situation) -> list[WorkerStatus]:
+    """Workers that could join a view: ready, wanted, heard, and without the job's state."""
+    view, roster = situation.view, situation.roster
+    found = []
+    ready = [s for s in roster.newest.values() if s.stage == Stage.READY and not s.has_state]
+    for status in sorted(ready, key=lambda s: s.worker):
+        worker = status.worker
+        if not roster.ordered(status):
+            continue
+        if view is not None and view.includes(worker, status.incarnation):
+            if status.promised < view.number:
+                continue
+        name = roster.places[worker].agent
+        # One that has begun to catch up, and had to stop, may be anywhere between two steps.
+        if name not in situation.silent and not roster.draining(name) and not status.committed:
+            found.append(status)
+    return found
+
+
+def returning(situation: Situation, step: int) -> list[Laggard]:
+    """Who was set aside, is done with what made it late, and has not missed too much."""
+    view, roster, found = situation.view, situation.roster, []
+    for lag in view.aside if view is not None else ():
+        status = roster.status(lag.worker, lag.incarnation)
+        if status is None or not roster.ordered(status) or step - lag.committed > LAG_MAX:
+            continue
+        name = roster.places[lag.worker].agent
+        done = status.waiting or status.at_boundary
+        ready = status.stage == Stage.READY and status.has_state and done
+        if ready and name not in situation.silent and not roster.draining(name):
+            found.append(lag)
+    return found
+
+
+def too_far_behind(situation: Situation, step: int) -> list[WorkerStatus]:
+    """Who was set aside and has missed so much that a new process is sooner there."""
+    view, roster = situation.view, situation.roster
+    lags = view.aside if view is not None else ()
+    found = [roster.status(g.worker, g.incarnation) for g in lags if step - g.committed > LAG_MAX]
+    return [s for s in found if s is not None and s.stage.alive and roster.ordered(s)]
+
+
+def late_ones(survivors: Sequence[WorkerStatus]) -> list[WorkerStatus]:
+    """Whom to set aside: in the middle of a task, while at least as many others wait for them."""
+    newest = max(s.committed for s in survivors)
+    waiting = [s for s in survivors if s.waiting or s.reduced]
+    found = [s for s in survivors if s.in_step and not (s.waiting or s.reduced)]
+    same_step = all(s.committed == newest for s in survivors)
+    some_say_so = any(s.late for s in waiting)
+    return found if same_step and some_say_so and len(found) <= len(waiting) else []
+
+
+def spans(workers: Sequence[WorkerId]) -> str:
+    """For people: 0, 1, 4-9."""
+    ordered = sorted(workers)
+    starts = [w for i, w in enumerate(ordered) if i == 0 or w - ordered[i - 1] > 1]
+    ends = [w for i, w in enumerate(ordered) if w == ordered[-1] or ordered[i + 1] - w > 1]
+    parts = [
+        str(a) if a == b else f"{a}, {b}" if b == a + 1 else f"{a}-{b}"
+        for a, b in zip(starts, ends, strict=True)
+    ]
+    return ", ".join(parts)
+
+
+def surely_newest(situation: Situation) -> bool:
+    """Whether no later view than this one can be at work, as far as its members say.
+
+    A later one would need a member of this one that takes part in it, or has died since.
+    """
+    known = [situation.status(m) for m in situation.members]
+    well = [s is not None and (s.stage.alive or s.stage == Stage.EXITED) for s in known]
+    return bool(well) and all(well)
+
+
+def leaving(situation: Situation) -> dict[AgentId, str]:
+    """Nodes that members should leave at the next boundary, and why: others can go on."""
+    nodes = situation.roster.nodes
+    if not any(node.draining for node in nodes.values()):
+        return {}
+    drained = {m.agent: situation.roster.draining(m.agent) for m in situation.members}
+    if not all(drained.values()) or candidates(situation):
+        return {name: why for name, why in drained.items() if why}
+    return {}
+
+
+def why_broken(
+    situation: Situation, waited_s: float, patience_s: float, minds_late: bool = False
+) -> str | None:
+    """Why the present view must be stopped, if it must.
+
+    `waited_s`: for how long nothing has moved while a member waits for others. `minds_late`: what
+    is late may be computed by others.
+    """
+    view = situation.view
+    if view is None:
+        return None
+    reason = None
+    stopped = waiting = False
+    silent: list[AgentId] = []
+    for member in view.members:
+        status = situation.status(member)
+        if situation.fenced(member):
+            reason = f"worker {member.worker} is gone"
+        elif member.agent in situation.silent:
+            silent.append(member.agent)
+        elif status is None:
+            continue
+        elif status.forsaken:
+            reason = reason or f"worker {member.worker} knows that something wrong was used"
+        elif status.promised < view.number:
+            waiting = waiting or status.waiting
+            if status.late and minds_late:
+                reason = reason or f"worker {member.worker} waits for one that is late"
+        elif status.at_boundary and status.committed > view.resume_step:
+            stopped = True  # at rest after a vote: as planned, if the others come to rest too
+        else:
+            reason = reason or f"worker {member.worker} lost touch with another"
+    if silent and len(silent) < len(view.members):
+        reason = reason or f"node {silent[0]} has not been heard for a while"
+    if stopped and waiting and waited_s >= patience_s:
+        reason = reason or "a worker waits for one that has stopped"
+    return reason
+
+
+def why_change(
+    situation: Situation, vranks: int, workers_min: int, step: int
+) -> tuple[str, str] | None:
+    """A planned change of the view: its kind, and what will happen. None while all is well."""
+    members = len(situation.members)
+    joiners = candidates(situation) if members < vranks else []
+    back = returning(situation, step) if members < vranks else []
+    joining = [*(s.worker for s in joiners), *(lag.worker for lag in back)]
+    left = leaving(situation)
+    if joining:
+        return "join", f"worker {spans(joining)} joins"
+    if left:
+        name, why = min(left.items())
+        return "drain", f"node {name} is left ({why})"
+    return ("wait", "the job waits") if members < workers_min else None
+
+
+def survivors_of(situation: Situation) -> list[WorkerStatus] | None:
+    """Members that hold the state and can go on; None while anyone may still act in the view."""
+    view, roster = situation.view, situation.roster
+    alive: list[WorkerStatus] = []
+    for member in situation.members:
+        if situation.fenced(member):
+            continue
+        status = situation.status(member)
+        if status is None or view is None or status.promised < view.number:
+            return None
+        if member.agent in situation.silent:
+            return None
+        # Who was to catch up, and has not begun to, holds the state of an older step.
+        behind = view.lag(member.worker) is not None and status.view < view.number
+        if roster.ordered(status) and not behind:  # else its agent will end it
+            alive.append(status)
+    return [s for s in alive if s.has_state]
+
+
+def unreachable(situation: Situation) -> list[WorkerId]:
+    """Whom to leave out so that all others reach each other: few, best not the leader.
+
+    Each member names the members that its network does not reach. Joiners go first, then whoever
+    takes part in most of these pairs, then one of a node with fewer members.
+    """
+    view = situation.view
+    if view is None:
+        return []
+    present = [m for m in view.members if not situation.fenced(m)]
+    names = {m.worker for m in present}
+    pairs: list[tuple[WorkerId, WorkerId]] = []
+    for member in present:
+        status = situation.status(member)
+        for other in status.unreached if status is not None and status.view == view.number else ():
+            if other in names:
+                pairs.append((member.worker, other))
+    left_out: list[WorkerId] = []
+    while pairs:
+        worst = max(
+            (m for m in present if any(m.worker in pair for pair in pairs)),
+            key=lambda m: (
+                m.worker in view.joiners,  # so that the last holder of the state always stays
+                sum(m.worker in pair for pair in pairs),
+                m.worker != view.leader,
+                -sum(other.agent == m.agent for other in present),
+                m.worker,
+            ),
+        )
+        left_out.append(worst.worker)
+        pairs = [pair for pair in pairs if worst.worker not in pair]
+    return left_out
+
+
+def next_view(
+    situation: Situation,
+    survivors: Sequence[WorkerStatus],
+    vranks: int,
+    workers_min: int,
+    minds_late: bool = False,
+) -> Proposal | None:
+    """The view of these survivors, with joiners if all are at rest; None to wait for more.
+
+    `minds_late`: who is late may be set aside.
+    """
+    view = situation.view
+    assert view is not None
+    owners_now = present_owners(view, survivors)
+    step, why = resume_step(survivors)
+    at_rest = all(s.at_boundary for s in survivors)
+    places = situation.roster.places
+    drained = [s.worker for s in survivors if situation.roster.draining(places[s.worker].agent)]
+    kept = [s.worker for s in survivors if s.worker not in drained]
+    room = max(vranks - len(kept), 0)
+    back = returning(situation, step)[:room] if at_rest and len(kept) == len(survivors) else []
+    if not _all_kept(view, kept):
+        back = []
+    joiners = candidates(situation)[: room - len(back)] if at_rest else []
+    late = late_ones(survivors) if minds_late and not at_rest else []
+    if not at_rest or not kept:
+        # A node is left only while no step is under way, and by way of a view in which others
+        # have received its state.
+        kept = [s.worker for s in survivors if s not in late]
+        joiners, back = joiners[: max(vranks - len(kept), 0)], []
+    if at_rest and len(kept) + len(joiners) + len(back) < workers_min:
+        return None
+    staying = kept
+    joining = sorted([*(s.worker for s in joiners), *(lag.worker for lag in back)])
+    members = sorted([*staying, *joining])
+    if at_rest:
+        owners = assign_at_boundary(vranks, members, owners_now)
+        if joining:
+            why = f"worker {spans(joining)} joins"
+        elif len(kept) < len(survivors):
+            why = f"worker {spans(drained)} leaves"
+    else:
+        owners = assign_mid_step(staying, owners_now)
+    if late:
+        why = f"worker {spans([s.worker for s in late])} is late in step {step} and is set aside"
+    return Proposal(
+        workers=tuple(members),
+        owners=owners,
+        resume_step=step,
+        joiners=tuple(joining),
+        why=why,
+        aside=tuple(_laggard(s) for s in late),
+        behind=tuple(back),
+        redone=sum(len(s.hosted) for s in late),
+    )
+
+
+def _laggard(status: WorkerStatus) -> Laggard:
+    return Laggard(worker=status.worker, incarnation=status.incarnation, committed=status.committed)
+
+
+def _all_kept(view: View, kept: Sequence[WorkerId]) -> bool:
+    """Whether everyone who has kept a share of the steps since is still there."""
+    return set(view.workers) <= set(kept)
+
+
+def present_owners(view: View, survivors: Sequence[WorkerStatus]) -> tuple[WorkerId, ...]:
+    """Who hosts what, as far as the survivors know: they may have agreed on it since the view.
+
+    Whoever is a step ahead has agreed last, and may have begun to compute.
+    """
+    owners = list(view.owners)
+    for status in sorted(survivors, key=lambda s: (s.committed, s.worker)):
+        for vrank in status.hosted if status.view == view.number else ():
+            owners[vrank] = status.worker
+    return tuple(owners)
+
+
+def stained(situation: Situation) -> list[WorkerStatus]:
+    """Candidates whose state is neither the initial one nor the job's."""
+    roster = situation.roster
+    ready = [s for s in roster.newest.values() if s.stage == Stage.READY and roster.ordered(s)]
+    return sorted((s for s in ready if s.tainted or s.has_state), key=lambda s: s.worker)
+
+
+def forsaken(situation: Situation) -> bool:
+    """Whether a worker says that the states which the workers hold are not to be believed."""
+    roster = situation.roster
+    return any(s.forsaken and roster.ordered(s) for s in roster.newest.values())
+
+
+def present_nodes(situation: Situation) -> int:
+    roster = situation.roster
+    return sum(1 for n in roster.nodes if roster.here(n) and n not in situation.silent)
+
+
+def beginners(situation: Situation, workers_min: int | None) -> list[WorkerStatus]:
+    """Who begins the job, or begins it again: everybody, or, with `workers_min`, so many.
+
+    Empty while more are waited for.
+    """
+    roster, known, now = situation.roster, situation.roster.newest, situation.now
+    ready = [s for s in candidates(situation) if not s.tainted]
+    soon = [w for w, place in roster.places.items() if (place.respawn_at or now) <= now + BENCHED_S]
+    pending = [w for w in soon if w not in known or known[w].stage != Stage.EXITED]
+    enough = len(ready) >= len(pending) or (workers_min is not None and len(ready) >= workers_min)
+    return ready if enough else []
+
+
+def initial_view(ready: Sequence[WorkerStatus], vranks: int, step: int, again: str) -> Proposal:
+    """Nobody holds the state: it is the initial one, or that of the checkpoint of `step`.
+
+    `again`: why this is not the job's beginning.
+    """
+    workers = tuple(s.worker for s in ready)[:vranks]
+    where = f"from the checkpoint of step {step}" if step else "from step 0 again"
+    return Proposal(
+        workers=workers,
+        owners=assign_at_boundary(vranks, workers, ()),
+        resume_step=step,
+        joiners=workers,
+        why=f"{again}: {where}" if again else "the job starts",
+    )
+
+
+def last_view(situation: Situation, survivors: Sequence[WorkerStatus]) -> Proposal:
+    """While the job finishes: nobody joins, and nobody is waited for."""
+    view = situation.view
+    assert view is not None
+    step, why = resume_step(survivors)
+    staying = sorted(s.worker for s in survivors)
+    return Proposal(
+        workers=tuple(staying),
+        owners=assign_mid_step(staying, present_owners(view, survivors)),
+        resume_step=step,
+        joiners=(),
+        why=why,
+    )
+
+
+def make_view(proposal: Proposal, number: ViewNumber, old: View | None, roster: Roster) -> View:
+    """The leader stays, if it survives: what it does alone it must be able to finish alone."""
+    workers, joiners = proposal.workers, frozenset(proposal.joiners)
+    eligible = [w for w in workers if w not in joiners] or workers
+    places = [(w, roster.places[w]) for w in workers]
+    return View(
+        number=number,
+        members=tuple(
+            Member(worker=w, incarnation=p.incarnation, agent=p.agent) for w, p in places
+        ),
+        owners=proposal.owners,
+        resume_step=proposal.resume_step,
+        leader=old.leader if old is not None and old.leader in eligible else eligible[0],
+        joiners=proposal.joiners,
+        aside=proposal.aside,
+        behind=proposal.behind,
+        reason=proposal.why,
+    )
+
+
+def check_view(view: View, vranks: int) -> None:
+    """Assert what holds of every view."""
+    workers = list(view.workers)
+    require(workers == sorted(set(workers)), f"view {view.number} repeats a member")
+    require(set(view.owners) <= set(workers), f"view {view.number}: a stranger owns a rank")
+    require(len(view.owners) == vranks, f"view {view.number}: a virtual rank has no owner")

@@ -1,0 +1,47 @@
+"""How far the job has come, and how often it has failed to come further. Pure."""
+
+from __future__ import annotations
+
+from holdfast.core.invalidations import Voids
+
+
+class Progress:
+    """`step`: the next one to be committed, as far as one knows. `losses`: of workers, since."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.losses = 0
+        self._furthest = step
+        self._retreats = 0  # since the job last came further than ever
+        self._voids: Voids = ()  # for which it has gone back
+
+    def reached(self, step: int) -> bool:
+        """A member of the present view has come to a step; whether that is news."""
+        if step <= self.step:
+            return False
+        self.step, self.losses = step, 0
+        if step > self._furthest:
+            self._furthest, self._retreats = step, 0
+        return True
+
+    def retreats(self, voids: Voids) -> bool:
+        """Workers have come to different results; whether they had not done so before."""
+        news = voids != self._voids
+        self._voids = voids
+        self._retreats += news
+        return news
+
+    def hopeless(self, losses_max: int, retreats_max: int) -> str:
+        """Why to give up; empty to go on."""
+        if self.losses > losses_max:
+            return (
+                f"{self.losses} workers were lost at step {self.step} with no step committed in "
+                "between: see the worker logs; raise --losses-max if the machines are to blame"
+            )
+        if self._retreats > retreats_max:
+            return (
+                f"workers came to different results {self._retreats} times, not further than step "
+                f"{self._furthest}, and the job went back each time: `holdfast doctor` may tell "
+                "which machine computes wrongly; with three workers or more the majority decides"
+            )
+        return ""

@@ -1,0 +1,142 @@
+"""When others are late, and how much may be computed again because of that. Pure.
+
+A worker that is done with its tasks waits for others in nearly every step. How long it does so
+usually, and how much that varies, says when somebody is late: first its tasks are copied by those
+who wait, which does no harm; later, when that has cost as much as going on without it does, it is
+set aside (core/membership/formation.py). Both together are bounded by a share of all tasks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from holdfast.core.assignment import assign_mid_step
+from holdfast.core.types import WorkerId
+
+STEPS_TIMED = 16
+SPREADS = 6.0  # beyond the usual: chance is no explanation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """What a worker that waits does, and when, beyond the usual and its spread.
+
+    It copies tasks once it has waited for as long as that takes, and says that somebody is late
+    after a step's duration and `least_s` (or what the building of the group took, if longer).
+    """
+
+    steps: int = 8  # that must have been timed before
+    times: float = 1.0  # the duration of a task, or a step
+    least_s: float = 0.5
+    copies: float = 0.0  # of as many tasks as the worker computes itself; 0: none
+
+
+class Lateness:
+    """Of one worker. Times are its node's, in seconds."""
+
+    def __init__(self, patience: Patience) -> None:
+        self.began_at = 0.0  # when the step under way, or its view, began here
+        self.group_s = 0.0  # what the building of a group took, at least; 0: not known
+        self.copied = 0  # tasks
+        self._patience = patience
+        self._since = 0.0  # when it was done with its tasks
+        self._tasks = 0  # that it has computed, copies not counted
+        self._steps: deque[float] = deque(maxlen=STEPS_TIMED)  # how long they took
+        self._waits: deque[float] = deque(maxlen=STEPS_TIMED)  # of that, for others
+        self._task_s: deque[float] = deque(maxlen=STEPS_TIMED)
+
+    def view(self, now: float) -> None:
+        """Another view begins, perhaps in the middle of a step."""
+        self.began_at = self._since = now
+
+    def built(self, now: float) -> None:
+        """The view's group works, and its joiners hold the state, which takes longer."""
+        took_s = now - self.began_at
+        self.group_s = min(self.group_s, took_s) if self.group_s else took_s
+
+    def done(self, now: float) -> None:
+        """It waits for others from now on."""
+        self._since = now
+
+    def step(self, now: float, tasks: int) -> None:
+        """The step is over, of which it has computed so many tasks."""
+        self._steps.append(now - self.began_at)
+        self._waits.append(now - self._since)
+        self._task_s.append((self._since - self.began_at) / max(tasks, 1))
+        self._tasks += tasks
+        self.began_at = now
+
+    @property
+    def copy_at(self) -> float:
+        """When to begin with copies, if the others are not done by then."""
+        if self.copied > self._patience.copies * self._tasks or not self._patience.copies:
+            return float("inf")
+        return self._after(self._patience.times * _middle(self._task_s))
+
+    @property
+    def late_at(self) -> float:
+        """When to say that others are late."""
+        patience = self._patience
+        after = self._after(patience.times * _middle(self._steps))
+        return after + max(patience.least_s, self.group_s)
+
+    def _after(self, cost_s: float) -> float:
+        if len(self._steps) < self._patience.steps:
+            return float("inf")
+        usual = _middle(self._waits)
+        spread = 1.4826 * _middle([abs(each - usual) for each in self._waits])
+        return self._since + usual + max(SPREADS * spread, cost_s)
+
+
+class Budget:
+    """For setting workers aside. `share`: of all tasks; 0: none. `tasks`: in each step.
+
+    A little in advance; and one attempt at most in each step, for a stop after which nobody turns
+    out to be late has cost something, too.
+    """
+
+    def __init__(self, share: float, tasks: int) -> None:
+        self.spent = 0  # tasks computed again
+        self._share = share
+        self._tasks = tasks
+        self._tried_in = -1
+        self._since: int | None = None  # the step from which tasks are counted
+
+    def allows(self, step: int) -> bool:
+        """Whether what is late in this step may be computed by others."""
+        if self._since is None:
+            self._since = step
+        if not self._share or step == self._tried_in:
+            return False
+        committed = (step - self._since) * self._tasks
+        return self.spent <= self._share * committed
+
+    def tried(self, step: int) -> None:
+        """A view is stopped for this."""
+        self._tried_in = step
+
+    def spend(self, tasks: int) -> None:
+        """So many are computed again."""
+        self.spent += tasks
+
+
+def worth_copying(
+    owners: Sequence[WorkerId],
+    workers: Iterable[WorkerId],
+    late: Iterable[WorkerId],
+    me: WorkerId,
+) -> tuple[int, ...]:
+    """Virtual ranks that `me` would get if these were set aside; none if they are the most."""
+    slow = frozenset(late)
+    others = [worker for worker in workers if worker not in slow]
+    if me not in others or len(slow) > len(others):
+        return ()
+    after = assign_mid_step(others, owners)
+    return tuple(v for v, owner in enumerate(after) if owner == me and owners[v] != me)
+
+
+def _middle(values: deque[float] | list[float]) -> float:
+    ordered = sorted(values)
+    return ordered[len(ordered) // 2] if ordered else 0.0

@@ -1,0 +1,67 @@
+"""What the members of a view make of each step's times: who is slow, who hosts what. Pure.
+
+Every member observes the same numbers in the same order, so all of them hold the same assignment;
+only the leader looks for slow workers, and tells the job's story of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from holdfast.core.step.balance import BalancePolicy, Balancer
+from holdfast.core.step.link_detector import COSTS_MIN_US, LinkDetector, Wait
+from holdfast.core.step.stragglers import Detector, Kind, Verdict
+from holdfast.core.types import View, WorkerId
+
+
+class Speeds:
+    """Of one view. Without a `policy` the assignment stays as it is."""
+
+    def __init__(self, view: View, policy: BalancePolicy | None) -> None:
+        self._view = view
+        self._balancer = Balancer(policy or BalancePolicy(), view.workers, view.owners)
+        self._detector = Detector(view.workers)
+        self._links = LinkDetector(view.workers)
+        self._rebalance = policy is not None
+        self._told_slow: dict[WorkerId, bool] = {}
+
+    @property
+    def owners(self) -> tuple[WorkerId, ...]:
+        """Who hosts each virtual rank from the next step on."""
+        return self._balancer.owners
+
+    def observe(
+        self, compute_us: Sequence[int], leads: bool, waits: Sequence[Wait] = ()
+    ) -> list[tuple[str, str]]:
+        """What each member's own tasks of a step took, and for whom it waited (not simulated).
+
+        Returns remarks: kinds and texts.
+        """
+        counts = self._balancer.counts
+        found: list[tuple[str, str]] = []
+        if leads:
+            tasks_s = [us / n / 1e6 if n else 0.0 for us, n in zip(compute_us, counts, strict=True)]
+            verdicts = self._detector.observe(tasks_s)
+            costs = dict(zip(self._view.workers, compute_us, strict=True))
+            found += [("slow", str(v)) for v in verdicts if self._worth_telling(v, costs)]
+            found += [("slow", str(v)) for v in self._links.observe(waits, compute_us)]
+        if self._rebalance and self._balancer.observe(compute_us) and leads:
+            found.append(("balance", "; ".join(self._changes(counts))))
+        return found
+
+    def _worth_telling(self, verdict: Verdict, costs: dict[WorkerId, int]) -> bool:
+        if verdict.kind is Kind.RECOVERED:
+            return self._told_slow.pop(verdict.worker, False)
+        lost = costs[verdict.worker] * (1 - 1 / verdict.factor)
+        if verdict.kind is Kind.ONCE or lost < COSTS_MIN_US:
+            return False
+        self._told_slow[verdict.worker] = True
+        return True
+
+    def _changes(self, before: Sequence[int]) -> Iterator[str]:
+        balancer = self._balancer
+        changes = zip(self._view.workers, before, balancer.counts, balancer.paces, strict=True)
+        for worker, old, new, pace in changes:
+            if old != new:
+                each = f" ({pace / 1000:.3g} ms each)" if pace else ""
+                yield f"worker {worker} hosts {new} virtual ranks instead of {old}{each}"

@@ -1,0 +1,1 @@
+"""Whether this machine is fit: checks, verdicts, history."""

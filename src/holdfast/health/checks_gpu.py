@@ -1,0 +1,351 @@
+"""Judging GPUs by what their driver tells. None: this GPU does not tell it.
+
+Values and bits are those of NVML (nvml.h); the library itself is not known here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from holdfast.health.checks_trials import KernelLogSample
+from holdfast.health.history import Finding, Grade
+from holdfast.health.limits import GIB, Limits
+
+# Why the clocks are below what they could be: nvmlClocksEventReason...
+HW_SLOWDOWN = 0x8
+SW_THERMAL = 0x20
+HW_THERMAL = 0x40
+POWER_BRAKE = 0x80
+SLOWED = (
+    (HW_THERMAL, "the hardware slows it down for heat", "look at fans, airflow and coolant"),
+    (POWER_BRAKE, "the power supply asks for less (power brake)", "look at the power supply"),
+    (HW_SLOWDOWN, "the hardware slows it down", "look at cooling and power supply"),
+    (SW_THERMAL, "the driver slows it down for heat", "look at fans, airflow and coolant"),
+)
+
+# What the driver wants to be done: NVML_GPU_RECOVERY_ACTION_...
+RECOVERY = {
+    1: "reset the GPU (nvidia-smi -r)",
+    2: "restart the machine",
+    3: "drain peer-to-peer traffic, then reset the GPU",
+    4: "drain the GPU and reset it",
+    5: "recover its NVLink domain (IMEX)",
+    6: "reset its bus",
+    7: "restart the system",
+}
+
+XIDS = {
+    48: "double bit ECC error",
+    62: "internal micro-controller halted",
+    63: "row remapping recorded",
+    64: "row remapping failed",
+    74: "NVLink error",
+    79: "fallen off the bus",
+    92: "many single bit ECC errors",
+    94: "contained ECC error",
+    95: "uncontained ECC error",
+    119: "GSP does not answer",
+    120: "GSP error",
+    140: "unrecovered ECC error",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuSample:
+    """One look at one GPU. `lost`: what its driver says instead of answering."""
+
+    index: int
+    bus: str = ""
+    name: str = ""
+    lost: str = ""
+    recovery: int | None = None
+    temperature_c: int | None = None
+    slowdown_c: int | None = None
+    clock_reasons: int | None = None
+    uncorrected: int | None = None  # ECC, since the driver was loaded
+    corrected: int | None = None
+    remap_pending: bool | None = None
+    remap_failed: bool | None = None
+    retire_pending: bool | None = None
+    performance_state: int | None = None  # 0 is the fastest
+    pcie_generation: int | None = None
+    pcie_generation_max: int | None = None
+    pcie_width: int | None = None
+    pcie_width_max: int | None = None
+    memory_used_bytes: int | None = None
+    xids: tuple[int, ...] | None = None  # of late
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuReport:
+    """All GPUs of a machine. `missing`: why there is nothing to ask."""
+
+    missing: str = ""
+    driver: str = ""
+    present: int = 0  # NVIDIA GPUs on the PCI bus
+    gpus: tuple[GpuSample, ...] = ()
+
+
+def bus_name(text: str) -> str:
+    """One spelling for NVML's 00000000:3B:00.0 and the kernel log's 0000:3b:00."""
+    domain, _, rest = text.lower().partition(":")
+    return f"{domain[-4:]}:{rest.partition('.')[0]}" if rest else text.lower()
+
+
+def with_logged_xids(report: GpuReport, log: KernelLogSample) -> GpuReport:
+    """What the kernel logged before we came, GPU by GPU; None where the log cannot be read."""
+    gpus = []
+    for gpu in report.gpus:
+        xids = tuple(xid for bus, xid in log.xids if bus_name(bus) == gpu.bus)
+        gpus.append(replace(gpu, xids=None if log.unreadable else xids))
+    return replace(report, gpus=tuple(gpus))
+
+
+def judge_gpus(report: GpuReport, limits: Limits, *, before_job: bool) -> list[Finding]:
+    """`before_job`: nothing should use them yet."""
+    if not report.gpus:
+        return [_judge_none(report)]
+    found: list[Finding] = []
+    for gpu in report.gpus:
+        found += judge_gpu(gpu, limits, before_job=before_job)
+    return found
+
+
+def _judge_none(report: GpuReport) -> Finding:
+    reason = report.missing or "the driver sees no GPU"
+    if not report.present:
+        return Finding(check="gpu", grade=Grade.SKIPPED, reason=reason)
+    return Finding(
+        check="gpu",
+        grade=Grade.WARN,
+        value=0,
+        unit="GPUs",
+        reason=f"{report.present} on the PCI bus, but {reason}",
+        advice="load the driver; pip install 'holdfast[gpu]'",
+    )
+
+
+def judge_gpu_count(count: int, expected: int) -> Finding:
+    """While running: as many as there were."""
+    bad = count < expected
+    return Finding(
+        check="gpu-count",
+        grade=Grade.FAIL if bad else Grade.OK,
+        value=count,
+        unit="GPUs",
+        limit=f"fail below the {expected} there were",
+        reason=f"{count} of {expected} GPUs are there",
+        advice="a GPU has gone: read dmesg, restart the machine" if bad else "",
+    )
+
+
+def judge_gpu(gpu: GpuSample, limits: Limits, *, before_job: bool) -> list[Finding]:
+    """A lost GPU is one finding; else one for each thing that it tells."""
+    subject = f"GPU {gpu.index}"
+    if gpu.lost:
+        return [
+            Finding(
+                check="gpu",
+                subject=subject,
+                grade=Grade.FAIL,
+                reason=f"{gpu.lost} ({gpu.bus})" if gpu.bus else gpu.lost,
+                advice="reset it, or restart the machine; replace it if this comes again",
+            )
+        ]
+    rows = [
+        _present(gpu, subject),
+        _ecc(gpu, subject, limits),
+        _rows(gpu, subject),
+        _temperature(gpu, subject, limits),
+        _clocks(gpu, subject),
+        _pcie(gpu, subject),
+        _xids(gpu, subject, limits),
+    ]
+    if before_job:
+        rows.append(_memory(gpu, subject, limits))
+    return rows
+
+
+def _untold(check: str, subject: str) -> Finding:
+    reason = "this GPU does not tell"
+    return Finding(check=check, subject=subject, grade=Grade.SKIPPED, reason=reason)
+
+
+def _present(gpu: GpuSample, subject: str) -> Finding:
+    wanted = RECOVERY.get(gpu.recovery or 0, "")
+    if gpu.recovery and not wanted:
+        wanted = f"recovery action {gpu.recovery}: see NVIDIA's manual"
+    return Finding(
+        check="gpu",
+        subject=subject,
+        grade=Grade.FAIL if wanted else Grade.OK,
+        limit="fail when the driver asks for a reset or restart",
+        reason="the driver wants a recovery" if wanted else f"{gpu.name} answers",
+        advice=wanted,
+    )
+
+
+def _ecc(gpu: GpuSample, subject: str, limits: Limits) -> Finding:
+    if gpu.uncorrected is None:
+        return _untold("gpu-ecc", subject)
+    corrected = gpu.corrected or 0
+    grade = Grade.WARN if corrected > limits.gpu_corrected else Grade.OK
+    if gpu.uncorrected > 0:
+        grade = Grade.FAIL
+    return Finding(
+        check="gpu-ecc",
+        subject=subject,
+        grade=grade,
+        value=gpu.uncorrected,
+        unit="errors",
+        limit=f"fail above 0 uncorrected, warn above {limits.gpu_corrected} corrected",
+        reason=f"{gpu.uncorrected} uncorrected, {corrected} corrected since the driver was loaded",
+        advice={
+            Grade.FAIL: "drain the node and reset the GPU; replace it if errors come again",
+            Grade.WARN: "watch it: its memory is getting worse",
+        }.get(grade, ""),
+    )
+
+
+def judge_gpu_change(before: GpuSample, now: GpuSample) -> list[Finding]:
+    """Corrected errors that grow between two looks announce worse ones."""
+    if before.corrected is None or now.corrected is None:
+        return []
+    more = now.corrected - before.corrected
+    return [
+        Finding(
+            check="gpu-corrected",
+            subject=f"GPU {now.index}",
+            grade=Grade.WARN if more > 0 else Grade.OK,
+            value=more,
+            unit="errors",
+            limit="warn above 0 more",
+            reason=f"{more} more corrected memory errors",
+            advice="watch it: its memory is getting worse" if more > 0 else "",
+        )
+    ]
+
+
+def _rows(gpu: GpuSample, subject: str) -> Finding:
+    told = (gpu.remap_failed, gpu.remap_pending, gpu.retire_pending)
+    if all(x is None for x in told):
+        return _untold("gpu-rows", subject)
+    grade, reason, advice = Grade.OK, "no row or page waits to be replaced", ""
+    if gpu.remap_pending or gpu.retire_pending:
+        what = "row to be remapped" if gpu.remap_pending else "page to be retired"
+        grade, reason = Grade.WARN, f"a faulty {what} waits for a reset"
+        advice = "reset the GPU when it is free (nvidia-smi -r)"
+    if gpu.remap_failed:
+        grade, reason = Grade.FAIL, "remapping a faulty row has failed: no spare rows are left"
+        advice = "replace the GPU"
+    return Finding(
+        check="gpu-rows",
+        subject=subject,
+        grade=grade,
+        limit="warn when pending, fail when remapping failed",
+        reason=reason,
+        advice=advice,
+    )
+
+
+def _temperature(gpu: GpuSample, subject: str, limits: Limits) -> Finding:
+    if gpu.temperature_c is None:
+        return _untold("gpu-temperature", subject)
+    slowdown = gpu.slowdown_c or limits.gpu_slowdown_c
+    warn = slowdown - limits.gpu_margin_c
+    bad = gpu.temperature_c >= warn
+    return Finding(
+        check="gpu-temperature",
+        subject=subject,
+        grade=Grade.WARN if bad else Grade.OK,
+        value=gpu.temperature_c,
+        unit="C",
+        limit=f"warn from {warn}; it slows itself down at {slowdown}",
+        reason=f"{gpu.temperature_c} C",
+        advice="look at fans, airflow and coolant" if bad else "",
+    )
+
+
+def _clocks(gpu: GpuSample, subject: str) -> Finding:
+    if gpu.clock_reasons is None:
+        return _untold("gpu-clocks", subject)
+    reason, advice = next(
+        ((why, what) for bit, why, what in SLOWED if gpu.clock_reasons & bit), ("", "")
+    )
+    return Finding(
+        check="gpu-clocks",
+        subject=subject,
+        grade=Grade.WARN if reason else Grade.OK,
+        value=gpu.clock_reasons,
+        unit="reasons",
+        limit="warn when slowed down for heat or power supply",
+        reason=reason or "not slowed down for heat or power supply",
+        advice=advice,
+    )
+
+
+def _pcie(gpu: GpuSample, subject: str) -> Finding:
+    width, width_max = gpu.pcie_width, gpu.pcie_width_max
+    generation, generation_max = gpu.pcie_generation, gpu.pcie_generation_max
+    if width is None or width_max is None or generation is None or generation_max is None:
+        return _untold("gpu-pcie", subject)
+    # A GPU at rest lowers the generation to save power; at full clocks it has no such excuse.
+    slow = generation < generation_max and gpu.performance_state == 0
+    narrow = width < width_max
+    return Finding(
+        check="gpu-pcie",
+        subject=subject,
+        grade=Grade.WARN if slow or narrow else Grade.OK,
+        value=width,
+        unit="lanes",
+        limit=f"warn below generation {generation_max} x{width_max}",
+        reason=f"generation {generation} x{width}",
+        advice="reseat the card, or look at riser and slot" if slow or narrow else "",
+    )
+
+
+def _memory(gpu: GpuSample, subject: str, limits: Limits) -> Finding:
+    used = gpu.memory_used_bytes
+    if used is None:
+        return _untold("gpu-memory", subject)
+    bad = used > limits.gpu_memory_used_bytes
+    return Finding(
+        check="gpu-memory",
+        subject=subject,
+        grade=Grade.WARN if bad else Grade.OK,
+        value=round(used / GIB, 2),
+        unit="GiB",
+        limit=f"warn above {limits.gpu_memory_used_bytes / GIB:g} in use before a job",
+        reason=f"{used / GIB:.1f} GiB are in use",
+        advice="something uses it: nvidia-smi names the processes" if bad else "",
+    )
+
+
+def _xids(gpu: GpuSample, subject: str, limits: Limits) -> Finding:
+    return (
+        _untold("gpu-xid", subject) if gpu.xids is None else judge_xids(subject, gpu.xids, limits)
+    )
+
+
+def judge_xids(subject: str, xids: tuple[int, ...], limits: Limits) -> Finding:
+    """Those that programs cause say nothing about the GPU."""
+    serious = [x for x in xids if x not in limits.xids_of_programs]
+    fatal = [x for x in serious if x in limits.xids_fatal]
+    newest = (fatal or serious or (0,))[-1]
+    what = XIDS.get(newest, "see NVIDIA's list of Xid errors")
+    grade, advice = Grade.OK, ""
+    if serious:
+        grade, advice = Grade.WARN, "watch it; reset the GPU when it is free"
+    if fatal:
+        grade = Grade.FAIL
+        advice = "drain the node and reset the GPU; replace it if this comes again"
+    return Finding(
+        check="gpu-xid",
+        subject=subject,
+        grade=grade,
+        value=newest if serious else None,
+        unit="Xid" if serious else "",
+        limit="fail on " + ", ".join(map(str, limits.xids_fatal)),
+        reason=f"Xid {newest}: {what} ({len(serious)} in all)" if serious else "no serious Xid",
+        advice=advice,
+    )

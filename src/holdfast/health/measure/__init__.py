@@ -1,0 +1,1 @@
+"""Measures this machine: the processor, memory, disks, network and GPUs."""

@@ -1,0 +1,176 @@
+"""Other processes that measure for us, never waited for longer than a bound.
+
+A thread that is stuck in a dead disk or driver cannot be ended, and would keep its process from
+ending too. So what may hang runs in a child, which is killed at its limit and, if even that does
+not help, left behind: it holds no pipe that anybody waits for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+REAP_S = 0.5
+LINE_BYTES_MAX = 1 << 20
+RESTART_S = 60.0
+PROBE = "holdfast.health.measure.probe"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a child said until its end or limit. `failure` is empty when it ended well."""
+
+    lines: tuple[bytes, ...] = ()
+    failure: str = ""
+    hung: bool = False
+
+
+def probe_command(name: str, *, watch: bool = False) -> list[str]:
+    """The command that runs one of the measurements of probe.py."""
+    how = "watch" if watch else "once"
+    return [sys.executable, "-m", PROBE, how, name, str(os.getpid())]
+
+
+def run_bounded(command: Sequence[str], request: bytes, limit_s: float) -> Answer:
+    """Run a command to its end, or kill it after `limit_s` seconds."""
+    try:
+        popen = _start(command, stderr=subprocess.PIPE)
+    except OSError as error:
+        return Answer(failure=f"cannot start {command[0]}: {error.strerror}")
+    try:
+        out, err = popen.communicate(request, timeout=limit_s)
+    except subprocess.TimeoutExpired as late:
+        stuck = "" if _kill(popen) else ", and cannot even be killed"
+        lines = _lines(late.output or b"")
+        return Answer(lines=lines, failure=f"no answer in {limit_s:g} s{stuck}", hung=True)
+    if popen.returncode != 0:
+        words = err.decode(errors="replace").strip().splitlines()
+        how = words[-1] if words else _ended(popen.returncode)
+        return Answer(lines=_lines(out), failure=how)
+    return Answer(lines=_lines(out))
+
+
+def _start(command: Sequence[str], stderr: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, close_fds=True
+    )
+
+
+def _lines(out: bytes) -> tuple[bytes, ...]:
+    """Whole lines only."""
+    whole, _, _ = out.rpartition(b"\n")
+    return tuple(line for line in whole.split(b"\n") if line)
+
+
+def _ended(code: int) -> str:
+    return f"the measurement was killed by signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def _kill(popen: subprocess.Popen[bytes]) -> bool:
+    """Kill a child; False when it does not even die, since it is stuck in the kernel."""
+    popen.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        popen.wait(REAP_S)
+    for pipe in (popen.stdin, popen.stdout, popen.stderr):
+        if pipe is not None:
+            with contextlib.suppress(OSError):
+                pipe.close()
+    return popen.returncode is not None
+
+
+class Watcher:
+    """A child that measures whenever it is asked; asking and reading never wait.
+
+    Start it from a thread that stays, since the kernel ends the child together with that thread.
+    """
+
+    def __init__(self, command: Sequence[str], request: bytes) -> None:
+        self._command = command
+        self._request = request
+        self._child: list[subprocess.Popen[bytes]] = []  # none or one
+        self._abandoned: list[subprocess.Popen[bytes]] = []  # killed, not yet reaped
+        self._buffer = b""
+        self._asked_s = 0.0
+        self._waiting = False
+        self._restart_s = float("-inf")  # not before
+
+    @property
+    def pid(self) -> int:
+        """0 while there is no child."""
+        return self._child[0].pid if self._child else 0
+
+    def fileno(self) -> int:
+        """Readable when something has come, for an event loop; -1 while there is no child."""
+        for popen in self._child:
+            assert popen.stdout is not None
+            return popen.stdout.fileno()
+        return -1
+
+    def waited_s(self, now: float) -> float:
+        """For how long an answer has been outstanding."""
+        return now - self._asked_s if self._waiting else 0.0
+
+    def ask(self, now: float) -> str:
+        """Ask for one more measurement, unless one is outstanding. Returns what went wrong."""
+        self._abandoned = [popen for popen in self._abandoned if popen.poll() is None]
+        if self._waiting:
+            return ""
+        if not self._child:
+            if now < self._restart_s or self._abandoned:
+                return "its last measurement failed; it is tried again later"
+            self._restart_s = now + RESTART_S
+            try:
+                self._child = [_start(self._command, stderr=subprocess.DEVNULL)]
+            except OSError as error:
+                return f"cannot start {self._command[0]}: {error.strerror}"
+            self._buffer = b""
+            self._put(self._request + b"\n")
+        self._put(b"\n")
+        self._asked_s, self._waiting = now, True
+        return ""
+
+    def poll(self) -> tuple[bytes | None, str]:
+        """(the answer if it has come, what went wrong)."""
+        for popen in self._child:
+            assert popen.stdout is not None
+            os.set_blocking(popen.stdout.fileno(), False)
+            with contextlib.suppress(BlockingIOError):
+                while len(self._buffer) <= LINE_BYTES_MAX:
+                    data = os.read(popen.stdout.fileno(), 1 << 16)
+                    if not data:
+                        code = popen.poll()
+                        self.close()
+                        return None, _ended(code) if code is not None else "the measurement ended"
+                    self._buffer += data
+            line, newline, rest = self._buffer.partition(b"\n")
+            if newline:
+                self._buffer, self._waiting = rest, False
+                return line, ""
+            if len(self._buffer) > LINE_BYTES_MAX:
+                self.close()
+                return None, "the measurement says too much"
+        return None, ""
+
+    def close(self) -> None:
+        """Kill the child. One that cannot be killed is left to the kernel."""
+        for popen in self._child:
+            popen.kill()
+            for pipe in (popen.stdin, popen.stdout):
+                if pipe is not None:
+                    with contextlib.suppress(OSError):
+                        pipe.close()
+            if popen.poll() is None:
+                self._abandoned.append(popen)
+        self._child = []
+        self._waiting = False
+
+    def _put(self, data: bytes) -> None:
+        for popen in self._child:
+            assert popen.stdin is not None
+            os.set_blocking(popen.stdin.fileno(), False)
+            with contextlib.suppress(OSError):  # a child that has ended shows when it is polled
+                os.write(popen.stdin.fileno(), data)

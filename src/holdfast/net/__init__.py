@@ -1,0 +1,1 @@
+"""Sockets without decisions: channels, TCP options, TLS, secrets."""

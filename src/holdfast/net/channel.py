@@ -1,0 +1,431 @@
+"""Authenticated message channels over TCP, with or without TLS: how they begin, carry and end.
+
+`connect` is the client's side. `Gate` is the server's: it listens, lets those in who know the job's
+secret, and turns strangers away at a bounded cost in time, memory, connections and log lines. Every
+WireError raised here begins with the peer's address and has closed the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import socket
+import ssl
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from holdfast.core.errors import WireError
+from holdfast.net import tls as tls_module
+from holdfast.net.complaints import Complaints
+from holdfast.net.tcp import CONNECT_S, DEAD_S, dial, name_of, tune
+from holdfast.wire import frames
+from holdfast.wire.messages import decode, encode
+
+HANDSHAKE_S = 5.0
+BACKLOG_BYTES_MAX = 64 << 20
+READ_BYTES = 1 << 16
+ACCEPTS_AT_ONCE = 64
+EXHAUSTED_S = 0.2  # pause in accepting when descriptors or memory have run out
+TLS_RECORD_START = b"\x16\x03"
+
+
+class Channel:
+    """One authenticated connection. `send` never blocks; `receive` returns None at its end."""
+
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        sealer: frames.Sealer,
+        opener: frames.Opener,
+        backlog_bytes_max: int = BACKLOG_BYTES_MAX,
+    ) -> None:
+        self.peer = name_of(writer.get_extra_info("peername"))
+        self.lost = ""  # after the end: how it came, unless the peer ended it in order
+        self._reader = reader
+        self._writer = writer
+        self._sealer = sealer
+        self._opener = opener
+        self._backlog_bytes_max = backlog_bytes_max
+        self._payloads: Iterator[bytes] = iter(())
+        self._cut_off = ""  # why we have ended the connection ourselves
+
+    def send(self, message: object) -> None:
+        """Queue a message; a peer that does not read is cut off rather than waited for."""
+        waiting = self._writer.transport.get_write_buffer_size()
+        if waiting > self._backlog_bytes_max and not self._cut_off:
+            self._cut_off = f"it has left {waiting} bytes unread"
+            self._writer.transport.abort()  # a close would wait for the peer to read them
+        if not self._writer.is_closing():
+            self._writer.write(self._sealer.seal(encode(message)))
+
+    async def receive(self, *accepted: type) -> Any:
+        """The next message, of one of the accepted types; None at the end. WireError."""
+        try:
+            while (payload := next(self._payloads, None)) is None:
+                data = await self._read()
+                if not data:
+                    return None
+                self._payloads = self._opener.feed(data)
+            return decode(payload, *accepted)
+        except WireError as error:
+            self._writer.transport.abort()
+            raise WireError(f"{self.peer}: {error}") from None
+
+    def close(self) -> None:
+        self._writer.close()
+
+    async def finish(self) -> None:
+        """Close once everything that was sent has been handed to the kernel."""
+        self._writer.close()
+        try:
+            await asyncio.wait_for(self._writer.wait_closed(), HANDSHAKE_S)
+        except (OSError, asyncio.TimeoutError):
+            self._writer.transport.abort()
+
+    async def _read(self) -> bytes:
+        """Some bytes; none at the end, however it came, unless there is something to tell."""
+        try:
+            data = await self._reader.read(READ_BYTES)
+        except ssl.SSLError as error:
+            raise WireError(tls_module.why(error)) from None
+        except OSError as error:
+            data = b""
+            if error.errno == errno.ETIMEDOUT:
+                self.lost = "its network is cut, or it does not read: nothing was acknowledged"
+        if self._cut_off and not data:
+            raise WireError(self._cut_off)
+        return data
+
+
+async def accept(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    secret: bytes,
+    *,
+    handshake_s: float = HANDSHAKE_S,
+    dead_s: float = DEAD_S,
+    backlog_bytes_max: int = BACKLOG_BYTES_MAX,
+) -> Channel:
+    """The server's side of the handshake; WireError (and a closed connection) for strangers.
+
+    `reader` and `writer` may be those of a TLS connection; `Gate` sees to all of that.
+    """
+    peer = name_of(writer.get_extra_info("peername"))
+    nonce = os.urandom(frames.NONCE_BYTES)
+    try:
+        tune(writer.get_extra_info("socket"), dead_s)
+        writer.write(frames.greeting(nonce))
+        theirs = await asyncio.wait_for(_answer(reader, secret, nonce), handshake_s)
+        writer.write(frames.proof(secret, "server", nonce, theirs))
+    except asyncio.TimeoutError:
+        writer.transport.abort()
+        raise WireError(f"{peer}: it did not finish the handshake in {handshake_s:g} s") from None
+    except WireError as error:
+        writer.transport.abort()
+        raise WireError(f"{peer}: {error}") from None
+    except ssl.SSLError as error:
+        writer.transport.abort()
+        raise WireError(f"{peer}: {tls_module.why(error)}") from None
+    except (OSError, EOFError):
+        writer.transport.abort()
+        raise WireError(f"{peer}: it left before the handshake was done") from None
+    except BaseException:
+        writer.transport.abort()
+        raise
+    sealer = frames.Sealer(frames.session_key(secret, "server", nonce, theirs))
+    opener = frames.Opener(frames.session_key(secret, "client", nonce, theirs))
+    return Channel(reader, writer, sealer, opener, backlog_bytes_max)
+
+
+async def connect(
+    host: str,
+    port: int,
+    secret: bytes,
+    *,
+    tls: ssl.SSLContext | None = None,
+    connect_s: float = CONNECT_S,
+    handshake_s: float = HANDSHAKE_S,
+    dead_s: float = DEAD_S,
+) -> Channel:
+    """The client's side. OSError when nobody answers, WireError when the wrong one does.
+
+    `tls`: of `client_context`; the server's certificate is then checked against `host`.
+    """
+    sock = await dial(host, port, connect_s)
+    peer = f"{host}:{port}"
+    hint = "; its log says why" if tls else "; if it wants TLS, this side needs certificates"
+    try:
+        tune(sock, dead_s)
+        return await asyncio.wait_for(_join(sock, host, secret, tls), handshake_s)
+    except asyncio.TimeoutError:
+        text = f"{peer} did not finish the handshake in {handshake_s:g} s{hint}"
+        raise ConnectionError(text) from None
+    except ssl.SSLError as error:
+        raise WireError(f"{peer}: {tls_module.why(error)}") from None
+    except WireError as error:
+        raise WireError(f"{peer}: {error}") from None
+    except (OSError, EOFError):
+        raise ConnectionError(f"{peer} broke off the handshake{hint}") from None
+
+
+async def _answer(reader: asyncio.StreamReader, secret: bytes, nonce: bytes) -> bytes:
+    """The client's nonce, once it has proved itself."""
+    answer = b""
+    while len(answer) < frames.GREETING_BYTES:  # refused at the first wrong byte
+        answer += await _some(reader, frames.GREETING_BYTES - len(answer))
+        if answer.startswith(TLS_RECORD_START):
+            raise WireError("it speaks TLS, which this job was started without")
+        frames.check_start(answer, "client")
+    theirs = frames.read_greeting(answer, "client")
+    proof = b""
+    while len(proof) < frames.PROOF_BYTES:
+        proof += await _some(reader, frames.PROOF_BYTES + 1 - len(proof))
+    if len(proof) > frames.PROOF_BYTES:
+        raise WireError("it goes on before it is let in")
+    frames.check_proof(proof, secret, "client", nonce, theirs)
+    return theirs
+
+
+async def _join(
+    sock: socket.socket, host: str, secret: bytes, tls: ssl.SSLContext | None
+) -> Channel:
+    reader, writer = await asyncio.open_connection(
+        sock=sock, ssl=tls, server_hostname=host if tls else None
+    )
+    nonce = os.urandom(frames.NONCE_BYTES)
+    try:
+        greeting = await reader.readexactly(frames.GREETING_BYTES)
+        writer.write(frames.greeting(nonce))  # first, so that a server of another release sees it
+        theirs = frames.read_greeting(greeting, "server")
+        writer.write(frames.proof(secret, "client", theirs, nonce))
+        claim = await _claim(reader)
+        frames.check_proof(claim, secret, "server", theirs, nonce)
+    except WireError:
+        writer.close()
+        raise
+    except BaseException:
+        writer.transport.abort()
+        raise
+    sealer = frames.Sealer(frames.session_key(secret, "client", theirs, nonce))
+    opener = frames.Opener(frames.session_key(secret, "server", theirs, nonce))
+    return Channel(reader, writer, sealer, opener)
+
+
+async def _claim(reader: asyncio.StreamReader) -> bytes:
+    """The server's proof; one that does not believe ours hangs up instead."""
+    try:
+        return await reader.readexactly(frames.PROOF_BYTES)
+    except (EOFError, ConnectionResetError):
+        text = "it hung up on our proof: has it another secret or CA, or did it just end?"
+        raise WireError(text) from None
+
+
+async def _some(reader: asyncio.StreamReader, bytes_max: int) -> bytes:
+    data = await reader.read(bytes_max)
+    if not data:
+        raise EOFError
+    return data
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatePolicy:
+    """`strangers_max`: connections that have not proved themselves yet, at any one time."""
+
+    handshake_s: float = HANDSHAKE_S
+    strangers_max: int = 1024
+    dead_s: float = DEAD_S
+    backlog_bytes_max: int = BACKLOG_BYTES_MAX
+    lines_max: int = 10
+    window_s: float = 10.0
+
+
+@dataclass(slots=True, eq=False)
+class _Stranger:
+    """A connection before its handshake is done."""
+
+    sock: socket.socket
+    host: str
+    peer: str
+    timer: asyncio.TimerHandle | None = None
+    sent_away: str = ""  # why we have cut it off
+
+
+Serve = Callable[[Channel], Awaitable[None]]
+
+
+class Gate:
+    """Listens, and runs `serve` for every connection that has proved that it knows the secret.
+
+    `serve` may let WireError and OSError pass: the connection is closed. `say` is told of every
+    stranger turned away, every WireError and every peer lost to a dead network: one line each, and
+    beyond `lines_max` lines in `window_s` one line for all. A stranger gets `handshake_s` for
+    everything, TLS included. When there are too many, the address with the most of them loses its
+    oldest one, so that a flood from one place does not keep others out.
+    """
+
+    def __init__(
+        self,
+        secret: bytes,
+        serve: Serve,
+        say: Callable[[str], None],
+        tls: ssl.SSLContext | None = None,
+        policy: GatePolicy | None = None,
+    ) -> None:
+        self.policy = policy or GatePolicy()
+        self._secret = secret
+        self._serve = serve
+        self._tls = tls
+        self._complaints = Complaints(say, self.policy.lines_max, self.policy.window_s)
+        self._strangers: dict[_Stranger, None] = {}  # oldest first
+        self._hosts: Counter[str] = Counter()  # of the strangers
+        self._listener: list[socket.socket] = []  # none or one
+        self._timers: list[asyncio.TimerHandle] = []  # of the complaints: none or one
+
+    @property
+    def strangers(self) -> int:
+        return len(self._strangers)
+
+    def open(self, listener: socket.socket) -> None:
+        """Begin to accept, in the running event loop; `listener` is the caller's to close."""
+        listener.setblocking(False)
+        self._listener = [listener]
+        asyncio.get_running_loop().add_reader(listener, self._accept, listener)
+
+    def close(self) -> None:
+        """Accept no more and turn the strangers away; channels being served go on."""
+        for listener in self._listener:
+            asyncio.get_running_loop().remove_reader(listener)
+        self._listener = []
+        for stranger in list(self._strangers):
+            self._send_away(stranger, "the job is over")
+        for timer in self._timers:
+            timer.cancel()
+        self._complaints.flush(asyncio.get_running_loop().time(), force=True)
+
+    def _accept(self, listener: socket.socket) -> None:
+        for _ in range(ACCEPTS_AT_ONCE):
+            try:
+                sock, address = listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:  # no descriptors or no memory: accepting again would spin
+                self._complain(f"accepting no connections for now: {error.strerror}")
+                self._make_room()
+                loop = asyncio.get_running_loop()
+                loop.remove_reader(listener)
+                loop.call_later(EXHAUSTED_S, self._resume, listener)
+                return
+            sock.setblocking(False)
+            if len(self._strangers) >= self.policy.strangers_max:
+                self._make_room()
+            self._admit(_Stranger(sock, str(address[0]), name_of(address)))
+
+    def _resume(self, listener: socket.socket) -> None:
+        if listener in self._listener:
+            asyncio.get_running_loop().add_reader(listener, self._accept, listener)
+
+    def _admit(self, stranger: _Stranger) -> None:
+        loop = asyncio.get_running_loop()
+        handshake_s = self.policy.handshake_s
+        why = f"it did not finish the handshake in {handshake_s:g} s"
+        stranger.timer = loop.call_later(handshake_s, self._send_away, stranger, why)
+        self._strangers[stranger] = None
+        self._hosts[stranger.host] += 1
+        task = loop.create_task(self._meet(stranger))
+        _running.add(task)
+        task.add_done_callback(_ended)
+
+    def _make_room(self) -> None:
+        """The address with the most strangers loses its oldest one."""
+        if not self._strangers:
+            return
+        most = max(self._hosts.values())
+        crowded = next(s for s in self._strangers if self._hosts[s.host] == most)
+        count = len(self._strangers)
+        self._send_away(crowded, f"too many connections have not proved themselves: {count}")
+
+    def _send_away(self, stranger: _Stranger, why: str) -> None:
+        """Its own task notices the end, wherever it is, and tells the reason."""
+        self._forget(stranger)
+        stranger.sent_away = why
+        with contextlib.suppress(OSError):
+            stranger.sock.shutdown(socket.SHUT_RDWR)
+
+    def _forget(self, stranger: _Stranger) -> None:
+        if stranger in self._strangers:
+            del self._strangers[stranger]
+            self._hosts[stranger.host] -= 1
+            if not self._hosts[stranger.host]:
+                del self._hosts[stranger.host]
+        if stranger.timer is not None:
+            stranger.timer.cancel()
+
+    async def _meet(self, stranger: _Stranger) -> None:
+        channel: Channel | None = None
+        try:
+            channel = await self._enter(stranger)
+            self._forget(stranger)
+            await self._serve(channel)
+            if channel.lost:
+                self._complain(f"lost {stranger.peer}: {channel.lost}")
+        except WireError as error:
+            why = f"{stranger.peer}: {stranger.sent_away}" if stranger.sent_away else str(error)
+            self._complain(f"refused {why}")
+        except OSError:
+            pass  # an authenticated peer's connection has ended: its owner notices
+        finally:
+            self._forget(stranger)
+            if channel is not None:
+                channel.close()
+
+    async def _enter(self, stranger: _Stranger) -> Channel:
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader()
+        protocol = asyncio.StreamReaderProtocol(reader)
+        limit_s = self.policy.handshake_s if self._tls else None
+        try:
+            transport, _ = await loop.connect_accepted_socket(
+                lambda: protocol, stranger.sock, ssl=self._tls, ssl_handshake_timeout=limit_s
+            )
+        except OSError as error:
+            _refuse_tls(stranger.peer, error)
+        writer = asyncio.StreamWriter(transport, protocol, reader, loop)
+        return await accept(
+            reader,
+            writer,
+            self._secret,
+            handshake_s=self.policy.handshake_s,
+            dead_s=self.policy.dead_s,
+            backlog_bytes_max=self.policy.backlog_bytes_max,
+        )
+
+    def _complain(self, text: str) -> None:
+        loop = asyncio.get_running_loop()
+        self._complaints.add(text, loop.time())
+        for timer in self._timers:
+            timer.cancel()
+        deadline = self._complaints.deadline()
+        if deadline is not None:
+            self._timers = [loop.call_at(deadline, self._complaints.flush, deadline)]
+
+
+# Tasks of all gates: a loop refers to a task that waits only weakly, and a gate may be dropped.
+_running: set[asyncio.Task[None]] = set()
+
+
+def _ended(task: asyncio.Task[None]) -> None:
+    _running.discard(task)
+    if not task.cancelled() and (error := task.exception()) is not None:
+        told = {"message": "the gate's server failed", "exception": error, "task": task}
+        task.get_loop().call_exception_handler(told)
+
+
+def _refuse_tls(peer: str, error: OSError) -> NoReturn:
+    if isinstance(error, ssl.SSLError):
+        raise WireError(f"{peer}: {tls_module.why(error)}") from None
+    raise WireError(f"{peer}: it left before TLS was agreed") from None

@@ -1,0 +1,1 @@
+"""The coordinator process, its journal and its election."""

@@ -1,0 +1,228 @@
+"""The coordinator process: who it is, when it may act, and how it ends.
+
+    python -m holdfast.runtime.coordinate.coordinator_process RUN_DIR LISTEN_FD PARENT_PID ...
+
+It listens on a socket that it inherits, so that a restarted coordinator has the same address.
+Alone it keeps its journal in the run directory; with an election it first stands by until it is in
+office, and its journal is in etcd.
+
+Exit status: 0 the job succeeded, 1 it failed (result.json says why) or cannot be run as asked,
+DEPOSED (or SIGALRM) it was in office and is no longer; anything else is a crash.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from holdfast.core.errors import Deposed, HoldfastError, WorldError
+from holdfast.core.job_spec import JobSpec
+from holdfast.core.membership import coordinator as machine
+from holdfast.health.measure.lifetime import die_with_parent
+from holdfast.net.channel import connect
+from holdfast.net.secret import load_secret
+from holdfast.net.tls import client_of
+from holdfast.runtime.coordinate.coordinator_server import (
+    CRASHED,
+    DEPOSED,
+    CoordinatorServer,
+    Seat,
+    leave,
+    tell,
+)
+from holdfast.runtime.coordinate.election import Election, EtcdJournal, Office, open_election
+from holdfast.runtime.coordinate.journal import FileJournal, Loaded
+from holdfast.runtime.rundir import RunDir
+from holdfast.wire.messages import StopRequest
+
+LOOK_S = 0.5  # between two looks for a job that nobody has begun
+
+
+def main(argv: list[str]) -> int:
+    options = parser().parse_args(argv)
+    die_with_parent(options.parent_pid)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides what Ctrl-C means
+    listener = socket.socket(fileno=options.listen_fd)
+    host = options.host or listener.getsockname()[0]
+    run_dir = RunDir(options.run_dir)
+    try:
+        secret = load_secret(os.environ, file=options.secret_file, run_dir=run_dir.path)
+        seat = Seat(run_dir=run_dir, secret=secret, listener=listener, host=host, tls=options.tls)
+        if options.election is None:
+            return 1 if asyncio.run(work_alone(seat, options.resume)) else 0
+        return Candidate(open_election(options.election), seat, options.guest).run()
+    except HoldfastError as error:
+        leave(error)
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(
+        prog="python -m holdfast.runtime.coordinate.coordinator_process"
+    )
+    found.add_argument("run_dir", type=Path)
+    found.add_argument("listen_fd", type=int)
+    found.add_argument("parent_pid", type=int)
+    found.add_argument("--host", help="how others reach this machine; default: the socket's")
+    found.add_argument("--election", metavar="URL", help="where coordinators are elected")
+    found.add_argument("--secret-file", type=Path, help="default: RUN_DIR/secret, $HOLDFAST_SECRET")
+    found.add_argument("--tls", type=Path, metavar="DIR", help="with tls.crt, tls.key and ca.crt")
+    found.add_argument("--resume", action="store_true", help="whatever the journal says of an end")
+    found.add_argument(
+        "--guest",
+        action="store_true",
+        help="SIGTERM means that another should take over, not that the job should stop",
+    )
+    return found
+
+
+def make_machine(spec: JobSpec, loaded: Loaded) -> machine.CoordinatorMachine:
+    forgotten = loaded.term if loaded.damage else 0
+    return machine.CoordinatorMachine(
+        spec.policy(), loaded.term, loaded.record, time.monotonic(), forgotten
+    )
+
+
+async def work_alone(seat: Seat, resume: bool = False) -> str:
+    """Coordinate as the only one of the job, as the lock of its journal says; its outcome.
+
+    `resume`: how the job ended before does not count.
+    """
+    journal = FileJournal(seat.run_dir.journal)
+    loaded = await journal.load()
+    if resume and loaded.record is not None:
+        record = dataclasses.replace(loaded.record, outcome=None)
+        loaded = dataclasses.replace(loaded, record=record)
+    spec = seat.run_dir.spec()
+    core = make_machine(spec, loaded)
+    server = CoordinatorServer(seat, spec, core, journal)
+    if loaded.damage:
+        server.say("journal", loaded.damage)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.stop, "interrupted")
+    return await server.run()
+
+
+class Candidate:
+    """Stands by until it is in office, then coordinates until the job or its term is over.
+
+    Each of the three parts of its life (standing by, office, resigning) is an event loop of its
+    own, so nothing of one can act in the next.
+    """
+
+    def __init__(self, election: Election, seat: Seat, guest: bool) -> None:
+        self._election = election
+        self._seat = seat
+        self._guest = guest
+        self._stopping: asyncio.Task[None] | None = None
+
+    def run(self) -> int:
+        spec, office = asyncio.run(self._stand_by())
+        # The kernel ends this process with the office, whatever it is doing or if it is stopped.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        office.on_prolonged(_end_after)
+        outcome: str | None = None
+        with contextlib.suppress(asyncio.CancelledError):
+            outcome = asyncio.run(self._coordinate(spec, office))
+        with contextlib.suppress(WorldError):  # then its lease runs out
+            asyncio.run(office.resign())
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        return DEPOSED if outcome is None else 1 if outcome else 0
+
+    async def _stand_by(self) -> tuple[JobSpec, Office]:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._terminate)
+        turning_away = asyncio.ensure_future(self._turn_away())
+        spec = await self._find_spec()
+        port = self._seat.listener.getsockname()[1]
+        office = await self._election.campaign(self._seat.host, port, tell)
+        turning_away.cancel()
+        return spec, office
+
+    async def _find_spec(self) -> JobSpec:
+        """The first coordinator finds it in its run directory, the others in etcd."""
+        run_dir, secret, election = self._seat.run_dir, self._seat.secret, self._election
+        if run_dir.job.exists():
+            spec = run_dir.spec()
+            await election.patiently(lambda: election.publish(spec, secret), tell)
+            return spec
+        told = False
+        while (found := await election.patiently(lambda: election.known(secret), tell)) is None:
+            if not told:
+                tell(f"standing by: nobody has begun the job {election.job}")
+                told = True
+            await asyncio.sleep(LOOK_S)
+        return found
+
+    async def _turn_away(self) -> None:
+        """Who connects to a standby learns at once that it is not in office."""
+        listener = self._seat.listener
+        listener.setblocking(False)
+        while True:
+            stranger, _ = await asyncio.get_running_loop().sock_accept(listener)
+            stranger.close()
+
+    def _terminate(self) -> None:
+        if self._guest:
+            leave(Deposed("this standby ends"))
+        self._stopping = asyncio.ensure_future(self._pass_on_stop())
+
+    async def _pass_on_stop(self) -> None:
+        """Our operator ends the job, which another coordinator must do."""
+        try:
+            found = await self._election.incumbent()
+            if found is not None:
+                seat = self._seat
+                tls = client_of(seat.tls)
+                channel = await connect(found.host, found.port, seat.secret, tls=tls)
+                channel.send(StopRequest(reason="interrupted"))
+                await channel.finish()
+        except (OSError, WorldError) as error:
+            tell(f"cannot reach the coordinator in office to stop the job: {error}")
+
+    async def _coordinate(self, spec: JobSpec, office: Office) -> str:
+        seat, journal = self._seat, EtcdJournal(office)
+        holding = asyncio.ensure_future(office.hold())
+        holding.add_done_callback(_fall)
+        loaded = await journal.load()
+        core = make_machine(spec, loaded)
+        server = CoordinatorServer(seat, spec, core, journal, office.check)
+        port = seat.listener.getsockname()[1]
+        server.say("elected", f"{seat.host}:{port} coordinates in term {loaded.term}")
+        if loaded.damage:
+            server.say("journal", loaded.damage)
+        loop = asyncio.get_running_loop()
+        if self._guest:
+            me = asyncio.current_task()
+            loop.add_signal_handler(signal.SIGTERM, lambda: me and me.cancel())
+        else:
+            loop.add_signal_handler(signal.SIGTERM, server.stop, "interrupted")
+            if self._stopping is not None:  # it came while nobody was in office
+                server.stop("interrupted")
+        return await server.run()
+
+
+def _end_after(left_s: float) -> None:
+    signal.setitimer(signal.ITIMER_REAL, max(left_s, 1e-6))  # 0 would mean never
+
+
+def _fall(holding: asyncio.Task[None]) -> None:
+    """The lease could not be renewed."""
+    if holding.cancelled():
+        return
+    error = holding.exception()
+    if isinstance(error, HoldfastError):
+        leave(error)
+    traceback.print_exception(error)
+    os._exit(CRASHED)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,408 @@
+"""The coordinator's server: sockets, clock and journal around the pure machine.
+
+It carries out the machine's effects in order: nothing that follows a record is sent before that
+record is durable, and nothing at all when another coordinator may be in office. It does not know
+how one gets into office, nor where the journal is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import json
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from holdfast.core.errors import Deposed, HoldfastError, WireError, WorldError, assert_never
+from holdfast.core.job_spec import JobSpec
+from holdfast.core.membership import coordinator as machine
+from holdfast.core.types import (
+    RELEASE_ALL,
+    AgentId,
+    AgentReport,
+    JobRecord,
+    Stage,
+    View,
+    WorkerId,
+    WorkerStatus,
+)
+from holdfast.net.channel import Channel, Gate
+from holdfast.net.tls import server_of
+from holdfast.runtime.coordinate.journal import Journal
+from holdfast.runtime.rundir import RunDir, write_json
+from holdfast.wire.messages import (
+    Address,
+    AddressBook,
+    DrainReply,
+    DrainRequest,
+    JoinReply,
+    JoinRequest,
+    SaveRequest,
+    StatusReply,
+    StatusRequest,
+    StopRequest,
+)
+
+Incoming = AgentReport | Address | JoinRequest | StatusRequest | StopRequest | DrainRequest
+INCOMING = (AgentReport, Address, JoinRequest, StatusRequest, StopRequest, DrainRequest)
+TICK_S_MIN = 0.002
+FAREWELL_S = 2.0  # how long agents may take to hear that the job is over
+GRACE_S = 25.0  # for a last checkpoint; schedulers give 30 s between the signal and the kill
+POLL_S = 0.1
+CRASHED = 70  # exit status of a coordinator that met a bug of ours
+DEPOSED = 75  # of one that is not in office any more: start it again, and it stands by
+
+
+class EffectPipe:
+    """Effects on their way out, in order.
+
+    What waits for a slow journal stays bounded: directives and records tell the whole of what they
+    tell, so of several that wait only the newest is kept, at the newest's place.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[object, machine.CoordinatorEffect] = {}
+        self._count = 0
+
+    def push(self, effects: Sequence[machine.CoordinatorEffect]) -> None:
+        for effect in effects:
+            key: object
+            if isinstance(effect, machine.SendDirective):
+                key = ("directive", effect.directive.agent)
+                self._waiting.pop(key, None)
+            else:
+                self._count += 1
+                key = self._count
+            self._waiting[key] = effect
+
+    def pop(self) -> machine.CoordinatorEffect | None:
+        """The next; a Persist already carries the newest record that waits."""
+        key = next(iter(self._waiting), None)
+        if key is None:
+            return None
+        effect = self._waiting.pop(key)
+        if isinstance(effect, machine.Persist):
+            later = [k for k, e in self._waiting.items() if isinstance(e, machine.Persist)]
+            for key in later:
+                effect = self._waiting.pop(key)
+        return effect
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """What a coordinator process is given for its life."""
+
+    run_dir: RunDir
+    secret: bytes
+    listener: socket.socket
+    host: str  # our name for others
+    tls: Path | None = None  # directory of the certificates
+
+
+class CoordinatorServer:
+    """Drives one CoordinatorMachine; everything runs in one event loop.
+
+    `check` raises Deposed when nothing may be sent any more.
+    """
+
+    def __init__(
+        self,
+        seat: Seat,
+        spec: JobSpec,
+        core: machine.CoordinatorMachine,
+        journal: Journal,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._seat = seat
+        self._run_dir = seat.run_dir
+        self._spec = spec
+        self._core = core
+        self._journal = journal
+        self._check = check
+        self._agents: dict[AgentId, Channel] = {}
+        self._addresses: dict[WorkerId, bytes] = {}  # of the members of `_addressed`
+        self._addressed = 0
+        self._pipe = EffectPipe()
+        self._stopping: asyncio.Task[None] | None = None
+        self._saving: asyncio.Task[None] | None = None
+        self._finished = asyncio.Event()
+        self._outcome = ""
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_for: float | None = None  # the deadline that it is set for
+
+    async def run(self) -> str:
+        """Serve until the job is over; returns its outcome. UserError for bad certificates."""
+        seat = self._seat
+        tls = server_of(seat.tls)
+        gate = Gate(seat.secret, self._serve, lambda line: self.say("refused", line), tls)
+        gate.open(seat.listener)
+        port = seat.listener.getsockname()[1]
+        where = {"host": seat.host, "port": port, "pid": os.getpid()}
+        write_json(self._run_dir.coordinator, where)
+        self._feed(machine.Tick())
+        await self._finished.wait()
+        step = self._core.snapshot().step
+        write_json(self._run_dir.result, {"outcome": self._outcome, "step": step})
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._agents_gone(), FAREWELL_S)
+        gate.close()
+        return self._outcome
+
+    def stop(self, reason: str) -> None:
+        """End the job, after a last checkpoint if it keeps any; asked again, at once."""
+        again = self._stopping is not None
+        if again or not (self._spec.store and self._agents):
+            self._feed(machine.StopRequested(reason))
+        else:
+            self._stopping = asyncio.ensure_future(self._save_and_stop(reason))
+
+    async def _save_and_stop(self, reason: str) -> None:
+        self.say("stop", "the job stops after a last checkpoint")
+        step, deadline = self._core.snapshot().step, time.monotonic() + GRACE_S
+        for channel in self._agents.values():
+            channel.send(SaveRequest())
+        while self._core.snapshot().record.saved[-1:] < (step,) and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_S)
+        self._feed(machine.StopRequested(reason))
+
+    async def _agents_gone(self) -> None:
+        while self._agents:
+            await asyncio.sleep(0.01)
+
+    async def _serve(self, channel: Channel) -> None:
+        agent: AgentId | None = None
+        try:
+            while True:
+                message: Incoming | None = await channel.receive(*INCOMING)
+                match message:
+                    case None:
+                        break
+                    case AgentReport():
+                        agent = message.agent
+                        self._agents[agent] = channel
+                        self._feed(machine.ReportArrived(message))
+                    case Address():
+                        self._note_address(message, channel)
+                    case JoinRequest():
+                        host = channel.peer.rpartition(":")[0].strip("[]")
+                        channel.send(JoinReply(spec=self._spec, seen_as=host))
+                    case StatusRequest():
+                        channel.send(StatusReply(text=json.dumps(self._status())))
+                    case StopRequest():
+                        self.stop(message.reason)
+                    case DrainRequest():
+                        channel.send(DrainReply(problem=self._pass_on(message)))
+                    case _:
+                        assert_never(message)
+        except (WireError, OSError):
+            raise  # the gate tells
+        except Exception:  # noqa: BLE001 - asyncio would keep it to itself: crash, be restarted
+            crash()
+        finally:
+            if agent is not None and self._agents.get(agent) is channel:
+                del self._agents[agent]
+                self._agent_left()
+
+    def _pass_on(self, message: DrainRequest) -> str:
+        """The node itself is asked to leave, and says so in its reports; returns why it is not."""
+        channel = self._agents.get(message.agent)
+        if channel is None:
+            names = ", ".join(sorted(self._agents)) or "none"
+            return f"there is no node {message.agent!r} just now; the connected ones: {names}"
+        channel.send(message)
+        return ""
+
+    def _agent_left(self) -> None:
+        """An agent leaves an ended job when its workers are gone; its last word may be lost."""
+        outcome = self._core.outcome
+        if outcome is not None and not self._agents:
+            self._carry_out([machine.Finish(outcome)])
+
+    def _feed(self, event: machine.CoordinatorEvent) -> None:
+        now = time.monotonic()
+        self._carry_out(self._core.handle(event, now))
+        deadline = self._core.deadline()
+        if deadline == self._timer_for and not isinstance(event, machine.Tick):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._timer_for = deadline
+        if deadline is not None and not self._finished.is_set():
+            delay_s = max(deadline - now, TICK_S_MIN)
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(delay_s, self._tick)
+
+    def _tick(self) -> None:
+        try:
+            self._feed(machine.Tick())
+        except Exception:  # noqa: BLE001 - asyncio would keep it to itself: crash, be restarted
+            crash()
+
+    def _carry_out(self, effects: Sequence[machine.CoordinatorEffect]) -> None:
+        """In order; what follows a Persist waits until that is durable, and events go on."""
+        self._pipe.push(effects)
+        try:
+            # What is acknowledged below had arrived before this look at the clock.
+            self._check()
+        except Deposed as error:
+            leave(error)
+        while self._saving is None and (effect := self._pipe.pop()) is not None:
+            match effect:
+                case machine.Persist(record):
+                    self._saving = asyncio.ensure_future(self._save(record))
+                case machine.SendDirective(directive):
+                    channel = self._agents.get(directive.agent)
+                    if channel is not None:
+                        channel.send(directive)
+                case machine.Announce():
+                    self.say(effect.kind, effect.text, effect)
+                case machine.Finish(outcome):
+                    self._outcome = outcome
+                    self._finished.set()
+                case _:
+                    assert_never(effect)
+
+    async def _save(self, record: JobRecord) -> None:
+        try:
+            await self._journal.save(record)
+            self._saving = None
+            self._carry_out([])
+        except HoldfastError as error:  # without a journal nothing may be decided
+            leave(error)
+        except Exception:  # noqa: BLE001 - asyncio would keep it to itself: crash, be restarted
+            crash()
+
+    def _note_address(self, message: Address, channel: Channel) -> None:
+        view = self._core.view
+        if view is None or message.view != view.number:
+            return
+        if self._addressed != view.number:
+            self._addressed, self._addresses = view.number, {}
+        known = len(self._addresses)
+        self._addresses[message.worker] = message.address
+        if any(w not in self._addresses for w in view.workers):
+            return
+        book = AddressBook(view=view.number, addresses=tuple(sorted(self._addresses.items())))
+        for each in self._agents.values() if known < len(self._addresses) else [channel]:
+            each.send(book)
+
+    def say(self, kind: str, text: str, announced: machine.Announce | None = None) -> None:
+        """One line of the job's story, for people and for events.jsonl."""
+        event = {"time": time.time(), "kind": kind, "text": text}
+        if announced is not None:
+            found = {"worker": announced.worker, "view": announced.view, "step": announced.step}
+            event |= {k: v for k, v in found.items() if v is not None}
+        with contextlib.suppress(OSError), open(self._run_dir.events, "a") as file:
+            file.write(json.dumps(event) + "\n")
+        if kind != "failed":  # the launcher shows the outcome, once
+            print(f"holdfast: {text}", file=sys.stderr, flush=True)
+
+    def _status(self) -> dict[str, object]:
+        snapshot = self._core.snapshot()
+        view = snapshot.record.view
+        return {
+            "view": view.number if view else 0,
+            "step": snapshot.step,
+            "state": "over" if snapshot.finished else _job_state(snapshot),
+            "coordinator": {"pid": os.getpid(), "term": snapshot.record.term},
+            "agents": _agents(snapshot),
+            "workers": _workers(snapshot),
+            "leader": view.leader if view else None,
+        }
+
+
+def _agents(snapshot: machine.CoordinatorSnapshot) -> list[dict[str, object]]:
+    """Those of the view as well that this coordinator, a new one, has not heard yet."""
+    view = snapshot.record.view
+    members = collections.Counter(m.agent for m in view.members) if view else {}
+    heard = {node.agent: node for node in snapshot.agents}
+    found: list[dict[str, object]] = []
+    for name in sorted({*heard, *members}):
+        node = heard.get(name)
+        found.append(
+            {
+                "id": name,
+                "incarnation": node.incarnation if node else None,
+                "pid": node.pid if node else None,
+                "silent": node.silent if node else True,
+                "draining": node.draining if node else "",
+                "members": members.get(name, 0),
+            }
+        )
+    return found
+
+
+def _workers(snapshot: machine.CoordinatorSnapshot) -> list[dict[str, object]]:
+    view = snapshot.record.view
+    hosted = view.hosted() if view else {}
+    found = []
+    for status in snapshot.workers:
+        member = view is not None and view.includes(status.worker, status.incarnation)
+        agreed = view is not None and status.view == view.number  # it knows best
+        vranks = status.hosted if agreed else hosted.get(status.worker, ())
+        found.append(
+            {
+                "id": status.worker,
+                "pid": status.pid,
+                "incarnation": status.incarnation,
+                "state": _state(status, member, view),
+                "virtual_ranks": list(vranks) if member else [],
+                "step": status.committed,
+                "detail": status.detail,
+            }
+        )
+    return found
+
+
+def _job_state(snapshot: machine.CoordinatorSnapshot) -> str:
+    view = snapshot.record.view
+    if snapshot.record.outcome is not None:
+        return "stopping"
+    if view is None:
+        return "starting"
+    if snapshot.record.release_loop == RELEASE_ALL:
+        return "finishing"
+    return "recovering" if snapshot.stop_view >= view.number else "training"
+
+
+def _state(status: WorkerStatus, member: bool, view: View | None) -> str:
+    if not status.stage.alive or status.stage == Stage.BOOTING:
+        return status.stage.value
+    if not member:
+        aside = view is not None and any(lag.worker == status.worker for lag in view.aside)
+        return "set aside" if aside else "spare"
+    if view is not None and status.view < view.number:
+        return "changing view"
+    if status.promised >= status.view:
+        return "stopped"
+    if not status.has_state:
+        return "joining"
+    return "ended" if status.ended else "waiting" if status.waiting else "computing"
+
+
+# ---------------------------------------------------------------- ending
+
+
+def leave(error: HoldfastError) -> NoReturn:
+    """End this process at once, in one sentence; what it does not send now is never sent."""
+    tell(str(error))
+    os._exit(DEPOSED if isinstance(error, WorldError) else 1)
+
+
+def crash() -> NoReturn:
+    """End this process with the story of a bug, to be started again."""
+    traceback.print_exc()
+    os._exit(CRASHED)
+
+
+def tell(text: str) -> None:
+    print(f"holdfast: {text}", file=sys.stderr, flush=True)

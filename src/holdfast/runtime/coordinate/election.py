@@ -1,0 +1,441 @@
+"""One coordinator at a time for a job: an office in etcd, held by a lease, numbered by terms.
+
+What a job keeps there, under /holdfast/JOB/: `spec` (what the job is, proved with its secret, which
+itself is never there), `term` (the last one), `office` (who is in office and where; dies with its
+lease) and `record` (the journal).
+
+The invariant: a coordinator that acts is in office. Two clocks keep it. etcd lets a lease end its
+seconds to live after it *received* the last renewal; we count from when we *sent* it, and a little
+less. So a coordinator knows that its office is over before anyone else can take it. Whatever it
+sends, it first looks at its clock; what it acknowledges had arrived before that look, so no agent's
+lease is prolonged beyond the office either. The record needs no clock: it is only written in a
+transaction which finds that this very hold of the office still exists.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import math
+import ssl
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+from urllib.parse import parse_qsl, urlsplit
+
+import msgspec
+
+from holdfast.core.errors import Damaged, Deposed, Refused, Unreachable, UserError, WorldError
+from holdfast.core.job_spec import JobSpec
+from holdfast.core.types import JobRecord
+from holdfast.runtime.coordinate.etcd import (
+    Endpoint,
+    Entry,
+    EtcdClient,
+    created_at,
+    modified_at,
+    put,
+    read,
+)
+from holdfast.runtime.coordinate.journal import NO_DAMAGE, Loaded, seal, unseal
+
+PORT = 2379
+TTL_S = 2  # the least that etcd grants with its default settings
+RENEWALS = 4  # in each time to live
+SURE = 0.95  # of the time to live; the rest is for clocks that run at different speeds
+POLLS = 8  # looks of a standby in each time to live
+POLL_S_MAX = 0.5  # who resigns does not wait for the lease to end
+PAUSE_S = 0.05
+ATTEMPT_S = 0.5  # for one server, of those that only look
+ATTEMPT_S_MAX = 2.0
+SCHEMES = ("etcd://", "etcds://")
+FORM = "etcd://HOST[:PORT][,HOST[:PORT]...]/JOB[?ttl=SECONDS]"
+TLS_FORM = "etcds://...?ca=FILE[&cert=FILE&key=FILE]"
+JOB_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
+
+Clock = Callable[[], float]
+Say = Callable[[str], None]
+T = TypeVar("T")
+
+
+def clock() -> float:
+    """Seconds that only grow, and that also pass while the machine is suspended."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+# ---------------------------------------------------------------- where
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ElectionUrl:
+    """Where a job's coordinators are elected; the same for every candidate."""
+
+    endpoints: tuple[Endpoint, ...]
+    job: str
+    ttl_s: int = TTL_S
+    tls: bool = False
+    ca: str | None = None  # file with the authority of etcd's certificates; None: the system's
+    cert: str | None = None  # file with our own certificate, if etcd wants one
+    key_file: str | None = None
+
+    def client(self, attempt_s: float) -> EtcdClient:
+        return EtcdClient(self.endpoints, attempt_s, self._context() if self.tls else None)
+
+    def _context(self) -> ssl.SSLContext:
+        """UserError when its files cannot be used."""
+        try:
+            found = ssl.create_default_context(cafile=self.ca)
+            if self.cert is not None:
+                found.load_cert_chain(self.cert, self.key_file)
+        except OSError as error:
+            files = ", ".join(f for f in (self.ca, self.cert, self.key_file) if f)
+            raise UserError(f"--election: {files} cannot be used for TLS: {error}") from None
+        return found
+
+    def key(self, name: str) -> str:
+        return f"/holdfast/{self.job}/{name}"
+
+
+def parse_election(text: str) -> ElectionUrl:
+    """Of the form FORM. UserError says what is wrong."""
+
+    def wrong(what: str) -> UserError:
+        return UserError(f"--election {text}: {what}; the form is {FORM}, or {TLS_FORM}")
+
+    try:
+        parts = urlsplit(text)
+        endpoints = tuple(_endpoint(place) for place in parts.netloc.split(","))
+    except ValueError as error:
+        raise wrong(str(error)) from None
+    if parts.scheme not in ("etcd", "etcds"):
+        raise wrong(f"{parts.scheme or 'no scheme'} is not supported, only etcd and etcds")
+    job = parts.path.removeprefix("/")
+    if not job or len(job) > 100 or not set(job) <= JOB_CHARACTERS:
+        raise wrong(f"{job!r} is no job name: 1 to 100 of letters, digits, '.', '_' and '-'")
+    options = dict(parse_qsl(parts.query, keep_blank_values=True))
+    ttl = options.pop("ttl", str(TTL_S))
+    if not ttl.isdecimal() or not 1 <= int(ttl) <= 3600:
+        raise wrong(f"ttl={ttl} must be a whole number of seconds from 1 to 3600")
+    tls = parts.scheme == "etcds"
+    ca, cert, key = (options.pop(name, None) if tls else None for name in ("ca", "cert", "key"))
+    if options or parts.fragment:
+        raise wrong(f"{next(iter(options), parts.fragment)!r} is not known")
+    if key is not None and cert is None:
+        raise wrong("key is given without cert")
+    return ElectionUrl(
+        endpoints=endpoints, job=job, ttl_s=int(ttl), tls=tls, ca=ca, cert=cert, key_file=key
+    )
+
+
+def _endpoint(place: str) -> Endpoint:
+    """HOST, HOST:PORT or [IPV6]:PORT. ValueError."""
+    parts = urlsplit(f"//{place}")
+    if not parts.hostname or "@" in place:
+        raise ValueError(f"{place!r} is no HOST:PORT")
+    return Endpoint(parts.hostname, PORT if parts.port is None else parts.port)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Incumbent:
+    """The coordinator in office, and where it listens."""
+
+    term: int
+    host: str
+    port: int
+
+
+async def locate(election: str, within_s: float = 5.0) -> Incumbent | None:
+    """Who is in office now; None while nobody is. UserError, Unreachable, Refused."""
+    url = parse_election(election)
+    return _incumbent(await url.client(ATTEMPT_S).read(url.key("office"), within_s))
+
+
+def _incumbent(entry: Entry | None) -> Incumbent | None:
+    if entry is None:
+        return None
+    try:
+        return msgspec.json.decode(entry.value, type=Incumbent)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        raise Refused(f"etcd holds no coordinator's address but {entry.value[:60]!r}") from None
+
+
+# ---------------------------------------------------------------- the office
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hold:
+    """One coordinator's hold of the office, as etcd noted it."""
+
+    term: int
+    created: int  # the revision at which it began: of this hold and of no other
+    lease: int
+    ttl_s: float
+
+
+class Office:
+    """What an elected coordinator has: whether it still may act, and for how long it may."""
+
+    def __init__(
+        self, etcd: EtcdClient, url: ElectionUrl, hold: Hold, sure_until: float, now: Clock
+    ) -> None:
+        self.etcd = etcd
+        self.url = url
+        self.held = hold
+        self._sure_until = sure_until  # as `now` counts
+        self._now = now
+        self._prolonged: Callable[[float], None] | None = None
+
+    def on_prolonged(self, call: Callable[[float], None]) -> None:
+        """Have `call(left_s)` called now and after each renewal."""
+        self._prolonged = call
+        call(self.left_s())
+
+    def left_s(self) -> float:
+        """How much longer it is certain that nobody else is in office."""
+        return self._sure_until - self._now()
+
+    def check(self) -> None:
+        """Deposed unless it is certain now; before anything is sent."""
+        if self.left_s() <= 0:
+            raise self.over(f"its lease was not renewed for {self.held.ttl_s * SURE:.2g} s")
+
+    def over(self, why: str) -> Deposed:
+        return Deposed(f"term {self.held.term} of this coordinator is over: {why}")
+
+    async def hold(self) -> None:
+        """Renew for ever. Deposed once that has failed for too long, or somebody ended the term."""
+        while True:
+            await asyncio.sleep(min(self.held.ttl_s / RENEWALS, max(self.left_s(), 0.0)))
+            while refused := await self._renew():
+                if self.left_s() <= 0:
+                    raise self.over(refused)
+                await asyncio.sleep(min(PAUSE_S, max(self.left_s(), 0.0)))
+
+    async def resign(self) -> None:
+        """Let another take office at once. Nothing may be sent any more."""
+        within_s, self._sure_until = self.left_s(), -math.inf
+        await self.etcd.revoke(self.held.lease, within_s)
+
+    async def _renew(self) -> str:
+        """Why it could not be done, or an empty string. Deposed when there is nothing to renew."""
+        sent, within_s = self._now(), self.held.ttl_s / RENEWALS
+        try:
+            ttl_s = await self.etcd.keep_alive(self.held.lease, within_s)
+            if ttl_s <= 0:
+                raise self.over("its lease has ended")
+            found = await self.etcd.read(self.url.key("office"), within_s)
+        except (Unreachable, Refused) as error:
+            return str(error)
+        if found is None or found.created != self.held.created:
+            raise self.over("somebody has removed it from etcd")
+        self._sure_until = max(self._sure_until, sent + ttl_s * SURE)
+        if self._prolonged is not None:
+            self._prolonged(self.left_s())
+        return ""
+
+
+class Election:
+    """One candidate of one job; `open_election` makes one."""
+
+    def __init__(self, url: ElectionUrl, etcd: EtcdClient, now: Clock) -> None:
+        self._url = url
+        self._etcd = etcd
+        self._now = now
+
+    @property
+    def job(self) -> str:
+        return self._url.job
+
+    async def patiently(self, what: Callable[[], Awaitable[T]], say: Say) -> T:
+        """Its result, however long etcd is away; `say` tells, once, what is being waited for."""
+        told = ""
+        while True:
+            try:
+                return await what()
+            except WorldError as error:
+                if str(error) != told:
+                    told = str(error)
+                    say(f"standing by: {told}")
+            await asyncio.sleep(min(self._url.ttl_s / POLLS, POLL_S_MAX))
+
+    async def campaign(self, host: str, port: int, say: Say) -> Office:
+        """Wait for the office, for as long as it takes, and take it; `say` tells what it waits for.
+
+        `host` and `port` are where this candidate will listen once it is in office.
+        """
+        before: Incumbent | None = None
+        while True:
+            incumbent = await self.patiently(self.incumbent, say)
+            if incumbent is None:
+                office = await self.patiently(lambda: self._try(host, port), say)
+                if office is not None:
+                    return office
+            elif incumbent != before:
+                before = incumbent
+                where = f"{incumbent.host}:{incumbent.port}"
+                say(f"standing by: {where} is in office, term {incumbent.term}")
+            await asyncio.sleep(min(self._url.ttl_s / POLLS, POLL_S_MAX))
+
+    async def incumbent(self) -> Incumbent | None:
+        """Who is in office now."""
+        return _incumbent(await self._etcd.read(self._url.key("office"), self._url.ttl_s))
+
+    async def _try(self, host: str, port: int) -> Office | None:
+        """The office, unless another candidate was faster."""
+        url, within_s = self._url, float(self._url.ttl_s)
+        last = await self._etcd.read(url.key("term"), within_s)
+        term = (_count(last, url) if last else 0) + 1
+        sent = self._now()
+        lease, ttl_s = await self._etcd.grant(url.ttl_s, within_s)
+        value = json.dumps({"term": term, "host": host, "port": port}).encode()
+        done = await self._etcd.transact(
+            [
+                created_at(url.key("office"), 0),
+                modified_at(url.key("term"), last.modified if last else 0),
+            ],
+            [put(url.key("office"), value, lease), put(url.key("term"), str(term).encode())],
+            [read(url.key("office"))],
+            within_s,
+        )
+        created = done.revision
+        if not done.succeeded:
+            found = done.entries[0]
+            if found is None or found.lease != lease:  # else an earlier try did it, unheard
+                return None
+            created = found.created
+        held = Hold(term=term, created=created, lease=lease, ttl_s=ttl_s)
+        office = Office(self._etcd, url, held, sent + ttl_s * SURE, self._now)
+        return office if office.left_s() > 0 else None
+
+    # ------------------------------------------------------------ what the job is
+
+    async def publish(self, spec: JobSpec, secret: bytes) -> None:
+        """Make the job known to standbys. UserError if another run has this name."""
+        url = self._url
+        text = json.dumps(asdict(spec), sort_keys=True)
+        value = json.dumps({"spec": text, "proof": _proof(secret, text)}).encode()
+        key = url.key("spec")
+        done = await self._etcd.transact(
+            [created_at(key, 0)], [put(key, value)], [read(key)], float(url.ttl_s)
+        )
+        if not done.succeeded and (done.entries[0] is None or done.entries[0].value != value):
+            raise UserError(
+                f"etcd already holds another run named {url.job}: choose another name in "
+                f"--election, or delete it there (etcdctl del --prefix {url.key('')})"
+            )
+
+    async def known(self, secret: bytes) -> JobSpec | None:
+        """What the job is; None while nobody has published it. UserError: not with this secret."""
+        entry = await self._etcd.read(self._url.key("spec"), float(self._url.ttl_s))
+        if entry is None:
+            return None
+        try:
+            found = json.loads(entry.value)
+            text, proof = str(found["spec"]), str(found["proof"])
+        except (ValueError, KeyError, TypeError):
+            raise UserError(
+                f"{self._url.key('spec')} in etcd is no job: choose another name in --election"
+            ) from None
+        if not hmac.compare_digest(proof.encode(), _proof(secret, text).encode()):
+            raise UserError(
+                f"this is not the secret of the job {self._url.job}: give the one in its first "
+                "run directory with --secret-file"
+            )
+        try:
+            return msgspec.json.decode(text, type=JobSpec)
+        except msgspec.MsgspecError as error:
+            raise UserError(
+                f"the job {self._url.job} was started by another release ({error}): use the same"
+            ) from None
+
+
+def open_election(text: str, now: Clock = clock) -> Election:
+    """A candidate of the job that the URL names. UserError."""
+    url = parse_election(text)
+    return Election(url, url.client(min(url.ttl_s / RENEWALS, ATTEMPT_S_MAX)), now)
+
+
+def _count(entry: Entry, url: ElectionUrl) -> int:
+    if not entry.value.isdigit():
+        raise Refused(f"{url.key('term')} in etcd should be a number, not {entry.value[:60]!r}")
+    return int(entry.value)
+
+
+def _proof(secret: bytes, text: str) -> str:
+    """Only who knows the secret can make it, and it does not help to guess a random one."""
+    return hmac.new(secret, b"holdfast spec|" + text.encode(), hashlib.sha256).hexdigest()
+
+
+# ---------------------------------------------------------------- the journal
+
+
+class EtcdJournal:
+    """The record in etcd, written only by who is in office; several may try, one term at a time."""
+
+    def __init__(self, office: Office) -> None:
+        self._office = office
+        self._key = office.url.key("record")
+        self._modified = 0  # the revision of what is to be replaced: no late copy of an older save
+
+    async def load(self) -> Loaded:
+        office = self._office
+        entry = await self._insist(lambda s: office.etcd.read(self._key, s))
+        record, damage = None, NO_DAMAGE
+        if entry is not None:
+            self._modified = entry.modified
+            try:
+                record = unseal(entry.value)
+            except Damaged as error:
+                kept = office.url.key(f"damaged-{office.held.term}")
+                await self._insist(lambda s: self._keep(kept, entry.value, s))
+                damage = (
+                    f"the journal {self._key} in etcd is damaged: {error}; it is kept as {kept}"
+                )
+        if record is not None and record.term >= office.held.term:
+            raise UserError(
+                f"{self._key}, a record in etcd, is of term {record.term}, yet this term is "
+                f"{office.held.term}: {office.url.key('term')} was lost, so put {record.term} there"
+            )
+        return Loaded(term=office.held.term, record=record, damage=damage)
+
+    async def save(self, record: JobRecord) -> None:
+        data = seal(record)
+        compare = [self._in_office(), modified_at(self._key, self._modified)]
+        otherwise = [read(self._office.url.key("office")), read(self._key)]
+
+        async def replace(within_s: float) -> None:
+            then = [put(self._key, data)]
+            done = await self._office.etcd.transact(compare, then, otherwise, within_s)
+            if done.succeeded:
+                self._modified = done.revision
+                return
+            office, found = done.entries
+            if office is None or office.created != self._office.held.created:
+                raise self._office.over("another is in office")
+            if found is None or found.value != data:  # else an earlier try did it, unheard
+                raise self._office.over(f"something else has changed {self._key} in etcd")
+            self._modified = found.modified
+
+        await self._insist(replace)
+
+    def close(self) -> None:
+        """Nothing to do: `Office.resign` ends the hold."""
+
+    def _in_office(self) -> dict[str, Any]:
+        return created_at(self._office.url.key("office"), self._office.held.created)
+
+    async def _keep(self, key: str, value: bytes, within_s: float) -> None:
+        await self._office.etcd.transact([self._in_office()], [put(key, value)], [], within_s)
+
+    async def _insist(self, what: Callable[[float], Awaitable[T]]) -> T:
+        """Try for as long as the office lasts, which is being prolonged meanwhile."""
+        while True:
+            self._office.check()
+            try:
+                return await what(self._office.left_s())
+            except Unreachable as error:
+                if self._office.left_s() <= 0:
+                    raise self._office.over(str(error)) from None

@@ -1,1 +1,0 @@
-"""Measuring a machine's health; what the measurements mean is decided in core/checks_*.py."""

@@ -1,0 +1,1 @@
+"""The processes of one node: agent, workers, checkpoint writer."""

@@ -1,0 +1,239 @@
+"""The agent process: starts, watches, fences and serves the workers of one node.
+
+    python -m holdfast.runtime.node.agent_process RUN_DIR --join HOST:PORT --name NAME ...
+
+SIGTERM asks it to leave: its workers go at the next step boundary, then it ends. Workers' standard
+output goes to this process's own (the launcher's); each worker also has a log file in the run
+directory. A worker that dies takes its whole process group with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from holdfast.core.errors import WorldError, assert_never
+from holdfast.core.membership import agent as machine
+from holdfast.core.types import AgentId, Directive, Incarnation, WorkerId, WorkerStatus
+from holdfast.health.history import Health, Watch
+from holdfast.health.measure.lifetime import die_with_parent
+from holdfast.health.measure.light import light_checks
+from holdfast.health.measure.procfs import sample_process
+from holdfast.net.channel import Channel
+from holdfast.net.secret import read_run_dir
+from holdfast.net.tls import client_of
+from holdfast.runtime.contact import Contact, contact_by
+from holdfast.runtime.node.worker_process import WorkerProcess, WorkerTemplate
+from holdfast.runtime.rundir import RunDir
+from holdfast.wire.messages import Address, AddressBook, DrainRequest, SaveRequest
+
+FROM_COORDINATOR = (Directive, AddressBook, DrainRequest, SaveRequest)
+RECONNECT_S = 0.1
+HEALTH_S = 10.0  # between two rounds of light checks
+TICK_S_MIN = 0.01
+
+
+class AgentServer:
+    """Drives one AgentMachine; everything runs in one event loop."""
+
+    def __init__(
+        self,
+        core: machine.AgentMachine,
+        template: WorkerTemplate,
+        policy: machine.AgentPolicy,
+        health_directory: str = "",
+    ) -> None:
+        self._core = core
+        self._template = template
+        self._policy = policy
+        self._health_directory = health_directory  # of which the disk is watched; empty: no checks
+        self._coordinator: Channel | None = None
+        self._processes: dict[WorkerId, WorkerProcess] = {}
+        self._spawning: dict[WorkerId, asyncio.Task[None]] = {}
+        self._quit = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def run(self, contact: Contact, secret: bytes) -> None:
+        """Serve until the job is over and every worker has ended."""
+        leave = machine.Drained("it was asked to leave", leave=True)
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, lambda: self._feed(leave))
+        tasks = [
+            asyncio.ensure_future(self._talk(contact, secret)),
+            asyncio.ensure_future(self._watch()),
+        ]
+        if self._health_directory:
+            tasks.append(asyncio.ensure_future(self._watch_health(self._health_directory)))
+        await self._quit.wait()
+        for process in list(self._processes.values()):
+            await process.drained()
+        if self._coordinator is not None:
+            await self._coordinator.finish()
+        for task in tasks:
+            task.cancel()
+
+    async def _talk(self, contact: Contact, secret: bytes) -> None:
+        """Keep a connection to the coordinator, for ever: it may be restarted at any time."""
+        refused = ""
+        while True:
+            try:
+                self._coordinator = await contact.connect(secret)
+                self._feed(machine.Connected())
+                while (m := await self._coordinator.receive(*FROM_COORDINATOR)) is not None:
+                    if isinstance(m, Directive):
+                        self._feed(machine.DirectiveArrived(m))
+                    elif isinstance(m, DrainRequest):
+                        self._feed(machine.Drained(m.reason, leave=True))
+                    else:
+                        for process in self._processes.values():
+                            process.send(m)
+            except WorldError as error:
+                if str(error) != refused:
+                    refused = str(error)
+                    print(f"holdfast: agent: {error}", file=sys.stderr, flush=True)
+            except OSError:
+                pass
+            if self._coordinator is not None:
+                self._coordinator.close()
+            self._coordinator = None
+            await asyncio.sleep(RECONNECT_S)
+
+    async def _watch(self) -> None:
+        while True:
+            for worker, process in list(self._processes.items()):
+                sample = sample_process(process.pid) if process.running else None
+                if sample is not None:
+                    self._feed(machine.Sampled(worker, process.incarnation, sample))
+            await asyncio.sleep(self._policy.freeze.sample_s)
+
+    async def _watch_health(self, directory: str) -> None:
+        """Ask to be drained while this machine fails its checks, and for a while after."""
+        checks, watch, drained = light_checks(directory), Watch(), ""
+        loop = asyncio.get_running_loop()
+        with ThreadPoolExecutor(1, "holdfast-health") as thread:  # what it asks is a lasting thread
+            try:
+                while True:
+                    now = time.monotonic()
+                    findings = await loop.run_in_executor(thread, checks.round, now)
+                    verdict = watch.observe(findings, now)
+                    drains = verdict.health is Health.DRAIN
+                    reason = verdict.reason if drains else ""
+                    if reason != drained:
+                        drained = reason
+                        self._feed(machine.Drained(reason, verdict.check if drains else ""))
+                    await asyncio.sleep(HEALTH_S)
+            finally:
+                checks.close()
+
+    def _feed(self, event: machine.AgentEvent) -> None:
+        now = time.monotonic()
+        for effect in self._core.handle(event, now):
+            self._carry_out(effect)
+        if self._timer is not None:
+            self._timer.cancel()
+        deadline = self._core.deadline()
+        if deadline is not None:
+            delay_s = max(deadline - time.monotonic(), TICK_S_MIN)
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(delay_s, self._feed, machine.Tick())
+
+    def _carry_out(self, effect: machine.AgentEffect) -> None:
+        match effect:
+            case machine.SendReport(report):
+                if self._coordinator is not None:
+                    self._coordinator.send(report)
+            case machine.SendWorker(worker, incarnation, directive):
+                process = self._processes.get(worker)
+                if process is not None and process.incarnation == incarnation:
+                    process.send(directive)
+            case machine.Spawn(worker, incarnation):
+                process = WorkerProcess(self._template, worker, incarnation)
+                self._processes[worker] = process
+                self._spawning[worker] = asyncio.ensure_future(self._spawn(process))
+            case machine.Kill(worker, incarnation, reason):
+                process = self._processes.get(worker)
+                if process is not None and process.incarnation == incarnation:
+                    process.note(f"holdfast: killed: {reason}")
+                    process.kill()
+            case machine.Suspend(worker, incarnation):
+                process = self._processes.get(worker)
+                if process is not None and process.incarnation == incarnation:
+                    process.note("holdfast: suspended: the node has not heard the coordinator")
+                    process.suspend()
+            case machine.Resume(worker, incarnation):
+                process = self._processes.get(worker)
+                if process is not None and process.incarnation == incarnation:
+                    process.note("holdfast: resumed")
+                    process.resume()
+            case machine.Quit():
+                self._quit.set()
+            case _:
+                assert_never(effect)
+
+    async def _spawn(self, process: WorkerProcess) -> None:
+        worker, incarnation = process.worker, process.incarnation
+        try:
+            await process.start(self._on_message, self._on_exit)
+        except OSError as error:
+            reason = f"cannot start a process: {error.strerror}"
+            self._feed(machine.ProcessExited(worker, incarnation, 1, reason))
+            return
+        self._feed(machine.Spawned(worker, incarnation, process.pid))
+        if process.killed_early:
+            process.kill()
+
+    def _on_message(self, process: WorkerProcess, message: WorkerStatus | Address) -> None:
+        if isinstance(message, WorkerStatus):
+            if (message.worker, message.incarnation) == (process.worker, process.incarnation):
+                self._feed(machine.WorkerSaid(message))
+        elif self._coordinator is not None:
+            self._coordinator.send(message)
+
+    def _on_exit(self, process: WorkerProcess, code: int, detail: str) -> None:
+        self._feed(machine.ProcessExited(process.worker, process.incarnation, code, detail))
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="holdfast.runtime.node.agent_process")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--join", metavar="HOST:PORT|URL", help="where the coordinator is")
+    parser.add_argument("--name", type=AgentId)
+    parser.add_argument("--incarnation", type=int)
+    parser.add_argument("--nproc", type=int)
+    parser.add_argument("--host", help="by which other nodes reach this one")
+    parser.add_argument("--parent", type=int)
+    parser.add_argument("--tls", type=Path, metavar="DIR", help="with tls.crt, tls.key and ca.crt")
+    parser.add_argument("--orders", type=int, metavar="FD", help="to the checkpoint writer")
+    options = parser.parse_args(argv)
+    die_with_parent(options.parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides what Ctrl-C means
+    run_dir = RunDir(options.run_dir)
+    spec, secret = run_dir.spec(), read_run_dir(run_dir.path)
+
+    tls = client_of(options.tls)
+    contact = contact_by(options.join, tls)
+
+    async def serve() -> None:
+        policy = machine.AgentPolicy(heartbeat_s=spec.lease_s / 5, lease=spec.lease())
+        core = machine.AgentMachine(
+            options.name, Incarnation(options.incarnation), options.nproc, policy, os.getpid()
+        )
+        template = WorkerTemplate(
+            run_dir=run_dir, spec=spec, host=options.host, orders_fd=options.orders
+        )
+        # Nobody can take over from the only node, so nothing would follow from its checks.
+        directory = str(run_dir.path) if spec.nodes_max > 1 else ""
+        await AgentServer(core, template, policy, directory).run(contact, secret)
+
+    asyncio.run(serve())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

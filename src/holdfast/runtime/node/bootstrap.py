@@ -1,0 +1,80 @@
+"""The first code of every worker process: runs the user's script as __main__.
+
+    python -m holdfast.runtime.node.bootstrap SCRIPT ARGS...
+
+It ties the process to its agent, and tells a bug of the script (an exception) from an ordinary end
+by what it writes to the story pipe: one sentence for a UserError, else the script's traceback.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import runpy
+import sys
+import traceback
+from types import TracebackType
+
+from holdfast.core.errors import HoldfastError
+from holdfast.health.measure.lifetime import die_with_parent
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit code: 0, the script's own, or 1 after an exception."""
+    die_with_parent(int(os.environ["HOLDFAST_PARENT"]))
+    story_fd = int(os.environ.pop("HOLDFAST_STORY_FD"))
+    os.set_inheritable(story_fd, False)
+    os.set_inheritable(int(os.environ["HOLDFAST_FD"]), False)
+    sys.argv = argv
+    sys.path[0] = os.path.dirname(os.path.realpath(argv[0]))  # as python itself does
+    try:
+        runpy.run_path(argv[0], run_name="__main__")
+    except SystemExit as end:
+        if end.code is None or end.code == 0:
+            return 0
+        if isinstance(end.code, int):
+            _tell(story_fd, f"the script ended with exit code {end.code}")
+            return end.code
+        _tell(story_fd, str(end.code))
+        return 1
+    except BaseException as error:  # noqa: BLE001 - told to the agent
+        _tell(story_fd, describe(error))
+        return 1
+    return 0
+
+
+def describe(error: BaseException) -> str:
+    """One sentence for what the user can mend, else the traceback from the script's own frames."""
+    if isinstance(error, HoldfastError):
+        return f"{type(error).__name__}: {error}"
+    lines = traceback.format_exception(type(error), error, _script_frames(error.__traceback__))
+    return "".join(lines).strip()
+
+
+def _script_frames(frames: TracebackType | None) -> TracebackType | None:
+    """Skip this module and runpy: the user's story begins in the user's script."""
+    inside = {__file__, runpy.__file__, "<frozen runpy>"}
+    current = frames
+    while current is not None and current.tb_frame.f_code.co_filename in inside:
+        current = current.tb_next
+    return current if current is not None else frames
+
+
+def _tell(story_fd: int, text: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(story_fd, text.encode(errors="replace")[-(12 << 10) :])
+
+
+def leave(code: int) -> None:
+    """Run what was registered for the end, then go without tearing native threads down."""
+    with contextlib.suppress(BaseException):
+        atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code & 0xFF)
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:]))

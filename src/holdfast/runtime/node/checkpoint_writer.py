@@ -1,0 +1,163 @@
+"""The checkpoint writer of a node: saves what its workers have copied, while they train on.
+
+    python -m holdfast.runtime.node.checkpoint_writer RUN_DIR FD PARENT_PID
+
+It takes orders from a socket that it inherits (see store/snapshot.py). Each is carried out in a
+thread of its own: share 0 of a checkpoint waits for the others, which may come from other nodes,
+and commits. Nice to everything else. SIGTERM asks it to finish what it has begun.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from holdfast.core.errors import Damaged, HoldfastError, WorldError
+from holdfast.health.measure.lifetime import die_with_parent
+from holdfast.runtime.rundir import RunDir
+from holdfast.store.checkpoints import Checkpoints
+from holdfast.store.open import open_storage
+from holdfast.store.retention import Retention
+from holdfast.store.saving import Saving
+from holdfast.store.scrub import Pacer, scrub
+from holdfast.store.snapshot import Answer, Delivery, receive
+
+NICENESS = 10
+SCRUB_S = 3600.0  # between two passes over all that is kept
+OTHERS_S = 10.0  # to wait for the other shares, at least; and at least
+OTHERS_TIMES = 4.0  # what this share has taken
+
+
+class Writer:
+    """See the module's docstring."""
+
+    def __init__(self, store: Checkpoints, keep: Retention) -> None:
+        self._store = store
+        self._keep = keep
+        self._commits = 0
+        self._published: list[Saving] = []  # shares that another writer commits
+        self._lock = threading.Lock()
+        self._under_way: list[threading.Thread] = []
+
+    def serve(self, channel: socket.socket) -> None:
+        """Until no worker and no agent is left that could order anything."""
+        while True:
+            try:
+                delivery = receive(channel)
+            except Damaged as error:
+                _say(str(error))
+                continue
+            if delivery is None:
+                return
+            thread = threading.Thread(target=self._carry_out, args=(delivery,), daemon=True)
+            thread.start()
+            self._under_way = [t for t in self._under_way if t.is_alive()] + [thread]
+
+    def finish(self) -> None:
+        """What has been ordered is carried out."""
+        for thread in self._under_way:
+            thread.join()
+
+    def scrub(self, rate: float, pause: Callable[[float], object] = time.sleep) -> None:
+        """For ever: verify slowly what is kept, if it is this writer that commits."""
+        seen = 0
+        while True:
+            pause(SCRUB_S)
+            if self._commits > seen:
+                seen = self._commits
+                try:
+                    for line in scrub(self._store, Pacer(rate, pause)):
+                        _say(line)
+                except HoldfastError as error:
+                    _say(f"what is kept cannot be verified: {error}")
+
+    def _carry_out(self, delivery: Delivery) -> None:
+        answer = Answer(problem="the checkpoint writer has failed, and says why on its console")
+        try:
+            answer = Answer(durable=self._save(delivery))
+        except HoldfastError as error:
+            answer = Answer(problem=str(error))
+        finally:
+            delivery.answer(answer)
+
+    def _save(self, delivery: Delivery) -> bool:
+        """Whether the whole checkpoint is durable now, and not this share only."""
+        order, began = delivery.order, time.monotonic()
+        for before in self._take_older(order.step):
+            before.abandon()
+        saving = self._store.begin(order.step, order.token, order.rank)
+        try:
+            part = saving.write(delivery.items(), order.rank)
+            if order.rank > 0:
+                saving.publish(part)
+                with self._lock:
+                    self._published.append(saving)
+                return False
+            wait_s = max(OTHERS_S, OTHERS_TIMES * (time.monotonic() - began))
+            parts = [part, *saving.gather(order.size, wait_s)]
+            saving.commit(parts, {"steps": str(order.step), "view": str(order.view)})
+        except BaseException:
+            saving.abandon()
+            raise
+        self._commits += 1
+        try:
+            self._store.collect(self._keep)
+        except WorldError as error:  # the checkpoint is there all the same
+            _say(f"old checkpoints are not removed: {error}")
+        return True
+
+    def _take_older(self, step: int) -> list[Saving]:
+        """Shares of earlier checkpoints: committed by now, or never."""
+        with self._lock:
+            older = [saving for saving in self._published if saving.step < step]
+            self._published = [saving for saving in self._published if saving.step >= step]
+        return older
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m holdfast.runtime.node.checkpoint_writer")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("fd", type=int)
+    parser.add_argument("parent_pid", type=int)
+    options = parser.parse_args(argv)
+    die_with_parent(options.parent_pid)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides what Ctrl-C means
+    os.nice(NICENESS)
+    spec = RunDir(options.run_dir).spec()
+    store = Checkpoints(open_storage(spec.store, _say), _say)
+    writer = Writer(store, Retention(last=spec.keep_last, settled=spec.fingerprint_steps))
+    if spec.scrub_rate > 0:
+        threading.Thread(target=writer.scrub, args=(spec.scrub_rate,), daemon=True).start()
+    status = 0
+    with socket.socket(fileno=options.fd) as channel:
+        try:
+            signal.signal(signal.SIGTERM, _stop)
+            writer.serve(channel)
+        except _Stopped:
+            status = 128 + signal.SIGTERM
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        writer.finish()
+    return status
+
+
+class _Stopped(Exception):
+    """SIGTERM has come."""
+
+
+def _stop(number: int, frame: object) -> None:
+    raise _Stopped
+
+
+def _say(text: str) -> None:
+    print(f"holdfast: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,276 @@
+"""One worker process seen from its agent: its start, its channel, its output, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from holdfast.core.errors import WireError
+from holdfast.core.job_spec import JobSpec
+from holdfast.core.types import Incarnation, WorkerId, WorkerStatus
+from holdfast.net import secret
+from holdfast.runtime.rundir import RunDir
+from holdfast.wire.frames import Opener, Sealer
+from holdfast.wire.messages import Address, decode, encode
+
+STORY_BYTES_MAX = 16 << 10  # of a traceback
+LINE_BYTES_MAX = 64 << 10  # a longer line is passed on in pieces
+DRAIN_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerTemplate:
+    """What all workers of a node have in common."""
+
+    run_dir: RunDir
+    spec: JobSpec
+    host: str
+    orders_fd: int | None = None  # to the checkpoint writer
+
+    @property
+    def pass_fds(self) -> tuple[int, ...]:
+        return () if self.orders_fd is None else (self.orders_fd,)
+
+    def command(self) -> list[str]:
+        spec = self.spec
+        return [sys.executable, "-m", "holdfast.runtime.node.bootstrap", spec.script, *spec.args]
+
+    def environment(
+        self, worker: WorkerId, incarnation: Incarnation, channel_fd: int, story_fd: int
+    ) -> dict[str, str]:
+        threads = str(self.spec.threads)
+        inherited = {k: v for k, v in os.environ.items() if k != secret.VARIABLE}
+        return {
+            **inherited,
+            # A fixed number of threads keeps sums inside kernels the same on every machine.
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+            "PYTHONUNBUFFERED": "1",
+            "HOLDFAST_FD": str(channel_fd),
+            "HOLDFAST_STORY_FD": str(story_fd),
+            "HOLDFAST_PARENT": str(os.getpid()),
+            "HOLDFAST_WORKER": str(worker),
+            "HOLDFAST_INCARNATION": str(incarnation),
+            "HOLDFAST_VIRTUAL": str(self.spec.virtual_ranks),
+            "HOLDFAST_SEED": str(self.spec.seed),
+            "HOLDFAST_RUN_DIR": str(self.run_dir.path.resolve()),
+            "HOLDFAST_HOST": self.host,
+            "HOLDFAST_JOB": self.spec.job,
+            "HOLDFAST_STORE": self.spec.store,
+            "HOLDFAST_SAVE_EVERY": str(self.spec.save_every),
+            "HOLDFAST_SAVE_BETWEEN": f"{self.spec.save_least_s} {self.spec.save_most_s}",
+            "HOLDFAST_COPIES": str(self.spec.copies),
+            "HOLDFAST_REBALANCE": str(int(self.spec.rebalance)),
+            "HOLDFAST_FINGERPRINT_STEPS": str(self.spec.fingerprint_steps),
+            "HOLDFAST_AUDIT": str(self.spec.audit),
+            "HOLDFAST_AUDIT_TOLERANCE": str(self.spec.audit_tolerance),
+            "HOLDFAST_BACKUP": str(self.spec.backup),
+            "HOLDFAST_RESULTS_MIN": str(self.spec.results_min),
+            "HOLDFAST_ORDERS_FD": str(-1 if self.orders_fd is None else self.orders_fd),
+            "HOLDFAST_PEER_KEY": secret.derive_peer_key(self.run_dir.secret()).hex(),
+        }
+
+
+OnMessage = Callable[["WorkerProcess", "WorkerStatus | Address"], None]
+OnExit = Callable[["WorkerProcess", int, str], None]
+
+
+class WorkerProcess:
+    """Started once by `start`; afterwards its callbacks tell everything."""
+
+    def __init__(
+        self, template: WorkerTemplate, worker: WorkerId, incarnation: Incarnation
+    ) -> None:
+        self.worker = worker
+        self.incarnation = incarnation
+        self.pid = 0
+        self.running = False
+        self.killed_early = False
+        self._template = template
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._sealer = Sealer(None)
+        self._pipes: list[asyncio.Task[None]] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._story = b""
+        self._log: IO[bytes] | None = None
+
+    async def start(self, on_message: OnMessage, on_exit: OnExit) -> None:
+        """Raises OSError when no process can be made."""
+        ours, theirs = socket.socketpair()
+        story_read, story_write = os.pipe()
+        try:
+            self._popen = subprocess.Popen(  # noqa: ASYNC220 - must not leave the main thread
+                self._template.command(),
+                env=self._template.environment(
+                    self.worker, self.incarnation, theirs.fileno(), story_write
+                ),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=(theirs.fileno(), story_write, *self._template.pass_fds),
+                start_new_session=True,
+            )
+        except OSError:
+            ours.close()
+            os.close(story_read)
+            raise
+        finally:
+            theirs.close()
+            os.close(story_write)
+        self.pid, self.running = self._popen.pid, True
+        self._open_log()
+        reader, self._writer = await asyncio.open_connection(sock=ours)
+        prefix = f"[worker {self.worker}] ".encode()
+        self._pipes = [
+            asyncio.ensure_future(self._copy(self._popen.stdout, 1, b"")),
+            asyncio.ensure_future(self._copy(self._popen.stderr, 2, prefix)),
+            asyncio.ensure_future(self._collect_story(story_read)),
+        ]
+        self._tasks = [
+            asyncio.ensure_future(self._listen(reader, on_message)),
+            asyncio.ensure_future(self._reap(on_exit)),
+        ]
+
+    def send(self, message: object) -> None:
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(self._sealer.seal(encode(message)))
+
+    def kill(self) -> None:
+        """End the process and every process it has started. SIGKILL also ends stopped ones."""
+        if not self.running:
+            self.killed_early = True
+            return
+        self._signal(signal.SIGKILL)
+
+    def suspend(self) -> None:
+        """Stop it and whatever it has started, as they are."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def note(self, text: str) -> None:
+        """A line of ours in the worker's log."""
+        self._write_log(text.encode() + b"\n")
+
+    def _signal(self, number: int) -> None:
+        if self.running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, number)
+
+    async def drained(self) -> None:
+        """Everything that the process printed has been passed on."""
+        if self._pipes:
+            await asyncio.wait(self._pipes, timeout=DRAIN_S)
+
+    async def _reap(self, on_exit: OnExit) -> None:
+        popen = self._popen
+        assert popen is not None
+        gone = asyncio.get_running_loop().create_future()
+        descriptor = os.pidfd_open(popen.pid)
+        asyncio.get_running_loop().add_reader(descriptor, _set_once, gone)
+        await gone
+        asyncio.get_running_loop().remove_reader(descriptor)
+        os.close(descriptor)
+        code = popen.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(popen.pid, signal.SIGKILL)  # whatever it has left behind
+        self.running = False
+        detail = ""
+        if code > 0:
+            await self.drained()
+            detail = self._story.decode(errors="replace").strip() or f"exit code {code}"
+        elif code < 0:
+            detail = f"ended by {signal.Signals(-code).name}"
+        on_exit(self, code, detail)
+        await self.drained()
+        if self._writer is not None:
+            self._writer.close()
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+    async def _listen(self, reader: asyncio.StreamReader, on_message: OnMessage) -> None:
+        opener = Opener(None)
+        while True:
+            try:
+                data = await reader.read(1 << 16)
+                if not data:
+                    return
+                for payload in opener.feed(data):
+                    message: WorkerStatus | Address = decode(payload, WorkerStatus, Address)
+                    on_message(self, message)
+            except OSError:
+                return
+            except WireError as error:
+                self.note(f"holdfast: killed: {error}")
+                self.kill()
+                return
+
+    async def _copy(self, pipe: IO[bytes] | None, to_fd: int, prefix: bytes) -> None:
+        """Pass whole lines on to the console, and everything to the log."""
+        rest = b""
+        async for data in _chunks(pipe):
+            self._write_log(data)
+            *lines, rest = (rest + data).split(b"\n")
+            if len(rest) > LINE_BYTES_MAX:
+                lines, rest = [*lines, rest], b""
+            _write_all(to_fd, b"".join(prefix + line + b"\n" for line in lines))
+        if rest:
+            _write_all(to_fd, prefix + rest + b"\n")
+
+    async def _collect_story(self, descriptor: int) -> None:
+        async for data in _chunks(os.fdopen(descriptor, "rb", buffering=0)):
+            self._story = (self._story + data)[-STORY_BYTES_MAX:]
+
+    def _open_log(self) -> None:
+        path: Path = self._template.run_dir.logs / f"worker-{self.worker}-{self.incarnation}.log"
+        with contextlib.suppress(OSError):
+            self._log = open(path, "ab", buffering=0)  # noqa: SIM115 - closed when reaped
+
+    def _write_log(self, data: bytes) -> None:
+        if self._log is None:
+            return
+        try:
+            self._log.write(data)
+        except OSError as error:  # a full disk must not stop training: say so once, go on
+            print(
+                f"holdfast: worker {self.worker}'s log ends here: {error.strerror}",
+                file=sys.stderr,
+                flush=True,
+            )
+            self._log.close()
+            self._log = None
+
+
+async def _chunks(pipe: IO[bytes] | None) -> AsyncIterator[bytes]:
+    reader = asyncio.StreamReader()
+    protocol = asyncio.StreamReaderProtocol(reader)
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, pipe)
+    try:
+        while data := await reader.read(1 << 16):
+            yield data
+    finally:
+        transport.close()
+
+
+def _set_once(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    """To our own console; a reader that has gone (a closed pipe) is not our problem."""
+    with contextlib.suppress(OSError):
+        while data:
+            data = data[os.write(descriptor, data) :]

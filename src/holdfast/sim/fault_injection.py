@@ -1,0 +1,265 @@
+"""What goes wrong in a run, and when: chosen by the seed while the run unfolds.
+
+Faults strike until `faults_end_s`; then everything heals, and what is left must finish the job.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from holdfast.core.membership import agent as ag
+from holdfast.sim.run_options import RACK_SHARE
+
+if TYPE_CHECKING:
+    from holdfast.sim.hosts import AgentHost
+    from holdfast.sim.workers import Process
+    from holdfast.sim.world import World
+
+
+class Faults:
+    """Injects the kinds of faults that the options of this seed allow."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._inside_worker = False
+        self._inside_coordinator = False
+        self._journal = False
+        self._kinds: tuple[str, ...] = ()
+        self.active = False
+        self.count: dict[str, int] = {}
+
+    def start(self) -> None:
+        kinds = self._world.options.faults
+        passive = ("lossy", "journal_lost")
+        self._kinds = tuple(k for k in kinds if not k.endswith("_inside") and k not in passive)
+        self._journal = "journal_lost" in kinds
+        self._inside_worker = "worker_crash_inside" in kinds
+        self._inside_coordinator = "coordinator_crash_inside" in kinds
+        self.active = True
+        self._world.at(self._world.options.faults_end_s, self._stop)
+        self._next()
+
+    def _stop(self) -> None:
+        """The world heals: what is stopped runs again, what is cut is joined, by its own timer."""
+        self.active = self._inside_worker = self._inside_coordinator = False
+
+    def _next(self) -> None:
+        world = self._world
+        if self.active and self._kinds:
+            self._strike(world.rng.choice(self._kinds))
+            world.at(world.rng.expovariate(1 / world.options.fault_every_s), self._next)
+
+    # ------------------------------------------------------------ in the middle of things
+
+    def strikes_inside(self, process: Process) -> bool:
+        """Whether this process dies here, between two effects."""
+        world = self._world
+        if not self._inside_worker or world.rng.random() >= world.options.crash_inside:
+            return False
+        self._note("worker_crash_inside")
+        process.end(-11, "crashed between two effects")
+        return True
+
+    def strikes_coordinator(self) -> bool:
+        world = self._world
+        if not self._inside_coordinator or world.rng.random() >= world.options.crash_inside:
+            return False
+        self._note("coordinator_crash_inside")
+        world.coordinator.crash()
+        world.at(world.rng.uniform(0.1, 4.0), world.coordinator.start)
+        return True
+
+    def loses_journal(self) -> bool:
+        """Whether a coordinator that starts finds its journal damaged.
+
+        Not once it says that the job is over: then nobody may be left to tell of it.
+        """
+        disk = self._world.truth.disk
+        if disk is not None and disk.outcome is not None:
+            return False
+        if not (self._journal and self.active) or self._world.rng.random() >= 0.3:
+            return False
+        self._note("journal_lost")
+        return True
+
+    # ------------------------------------------------------------ from outside
+
+    def _strike(self, kind: str) -> None:
+        world, rng = self._world, self._world.rng
+        live = world.live()
+        match kind:
+            case "agent_crash" | "agent_lost" | "partition" | "data_partition":
+                self._strike_node(kind)
+            case "agent_freeze" | "node_freeze" | "drain":
+                self._strike_node(kind)
+            case "rack_crash" | "rack_partition":
+                self._strike_rack(kind)
+            case "coordinator_crash":
+                self._note(kind)
+                world.coordinator.crash()
+                world.at(rng.choice((0.5, 8.0)) * rng.uniform(0.1, 1.0), world.coordinator.start)
+            case "coordinator_freeze":
+                if not world.coordinator.frozen:
+                    self._note(kind)
+                    world.coordinator.frozen = True
+                    world.at(self._duration_s(), world.coordinator.thaw)
+            case "rot":
+                if world.truth.saved:
+                    self._note(kind)
+                    world.truth.rotten[max(world.truth.saved)] = True
+            case "link_break":
+                self._break_link()
+            case _:
+                if live:
+                    self._note(kind)
+                    self._strike_worker(kind, rng.choice(live))
+
+    def _break_link(self) -> None:
+        world = self._world
+        live = [p for p in world.live() if p.group is not None and p.group.open]
+        a = world.rng.choice(live) if live else None
+        if a is None or a.group is None:
+            return
+        number = a.group.number
+        peers = [p for p in live if p is not a and p.open_group(number) is not None]
+        if peers:
+            self._note("link_break")
+            world.data.cut_link(a, world.rng.choice(peers), number)
+
+    def _strike_worker(self, kind: str, process: Process) -> None:
+        world, rng = self._world, self._world.rng
+        match kind:
+            case "worker_crash":
+                process.end(rng.choice((-9, -11, -6)), "crashed")
+            case "freeze":
+                process.stopped = True
+                process.host.watch(process)
+                if rng.random() < 0.7:  # else only the agent ends it
+                    world.at(rng.uniform(0.1, 4.0), process.resume)
+            case "silent":
+                process.silent = True
+                process.host.watch(process)
+                world.at(rng.uniform(0.5, 6.0), process.resume)
+            case "busy":
+                process.stuck = process.ailing = True
+                world.at(rng.uniform(0.5, 6.0), self._unstick, process)
+            case "stuck":
+                process.stuck = process.ailing = rng.random() < 0.2 or process.ailing
+                world.at(3 * world.options.hang_s, self._unstick, process)
+            case "flip" | "liar" | "lie_once":
+                self._spoil(kind, process)
+            case "slow":
+                process.ailing = True
+                process.slowness = rng.uniform(2.0, 10.0)
+                world.at(rng.uniform(1.0, 20.0), self._hasten, process)
+
+    def _spoil(self, kind: str, process: Process) -> None:
+        """Its bits are wrong from here on, or once; one process at a time."""
+        world, rng = self._world, self._world.rng
+        if any(p.flipped is not None or p.lies or p.lies_once for p in world.live()):
+            return
+        if kind == "flip":
+            process.flipped = rng.randrange(max(world.options.cycle, 1))
+        elif kind == "liar":
+            process.lies = rng.choice((7, -1))
+        else:
+            process.lies_once = True
+
+    def _strike_node(self, kind: str) -> None:
+        world, rng = self._world, self._world.rng
+        hosts = self._hosts()
+        if not hosts:
+            return
+        host, duration_s = rng.choice(hosts), self._duration_s()
+        match kind:
+            case "agent_crash":
+                self._note(kind)
+                host.crash()
+                world.at(duration_s, host.start)
+            case "agent_lost":
+                if len(hosts) > 1 and rng.random() < 0.3:
+                    self._note(kind)
+                    host.crash()
+                    host.gone = True
+            case "agent_freeze" | "node_freeze":
+                if not host.frozen and host.machine is not None:
+                    self._note(kind)
+                    self._freeze(host, whole=kind == "node_freeze")
+                    world.at(duration_s, self._thaw, host)
+            case "drain":
+                self._note(kind)
+                host.drained = True
+                host.handle(ag.Drained("asked for", rng.choice(("", "disk"))))
+                world.at(duration_s, host.handle, ag.Drained(""))
+            case "partition":
+                self._note(kind)
+                self._cut(host, rng.choice(((True,), (False,), (True, False))), duration_s)
+            case "data_partition":
+                other = rng.choice(hosts)
+                if other is not host:
+                    self._note(kind)
+                    world.data.part(host.name, other.name)
+                    world.at(duration_s, world.data.join, host.name, other.name)
+
+    def _strike_rack(self, kind: str) -> None:
+        """Neighbours fail at the same moment, and come back one by one."""
+        rng, hosts = self._world.rng, self._hosts()
+        if not hosts:
+            return
+        size = max(len(hosts) // RACK_SHARE, rng.randint(2, 4))
+        first, duration_s = rng.randrange(len(hosts)), self._duration_s()
+        self._note(kind)
+        for host in hosts[first : first + size]:
+            back_s = duration_s * rng.uniform(1.0, 1.5)
+            if kind == "rack_crash":
+                host.crash()
+                self._world.at(back_s, host.start)
+            else:
+                self._cut(host, (True, False), back_s)
+
+    def _hosts(self) -> list[AgentHost]:
+        hosts = sorted(self._world.hosts.items())
+        return [h for _, h in hosts if not h.gone and h.incarnation]
+
+    def _duration_s(self) -> float:
+        rng = self._world.rng
+        return min(rng.choice((0.2, 1.0, 10.0)) * rng.uniform(0.2, 2.0), self._left_s() + 1)
+
+    def _cut(self, host: AgentHost, directions: tuple[bool, ...], duration_s: float) -> None:
+        """`directions`: True towards the coordinator, False from it."""
+        cut = self._world.cut
+        for up in directions:
+            cut[(host.name, up)] = cut.get((host.name, up), 0) + 1
+            self._world.at(duration_s, self._heal, host.name, up)
+
+    def _freeze(self, host: AgentHost, whole: bool) -> None:
+        host.frozen = True
+        for process in host.processes.values() if whole else ():
+            process.silent = True  # with the whole machine: nobody there sees it stopped
+
+    def _thaw(self, host: AgentHost) -> None:
+        """Who runs first on a machine that wakes is not known."""
+        processes = list(host.processes.values())
+        if self._world.rng.random() < 0.5:
+            host.thaw()
+        for process in processes:
+            process.resume()
+        host.thaw()
+
+    # ------------------------------------------------------------ leaves
+
+    def _left_s(self) -> float:
+        return max(self._world.options.faults_end_s - self._world.now, 0.0)
+
+    def _heal(self, name: str, up: bool) -> None:
+        self._world.cut[(name, up)] -= 1
+
+    def _unstick(self, process: Process) -> None:
+        process.stuck = False
+
+    def _hasten(self, process: Process) -> None:
+        process.slowness = 1.0
+
+    def _note(self, kind: str) -> None:
+        self.count[kind] = self.count.get(kind, 0) + 1
+        self._world.mark(f"fault: {kind}")

@@ -1,0 +1,252 @@
+"""What one simulated run is made of: sizes, speeds and fault kinds, all drawn from its seed.
+
+Swarm testing: each seed switches on only some kinds of faults, because a run with every kind at
+once spends its life in the same few recovery paths.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from holdfast.core.step.balance import BalancePolicy
+from holdfast.core.step.speculation import Patience
+
+FAULT_KINDS = (
+    "worker_crash",
+    "worker_crash_inside",
+    "freeze",
+    "silent",
+    "busy",
+    "stuck",
+    "slow",
+    "agent_crash",
+    "agent_lost",
+    "agent_freeze",
+    "node_freeze",
+    "drain",
+    "coordinator_crash",
+    "coordinator_crash_inside",
+    "journal_lost",
+    "partition",
+    "lossy",
+    "link_break",
+    "data_partition",
+)
+RACK_KINDS = ("rack_crash", "rack_partition")  # several nodes at the same moment
+LATER_KINDS = (*RACK_KINDS, "coordinator_freeze", "rot")
+WRONG_KINDS = ("flip", "liar", "lie_once")
+LARGE_KINDS = (*RACK_KINDS, "worker_crash", "agent_crash", "coordinator_crash", "partition")
+RACK_SHARE = 250  # of a large job, one in so many nodes is in the same rack
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """One run. Durations in seconds of simulated time; `loops` are the steps each loop ends at."""
+
+    seed: int
+    agents: int
+    agents_late: int
+    slots: int
+    vranks: int
+    loops: tuple[int, ...]
+    nodes_min: int
+    nodes_max: int
+    workers_min: int
+    task_s: float
+    optimizer_s: float
+    boot_s: float
+    load_s: float
+    build_s: float
+    build_timeout_s: float
+    link_s: float  # silence of the network after which the kernel gives a connection up
+    control_s: float
+    channel_s: float
+    data_s: float
+    heartbeat_s: float
+    lease_s: float
+    lease_margin_s: float
+    suspect_s: float
+    abandon_s: float
+    late_s: float  # how late an agent's timers may be
+    settle_s: float
+    hang_s: float
+    loss: float
+    duplicate: float
+    drift: float  # clocks run this fraction fast or slow at most
+    cut_in_flight: float  # chance that a closed connection loses what was under way
+    unheard_break: float  # chance that a peer never notices a closed connection
+    faults: tuple[str, ...]
+    crash_inside: float  # chance of a crash before each single effect
+    fault_every_s: float
+    faults_end_s: float
+    save_every: int = 0  # steps between checkpoints; 0: none
+    balance: BalancePolicy | None = None
+    patience: Patience = Patience()  # noqa: RUF009 - it never changes
+    speculation: float = 0.0
+    audit: float = 0.0  # share of tasks computed twice
+    cycle: int = 0  # steps in which all of the state is compared; 0: it never is
+
+    @property
+    def exact(self) -> bool:
+        """Nothing wrong is ever used."""
+        return self.audit == 1.0 or not set(WRONG_KINDS) & set(self.faults)
+
+    @property
+    def wrong_max(self) -> int:
+        """Else, for so many steps: all is compared and audited in the first after a checkpoint."""
+        return max(self.cycle, self.save_every)
+
+    @property
+    def steps(self) -> int:
+        return self.loops[-1]
+
+    @property
+    def finish_by_s(self) -> float:
+        """When a run whose faults have ended must be over: every wait it may meet, twice."""
+        work_s = self.steps * (self.vranks * self.task_s * 4 + self.optimizer_s + 40 * self.data_s)
+        waits_s = self.lease_s + self.lease_margin_s + self.settle_s + self.hang_s + self.abandon_s
+        return self.faults_end_s + 60 + 4 * waits_s + 2 * work_s + 4 * self.build_timeout_s
+
+
+def draw(seed: int, small: bool = False) -> Options:
+    """The options of a seed; `small` keeps runs short, for tests that need many of them."""
+    rng = Random(seed * 2 + small)
+    agents = rng.randint(1, 3 if small else 4)
+    slots = rng.randint(1 if agents > 1 else 2, 2 if small else 4)
+    late = rng.randint(1, agents - 1) if agents > 1 and rng.random() < 0.3 else 0
+    workers = (agents - late) * slots
+    most = 6 if small else 16
+    fewest = rng.randint(1, workers) if rng.random() < 0.15 else min(workers, most)
+    steps = rng.randint(5, 10) if small else rng.randint(6, 15)
+    loops = (rng.randint(1, steps - 1), steps) if rng.random() < 0.25 else (steps,)
+    kinds = [kind for kind in FAULT_KINDS if rng.random() < 0.35]
+    later = Random(f"later {seed} {small}")  # apart, so that older seeds stay what they were
+    kinds += [kind for kind in LATER_KINDS if agents > 1 and later.random() < 0.2]
+    vranks = rng.randint(fewest, max(most, fewest))
+    nodes_max = agents if rng.random() < 0.7 else max(agents - 1, 1)
+    # One node always remains.
+    most_needed = slots if "agent_lost" in kinds else min(workers, nodes_max * slots)
+    options = Options(
+        seed=seed,
+        agents=agents,
+        agents_late=late,
+        slots=slots,
+        vranks=vranks,
+        loops=loops,
+        nodes_min=1 if "agent_lost" in kinds else rng.randint(1, min(agents - late, nodes_max)),
+        nodes_max=nodes_max,
+        workers_min=1 if rng.random() < 0.8 else min(rng.randint(1, most_needed), vranks),
+        task_s=rng.choice((0.02, 0.1, 0.5)) * rng.uniform(0.5, 2) * workers / vranks,
+        optimizer_s=rng.choice((0.0, 0.01, 0.2)),
+        boot_s=rng.choice((0.1, 0.3, 2.0)) * rng.uniform(0.5, 1.0),
+        load_s=rng.choice((0.01, 0.3, 1.0)),
+        build_s=rng.choice((0.005, 0.1)),
+        build_timeout_s=rng.uniform(3.0, 10.0),
+        link_s=rng.uniform(0.5, 2.0),
+        control_s=rng.choice((0.0005, 0.005, 0.05, 0.2)),
+        channel_s=rng.choice((0.0002, 0.002, 0.02)),
+        data_s=rng.choice((0.0002, 0.002, 0.02, 0.2)),
+        heartbeat_s=0.5,
+        lease_s=rng.uniform(1.2, 3.0) if small else rng.uniform(2.0, 6.0),
+        lease_margin_s=0.5,
+        suspect_s=rng.uniform(0.8, 1.2),
+        abandon_s=rng.uniform(8.0, 15.0),
+        late_s=rng.choice((0.0, 0.3)),
+        settle_s=rng.uniform(3.0, 10.0),
+        hang_s=rng.uniform(8.0, 20.0),
+        loss=rng.uniform(0.02, 0.3) if "lossy" in kinds else 0.0,
+        duplicate=rng.uniform(0.0, 0.2) if "lossy" in kinds else 0.0,
+        drift=rng.choice((0.0, 0.005)),
+        cut_in_flight=rng.choice((0.0, 0.5, 1.0)),
+        unheard_break=rng.choice((0.0, 0.3, 1.0)),
+        faults=tuple(kinds),
+        crash_inside=rng.choice((0.002, 0.01)),
+        fault_every_s=rng.choice((0.2, 0.5, 2.0)) * rng.uniform(0.5, 1.5),
+        faults_end_s=rng.uniform(4.0, 20.0) if small else rng.uniform(8.0, 40.0),
+        save_every=later.choice((0, 1, 2, 3)),
+        balance=_draw_balance(Random(f"balance {seed} {small}")),
+        **_draw_patience(Random(f"patience {seed} {small}")),
+    )
+    return _with_wrong_bits(options, Random(f"wrong {seed} {small}"))
+
+
+def _with_wrong_bits(options: Options, rng: Random) -> Options:
+    """In a third of the runs some machines compute wrongly, or forget."""
+    if rng.random() < 0.67:
+        return options
+    audit = rng.choice((1.0, 0.3))
+    kinds = [k for k in WRONG_KINDS if rng.random() < 0.6 and (audit == 1.0 or k != "lie_once")]
+    return dataclasses.replace(
+        options,
+        faults=(*options.faults, *kinds),
+        audit=audit,
+        cycle=rng.randint(1, 4),
+        save_every=rng.randint(1, 4),
+    )
+
+
+def _draw_balance(rng: Random) -> BalancePolicy | None:
+    """Hastier than in a real job, so that short runs see many changes."""
+    if rng.random() < 0.3:
+        return None
+    window, gain, retry = rng.randint(1, 3), rng.choice((0, 8, 30)), rng.choice((1, 4))
+    return BalancePolicy(warm_up=rng.randint(0, 1), window=window, gain=gain, retry=retry)
+
+
+def _draw_patience(rng: Random) -> dict[str, Any]:
+    if rng.random() < 0.4:
+        return {}
+    steps, times = rng.randint(1, 3), rng.uniform(1.2, 3.0)
+    share = rng.choice((0.02, 1.0))
+    copies = share if rng.random() < 0.7 else 0.0
+    patience = Patience(steps=steps, times=times, least_s=0.01, copies=copies)
+    return {"patience": patience, "speculation": share}
+
+
+def draw_large(seed: int, nodes: int) -> Options:
+    """A job of one worker on each of many nodes, whose racks, nodes and coordinator fail."""
+    rng = Random(f"large {seed} {nodes}")
+    steps = rng.randint(6, 10)
+    return Options(
+        seed=seed,
+        agents=nodes,
+        agents_late=0,
+        slots=1,
+        vranks=nodes,
+        loops=(steps,),
+        nodes_min=nodes,
+        nodes_max=nodes,
+        workers_min=1,
+        task_s=rng.uniform(0.5, 1.0),
+        optimizer_s=0.1,
+        boot_s=1.0,
+        load_s=0.3,
+        build_s=0.2,
+        build_timeout_s=20.0,
+        link_s=2.0,
+        control_s=0.002,
+        channel_s=0.0002,
+        data_s=0.002,
+        heartbeat_s=1.0,
+        lease_s=4.0,
+        lease_margin_s=0.8,
+        suspect_s=2.0,
+        abandon_s=30.0,
+        late_s=0.1,
+        settle_s=10.0,
+        hang_s=60.0,
+        loss=0.0,
+        duplicate=0.0,
+        drift=0.005,
+        cut_in_flight=rng.choice((0.0, 0.5)),
+        unheard_break=rng.choice((0.0, 0.5)),
+        faults=tuple(kind for kind in LARGE_KINDS if rng.random() < 0.7) or RACK_KINDS,
+        crash_inside=0.0,
+        fault_every_s=2.0,
+        faults_end_s=15.0,
+        save_every=rng.choice((0, 2)),
+        balance=BalancePolicy(warm_up=0, window=2),
+    )

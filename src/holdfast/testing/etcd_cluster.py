@@ -1,0 +1,149 @@
+"""Real etcd members under test: started on free ports, hurt on purpose, stopped afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import time
+from pathlib import Path
+
+from holdfast.core.errors import WorldError
+from holdfast.runtime.coordinate.etcd import Endpoint, EtcdClient
+
+HOST = "127.0.0.1"
+START_S = 60.0
+TRIES = 5  # another process may take a port before etcd does
+
+
+class EtcdCluster:
+    """Use as a context manager, where it is `available`. Members are numbered from 0."""
+
+    def __init__(self, path: Path, size: int = 3, tls: dict[str, str] | None = None) -> None:
+        self.endpoints: list[Endpoint] = []
+        self._path = path
+        self._size = size
+        self._tls = tls  # files: "ca" (our certificate, which signs itself) and "key"
+        self._commands: list[list[str]] = []
+        self._members: list[subprocess.Popen[bytes]] = []
+
+    @staticmethod
+    def available() -> str:
+        """Why there can be none here; empty if there can."""
+        return "" if shutil.which("etcd") else "there is no etcd (Debian's package etcd-server)"
+
+    def __enter__(self) -> EtcdCluster:
+        for attempt in range(TRIES):
+            self._plan(self._path / f"try{attempt}")
+            self._members = [self._start(i) for i in range(self._size)]
+            with contextlib.suppress(WorldError):
+                self.until_serving()
+                return self
+            self._stop()
+        raise AssertionError(f"etcd does not start; see {self._path}")
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop()
+
+    def url(self, job: str, ttl_s: int | None = None) -> str:
+        places = ",".join(map(str, self.endpoints))
+        return f"etcd://{places}/{job}" + (f"?ttl={ttl_s}" if ttl_s else "")
+
+    def client(self, attempt_s: float = 5.0) -> EtcdClient:
+        return self._client(self.endpoints, attempt_s)
+
+    def kill(self, member: int) -> None:
+        self._members[member].kill()
+        self._members[member].wait()
+
+    def restart(self, member: int) -> None:
+        """Again, with the data it had; returns when every member serves."""
+        self._members[member] = self._start(member)
+        self.until_serving()
+
+    def freeze(self, member: int) -> None:
+        self._members[member].send_signal(signal.SIGSTOP)
+
+    def thaw(self, member: int) -> None:
+        self._members[member].send_signal(signal.SIGCONT)
+
+    def leader(self) -> int:
+        """The member that etcd's own election has chosen."""
+        for member, endpoint in enumerate(self.endpoints):
+            status = self._client([endpoint], 5.0).request("/v3/maintenance/status", {}, START_S)
+            answer = asyncio.run(status)
+            if answer["leader"] == answer["header"]["member_id"]:
+                return member
+        raise AssertionError("no member leads")
+
+    def until_serving(self) -> None:
+        for member, endpoint in enumerate(self.endpoints):
+            deadline = time.monotonic() + START_S
+            while True:
+                if self._members[member].poll() is not None:
+                    raise WorldError(f"etcd member {member} ended")
+                try:
+                    asyncio.run(self._client([endpoint], 2.0).read("any", 2.0))
+                    break
+                except WorldError:
+                    assert time.monotonic() < deadline, f"member {member} does not serve"
+
+    def _client(self, endpoints: list[Endpoint], attempt_s: float) -> EtcdClient:
+        if self._tls is None:
+            return EtcdClient(endpoints, attempt_s)
+        context = ssl.create_default_context(cafile=self._tls["ca"])
+        context.load_cert_chain(self._tls["ca"], self._tls["key"])
+        return EtcdClient(endpoints, attempt_s, context)
+
+    def _plan(self, path: Path) -> None:
+        path.mkdir()
+        ports = free_ports(2 * self._size)
+        self.endpoints = [Endpoint(HOST, port) for port in ports[: self._size]]
+        peers = [f"http://{HOST}:{port}" for port in ports[self._size :]]
+        ours = [f"http{'s' if self._tls else ''}://{endpoint}" for endpoint in self.endpoints]
+        tls = []
+        if self._tls is not None:
+            ca, key = self._tls["ca"], self._tls["key"]
+            tls = ["--cert-file", ca, "--key-file", key, "--trusted-ca-file", ca]
+            tls.append("--client-cert-auth")
+        everyone = ",".join(f"m{i}={peer}" for i, peer in enumerate(peers))
+        self._commands = [
+            [
+                # The kernel ends it with this process, however that ends.
+                *("setpriv", "--pdeathsig", "KILL", "etcd", "--name", f"m{i}"),
+                *("--data-dir", str(path / f"m{i}")),
+                *("--listen-client-urls", ours[i]),
+                *("--advertise-client-urls", ours[i]),
+                *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
+                *("--initial-cluster", everyone, *tls),
+            ]
+            for i, peer in enumerate(peers)
+        ]
+
+    def _start(self, member: int) -> subprocess.Popen[bytes]:
+        with open(self._path / f"m{member}.log", "ab") as log:
+            command = self._commands[member]
+            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    def _stop(self) -> None:
+        for member in self._members:
+            member.kill()
+            member.wait()
+        self._members = []
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nothing listens on, from below those that the kernel gives to clients."""
+    found: list[int] = []
+    while len(found) < count:
+        port = random.randrange(10_000, 32_000)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind((HOST, port))
+            if port not in found:
+                found.append(port)
+    return found

@@ -1,0 +1,174 @@
+"""Real runs under test: start `holdfast run` as a user would, hurt it from outside, watch it end.
+
+Shipped so that users can test their own scripts. Nothing here reaches inside the job: it reads the
+status, the events file and the output, and sends signals to processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from holdfast.cli.status_command import fetch
+from holdfast.core.errors import HoldfastError
+from holdfast.net.tls import client_of
+from holdfast.runtime.rundir import RunDir
+
+POLL_S = 0.01
+ACTIVE = ("computing", "waiting", "ended")  # states of workers that are members of the view
+
+
+class RunEnded(AssertionError):
+    """The run was over before what was waited for came about."""
+
+
+class LocalRun:
+    """One `holdfast run` in a process of its own. Use as a context manager: it always ends it."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        options: Sequence[str],
+        script: Sequence[str],
+        popen: Callable[..., subprocess.Popen[str]] = subprocess.Popen,
+        tls: Path | None = None,
+        command: Sequence[str] = (),
+    ) -> None:
+        """`command`: another one than `run`, with its arguments, that works in `run_dir`."""
+        self._command = list(command)
+        self.run_dir = RunDir(run_dir)
+        self.tls = tls
+        self.out: list[str] = []  # lines of standard output so far
+        self.err: list[str] = []
+        self._options = list(options)
+        self._script = list(script)
+        self._start = popen
+        self._popen: subprocess.Popen[str] | None = None
+        self._readers: list[threading.Thread] = []
+
+    def __enter__(self) -> LocalRun:
+        command = self._command or ["run", "--run-dir", str(self.run_dir.path)]
+        self._popen = self._start(
+            [
+                *(sys.executable, "-m", "holdfast.cli.main", *command),
+                *(("--tls", str(self.tls)) if self.tls is not None else ()),
+                *(*self._options, *self._script),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for pipe, lines in ((self._popen.stdout, self.out), (self._popen.stderr, self.err)):
+            reader = threading.Thread(target=_read_lines, args=(pipe, lines), daemon=True)
+            reader.start()
+            self._readers.append(reader)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._popen is not None and self._popen.poll() is None:
+            self._popen.kill()
+        self.wait(30.0)
+
+    @property
+    def pid(self) -> int:
+        """The launcher's."""
+        return self._process().pid
+
+    def wait(self, timeout_s: float) -> int:
+        """The exit status. Raises subprocess.TimeoutExpired."""
+        code = self._process().wait(timeout_s)
+        for reader in self._readers:
+            reader.join(timeout_s)
+        return code
+
+    def running(self) -> bool:
+        return self._process().poll() is None
+
+    def signal(self, number: int) -> None:
+        """To the launcher, as a terminal or a scheduler would."""
+        self._process().send_signal(number)
+
+    def status(self) -> dict[str, Any]:
+        """What `holdfast status --json` prints. HoldfastError while nobody answers."""
+        tls = client_of(self.tls)
+        return fetch(self.run_dir, tls)
+
+    def members(self) -> dict[int, int]:
+        """worker -> pid of those that take part in steps now; empty while nobody answers."""
+        with contextlib.suppress(HoldfastError):
+            workers = self.status()["workers"]
+            return {w["id"]: w["pid"] for w in workers if w["state"] in ACTIVE}
+        return {}
+
+    def until(self, ready: Callable[[], Any], timeout_s: float, what: str) -> Any:
+        """Poll until `ready()` is truthy and return it; RunEnded if the run ends before."""
+        deadline = time.monotonic() + timeout_s
+        while not (found := ready()):
+            if not self.running():
+                raise RunEnded(f"the run ended before {what}:\n{self.story()}")
+            assert time.monotonic() < deadline, f"not in {timeout_s} s: {what}\n{self.story()}"
+            time.sleep(POLL_S)
+        return found
+
+    def until_members(self, count: int, timeout_s: float = 60.0) -> dict[int, int]:
+        def enough() -> dict[int, int] | None:
+            members = self.members()
+            return members if len(members) >= count else None
+
+        found: dict[int, int] = self.until(enough, timeout_s, f"{count} members")
+        return found
+
+    def events(self, kind: str | None = None) -> list[dict[str, Any]]:
+        """The job's story so far (events.jsonl)."""
+        with contextlib.suppress(FileNotFoundError):
+            lines = self.run_dir.events.read_text().splitlines()
+            found = [json.loads(line) for line in lines]
+            return [e for e in found if kind is None or e["kind"] == kind]
+        return []
+
+    def leftovers(self) -> list[int]:
+        """Processes of this run that live: they name its directory in environment or arguments."""
+        mark = str(self.run_dir.path.resolve()).encode()
+        found = []
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            if int(name) in (os.getpid(), self.pid):
+                continue
+            with contextlib.suppress(OSError):
+                text = b""
+                for part in ("environ", "cmdline"):
+                    with open(f"/proc/{name}/{part}", "rb") as file:
+                        text += file.read()
+                if mark in text:
+                    found.append(int(name))
+        return found
+
+    def story(self) -> str:
+        return "\n".join([*self.err[-40:], *self.out[-10:]])
+
+    def _process(self) -> subprocess.Popen[str]:
+        if self._popen is None:
+            raise RuntimeError("the run has not been started: use it in a with statement")
+        return self._popen
+
+
+def strike(pid: int, number: int = signal.SIGKILL) -> bool:
+    """Send a signal to a process that may have gone; returns whether it was there."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+        return True
+    return False
+
+
+def _read_lines(pipe: Any, lines: list[str]) -> None:
+    for line in pipe:
+        lines.append(line.rstrip("\n"))

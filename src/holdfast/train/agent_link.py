@@ -1,0 +1,124 @@
+"""The control thread: this worker's line to its agent, over an inherited socket.
+
+It answers a few times a second whatever the script is doing, which is also what proves to the agent
+that the process is alive. When the line ends, the agent is gone and with it the right to act.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+
+from holdfast.core.errors import WireError
+from holdfast.core.step import worker as machine
+from holdfast.core.types import (
+    RELEASE_ALL,
+    AgentId,
+    Member,
+    View,
+    ViewNumber,
+    WorkerDirective,
+    WorkerId,
+    WorkerStatus,
+)
+from holdfast.train.driver import Driver
+from holdfast.wire.frames import Opener, Sealer
+from holdfast.wire.messages import Address, AddressBook, SaveRequest, decode, encode
+
+HEARTBEAT_S = 0.5
+POLL_S = 0.1
+
+
+class AgentLink:
+    """Sends statuses at once and heartbeats in between; feeds directives to the driver."""
+
+    def __init__(self, channel: socket.socket, worker: WorkerId) -> None:
+        self._channel = channel
+        self._worker = worker
+        self._sealer = Sealer(None)
+        self._lock = threading.Lock()
+        self._address: Address | None = None  # repeated until the address book comes
+
+    def tell(self, status: WorkerStatus) -> None:
+        self._send(status)
+
+    def publish(self, view: int, address: bytes) -> None:
+        self._address = Address(view=view, worker=self._worker, address=address)
+        self._send(self._address)
+
+    def start(self, driver: Driver) -> None:
+        args = (driver,)
+        threading.Thread(target=self._serve, args=args, name="holdfast-link", daemon=True).start()
+
+    def _send(self, message: object) -> None:
+        with self._lock, contextlib.suppress(OSError):  # the reader notices a lost agent
+            self._channel.sendall(self._sealer.seal(encode(message)))
+
+    def _serve(self, driver: Driver) -> None:
+        opener = Opener(None)
+        beat_at = time.monotonic()
+        while True:
+            if time.monotonic() >= beat_at:
+                beat_at = time.monotonic() + HEARTBEAT_S
+                self._send(driver.status())
+                if self._address is not None:
+                    self._send(self._address)
+            driver.tick()
+            if not select.select([self._channel], [], [], POLL_S)[0]:
+                continue
+            try:
+                data = self._channel.recv(1 << 16)
+            except OSError:
+                data = b""
+            if not data:
+                os._exit(1)  # the agent is gone: whatever we did now would be unfenced
+            try:
+                for payload in opener.feed(data):
+                    self._receive(driver, payload)
+            except WireError as error:
+                driver.fail(error)
+
+    def _receive(self, driver: Driver, payload: bytes) -> None:
+        message: WorkerDirective | AddressBook | SaveRequest = decode(
+            payload, WorkerDirective, AddressBook, SaveRequest
+        )
+        if isinstance(message, SaveRequest):
+            driver.want_save()
+        elif isinstance(message, AddressBook):
+            if self._address is not None and self._address.view == message.view:
+                self._address = None
+                driver.learn_addresses(message.view, dict(message.addresses))
+        else:
+            driver.post(machine.Directed(message))
+
+
+class SoloLink:
+    """No launcher: a job of one worker, whose only view is installed at once."""
+
+    def __init__(self, worker: WorkerId, vranks: int) -> None:
+        self._worker = worker
+        self._vranks = vranks
+
+    def tell(self, status: WorkerStatus) -> None:
+        return
+
+    def publish(self, view: int, address: bytes) -> None:
+        return
+
+    def start(self, driver: Driver) -> None:
+        status = driver.status()
+        member = Member(worker=self._worker, incarnation=status.incarnation, agent=AgentId("solo"))
+        view = View(
+            number=ViewNumber(1),
+            members=(member,),
+            owners=(self._worker,) * self._vranks,
+            resume_step=0,
+            leader=self._worker,
+            joiners=(self._worker,),
+            reason="a job of one worker without a launcher",
+        )
+        driver.post(machine.Directed(WorkerDirective(view=view, release_loop=RELEASE_ALL)))

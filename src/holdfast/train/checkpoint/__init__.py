@@ -1,0 +1,1 @@
+"""The job's state: captured, staged, sent to joiners, restored."""

@@ -1,0 +1,167 @@
+"""Beginning from a checkpoint: every member of a view reads its share, and they exchange them.
+
+What is read is verified by the store, and what is exchanged by a digest of each part; nothing of
+the script's is overwritten before all of the state is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from holdfast.core.errors import Damaged, Severed, WireError
+from holdfast.core.types import Void
+from holdfast.store.checkpoint_reading import OneEntry, load, load_range
+from holdfast.store.checkpoints import Checkpoints
+from holdfast.store.manifest import Entry, Manifest, is_withdrawn, void_name
+from holdfast.store.snapshot import ALIGN
+from holdfast.store.storage import Missing
+from holdfast.train.checkpoint import state
+from holdfast.train.checkpoint.formats import bytes_of
+from holdfast.train.checkpoint.saver import SKELETON, say
+from holdfast.train.checkpoint.transfer import DIGEST_WORDS, PART_BYTES, digest_of
+from holdfast.train.step.reduction import TAG_STATE, Layout
+from holdfast.train.transport.seam import Transport
+
+SKELETON_BYTES_MAX = 1 << 30
+
+
+class Restorer:
+    """Restores the protected objects. `loading` is called before any of them is overwritten."""
+
+    def __init__(self, store: Checkpoints, protected: Mapping[str, Any]) -> None:
+        self._store = store
+        self._protected = protected
+
+    def restore(
+        self, step: int, transport: Transport, layout: Layout, loading: Callable[[], None]
+    ) -> None:
+        """Load the checkpoint of exactly this step, together with all members of the view.
+
+        Damaged; WorldError; StateMismatch; Severed.
+        """
+        first = OneEntry(SKELETON, SKELETON_BYTES_MAX)
+        manifest = self._store.load(step, first)
+        skeleton = bytes(first.data)
+        try:
+            flat, tensors, starts = _lay_out(state.metas(skeleton))
+        except WireError as error:
+            raise Damaged(f"the checkpoint of step {step} cannot be used here: {error}") from None
+        entries = [e for e in manifest.entries if e.name != SKELETON]
+        places = _places(entries, tensors, starts)
+        if places is None:
+            raise Damaged(f"the checkpoint of step {step} contradicts itself")
+        begin, end = _share(flat.numel(), layout.rank, layout.size)
+        self._read(manifest, places, bytes_of(flat), begin, end)
+        _exchange(flat, transport, layout)
+        loading()
+        state.apply(self._protected, skeleton, tensors)
+
+    def other_than(self, step: int, voids: Sequence[Void]) -> int:
+        """The newest checkpoint, but for `step` and for what is void, every byte of which is right.
+
+        0 if there is none.
+
+        WorldError when the store does not answer.
+        """
+        for other in reversed([s for s in self._store.steps() if s != step]):
+            try:
+                about = self._store.manifest(other).about
+                names = (void_name(void.after, void.view) for void in voids)
+                if any(is_withdrawn(name, other, about) for name in names):
+                    continue
+                if not self._store.verify(other):
+                    return other
+            except (Damaged, Missing) as error:
+                say(f"the checkpoint of step {other} is not used: {error}")
+        return 0
+
+    def withdraw(self, voids: Sequence[Void]) -> None:
+        """Remove what is void, and keep it from being saved. WorldError."""
+        for void in voids:
+            for step in self._store.withdraw(void.after, void.view):
+                say(f"the checkpoint of step {step} is removed: something wrong was used before it")
+
+    def _read(
+        self,
+        manifest: Manifest,
+        places: Sequence[tuple[Entry, int]],
+        memory: memoryview,
+        begin: int,
+        end: int,
+    ) -> None:
+        """Bytes `begin` to `end` of the state's memory."""
+        whole = []
+        for entry, start in places:
+            first, last = max(start, begin), min(start + entry.size, end)
+            if last - first == entry.size:
+                whole.append((entry, memory[first:last]))
+            elif first < last:
+                with self._store.reading() as storage:
+                    load_range(storage, manifest, entry, first - start, memory[first:last])
+        with self._store.reading() as storage:
+            load(storage, manifest, whole)
+
+
+def _lay_out(metas: Sequence[state.Meta]) -> tuple[torch.Tensor, list[torch.Tensor], list[int]]:
+    """One memory for the whole state; the tensors in it, and where each of them begins."""
+    sizes = [state.empty(meta).nbytes for meta in metas]
+    starts, at = [], 0
+    for size in sizes:
+        starts.append(at)
+        at += -(-size // ALIGN) * ALIGN
+    flat = torch.empty(at, dtype=torch.uint8)
+    tensors = []
+    for (dtype, shape), start, size in zip(metas, starts, sizes, strict=True):
+        part = flat[start : start + size].view(getattr(torch, dtype))
+        tensors.append(part.view(shape))
+    return flat, tensors, starts
+
+
+def _places(
+    entries: Sequence[Entry], tensors: Sequence[torch.Tensor], starts: Sequence[int]
+) -> list[tuple[Entry, int]] | None:
+    """Where in the memory the entries belong, in their order; None if they do not fit."""
+    places: list[tuple[Entry, int]] = []
+    supply = iter(entries)
+    for tensor, start in zip(tensors, starts, strict=True):
+        at, whole = 0, False
+        while not whole:
+            entry = next(supply, None)
+            if entry is None or at + entry.size > tensor.nbytes:
+                return None
+            places.append((entry, start + at))
+            at += entry.size
+            whole = at == tensor.nbytes
+    return places if next(supply, None) is None else None
+
+
+def _share(total: int, rank: int, size: int) -> tuple[int, int]:
+    begin, end = (total * r // size // ALIGN * ALIGN for r in (rank, rank + 1))
+    return begin, total if rank == size - 1 else end
+
+
+def _parts(flat: torch.Tensor, rank: int, size: int) -> Iterator[torch.Tensor]:
+    begin, end = _share(flat.numel(), rank, size)
+    for start in range(begin, end, PART_BYTES):
+        yield flat[start : min(start + PART_BYTES, end)]
+
+
+def _exchange(flat: torch.Tensor, transport: Transport, layout: Layout) -> None:
+    """Everybody's share to everybody. Severed."""
+    sends, receives = [], []
+    for part in _parts(flat, layout.rank, layout.size):
+        digest = digest_of(part)
+        sends += [message for peer in layout.peers for message in ((peer, part), (peer, digest))]
+    arriving = []
+    for peer in layout.peers:
+        for part in _parts(flat, peer, layout.size):
+            digest = torch.zeros(DIGEST_WORDS, dtype=torch.int64)
+            receives += [(peer, part), (peer, digest)]
+            arriving.append((peer, part, digest))
+    transport.exchange(sends, receives, TAG_STATE).wait()
+    for peer, part, digest in arriving:
+        if not torch.equal(digest_of(part), digest):
+            raise Severed(f"the state that rank {peer} read arrived damaged")

@@ -1,0 +1,1 @@
+"""Batches for tasks: which samples, which random numbers, loaded ahead."""

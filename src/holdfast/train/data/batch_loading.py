@@ -1,0 +1,448 @@
+"""Batches for the virtual ranks that this worker hosts, loaded ahead by processes of their own.
+
+Must not know views, peers or models: it is told which tasks to `follow` and asked for one batch at
+a time. Invariant: `batch(step, vrank)` has the same bits however it was loaded: ahead or just now,
+in this process or another, before or after a change of assignment or the death of a data worker.
+All of it rests on purity: the dataset's `dataset[i]` may depend only on `i` and on the global
+generators of Python, NumPy and torch, and must be callable in the training process too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import glob
+import multiprocessing
+import os
+import signal
+import sys
+import traceback
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data._utils import pin_memory, signal_handling
+
+from holdfast.core.errors import UserError, WorldError
+from holdfast.train.data.random_streams import enter_stream
+from holdfast.train.data.sampling import SamplePlan
+
+Task = tuple[int, int]  # (step, vrank)
+
+RESTARTS_MAX = 3  # of the data workers, in a row, without one batch in between
+POLL_S = 0.2  # how soon the death of a data worker is noticed by somebody waiting for it
+_TIMED_OUT = "DataLoader timed out"  # how PyTorch's message begins when only the poll ran out
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """How batches are loaded. With `num_workers=0` they are loaded inline, when asked for."""
+
+    num_workers: int = 0
+    collate_fn: Callable[[list[Any]], Any] = default_collate
+    pin_memory: bool = False
+    prefetch_factor: int = 2  # tasks under way or waiting, per data worker
+    multiprocessing_context: Any = None  # a name or a context; None is PyTorch's default
+
+    def __post_init__(self) -> None:
+        if self.num_workers < 0:
+            raise UserError(f"num_workers={self.num_workers} is negative: give 0 or more")
+        if self.prefetch_factor < 1:
+            raise UserError(f"prefetch_factor={self.prefetch_factor} is too small: give 1 or more")
+
+
+@dataclass(slots=True)
+class LoadStats:
+    """What a source has done so far, for metrics and tests."""
+
+    ahead: int = 0  # batches handed out that data workers had loaded
+    inline: int = 0  # batches loaded by the training process itself
+    discarded: int = 0  # loaded ahead for an assignment that changed
+    restarts: int = 0  # of the data workers, after one was killed
+
+
+def dataset_length(dataset: Any) -> int:
+    """The number of samples; UserError unless the dataset is map-style and knows its length."""
+    name = type(dataset).__name__
+    if isinstance(dataset, IterableDataset):
+        raise UserError(
+            f"{name} is an IterableDataset, whose samples cannot be asked for by index: "
+            "give a map-style dataset with __getitem__ and __len__"
+        )
+    if not hasattr(dataset, "__len__"):
+        raise UserError(f"{name} has no __len__: give it one that returns its number of samples")
+    if not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")):
+        raise UserError(f"{name} has no __getitem__: give it one that returns a sample by index")
+    return len(dataset)
+
+
+class BatchSource:
+    """The batches of one dataset, for the virtual ranks that this worker hosts.
+
+    Use from one thread, which must live as long as the source: the kernel kills data workers when
+    the thread that started them ends.
+    """
+
+    def __init__(self, dataset: Any, plan: SamplePlan, options: LoadOptions | None = None) -> None:
+        self.plan = plan
+        self.options = options or LoadOptions()
+        self.stats = LoadStats()
+        self._tasks = _Tasks(dataset, plan, self.options.collate_fn)
+        self._feed = _Feed()
+        self._pipeline = _Pipeline(self._tasks, self._feed, self.options)
+        self._ready: dict[Task, Any] = {}  # loaded ahead, still wanted, not yet asked for
+        self._failures = 0  # restarts since a data worker last delivered anything
+
+    def follow(self, vranks: Sequence[int], from_step: int, until: int) -> None:
+        """From now on this worker hosts `vranks`, for the steps from_step .. until-1.
+
+        Called at the start and at every change of assignment; the first call starts the data
+        workers. What was loaded ahead and is still wanted is kept. May go back to earlier steps.
+        """
+        length = dataset_length(self._tasks.dataset)
+        if length != self.plan.length:
+            raise UserError(
+                f"the dataset has {length} samples but its plan was made for {self.plan.length}: "
+                "do not change a dataset's length during a job"
+            )
+        self._feed.follow(tuple(vranks), from_step, until, keep=self._known())
+        for task in [t for t in self._ready if not self._feed.wants(t)]:
+            self._discard(task)
+        if self.options.num_workers and not self._pipeline.started:
+            if self._feed.peek() is not None:
+                self._pipeline.start()
+        else:
+            self._refresh(len(self._pipeline.sent), idle_only=True)
+
+    def batch(self, step: int, vrank: int) -> Any:
+        """The collated batch of a task, or None where the task has no samples.
+
+        May load it in this process, which enters the stream (seed, step, vrank, "data") and leaves
+        the global generators there: enter the model's stream after this call, not before.
+        What a dataset raises comes through as it is. WorldError: the data workers keep dying.
+        """
+        task = (step, vrank)
+        self._advance(step)
+        while task not in self._ready and task in self._pipeline.sent:
+            self._receive()
+        self._feed.held.add(task)  # not to be loaded ahead again, unless a follow() goes back
+        if task in self._ready:
+            self.stats.ahead += 1
+            return self._ready.pop(task)
+        batch = self._inline(task)
+        # Loading took about as long as each data worker needed to finish what it was doing, so
+        # that replacing tasks at the front of the queue waits for next to nothing.
+        self._refresh(self.options.num_workers, idle_only=False)
+        return batch
+
+    def close(self) -> None:
+        """End the data workers. A later `follow` starts new ones."""
+        self._pipeline.stop(kill=False)
+        self._ready.clear()
+        self._feed.forget(())
+
+    def _known(self) -> set[Task]:
+        return {t for t in self._pipeline.sent if t is not None} | set(self._ready)
+
+    def _advance(self, step: int) -> None:
+        """Asking for a step means that those before it are over."""
+        if step > self._feed.step:
+            self._feed.step = step
+            self._feed.held = {t for t in self._feed.held if t[0] >= step}
+            for task in [t for t in self._ready if t[0] < step]:
+                self._discard(task)
+
+    def _discard(self, task: Task) -> None:
+        self._ready.pop(task, None)
+        self._feed.held.discard(task)
+        self.stats.discarded += 1
+
+    def _receive(self) -> None:
+        """Take one result from the data workers, in the order in which tasks were sent."""
+        try:
+            task, failure, batch = self._pipeline.receive()
+        except _DataWorkerLost as lost:
+            self._restart(lost)
+            return
+        self._failures = 0
+        if task is None:
+            return
+        if not self._feed.wants(task):
+            self._discard(task)
+        elif failure:
+            self._feed.held.discard(task)
+            self._replay(task, failure)
+        else:
+            self._ready[task] = batch
+
+    def _replay(self, task: Task, failure: str) -> None:
+        """A dataset raised in a data worker: load the task here.
+
+        Loading is pure, so this raises the same exception, with its own frames for a person to read
+        or debug; and when it does not, the trouble was the data worker's and the batch is good.
+        """
+        self._ready[task] = self._inline(task)
+        warnings.warn(
+            f"loading {task} failed in a data worker but not in the training process:\n{failure}",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+    def _restart(self, lost: _DataWorkerLost) -> None:
+        """A killed data worker is a machine fault: its tasks are sent to new ones.
+
+        They are not loaded here: one of them may be what kills (a crash in a decoder, memory).
+        """
+        self._failures += 1
+        self._pipeline.stop(kill=True)
+        if self._failures > RESTARTS_MAX:
+            raise WorldError(
+                f"the data workers were lost {self._failures} times in a row: {lost}"
+            ) from lost
+        self.stats.restarts += 1
+        self._feed.forget(self._ready)
+        try:
+            self._pipeline.start()
+        except _DataWorkerLost as again:
+            self._restart(again)
+
+    def _refresh(self, count_max: int, *, idle_only: bool) -> None:
+        """Receive up to `count_max` results, so that what is wanted sooner can be sent instead.
+
+        At the front of the queue may be no task, one that is no longer wanted, or (after going
+        back to an earlier step) one that is wanted later.
+        """
+        sent = self._pipeline.sent
+        for _ in range(count_max):
+            urgent = self._feed.peek()
+            if not sent or urgent is None:
+                return
+            front = sent[0]
+            if front is not None and (idle_only or (self._feed.wants(front) and front < urgent)):
+                return
+            self._receive()
+
+    def _inline(self, task: Task) -> Any:
+        self.stats.inline += 1
+        with _one_thread():
+            batch = self._tasks.load(*task)
+        if self.options.pin_memory and torch.cuda.is_available():
+            return pin_memory.pin_memory(batch)
+        return batch
+
+
+class _Tasks:
+    """A dataset whose items are whole batches, keyed by task. Lives in this process and in every
+    data worker; None stands for no task, which keeps a data worker's turn in the queue."""
+
+    def __init__(self, dataset: Any, plan: SamplePlan, collate: Callable[[list[Any]], Any]) -> None:
+        self.dataset = dataset
+        self._plan = plan
+        self._collate = collate
+
+    def __getitem__(self, task: Task | None) -> tuple[Task | None, str, Any]:
+        """(task, traceback or "", batch)."""
+        if task is None:
+            return None, "", None
+        try:
+            return task, "", self.load(*task)
+        except Exception:  # noqa: BLE001 - whatever it is, the training process will meet it
+            return task, traceback.format_exc(), None
+
+    def load(self, step: int, vrank: int) -> Any:
+        indices = self._plan.indices(step, vrank).tolist()
+        if not indices:
+            return None
+        enter_stream(self._plan.seed, step, vrank, "data")
+        if getattr(self.dataset, "__getitems__", None):
+            samples = self.dataset.__getitems__(indices)
+        else:
+            samples = [self.dataset[index] for index in indices]
+        return self._collate(samples)
+
+
+class _Feed:
+    """Which task is to be loaded next: the DataLoader's sampler, read one task at a time.
+
+    It never ends: with nothing to load it gives None, so that a change of assignment finds the data
+    workers running and their queue full, and needs no new iterator.
+    """
+
+    def __init__(self) -> None:
+        self.step = 0  # earlier ones are over
+        self.held: set[Task] = set()  # loaded, being loaded, or handed out already
+        self.sent: deque[Task | None] = deque()
+        self._vranks: tuple[int, ...] = ()
+        self._until = 0
+        self._next: tuple[int, int] = (0, 0)  # step, position in _vranks
+
+    def follow(
+        self, vranks: tuple[int, ...], from_step: int, until: int, *, keep: set[Task]
+    ) -> None:
+        if from_step < self.step:  # back in time: what was handed out will be asked for again
+            self.held = keep
+        self.step, self._until = from_step, until
+        self._vranks = vranks
+        self._next = (from_step, 0)
+
+    def forget(self, keep: Any) -> None:
+        """The data workers are gone: send again whatever was under way."""
+        self.held -= {t for t in self.sent if t is not None and t not in keep}
+        self.sent.clear()
+        self._next = (self.step, 0)
+
+    def wants(self, task: Task) -> bool:
+        return self.step <= task[0] < self._until and task[1] in self._vranks
+
+    def peek(self) -> Task | None:
+        """The next task, or None when there is nothing to load."""
+        step, position = max(self._next, (self.step, 0))
+        while self._vranks and step < self._until:
+            for index in range(position, len(self._vranks)):
+                task = (step, self._vranks[index])
+                if task not in self.held:
+                    self._next = (step, index)
+                    return task
+            step, position = step + 1, 0
+        self._next = (step, 0)
+        return None
+
+    def __iter__(self) -> Iterator[Task | None]:
+        return self
+
+    def __next__(self) -> Task | None:
+        task = self.peek()
+        if task is not None:
+            self.held.add(task)
+        self.sent.append(task)
+        return task
+
+
+class _DataWorkerLost(WorldError):
+    """A data worker was killed, or what it sent cannot be received."""
+
+
+class _Pipeline:
+    """PyTorch's data workers around one feed: start, receive in order, stop."""
+
+    def __init__(self, tasks: _Tasks, feed: _Feed, options: LoadOptions) -> None:
+        self._tasks = tasks
+        self._feed = feed
+        self._options = options
+        self._iterator: Any = None
+
+    @property
+    def sent(self) -> deque[Task | None]:
+        """What the data workers were given and have not delivered, in order."""
+        return self._feed.sent
+
+    @property
+    def started(self) -> bool:
+        return self._iterator is not None
+
+    @property
+    def processes(self) -> tuple[Any, ...]:
+        return tuple(self._iterator._workers) if self.started else ()
+
+    def start(self) -> None:
+        loader: DataLoader[Any] = DataLoader(
+            self._tasks,  # type: ignore[arg-type]
+            batch_size=None,
+            sampler=self._feed,
+            num_workers=self._options.num_workers,
+            collate_fn=_identity,
+            pin_memory=self._options.pin_memory and torch.cuda.is_available(),
+            timeout=POLL_S,
+            worker_init_fn=_enter_data_worker,
+            multiprocessing_context=self._options.multiprocessing_context,
+            # Its seeds mean nothing to us; drawn from the default generator, they would disturb it.
+            generator=torch.Generator(),
+            prefetch_factor=self._options.prefetch_factor,
+        )
+        try:
+            self._iterator = iter(loader)
+        except RuntimeError as error:
+            # Until it is disarmed below, PyTorch's handler raises here when a data worker dies.
+            if "DataLoader worker" not in str(error):
+                raise
+            raise _DataWorkerLost(str(error)) from error
+        _disarm(self._iterator)
+
+    def receive(self) -> tuple[Task | None, str, Any]:
+        """The oldest result under way; waits for it. Raises _DataWorkerLost."""
+        while True:
+            try:
+                result = next(self._iterator)
+            except Exception as error:
+                dead = [p for p in self.processes if not p.is_alive()]
+                if not dead and isinstance(error, RuntimeError) and _TIMED_OUT in str(error):
+                    continue
+                codes = ", ".join(f"process {p.pid} ended with code {p.exitcode}" for p in dead)
+                raise _DataWorkerLost(codes or repr(error)) from error
+            self.sent.popleft()
+            return result
+
+    def stop(self, *, kill: bool) -> None:
+        """End the data workers: after their present task, or at once."""
+        processes, iterator = self.processes, self._iterator
+        self._iterator = None
+        if iterator is None:
+            return
+        if kill:
+            for process in processes:
+                process.kill()
+        iterator._shutdown_workers()
+        for process in processes:
+            _sweep_shared_memory(process.pid)
+
+
+def _identity(value: Any) -> Any:
+    return value
+
+
+def _disarm(iterator: Any) -> None:
+    """Take our data workers off PyTorch's watch list.
+
+    Its SIGCHLD handler raises in the main thread wherever that happens to be when one dies: inside
+    the user's forward pass, or a collective. We look for deaths when we wait for a batch.
+    """
+    if iterator._worker_pids_set:
+        signal_handling._remove_worker_pids(id(iterator))
+        iterator._worker_pids_set = False
+
+
+def _enter_data_worker(_index: int) -> None:
+    """Run first in a data worker: never outlive the training process, never take its Ctrl-C.
+
+    Outliving it would do harm: a forked process holds copies of its sockets, whose closing is how
+    peers learn of its death.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    parent = multiprocessing.parent_process()
+    if parent is not None and not parent.is_alive():  # it died before the line above
+        os._exit(1)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Run torch on one thread, as data workers do: the bits of a sum may depend on their number."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _sweep_shared_memory(pid: int) -> None:
+    """Remove the tensor that a killed process may have left between creating and unlinking it."""
+    for path in glob.glob(f"/dev/shm/torch_{pid}_*"):
+        with contextlib.suppress(OSError):
+            os.unlink(path)

@@ -1,0 +1,113 @@
+"""What one worker writes down of its steps: its copy of the ledger, and lines of the job's story.
+
+Used by the script's thread; doubts come from the engine's.
+"""
+
+from __future__ import annotations
+
+from holdfast.core.step import worker as machine
+from holdfast.core.step.backup import Tally
+from holdfast.core.types import WorkerId
+from holdfast.observe.ledger import (
+    LedgerDoubt,
+    LedgerEntry,
+    LedgerHeader,
+    LedgerWriter,
+    ledger_path,
+)
+from holdfast.train.data.sampling import SamplePlan
+from holdfast.train.driver import Driver
+from holdfast.train.environment import WorkerEnvironment
+from holdfast.train.step.step_table import StepTable
+
+
+class Accounts:
+    """Of all loops. Without a run directory there is no ledger."""
+
+    def __init__(self, environment: WorkerEnvironment, seed: int, driver: Driver) -> None:
+        self._environment = environment
+        self._seed = seed
+        self._driver = driver
+        self._plan: SamplePlan  # of the present loop
+        self._ledger: LedgerWriter | None = None
+        self._header_due = False  # for the present loop
+        self._tally = Tally()  # of what was dropped in the present loop
+        self._copied = 0  # tasks of others, as told
+
+    def begin(self, plan: SamplePlan) -> None:
+        """A loop, whose samples fall into steps like this."""
+        self._plan, self._header_due, self._tally = plan, True, Tally()
+
+    def commit(self, index: int, view: int, table: StepTable, loss: float, dropped: int) -> None:
+        """A step, whose gradient became complete in `view` without `dropped` samples."""
+        if dropped:
+            self._note_dropped(index, table, dropped)
+        ledger = self._open()
+        if ledger is None:
+            return
+        if self._header_due:
+            self._header_due = False
+            ledger.begin(self._header())
+        ledger.append(
+            LedgerEntry(
+                step=index,
+                view=view,
+                hosts=table.hosts(),
+                counts=table.counts(),
+                digests=table.digests(),
+                loss=loss,
+            )
+        )
+
+    def doubt(self, step: int, view: int, again: bool) -> None:
+        """Steps from this one on, as far as they were committed up to `view`, may be wrong."""
+        if (ledger := self._new()) is not None:
+            ledger.doubt(LedgerDoubt(step=step, view=view, again=again))
+            ledger.close()
+
+    def end(self) -> None:
+        """The loop has no further step."""
+        self._tell_of_dropped()
+        copied, self._copied = self._driver.copied - self._copied, self._driver.copied
+        if copied:
+            what = f"has copied {copied} tasks that others were late with"
+            self._tell("copy", f"worker {self._driver.worker} {what}")
+
+    def _note_dropped(self, index: int, table: StepTable, samples: int) -> None:
+        rows = enumerate(zip(table.hosts(), table.counts(), strict=True))
+        hosts = {
+            WorkerId(worker)
+            for vrank, ((worker, _), count) in rows
+            if count < self._plan.task_samples(index, vrank)
+        }
+        if self._tally.note(index, hosts, samples):
+            self._tell_of_dropped()
+
+    def _tell_of_dropped(self) -> None:
+        if self._tally.steps and self._driver.leads:
+            self._tell("backup", str(self._tally))
+
+    def _tell(self, kind: str, text: str) -> None:
+        self._driver.post(machine.Remarked(kind, text))
+
+    def _open(self) -> LedgerWriter | None:
+        if self._ledger is None:
+            self._ledger = self._new()
+        return self._ledger
+
+    def _new(self) -> LedgerWriter | None:
+        me = self._environment
+        if me.run_dir is None:
+            return None
+        return LedgerWriter(ledger_path(me.run_dir, me.worker, me.incarnation))
+
+    def _header(self) -> LedgerHeader:
+        me = self._environment
+        return LedgerHeader(
+            seed=self._seed,
+            virtual_ranks=me.virtual_ranks,
+            plan=self._plan.to_dict(),
+            worker=me.worker,
+            incarnation=me.incarnation,
+            backup=me.backup.workers,
+        )

@@ -1,0 +1,254 @@
+"""Gradients on their way from autograd into flat buckets, one partial sum per node of the tree.
+
+A bucket holds consecutive parameters of one dtype and device. As a task's backward pass fills it,
+its gradients are copied into a flat leaf, and leaves are combined along the canonical tree as soon
+as siblings meet. Nothing here knows about workers: it only says, through `on_filled`, that another
+virtual rank has contributed to a bucket. Partial sums are kept until the step is committed, so a
+reduction can be repeated after a failure and gives the same bits.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import threading
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from holdfast.core import tree
+from holdfast.core.errors import UserError
+from holdfast.train.step.probe import current
+
+FIRST_BUCKET_BYTES = 1 << 20  # a small first one lets the exchange start early
+BUCKET_BYTES = 8 << 20
+
+
+class Role(enum.Enum):
+    """Whose task a worker computes, and what for."""
+
+    HOSTED = "hosted"  # its own
+    AUDITED = "audited"  # another's, to compare
+    COPIED = "copied"  # another's, who is late with it
+
+
+class Flat:
+    """One flat buffer with a view of it for every parameter of the bucket."""
+
+    def __init__(self, params: Sequence[torch.Tensor]) -> None:
+        total = sum(p.numel() for p in params)
+        self.data = torch.zeros(total, dtype=params[0].dtype, device=params[0].device)
+        self.views: list[torch.Tensor] = []
+        start = 0
+        for p in params:
+            self.views.append(self.data[start : start + p.numel()].view(p.shape))
+            start += p.numel()
+
+
+class Bucket:
+    """Some parameters, their partial sums of the present step, and the reduced result."""
+
+    def __init__(self, index: int, params: list[torch.nn.Parameter], places: list[int]) -> None:
+        self.index = index
+        self.params = params
+        self.places = places  # of each parameter in the model's own order
+        self.result = Flat(params)
+        self.partials: dict[tree.Node, Flat] = {}
+        self.contributed: set[int] = set()
+        self.missing = len(params)  # gradients that the running backward pass still owes
+        self._spare: list[Flat] = []
+        self._scratch = self.result.data[:0]
+
+    def scratch(self, numel: int) -> torch.Tensor:
+        """At least `numel` elements to receive into; reused, so that its pages stay touched."""
+        if self._scratch.numel() < numel:
+            self._scratch = self.result.data.new_zeros(numel)
+        return self._scratch
+
+    def leaf(self) -> Flat:
+        """The gradients now in `.grad`, moved to a flat buffer; a missing one counts as 0."""
+        leaf = self._spare.pop() if self._spare else Flat(self.params)
+        grads = [p.grad for p in self.params if p.grad is not None]
+        if len(grads) == len(self.params):
+            torch._foreach_copy_(leaf.views, grads)
+        else:
+            for view, p in zip(leaf.views, self.params, strict=True):
+                view.zero_() if p.grad is None else view.copy_(p.grad)
+        for p in self.params:
+            p.grad = None
+        return leaf
+
+    def contribute(self, vrank: int, leaf: Flat, vranks: int) -> None:
+        tree.merge(self.partials, (vrank, 1), leaf, vranks, self._add)
+        self.contributed.add(vrank)
+
+    def without_share(self, nodes: Iterable[tree.Node]) -> Bucket:
+        """The same bucket with zeros for these partial sums, which may still be written."""
+        found = copy.copy(self)
+        found.partials = dict.fromkeys(nodes, Flat(self.params))
+        return found
+
+    def reuse(self, leaf: Flat) -> None:
+        """It is not needed; its memory is."""
+        self._spare.append(leaf)
+
+    def reset(self) -> None:
+        """Forget the step's partial sums; their memory is reused by the next."""
+        self._spare.extend(self.partials.values())
+        self.partials.clear()
+        self.contributed.clear()
+        self.missing = len(self.params)
+
+    def _add(self, left: Flat, right: Flat) -> Flat:
+        left.data.add_(right.data)
+        self._spare.append(right)
+        return left
+
+
+class Gradients:
+    """All buckets of the protected models. `on_filled(bucket)` is called with `lock` held."""
+
+    def __init__(
+        self,
+        params: Iterable[tuple[str, torch.nn.Parameter]],
+        vranks: int,
+        lock: threading.Condition,
+    ) -> None:
+        self._named = [(n, p) for n, p in params if p.requires_grad]
+        self._vranks = vranks
+        self._lock = lock
+        self._vrank: int | None = None  # whose backward pass is running
+        self._role = Role.HOSTED
+        self._copies: dict[int, dict[int, Flat]] = {}  # by virtual rank and bucket
+        self._reached: set[int] = set()  # buckets that the running task has filled
+        self.on_filled: Callable[[Bucket], None] = lambda bucket: None
+        self.on_leaf: Callable[[int, int, torch.Tensor], None] = lambda vrank, bucket, leaf: None
+        self._used = bytearray(len(self._named))  # plain bytes: marked once per parameter and task
+        self.buckets: list[Bucket] = []
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+
+    @property
+    def used(self) -> torch.Tensor:
+        """[parameters] bool: which ones this worker's tasks of the step have used so far."""
+        if not self._used:
+            return torch.zeros(0, dtype=torch.bool)
+        return torch.frombuffer(bytearray(self._used), dtype=torch.bool)
+
+    def attach(self) -> None:
+        """Build the buckets and hook every parameter."""
+        order = {id(p): i for i, (_, p) in enumerate(self._named)}
+        for group in _plan([p for _, p in reversed(self._named)]):
+            bucket = Bucket(len(self.buckets), group, [order[id(p)] for p in group])
+            self.buckets.append(bucket)
+            for param, place in zip(group, bucket.places, strict=True):
+                hook = self._hook(bucket, place)
+                self._handles.append(param.register_post_accumulate_grad_hook(hook))
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def begin_step(self) -> None:
+        with self._lock:
+            for bucket in self.buckets:
+                bucket.reset()
+                for leaves in self._copies.values():
+                    if bucket.index in leaves:
+                        bucket.reuse(leaves[bucket.index])
+            self._copies.clear()
+            self._used = bytearray(len(self._named))
+        for _, p in self._named:
+            p.grad = None
+
+    def begin_task(self, vrank: int, role: Role = Role.HOSTED) -> None:
+        """The gradient of an audited task is only shown `on_leaf`; that of a copy is kept apart."""
+        self._vrank, self._role = vrank, role
+        self._reached.clear()
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.params)
+
+    def end_task(self) -> None:
+        """Parameters that the backward pass did not reach contribute zeros."""
+        vrank, self._vrank = self._vrank, None
+        if vrank is None:
+            return
+        for bucket in self.buckets:
+            if bucket.index not in self._reached:
+                self._fill(bucket, vrank)
+
+    def copy_of(self, vrank: int) -> dict[int, torch.Tensor]:
+        """The gradient of a task that was copied, by bucket."""
+        return {bucket: leaf.data for bucket, leaf in self._copies[vrank].items()}
+
+    def adopt(self, vrank: int) -> None:
+        """The copy of this task is what this worker contributes."""
+        leaves = self._copies.pop(vrank)
+        for bucket in self.buckets:
+            bucket.contribute(vrank, leaves[bucket.index], self._vranks)
+            self.on_filled(bucket)
+
+    def publish(self, used: torch.Tensor, scale: float = 1.0) -> None:
+        """Point `.grad` at the reduced sums; None where no virtual rank used the parameter.
+
+        `scale`: to multiply them by, if not 1.
+        """
+        flags = used.tolist()
+        for bucket in self.buckets:
+            if scale != 1.0:
+                bucket.result.data.mul_(scale)
+            whole = zip(bucket.params, bucket.result.views, bucket.places, strict=True)
+            for param, view, place in whole:
+                param.grad = view if flags[place] else None
+
+    def _hook(self, bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]:
+        def arrived(param: torch.Tensor) -> None:
+            vrank = self._vrank
+            if vrank is None:
+                return
+            if param.grad is None or param.grad.layout != torch.strided:
+                name = self._named[index][0]
+                raise UserError(f"parameter {name} has a sparse gradient: make it dense")
+            self._used[index] = 1
+            bucket.missing -= 1
+            if bucket.missing == 0:
+                self._fill(bucket, vrank)
+            elif bucket.missing < 0:
+                name = self._named[index][0]
+                raise UserError(
+                    f"parameter {name} got a gradient twice in one backward pass: "
+                    "use non-reentrant checkpointing (use_reentrant=False)"
+                )
+
+        return arrived
+
+    def _fill(self, bucket: Bucket, vrank: int) -> None:
+        with torch.no_grad():
+            leaf = bucket.leaf()
+            self._reached.add(bucket.index)
+            current.taps.gradient(vrank, leaf.data)
+            self.on_leaf(vrank, bucket.index, leaf.data)
+            with self._lock:
+                if self._role is Role.AUDITED:
+                    bucket.reuse(leaf)
+                elif self._role is Role.COPIED:
+                    self._copies.setdefault(vrank, {})[bucket.index] = leaf
+                else:
+                    bucket.contribute(vrank, leaf, self._vranks)
+                    self.on_filled(bucket)
+
+
+def _plan(params: Sequence[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
+    """Consecutive parameters of one dtype and device, up to the byte limit (units: bytes)."""
+    groups: list[list[torch.nn.Parameter]] = []
+    filling: dict[tuple, tuple[list[torch.nn.Parameter], int]] = {}
+    for param in params:
+        key = (param.dtype, param.device)
+        group, room = filling.get(key, ([], 0))
+        size = param.numel() * param.element_size()
+        if size > room:
+            group, room = [], BUCKET_BYTES if groups else FIRST_BUCKET_BYTES
+            groups.append(group)
+        group.append(param)
+        filling[key] = group, room - size
+    return groups

@@ -1,0 +1,109 @@
+"""Fingerprints of the state, to be compared between workers: a part in each step.
+
+They cover parameters, module buffers, and what optimizers keep of each parameter. All workers take
+the same part in the same step, so that equal states have equal fingerprints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import xxhash
+
+from holdfast.train.checkpoint.state import as_bytes
+
+CHUNK = 1 << 16  # elements of a tensor that are never parted
+_WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+Chunk = tuple[torch.Tensor, int, int]
+
+
+class Fingerprints:
+    """`cycle`: steps in which all of the state is seen; 0: none of it ever is.
+
+    `buffers`: those of the modules as they were at the step's beginning.
+    """
+
+    def __init__(self, protected: Mapping[str, Any], cycle: int) -> None:
+        self.cycle = cycle
+        self._protected = protected
+        self._parts: tuple[int, list[list[Chunk]]] = (-1, [])  # with so many buffers
+
+    def of_step(self, step: int, buffers: Sequence[torch.Tensor]) -> int:
+        """63 bits of this step's part; 0 if nothing is to be compared."""
+        if not self.cycle:
+            return 0
+        parts = self._plan(buffers)
+        return self._digest(parts[step % len(parts)]) if parts else 0
+
+    def of_all(self, buffers: Sequence[torch.Tensor]) -> int:
+        """63 bits of all that is covered; 0 if nothing is to be compared."""
+        if not self.cycle:
+            return 0
+        return self._digest([chunk for part in self._plan(buffers) for chunk in part])
+
+    def _plan(self, buffers: Sequence[torch.Tensor]) -> list[list[Chunk]]:
+        """Cut into as many parts of about equal size as there are steps in a cycle."""
+        if self._parts[0] != len(buffers):  # there are none before the first step
+            chunks = list(_chunks([*self._parameters(), *buffers]))
+            total = sum((stop - start) * tensor.element_size() for tensor, start, stop in chunks)
+            count = min(self.cycle, len(chunks))
+            parts: list[list[Chunk]] = [[] for _ in range(count)]
+            at = 0
+            for tensor, start, stop in chunks:
+                parts[min(at * count // max(total, 1), count - 1)].append((tensor, start, stop))
+                at += (stop - start) * tensor.element_size()
+            self._parts = len(buffers), [part for part in parts if part]
+        return self._parts[1]
+
+    def _parameters(self) -> list[torch.Tensor]:
+        found: dict[int, torch.Tensor] = {}
+        for each in self._protected.values():
+            if isinstance(each, torch.nn.Module):
+                found.update((id(p), p) for p in each.parameters())
+            elif isinstance(each, torch.optim.Optimizer):
+                groups = each.param_groups
+                found.update((id(p), p) for group in groups for p in group["params"])
+        return [p for p in found.values() if p.layout == torch.strided]
+
+    def _digest(self, chunks: Sequence[Chunk]) -> int:
+        digest = xxhash.xxh3_64()
+        sums: list[torch.Tensor] = []
+        for tensor, start, stop in chunks:
+            for each in (tensor, *self._kept_of(tensor)):
+                alike = each.numel() == tensor.numel()
+                if not alike and start > 0:
+                    continue
+                flat = each.detach().reshape(-1)
+                flat = flat[start:stop] if alike else flat
+                if flat.is_cuda:
+                    sums.append(_sum_of_bits(flat))
+                else:
+                    digest.update(as_bytes(flat).numpy().data)
+        if sums:  # one transfer for all of them
+            gathered = torch.stack([each.to(sums[0].device) for each in sums])
+            digest.update(as_bytes(gathered).numpy().data)
+        return digest.intdigest() >> 1
+
+    def _kept_of(self, parameter: torch.Tensor) -> Iterator[torch.Tensor]:
+        for each in self._protected.values():
+            if isinstance(each, torch.optim.Optimizer) and parameter in each.state:
+                kept = each.state[parameter]
+                for name in sorted(kept, key=str):
+                    value = kept[name]
+                    if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+                        yield value
+
+
+def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[Chunk]:
+    for tensor in tensors:
+        for start in range(0, tensor.numel(), CHUNK):
+            yield tensor, start, min(start + CHUNK, tensor.numel())
+
+
+def _sum_of_bits(flat: torch.Tensor) -> torch.Tensor:
+    """Of all elements, taken as whole numbers: one flipped bit changes it. Stays on the device."""
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    return flat.view(_WHOLE_NUMBERS[flat.element_size()]).sum(dtype=torch.int64)

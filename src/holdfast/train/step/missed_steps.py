@@ -1,0 +1,98 @@
+"""Steps that a late worker has missed: kept by those who went on, and applied when it comes back.
+
+While somebody is set aside, each member keeps its piece of every reduced gradient, so that together
+they hold them all. The one that returns hands them to its script one by one, as if it had taken
+part; no state is sent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from holdfast.core.errors import Severed
+from holdfast.core.membership.formation import LAG_MAX
+from holdfast.train.step.reduction import TAG_STATE, Layout, piece_of
+from holdfast.train.step.step_state import StepState
+from holdfast.train.transport.seam import Message, Transport
+
+KEPT_BYTES_MAX = 256 << 20  # on each member; but at least
+KEPT_STEPS_MIN = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kept:
+    """A step as one member keeps it."""
+
+    view: int
+    pieces: tuple[torch.Tensor, ...]  # of each bucket's sum
+    rows: torch.Tensor  # the rest is the same on all members
+    used: torch.Tensor
+    left: torch.Tensor
+
+
+class MissedSteps:
+    """What one member keeps, or receives. `step`: what the script and the engine share."""
+
+    def __init__(self, step: StepState) -> None:
+        self._step = step
+        self._kept: dict[int, _Kept] = {}
+        self._bytes = 0
+
+    def keep(self, index: int, layout: Layout, view: int) -> None:
+        """The step is reduced, and the script has not touched it yet."""
+        step = self._step
+        results = [bucket.result.data for bucket in step.gradients.buckets]
+        left = step.buffers.left
+        self._kept[index] = _Kept(
+            view=view,
+            pieces=tuple(r[layout.piece(layout.rank, r.numel())].clone() for r in results),
+            rows=step.table.rows.clone(),
+            used=step.table.used.clone(),
+            left=torch.empty(0, dtype=torch.uint8) if left is None else left.clone(),
+        )
+        self._bytes += sum(piece.nbytes for piece in self._kept[index].pieces)
+        while len(self._kept) > LAG_MAX or (
+            self._bytes > KEPT_BYTES_MAX and len(self._kept) > KEPT_STEPS_MIN
+        ):
+            oldest = self._kept.pop(min(self._kept))
+            self._bytes -= sum(piece.nbytes for piece in oldest.pieces)
+
+    def forget(self) -> None:
+        self._kept.clear()
+        self._bytes = 0
+
+    def send(self, transport: Transport, to: int, steps: range, *, first: bool) -> None:
+        """To rank `to`; the `first` of those who send adds what all of them have. Severed."""
+        for index in steps:
+            kept = self._kept.get(index)
+            if kept is None:
+                raise Severed(f"step {index} was not kept for rank {to}")
+            sends = [(to, piece) for piece in kept.pieces if piece.numel()]
+            if first:
+                head = torch.tensor([kept.view, kept.left.numel()], dtype=torch.int64)
+                used = kept.used.to(torch.uint8)
+                sends += [(to, part) for part in (head, kept.rows, used, kept.left) if part.numel()]
+            transport.exchange(sends, [], TAG_STATE).wait()
+
+    def receive(self, transport: Transport, donors: list[int]) -> None:
+        """One step, into the place of its result. Severed."""
+        step = self._step
+        for number, donor in enumerate(donors):
+            receives: list[Message] = []
+            for bucket in step.gradients.buckets:
+                data = bucket.result.data
+                piece = data[piece_of(number, len(donors), data.numel())]
+                receives += [(donor, piece)] if piece.numel() else []
+            transport.exchange([], receives, TAG_STATE).wait()
+        head = torch.zeros(2, dtype=torch.int64)
+        used = step.table.used.to(torch.uint8)
+        same = [part for part in (head, step.table.rows, used) if part.numel()]
+        transport.exchange([], [(donors[0], part) for part in same], TAG_STATE).wait()
+        step.table.used.copy_(used)
+        left = torch.empty(int(head[1]), dtype=torch.uint8)
+        if left.numel():
+            transport.exchange([], [(donors[0], left)], TAG_STATE).wait()
+            step.buffers.left = left
+        step.reduced_in = int(head[0])

@@ -1,0 +1,307 @@
+"""The exact reduction of one step among the members of one view.
+
+Reduce-scatter by direct exchange: member i owns the i-th piece of every bucket, receives everyone's
+partial sums for that piece and folds them along the canonical tree; then the pieces are gathered by
+all. It moves the bytes of a ring all-reduce when each member holds one node of the tree. Every
+operation has two phases (gather, spread) so that many can be under way at once.
+"""
+
+from __future__ import annotations
+
+import cmath
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from holdfast.core import tree
+from holdfast.core.errors import InvariantError, Severed
+from holdfast.core.step.link_detector import NO_WAIT, Wait
+from holdfast.core.types import View, WorkerId
+from holdfast.train.checkpoint.state import as_bytes
+from holdfast.train.step.buckets import Bucket
+from holdfast.train.step.probe import current
+from holdfast.train.step.step_table import Buffers, StepTable
+from holdfast.train.step.waits import Waits
+from holdfast.train.transport.seam import Message, Pending, Transport
+
+TAG_VOTE, TAG_TABLE, TAG_BUFFERS, TAG_AUDIT, TAG_STATE, TAG_BUCKETS = 1, 2, 3, 4, 16, 1024
+Prints = tuple[int, int]  # fingerprints of a part of the state, and of all of it (0: not taken)
+# A sum is finite; or it is not: rightly so, by nobody's part of it, or by that of rank 0 (1, ...).
+# Or a copy of a task has come to other bits than the task.
+FINITE, RIGHTLY, NOBODYS, CONTRADICTED, SOMEBODYS = 0, 1, 2, 3, 4
+PIECE_ALIGN = 64  # elements; pieces start on cache lines
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Who holds which nodes of the tree in one view, seen from one member."""
+
+    rank: int
+    size: int
+    vranks: int
+    hosted: tuple[tuple[int, ...], ...]  # by rank
+    nodes: tuple[tuple[tree.Node, ...], ...]  # by rank
+
+    @classmethod
+    def of(cls, view: View, me: WorkerId, owners: Sequence[WorkerId] = ()) -> Layout:
+        """`owners`: who hosts each virtual rank, if not as at the beginning of the view."""
+        now = dataclasses.replace(view, owners=tuple(owners)) if owners else view
+        hosted = tuple(now.hosted().values())
+        vranks = len(view.owners)
+        nodes = tuple(tree.maximal_nodes(h, vranks) for h in hosted)
+        return cls(view.workers.index(me), len(view.members), vranks, hosted, nodes)
+
+    @property
+    def peers(self) -> list[int]:
+        """Every other rank, starting after one's own, so that not all send to rank 0 first."""
+        return [(self.rank + i) % self.size for i in range(1, self.size)]
+
+    def piece(self, rank: int, numel: int, turned: int = 0) -> slice:
+        """The elements of a flat buffer that `rank` sums, if each takes those of a later one."""
+        return piece_of((rank + turned) % self.size, self.size, numel)
+
+
+def piece_of(rank: int, size: int, numel: int) -> slice:
+    """The elements of a flat buffer that fall to one of `size` members."""
+    share = -(-numel // size)
+    share = -(-share // PIECE_ALIGN) * PIECE_ALIGN
+    return slice(min(rank * share, numel), min((rank + 1) * share, numel))
+
+
+class Operation(Protocol):
+    """One thing to be agreed on by all members before the vote."""
+
+    def gather(self, transport: Transport) -> None: ...
+
+    def spread(self, transport: Transport) -> None:
+        """Finish gathering, then start the second phase."""
+        ...
+
+    def finish(self) -> None: ...
+
+
+class BucketSum:
+    """The sum of one bucket over all virtual ranks, into its `result`.
+
+    With `into`, another buffer, and `turned`, the same sum is computed again by other members.
+    """
+
+    def __init__(
+        self, bucket: Bucket, layout: Layout, into: torch.Tensor | None = None, turned: int = 0
+    ) -> None:
+        self._total: torch.Tensor | None = None  # of all elements summed here
+        self._result = bucket.result.data if into is None else into
+        self._turned = turned
+        self.bucket = bucket
+        self._layout = layout
+        self._own = {n: bucket.partials[n].data for n in layout.nodes[layout.rank]}
+        self._received: dict[tree.Node, torch.Tensor] = {}
+        self._pending: Pending | None = None
+
+    def gather(self, transport: Transport) -> None:
+        layout, bucket = self._layout, self.bucket
+        own = self._piece(layout.rank)
+        width = own.stop - own.start
+        sends: list[Message] = []
+        receives: list[Message] = []
+        incoming = [(p, node) for p in layout.peers for node in layout.nodes[p]]
+        scratch = bucket.scratch(width * len(incoming))
+        for i, (peer, node) in enumerate(incoming):
+            self._received[node] = scratch[i * width : (i + 1) * width]
+            receives.append((peer, self._received[node]))
+        for peer in layout.peers:
+            piece = self._piece(peer)
+            sends += [(peer, data[piece]) for data in self._own.values()]
+            current.taps.sending(peer, sum(data[piece].nbytes for data in self._own.values()))
+        tag = TAG_BUCKETS + 2 * bucket.index
+        self._pending = transport.exchange(_nonempty(sends), _nonempty(receives), tag)
+
+    def spread(self, transport: Transport, waits: Waits | None = None) -> None:
+        _wait(self._pending, waits)
+        for part in self._received.values():
+            current.taps.received(part)
+        result, piece, peers = self._result, self._piece(self._layout.rank), self._layout.peers
+        self._fold(result[piece], piece)
+        sends = [(p, result[piece]) for p in peers]
+        receives = [(p, result[self._piece(p)]) for p in peers]
+        tag = TAG_BUCKETS + 2 * self.bucket.index + 1
+        self._pending = transport.exchange(_nonempty(sends), _nonempty(receives), tag)
+        wide = torch.float32 if result.dtype in (torch.float16, torch.bfloat16) else None
+        self._total = result[piece].sum(dtype=wide)  # while it is on its way
+
+    def finish(self) -> None:
+        _wait(self._pending)
+
+    def doubt(self) -> int:
+        """Of the piece that was summed here: FINITE, or whose part of it is not."""
+        if self._total is None or cmath.isfinite(self._total.item()):
+            return FINITE
+        owner = {node: rank for rank, nodes in enumerate(self._layout.nodes) for node in nodes}
+        piece = self._piece(self._layout.rank)
+        parts = {**self._received, **{node: data[piece] for node, data in self._own.items()}}
+        wrong = [owner[n] for n, part in parts.items() if not bool(torch.isfinite(part).all())]
+        return NOBODYS if not wrong else SOMEBODYS + min(wrong)
+
+    def agrees(self, vrank: int, leaf: torch.Tensor) -> bool:
+        """Whether a virtual rank's part is bit for bit that of `leaf`, as far as seen here."""
+        piece = self._piece(self._layout.rank)
+        for (start, width), part in self._received.items():
+            if start == vrank and min(width, self._layout.vranks - start) == 1:
+                return torch.equal(as_bytes(part), as_bytes(leaf[piece]))
+        return True
+
+    def _piece(self, rank: int) -> slice:
+        return self._layout.piece(rank, self._result.numel(), self._turned)
+
+    def _fold(self, out: torch.Tensor, piece: slice) -> None:
+        """Sum into `out` without touching the partial sums: they may be needed again."""
+        layout = self._layout
+        own = {n: data[piece] for n, data in self._own.items()}
+        kept = {id(t) for t in own.values()}
+
+        def add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+            into = next((t for t in (left, right) if id(t) not in kept), None)
+            if len(values) == 2:
+                into = out
+            return torch.add(left, right, out=torch.empty_like(left) if into is None else into)
+
+        values = {**own, **self._received}
+        total = tree.fold(values, layout.vranks, add)
+        if total.data_ptr() != out.data_ptr():
+            out.copy_(total)
+
+
+class TableGather:
+    """Everyone's rows and used flags, in everyone's table. The first word says that it is here."""
+
+    def __init__(
+        self, table: StepTable, used: torch.Tensor, layout: Layout, prints: Prints = (0, 0)
+    ) -> None:
+        self.prints = {layout.rank: prints}  # by rank; of all once `spread` has returned
+        self._table = table
+        self._used = used
+        self._layout = layout
+        self._messages: dict[int, torch.Tensor] = {}
+        self._pending: Pending | None = None
+
+    def gather(self, transport: Transport) -> None:
+        layout = self._layout
+        self._table.used.copy_(self._used)
+        head = torch.tensor([1, *self.prints[layout.rank]], dtype=torch.int64)
+        mine = torch.cat([head, self._table.pack(layout.hosted[layout.rank], self._used)])
+        none = torch.zeros_like(head)
+        self._messages = {
+            p: torch.cat([none, self._table.message(len(layout.hosted[p]))]) for p in layout.peers
+        }
+        sends = [(p, mine) for p in layout.peers]
+        self._pending = transport.exchange(
+            _nonempty(sends), _nonempty(list(self._messages.items())), TAG_TABLE
+        )
+
+    def spread(self, transport: Transport) -> None:
+        _wait(self._pending)
+        for peer, message in self._messages.items():
+            _, part, whole = message[:3].tolist()
+            self.prints[peer] = part, whole
+            self._table.unpack(self._layout.hosted[peer], message[3:])
+
+    def finish(self) -> None:
+        return
+
+    def awaited(self) -> list[int]:
+        """Ranks that are not done with their tasks yet, as far as known here."""
+        return [peer for peer, message in self._messages.items() if not message[0]]
+
+
+class BuffersSpread:
+    """The buffers that virtual rank 0 left, from its host to all: first their size, then they.
+
+    Of the first virtual rank hosted by a rank in `counted`, if that of rank 0 does not count.
+    """
+
+    def __init__(self, buffers: Buffers, layout: Layout, counted: Iterable[int]) -> None:
+        self._buffers = buffers
+        self._layout = layout
+        self._host = min((layout.hosted[r][0], r) for r in counted if layout.hosted[r])[1]
+        self._size = torch.zeros(1, dtype=torch.int64)
+        self._pending: Pending | None = None
+
+    def gather(self, transport: Transport) -> None:
+        if self._layout.rank == self._host:
+            self._buffers.left = self._buffers.kept
+            self._size[0] = len(self._left())
+        self._pending = self._send(transport, self._size)
+
+    def spread(self, transport: Transport) -> None:
+        _wait(self._pending)
+        if self._layout.rank != self._host:
+            self._buffers.left = torch.empty(int(self._size[0]), dtype=torch.uint8)
+        self._pending = self._send(transport, self._left())
+
+    def finish(self) -> None:
+        _wait(self._pending)
+
+    def _left(self) -> torch.Tensor:
+        if self._buffers.left is None:
+            raise InvariantError("virtual rank 0 left no buffers")
+        return self._buffers.left
+
+    def _send(self, transport: Transport, message: torch.Tensor) -> Pending:
+        if self._layout.rank == self._host:
+            return transport.exchange([(p, message) for p in self._layout.peers], [], TAG_BUFFERS)
+        return transport.exchange([], [(self._host, message)], TAG_BUFFERS)
+
+
+def all_gather(transport: Transport, layout: Layout, mine: torch.Tensor, tag: int) -> torch.Tensor:
+    """[size, *mine.shape]: every member's small record, by rank. Blocks; raises Severed."""
+    table = torch.empty((layout.size, *mine.shape), dtype=mine.dtype)
+    table[layout.rank] = mine
+    transport.exchange(
+        [(p, mine) for p in layout.peers], [(p, table[p]) for p in layout.peers], tag
+    ).wait()
+    return table
+
+
+@dataclass(frozen=True, slots=True)
+class Vote:
+    """What a member says at the end of a step.
+
+    `pending`: it knows of a planned change. `save`: the state after this step should be saved.
+    `busy`: it still saves another one. `alike`: what audits ask from the next step on. `doubt`:
+    whether what it has summed is finite. `compute_us`: how long its own tasks of the step took.
+    `wait`: for whom it waited at the end of the exchange.
+    """
+
+    pending: bool
+    save: bool = False
+    busy: bool = False
+    alike: int = 0
+    doubt: int = FINITE
+    compute_us: int = 0
+    wait: Wait = NO_WAIT
+
+
+def vote(transport: Transport, layout: Layout, view: int, step: int, mine: Vote) -> list[Vote]:
+    """The all-gather that ends a step: what each member says, by rank."""
+    *own, wait = dataclasses.astuple(mine)
+    words = torch.tensor([view, step, *own, *wait], dtype=torch.int64)
+    votes = all_gather(transport, layout, words, TAG_VOTE)
+    if not bool((votes[:, :2] == words[:2]).all()):
+        raise Severed(f"votes of view {view}, step {step} do not match: {votes.tolist()}")
+    return [
+        Vote(bool(pending), bool(save), bool(busy), alike, doubt, compute_us, Wait(*wait))
+        for _, _, pending, save, busy, alike, doubt, compute_us, *wait in votes.tolist()
+    ]
+
+
+def _wait(pending: Pending | None, waits: Waits | None = None) -> None:
+    if pending is None:
+        raise InvariantError("an operation was continued before it began")
+    pending.wait(waits)
+
+
+def _nonempty(messages: list[Message]) -> list[Message]:
+    return [m for m in messages if m[1].numel() > 0]

@@ -1,0 +1,163 @@
+"""What a step leaves behind besides gradients: one row per virtual rank, and module buffers.
+
+Rows hold each task's loss, sample count, sample digest and host; with them travels which parameters
+were used. Module buffers (BatchNorm's statistics) are defined as those left by virtual rank 0:
+every task starts from the buffers of the step's start, so a task stays a pure function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from holdfast.core.errors import UserError
+from holdfast.train.checkpoint.state import as_bytes
+
+LOSS, COUNT, DIGEST, WORKER, INCARNATION, COLUMNS = 0, 1, 2, 3, 4, 5
+
+
+class StepTable:
+    """One int64 row per virtual rank (the loss as the bits of a float64) and the used flags."""
+
+    def __init__(self, vranks: int, params: int) -> None:
+        self.rows = torch.zeros(vranks, COLUMNS, dtype=torch.int64)
+        self.used = torch.zeros(params, dtype=torch.bool)
+
+    def put(self, vrank: int, loss: float, count: int, digest: int, host: tuple[int, int]) -> None:
+        """One task's row; `host` is the (worker, incarnation) that computed it."""
+        bits = torch.tensor([loss], dtype=torch.float64).view(torch.int64)
+        signed = digest - (1 << 64) if digest >= 1 << 63 else digest
+        self.rows[vrank] = torch.tensor([int(bits[0]), count, signed, *host])
+
+    def take(self, vranks: Iterable[int], own: StepTable) -> None:
+        """These rows from the table of the worker that hosts them."""
+        hosted = list(vranks)
+        self.rows[hosted] = own.rows[hosted]
+
+    def drop(self, vranks: Iterable[int], host: tuple[int, int]) -> None:
+        """What `host` computes of these does not count: no loss, no samples."""
+        for vrank in vranks:
+            self.put(vrank, 0.0, 0, 0, host)
+
+    def losses(self) -> list[float]:
+        return self.rows[:, LOSS].contiguous().view(torch.float64).tolist()
+
+    def counts(self) -> list[int]:
+        return self.rows[:, COUNT].tolist()
+
+    def hosts(self) -> list[tuple[int, int]]:
+        return [(w, i) for w, i in self.rows[:, WORKER:COLUMNS].tolist()]
+
+    def digests(self) -> list[int]:
+        return [d & (2**64 - 1) for d in self.rows[:, DIGEST].tolist()]
+
+    def pack(self, vranks: Iterable[int], used: torch.Tensor) -> torch.Tensor:
+        """The rows of `vranks` and this worker's used flags as one flat int64 message."""
+        rows = self.rows[list(vranks)].flatten()
+        return torch.cat([rows, used.to(torch.int64)])
+
+    def unpack(self, vranks: Iterable[int], message: torch.Tensor) -> None:
+        hosted = list(vranks)
+        split = len(hosted) * COLUMNS
+        self.rows[hosted] = message[:split].view(-1, COLUMNS)
+        self.used |= message[split:].bool()
+
+    def message(self, hosted: int) -> torch.Tensor:
+        """An empty message of the size that a worker with that many virtual ranks sends."""
+        return torch.empty(hosted * COLUMNS + len(self.used), dtype=torch.int64)
+
+
+class Buffers:
+    """The buffers of the protected models, with their values at the start of the step.
+
+    Changes are found by comparing bytes: autograd's version counters do not notice BatchNorm's.
+    """
+
+    def __init__(self, modules: Iterable[tuple[str, torch.nn.Module]]) -> None:
+        self._places = [
+            (f"{path}.{key}", owner, key)
+            for name, module in modules
+            for path, owner in module.named_modules(prefix=name)
+            for key, value in owner._buffers.items()
+            if value is not None
+        ]
+        self._start: list[torch.Tensor] = []
+        self._left: torch.Tensor | None = None  # what virtual rank 0 left, as a message
+        self._kept: tuple[int, torch.Tensor] | None = None  # what this worker's first one left
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @property
+    def start(self) -> list[torch.Tensor]:
+        """As they were at the step's beginning."""
+        return self._start
+
+    def remember(self) -> None:
+        """Take the present values as those of the step's start."""
+        self._left = self._kept = None
+        with torch.no_grad():
+            if not self._start:
+                self._start = [owner._buffers[key].clone() for _, owner, key in self._places]
+            elif self._places:
+                torch._foreach_copy_(self._start, self._values())
+
+    def restore(self) -> None:
+        """Back to the step's start."""
+        if self._places:
+            with torch.no_grad():
+                torch._foreach_copy_(self._values(), self._start)
+
+    def changes(self) -> torch.Tensor:
+        """What a task has left, as a message."""
+        flags = torch.zeros(len(self), dtype=torch.uint8)
+        parts: list[torch.Tensor] = []
+        for i, (value, start) in enumerate(zip(self._values(), self._start, strict=True)):
+            left = as_bytes(value)
+            if not torch.equal(left, as_bytes(start)):
+                flags[i] = 1
+                parts.append(left)
+        return torch.cat([flags, *parts])
+
+    def keep(self, vrank: int, left: torch.Tensor) -> None:
+        """What this virtual rank's task has left, unless one before it has been kept."""
+        if self._kept is None or vrank <= self._kept[0]:
+            self._kept = vrank, left
+
+    @property
+    def kept(self) -> torch.Tensor | None:
+        """What the first virtual rank computed here has left, as a message."""
+        return None if self._kept is None else self._kept[1]
+
+    @property
+    def left(self) -> torch.Tensor | None:
+        """The message to send: one changed flag per buffer, then the changed ones' bytes."""
+        return self._left
+
+    @left.setter
+    def left(self, message: torch.Tensor | None) -> None:
+        self._left = message
+
+    def apply(self) -> None:
+        """Install what virtual rank 0 left as the new values, on every worker alike."""
+        self.restore()
+        if self._left is None:
+            return
+        position = len(self)
+        values = self._values()
+        with torch.no_grad():
+            for i in self._left[:position].nonzero().flatten().tolist():
+                size = values[i].numel() * values[i].element_size()
+                part = self._left[position : position + size].clone()
+                values[i].copy_(part.view(values[i].dtype).view(values[i].shape))
+                position += size
+
+    def _values(self) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = []
+        for i, (name, owner, key) in enumerate(self._places):
+            value = owner._buffers[key]
+            if value is None or (self._start and value.shape != self._start[i].shape):
+                raise UserError(f"buffer {name} changed its shape during training: keep it fixed")
+            found.append(value)
+        return found

@@ -1,0 +1,1 @@
+"""How tensors travel between the members of a view."""

@@ -1,0 +1,156 @@
+"""The NCCL transport: device tensors between GPUs, host tensors through a gloo group beside it.
+
+NCCL runs one communicator's operations in the order of their issue and ignores tags, so all
+members must issue the same exchanges in the same order: `ordered` tells the engine to reduce its
+buckets one after the other. Severing aborts the communicator, which ends its kernels on this side;
+the gloo group, cut at the same moment, carries the news to the peers.
+
+Needs a GPU for each worker; the contract suite skips without two of them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from holdfast.core.errors import Severed, first_line
+from holdfast.train.step.waits import Waits
+from holdfast.train.transport.gloo import GlooDevice, GlooTransport
+from holdfast.train.transport.seam import Message, Pending, Rendezvous, Transport
+
+TAG_UNIQUE_ID = 8
+POLL_S = 0.0005
+UNIQUE_ID_BYTES_MAX = 4096
+
+
+class _UniqueIdStore(dist.Store):
+    """All that NCCL wants of a store: rank 0 sets the communicator's id, the others get it."""
+
+    def __init__(self, rank: int, size: int, host: Transport) -> None:
+        super().__init__()
+        self._rank = rank
+        self._peers = [r for r in range(size) if r != rank]
+        self._host = host
+        self._values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # NCCL sets bytes
+        self._values[key] = bytes(value)
+        if self._rank == 0:
+            body = torch.zeros(UNIQUE_ID_BYTES_MAX, dtype=torch.uint8)
+            body[: len(value)] = torch.frombuffer(bytearray(value), dtype=torch.uint8)
+            size = torch.tensor([len(value)])
+            sends = [m for p in self._peers for m in ((p, size), (p, body))]
+            self._host.exchange(sends, [], TAG_UNIQUE_ID).wait()
+
+    def get(self, key: str) -> bytes:
+        if key not in self._values and self._rank != 0:
+            size = torch.zeros(1, dtype=torch.int64)
+            body = torch.zeros(UNIQUE_ID_BYTES_MAX, dtype=torch.uint8)
+            self._host.exchange([], [(0, size), (0, body)], TAG_UNIQUE_ID).wait()
+            self._values[key] = body[: int(size[0])].numpy().tobytes()
+        return self._values[key]
+
+    def wait(self, keys: Sequence[str], limit: timedelta | None = None) -> None:
+        for key in keys:
+            self.get(key)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+
+@dataclass(slots=True)
+class _NcclPending:
+    done: torch.cuda.Event
+    transport: NcclTransport
+    host: Pending | None
+
+    def wait(self, waits: Waits | None = None) -> None:
+        # `waits` is told nothing: NCCL does not say which peer's messages have arrived, and what
+        # comes through the host is no measure of the links between GPUs.
+        # Polled, so that a sever is noticed even when an aborted kernel never signals its event.
+        pause = threading.Event()
+        while not self.done.query():
+            if self.transport.severed:
+                raise Severed("the view was given up")
+            pause.wait(POLL_S)
+        if self.host is not None:
+            self.host.wait()
+        if self.transport.severed:
+            raise Severed("the view was given up")
+
+
+class NcclTransport:
+    """One view's NCCL communicator with its gloo companion; see `Transport` for the contract."""
+
+    ordered = True
+
+    def __init__(self, device: GlooDevice, cuda: torch.device) -> None:
+        self._cuda = cuda
+        self._host = GlooTransport(device)
+        self._group: dist.ProcessGroupNCCL | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self.severed = False
+
+    def open(self, rank: int, size: int, rendezvous: Rendezvous) -> None:
+        self._host.open(rank, size, rendezvous)
+        store = _UniqueIdStore(rank, size, self._host)
+        with torch.cuda.device(self._cuda):
+            self._stream = torch.cuda.Stream()
+            self._group = dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
+        if self.severed:
+            raise Severed("the view was given up while its group was built")
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Pending:
+        host_sends = [m for m in sends if not m[1].is_cuda]
+        host_receives = [m for m in receives if not m[1].is_cuda]
+        host = None
+        if host_sends or host_receives or not (sends or receives):
+            host = self._host.exchange(host_sends, host_receives, tag)
+        device_sends = [m for m in sends if m[1].is_cuda]
+        device_receives = [m for m in receives if m[1].is_cuda]
+        if host is not None and not (device_sends or device_receives):
+            return host
+        return _NcclPending(self._on_device(device_sends, device_receives), self, host)
+
+    def lost(self) -> Sequence[int]:
+        return self._host.lost()  # NCCL itself does not tell
+
+    def sever(self) -> None:
+        self.severed = True
+        self._host.sever()
+        group, self._group = self._group, None
+        if group is not None:
+            # An abort waits for kernels to leave: not on the caller's time.
+            threading.Thread(target=group.abort, daemon=True).start()
+
+    def close(self) -> None:
+        self.sever()
+        self._host.close()
+
+    def _on_device(self, sends: list[Message], receives: list[Message]) -> torch.cuda.Event:
+        group, stream = self._group, self._stream
+        if group is None or stream is None or self.severed:
+            raise Severed("the view was given up")
+        done = torch.cuda.Event()
+        # The tensors were written on the default stream: start after what is queued there.
+        stream.wait_stream(torch.cuda.default_stream(self._cuda))
+        try:
+            with torch.cuda.device(self._cuda), torch.cuda.stream(stream):
+                works = []
+                group._group_start()
+                for peer, tensor in receives:
+                    works.append(group.recv([tensor], peer, 0))  # type: ignore[attr-defined]
+                for peer, tensor in sends:
+                    works.append(group.send([tensor], peer, 0))  # type: ignore[attr-defined]
+                group._group_end()
+                for work in works:
+                    work.wait()  # orders the stream after the exchange; does not block the host
+                done.record()
+        except RuntimeError as error:
+            raise Severed(f"nccl: {first_line(error)}") from None
+        return done

@@ -1,0 +1,108 @@
+"""How tensors travel between the members of one view: the seam that gloo and NCCL fill.
+
+A transport knows ranks (positions in the view's members), tensors and tags; it does not know steps,
+virtual ranks or why anything is sent. The invariant every implementation keeps: `sever` may be
+called from any thread at any time, returns at once, and makes every wait, present and future, raise
+Severed on all sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from holdfast.core.errors import Severed
+from holdfast.train.step.waits import Waits
+
+Message = tuple[int, torch.Tensor]  # (peer's rank in the view, contiguous tensor)
+
+
+class Rendezvous(Protocol):
+    """How members of a view find each other: an all-gather of opaque addresses by rank."""
+
+    def publish(self, address: bytes) -> None: ...
+
+    def lookup(self, rank: int) -> bytes:
+        """Blocks until that member has published; raises Severed when the view is given up."""
+        ...
+
+
+class Pending(Protocol):
+    def wait(self, waits: Waits | None = None) -> None:
+        """Block until every send and receive of the exchange is done; raises Severed.
+
+        `waits` is told of each peer's messages as they arrive, where they can be told apart.
+        """
+        ...
+
+
+class Transport(Protocol):
+    """One view's group. `open` blocks until all members are connected.
+
+    `ordered`: tags are ignored, so all members must start the same exchanges in the same order.
+    """
+
+    ordered: bool
+
+    def open(self, rank: int, size: int, rendezvous: Rendezvous) -> None: ...
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Pending:
+        """Start sending and receiving; both sides of a message use the same tag and size.
+
+        Tensors must stay untouched until the wait returns. Messages between one pair of ranks under
+        one tag arrive in the order sent.
+        """
+        ...
+
+    def lost(self) -> Sequence[int]:
+        """Ranks that the network does not reach any more, as far as the kernel knows.
+
+        Called now and then from another thread, also while the group is being built. A peer that
+        is merely frozen or busy is never among them. A group with a connection that has ended, and
+        that nobody severs, is severed here.
+        """
+        ...
+
+    def sever(self) -> None: ...
+
+    def close(self) -> None:
+        """Free everything; never blocks."""
+        ...
+
+
+@dataclass(slots=True)
+class NothingPending:
+    """The exchange of a view with a single member."""
+
+    def wait(self, waits: Waits | None = None) -> None:
+        return
+
+
+class AloneTransport:
+    """The transport of a view with one member: nothing to send, nobody to lose."""
+
+    ordered = False
+
+    def __init__(self) -> None:
+        self._severed = False
+
+    def open(self, rank: int, size: int, rendezvous: Rendezvous) -> None:
+        if (rank, size) != (0, 1):
+            raise Severed(f"a view of {size} members needs a real transport")
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Pending:
+        if self._severed or sends or receives:
+            raise Severed("the view was given up")
+        return NothingPending()
+
+    def lost(self) -> Sequence[int]:
+        return ()
+
+    def sever(self) -> None:
+        self._severed = True
+
+    def close(self) -> None:
+        self._severed = True
