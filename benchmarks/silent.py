@@ -1,7 +1,7 @@
 """Wrong bits in running jobs: how many are found, who is named, what comes out in the end.
 
 Each job of four workers meets many injections, one at a time, at steps far enough apart to tell
-which of them an event of the job's story speaks of. An injection counts if it has struck.
+which of them an event of the job's event log speaks of. An injection counts if it has struck.
 """
 
 from __future__ import annotations

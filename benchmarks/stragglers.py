@@ -173,11 +173,11 @@ def rebalance(vranks: int, task_s: float, pairs: int, steps: int = 40) -> Balanc
 
 @dataclass(slots=True)
 class Speculation:
-    """Step times of all runs; and how often a worker was set aside."""
+    """Step times of all runs; and how often a worker was suspended."""
 
     waiting_s: list[float] = field(default_factory=list)
     going_on_s: list[float] = field(default_factory=list)
-    set_aside: int = 0
+    suspended: int = 0
     tasks: int = 0  # of all those runs, counted once
     digests: set[str] = field(default_factory=set)
 
@@ -193,7 +193,7 @@ def speculate(pairs: int, steps: int = 300, every: int = 25, task_s: float = 0.0
         ]
         x = run_job(4, task_s, steps, (), "\n".join(stalls))
         found.going_on_s += x.step_s
-        found.set_aside += x.set_aside
+        found.suspended += x.suspended
         found.tasks += 4 * steps
         y = run_job(4, task_s, steps, ("--speculation-budget", "0"), "\n".join(stalls))
         found.waiting_s += y.step_s
@@ -233,7 +233,7 @@ class Job:
     ended: list[float]  # each step, seconds since the epoch
     slow: list[tuple[float, str]]  # what is said of slow workers, and when
     digest: str
-    set_aside: int
+    suspended: int
     dropped: float  # share of the samples
 
     @property
@@ -256,14 +256,14 @@ def run_job(
         with LocalRun(folder / "run", options, command) as run:
             assert run.wait(RUN_S) == 0, run.story()
             said = [(e["time"], e["text"]) for e in run.events("slow")]
-            aside = [e for e in run.events("view") if "is set aside" in e["text"]]
+            aside = [e for e in run.events("view") if "is suspended" in e["text"]]
         told = json.loads(out.read_text())
         report = verify(folder / "run", SamplePlan.from_dict)
         return Job(
             ended=told["ended"],
             slow=[each for each in said if "not slow any more" not in each[1]],
             digest=told["digest"],
-            set_aside=len(aside),
+            suspended=len(aside),
             dropped=report.dropped / (report.dropped + report.samples),
         )
 
@@ -282,7 +282,7 @@ def main() -> None:
     x = speculate(1)
     for times in (x.waiting_s, x.going_on_s):
         print(sorted(times)[-12:], statistics.mean(times))
-    print(x.set_aside, x.digests)
+    print(x.suspended, x.digests)
     y = backup(1)
     for times in (y.waiting_s, y.dropping_s):
         print(statistics.median(times), statistics.quantiles(times, n=100)[98], max(times))

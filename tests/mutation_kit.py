@@ -124,13 +124,13 @@ TUNED: dict[str, dict[str, object]] = {
     "the_owner_is_always_right": WRONG,
     "a_joiner_vouches_for_all": WRONG,
     "wrong_sums_are_kept": WRONG,
-    "a_forsaken_state_is_begun_from": WRONG
+    "a_discarded_state_is_begun_from": WRONG
     | {"control_s": 0.2, "channel_s": 0.02, "cut_in_flight": 1.0},
     "a_committed_step_counts_as_saved": SAVES,
     "an_unreadable_checkpoint_is_tried_again": SAVES,
     "agent_obeys_an_older_term": JOINS
     | {"faults": ("coordinator_crash", "lossy"), "loss": 0.1, "duplicate": 0.3},
-    "tainted_worker_counts_as_fresh": JOINS,
+    "dirty_worker_counts_as_fresh": JOINS,
     "joiner_never_says_that_it_loads": JOINS,
     "pending_change_is_read_from_the_own_vote": JOINS
     | {"control_s": 0.2, "data_s": 0.02, "unheard_break": 1.0, "optimizer_s": 0.0},

@@ -12,7 +12,7 @@ from holdfast.core.membership import coordinator, formation
 from holdfast.core.step import worker as wo
 from holdfast.core.step.speeds import Speeds
 from holdfast.core.step.worker import WorkerMachine
-from holdfast.core.types import Laggard, View, ViewNumber, WorkerStatus
+from holdfast.core.types import LateWorker, View, ViewNumber, WorkerStatus
 from holdfast.sim.world import Machines
 from mutation_kit import mutation
 
@@ -73,13 +73,13 @@ def members_hear_different_times(patch: pytest.MonkeyPatch) -> Machines:
 
 @mutation
 def what_is_missed_is_counted_from_the_next_step(patch: pytest.MonkeyPatch) -> Machines:
-    plain = formation._laggard
+    plain = formation._late_worker
 
-    def laggard(status: WorkerStatus) -> Laggard:
+    def late_worker(status: WorkerStatus) -> LateWorker:
         found = plain(status)
         return dataclasses.replace(found, committed=found.committed + 1)
 
-    patch.setattr(formation, "_laggard", laggard)
+    patch.setattr(formation, "_late_worker", late_worker)
     return Machines()
 
 
@@ -91,7 +91,7 @@ def what_died_with_a_member_is_taken_for_kept(patch: pytest.MonkeyPatch) -> Mach
 
 @mutation
 def nobody_knows_who_is_behind(patch: pytest.MonkeyPatch) -> Machines:
-    patch.setattr(View, "lag", lambda self, worker: None)
+    patch.setattr(View, "late_worker", lambda self, worker: None)
     return Machines()
 
 
@@ -100,8 +100,8 @@ def who_catches_up_holds_the_state_already(patch: pytest.MonkeyPatch) -> Machine
     class Hasty(WorkerMachine):
         def _install(self, view: View, now: float) -> list[wo.WorkerEffect]:
             effects = super()._install(view, now)
-            if view.lag(self._status.worker) is not None:
-                self._change(has_state=True, tainted=False)
+            if view.late_worker(self._status.worker) is not None:
+                self._change(has_state=True, dirty=False)
             return effects
 
     return Machines(worker=Hasty)

@@ -11,7 +11,7 @@ from holdfast.core.step import worker as wo
 from holdfast.core.step.audit import Court, Ruling, Sentence
 from holdfast.core.step.trust import Trust
 from holdfast.core.step.worker import WorkerMachine
-from holdfast.core.types import View, Void, WorkerId
+from holdfast.core.types import Invalidation, View, WorkerId
 from holdfast.sim.world import Machines
 from mutation_kit import mutation
 
@@ -49,21 +49,21 @@ def a_joiner_vouches_for_all(patch: pytest.MonkeyPatch) -> Machines:
 @mutation
 def wrong_sums_are_kept(patch: pytest.MonkeyPatch) -> Machines:
     class Stubborn(WorkerMachine):
-        def _doubted(self, void: Void, forsaken: bool) -> list[wo.WorkerEffect]:
-            return super()._doubted(void, False)
+        def _doubted(self, invalidation: Invalidation, discarded: bool) -> list[wo.WorkerEffect]:
+            return super()._doubted(invalidation, False)
 
     return Machines(worker=Stubborn)
 
 
 @mutation
-def a_forsaken_state_is_begun_from(patch: pytest.MonkeyPatch) -> Machines:
+def a_discarded_state_is_begun_from(patch: pytest.MonkeyPatch) -> Machines:
     class Forgetful(WorkerMachine):
         def _install(self, view: View, now: float) -> list[wo.WorkerEffect]:
-            self._change(forsaken=False)
+            self._change(discarded=False)
             return super()._install(view, now)
 
         def _directed(self, directive: Any, now: float) -> list[wo.WorkerEffect]:
-            self._change(forsaken=False)
+            self._change(discarded=False)
             return super()._directed(directive, now)
 
     return Machines(worker=Forgetful)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.core.invalidations import is_void, merge
+from holdfast.core.invalidations import is_invalidated, merge
 from holdfast.core.membership.durable import Durable
 from holdfast.core.step.audit import (
     Audit,
@@ -29,10 +29,10 @@ from holdfast.core.step.trust import Doubt, Trust
 from holdfast.core.types import (
     AgentId,
     Incarnation,
+    Invalidation,
     Member,
     View,
     ViewNumber,
-    Void,
     WorkerId,
     WorkerStatus,
 )
@@ -209,41 +209,47 @@ def test_who_has_just_come_holds_what_was_compared() -> None:
     assert trust.doubt([WorkerId(0)], 21, diverged=True) == Doubt(sums=20, saved=20)
 
 
-VOIDS = st.lists(
-    st.builds(Void, after=st.integers(0, 9), view=st.integers(1, 9).map(ViewNumber)), max_size=6
+INVALIDATION = st.lists(
+    st.builds(Invalidation, after=st.integers(0, 9), view=st.integers(1, 9).map(ViewNumber)),
+    max_size=6,
 )
 
 
-@given(VOIDS, VOIDS, st.integers(0, 10), st.integers(1, 10))
-def test_what_is_void_stays_void(
-    first: list[Void], second: list[Void], step: int, view: int
+@given(INVALIDATION, INVALIDATION, st.integers(0, 10), st.integers(1, 10))
+def test_what_is_invalidated_stays_so(
+    first: list[Invalidation], second: list[Invalidation], step: int, view: int
 ) -> None:
     merged = merge(merge((), first), second)
-    plainly = any(step > void.after and view <= void.view for void in (*first, *second))
-    assert is_void(merged, step, ViewNumber(view)) == plainly
+    plainly = any(
+        step > invalidation.after and view <= invalidation.view
+        for invalidation in (*first, *second)
+    )
+    assert is_invalidated(merged, step, ViewNumber(view)) == plainly
 
 
-def told(worker: int, view: int, saved: int, *voids: Void) -> WorkerStatus:
+def told(worker: int, view: int, saved: int, *invalidations: Invalidation) -> WorkerStatus:
     return WorkerStatus(
         worker=WorkerId(worker),
         incarnation=Incarnation(1),
         view=ViewNumber(view),
         saved=saved,
-        voids=voids,
+        invalidations=invalidations,
     )
 
 
-def test_what_is_durable_is_what_was_saved_and_is_not_void() -> None:
+def test_what_is_durable_is_what_was_saved_and_is_not_invalidated() -> None:
     durable = Durable()
     for step in (10, 20, 30):
         durable.note([told(0, 1, step)])
     assert (durable.step, durable.steps) == (30, (10, 20, 30))
-    void = Void(after=15, view=ViewNumber(1), wrong=(WorkerId(3),))
-    durable.note([told(0, 1, 30), told(1, 1, 0, void)])  # the first one does not know it yet
-    assert (durable.step, durable.voids) == (10, (void,))
+    invalidation = Invalidation(after=15, view=ViewNumber(1), wrong=(WorkerId(3),))
+    durable.note(
+        [told(0, 1, 30), told(1, 1, 0, invalidation)]
+    )  # the first one does not know it yet
+    assert (durable.step, durable.invalidations) == (10, (invalidation,))
     assert durable.accused() == [WorkerId(3)]
     assert durable.accused() == []
-    durable.note([told(0, 2, 20), told(1, 1, 0, void)])  # of a later view
+    durable.note([told(0, 2, 20), told(1, 1, 0, invalidation)])  # of a later view
     assert durable.step == 20
-    later = Durable(durable.steps, durable.voids)  # another coordinator
+    later = Durable(durable.steps, durable.invalidations)  # another coordinator
     assert (later.step, later.accused()) == (20, [])

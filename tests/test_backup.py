@@ -162,7 +162,7 @@ def test_a_death_among_backup_workers(worker: int, start: Start, tmp_path: Path)
 
 
 @pytest.mark.parametrize("worker", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_worker_that_stands_still_for_long_is_set_aside_and_catches_up(
+def test_a_worker_that_stands_still_for_long_is_suspended_and_catches_up(
     worker: int, start: Start, tmp_path: Path
 ) -> None:
     """Though the step that it computes was committed without it."""
@@ -173,7 +173,7 @@ def test_a_worker_that_stands_still_for_long_is_set_aside_and_catches_up(
     report = verify(run.run_dir.path, SamplePlan.from_dict)
     assert report.ok, report.findings
     story = [event["text"] for event in run.events("view")]
-    assert any(f"worker {worker} is late in step 21 and is set aside" in text for text in story)
+    assert any(f"worker {worker} is late in step 21 and is suspended" in text for text in story)
     assert any(f"worker {worker} joins" in text for text in story)
     assert run.events("lost") == []
 

@@ -174,7 +174,7 @@ def told(run: LocalRun, what: str) -> list[str]:
 
 
 @pytest.mark.parametrize("worker", [pytest.param(2, marks=pytest.mark.slow), 0, 3])
-def test_a_late_worker_is_set_aside_and_catches_up(
+def test_a_late_worker_is_suspended_and_catches_up(
     worker: int, start: Start, reference: Reference, tmp_path: Path
 ) -> None:
     """Also the leader, and the last one.
@@ -186,7 +186,7 @@ def test_a_late_worker_is_set_aside_and_catches_up(
         assert finish(run) == reference(50)
     report = verify(run.run_dir.path, SamplePlan.from_dict)
     assert report.ok, report.findings
-    assert told(run, f"worker {worker} is late in step 20 and is set aside")
+    assert told(run, f"worker {worker} is late in step 20 and is suspended")
     assert told(run, f"worker {worker} joins")
     assert run.events("lost") == []
     log = run.run_dir.path / "logs"
@@ -208,7 +208,7 @@ def test_who_cannot_catch_up_begins_anew(
 ) -> None:
     with start(*LATE, options=disturbed(tmp_path, faults)) as run:
         assert finish(run) == reference(50)
-    assert told(run, f"worker 2 is late in step {step} and is set aside")
+    assert told(run, f"worker 2 is late in step {step} and is suspended")
     assert verify(run.run_dir.path, SamplePlan.from_dict).ok
 
 
@@ -219,7 +219,7 @@ def test_without_a_budget_everybody_is_waited_for(
     faults = disturbed(tmp_path, "worker 2 step 20 stall 2.0")
     with start(*LATE, options=(*faults, "--speculation-budget", "0")) as run:
         assert finish(run) == reference(50)
-    assert told(run, "set aside") == []
+    assert told(run, "suspended") == []
 
 
 def test_what_others_are_late_with_is_copied(
@@ -237,7 +237,7 @@ def test_what_others_are_late_with_is_copied(
 def test_a_copy_of_a_late_task_is_an_audit_for_free(
     start: Start, reference: Reference, tmp_path: Path
 ) -> None:
-    """Nothing is audited here. (A machine so busy that worker 2 is set aside uses the copy.)"""
+    """Nothing is audited here. (A machine so busy that worker 2 is suspended uses the copy.)"""
     faults = disturbed(tmp_path, "worker 2 step 20 flip gradient\nworker 2 step 20 stall 0.4")
     with start(*LATE, options=faults) as run:
         assert finish(run) == reference(50)
@@ -308,7 +308,9 @@ def test_who_computes_wrongly_again_and_again_leaves(
     with start(*AUDITED, nproc=3, options=options) as run:
         assert finish(run) == reference(20)
     assert all("worker 1 has computed" in text for text in wrong(run))
-    assert "worker 1 is left out for 60 s: it computes wrongly" in run.events("benched")[0]["text"]
+    assert (
+        "worker 1 is left out for 60 s: it computes wrongly" in run.events("quarantined")[0]["text"]
+    )
 
 
 @pytest.mark.parametrize("what", ["parameter", pytest.param("optimizer", marks=pytest.mark.slow)])
@@ -360,7 +362,7 @@ def test_what_was_computed_wrongly_before_an_audit_found_out_is_done_again(
     faults = "worker 1 from step 27 multiply wrongly"
     run, digest = with_a_store(start, tmp_path, faults, "--audit", "0.2")
     assert digest == reference(50)
-    assert run.events("benched")
+    assert run.events("quarantined")
 
 
 @pytest.mark.slow

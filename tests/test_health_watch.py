@@ -32,7 +32,7 @@ POLICY = WatchPolicy()
 EVERY_S = 10.0
 
 
-class Story:
+class EventLog:
     """Rounds of a watch, one every ten seconds."""
 
     def __init__(self, policy: WatchPolicy = POLICY) -> None:
@@ -52,7 +52,7 @@ class Story:
 
 
 def test_one_bad_round_never_drains() -> None:
-    story = Story()
+    story = EventLog()
     everything = [finding(FAIL, f"check-{n}") for n in range(50)]
     assert story.round(*everything) is Health.SUSPECT
     well = [finding(OK, f"check-{n}") for n in range(50)]
@@ -62,7 +62,7 @@ def test_one_bad_round_never_drains() -> None:
 
 
 def test_three_bad_rounds_drain_and_the_reason_says_what_and_what_to_do() -> None:
-    story = Story()
+    story = EventLog()
     bad = finding(FAIL, "gpu-ecc", subject="GPU 3", reason="2 uncorrected", advice="reset it")
     healths = [story.round(OK, bad) for _ in range(3)]
     assert healths == [Health.SUSPECT, Health.SUSPECT, Health.DRAIN]
@@ -73,49 +73,49 @@ def test_three_bad_rounds_drain_and_the_reason_says_what_and_what_to_do() -> Non
 
 
 def test_quick_calls_are_not_evidence() -> None:
-    story = Story()
+    story = EventLog()
     assert [story.round(FAIL, after_s=0.1) for _ in range(20)] == [Health.SUSPECT] * 20
 
 
 def test_a_check_that_fails_now_and_then_drains_too() -> None:
-    assert Story().rounds(FAIL, OK, FAIL, OK, FAIL)[-1] == "drain"
-    assert "drain" not in Story().rounds(*[FAIL, OK, OK, OK, OK, OK] * 5)
+    assert EventLog().rounds(FAIL, OK, FAIL, OK, FAIL)[-1] == "drain"
+    assert "drain" not in EventLog().rounds(*[FAIL, OK, OK, OK, OK, OK] * 5)
 
 
 def test_failures_of_different_checks_do_not_add_up() -> None:
-    story = Story()
+    story = EventLog()
     for number in range(9):
         assert story.round(finding(FAIL, f"check-{number}")) is not Health.DRAIN
 
 
 def test_warnings_make_suspect_and_never_drain() -> None:
-    assert Story().rounds(WARN, WARN, WARN)[-1] == "suspect"
-    assert Story().rounds(WARN, OK, OK, OK, OK, OK, WARN) == ["healthy"] * 7
-    assert "drain" not in Story().rounds(*[WARN] * 50)
+    assert EventLog().rounds(WARN, WARN, WARN)[-1] == "suspect"
+    assert EventLog().rounds(WARN, OK, OK, OK, OK, OK, WARN) == ["healthy"] * 7
+    assert "drain" not in EventLog().rounds(*[WARN] * 50)
 
 
 def test_suspicion_ends_only_after_a_clean_window() -> None:
-    story = Story()
+    story = EventLog()
     story.rounds(WARN, WARN, WARN)
     assert story.rounds(OK, OK, OK, OK, OK) == ["suspect"] * 5  # 1 warning in the window is enough
     assert story.rounds(OK) == ["healthy"]
 
 
 def test_skipped_is_no_evidence_either_way() -> None:
-    story = Story()
+    story = EventLog()
     assert story.rounds(*[SKIPPED] * 9) == ["healthy"] * 9
     story.rounds(FAIL)
     assert story.rounds(*[SKIPPED] * 20) == ["suspect"] * 20
     assert story.rounds(FAIL, *[SKIPPED] * 20, FAIL)[-1] == "drain"
 
 
-def drained(policy: WatchPolicy = POLICY) -> Story:
-    story = Story(policy)
+def drained(policy: WatchPolicy = POLICY) -> EventLog:
+    story = EventLog(policy)
     assert story.rounds(FAIL, FAIL, FAIL)[-1] == "drain"
     return story
 
 
-def probation(story: Story, grade: Grade = OK, rounds_max: int = 10_000) -> int:
+def probation(story: EventLog, grade: Grade = OK, rounds_max: int = 10_000) -> int:
     """Rounds until the node is taken back."""
     for count in range(1, rounds_max):
         if story.round(grade) is Health.HEALTHY:
@@ -132,7 +132,7 @@ def test_a_drained_node_is_taken_back_after_a_clean_probation() -> None:
 
 
 def test_what_was_once_seen_elsewhere_is_forgotten_with_the_drain() -> None:
-    story = Story()
+    story = EventLog()
     story.round(FAIL, finding(FAIL, "gpu"))
     assert story.rounds(FAIL, FAIL)[-1] == "drain"
     probation(story)
@@ -188,7 +188,7 @@ def test_a_pause_of_the_observer_is_no_clean_time() -> None:
 
 
 def test_every_further_drain_doubles_the_probation_up_to_a_limit() -> None:
-    story = Story(replace(POLICY, probation_s=100.0, probation_s_max=350.0))
+    story = EventLog(replace(POLICY, probation_s=100.0, probation_s_max=350.0))
     times = []
     for _ in range(4):
         story.rounds(FAIL, FAIL, FAIL)
@@ -197,7 +197,7 @@ def test_every_further_drain_doubles_the_probation_up_to_a_limit() -> None:
 
 
 def test_memory_is_bounded_and_clean_tracks_make_room() -> None:
-    story = Story()
+    story = EventLog()
     for number in range(TRACKS_MAX + 50):
         story.round(finding(OK, f"peer-{number}"))
     full = [finding(FAIL, f"gpu-{number}") for number in range(2 * TRACKS_MAX)]
@@ -209,7 +209,7 @@ def test_a_policy_by_which_one_sample_drains_is_refused() -> None:
     for change in ({"fails_to_drain": 1}, {"drain_s": 0.0}, {"fails_to_drain": 7}):
         with pytest.raises(InvariantError, match="one sample"):
             replace(POLICY, **change)
-    story = Story()
+    story = EventLog()
     story.round(OK)
     with pytest.raises(InvariantError, match="time went back"):
         story.round(OK, after_s=-1.0)

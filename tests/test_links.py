@@ -13,7 +13,7 @@ from holdfast.core.step.stragglers import Detector
 from holdfast.core.types import WorkerId
 from holdfast.testing.exchanges import BUCKETS, MadeUpExchange
 from holdfast.train.step.buckets import Bucket
-from holdfast.train.step.probe import Taps, current
+from holdfast.train.step.probe import Probe, current
 from holdfast.train.step.reduction import BucketSum, Layout
 from holdfast.train.transport.seam import AloneTransport, Message, NothingPending, Pending
 
@@ -112,14 +112,14 @@ def test_a_slow_network_is_found_though_another_computes_slowly() -> None:
 
 
 def test_the_fault_kit_is_told_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Counting(Taps):
+    class Counting(Probe):
         sent = 0
 
         def sending(self, peer: int, size: int) -> None:
             self.sent += size
 
-    taps = Counting()
-    monkeypatch.setattr(current, "taps", taps)
+    probe = Counting()
+    monkeypatch.setattr(current, "probe", probe)
     bucket = Bucket(0, [torch.nn.Parameter(torch.zeros(1000))], [0])
     bucket.contribute(0, bucket.leaf(), 2)
     layout = Layout(0, 2, 2, ((0,), (1,)), (((0, 1),), ((1, 1),)))
@@ -133,4 +133,4 @@ def test_the_fault_kit_is_told_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
             return NothingPending()
 
     BucketSum(bucket, layout).gather(Sink())
-    assert taps.sent == sum(tensor.nbytes for _, tensor in sent) > 1000
+    assert probe.sent == sum(tensor.nbytes for _, tensor in sent) > 1000

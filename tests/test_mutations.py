@@ -156,12 +156,12 @@ def joiner_is_admitted_in_the_middle_of_a_step(patch: pytest.MonkeyPatch) -> Mac
 
 @mutation
 def starts_again_although_survivors_hold_the_state(patch: pytest.MonkeyPatch) -> Machines:
-    return doctor(patch, has_state=False, tainted=False)
+    return doctor(patch, has_state=False, dirty=False)
 
 
 @mutation
-def tainted_worker_counts_as_fresh(patch: pytest.MonkeyPatch) -> Machines:
-    return doctor(patch, tainted=False)
+def dirty_worker_counts_as_fresh(patch: pytest.MonkeyPatch) -> Machines:
+    return doctor(patch, dirty=False)
 
 
 @mutation
@@ -192,16 +192,16 @@ def worker_acts_after_promising(patch: pytest.MonkeyPatch) -> Machines:
             return self._status.view == number
 
         def _promise(self, number: ViewNumber) -> list[wo.WorkerEffect]:
-            return [e for e in super()._promise(number) if not isinstance(e, wo.Sever)]
+            return [e for e in super()._promise(number) if not isinstance(e, wo.Abort)]
 
     return Machines(worker=Perjured)
 
 
 @mutation
-def worker_promises_without_severing(patch: pytest.MonkeyPatch) -> Machines:
+def worker_promises_without_aborting(patch: pytest.MonkeyPatch) -> Machines:
     class Attached(WorkerMachine):
         def _promise(self, number: ViewNumber) -> list[wo.WorkerEffect]:
-            return [e for e in super()._promise(number) if not isinstance(e, wo.Sever)]
+            return [e for e in super()._promise(number) if not isinstance(e, wo.Abort)]
 
     return Machines(worker=Attached)
 
@@ -330,7 +330,7 @@ def proof_is_dated_by_the_vote(patch: pytest.MonkeyPatch) -> Machines:
 
 @mutation
 def worker_minds_no_clock(patch: pytest.MonkeyPatch) -> Machines:
-    """With its agent frozen nobody suspends it, so it must stop by itself."""
+    """With its agent frozen nobody pauses it, so it must stop by itself."""
 
     class Timeless(WorkerMachine):
         def handle(self, event: wo.WorkerEvent, now: float) -> list[wo.WorkerEffect]:
@@ -410,7 +410,7 @@ def an_unreadable_checkpoint_is_tried_again(patch: pytest.MonkeyPatch) -> Machin
 
 # Where to begin looking, so that the rare ones do not take long; any later seed may find them too.
 FIRST_SEED = {
-    "a_forsaken_state_is_begun_from": 25,
+    "a_discarded_state_is_begun_from": 25,
     "worker_installs_a_view_it_gave_up": 60,
     "what_died_with_a_member_is_taken_for_kept": 130,
     "who_is_behind_is_believed_about_assignments": 190,
@@ -421,7 +421,7 @@ FIRST_SEED = {
     "stale_reports_are_believed": 40,
     "agent_obeys_an_older_term": 30,
     "worker_acts_after_promising": 30,
-    "worker_promises_without_severing": 30,
+    "worker_promises_without_aborting": 30,
 }
 
 # ---------------------------------------------------------------- the test

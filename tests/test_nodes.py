@@ -93,7 +93,7 @@ def test_a_node_that_is_cut_off_stops_and_comes_back(run: LabRun, expected: str)
     lab = run.lab
     cut_off = worker_of(run, "node2")
     fault = lab.cut(lab.hosts[2])
-    run.until(lambda: kernel_state(cut_off["pid"]) == "T", RUN_S, "its worker is suspended")
+    run.until(lambda: kernel_state(cut_off["pid"]) == "T", RUN_S, "its worker is paused")
     run.until(lambda: run.status()["view"] > 1, RUN_S, "the others go on without it")
     until_step(run, 3)
     assert kernel_state(cut_off["pid"]) in ("T", "gone")
@@ -107,7 +107,7 @@ def test_a_pair_of_nodes_that_lose_each_other(run: LabRun, expected: str) -> Non
     fault = lab.cut_pair(lab.hosts[1], lab.hosts[2])
     run.until(lambda: run.status()["view"] > 1, RUN_S, "one of them is left out")
     until_step(run, 3)
-    assert run.events("benched")
+    assert run.events("quarantined")
     lab.heal(fault)
     assert outcome(run) == expected
     assert rejoined(run)

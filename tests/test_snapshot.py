@@ -24,9 +24,17 @@ from hypothesis import strategies as st
 
 from conftest import RUN_S
 from holdfast.cli.run_command import make_spec, parser
-from holdfast.core.errors import Damaged, Severed, WorldError
+from holdfast.core.errors import Aborted, Damaged, WorldError
 from holdfast.core.step.save_interval import Pace, PacePolicy
-from holdfast.core.types import AgentId, Incarnation, Member, View, ViewNumber, Void, WorkerId
+from holdfast.core.types import (
+    AgentId,
+    Incarnation,
+    Invalidation,
+    Member,
+    View,
+    ViewNumber,
+    WorkerId,
+)
 from holdfast.runtime.node.checkpoint_writer import SCRUB_S, Writer
 from holdfast.runtime.rundir import RunDir
 from holdfast.store.checkpoints import Checkpoints
@@ -238,7 +246,7 @@ def test_a_checkpoint_that_cannot_be_read_gives_way_to_the_newest_other_one(
     assert Restorer(Checkpoints(FileStorage(tmp_path / "none")), thing).other_than(10, ()) == 0
 
 
-def test_what_is_void_is_neither_begun_from_nor_saved(
+def test_what_is_invalidated_is_neither_begun_from_nor_saved(
     tmp_path: Path, orders: socket.socket
 ) -> None:
     """Also not by a writer that had begun before it was known; what a later view saves is not."""
@@ -256,15 +264,15 @@ def test_what_is_void_is_neither_begun_from_nor_saved(
 
     for step in (10, 20, 30):
         save(step, 1)
-    void = Void(after=10, view=ViewNumber(1))
-    assert restorer.other_than(99, (void,)) == 10
-    restorer.withdraw((void,))
+    invalidation = Invalidation(after=10, view=ViewNumber(1))
+    assert restorer.other_than(99, (invalidation,)) == 10
+    restorer.withdraw((invalidation,))
     assert store.steps() == [10]
     save(40, 1)
     assert store.steps() == saved[:1] == [10]
-    assert "step 40 is void" in told[-1]
+    assert "step 40 is invalidated" in told[-1]
     save(20, 2)
-    restorer.withdraw((void,))
+    restorer.withdraw((invalidation,))
     assert store.steps() == [10, 20]
 
 
@@ -306,7 +314,7 @@ def test_nothing_wrong_is_restored(tmp_path: Path, orders: socket.socket) -> Non
     saver.at_boundary(10, view(1), WorkerId(0))
     saver.finish(RUN_S)
     store, things = Checkpoints(FileStorage(tmp_path)), [Thing(2), Thing(2)]
-    with pytest.raises(Severed, match="that rank 0 read arrived damaged"):
+    with pytest.raises(Aborted, match="that rank 0 read arrived damaged"):
         restore_together(store, 10, things, Noisy)
     assert same(things[1], Thing(2))
     (pack,) = (tmp_path / "packs").iterdir()

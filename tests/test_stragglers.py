@@ -235,7 +235,7 @@ def test_the_leader_tells_of_what_costs_something() -> None:
         leader=workers[0],
     )
 
-    def remarks(unit_us: int, leads: bool, policy: BalancePolicy | None) -> list[tuple[str, str]]:
+    def events(unit_us: int, leads: bool, policy: BalancePolicy | None) -> list[tuple[str, str]]:
         speeds, said = Speeds(view, policy), []
         for _ in range(30):
             counts = [speeds.owners.count(w) for w in workers]
@@ -245,12 +245,12 @@ def test_the_leader_tells_of_what_costs_something() -> None:
             said += speeds.observe(times, leads)
         return said
 
-    kinds = [kind for kind, _ in remarks(10_000, True, BalancePolicy())]
+    kinds = [kind for kind, _ in events(10_000, True, BalancePolicy())]
     assert kinds == ["slow", "balance"]
-    ((_, text),) = remarks(10_000, True, None)
+    ((_, text),) = events(10_000, True, None)
     assert text.startswith("worker 3 is slow: it takes 2.00 times as long")
-    assert remarks(10_000, False, BalancePolicy()) == []
-    assert [kind for kind, _ in remarks(100, True, BalancePolicy())] == ["balance"]
+    assert events(10_000, False, BalancePolicy()) == []
+    assert [kind for kind, _ in events(100, True, BalancePolicy())] == ["balance"]
 
 
 # ---------------------------------------------------------------- late workers
@@ -304,7 +304,7 @@ def test_copies_are_a_share_of_what_a_worker_computes_itself() -> None:
     assert lateness([0.1] * 100, [0.0] * 100, Patience()).copy_at == math.inf
 
 
-def test_who_is_set_aside_costs_a_share_of_all_tasks() -> None:
+def test_who_is_suspended_costs_a_share_of_all_tasks() -> None:
     budget = Budget(0.02, tasks=10)
     assert budget.allows(0)
     budget.tried(0)
@@ -313,7 +313,7 @@ def test_who_is_set_aside_costs_a_share_of_all_tasks() -> None:
     assert not Budget(0.0, tasks=10).allows(5)
 
 
-def test_copies_are_what_one_would_host_if_the_late_were_set_aside() -> None:
+def test_copies_are_what_one_would_host_if_the_late_were_suspended() -> None:
     workers, owners = _ids([0, 1, 2, 3]), _ids([0, 1, 2, 2, 3, 3])
 
     def copies(late: list[int], me: int) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from torch import nn
 
 from conftest import RUN_S
 from holdfast.core import tree
-from holdfast.core.errors import Severed, StateMismatch, UserError, WireError
+from holdfast.core.errors import Aborted, StateMismatch, UserError, WireError
 from holdfast.testing.disturbed import flip_bit
 from holdfast.train.checkpoint import state
 from holdfast.train.checkpoint.transfer import StateSync
@@ -419,7 +419,7 @@ def test_a_damaged_transfer_is_never_loaded(monkeypatch: pytest.MonkeyPatch) -> 
     donor, joiner = nn.Linear(20, 20), nn.Linear(20, 20)
     before = joiner.weight.clone()
     errors = sync_pair(donor, joiner, damage=True)
-    assert any(isinstance(e, Severed) and "damaged" in str(e) for e in errors), errors
+    assert any(isinstance(e, Aborted) and "damaged" in str(e) for e in errors), errors
     assert torch.equal(joiner.weight, before)
 
 

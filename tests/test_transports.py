@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from holdfast.core.errors import Severed, UserError
+from holdfast.core.errors import Aborted, UserError
 from holdfast.testing.transports import (
     CONTRACT,
     MakeTransport,
@@ -19,9 +19,10 @@ from holdfast.testing.transports import (
     run_contract,
 )
 from holdfast.train.environment import WorkerEnvironment, take_channel
+from holdfast.train.transport import proof, sockets
 from holdfast.train.transport.gloo import TAG_PROOF, GlooDevice, GlooTransport, _AddressStore
 from holdfast.train.transport.nccl import NcclTransport
-from holdfast.train.transport.seam import AloneTransport, proof, sockets
+from holdfast.train.transport.seam import AloneTransport
 
 KEY = b"k" * 32
 
@@ -50,7 +51,7 @@ class Echo(GlooTransport):
             heard = torch.zeros(proof.TOKEN_BYTES, dtype=torch.uint8)
             self.exchange([], [(peer, heard)], TAG_PROOF).wait()
             self.exchange([(peer, heard)], [], TAG_PROOF).wait()
-        raise Severed("it has nothing more to try")
+        raise Aborted("it has nothing more to try")
 
 
 def gloo_with_echo(rank: int) -> MakeTransport:
@@ -90,7 +91,7 @@ def test_gloo_refuses_impostors(make_of: Callable[[int], MakeTransport]) -> None
 
 
 def opens_for_nobody(seat: Seat) -> None:
-    with pytest.raises(Severed):
+    with pytest.raises(Aborted):
         seat.open("silent")
 
 
@@ -144,26 +145,26 @@ def test_nccl(case: Callable[[Seat], None]) -> None:
 def test_alone_refuses_company() -> None:
     transport = AloneTransport()
     transport.exchange([], [], 1).wait()
-    with pytest.raises(Severed):
+    with pytest.raises(Aborted):
         transport.exchange([(1, torch.zeros(1))], [], 1)
-    transport.sever()
-    with pytest.raises(Severed):
+    transport.abort()
+    with pytest.raises(Aborted):
         transport.exchange([], [], 1)
 
 
 class Forgetful(GlooTransport):
-    """A planted bug: severing does nothing."""
+    """A planted bug: aborting does nothing."""
 
-    def sever(self) -> None:
+    def abort(self) -> None:
         return
 
 
 class Trusting(GlooTransport):
     """A planted bug: to cut the connections is taken for enough."""
 
-    def sever(self) -> None:
+    def abort(self) -> None:
         sockets.cut(self._sockets)
-        self.severed = True
+        self.aborted = True
 
 
 class Scrambled(GlooTransport):
@@ -190,6 +191,6 @@ def scrambled(rank: int) -> MakeTransport:
 
 def test_the_contract_catches_planted_bugs() -> None:
     case = {c.__name__: c for c in CONTRACT}
-    assert run_contract(case["severs"], forgetful, size=2, timeout_s=5.0) != []
-    assert run_contract(case["severs_amid_messages"], trusting, size=2, timeout_s=8.0) != []
+    assert run_contract(case["aborts"], forgetful, size=2, timeout_s=5.0) != []
+    assert run_contract(case["aborts_amid_messages"], trusting, size=2, timeout_s=8.0) != []
     assert run_contract(case["keeps_order"], scrambled, size=2) != []

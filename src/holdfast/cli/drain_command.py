@@ -51,7 +51,9 @@ def parser() -> argparse.ArgumentParser:
     )
     found.add_argument("node", metavar="NODE", help="its name, as `holdfast status` shows it")
     found.add_argument("--run-dir", type=Path, required=True, help="of the job")
-    found.add_argument("--reason", default="drained by the operator", help="for the job's story")
+    found.add_argument(
+        "--reason", default="drained by the operator", help="for the job's event log"
+    )
     add_tls(found)
     return found
 

@@ -4,7 +4,7 @@ HoldfastError
 |-- UserError           the user can mend it: the message names the offending value and what to do
 |   `-- StateMismatch   a protected object cannot take the job's state
 |-- WorldError          a machine, network or disk failed; normally survived, never a bug
-|   |-- Severed         the process group of a view was broken or given up
+|   |-- Aborted         the process group of a view was broken or given up
 |   |-- WireError       a frame that is malformed, too large, unauthenticated or of another version
 |   |-- Damaged         stored bytes are not what was written
 |   |-- Unreachable     no server of a service carried out a request in time
@@ -34,7 +34,7 @@ class WorldError(HoldfastError):
     """A machine, network or disk failed."""
 
 
-class Severed(WorldError):
+class Aborted(WorldError):
     """The process group of a view cannot be used any more."""
 
 

@@ -58,7 +58,7 @@ class JobSpec:
 
     @property
     def copies(self) -> float:
-        """The share of tasks that may be copied before a late worker is set aside."""
+        """The share of tasks that may be copied before a late worker is suspended."""
         return self.speculation / 2
 
     @property

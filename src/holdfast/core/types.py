@@ -36,8 +36,8 @@ class Stage(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Remark:
-    """Something that a worker wants in the job's story, once. `number` grows within a worker."""
+class JobEvent:
+    """One event that a worker adds to the job's event log; `number` grows within a worker."""
 
     number: int
     kind: str
@@ -45,7 +45,7 @@ class Remark:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Void:
+class Invalidation:
     """Copies of the state are not to be believed: of steps beyond `after`, made up to `view`.
 
     `wrong`: who has computed wrongly in that view, again and again.
@@ -71,7 +71,7 @@ class WorkerStatus:
     view: ViewNumber = NO_VIEW  # newest view installed
     promised: ViewNumber = NO_VIEW
     has_state: bool = False  # holds the job's state after `committed` steps
-    tainted: bool = False  # neither initial nor the job's: a state was loaded but not verified
+    dirty: bool = False  # neither initial nor the job's: a state was loaded but not verified
     committed: int = 0  # steps committed; also the index of the next step
     reduced: bool = False  # holds the complete reduced gradient of step `committed`
     hosted: tuple[int, ...] = ()  # its virtual ranks in step `committed`
@@ -85,9 +85,9 @@ class WorkerStatus:
     proved_at: float = 0.0  # its node's clock: every member of `view` acted in it since then
     saved: int = 0  # the step of the newest checkpoint that it knows to be durable
     unreadable: int = 0  # the step of one that it could not read
-    voids: tuple[Void, ...] = ()  # that it knows of
-    forsaken: bool = False  # and with it this worker's own state, which it has given up
-    remarks: tuple[Remark, ...] = ()  # the newest few
+    invalidations: tuple[Invalidation, ...] = ()  # that it knows of
+    discarded: bool = False  # and with it this worker's own state, which it has given up
+    events: tuple[JobEvent, ...] = ()  # the newest few
     detail: str = ""  # why it was lost, or the traceback of a failure
     pid: int = 0
 
@@ -102,7 +102,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Laggard:
+class LateWorker:
     """A worker that the others have gone on without, in the middle of step `committed`.
 
     It keeps its state, to catch up by the gradients of the steps that it has missed.
@@ -127,9 +127,9 @@ class View:
     resume_step: int
     leader: WorkerId  # stays the same as long as it survives
     joiners: tuple[WorkerId, ...] = ()
-    aside: tuple[Laggard, ...] = ()  # no members; these keep what is needed to catch up
-    behind: tuple[Laggard, ...] = ()  # joiners that catch up
-    voids: tuple[Void, ...] = ()  # that are known
+    suspended: tuple[LateWorker, ...] = ()  # no members; these keep what is needed to catch up
+    catching_up: tuple[LateWorker, ...] = ()  # joiners that catch up
+    invalidations: tuple[Invalidation, ...] = ()  # that are known
     reason: str = ""
 
     @property
@@ -145,9 +145,9 @@ class View:
     def hosted_by(self, worker: WorkerId) -> tuple[int, ...]:
         return tuple(v for v, owner in enumerate(self.owners) if owner == worker)
 
-    def lag(self, worker: WorkerId) -> Laggard | None:
+    def late_worker(self, worker: WorkerId) -> LateWorker | None:
         """What a member has to catch up with."""
-        return next((each for each in self.behind if each.worker == worker), None)
+        return next((each for each in self.catching_up if each.worker == worker), None)
 
     def hosted(self) -> dict[WorkerId, tuple[int, ...]]:
         """What `hosted_by` says of each member, for all at once."""
@@ -235,5 +235,5 @@ class JobRecord:
     forgotten: int = 0  # greater with each record that was lost; numbers begin anew from it
     release_loop: int = 0
     saved: tuple[int, ...] = ()  # the steps of checkpoints that can be begun from
-    voids: tuple[Void, ...] = ()
+    invalidations: tuple[Invalidation, ...] = ()
     outcome: str | None = None  # None while running, "" after success, else the reason of failure

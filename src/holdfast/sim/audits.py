@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.core.step.audit import ATTEMPTS_MAX, Audit, Ruling, Sentence, judge, plan
 from holdfast.core.step.worker import Doubted, GroupBroken
-from holdfast.core.types import View, Void, WorkerId
+from holdfast.core.types import Invalidation, View, WorkerId
 from holdfast.sim.checkers import Key
 from holdfast.sim.wrong_bits import Violation
 
@@ -62,7 +62,7 @@ def alike(process: Process, group: Group) -> bool:
     view, turn = group.view, turn_of(process, group)
     if not process.world.options.cycle:
         return True
-    held = {w: group.digests[w][1] for w in (*view.donors, *(g.worker for g in view.behind))}
+    held = {w: group.digests[w][1] for w in (*view.donors, *(g.worker for g in view.catching_up))}
     if len(set(held.values())) > 1:
         differ(process, group, turn, held)
         return False
@@ -148,7 +148,7 @@ def _doubt(
 
 
 def conclude(process: Process, group: Group, turn: int) -> None:
-    """Once all have said so: who is wrong ends, and the others know what is void."""
+    """Once all have said so: who is wrong ends, and the others know what is invalidated."""
     if turn == group.doubtful and len(group.doubts[turn]) == len(group.keys):
         leave(process, group)
 
@@ -165,7 +165,7 @@ def leave(process: Process, group: Group) -> None:
     if process.worker in group.wrong:
         process.end(-9, "computes wrongly")
         return
-    forsaken = sums < NEVER or not group.wrong
+    discarded = sums < NEVER or not group.wrong
     liars = () if group.diverged else tuple(sorted(group.wrong))
-    process.feed(Doubted(Void(after=saved, view=group.view.number, wrong=liars), forsaken))
+    process.feed(Doubted(Invalidation(after=saved, view=group.view.number, wrong=liars), discarded))
     process.feed(GroupBroken(group.view.number, "somebody is wrong"))

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from holdfast.core.invalidations import Voids, is_void, merge
-from holdfast.core.membership.formation import LAG_MAX
+from holdfast.core.invalidations import Invalidations, is_invalidated, merge
+from holdfast.core.membership.formation import STEPS_MISSED_MAX
 from holdfast.core.types import RELEASE_ALL, Directive, JobRecord, View, ViewNumber, WorkerId
 from holdfast.sim.wrong_bits import Errors, Violation
 
@@ -81,7 +81,7 @@ class Truth:
         self.saved: dict[int, Copy] = {}  # checkpoints by step
         self.rotten: dict[int, bool] = {}  # those that cannot be read
         self.saved_in: dict[int, int] = {}  # their views
-        self.voids: Voids = ()  # what is withdrawn from the store
+        self.invalidations: Invalidations = ()  # what is withdrawn from the store
         self.restores = 0
 
     def start(self) -> None:
@@ -200,7 +200,7 @@ class Truth:
         self.newest = view.number
         for member in before.members if before else ():
             process = self.processes[(member.worker, member.incarnation)]
-            if before is None or not process.alive or process.suspended or out_of_time(process):
+            if before is None or not process.alive or process.paused or out_of_time(process):
                 continue
             status = process.machine.snapshot()
             if self.disk is not None and self.disk.forgotten and status.view < before.number:
@@ -210,33 +210,33 @@ class Truth:
                     f"view {view.number} was formed while worker {process.key} can still act in "
                     f"view {before.number}"
                 )
-            if not view.donors and status.has_state and not self._forsaken(before):
+            if not view.donors and status.has_state and not self._discarded(before):
                 raise Violation(f"starting again although worker {process.key} holds the state")
         if not view.donors and view.resume_step:
             self.restores += 1
-            if view.resume_step not in self.saved and not view.voids:
+            if view.resume_step not in self.saved and not view.invalidations:
                 raise Violation(f"view {view.number} begins from a checkpoint that nobody saved")
         if not view.donors:
             self.errors.began(view)
         self._balanced(view)
 
-    def _forsaken(self, view: View) -> bool:
+    def _discarded(self, view: View) -> bool:
         """Whether a member knows that the states of all are not to be believed."""
         members = (self.processes[(m.worker, m.incarnation)] for m in view.members)
-        return any(member.machine.snapshot().forsaken for member in members)
+        return any(member.machine.snapshot().discarded for member in members)
 
     def save(self, step: int, copy: Copy, view: int) -> None:
         """A checkpoint is durable, unless it has been withdrawn meanwhile."""
-        if not is_void(self.voids, step, ViewNumber(view)):
+        if not is_invalidated(self.invalidations, step, ViewNumber(view)):
             self.saved[step], self.saved_in[step] = copy, view
             self.rotten.pop(step, None)
             self.errors.saved(step)
 
     def withdrawn(self, view: View) -> None:
-        """A member of the view removes the checkpoints that are void."""
-        self.voids = merge(self.voids, view.voids)
+        """A member of the view removes the checkpoints that are invalidated."""
+        self.invalidations = merge(self.invalidations, view.invalidations)
         for step, made_in in list(self.saved_in.items()):
-            if is_void(self.voids, step, ViewNumber(made_in)):
+            if is_invalidated(self.invalidations, step, ViewNumber(made_in)):
                 del self.saved[step], self.saved_in[step]
 
     def restored(self, step: int) -> tuple[int, int | None]:
@@ -260,7 +260,7 @@ class Truth:
             raise Violation(f"worker {process.key} installs view {view.number} of others")
         lost = sorted(set(process.tokens) - set(view.hosted_by(process.worker)))
         if (
-            process.in_step and lost and view.lag(process.worker) is None
+            process.in_step and lost and view.late_worker(process.worker) is None
         ):  # what it has computed is in sums by now
             raise Violation(f"worker {process.key} loses virtual ranks {lost} in mid-step")
 
@@ -329,13 +329,13 @@ class Truth:
             )
 
     def left_aside(self, process: Process, step: int) -> None:
-        """Who was set aside comes back, or is replaced."""
+        """Who was suspended comes back, or is replaced."""
         view = self.views.get(process.machine.snapshot().view)
-        for lag in view.aside if view is not None else ():
+        for lag in view.suspended if view is not None else ():
             key = (int(lag.worker), int(lag.incarnation))
             wanted = self.ordered.get(key[0]) == key[1] and self.processes[key].alive
-            if wanted and step - lag.committed > LAG_MAX + STEPS_UNHEARD:
-                raise Violation(f"worker {key} was set aside in step {lag.committed} and forgotten")
+            if wanted and step - lag.committed > STEPS_MISSED_MAX + STEPS_UNHEARD:
+                raise Violation(f"worker {key} was suspended in step {lag.committed} and forgotten")
 
     def begun(self, process: Process) -> None:
         """A vote that announces a change is the last of its view, for everyone."""
@@ -347,7 +347,7 @@ class Truth:
             raise Violation(f"worker {process.key} diverged at step {process.step}")
 
     def woken(self, process: Process) -> None:
-        """An agent lets a suspended worker go on: it must not act in a view of the past."""
+        """An agent lets a paused worker go on: it must not act in a view of the past."""
         status = process.machine.snapshot()
         if self.newest > status.view > status.promised:
             raise Violation(f"worker {process.key} wakes in view {status.view} of {self.newest}")
@@ -361,14 +361,14 @@ class Truth:
     def acted(self, process: Process) -> None:
         """After every event of a worker: no two may believe that they lead."""
         machine = process.machine
-        leads = machine.leads(process.host.clock()) and not process.suspended
+        leads = machine.leads(process.host.clock()) and not process.paused
         if not leads or machine.snapshot().promised >= machine.snapshot().view:
             self.leading.pop(process.key, None)
             return
         self.leading[process.key] = machine.snapshot().view
         for key in list(self.leading):
             other = self.processes[key]
-            if other.suspended or not other.machine.leads(other.host.clock()):
+            if other.paused or not other.machine.leads(other.host.clock()):
                 del self.leading[key]  # its time ran out, or its agent stopped it
         if len(self.leading) > 1:
             raise Violation(f"several leaders: {self.leading}")

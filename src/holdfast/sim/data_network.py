@@ -1,6 +1,6 @@
 """The data plane of one simulated worker: groups, contributions, votes and state transfer.
 
-Per view, connections are reliable and keep order while both ends live and neither has severed. What
+Per view, connections are reliable and keep order while both ends live and neither has aborted. What
 was under way when an end closes arrives or is lost, and the other end hears of it or never does, by
 the seed. What is sent and when mirrors the real driver.
 """
@@ -273,7 +273,7 @@ def install(process: Process, view: View) -> None:
     world = process.world
     group = process.group = Group(world.data.shapes.of(view), world.data.speeds(view))
     world.truth.hosted(view.number, view.resume_step, view.owners)
-    if not view.behind:
+    if not view.catching_up:
         process.kept.clear()
     process.plan_audits()
     world.truth.withdrawn(view)
@@ -320,13 +320,13 @@ def group_ready(process: Process, number: int) -> None:
         group.synced = True
         audits.enter(process, view)
         process.feed(Synced(view.number))
-    elif view.lag(process.worker) is not None:
+    elif view.late_worker(process.worker) is not None:
         catch_up(process, group)
     elif process.worker not in shape.joiners:
         send_missed(process, group)
         process.world.truth.donated(process, view)
         for key in group.keys:
-            if WorkerId(key[0]) in shape.joiners and view.lag(WorkerId(key[0])) is None:
+            if WorkerId(key[0]) in shape.joiners and view.late_worker(WorkerId(key[0])) is None:
                 body = (process.state, process.step, process.flipped)
                 data.send(process, group, key, "state", 0, body, process.world.options.load_s)
         verify(process, number)
@@ -344,7 +344,7 @@ def group_ready(process: Process, number: int) -> None:
 def send_missed(process: Process, group: Group) -> None:
     """The steps that a returning member has missed: from each donor a share, in order."""
     view = group.view
-    for lag in view.behind:
+    for lag in view.catching_up:
         for step in range(lag.committed, view.resume_step):
             share = process.kept.get(step, NO_SHARE)
             key = (int(lag.worker), int(lag.incarnation))
@@ -459,7 +459,7 @@ def advance(process: Process) -> None:
         return
     view = group.view
     if not group.synced:
-        if view.lag(process.worker) is not None:
+        if view.late_worker(process.worker) is not None:
             catch_up(process, group)
         if len(group.digests) < len(group.keys) or audits.turn_of(process, group) in group.rulings:
             return
@@ -489,7 +489,7 @@ def advance(process: Process) -> None:
             if counted.pending:
                 process.last_step_of = group.number
             process.world.truth.hosted(view.number, step + 1, counted.owners)
-            if view.aside:
+            if view.suspended:
                 rank, size = view.workers.index(process.worker), len(view.members)
                 process.kept[step] = Share(rank, size, process.total or 0)
             process.feed(Voted(view.number, step, counted.pending, counted.owners))

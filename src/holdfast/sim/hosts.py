@@ -212,14 +212,14 @@ class AgentHost:
                 if process is not None and process.key[1] == incarnation:
                     world.truth.killed(process, reason)
                     world.at(world.rng.uniform(0.0, 0.05), process.end, -9, reason)
-            case ag.Suspend(worker, incarnation):
+            case ag.Pause(worker, incarnation):
                 process = self.processes.get(worker)
                 if process is not None and process.key[1] == incarnation:
-                    process.suspended = True
+                    process.paused = True
             case ag.Resume(worker, incarnation):
                 process = self.processes.get(worker)
                 if process is not None and process.key[1] == incarnation:
-                    process.suspended = False
+                    process.paused = False
                     world.truth.woken(process)
                     process.wake()
             case ag.Quit():

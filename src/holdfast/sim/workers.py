@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.core.step.audit import Audit, owed
 from holdfast.core.step.trust import Trust
 from holdfast.core.step.worker import (
+    Abort,
     AtBoundary,
     Begin,
     Commit,
@@ -25,7 +26,6 @@ from holdfast.core.step.worker import (
     LoopEntered,
     Release,
     Saved,
-    Sever,
     Speculate,
     Tell,
     Tick,
@@ -65,7 +65,7 @@ class Process:
         self.alive = True
         self.stopped = False  # by a signal: the kernel shows state T
         self.silent = False  # in foreign code that holds the interpreter lock
-        self.suspended = False  # by its agent
+        self.paused = False  # by its agent
         self.stuck = False  # the main thread never comes back
         self.ailing = False  # stuck or very slow at some time: it may count as hung
         self.slowness = 1.0
@@ -123,10 +123,10 @@ class Process:
 
     @property
     def running(self) -> bool:
-        return not (self.stopped or self.silent or self.suspended)
+        return not (self.stopped or self.silent or self.paused)
 
     def resume(self) -> None:
-        """No longer frozen: what piled up is handled at once, unless its agent suspended it."""
+        """No longer frozen: what piled up is handled at once, unless its agent paused it."""
         self.stopped = self.silent = False
         self.wake()
 
@@ -193,10 +193,10 @@ class Process:
         match effect:
             case Tell(status):
                 self._tell(status)
-            case Sever(number):
+            case Abort(number):
                 group = self.group
                 if group is not None and group.number <= number:
-                    self.world.data.close(self, group, "peer severed")
+                    self.world.data.close(self, group, "peer aborted")
                     audits.leave(self, group)
             case Install(view):
                 self.world.truth.installed(self, view, before)

@@ -87,10 +87,10 @@ class World:
                 losses_max=10_000,
                 backoff_s=0.1,
                 backoff_max_s=2.0,
-                bench_s=1.0,
+                quarantine_s=1.0,
                 wrong_s=1.0,
                 wrong_max_s=8.0,
-                bench_max_s=8.0,
+                quarantine_max_s=8.0,
                 probation_s=5.0,
             ),
         )

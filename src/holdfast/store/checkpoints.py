@@ -27,12 +27,12 @@ from holdfast.store.manifest import (
     Manifest,
     decode,
     decode_intent,
+    invalidation_name,
     is_withdrawn,
     manifest_name,
     step_of,
     suspect_name,
     token_of,
-    void_name,
 )
 from holdfast.store.owner_process import gone, here
 from holdfast.store.retention import Retention, choose_kept
@@ -197,14 +197,14 @@ class Checkpoints:
 
         Also those that are being saved just now never become one. Returns the steps removed.
         """
-        self.storage.put(void_name(after, view), [b"void"])
+        self.storage.put(invalidation_name(after, view), [b"invalidation"])
         removed = []
         for step in self.steps():
             try:
                 about = self.manifest(step).about
             except WorldError:
                 continue  # it cannot be begun from anyway
-            if is_withdrawn(void_name(after, view), step, about):
+            if is_withdrawn(invalidation_name(after, view), step, about):
                 self.storage.delete(manifest_name(step))
                 removed.append(step)
         return tuple(removed)

@@ -5,7 +5,7 @@
     saving/TOKEN[.N]            a save is under way, and which packs it may build upon
     parts/TOKEN.N               what one of several writers has saved, for the one that commits
     suspect/STEP-TOKEN-N        of that pack some bytes were found wrong: nothing builds upon it
-    void/STEP.VIEW              checkpoints after STEP, made up to VIEW, hold something wrong
+    invalidation/STEP.VIEW      checkpoints after STEP, made up to VIEW, hold something wrong
 
 Every entry's bytes fall into chunks of equal size (the last one is shorter). A chunk is known by
 its length and digest, so one that has not changed since an earlier checkpoint stays where it is.
@@ -30,7 +30,7 @@ DIGEST_BYTES = 16
 CHUNK_BYTES = 1 << 20
 MANIFEST_BYTES_MAX = 1 << 30
 PACKS, MANIFESTS, SAVING, PARTS = "packs/", "manifests/", "saving/", "parts/"
-SUSPECT, VOID = "suspect/", "void/"
+SUSPECT, INVALIDATION = "suspect/", "invalidation/"
 STEP_DIGITS = 12
 
 
@@ -119,13 +119,13 @@ class Intent:
     packs: tuple[str, ...] = ()
 
 
-def void_name(after: int, view: int) -> str:
-    return f"{VOID}{after:0{STEP_DIGITS}d}.{view}"
+def invalidation_name(after: int, view: int) -> str:
+    return f"{INVALIDATION}{after:0{STEP_DIGITS}d}.{view}"
 
 
 def is_withdrawn(name: str, step: int, about: dict[str, str]) -> bool:
     """Whether such a name holds for a checkpoint; one that was made in no view never is."""
-    after, _, view = name.removeprefix(VOID).partition(".")
+    after, _, view = name.removeprefix(INVALIDATION).partition(".")
     made_in = about.get("view", "")
     if not (after.isdecimal() and view.isdecimal() and made_in.isdecimal()):
         return False

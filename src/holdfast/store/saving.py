@@ -21,9 +21,9 @@ from holdfast.core.errors import WorldError, require
 from holdfast.store import compression
 from holdfast.store.manifest import (
     CHUNK_BYTES,
+    INVALIDATION,
     PARTS,
     SAVING,
-    VOID,
     Entry,
     Intent,
     Manifest,
@@ -177,10 +177,10 @@ class Saving:
         for pack in manifest.packs:
             if self._storage.size(pack) is None:
                 raise WorldError(f"step {self.step} cannot be kept: {pack} has vanished meanwhile")
-        self._refuse_void(about)
+        self._refuse_invalidated(about)
         self._storage.put(manifest_name(self.step), [encode(manifest)])
         try:
-            self._refuse_void(about)  # or whoever withdraws has seen the manifest
+            self._refuse_invalidated(about)  # or whoever withdraws has seen the manifest
         except WorldError:
             self._storage.delete(manifest_name(self.step))
             raise
@@ -190,9 +190,11 @@ class Saving:
             self._storage.delete(self._intent)
         return manifest
 
-    def _refuse_void(self, about: dict[str, str]) -> None:
-        if any(is_withdrawn(name, self.step, about) for name in self._storage.names(VOID)):
-            raise WorldError(f"step {self.step} is void: something wrong had been used before it")
+    def _refuse_invalidated(self, about: dict[str, str]) -> None:
+        if any(is_withdrawn(name, self.step, about) for name in self._storage.names(INVALIDATION)):
+            raise WorldError(
+                f"step {self.step} is invalidated: something wrong had been used before it"
+            )
 
 
 def merge(step: int, token: str, parts: Sequence[Part], about: dict[str, str]) -> Manifest:

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 from holdfast.testing.fault_script import Disturbance, parse
-from holdfast.train.step.probe import Taps, current
+from holdfast.train.step.probe import Probe, current
 
 
-class Disturber(Taps):
+class Disturber(Probe):
     """Does to one worker what is meant for it.
 
     `marks`: a directory where it remembers what has struck once: a step may be done again.
@@ -136,7 +136,7 @@ def main(argv: list[str]) -> None:
     worker = int(os.environ.get("HOLDFAST_WORKER", "0"))
     run_dir = os.environ.get("HOLDFAST_RUN_DIR")
     marks = Path(run_dir) / "faults" if run_dir else None
-    current.taps = Disturber(worker, parse(Path(faults).read_text(), faults), marks)
+    current.probe = Disturber(worker, parse(Path(faults).read_text(), faults), marks)
     sys.argv = argv[1:]
     sys.path[0] = os.path.dirname(os.path.realpath(script))
     runpy.run_path(script, run_name="__main__")

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from holdfast.core.errors import Severed
+from holdfast.core.errors import Aborted
 from holdfast.train.transport.seam import Message, Transport
 
 POLL_S = 0.001
@@ -43,7 +43,7 @@ class SharedRendezvous:
     def lookup(self, rank: int) -> bytes:
         while f"{self.group}/{rank}" not in self.addresses:
             if self.given_up.is_set():
-                raise Severed("the view was given up")
+                raise Aborted("the view was given up")
             time.sleep(POLL_S)
         return self.addresses[f"{self.group}/{rank}"]
 
@@ -105,42 +105,42 @@ def keeps_order(seat: Seat) -> None:
     transport.close()
 
 
-def severs(seat: Seat) -> None:
-    """A sever on one side ends every wait on all sides, and nothing works afterwards."""
-    transport = seat.open("severs")
-    seat.meet("severs")
+def aborts(seat: Seat) -> None:
+    """A abort on one side ends every wait on all sides, and nothing works afterwards."""
+    transport = seat.open("aborts")
+    seat.meet("aborts")
     if seat.rank == 0:
-        threading.Timer(0.05, transport.sever).start()
-    _must_sever(lambda: _never_sent(seat, transport))
-    _must_sever(lambda: _never_sent(seat, transport))
+        threading.Timer(0.05, transport.abort).start()
+    _must_abort(lambda: _never_sent(seat, transport))
+    _must_abort(lambda: _never_sent(seat, transport))
     transport.close()
 
 
-def severs_amid_messages(seat: Seat) -> None:
-    """A sever while large messages are half way ends the waits of senders and receivers alike."""
+def aborts_amid_messages(seat: Seat) -> None:
+    """A abort while large messages are half way ends the waits of senders and receivers alike."""
     for i in range(4):
         transport = seat.open(f"amid{i}")
         got = [(p, seat.full(-1, AMID_NUMEL)) for p in seat.peers() for _ in range(2)]
         sends = [(p, seat.full(i, AMID_NUMEL)) for p in seat.peers() for _ in range(2)]
         seat.meet(f"amid{i}")
         if seat.rank == i % seat.size:
-            threading.Timer(0.004 * i, transport.sever).start()
+            threading.Timer(0.004 * i, transport.abort).start()
         done = threading.Event()
         threading.Thread(target=_look_after, args=(transport, done)).start()
-        _must_sever(partial(_exchange, transport, sends, got))
+        _must_abort(partial(_exchange, transport, sends, got))
         done.set()
         transport.close()
 
 
 def survives_rebuilding(seat: Seat) -> None:
-    """Group after group works after the one before was severed."""
+    """Group after group works after the one before was aborted."""
     for i in range(4):
         transport = seat.open(f"rebuilt{i}")
         got = [(p, seat.full(-1, 1000)) for p in seat.peers()]
         transport.exchange([(p, seat.full(i, 1000)) for p in seat.peers()], got, 3).wait()
         assert all(bool((t == i).all()) for _, t in got)
         seat.meet(f"rebuilt{i}")
-        transport.sever()
+        transport.abort()
         transport.close()
 
 
@@ -152,19 +152,19 @@ def gives_up_opening(seat: Seat) -> None:
     rendezvous = SharedRendezvous(seat.addresses, "absent", seat.rank, given_up)
     transport = seat.make()
     threading.Timer(0.05, given_up.set).start()
-    _must_sever(lambda: transport.open(seat.rank, seat.size, rendezvous))
+    _must_abort(lambda: transport.open(seat.rank, seat.size, rendezvous))
     transport.close()
 
 
 def notices_death(seat: Seat) -> None:
-    """The death of a member in the middle of an exchange ends the waits of those who sever."""
+    """The death of a member in the middle of an exchange ends the waits of those who abort."""
     transport = seat.open("death")
     seat.meet("death")
     if seat.rank == seat.size - 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    if seat.rank > 0:  # rank 0 must notice by itself; its own sever then frees the others
-        threading.Timer(2.0, transport.sever).start()
-    _must_sever(lambda: _never_sent(seat, transport))
+    if seat.rank > 0:  # rank 0 must notice by itself; its own abort then frees the others
+        threading.Timer(2.0, transport.abort).start()
+    _must_abort(lambda: _never_sent(seat, transport))
     transport.close()
 
 
@@ -175,7 +175,7 @@ def refuses_impostors(seat: Seat) -> None:
     """
     try:
         seat.open("impostor")
-    except Severed as error:
+    except Aborted as error:
         seat.addresses[f"reason/{seat.rank}"] = str(error)
     else:
         raise AssertionError("a group with an impostor opened")
@@ -188,8 +188,8 @@ def refuses_impostors(seat: Seat) -> None:
 CONTRACT = [
     delivers,
     keeps_order,
-    severs,
-    severs_amid_messages,
+    aborts,
+    aborts_amid_messages,
     survives_rebuilding,
     gives_up_opening,
     notices_death,
@@ -253,9 +253,9 @@ def _never_sent(seat: Seat, transport: Transport) -> None:
     transport.exchange([], [(p, seat.full(0, 1000)) for p in seat.peers()], 77).wait()
 
 
-def _must_sever(action: Callable[[], None]) -> None:
+def _must_abort(action: Callable[[], None]) -> None:
     try:
         action()
-    except Severed:
+    except Aborted:
         return
-    raise AssertionError("the exchange ended without raising Severed")
+    raise AssertionError("the exchange ended without raising Aborted")

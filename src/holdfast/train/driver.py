@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from holdfast.core.errors import Severed, assert_never
+from holdfast.core.errors import Aborted, assert_never
 from holdfast.core.step import worker as machine
 from holdfast.core.step.speculation import Patience
 from holdfast.core.types import Incarnation, View, WorkerId, WorkerStatus
@@ -29,7 +29,7 @@ class Link(Protocol):
 
 
 class Cuttable(Protocol):
-    def sever(self) -> None: ...
+    def abort(self) -> None: ...
 
     def lost(self) -> Sequence[int]: ...
 
@@ -47,7 +47,7 @@ class Driver:
         self.worker = worker
         self.changed = threading.Condition(threading.RLock())
         self.view: View | None = None  # newest installed
-        self.severed = 0  # views up to this number must not be used
+        self.aborted = 0  # views up to this number must not be used
         self.committed = 0
         self.begun: int | None = None  # the step that the script may compute
         self.copying: int | None = None  # the step of which it may copy what others are late with
@@ -148,15 +148,15 @@ class Driver:
             return self._machine.owners
 
     def adopt_group(self, view: int, group: Cuttable) -> None:
-        """From now on severing `view` cuts `group`. Raises Severed if that has happened already."""
+        """From now on aborting `view` cuts `group`. Raises Aborted if that has happened already."""
         with self.changed:
             self.check_alive(view)
             self._group = (view, group)
 
     def check_alive(self, view: int) -> None:
         with self.changed:
-            if view <= self.severed or self.failure is not None:
-                raise Severed(f"view {view} was given up")
+            if view <= self.aborted or self.failure is not None:
+                raise Aborted(f"view {view} was given up")
 
     def learn_addresses(self, view: int, addresses: dict[WorkerId, bytes]) -> None:
         with self.changed:
@@ -167,14 +167,14 @@ class Driver:
         match effect:
             case machine.Tell(status):
                 self._link.tell(status)
-            case machine.Sever(view):
-                self.severed = max(self.severed, view)
+            case machine.Abort(view):
+                self.aborted = max(self.aborted, view)
                 if self._group is not None and self._group[0] <= view:
-                    self._group[1].sever()
+                    self._group[1].abort()
                     self._group = None
             case machine.Install(view):
                 self.view, self.copying = view, None
-                lag = view.lag(self.worker)
+                lag = view.late_worker(self.worker)
                 # It may go back: what was to be begun from may not have been readable.
                 self.committed = view.resume_step if lag is None else lag.committed
             case machine.Commit(step):

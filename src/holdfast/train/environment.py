@@ -50,7 +50,7 @@ class WorkerEnvironment:
     save_every: int = 0  # steps; 0: as often as pays
     pace: PacePolicy = field(default_factory=PacePolicy)
     audit: float = 0.0  # share of tasks that are computed twice; the same on all workers of a job
-    copies: float = 0.0  # share of tasks that may be computed again before a late one is set aside
+    copies: float = 0.0  # share of tasks that may be computed again before a late one is suspended
     audit_tolerance: float = 0.0  # of a gradient's norm, where hardware is not deterministic
     fingerprint_steps: int = 0  # in which all of the state is compared; 0: it is not
     backup: BackupPolicy = field(default_factory=BackupPolicy)  # the same on all workers of a job

@@ -330,7 +330,7 @@ class _Work:
         driver.post(machine.Saved(step, ViewNumber(view)))
 
     def _tell_of_save(self, text: str) -> None:
-        self._driver.post(machine.Remarked("save", text))
+        self._driver.post(machine.EventNoted("save", text))
 
     def loop(self, data: Batches, until: int) -> Iterator[Step]:
         """One `Job.steps` loop."""
@@ -382,7 +382,7 @@ class _Work:
             self._wait(lambda: driver.begun is not None)
             index = driver.committed
         if index < self._until:
-            current.taps.boundary(index, self._job._protected)
+            current.probe.boundary(index, self._job._protected)
             self._gradients.begin_step()
             self._step.buffers.remember()
             self._stepped = True
@@ -448,7 +448,7 @@ class _Work:
         return (owed[0], Role.AUDITED) if owed else None
 
     def _late_task(self) -> int | None:
-        """What this worker would host if those who are late were set aside."""
+        """What this worker would host if those who are late were suspended."""
         view, driver = self._driver.view, self._driver
         if view is None:
             return None
@@ -467,7 +467,7 @@ class _Work:
         self._gradients.end_task()
         step, driver = self._step, self._driver
         if role is Role.HOSTED:
-            current.taps.task(step.index or 0, vrank)
+            current.probe.task(step.index or 0, vrank)
             step.clock.end()
         left = None
         # With backup workers virtual rank 0 may be dropped.

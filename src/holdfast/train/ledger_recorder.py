@@ -1,4 +1,4 @@
-"""What one worker writes down of its steps: its copy of the ledger, and lines of the job's story.
+"""What one worker writes down of its steps: its copy of the ledger, and events of the job.
 
 Used by the script's thread; doubts come from the engine's.
 """
@@ -88,7 +88,7 @@ class Accounts:
             self._tell("backup", str(self._tally))
 
     def _tell(self, kind: str, text: str) -> None:
-        self._driver.post(machine.Remarked(kind, text))
+        self._driver.post(machine.EventNoted(kind, text))
 
     def _open(self) -> LedgerWriter | None:
         if self._ledger is None:

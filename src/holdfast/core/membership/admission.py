@@ -82,7 +82,7 @@ def choose_drained(situation: Situation) -> str:
 def attend(
     situation: Situation, waiting: tuple[AgentId, ...], not_drained: str, before: Attendance
 ) -> tuple[Attendance, Iterator[tuple[str, str]]]:
-    """The attendance now, and what is new about it: kinds and lines for the job's story."""
+    """The attendance now, and what is new about it: kinds and lines for the job's event log."""
     nodes = situation.roster.nodes
     silent = tuple(sorted(name for name in situation.silent if name in nodes))
     now = Attendance(waiting=waiting, silent=silent, not_drained=not_drained)

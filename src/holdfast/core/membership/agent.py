@@ -2,7 +2,7 @@
 
 It does not know sockets, process handles or clocks. The invariants it keeps: at most one process
 of a worker lives at a time; a worker is reported lost only after its process has ended; a worker
-whose right to act has run out (core/membership/lease.py) is suspended at once, and wakes only
+whose right to act has run out (core/membership/lease.py) is paused at once, and wakes only
 when the coordinator still wants it.
 """
 
@@ -127,7 +127,7 @@ class Kill:
 
 
 @dataclass(frozen=True, slots=True)
-class Suspend:
+class Pause:
     """Stop the process and everything it started, as they are: nothing of it may run."""
 
     worker: WorkerId
@@ -136,7 +136,7 @@ class Suspend:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Let a suspended process go on."""
+    """Let a paused process go on."""
 
     worker: WorkerId
     incarnation: Incarnation
@@ -147,7 +147,7 @@ class Quit:
     """Every worker has ended and the job is over."""
 
 
-AgentEffect = SendReport | SendWorker | Spawn | Kill | Suspend | Resume | Quit
+AgentEffect = SendReport | SendWorker | Spawn | Kill | Pause | Resume | Quit
 
 
 @dataclass(slots=True)
@@ -155,7 +155,7 @@ class _Process:
     status: WorkerStatus
     detector: FreezeDetector
     running: bool = True  # until ProcessExited
-    suspended: bool = False
+    paused: bool = False
     told: WorkerDirective | None = None
     killed_for: str = ""
 
@@ -164,7 +164,7 @@ class _Process:
 class AgentSnapshot:
     agent: AgentId
     incarnation: Incarnation
-    suspended: tuple[WorkerId, ...]
+    paused: tuple[WorkerId, ...]
     report: AgentReport
 
 
@@ -239,7 +239,7 @@ class AgentMachine:
         return AgentSnapshot(
             agent=self._agent,
             incarnation=self._incarnation,
-            suspended=tuple(w for w, p in sorted(self._processes.items()) if p.suspended),
+            paused=tuple(w for w, p in sorted(self._processes.items()) if p.paused),
             report=self._make_report(),
         )
 
@@ -337,7 +337,7 @@ class AgentMachine:
         self, worker: WorkerId, incarnation: Incarnation, sample: ProcessSample
     ) -> list[AgentEffect]:
         process = self._current(worker, incarnation)
-        if process is None or not process.running or process.suspended:
+        if process is None or not process.running or process.paused:
             return []
         reason = process.detector.observe(sample)
         return self._kill(worker, reason) if reason is not None else []
@@ -369,7 +369,7 @@ class AgentMachine:
     # ------------------------------------------------------------ time
 
     def _fence(self, now: float) -> list[AgentEffect]:
-        """Suspend who has lost the right to act; wake who has got it back and is still wanted.
+        """Pause who has lost the right to act; wake who has got it back and is still wanted.
 
         Whoever may act is told what is new. A state that the coordinator has given up by now is of
         no use: its process ends.
@@ -390,13 +390,13 @@ class AgentMachine:
             incarnation = process.status.incarnation
             if now >= until:
                 until = (self._answered_at or now) + self._policy.lease.abandon_s
-                if not process.suspended:
-                    process.suspended = True
-                    effects.append(Suspend(worker, incarnation))
+                if not process.paused:
+                    process.paused = True
+                    effects.append(Pause(worker, incarnation))
             else:
                 effects += self._forward(worker, process, until)
-                if process.suspended:
-                    process.suspended = False
+                if process.paused:
+                    process.paused = False
                     process.detector = FreezeDetector(self._policy.freeze)
                     effects.append(Resume(worker, incarnation))
             self._fence_at = until if self._fence_at is None else min(self._fence_at, until)
@@ -416,7 +416,7 @@ class AgentMachine:
             return False
         for member in view.members:
             process = self._current(member.worker, member.incarnation)
-            if process is None or not process.running or process.suspended or process.killed_for:
+            if process is None or not process.running or process.paused or process.killed_for:
                 return False
             if process.status.promised >= view.number:
                 return False

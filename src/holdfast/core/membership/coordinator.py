@@ -18,13 +18,13 @@ from holdfast.core.errors import assert_never, require
 from holdfast.core.job_spec import CoordinatorPolicy
 from holdfast.core.membership.admission import Attendance, admit, attend, choose_drained
 from holdfast.core.membership.durable import Durable, speakers
-from holdfast.core.membership.event_log import Story
+from holdfast.core.membership.event_log import EventLog
 from holdfast.core.membership.formation import (
     Proposal,
     Situation,
     beginners,
     check_view,
-    forsaken,
+    discarded,
     initial_view,
     last_view,
     make_view,
@@ -40,7 +40,7 @@ from holdfast.core.membership.formation import (
     why_change,
 )
 from holdfast.core.membership.progress import Progress
-from holdfast.core.membership.restart import bench, bench_wrong, replace_lost
+from holdfast.core.membership.restart import quarantine, quarantine_wrong, replace_lost
 from holdfast.core.membership.review_schedule import Agenda
 from holdfast.core.membership.roster import News, NodeSnapshot, Roster
 from holdfast.core.step.speculation import Budget
@@ -102,7 +102,7 @@ class SendDirective:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """One line of the job's story, with its reason, for people and for events.jsonl."""
+    """One line of the job's event log, with its reason, for people and for events.jsonl."""
 
     kind: str
     text: str
@@ -157,7 +157,7 @@ class CoordinatorMachine:
         self._views_used = record.views_used if record else ViewNumber(passed_over)
         self._release_loop = record.release_loop if record else 0
         self._outcome = record.outcome if record else None
-        self._durable = Durable(record.saved, record.voids) if record else Durable()
+        self._durable = Durable(record.saved, record.invalidations) if record else Durable()
         self._roster = Roster(record, now, Incarnation(passed_over + 1))
         self._learn_until = now + policy.lease.fence_s if forgotten else None
         self._persisted = record
@@ -169,7 +169,7 @@ class CoordinatorMachine:
         self._attendance = Attendance()
         self._budget = Budget(policy.speculation, policy.virtual_ranks)
         self._agenda = Agenda(policy, self._roster, now)
-        self._story = Story(record.slots if record else ())
+        self._story = EventLog(record.slots if record else ())
         self._finished = False
         self._checked: View | None = None
 
@@ -277,8 +277,8 @@ class CoordinatorMachine:
         view = self._view
         for status in report.workers:
             if view is not None and view.includes(status.worker, status.incarnation):
-                if self._progress.reached(status.committed) and view.aside:
-                    self._agenda.change(now)  # who is set aside falls behind
+                if self._progress.reached(status.committed) and view.suspended:
+                    self._agenda.change(now)  # who is suspended falls behind
 
     def _is_witness(self, member: Member) -> bool:
         if self._roster.dead(member.worker, member.incarnation):
@@ -310,7 +310,10 @@ class CoordinatorMachine:
         accused = self._durable.accused()
         effects: list[CoordinatorEffect] = [
             *(Announce(*news) for news in self._story.news(self._roster.newest.values())),
-            *(Announce("benched", line, w) for w, line in bench_wrong(situation, accused, restart)),
+            *(
+                Announce("quarantined", line, w)
+                for w, line in quarantine_wrong(situation, accused, restart)
+            ),
             *self._admit(situation),
             *self._replace_hung(situation),
             *self._replace_lost(situation),
@@ -424,11 +427,11 @@ class CoordinatorMachine:
         if survivors is None:
             return
         for worker in unreachable(situation):
-            wait_s = bench(self._roster, worker, situation.now, self._policy.restart)
+            wait_s = quarantine(self._roster, worker, situation.now, self._policy.restart)
             text = f"worker {worker} is left out for {wait_s:.3g} s: the network does not reach it"
-            yield Announce("benched", text, worker)
+            yield Announce("quarantined", text, worker)
         survivors = [s for s in survivors if self._roster.ordered(s)]
-        if forsaken(situation) and not finishing:
+        if discarded(situation) and not finishing:
             yield from self._go_back(situation)
             return
         if not survivors:
@@ -449,7 +452,7 @@ class CoordinatorMachine:
 
     def _go_back(self, situation: Situation) -> Iterator[CoordinatorEffect]:
         """What the workers hold is not to be believed: all begin anew, from what is durable."""
-        if self._progress.retreats(self._durable.voids):
+        if self._progress.retreats(self._durable.invalidations):
             yield Announce("back", f"the job goes back to step {self._durable.step}")
         yield from self._form_initial(situation)
 
@@ -475,7 +478,7 @@ class CoordinatorMachine:
 
     def _install(self, proposal: Proposal, now: float) -> Announce:
         number = ViewNumber(max(self._number, self._views_used) + 1)
-        staying = frozenset([*proposal.workers, *(lag.worker for lag in proposal.aside)])
+        staying = frozenset([*proposal.workers, *(lag.worker for lag in proposal.suspended)])
         self._budget.spend(proposal.redone)
         for member in self._members:
             place = self._roster.places.get(member.worker)
@@ -483,11 +486,11 @@ class CoordinatorMachine:
                 continue
             if place.incarnation == member.incarnation:
                 self._roster.order_anew(member.worker)  # left out: never again as it was
-        for lag in self._view.aside if self._view is not None else ():
-            if lag not in proposal.behind and self._roster.wants(lag.worker, lag.incarnation):
+        for lag in self._view.suspended if self._view is not None else ():
+            if lag not in proposal.catching_up and self._roster.wants(lag.worker, lag.incarnation):
                 self._roster.order_anew(lag.worker)  # what it has missed is not kept any longer
         view = make_view(proposal, number, self._view, self._roster)
-        self._view = dataclasses.replace(view, voids=self._durable.voids)
+        self._view = dataclasses.replace(view, invalidations=self._durable.invalidations)
         self._views_used = number
         self._witness_at = None
         self._agenda.stir(now)
@@ -501,7 +504,7 @@ class CoordinatorMachine:
         if view is None or self._stop_view >= view.number or self._pending_view >= view.number:
             return
         for status in too_far_behind(situation, self._progress.step):
-            yield self._order_anew(status, "it was set aside and has missed too many steps")
+            yield self._order_anew(status, "it was suspended and has missed too many steps")
         reason = why_change(
             situation, policy.virtual_ranks, policy.workers_min, self._progress.step
         )
@@ -592,7 +595,7 @@ class CoordinatorMachine:
             forgotten=self._forgotten,
             release_loop=self._release_loop,
             saved=self._durable.steps,
-            voids=self._durable.voids,
+            invalidations=self._durable.invalidations,
             outcome=self._outcome,
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from holdfast.core.invalidations import Voids, is_void, merge
+from holdfast.core.invalidations import Invalidations, is_invalidated, merge
 from holdfast.core.types import NO_VIEW, WorkerId, WorkerStatus
 
 KNOWN_MAX = 128  # checkpoints that are remembered, the newest
@@ -12,7 +12,7 @@ KNOWN_MAX = 128  # checkpoints that are remembered, the newest
 
 def speakers(statuses: Iterable[WorkerStatus]) -> Iterator[WorkerStatus]:
     """Those that say something of checkpoints: in a large job few of very many."""
-    return (s for s in statuses if s.saved or s.voids or s.unreadable)
+    return (s for s in statuses if s.saved or s.invalidations or s.unreadable)
 
 
 class Durable:
@@ -21,11 +21,11 @@ class Durable:
     Only time depends on it, never the result: replaying from an older step gives the same bits.
     """
 
-    def __init__(self, steps: Sequence[int] = (), voids: Voids = ()) -> None:
+    def __init__(self, steps: Sequence[int] = (), invalidations: Invalidations = ()) -> None:
         self.steps = tuple(steps)
-        self.voids = voids
+        self.invalidations = invalidations
         self._unreadable: tuple[int, ...] = ()
-        self._judged = max((void.view for void in voids), default=NO_VIEW)
+        self._judged = max((invalidation.view for invalidation in invalidations), default=NO_VIEW)
 
     @property
     def step(self) -> int:
@@ -33,12 +33,16 @@ class Durable:
         return self.steps[-1] if self.steps else 0
 
     def note(self, statuses: Iterable[WorkerStatus]) -> None:
-        """A checkpoint that somebody could not read, or that is void, does not count any more."""
+        """Take in what workers say; an unreadable or invalidated checkpoint counts no more."""
         found, heard = list(self.steps), list(statuses)
         for status in heard:
-            news = [void.after for void in status.voids if void not in self.voids]
+            news = [
+                invalidation.after
+                for invalidation in status.invalidations
+                if invalidation not in self.invalidations
+            ]
             found = [step for step in found if step <= min(news, default=step)]
-            self.voids = merge(self.voids, status.voids)
+            self.invalidations = merge(self.invalidations, status.invalidations)
             if status.unreadable and status.unreadable not in self._unreadable:
                 self._unreadable = (*self._unreadable, status.unreadable)
         found += [status.saved for status in heard if status.saved and self._counts(status)]
@@ -47,11 +51,17 @@ class Durable:
 
     def accused(self) -> list[WorkerId]:
         """Who computes wrongly, as far as that has not been asked for yet."""
-        news = [void for void in self.voids if void.view > self._judged]
-        self._judged = max([self._judged, *(void.view for void in news)])
-        return sorted({worker for void in news for worker in void.wrong})
+        news = [
+            invalidation for invalidation in self.invalidations if invalidation.view > self._judged
+        ]
+        self._judged = max([self._judged, *(invalidation.view for invalidation in news)])
+        return sorted({worker for invalidation in news for worker in invalidation.wrong})
 
     def _counts(self, status: WorkerStatus) -> bool:
-        """Else it speaks of a checkpoint without knowing that it is void."""
-        unknown = tuple(void for void in self.voids if void not in status.voids)
-        return not is_void(unknown, status.saved, status.view)
+        """Else it speaks of a checkpoint without knowing that it is invalidated."""
+        unknown = tuple(
+            invalidation
+            for invalidation in self.invalidations
+            if invalidation not in status.invalidations
+        )
+        return not is_invalidated(unknown, status.saved, status.view)

@@ -1,4 +1,4 @@
-"""What workers add to the job's story, each remark once, though statuses repeat them. Pure."""
+"""What workers add to the job's event log, each event once, though statuses repeat them. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from holdfast.core.types import Incarnation, Slot, WorkerId, WorkerStatus
 
 
-class Story:
+class EventLog:
     """`before`: processes that another coordinator has heard: what they say first is told."""
 
     def __init__(self, before: Iterable[Slot]) -> None:
@@ -15,15 +15,15 @@ class Story:
         self._before = {(slot.worker, slot.incarnation) for slot in before}
 
     def news(self, statuses: Iterable[WorkerStatus]) -> Iterator[tuple[str, str, WorkerId]]:
-        """Kind, text and worker of each remark that has not been told yet."""
+        """Kind, text and worker of each event that has not been told yet."""
         for status in statuses:
-            if not status.remarks:
+            if not status.events:
                 continue
-            worker, newest = status.worker, status.remarks[-1].number
+            worker, newest = status.worker, status.events[-1].number
             incarnation, told = self._told.get(worker, (None, 0))
             if incarnation != status.incarnation:
                 told = newest if (worker, status.incarnation) in self._before else 0
-            for remark in status.remarks:
-                if remark.number > told:
-                    yield remark.kind, remark.text, worker
+            for event in status.events:
+                if event.number > told:
+                    yield event.kind, event.text, worker
             self._told[worker] = status.incarnation, newest

@@ -15,7 +15,7 @@ from holdfast.core.membership.resume import resume_step
 from holdfast.core.membership.roster import Roster
 from holdfast.core.types import (
     AgentId,
-    Laggard,
+    LateWorker,
     Member,
     Stage,
     View,
@@ -24,8 +24,8 @@ from holdfast.core.types import (
     WorkerStatus,
 )
 
-BENCHED_S = 10.0  # who is left out for longer than this is not waited for
-LAG_MAX = 64  # steps that one may miss and still catch up
+QUARANTINED_S = 10.0  # who is left out for longer than this is not waited for
+STEPS_MISSED_MAX = 64  # steps that one may miss and still catch up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +37,9 @@ class Proposal:
     resume_step: int
     joiners: tuple[WorkerId, ...]
     why: str
-    aside: tuple[Laggard, ...] = ()
-    behind: tuple[Laggard, ...] = ()
-    redone: int = 0  # tasks of those set aside
+    suspended: tuple[LateWorker, ...] = ()
+    catching_up: tuple[LateWorker, ...] = ()
+    redone: int = 0  # tasks of those suspended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,12 +132,12 @@ def candidates(situation: Situation) -> list[WorkerStatus]:
     return found
 
 
-def returning(situation: Situation, step: int) -> list[Laggard]:
-    """Who was set aside, is done with what made it late, and has not missed too much."""
+def returning(situation: Situation, step: int) -> list[LateWorker]:
+    """Who was suspended, is done with what made it late, and has not missed too much."""
     view, roster, found = situation.view, situation.roster, []
-    for lag in view.aside if view is not None else ():
+    for lag in view.suspended if view is not None else ():
         status = roster.status(lag.worker, lag.incarnation)
-        if status is None or not roster.ordered(status) or step - lag.committed > LAG_MAX:
+        if status is None or not roster.ordered(status) or step - lag.committed > STEPS_MISSED_MAX:
             continue
         name = roster.places[lag.worker].agent
         done = status.waiting or status.at_boundary
@@ -148,15 +148,19 @@ def returning(situation: Situation, step: int) -> list[Laggard]:
 
 
 def too_far_behind(situation: Situation, step: int) -> list[WorkerStatus]:
-    """Who was set aside and has missed so much that a new process is sooner there."""
+    """Who was suspended and has missed so much that a new process is sooner there."""
     view, roster = situation.view, situation.roster
-    lags = view.aside if view is not None else ()
-    found = [roster.status(g.worker, g.incarnation) for g in lags if step - g.committed > LAG_MAX]
+    lags = view.suspended if view is not None else ()
+    found = [
+        roster.status(g.worker, g.incarnation)
+        for g in lags
+        if step - g.committed > STEPS_MISSED_MAX
+    ]
     return [s for s in found if s is not None and s.stage.alive and roster.ordered(s)]
 
 
 def late_ones(survivors: Sequence[WorkerStatus]) -> list[WorkerStatus]:
-    """Whom to set aside: in the middle of a task, while at least as many others wait for them."""
+    """Choose whom to suspend: in the middle of a task, while as many others or more wait."""
     newest = max(s.committed for s in survivors)
     waiting = [s for s in survivors if s.waiting or s.reduced]
     found = [s for s in survivors if s.in_step and not (s.waiting or s.reduced)]
@@ -220,7 +224,7 @@ def why_broken(
             silent.append(member.agent)
         elif status is None:
             continue
-        elif status.forsaken:
+        elif status.discarded:
             reason = reason or f"worker {member.worker} knows that something wrong was used"
         elif status.promised < view.number:
             waiting = waiting or status.waiting
@@ -267,7 +271,7 @@ def survivors_of(situation: Situation) -> list[WorkerStatus] | None:
         if member.agent in situation.silent:
             return None
         # Who was to catch up, and has not begun to, holds the state of an older step.
-        behind = view.lag(member.worker) is not None and status.view < view.number
+        behind = view.late_worker(member.worker) is not None and status.view < view.number
         if roster.ordered(status) and not behind:  # else its agent will end it
             alive.append(status)
     return [s for s in alive if s.has_state]
@@ -316,7 +320,7 @@ def next_view(
 ) -> Proposal | None:
     """The view of these survivors, with joiners if all are at rest; None to wait for more.
 
-    `minds_late`: who is late may be set aside.
+    `minds_late`: who is late may be suspended.
     """
     view = situation.view
     assert view is not None
@@ -351,21 +355,23 @@ def next_view(
     else:
         owners = assign_mid_step(staying, owners_now)
     if late:
-        why = f"worker {spans([s.worker for s in late])} is late in step {step} and is set aside"
+        why = f"worker {spans([s.worker for s in late])} is late in step {step} and is suspended"
     return Proposal(
         workers=tuple(members),
         owners=owners,
         resume_step=step,
         joiners=tuple(joining),
         why=why,
-        aside=tuple(_laggard(s) for s in late),
-        behind=tuple(back),
+        suspended=tuple(_late_worker(s) for s in late),
+        catching_up=tuple(back),
         redone=sum(len(s.hosted) for s in late),
     )
 
 
-def _laggard(status: WorkerStatus) -> Laggard:
-    return Laggard(worker=status.worker, incarnation=status.incarnation, committed=status.committed)
+def _late_worker(status: WorkerStatus) -> LateWorker:
+    return LateWorker(
+        worker=status.worker, incarnation=status.incarnation, committed=status.committed
+    )
 
 
 def _all_kept(view: View, kept: Sequence[WorkerId]) -> bool:
@@ -389,13 +395,13 @@ def stained(situation: Situation) -> list[WorkerStatus]:
     """Candidates whose state is neither the initial one nor the job's."""
     roster = situation.roster
     ready = [s for s in roster.newest.values() if s.stage == Stage.READY and roster.ordered(s)]
-    return sorted((s for s in ready if s.tainted or s.has_state), key=lambda s: s.worker)
+    return sorted((s for s in ready if s.dirty or s.has_state), key=lambda s: s.worker)
 
 
-def forsaken(situation: Situation) -> bool:
+def discarded(situation: Situation) -> bool:
     """Whether a worker says that the states which the workers hold are not to be believed."""
     roster = situation.roster
-    return any(s.forsaken and roster.ordered(s) for s in roster.newest.values())
+    return any(s.discarded and roster.ordered(s) for s in roster.newest.values())
 
 
 def present_nodes(situation: Situation) -> int:
@@ -409,8 +415,10 @@ def beginners(situation: Situation, workers_min: int | None) -> list[WorkerStatu
     Empty while more are waited for.
     """
     roster, known, now = situation.roster, situation.roster.newest, situation.now
-    ready = [s for s in candidates(situation) if not s.tainted]
-    soon = [w for w, place in roster.places.items() if (place.respawn_at or now) <= now + BENCHED_S]
+    ready = [s for s in candidates(situation) if not s.dirty]
+    soon = [
+        w for w, place in roster.places.items() if (place.respawn_at or now) <= now + QUARANTINED_S
+    ]
     pending = [w for w in soon if w not in known or known[w].stage != Stage.EXITED]
     enough = len(ready) >= len(pending) or (workers_min is not None and len(ready) >= workers_min)
     return ready if enough else []
@@ -461,8 +469,8 @@ def make_view(proposal: Proposal, number: ViewNumber, old: View | None, roster: 
         resume_step=proposal.resume_step,
         leader=old.leader if old is not None and old.leader in eligible else eligible[0],
         joiners=proposal.joiners,
-        aside=proposal.aside,
-        behind=proposal.behind,
+        suspended=proposal.suspended,
+        catching_up=proposal.catching_up,
         reason=proposal.why,
     )
 

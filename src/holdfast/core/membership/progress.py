@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.core.invalidations import Voids
+from holdfast.core.invalidations import Invalidations
 
 
 class Progress:
@@ -13,7 +13,7 @@ class Progress:
         self.losses = 0
         self._furthest = step
         self._retreats = 0  # since the job last came further than ever
-        self._voids: Voids = ()  # for which it has gone back
+        self._invalidations: Invalidations = ()  # for which it has gone back
 
     def reached(self, step: int) -> bool:
         """A member of the present view has come to a step; whether that is news."""
@@ -24,10 +24,10 @@ class Progress:
             self._furthest, self._retreats = step, 0
         return True
 
-    def retreats(self, voids: Voids) -> bool:
+    def retreats(self, invalidations: Invalidations) -> bool:
         """Workers have come to different results; whether they had not done so before."""
-        news = voids != self._voids
-        self._voids = voids
+        news = invalidations != self._invalidations
+        self._invalidations = invalidations
         self._retreats += news
         return news
 

@@ -2,7 +2,7 @@
 
 A place whose workers keep being lost, or cannot be reached by the others, is left empty for longer
 each time (exponential back-off), and starts afresh after a clean probation. Works on the roster's
-places; every change comes with a line for the job's story.
+places; every change comes with a line for the job's event log.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class RestartPolicy:
     strikes_free: int = 2  # losses of one place that are replaced at once
     backoff_s: float = 0.5  # after the next one; doubled with each further one
     backoff_max_s: float = 30.0
-    bench_s: float = 5.0  # for a worker that others cannot reach; doubled each time
-    bench_max_s: float = 300.0
+    quarantine_s: float = 5.0  # for a worker that others cannot reach; doubled each time
+    quarantine_max_s: float = 300.0
     wrong_s: float = 60.0  # for a worker that computes wrongly; doubled each time
     wrong_max_s: float = 86400.0
     probation_s: float = 60.0  # a member for so long without a loss starts afresh
@@ -57,14 +57,14 @@ def replace_lost(situation: Situation, policy: RestartPolicy) -> Iterator[tuple[
             situation.roster.order_anew(worker)
 
 
-def bench(
+def quarantine(
     roster: Roster, worker: WorkerId, now: float, policy: RestartPolicy, *, wrong: bool = False
 ) -> float:
     """Leave a worker out that others do not reach, or that is `wrong`; returns for how long (s)."""
     place = roster.places[worker]
     place.strikes += 1
     roster.order_anew(worker)  # its process, with a state that grows old, is of no use
-    first_s, most_s = policy.bench_s, policy.bench_max_s
+    first_s, most_s = policy.quarantine_s, policy.quarantine_max_s
     if wrong:
         first_s, most_s = policy.wrong_s, policy.wrong_max_s
     wait_s = _doubled(first_s, place.strikes, most_s)
@@ -72,14 +72,14 @@ def bench(
     return wait_s
 
 
-def bench_wrong(
+def quarantine_wrong(
     situation: Situation, accused: Sequence[WorkerId], policy: RestartPolicy
 ) -> Iterator[tuple[WorkerId, str]]:
     """Leave out who computes wrongly; yields a line for each."""
     roster = situation.roster
     for worker in accused:
         if worker in roster.places:
-            wait_s = bench(roster, worker, situation.now, policy, wrong=True)
+            wait_s = quarantine(roster, worker, situation.now, policy, wrong=True)
             yield worker, f"worker {worker} is left out for {wait_s:.3g} s: it computes wrongly"
 
 

@@ -121,7 +121,7 @@ class Roster:
         return News.CHANGE if changed else News.NOTHING
 
     def welcome(self, name: AgentId, view: View | None, recall: bool) -> None:
-        """An agent begins to speak: what it does not know, although it was ordered, is void.
+        """An agent begins to speak: what it does not know, although it was ordered, is invalidated.
 
         `recall`: what it runs may have been ordered without our knowing.
         """
@@ -283,8 +283,18 @@ class Roster:
 
 
 _DECISIVE = attrgetter(
-    *("incarnation", "stage", "view", "promised", "has_state", "tainted", "at_boundary"),
-    *("loop", "ended", "unreached", "late", "saved", "unreadable", "voids", "forsaken", "remarks"),
+    *("incarnation", "stage", "view", "promised", "has_state", "dirty", "at_boundary"),
+    *(
+        "loop",
+        "ended",
+        "unreached",
+        "late",
+        "saved",
+        "unreadable",
+        "invalidations",
+        "discarded",
+        "events",
+    ),
     "detail",
 )
 

@@ -40,7 +40,7 @@ def who_counts(policy: BackupPolicy, members: int, done: Mapping[int, int]) -> t
 
 
 class Tally:
-    """What was dropped in a loop, as far as one worker took part in it, for the job's story."""
+    """What was dropped in a loop, as far as one worker took part in it, for the job's event log."""
 
     def __init__(self) -> None:
         self.steps = 0  # in which something was

@@ -3,7 +3,7 @@
 A worker that is done with its tasks waits for others in nearly every step. How long it does so
 usually, and how much that varies, says when somebody is late: first its tasks are copied by those
 who wait, which does no harm; later, when that has cost as much as going on without it does, it is
-set aside (core/membership/formation.py). Both together are bounded by a share of all tasks.
+suspended (core/membership/formation.py). Both together are bounded by a share of all tasks.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Lateness:
 
 
 class Budget:
-    """For setting workers aside. `share`: of all tasks; 0: none. `tasks`: in each step.
+    """For suspending workers. `share`: of all tasks; 0: none. `tasks`: in each step.
 
     A little in advance; and one attempt at most in each step, for a stop after which nobody turns
     out to be late has cost something, too.
@@ -128,7 +128,7 @@ def worth_copying(
     late: Iterable[WorkerId],
     me: WorkerId,
 ) -> tuple[int, ...]:
-    """Virtual ranks that `me` would get if these were set aside; none if they are the most."""
+    """Virtual ranks that `me` would get if these were suspended; none if they are the most."""
     slow = frozenset(late)
     others = [worker for worker in workers if worker not in slow]
     if me not in others or len(slow) > len(others):

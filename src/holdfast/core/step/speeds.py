@@ -1,7 +1,7 @@
 """What the members of a view make of each step's times: who is slow, who hosts what. Pure.
 
 Every member observes the same numbers in the same order, so all of them hold the same assignment;
-only the leader looks for slow workers, and tells the job's story of them.
+only the leader looks for slow workers, and tells the job's event log of them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Speeds:
     ) -> list[tuple[str, str]]:
         """What each member's own tasks of a step took, and for whom it waited (not simulated).
 
-        Returns remarks: kinds and texts.
+        Returns events: kinds and texts.
         """
         counts = self._balancer.counts
         found: list[tuple[str, str]] = []

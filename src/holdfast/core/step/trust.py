@@ -32,7 +32,7 @@ class _Seen:
     joined: int  # with a state that all have compared
     agreed: int  # until this step no audit has found it wrong that has looked
     covered: int  # from this step on all its tasks were audited
-    left: int | None = None  # the step in which it was set aside
+    left: int | None = None  # the step in which it was suspended
 
 
 class Trust:
@@ -53,7 +53,7 @@ class Trust:
             elif compared:
                 seen.joined, seen.left = step, None
             self._seen[member.worker] = seen
-        for lag in (*view.aside, *view.behind):
+        for lag in (*view.suspended, *view.catching_up):
             if (seen := before.get(lag.worker)) and seen.incarnation == lag.incarnation:
                 self._seen[lag.worker] = dataclasses.replace(seen, left=lag.committed)
 

@@ -11,22 +11,22 @@ import dataclasses
 from dataclasses import dataclass
 
 from holdfast.core.errors import assert_never, require
-from holdfast.core.invalidations import Voids, is_void, merge
+from holdfast.core.invalidations import Invalidations, is_invalidated, merge
 from holdfast.core.step.speculation import Lateness, Patience
 from holdfast.core.types import (
     NO_VIEW,
     Incarnation,
-    Remark,
+    Invalidation,
+    JobEvent,
     Stage,
     View,
     ViewNumber,
-    Void,
     WorkerDirective,
     WorkerId,
     WorkerStatus,
 )
 
-REMARKS_MAX = 8  # that a status carries
+JOB_EVENTS_MAX = 8  # that a status carries
 
 
 # ---------------------------------------------------------------- events
@@ -152,16 +152,16 @@ class Unreadable:
 class Doubted:
     """The members of a view have found out that copies of the state are not to be believed.
 
-    `forsaken`: nor are the states of its members.
+    `discarded`: nor are the states of its members.
     """
 
-    void: Void
-    forsaken: bool
+    invalidation: Invalidation
+    discarded: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Remarked:
-    """Something for the job's story."""
+class EventNoted:
+    """Something for the job's event log."""
 
     kind: str
     text: str
@@ -190,7 +190,7 @@ WorkerEvent = (
     | Saved
     | Unreadable
     | Doubted
-    | Remarked
+    | EventNoted
     | Tick
 )
 
@@ -205,7 +205,7 @@ class Tell:
 
 
 @dataclass(frozen=True, slots=True)
-class Sever:
+class Abort:
     """Break the group of this view (and of every older one) at once."""
 
     view: ViewNumber
@@ -246,7 +246,7 @@ class Release:
     loop: int
 
 
-WorkerEffect = Tell | Sever | Install | Commit | Begin | Speculate | Release
+WorkerEffect = Tell | Abort | Install | Commit | Begin | Speculate | Release
 
 # ---------------------------------------------------------------- the machine
 
@@ -280,7 +280,7 @@ class WorkerMachine:
             case GroupBroken(view):
                 return self._promise(view)
             case Loading():
-                self._change(tainted=True)
+                self._change(dirty=True)
                 return []
             case Synced(view):
                 return self._group_synced(view, now)
@@ -312,16 +312,16 @@ class WorkerMachine:
             case LinkLost(view, peers):
                 return self._link_lost(view, peers)
             case Saved(step, view):
-                if not is_void(self._status.voids, step, view):
+                if not is_invalidated(self._status.invalidations, step, view):
                     self._change(saved=step)
                 return [self._tell()]
             case Unreadable(view, step, older):
-                self._change(unreadable=step, saved=older, tainted=True)
+                self._change(unreadable=step, saved=older, dirty=True)
                 return self._promise(view) or [self._tell()]
-            case Doubted(void, forsaken):
-                return self._doubted(void, forsaken)
-            case Remarked(kind, text):
-                return self._remark(kind, text)
+            case Doubted(invalidation, discarded):
+                return self._doubted(invalidation, discarded)
+            case EventNoted(kind, text):
+                return self._note_event(kind, text)
             case Tick():
                 return self._expire(now)
             case _:
@@ -388,14 +388,14 @@ class WorkerMachine:
         view = directive.view
         if view is not None and view.number > max(self._status.view, self._status.promised):
             me = view.member(self._status.worker)
-            if self._status.forsaken:
+            if self._status.discarded:
                 effects += self._promise(view.number)  # what it holds is not to be begun from
             elif me is not None and me.incarnation == self._status.incarnation:
                 effects += self._install(view, now)
         return effects + self._expire(now) + self._release(now)
 
     def _expire(self, now: float) -> list[WorkerEffect]:
-        """The second fence, for when the agent itself was too late to suspend this process.
+        """The second fence, for when the agent itself was too late to pause this process.
 
         And the time to copy what others are late with, or to say that they are.
         """
@@ -432,7 +432,7 @@ class WorkerMachine:
         if number <= self._status.promised:
             return []
         self._change(promised=number, at_boundary=self._held and self._status.has_state)
-        return [Sever(number), self._tell()]
+        return [Abort(number), self._tell()]
 
     def _install(self, view: View, now: float) -> list[WorkerEffect]:
         status = self._status
@@ -441,7 +441,7 @@ class WorkerMachine:
             effects += self._promise(status.view)
         joining = status.worker in view.joiners
         require(
-            joining != status.has_state or view.lag(status.worker) is not None,
+            joining != status.has_state or view.late_worker(status.worker) is not None,
             f"view {view.number} takes worker {status.worker} for "
             f"{'a joiner' if joining else 'a donor'}, but has_state is {status.has_state}",
         )
@@ -451,8 +451,8 @@ class WorkerMachine:
             joining or status.committed <= view.resume_step,
             f"view {view.number} goes back to step {view.resume_step} from {status.committed}",
         )
-        self._avoid(view.voids)
-        behind = view.lag(status.worker) is not None
+        self._avoid(view.invalidations)
+        behind = view.late_worker(status.worker) is not None
         committing = not joining and status.committed < view.resume_step
         if committing:
             require(
@@ -473,7 +473,7 @@ class WorkerMachine:
             unreached=(),
         )
         if behind:  # of no use to anybody until it has caught up
-            self._change(has_state=False, tainted=True)
+            self._change(has_state=False, dirty=True)
         self.lateness.view(now)
         self._copying = False
         effects += [Install(view), self._tell()]
@@ -489,7 +489,7 @@ class WorkerMachine:
         if not self._status.has_state:
             hosted = self._view.hosted_by(self._status.worker)
             step = self._view.resume_step
-            self._change(has_state=True, tainted=False, committed=step, hosted=hosted)
+            self._change(has_state=True, dirty=False, committed=step, hosted=hosted)
         return [self._tell(), *self._begin()]
 
     def _begin(self) -> list[WorkerEffect]:
@@ -546,26 +546,30 @@ class WorkerMachine:
             return []
         return self._begin()
 
-    def _doubted(self, void: Void, forsaken: bool) -> list[WorkerEffect]:
-        newest = max(void.view, self._status.view)  # it may have been told of another meanwhile
-        self._avoid((dataclasses.replace(void, view=newest),))
-        if forsaken:
-            self._change(forsaken=True, has_state=False, tainted=True)
+    def _doubted(self, invalidation: Invalidation, discarded: bool) -> list[WorkerEffect]:
+        newest = max(
+            invalidation.view, self._status.view
+        )  # it may have been told of another meanwhile
+        self._avoid((dataclasses.replace(invalidation, view=newest),))
+        if discarded:
+            self._change(discarded=True, has_state=False, dirty=True)
         return self._promise(self._status.view) or [self._tell()]
 
-    def _avoid(self, more: Voids) -> None:
-        """What it has said to be saved may be void, too."""
-        news = [void for void in more if void not in self._status.voids]
+    def _avoid(self, more: Invalidations) -> None:
+        """What it has said to be saved may be invalidated, too."""
+        news = [
+            invalidation for invalidation in more if invalidation not in self._status.invalidations
+        ]
         if news:
-            least, saved = min(void.after for void in news), self._status.saved
-            voids = merge(self._status.voids, news)
-            self._change(voids=voids, saved=saved if saved <= least else 0)
+            least, saved = min(invalidation.after for invalidation in news), self._status.saved
+            invalidations = merge(self._status.invalidations, news)
+            self._change(invalidations=invalidations, saved=saved if saved <= least else 0)
 
-    def _remark(self, kind: str, text: str) -> list[WorkerEffect]:
-        remarks = self._status.remarks
-        number = remarks[-1].number + 1 if remarks else 1
-        remark = Remark(number=number, kind=kind, text=text)
-        self._change(remarks=(*remarks, remark)[-REMARKS_MAX:])
+    def _note_event(self, kind: str, text: str) -> list[WorkerEffect]:
+        events = self._status.events
+        number = events[-1].number + 1 if events else 1
+        event = JobEvent(number=number, kind=kind, text=text)
+        self._change(events=(*events, event)[-JOB_EVENTS_MAX:])
         return [self._tell()]
 
     def _release(self, now: float) -> list[WorkerEffect]:
@@ -580,7 +584,7 @@ class WorkerMachine:
 
     def _catches_up(self, view: View) -> bool:
         """Whether it has yet to apply steps that it has missed."""
-        return view.lag(self._status.worker) is not None and (
+        return view.late_worker(self._status.worker) is not None and (
             self._status.committed < view.resume_step
         )
 

@@ -2,7 +2,7 @@
 
 A thread that is stuck in a dead disk or driver cannot be ended, and would keep its process from
 ending too. So what may hang runs in a child, which is killed at its limit and, if even that does
-not help, left behind: it holds no pipe that anybody waits for.
+not help, left catching_up: it holds no pipe that anybody waits for.
 """
 
 from __future__ import annotations

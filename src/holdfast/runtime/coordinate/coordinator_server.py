@@ -296,7 +296,7 @@ class CoordinatorServer:
             each.send(book)
 
     def say(self, kind: str, text: str, announced: machine.Announce | None = None) -> None:
-        """One line of the job's story, for people and for events.jsonl."""
+        """One line of the job's event log, for people and for events.jsonl."""
         event = {"time": time.time(), "kind": kind, "text": text}
         if announced is not None:
             found = {"worker": announced.worker, "view": announced.view, "step": announced.step}
@@ -378,8 +378,8 @@ def _state(status: WorkerStatus, member: bool, view: View | None) -> str:
     if not status.stage.alive or status.stage == Stage.BOOTING:
         return status.stage.value
     if not member:
-        aside = view is not None and any(lag.worker == status.worker for lag in view.aside)
-        return "set aside" if aside else "spare"
+        aside = view is not None and any(lag.worker == status.worker for lag in view.suspended)
+        return "suspended" if aside else "spare"
     if view is not None and status.view < view.number:
         return "changing view"
     if status.promised >= status.view:

@@ -159,7 +159,7 @@ class FileJournal:
         noted = _parse_note(os.pread(self._lock, NOTE_BYTES, 0))
         record, damage = self._read()
         if damage:
-            damage = f"{damage}; it is kept as {self._set_aside().name}"
+            damage = f"{damage}; it is kept as {self._suspended().name}"
         elif record is None and noted is not None and noted.recorded:
             damage = f"the journal {self._path} is gone, though coordinators have written to it"
         terms = [noted.term] if noted else []
@@ -180,7 +180,7 @@ class FileJournal:
         except Damaged as error:
             return None, str(error)
 
-    def _set_aside(self) -> Path:
+    def _suspended(self) -> Path:
         """Out of the way and never deleted: it may help to find out what happened."""
         number = 1
         while (kept := self._path.with_name(f"{self._path.name}.damaged-{number}")).exists():

@@ -161,11 +161,11 @@ class AgentServer:
                 if process is not None and process.incarnation == incarnation:
                     process.note(f"holdfast: killed: {reason}")
                     process.kill()
-            case machine.Suspend(worker, incarnation):
+            case machine.Pause(worker, incarnation):
                 process = self._processes.get(worker)
                 if process is not None and process.incarnation == incarnation:
-                    process.note("holdfast: suspended: the node has not heard the coordinator")
-                    process.suspend()
+                    process.note("holdfast: paused: the node has not heard the coordinator")
+                    process.pause()
             case machine.Resume(worker, incarnation):
                 process = self._processes.get(worker)
                 if process is not None and process.incarnation == incarnation:

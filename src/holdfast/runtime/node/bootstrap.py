@@ -3,7 +3,7 @@
     python -m holdfast.runtime.node.bootstrap SCRIPT ARGS...
 
 It ties the process to its agent, and tells a bug of the script (an exception) from an ordinary end
-by what it writes to the story pipe: one sentence for a UserError, else the script's traceback.
+by what it writes to the failure pipe: one sentence for a UserError, else the script's traceback.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from holdfast.health.measure.lifetime import die_with_parent
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0, the script's own, or 1 after an exception."""
     die_with_parent(int(os.environ["HOLDFAST_PARENT"]))
-    story_fd = int(os.environ.pop("HOLDFAST_STORY_FD"))
-    os.set_inheritable(story_fd, False)
+    failure_fd = int(os.environ.pop("HOLDFAST_FAILURE_FD"))
+    os.set_inheritable(failure_fd, False)
     os.set_inheritable(int(os.environ["HOLDFAST_FD"]), False)
     sys.argv = argv
     sys.path[0] = os.path.dirname(os.path.realpath(argv[0]))  # as python itself does
@@ -34,12 +34,12 @@ def main(argv: list[str]) -> int:
         if end.code is None or end.code == 0:
             return 0
         if isinstance(end.code, int):
-            _tell(story_fd, f"the script ended with exit code {end.code}")
+            _tell(failure_fd, f"the script ended with exit code {end.code}")
             return end.code
-        _tell(story_fd, str(end.code))
+        _tell(failure_fd, str(end.code))
         return 1
     except BaseException as error:  # noqa: BLE001 - told to the agent
-        _tell(story_fd, describe(error))
+        _tell(failure_fd, describe(error))
         return 1
     return 0
 
@@ -61,9 +61,9 @@ def _script_frames(frames: TracebackType | None) -> TracebackType | None:
     return current if current is not None else frames
 
 
-def _tell(story_fd: int, text: str) -> None:
+def _tell(failure_fd: int, text: str) -> None:
     with contextlib.suppress(OSError):
-        os.write(story_fd, text.encode(errors="replace")[-(12 << 10) :])
+        os.write(failure_fd, text.encode(errors="replace")[-(12 << 10) :])
 
 
 def leave(code: int) -> None:

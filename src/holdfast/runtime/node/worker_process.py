@@ -45,7 +45,7 @@ class WorkerTemplate:
         return [sys.executable, "-m", "holdfast.runtime.node.bootstrap", spec.script, *spec.args]
 
     def environment(
-        self, worker: WorkerId, incarnation: Incarnation, channel_fd: int, story_fd: int
+        self, worker: WorkerId, incarnation: Incarnation, channel_fd: int, failure_fd: int
     ) -> dict[str, str]:
         threads = str(self.spec.threads)
         inherited = {k: v for k, v in os.environ.items() if k != secret.VARIABLE}
@@ -56,7 +56,7 @@ class WorkerTemplate:
             "MKL_NUM_THREADS": threads,
             "PYTHONUNBUFFERED": "1",
             "HOLDFAST_FD": str(channel_fd),
-            "HOLDFAST_STORY_FD": str(story_fd),
+            "HOLDFAST_FAILURE_FD": str(failure_fd),
             "HOLDFAST_PARENT": str(os.getpid()),
             "HOLDFAST_WORKER": str(worker),
             "HOLDFAST_INCARNATION": str(incarnation),
@@ -107,26 +107,26 @@ class WorkerProcess:
     async def start(self, on_message: OnMessage, on_exit: OnExit) -> None:
         """Raises OSError when no process can be made."""
         ours, theirs = socket.socketpair()
-        story_read, story_write = os.pipe()
+        failure_read, failure_write = os.pipe()
         try:
             self._popen = subprocess.Popen(  # noqa: ASYNC220 - must not leave the main thread
                 self._template.command(),
                 env=self._template.environment(
-                    self.worker, self.incarnation, theirs.fileno(), story_write
+                    self.worker, self.incarnation, theirs.fileno(), failure_write
                 ),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                pass_fds=(theirs.fileno(), story_write, *self._template.pass_fds),
+                pass_fds=(theirs.fileno(), failure_write, *self._template.pass_fds),
                 start_new_session=True,
             )
         except OSError:
             ours.close()
-            os.close(story_read)
+            os.close(failure_read)
             raise
         finally:
             theirs.close()
-            os.close(story_write)
+            os.close(failure_write)
         self.pid, self.running = self._popen.pid, True
         self._open_log()
         reader, self._writer = await asyncio.open_connection(sock=ours)
@@ -134,7 +134,7 @@ class WorkerProcess:
         self._pipes = [
             asyncio.ensure_future(self._copy(self._popen.stdout, 1, b"")),
             asyncio.ensure_future(self._copy(self._popen.stderr, 2, prefix)),
-            asyncio.ensure_future(self._collect_story(story_read)),
+            asyncio.ensure_future(self._collect_failure(failure_read)),
         ]
         self._tasks = [
             asyncio.ensure_future(self._listen(reader, on_message)),
@@ -152,7 +152,7 @@ class WorkerProcess:
             return
         self._signal(signal.SIGKILL)
 
-    def suspend(self) -> None:
+    def pause(self) -> None:
         """Stop it and whatever it has started, as they are."""
         self._signal(signal.SIGSTOP)
 
@@ -229,7 +229,7 @@ class WorkerProcess:
         if rest:
             _write_all(to_fd, prefix + rest + b"\n")
 
-    async def _collect_story(self, descriptor: int) -> None:
+    async def _collect_failure(self, descriptor: int) -> None:
         async for data in _chunks(os.fdopen(descriptor, "rb", buffering=0)):
             self._story = (self._story + data)[-STORY_BYTES_MAX:]
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from holdfast.core.errors import Damaged, Severed, WireError
-from holdfast.core.types import Void
+from holdfast.core.errors import Aborted, Damaged, WireError
+from holdfast.core.types import Invalidation
 from holdfast.store.checkpoint_reading import OneEntry, load, load_range
 from holdfast.store.checkpoints import Checkpoints
-from holdfast.store.manifest import Entry, Manifest, is_withdrawn, void_name
+from holdfast.store.manifest import Entry, Manifest, invalidation_name, is_withdrawn
 from holdfast.store.snapshot import ALIGN
 from holdfast.store.storage import Missing
 from holdfast.train.checkpoint import state
@@ -40,7 +40,7 @@ class Restorer:
     ) -> None:
         """Load the checkpoint of exactly this step, together with all members of the view.
 
-        Damaged; WorldError; StateMismatch; Severed.
+        Damaged; WorldError; StateMismatch; Aborted.
         """
         first = OneEntry(SKELETON, SKELETON_BYTES_MAX)
         manifest = self._store.load(step, first)
@@ -59,17 +59,20 @@ class Restorer:
         loading()
         state.apply(self._protected, skeleton, tensors)
 
-    def other_than(self, step: int, voids: Sequence[Void]) -> int:
-        """The newest checkpoint, but for `step` and for what is void, every byte of which is right.
+    def other_than(self, step: int, invalidations: Sequence[Invalidation]) -> int:
+        """Find the newest other checkpoint that is valid and every byte of which is right.
 
-        0 if there is none.
+        `step` is passed over. 0 if there is none.
 
         WorldError when the store does not answer.
         """
         for other in reversed([s for s in self._store.steps() if s != step]):
             try:
                 about = self._store.manifest(other).about
-                names = (void_name(void.after, void.view) for void in voids)
+                names = (
+                    invalidation_name(invalidation.after, invalidation.view)
+                    for invalidation in invalidations
+                )
                 if any(is_withdrawn(name, other, about) for name in names):
                     continue
                 if not self._store.verify(other):
@@ -78,10 +81,10 @@ class Restorer:
                 say(f"the checkpoint of step {other} is not used: {error}")
         return 0
 
-    def withdraw(self, voids: Sequence[Void]) -> None:
-        """Remove what is void, and keep it from being saved. WorldError."""
-        for void in voids:
-            for step in self._store.withdraw(void.after, void.view):
+    def withdraw(self, invalidations: Sequence[Invalidation]) -> None:
+        """Remove what is invalidated, and keep it from being saved. WorldError."""
+        for invalidation in invalidations:
+            for step in self._store.withdraw(invalidation.after, invalidation.view):
                 say(f"the checkpoint of step {step} is removed: something wrong was used before it")
 
     def _read(
@@ -150,7 +153,7 @@ def _parts(flat: torch.Tensor, rank: int, size: int) -> Iterator[torch.Tensor]:
 
 
 def _exchange(flat: torch.Tensor, transport: Transport, layout: Layout) -> None:
-    """Everybody's share to everybody. Severed."""
+    """Everybody's share to everybody. Aborted."""
     sends, receives = [], []
     for part in _parts(flat, layout.rank, layout.size):
         digest = digest_of(part)
@@ -164,4 +167,4 @@ def _exchange(flat: torch.Tensor, transport: Transport, layout: Layout) -> None:
     transport.exchange(sends, receives, TAG_STATE).wait()
     for peer, part, digest in arriving:
         if not torch.equal(digest_of(part), digest):
-            raise Severed(f"the state that rank {peer} read arrived damaged")
+            raise Aborted(f"the state that rank {peer} read arrived damaged")

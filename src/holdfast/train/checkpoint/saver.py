@@ -44,7 +44,7 @@ class Saver:
     """`orders`: to the node's writer. `saved` is told, in a thread, of steps that are durable,
     and of their views.
 
-    `every`: steps; 0 when it is for `pace` to say how often. `tell`: for the job's story.
+    `every`: steps; 0 when it is for `pace` to say how often. `tell`: for the job's event log.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import xxhash
 
-from holdfast.core.errors import Severed, StateMismatch
+from holdfast.core.errors import Aborted, StateMismatch
 from holdfast.train.checkpoint import state
 from holdfast.train.step.reduction import TAG_STATE, Layout, all_gather
 from holdfast.train.transport.seam import Transport
@@ -78,7 +78,7 @@ class StateSync:
                 "load_state_dict() keep every value of state_dict()"
             )
         if wrong:
-            raise Severed(f"members {wrong} could not take the state")
+            raise Aborted(f"members {wrong} could not take the state")
         return {}
 
     def _gather(self, mine: int) -> list[int]:
@@ -118,7 +118,7 @@ class StateSync:
         for part, data, digest, pending in under_way:
             pending.wait()
             if not torch.equal(digest_of(data), digest):
-                raise Severed(f"the state part {part} arrived damaged")
+                raise Aborted(f"the state part {part} arrived damaged")
         self._loading()
         state.apply(self._protected, skeleton, tensors)
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 import xxhash
 
-from holdfast.core.errors import Severed
+from holdfast.core.errors import Aborted
 from holdfast.core.step.audit import ATTEMPTS_MAX, Alike, Audit, Classes, owed
 from holdfast.core.types import View, WorkerId
 from holdfast.train.checkpoint.state import as_bytes
@@ -95,7 +95,7 @@ class StepAudits:
         self._digests[vrank] ^= xxhash.xxh3_64_intdigest(data, seed=bucket) >> 1
 
     def compare(self, transport: Transport, layout: Layout, view: View) -> Digests:
-        """What all members have found, task by task. Severed."""
+        """What all members have found, task by task. Aborted."""
         none = torch.zeros(1 + SKETCH_SUMS, dtype=torch.float64)
         if self.alike is Alike.NEAR:
             rows = [self._sketches.get(audit.vrank, none) for audit in self.audits]
@@ -136,7 +136,7 @@ def check_sum(bucket: Bucket, transport: Transport, layout: Layout) -> list[int]
     """Sum a bucket again, each piece by another member; put right what turns out to be wrong.
 
     Returns the ranks of those whose sum, or copy of one, was wrong, in order; None when nobody can
-    say which sum is right. Severed.
+    say which sum is right. Aborted.
     """
     runs = [bucket.result.data]
     tables = [_digests(bucket.result.data, transport, layout)]
@@ -188,7 +188,7 @@ def _put_right(
     for piece, digest in enumerate(right):
         mine = [int(table[layout.rank, piece]) for table in tables]
         if digest not in mine:
-            raise Severed(f"piece {piece} of bucket {bucket.index} is wrong here each time")
+            raise Aborted(f"piece {piece} of bucket {bucket.index} is wrong here each time")
         where = layout.piece(piece, result.numel())
         result[where] = runs[mine.index(digest)][where]
 

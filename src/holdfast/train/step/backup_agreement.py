@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from holdfast.core.errors import Severed
+from holdfast.core.errors import Aborted
 from holdfast.core.step.backup import BackupPolicy, who_counts
 from holdfast.train.driver import Driver
 from holdfast.train.step.reduction import Layout
@@ -56,7 +56,7 @@ class Agreement:
             return step in self._counted and self._rank not in self._counted[step]
 
     def settle(self, step: int, samples: Callable[[], int | None]) -> tuple[int, ...]:
-        """Wait until it is known which ranks count in this step. Severed.
+        """Wait until it is known which ranks count in this step. Aborted.
 
         `samples`: how many this worker's tasks have used, once all of them are done.
         """
@@ -71,7 +71,7 @@ class Agreement:
                 while step not in self._counted and (said or samples() is None):
                     self._driver.check_alive(self._view)
                     if self._broken:
-                        raise Severed("the exchange of who is done has failed")
+                        raise Aborted("the exchange of who is done has failed")
                     changed.wait()
                 if step in self._counted:
                     return self._counted[step]
@@ -95,13 +95,13 @@ class Agreement:
                 with self._driver.changed:
                     self._counted[step] = tuple(r for r, counts in enumerate(said) if counts)
                     self._driver.changed.notify_all()
-        except Severed:
+        except Aborted:
             with self._driver.changed:
                 self._broken = True
                 self._driver.changed.notify_all()
 
     def _note(self, rank: int, step: int, samples: int) -> None:
-        """This member is done; perhaps too late. Severed."""
+        """This member is done; perhaps too late. Aborted."""
         with self._driver.changed:
             if step < self._step or step in self._counted:
                 return

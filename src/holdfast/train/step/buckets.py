@@ -226,7 +226,7 @@ class Gradients:
         with torch.no_grad():
             leaf = bucket.leaf()
             self._reached.add(bucket.index)
-            current.taps.gradient(vrank, leaf.data)
+            current.probe.gradient(vrank, leaf.data)
             self.on_leaf(vrank, bucket.index, leaf.data)
             with self._lock:
                 if self._role is Role.AUDITED:

@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
-from holdfast.core.errors import Damaged, Severed, UserError, WorldError
-from holdfast.core.invalidations import Voids
+from holdfast.core.errors import Aborted, Damaged, UserError, WorldError
+from holdfast.core.invalidations import Invalidations
 from holdfast.core.step import worker as machine
 from holdfast.core.step.audit import Alike, Audit
 from holdfast.core.step.backup import BackupPolicy
 from holdfast.core.step.balance import BalancePolicy
 from holdfast.core.step.speeds import Speeds
-from holdfast.core.types import Laggard, View
+from holdfast.core.types import LateWorker, View
 from holdfast.store.storage import Missing
 from holdfast.train.checkpoint.restorer import Restorer
 from holdfast.train.checkpoint.saver import Saver, say
@@ -81,7 +81,7 @@ class Engine(threading.Thread):
         self._filled: deque[Bucket] = deque()
         self._missed = MissedSteps(step)
         self._waits: Waits  # of this view
-        self._withdrawn: Voids = ()  # what this worker has removed from the store, or still does
+        self._withdrawn: Invalidations = ()  # what this worker has removed from the store, or still does
         self._layout: tuple[object, Layout]  # of which view and owners, and what it is
 
     def run(self) -> None:
@@ -94,7 +94,7 @@ class Engine(threading.Thread):
             transport = AloneTransport() if alone else self._make_transport()
             try:
                 self._serve(view, transport)
-            except Severed as error:
+            except Aborted as error:
                 self._driver.post(machine.GroupBroken(view.number, str(error)))
             except BaseException as error:  # noqa: BLE001 - the script's thread raises it
                 self._driver.fail(error)
@@ -119,8 +119,12 @@ class Engine(threading.Thread):
             self._saver.enter(view)
         self._open(view, layout, transport)
         self.judge.enter(view, layout, transport)
-        if self._restorer is not None and layout.rank == 0 and view.voids != self._withdrawn:
-            self._withdraw(self._restorer, view.voids)
+        if (
+            self._restorer is not None
+            and layout.rank == 0
+            and view.invalidations != self._withdrawn
+        ):
+            self._withdraw(self._restorer, view.invalidations)
         if view.joiners:
             self._bring_up_to_date(view, layout, transport)
         self._missed.forget()
@@ -156,11 +160,11 @@ class Engine(threading.Thread):
             if any(v.save for v in votes) and not any(v.busy for v in votes):
                 driver.save_after(step, view)
                 self._step.audits.whole_step = step + 1
-            if view.aside:
+            if view.suspended:
                 self._missed.keep(step, layout, number)
             compute_us, waits = [v.compute_us for v in votes], [v.wait for v in votes]
             for kind, text in speeds.observe(compute_us, driver.leads, waits):
-                driver.post(machine.Remarked(kind, text))
+                driver.post(machine.EventNoted(kind, text))
             pending = any(v.pending for v in votes)
             dropped = self._step.dropped and self._step.samples(layout.hosted[layout.rank]) is None
             driver.post(machine.Voted(number, step, pending, speeds.owners, dropped))
@@ -199,25 +203,25 @@ class Engine(threading.Thread):
         ranks, driver = {w: r for r, w in enumerate(view.workers)}, self._driver
         if not view.donors and view.resume_step:
             self._restore(view, layout, transport)
-        donors, back = [ranks[w] for w in view.donors], [ranks[g.worker] for g in view.behind]
-        for lag in view.behind:
+        donors, back = [ranks[w] for w in view.donors], [ranks[g.worker] for g in view.catching_up]
+        for lag in view.catching_up:
             self._catch_up(view, lag, transport, donors)
         sync = StateSync(transport, layout, self._protected, lambda: driver.post(machine.Loading()))
         held = sync.run(donors, [ranks[w] for w in view.joiners if ranks[w] not in back], back)
         if held:
             self.judge.differ({view.workers[rank]: each for rank, each in held.items()})
 
-    def _withdraw(self, restorer: Restorer, voids: Voids) -> None:
-        """What is void is removed from the store, beside the work, whenever the store answers."""
-        self._withdrawn = voids
+    def _withdraw(self, restorer: Restorer, invalidations: Invalidations) -> None:
+        """What is invalidated is removed from the store, beside the work, whenever the store answers."""
+        self._withdrawn = invalidations
 
         def withdraw() -> None:
             while True:
                 try:
-                    restorer.withdraw(voids)
+                    restorer.withdraw(invalidations)
                     break
                 except WorldError as error:
-                    say(f"what is void cannot be removed just now: {error}")
+                    say(f"what is invalidated cannot be removed just now: {error}")
                     time.sleep(STORE_PAUSE_S)
 
         threading.Thread(target=withdraw, name="holdfast-withdraw", daemon=True).start()
@@ -241,7 +245,9 @@ class Engine(threading.Thread):
         compute_us = 0 if self._step.dropped else self._step.clock.step_us()
         return Vote(driver.pending, save, busy, alike, doubt, compute_us, wait)
 
-    def _catch_up(self, view: View, lag: Laggard, transport: Transport, donors: list[int]) -> None:
+    def _catch_up(
+        self, view: View, lag: LateWorker, transport: Transport, donors: list[int]
+    ) -> None:
         """A member that was late applies the steps that it has missed; the others send them."""
         driver, steps = self._driver, range(lag.committed, view.resume_step)
         me, to = view.workers.index(driver.worker), view.workers.index(lag.worker)
@@ -260,7 +266,7 @@ class Engine(threading.Thread):
         return self._step.index == index and self._driver.status().waiting
 
     def _await(self, view: View, ready: Callable[[], bool]) -> None:
-        """Wait for the script. Severed when the view is given up."""
+        """Wait for the script. Aborted when the view is given up."""
         with self._driver.changed:
             while not ready():
                 self._driver.check_alive(view.number)
@@ -277,16 +283,16 @@ class Engine(threading.Thread):
             except (Damaged, Missing) as error:
                 text = f"the checkpoint of step {step} is not used: {error}"
                 say(text)
-                driver.post(machine.Remarked("rot", text))
-                other = restorer.other_than(step, view.voids)
+                driver.post(machine.EventNoted("rot", text))
+                other = restorer.other_than(step, view.invalidations)
                 driver.post(machine.Unreadable(view.number, step, other))
-                raise Severed(str(error)) from None
-        except Severed:
+                raise Aborted(str(error)) from None
+        except Aborted:
             raise
         except WorldError as error:  # it may answer again: the next view tries
             say(f"the checkpoint of step {step} cannot be read just now: {error}")
             time.sleep(STORE_PAUSE_S)
-            raise Severed(str(error)) from None
+            raise Aborted(str(error)) from None
 
     def _open(self, view: View, layout: Layout, transport: Transport) -> None:
         """Connect in a thread of its own: a member that dies meanwhile must not hold us up."""
@@ -380,7 +386,7 @@ class Engine(threading.Thread):
             unlike = step.copies.contradicted(sums)
         for vrank in unlike:
             text = f"a copy of virtual rank {vrank} of step {step.index} came to other bits"
-            self._driver.post(machine.Remarked("wrong", f"{text}; the step is computed again"))
+            self._driver.post(machine.EventNoted("wrong", f"{text}; the step is computed again"))
         return CONTRADICTED if unlike else FINITE
 
     def _take_filled(self, number: int, only: int | None, *, wait: bool) -> list[Bucket]:

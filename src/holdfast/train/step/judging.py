@@ -1,7 +1,7 @@
 """What the members of a view hold against each other: fingerprints, audits, sums; what follows.
 
 All hear the same, so all come to the same ruling. Who is wrong leaves the job; and where something
-wrong may have been used already, everybody forsakes its state, to begin anew from a checkpoint.
+wrong may have been used already, everybody discards its state, to begin anew from a checkpoint.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 
-from holdfast.core.errors import Severed
+from holdfast.core.errors import Aborted
 from holdfast.core.step import worker as machine
 from holdfast.core.step.audit import Alike, Audit, Court, Ruling, Sentence, judge, plan, plan_sums
 from holdfast.core.step.trust import Trust
-from holdfast.core.types import View, Void, WorkerId
+from holdfast.core.types import Invalidation, View, WorkerId
 from holdfast.train.checkpoint.saver import say
 from holdfast.train.driver import Driver
 from holdfast.train.step.auditing import StepAudits, check_sum
@@ -73,7 +73,7 @@ class Judge:
     def accepts(self, step: int, layout: Layout, buckets: Sequence[Bucket]) -> bool:
         """Whether the sums may be used; else the step is to be computed again.
 
-        Severed when somebody is wrong who leaves the job.
+        Aborted when somebody is wrong who leaves the job.
         """
         self._layout = layout
         self._compare_states()
@@ -126,7 +126,7 @@ class Judge:
                 self.differ({self._view.workers[rank]: found[rank] for rank in sorted(found)})
 
     def differ(self, prints: Mapping[WorkerId, int]) -> None:
-        """The states of these members are not all the same. Severed."""
+        """The states of these members are not all the same. Aborted."""
         wrong, step = judge(prints).wrong, self._driver.committed
         for worker in wrong:
             text = f"the state of worker {worker} is not that of the others in step {step}"
@@ -207,7 +207,7 @@ class Judge:
     # ------------------------------------------------------------ what follows
 
     def _leave(self, wrong: Iterable[WorkerId], *, diverged: bool) -> None:
-        """Who is wrong leaves; the others know what is void, and may have to go back. Severed.
+        """Who is wrong leaves; the others know what is invalidated, and may have to go back. Aborted.
 
         Nobody named: nobody knows who it is.
         """
@@ -222,13 +222,13 @@ class Judge:
             sums, saved, _ = heard.amin(dim=0).tolist()
             states = judge(dict(zip(view.workers, heard[:, 2].tolist(), strict=True)))
             liars = tuple(sorted(leaving.difference(states.wrong)))
-        except Severed:
+        except Aborted:
             pass  # then each says what it knows
         if me in leaving:
             self._end()
         tie = not leaving
-        forsaken = self._keeps and (tie or sums < NEVER)
-        if forsaken:
+        discarded = self._keeps and (tie or sums < NEVER)
+        if discarded:
             self._tell(
                 f"something wrong may have been used since step {saved}: the job goes back", leaving
             )
@@ -243,9 +243,9 @@ class Judge:
             self.note(since, view.number, False)
             if tie and me != view.leader:
                 self._end()
-        void = Void(after=saved, view=view.number, wrong=() if diverged else liars)
-        self._driver.post(machine.Doubted(void, forsaken))
-        raise Severed("a worker is wrong")
+        invalidation = Invalidation(after=saved, view=view.number, wrong=() if diverged else liars)
+        self._driver.post(machine.Doubted(invalidation, discarded))
+        raise Aborted("a worker is wrong")
 
     def _end(self) -> None:
         say("this worker computes wrongly, or holds a wrong state: it leaves the job")
@@ -256,4 +256,4 @@ class Judge:
         view = self._view
         tellers = [view.leader, *(w for w in view.workers if w != view.leader)]
         if self._driver.worker == next((w for w in tellers if w not in wrong), view.leader):
-            self._driver.post(machine.Remarked("wrong", text))
+            self._driver.post(machine.EventNoted("wrong", text))

@@ -1,6 +1,6 @@
 """Steps that a late worker has missed: kept by those who went on, and applied when it comes back.
 
-While somebody is set aside, each member keeps its piece of every reduced gradient, so that together
+While somebody is suspended, each member keeps its piece of every reduced gradient, so that together
 they hold them all. The one that returns hands them to its script one by one, as if it had taken
 part; no state is sent.
 """
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from holdfast.core.errors import Severed
-from holdfast.core.membership.formation import LAG_MAX
+from holdfast.core.errors import Aborted
+from holdfast.core.membership.formation import STEPS_MISSED_MAX
 from holdfast.train.step.reduction import TAG_STATE, Layout, piece_of
 from holdfast.train.step.step_state import StepState
 from holdfast.train.transport.seam import Message, Transport
@@ -53,7 +53,7 @@ class MissedSteps:
             left=torch.empty(0, dtype=torch.uint8) if left is None else left.clone(),
         )
         self._bytes += sum(piece.nbytes for piece in self._kept[index].pieces)
-        while len(self._kept) > LAG_MAX or (
+        while len(self._kept) > STEPS_MISSED_MAX or (
             self._bytes > KEPT_BYTES_MAX and len(self._kept) > KEPT_STEPS_MIN
         ):
             oldest = self._kept.pop(min(self._kept))
@@ -64,11 +64,11 @@ class MissedSteps:
         self._bytes = 0
 
     def send(self, transport: Transport, to: int, steps: range, *, first: bool) -> None:
-        """To rank `to`; the `first` of those who send adds what all of them have. Severed."""
+        """To rank `to`; the `first` of those who send adds what all of them have. Aborted."""
         for index in steps:
             kept = self._kept.get(index)
             if kept is None:
-                raise Severed(f"step {index} was not kept for rank {to}")
+                raise Aborted(f"step {index} was not kept for rank {to}")
             sends = [(to, piece) for piece in kept.pieces if piece.numel()]
             if first:
                 head = torch.tensor([kept.view, kept.left.numel()], dtype=torch.int64)
@@ -77,7 +77,7 @@ class MissedSteps:
             transport.exchange(sends, [], TAG_STATE).wait()
 
     def receive(self, transport: Transport, donors: list[int]) -> None:
-        """One step, into the place of its result. Severed."""
+        """One step, into the place of its result. Aborted."""
         step = self._step
         for number, donor in enumerate(donors):
             receives: list[Message] = []

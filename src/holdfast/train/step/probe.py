@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 
-class Taps:
-    """Replace `taps` before the first step. What a method raises ends the worker's script."""
+class Probe:
+    """Replace `probe` before the first step. What a method raises ends the worker's script."""
 
     def boundary(self, step: int, protected: Mapping[str, Any]) -> None:
         """The state after `step` steps is at rest."""
@@ -28,10 +28,10 @@ class Taps:
 
 
 class _Current:
-    """Holds the taps in use."""
+    """Holds the probe in use."""
 
     def __init__(self) -> None:
-        self.taps = Taps()
+        self.probe = Probe()
 
 
 current = _Current()

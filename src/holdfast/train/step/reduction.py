@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from holdfast.core import tree
-from holdfast.core.errors import InvariantError, Severed
+from holdfast.core.errors import Aborted, InvariantError
 from holdfast.core.step.link_detector import NO_WAIT, Wait
 from holdfast.core.types import View, WorkerId
 from holdfast.train.checkpoint.state import as_bytes
@@ -115,14 +115,14 @@ class BucketSum:
         for peer in layout.peers:
             piece = self._piece(peer)
             sends += [(peer, data[piece]) for data in self._own.values()]
-            current.taps.sending(peer, sum(data[piece].nbytes for data in self._own.values()))
+            current.probe.sending(peer, sum(data[piece].nbytes for data in self._own.values()))
         tag = TAG_BUCKETS + 2 * bucket.index
         self._pending = transport.exchange(_nonempty(sends), _nonempty(receives), tag)
 
     def spread(self, transport: Transport, waits: Waits | None = None) -> None:
         _wait(self._pending, waits)
         for part in self._received.values():
-            current.taps.received(part)
+            current.probe.received(part)
         result, piece, peers = self._result, self._piece(self._layout.rank), self._layout.peers
         self._fold(result[piece], piece)
         sends = [(p, result[piece]) for p in peers]
@@ -256,7 +256,7 @@ class BuffersSpread:
 
 
 def all_gather(transport: Transport, layout: Layout, mine: torch.Tensor, tag: int) -> torch.Tensor:
-    """[size, *mine.shape]: every member's small record, by rank. Blocks; raises Severed."""
+    """[size, *mine.shape]: every member's small record, by rank. Blocks; raises Aborted."""
     table = torch.empty((layout.size, *mine.shape), dtype=mine.dtype)
     table[layout.rank] = mine
     transport.exchange(
@@ -290,7 +290,7 @@ def vote(transport: Transport, layout: Layout, view: int, step: int, mine: Vote)
     words = torch.tensor([view, step, *own, *wait], dtype=torch.int64)
     votes = all_gather(transport, layout, words, TAG_VOTE)
     if not bool((votes[:, :2] == words[:2]).all()):
-        raise Severed(f"votes of view {view}, step {step} do not match: {votes.tolist()}")
+        raise Aborted(f"votes of view {view}, step {step} do not match: {votes.tolist()}")
     return [
         Vote(bool(pending), bool(save), bool(busy), alike, doubt, compute_us, Wait(*wait))
         for _, _, pending, save, busy, alike, doubt, compute_us, *wait in votes.tolist()

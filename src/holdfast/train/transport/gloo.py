@@ -1,8 +1,8 @@
-"""The gloo transport: host tensors over TCP, severed by cutting the group's own sockets.
+"""The gloo transport: host tensors over TCP, aborted by cutting the group's own sockets.
 
 Every wait carries its own (long) timeout, because a timeout of the group itself would poison it;
-nothing is ever detected here by waiting: peers' deaths close sockets, and the control plane severs.
-Severing cuts the sockets and aborts what is under way, as gloo does not end every wait by itself.
+nothing is ever detected here by waiting: peers' deaths close sockets, and the control plane aborts.
+Aborting cuts the sockets and aborts what is under way, as gloo does not end every wait by itself.
 A group is only handed out once every peer has proved that it belongs to the job (see proof.py).
 """
 
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from holdfast.core.errors import Severed, first_line
+from holdfast.core.errors import Aborted, first_line
 from holdfast.train.step.waits import Waits
 from holdfast.train.transport import proof, sockets
 from holdfast.train.transport.gloo_abort import Aborter
@@ -121,9 +121,9 @@ def wait_for(work: dist.Work, limit: timedelta) -> None:
     try:
         done = work.wait(limit)
     except RuntimeError as error:
-        raise Severed(f"gloo: {first_line(error)}") from None
+        raise Aborted(f"gloo: {first_line(error)}") from None
     if not done:
-        raise Severed("the view was given up")
+        raise Aborted("the view was given up")
 
 
 class GlooTransport:
@@ -143,7 +143,7 @@ class GlooTransport:
         self._ended_at = math.inf  # when a connection was first seen to have ended
         self._lock = threading.Lock()
         self._under_way: set[_GlooPending] = set()
-        self.severed = False
+        self.aborted = False
 
     def open(self, rank: int, size: int, rendezvous: Rendezvous) -> None:
         device, port = self._device.get()
@@ -157,7 +157,7 @@ class GlooTransport:
         try:
             group = dist.ProcessGroupGloo(store, rank, size, options)
         except RuntimeError as error:
-            raise Severed(f"gloo could not connect: {first_line(error)}") from None
+            raise Aborted(f"gloo could not connect: {first_line(error)}") from None
         kept = sockets.keep_group_sockets(old, store.ports)
         for each in kept:
             sockets.probe(each)
@@ -165,10 +165,10 @@ class GlooTransport:
             self._group, self._sockets = group, kept
         del group  # whoever catches what is raised here would keep it
         try:
-            if self.severed:
-                raise Severed("the view was given up while its group was built")
+            if self.aborted:
+                raise Aborted("the view was given up while its group was built")
             self._prove(rank, size, proof.group_name([store.address_of(r) for r in range(size)]))
-        except Severed:
+        except Aborted:
             self.close()
             raise
 
@@ -181,8 +181,8 @@ class GlooTransport:
         pending = _GlooPending([], self)
         with self._lock:
             group: Any = self._group
-            if group is None or self.severed:
-                raise Severed("the view was given up")
+            if group is None or self.aborted:
+                raise Aborted("the view was given up")
             self._under_way.add(pending)
             try:
                 for peer, tensor in receives:
@@ -191,15 +191,15 @@ class GlooTransport:
                 for peer, tensor in sends:
                     pending.works.append(group.send([tensor], peer, tag))
             except RuntimeError as error:
-                raise Severed(f"gloo: {first_line(error)}") from None
+                raise Aborted(f"gloo: {first_line(error)}") from None
         return pending
 
     def ended(self, pending: _GlooPending) -> None:
         """Its messages have all arrived."""
         with self._lock:
             self._under_way.discard(pending)
-            if self.severed:
-                raise Severed("the view was given up")
+            if self.aborted:
+                raise Aborted("the view was given up")
 
     def _prove(self, rank: int, size: int, group: bytes) -> None:
         """Show every peer our token and see theirs, within the time for building the group."""
@@ -212,20 +212,20 @@ class GlooTransport:
         works = list(pending.works)
         for work in works:
             self._device.aborter.check(work)
-        failure: Severed | None = None
-        # Receives come first, one for each peer. All are waited for: a peer that severs because it
+        failure: Aborted | None = None
+        # Receives come first, one for each peer. All are waited for: a peer that aborts because it
         # has met an impostor must not keep us from naming the impostor too.
         for i, work in enumerate(works):
             left_s = max(deadline - time.monotonic(), 0.001)
             try:
                 wait_for(work, timedelta(seconds=left_s))
-            except Severed as error:
+            except Aborted as error:
                 failure = failure or error
                 continue
             if i < len(peers):
                 peer = peers[i]
                 if not proof.is_token(theirs[peer].numpy().tobytes(), key, group, peer, rank):
-                    raise Severed(
+                    raise Aborted(
                         f"the peer at rank {peer} has not proved that it belongs to this job: is "
                         "HOLDFAST_PEER_KEY the same on every node?"
                     )
@@ -237,7 +237,7 @@ class GlooTransport:
         now = time.monotonic()
         with self._lock:
             store, building = self._store, self._group is None
-            if store is None or self.severed:
+            if store is None or self.aborted:
                 return ()
             if not building:
                 if sockets.any_ended(self._sockets):
@@ -246,22 +246,22 @@ class GlooTransport:
                 silent = store.ranks_at(sockets.silent_peers(self._sockets, LOST_S))
         if not building:
             if unfinished:
-                self.sever()
+                self.abort()
             return silent
         late = now >= self._began_at + LOST_S
         return store.ranks_at(sockets.unanswered(self._old)) if late else ()
 
-    def sever(self) -> None:
+    def abort(self) -> None:
         with self._lock:
-            self.severed = True
+            self.aborted = True
             sockets.cut(self._sockets)
             for pending in self._under_way:
                 for work in pending.works:
                     self._device.aborter.abort(work)
 
     def close(self) -> None:
-        self.sever()
-        with self._lock:  # another thread may be severing, too
+        self.abort()
+        with self._lock:  # another thread may be aborting, too
             kept, self._sockets = self._sockets, []
             under_way, self._under_way = self._under_way, set()
             held, self._group = [self._group], None

@@ -2,7 +2,7 @@
 
 NCCL runs one communicator's operations in the order of their issue and ignores tags, so all
 members must issue the same exchanges in the same order: `ordered` tells the engine to reduce its
-buckets one after the other. Severing aborts the communicator, which ends its kernels on this side;
+buckets one after the other. Aborting aborts the communicator, which ends its kernels on this side;
 the gloo group, cut at the same moment, carries the news to the peers.
 
 Needs a GPU for each worker; the contract suite skips without two of them.
@@ -18,7 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from holdfast.core.errors import Severed, first_line
+from holdfast.core.errors import Aborted, first_line
 from holdfast.train.step.waits import Waits
 from holdfast.train.transport.gloo import GlooDevice, GlooTransport
 from holdfast.train.transport.seam import Message, Pending, Rendezvous, Transport
@@ -72,16 +72,16 @@ class _NcclPending:
     def wait(self, waits: Waits | None = None) -> None:
         # `waits` is told nothing: NCCL does not say which peer's messages have arrived, and what
         # comes through the host is no measure of the links between GPUs.
-        # Polled, so that a sever is noticed even when an aborted kernel never signals its event.
+        # Polled, so that a abort is noticed even when an aborted kernel never signals its event.
         pause = threading.Event()
         while not self.done.query():
-            if self.transport.severed:
-                raise Severed("the view was given up")
+            if self.transport.aborted:
+                raise Aborted("the view was given up")
             pause.wait(POLL_S)
         if self.host is not None:
             self.host.wait()
-        if self.transport.severed:
-            raise Severed("the view was given up")
+        if self.transport.aborted:
+            raise Aborted("the view was given up")
 
 
 class NcclTransport:
@@ -94,7 +94,7 @@ class NcclTransport:
         self._host = GlooTransport(device)
         self._group: dist.ProcessGroupNCCL | None = None
         self._stream: torch.cuda.Stream | None = None
-        self.severed = False
+        self.aborted = False
 
     def open(self, rank: int, size: int, rendezvous: Rendezvous) -> None:
         self._host.open(rank, size, rendezvous)
@@ -102,8 +102,8 @@ class NcclTransport:
         with torch.cuda.device(self._cuda):
             self._stream = torch.cuda.Stream()
             self._group = dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
-        if self.severed:
-            raise Severed("the view was given up while its group was built")
+        if self.aborted:
+            raise Aborted("the view was given up while its group was built")
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Pending:
         host_sends = [m for m in sends if not m[1].is_cuda]
@@ -120,22 +120,22 @@ class NcclTransport:
     def lost(self) -> Sequence[int]:
         return self._host.lost()  # NCCL itself does not tell
 
-    def sever(self) -> None:
-        self.severed = True
-        self._host.sever()
+    def abort(self) -> None:
+        self.aborted = True
+        self._host.abort()
         group, self._group = self._group, None
         if group is not None:
             # An abort waits for kernels to leave: not on the caller's time.
             threading.Thread(target=group.abort, daemon=True).start()
 
     def close(self) -> None:
-        self.sever()
+        self.abort()
         self._host.close()
 
     def _on_device(self, sends: list[Message], receives: list[Message]) -> torch.cuda.Event:
         group, stream = self._group, self._stream
-        if group is None or stream is None or self.severed:
-            raise Severed("the view was given up")
+        if group is None or stream is None or self.aborted:
+            raise Aborted("the view was given up")
         done = torch.cuda.Event()
         # The tensors were written on the default stream: start after what is queued there.
         stream.wait_stream(torch.cuda.default_stream(self._cuda))
@@ -152,5 +152,5 @@ class NcclTransport:
                     work.wait()  # orders the stream after the exchange; does not block the host
                 done.record()
         except RuntimeError as error:
-            raise Severed(f"nccl: {first_line(error)}") from None
+            raise Aborted(f"nccl: {first_line(error)}") from None
         return done

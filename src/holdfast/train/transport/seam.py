@@ -1,9 +1,9 @@
 """How tensors travel between the members of one view: the seam that gloo and NCCL fill.
 
 A transport knows ranks (positions in the view's members), tensors and tags; it does not know steps,
-virtual ranks or why anything is sent. The invariant every implementation keeps: `sever` may be
+virtual ranks or why anything is sent. The invariant every implementation keeps: `abort` may be
 called from any thread at any time, returns at once, and makes every wait, present and future, raise
-Severed on all sides.
+Aborted on all sides.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from holdfast.core.errors import Severed
+from holdfast.core.errors import Aborted
 from holdfast.train.step.waits import Waits
 
 Message = tuple[int, torch.Tensor]  # (peer's rank in the view, contiguous tensor)
@@ -26,13 +26,13 @@ class Rendezvous(Protocol):
     def publish(self, address: bytes) -> None: ...
 
     def lookup(self, rank: int) -> bytes:
-        """Blocks until that member has published; raises Severed when the view is given up."""
+        """Blocks until that member has published; raises Aborted when the view is given up."""
         ...
 
 
 class Pending(Protocol):
     def wait(self, waits: Waits | None = None) -> None:
-        """Block until every send and receive of the exchange is done; raises Severed.
+        """Block until every send and receive of the exchange is done; raises Aborted.
 
         `waits` is told of each peer's messages as they arrive, where they can be told apart.
         """
@@ -62,11 +62,11 @@ class Transport(Protocol):
 
         Called now and then from another thread, also while the group is being built. A peer that
         is merely frozen or busy is never among them. A group with a connection that has ended, and
-        that nobody severs, is severed here.
+        that nobody aborts, is aborted here.
         """
         ...
 
-    def sever(self) -> None: ...
+    def abort(self) -> None: ...
 
     def close(self) -> None:
         """Free everything; never blocks."""
@@ -87,22 +87,22 @@ class AloneTransport:
     ordered = False
 
     def __init__(self) -> None:
-        self._severed = False
+        self._aborted = False
 
     def open(self, rank: int, size: int, rendezvous: Rendezvous) -> None:
         if (rank, size) != (0, 1):
-            raise Severed(f"a view of {size} members needs a real transport")
+            raise Aborted(f"a view of {size} members needs a real transport")
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Pending:
-        if self._severed or sends or receives:
-            raise Severed("the view was given up")
+        if self._aborted or sends or receives:
+            raise Aborted("the view was given up")
         return NothingPending()
 
     def lost(self) -> Sequence[int]:
         return ()
 
-    def sever(self) -> None:
-        self._severed = True
+    def abort(self) -> None:
+        self._aborted = True
 
     def close(self) -> None:
-        self._severed = True
+        self._aborted = True

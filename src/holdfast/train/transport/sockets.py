@@ -1,7 +1,7 @@
 """Finding and cutting the TCP connections of a process group that another library made.
 
 Gloo offers no way to abort: its `abort` and `shutdown` do nothing. But a socket that is shut down
-fails at once on both sides, which is exactly what severing a view needs. The sockets of a group are
+fails at once on both sides, which is exactly what aborting a view needs. The sockets of a group are
 those that appeared while it was built and that join a listening port of one of its members, so a
 connection that the user's code opens at the same moment is never touched.
 """
