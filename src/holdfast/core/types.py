@@ -35,6 +35,26 @@ class Stage(enum.Enum):
         return self in (Stage.BOOTING, Stage.READY)
 
 
+class StateCopy(enum.Enum):
+    """What a worker process holds of the job's state."""
+
+    INITIAL = "initial"  # as the script made it
+    DIRTY = "dirty"  # neither initial nor the job's: a load has begun and is not verified
+    CURRENT = "current"  # the job's state after `committed` steps
+    DISCARDED = "discarded"  # it was the job's; something wrong may have been used to make it
+
+
+class Phase(enum.Enum):
+    """What a worker's script is doing, as far as steps are concerned."""
+
+    SCRIPT = "script"  # its own code: before, between or after steps
+    BOUNDARY = "boundary"  # held between two steps, its state at rest
+    COMPUTING = "computing"  # its tasks of the step
+    WAITING = "waiting"  # its tasks of the step are done; it waits for others
+    OVERDUE = "overdue"  # it has waited for others for longer than steps take
+    ENDED = "ended"  # its loop has run all its steps
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEvent:
     """One event that a worker adds to the job's event log; `number` grows within a worker."""
@@ -70,26 +90,61 @@ class WorkerStatus:
     stage: Stage = Stage.BOOTING
     view: ViewNumber = NO_VIEW  # newest view installed
     promised: ViewNumber = NO_VIEW
-    has_state: bool = False  # holds the job's state after `committed` steps
-    dirty: bool = False  # neither initial nor the job's: a state was loaded but not verified
+    state: StateCopy = StateCopy.INITIAL
     committed: int = 0  # steps committed; also the index of the next step
     reduced: bool = False  # holds the complete reduced gradient of step `committed`
     hosted: tuple[int, ...] = ()  # its virtual ranks in step `committed`
-    at_boundary: bool = False  # held between steps, its state at rest: it can donate
-    in_step: bool = False  # its script computes a step, and has not come to its end
-    late: bool = False  # it has waited for others for longer than steps take
-    waiting: bool = False  # its own tasks of the step are done; it waits for others
+    phase: Phase = Phase.SCRIPT
     loop: int = 0  # how many step loops its script has entered
-    ended: bool = False  # its current loop has run all its steps
     unreached: tuple[WorkerId, ...] = ()  # members of `view` that the network does not reach
     proved_at: float = 0.0  # its node's clock: every member of `view` acted in it since then
     saved: int = 0  # the step of the newest checkpoint that it knows to be durable
     unreadable: int = 0  # the step of one that it could not read
     invalidations: tuple[Invalidation, ...] = ()  # that it knows of
-    discarded: bool = False  # and with it this worker's own state, which it has given up
     events: tuple[JobEvent, ...] = ()  # the newest few
     detail: str = ""  # why it was lost, or the traceback of a failure
     pid: int = 0
+
+    @property
+    def has_state(self) -> bool:
+        """Whether it holds the job's state after `committed` steps."""
+        return self.state is StateCopy.CURRENT
+
+    @property
+    def dirty(self) -> bool:
+        """Whether what it holds is neither the initial state nor the job's."""
+        return self.state in (StateCopy.DIRTY, StateCopy.DISCARDED)
+
+    @property
+    def discarded(self) -> bool:
+        """Whether it has given its state up, since something wrong was used."""
+        return self.state is StateCopy.DISCARDED
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether it rests between two steps and acts in no view: it can donate its state."""
+        resting = self.phase is Phase.BOUNDARY and self.promised >= self.view
+        return resting and self.has_state
+
+    @property
+    def in_step(self) -> bool:
+        """Whether its script is in the middle of a step."""
+        return self.phase in (Phase.COMPUTING, Phase.WAITING, Phase.OVERDUE)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether its own tasks of the step are done, and it waits for others."""
+        return self.phase in (Phase.WAITING, Phase.OVERDUE)
+
+    @property
+    def late(self) -> bool:
+        """Whether it has waited for others for longer than steps take."""
+        return self.phase is Phase.OVERDUE
+
+    @property
+    def ended(self) -> bool:
+        """Whether its current loop has run all its steps."""
+        return self.phase is Phase.ENDED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +215,10 @@ class View:
         i = bisect.bisect_left(self.members, worker, key=lambda m: m.worker)
         found = self.members[i] if i < len(self.members) else None
         return found if found is not None and found.worker == worker else None
+
+    def rank(self, worker: WorkerId) -> int:
+        """A member's position among the members."""
+        return bisect.bisect_left(self.members, worker, key=lambda m: m.worker)
 
     def includes(self, worker: WorkerId, incarnation: Incarnation) -> bool:
         """Whether this very process is a member."""

@@ -7,45 +7,39 @@ The oracle is written apart from the product's own summation.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from holdfast.core.invalidations import Invalidations, is_invalidated, merge
 from holdfast.core.membership.formation import STEPS_MISSED_MAX
-from holdfast.core.types import RELEASE_ALL, Directive, JobRecord, View, ViewNumber, WorkerId
+from holdfast.core.types import (
+    RELEASE_ALL,
+    Directive,
+    JobRecord,
+    View,
+    ViewNumber,
+    WorkerId,
+    WorkerStatus,
+)
+from holdfast.sim.arithmetic import (
+    DROPPED,
+    INITIAL_STATE,
+    Copy,
+    Key,
+    Parts,
+    apply,
+    expected_sum,
+    task,
+)
+from holdfast.sim.run_options import Options
 from holdfast.sim.wrong_bits import Errors, Violation
 
 if TYPE_CHECKING:
-    from holdfast.sim.data_network import Share
+    from holdfast.sim.exchanges import Share
     from holdfast.sim.workers import Process
 
 STEPS_UNHEARD = 40  # that may be committed before the coordinator hears of it and acts
-Key = tuple[int, int]  # worker, incarnation
-Copy = tuple[int | None, int | None]  # of a state, and of what a flip has made of it
-INITIAL_STATE = 1
 REPLACED = "the coordinator replaced it"  # as the agent machine words it
-
-
-def task(state: int, step: int, vrank: int) -> int:
-    """The content of one gradient: a pure function, like the real one."""
-    return hash((state, step, vrank, 17))
-
-
-def add(left: int, right: int) -> int:
-    """Neither commutative nor associative, so that any other order of summation shows."""
-    return hash((left, right, 5))
-
-
-def apply(state: int, step: int, total: int) -> int:
-    return hash((state, step, total, 29))
-
-
-def expected_sum(state: int, step: int, vranks: int) -> int:
-    """Pairs, then pairs of pairs: the definition of the canonical tree, level by level."""
-    level = [task(state, step, v) for v in range(vranks)]
-    while len(level) > 1:
-        pairs = [add(level[i], level[i + 1]) for i in range(0, len(level) - 1, 2)]
-        level = pairs + level[len(pairs) * 2 :]
-    return level[0]
 
 
 def out_of_time(process: Process) -> bool:
@@ -56,12 +50,13 @@ def out_of_time(process: Process) -> bool:
 class Truth:
     """Observes; raises Violation. Nothing in the simulated world reads it."""
 
-    def __init__(self, vranks: int, steps: int, exact: bool = True, wrong_max: int = 0) -> None:
-        self.vranks = vranks
-        self.steps = steps
+    def __init__(self, options: Options) -> None:
+        self.vranks = options.vranks
+        self.steps = options.steps
+        self._options = options
         self.states = [INITIAL_STATE]
         self.sums: list[int] = []
-        self.errors = Errors(self, exact, wrong_max)
+        self.errors = Errors(self, options)
         self.views: dict[int, View] = {}
         self.newest = 0
         self.processes: dict[Key, Process] = {}
@@ -70,6 +65,7 @@ class Truth:
         self.ordered: dict[int, int] = {}  # by worker: the incarnation that the journal orders
         self._slots: object = ()  # of the journal, as they were noted
         self._synced: object = None  # what was checked last
+        self._reduced: object = None  # the same
         self.leading: dict[Key, int] = {}
         self.disk: JobRecord | None = None
         self.newest_lost = 0  # the newest view formed when the journal was lost: perhaps unheard of
@@ -80,9 +76,14 @@ class Truth:
         self.reassigned = 0  # times that the assignment changed within a view
         self.saved: dict[int, Copy] = {}  # checkpoints by step
         self.rotten: dict[int, bool] = {}  # those that cannot be read
-        self.saved_in: dict[int, int] = {}  # their views
+        self.saved_in: dict[int, ViewNumber] = {}  # their views
+        self.durable: dict[tuple[int, ViewNumber], Copy] = {}  # whether or not they count yet
+        self._shares: dict[tuple[int, ViewNumber], dict[int, Copy]] = {}  # by rank
         self.invalidations: Invalidations = ()  # what is withdrawn from the store
         self.restores = 0
+        self.drops: dict[tuple[int, int], bool] = {}  # sums of steps without what came too late
+        self.again: dict[tuple[int, int], bool] = {}  # steps that a view computes again
+        self.count: Counter[str] = Counter()  # of what has happened
 
     def start(self) -> None:
         """Run the whole job without faults."""
@@ -126,6 +127,8 @@ class Truth:
             raise Violation(f"worker {process.key} finished at step {process.step} of {self.steps}")
         self.errors.ended()
         self.completed = True
+        if self._options.backup.workers:
+            self.errors.hidden = True  # who is left may drop something else in the last steps
 
     def finished(self, outcome: str) -> None:
         if outcome:
@@ -218,6 +221,9 @@ class Truth:
                 raise Violation(f"view {view.number} begins from a checkpoint that nobody saved")
         if not view.donors:
             self.errors.began(view)
+            if self._options.backup.workers:
+                step = view.resume_step
+                self.goes_on(step, expected_sum(self.states[step], step, self.vranks))
         self._balanced(view)
 
     def _discarded(self, view: View) -> bool:
@@ -225,23 +231,68 @@ class Truth:
         members = (self.processes[(m.worker, m.incarnation)] for m in view.members)
         return any(member.machine.snapshot().discarded for member in members)
 
-    def save(self, step: int, copy: Copy, view: int) -> None:
-        """A checkpoint is durable, unless it has been withdrawn meanwhile."""
-        if not is_invalidated(self.invalidations, step, ViewNumber(view)):
-            self.saved[step], self.saved_in[step] = copy, view
+    def share_written(self, step: int, view: View, rank: int, copy: Copy) -> None:
+        """A writer has written a share of a checkpoint."""
+        self._shares.setdefault((step, view.number), {})[rank] = copy
+
+    def shares_complete(self, step: int, view: View) -> bool:
+        """Whether all shares of a checkpoint are written."""
+        return len(self._shares.get((step, view.number), {})) == len(view.members)
+
+    def made_durable(self, step: int, view: View) -> bool:
+        """Put the shares together, unless the checkpoint is invalidated meanwhile."""
+        copies = self._shares.pop((step, view.number))
+        if is_invalidated(self.invalidations, step, view.number):
+            return False
+        states = {state for state, _ in copies.values()}
+        if len(states) > 1:
+            raise Violation(f"the shares of the checkpoint of step {step} do not fit: {copies}")
+        flip = next((flip for _, flip in copies.values() if flip is not None), None)
+        self.durable[step, view.number] = states.pop(), flip
+        return True
+
+    def said(self, process: Process, before: WorkerStatus, status: WorkerStatus) -> None:
+        """A worker tells its agent of itself."""
+        if status.saved and status.saved != before.saved:
+            self._said_saved(process, status.saved)
+        if status.invalidations != before.invalidations and process.group is not None:
+            self.errors.noticed(process.group.keys)
+        told = before.events[-1].number if before.events else 0
+        for event in status.events:
+            if event.number > told and "other numbers each time" in event.text:
+                self._unlike(process)
+
+    def _unlike(self, process: Process) -> None:
+        """The members of a view hold that their hardware is not deterministic."""
+        keys = process.group.keys if process.group is not None else ()
+        if any(self.processes[key].spoiling.lied_in < process.step for key in keys):
+            raise Violation("deterministic machines are taken for others")
+        self.errors.hidden = True  # all of them were wrong
+
+    def _said_saved(self, process: Process, step: int) -> None:
+        """A worker says that a checkpoint counts."""
+        found = [key for key in self.durable if key[0] == step]
+        known = [key for key in found if not is_invalidated(self.invalidations, step, key[1])]
+        if not found:
+            raise Violation(f"worker {process.key} says that step {step} is saved: it is not")
+        if known and self.saved_in.get(step, -1) < known[-1][1]:
+            self.saved[step], self.saved_in[step] = self.durable[known[-1]], known[-1][1]
             self.rotten.pop(step, None)
             self.errors.saved(step)
 
-    def withdrawn(self, view: View) -> None:
-        """A member of the view removes the checkpoints that are invalidated."""
-        self.invalidations = merge(self.invalidations, view.invalidations)
+    def withdrawn(self, invalidations: Invalidations) -> None:
+        """A worker removes the checkpoints that are invalidated."""
+        self.invalidations = merge(self.invalidations, invalidations)
         for step, made_in in list(self.saved_in.items()):
-            if is_invalidated(self.invalidations, step, ViewNumber(made_in)):
+            if is_invalidated(self.invalidations, step, made_in):
                 del self.saved[step], self.saved_in[step]
 
     def restored(self, step: int) -> tuple[int, int | None]:
         """What is read back."""
         state, flipped = self.saved[step]
+        if self._options.backup.workers:  # it may be of a history in which other tasks were dropped
+            self.states[step] = state or 0
+            self.goes_on(step, expected_sum(self.states[step], step, self.vranks))
         if (state, flipped) != (self.states[step], None) and not self.errors.hidden:
             raise Violation(f"the checkpoint of step {step} has other contents")
         return state or 0, flipped
@@ -259,9 +310,9 @@ class Truth:
         if view.member(process.worker) is None:
             raise Violation(f"worker {process.key} installs view {view.number} of others")
         lost = sorted(set(process.tokens) - set(view.hosted_by(process.worker)))
-        if (
-            process.in_step and lost and view.late_worker(process.worker) is None
-        ):  # what it has computed is in sums by now
+        in_step = process.open_step == process.machine.snapshot().committed == view.resume_step
+        late = view.late_worker(process.worker) is not None
+        if in_step and lost and not late:  # what it has computed is in sums by now
             raise Violation(f"worker {process.key} loses virtual ranks {lost} in mid-step")
 
     # ------------------------------------------------------------ content
@@ -295,10 +346,11 @@ class Truth:
             if view.joiners and not right:
                 raise Violation(f"worker {worker} starts view {view.number} from a wrong state")
 
-    def reduced(
-        self, process: Process, view: View, step: int, parts: list[tuple[Key, int, int]]
-    ) -> None:
-        """`parts` are (sender, vrank, token) as they went into the sum of `step`."""
+    def reduced(self, view: View, step: int, parts: Parts, total: int) -> None:
+        """A sum is about to be committed, which these members' tokens went into."""
+        if parts is self._reduced:
+            return  # all members of a large group share them
+        self._reduced = parts
         seen: dict[int, Key] = {}
         for sender, vrank, token in parts:
             member = view.member(WorkerId(sender[0]))
@@ -308,13 +360,53 @@ class Truth:
                 raise Violation(
                     f"step {step}: vrank {vrank} counts twice, from {seen[vrank]} and {sender}"
                 )
-            if token != task(self.states[step], step, vrank):
-                self.errors.used(view, step, sender, vrank)
+            if self._options.backup.workers and token == DROPPED:
+                self.drops[step, total] = True
+            elif token != task(self.states[step], step, vrank):
+                self.errors.used(view, step, sender, vrank, token)
             seen[vrank] = sender
         if len(seen) != self.vranks:
             raise Violation(f"step {step} is summed from {len(seen)} of {self.vranks} vranks")
+        counted = {sender for sender, _, token in parts if token != DROPPED}
+        self._enough(view, step, len(counted), {sender for sender, _, _ in parts})
 
-    def committed(self, process: Process, step: int, total: int | None, by_vote: bool) -> None:
+    def _enough(self, view: View, step: int, counted: int, hosts: set[Key]) -> None:
+        """A step may do without the results of so many members only."""
+        needed = self._options.backup.needed(len(view.members))
+        if counted < needed - (len(view.members) - len(hosts)):
+            raise Violation(f"step {step} counts {counted} members of {len(view.members)}")
+
+    def opened(self, process: Process, step: int) -> None:
+        """A script begins to compute a step."""
+        if process.step != step:
+            raise Violation(
+                f"worker {process.key} opens step {step}, its state is of {process.step}"
+            )
+
+    def copied(self, step: int) -> None:
+        """A share of the state was copied: all is looked at in the step that follows."""
+        self.errors.looks_at_all(step)
+
+    def redone(self, process: Process) -> None:
+        """A worker computes its step once more."""
+        self.count["redone"] += 1
+
+    def voted(self, process: Process, step: int, by_vote: bool) -> None:
+        """A worker learns that a step is committed; it has yet to apply it."""
+        if by_vote and process.machine.snapshot().view < self.newest:
+            raise Violation(
+                f"worker {process.key} commits step {step} by a vote of view "
+                f"{process.machine.snapshot().view} although view {self.newest} was formed"
+            )
+        parts, view = process.exchanges.parts, self.views.get(process.machine.snapshot().view)
+        if view is not None and process.total_step == step and parts and process.total is not None:
+            summed_in = process.exchanges.summed_in or view
+            if len(summed_in.members) == 1 and process.exchanges.wrongly:
+                self.errors.hidden = True  # nobody else was there to sum it
+            self.reduced(summed_in, step, parts, process.total)
+
+    def committed(self, process: Process, step: int, total: int | None) -> None:
+        """A worker applies a step."""
         self.commits += 1
         self.left_aside(process, step)
         if step >= self.steps:
@@ -322,11 +414,6 @@ class Truth:
         self.errors.committed(process, step, total)
         if process.state != self.states[step] and not self.errors.hidden:
             raise Violation(f"worker {process.key} applies step {step} to another state")
-        if by_vote and process.machine.snapshot().view < self.newest:
-            raise Violation(
-                f"worker {process.key} commits step {step} by a vote of view "
-                f"{process.machine.snapshot().view} although view {self.newest} was formed"
-            )
 
     def left_aside(self, process: Process, step: int) -> None:
         """Who was suspended comes back, or is replaced."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from holdfast.core.types import View
 
 if TYPE_CHECKING:
-    from holdfast.sim.checkers import Key
+    from holdfast.sim.arithmetic import Key
     from holdfast.sim.workers import Process
     from holdfast.sim.world import World
 

@@ -88,7 +88,7 @@ class Faults:
         world, rng = self._world, self._world.rng
         live = world.live()
         match kind:
-            case "agent_crash" | "agent_lost" | "partition" | "data_partition":
+            case "agent_crash" | "agent_lost" | "partition" | "data_partition" | "writer_crash":
                 self._strike_node(kind)
             case "agent_freeze" | "node_freeze" | "drain":
                 self._strike_node(kind)
@@ -109,10 +109,18 @@ class Faults:
                     world.truth.rotten[max(world.truth.saved)] = True
             case "link_break":
                 self._break_link()
+            case "store_silent":
+                if not world.store_silent:
+                    self._note(kind)
+                    world.store_silent = True
+                    world.at(self._duration_s(), self._store_answers)
             case _:
                 if live:
                     self._note(kind)
                     self._strike_worker(kind, rng.choice(live))
+
+    def _store_answers(self) -> None:
+        self._world.store_silent = False
 
     def _break_link(self) -> None:
         world = self._world
@@ -146,7 +154,7 @@ class Faults:
             case "stuck":
                 process.stuck = process.ailing = rng.random() < 0.2 or process.ailing
                 world.at(3 * world.options.hang_s, self._unstick, process)
-            case "flip" | "liar" | "lie_once":
+            case "flip" | "liar" | "lie_once" | "poison" | "sum_wrongly":
                 self._spoil(kind, process)
             case "slow":
                 process.ailing = True
@@ -156,14 +164,19 @@ class Faults:
     def _spoil(self, kind: str, process: Process) -> None:
         """Its bits are wrong from here on, or once; one process at a time."""
         world, rng = self._world, self._world.rng
-        if any(p.flipped is not None or p.lies or p.lies_once for p in world.live()):
+        if any(p.spoiling.spoiled for p in world.live()):
             return
-        if kind == "flip":
-            process.flipped = rng.randrange(max(world.options.cycle, 1))
-        elif kind == "liar":
-            process.lies = rng.choice((7, -1))
-        else:
-            process.lies_once = True
+        match kind:
+            case "flip":
+                process.spoiling.flipped = rng.randrange(max(world.options.cycle, 1))
+            case "liar":
+                process.spoiling.lies = rng.choice((7, -1))
+            case "lie_once":
+                process.spoiling.lies_once = True
+            case "poison":
+                process.spoiling.poisons_once = True
+            case "sum_wrongly":
+                process.spoiling.sums_wrongly = True
 
     def _strike_node(self, kind: str) -> None:
         world, rng = self._world, self._world.rng
@@ -181,6 +194,9 @@ class Faults:
                     self._note(kind)
                     host.crash()
                     host.gone = True
+            case "writer_crash":
+                self._note(kind)
+                host.writer.crash()
             case "agent_freeze" | "node_freeze":
                 if not host.frozen and host.machine is not None:
                     self._note(kind)

@@ -14,6 +14,7 @@ from holdfast.core.membership import coordinator as co
 from holdfast.core.membership.liveness import ProcessSample
 from holdfast.core.types import AgentId, AgentReport, Directive, Incarnation, WorkerStatus
 from holdfast.sim.workers import Process
+from holdfast.sim.writers import Writer
 
 if TYPE_CHECKING:
     from holdfast.sim.world import World
@@ -137,6 +138,7 @@ class AgentHost:
         self.offset_s = 0.0
         self.frozen = False  # the agent's process; its workers run on
         self.drained = False  # now or before
+        self.writer = Writer(world)
         self._backlog: deque[ag.AgentEvent] = deque()
         self._channel_free: dict[int, float] = {}
         self._watched: dict[int, Process] = {}
@@ -157,8 +159,9 @@ class AgentHost:
         self.handle(ag.Tick())
 
     def crash(self) -> None:
-        """The agent dies, and the kernel takes its workers with it."""
+        """The agent dies, and the kernel takes its workers and its writer with it."""
         self.machine = None
+        self.writer.crash()
         self._backlog.clear()
         for process in list(self.processes.values()):
             process.end(-9, "its agent died")

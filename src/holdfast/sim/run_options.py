@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from holdfast.core.step.backup import BackupPolicy
 from holdfast.core.step.balance import BalancePolicy
+from holdfast.core.step.saves import SavePolicy
 from holdfast.core.step.speculation import Patience
+from holdfast.core.step.step_policy import StepPolicy
 
 FAULT_KINDS = (
     "worker_crash",
@@ -38,6 +41,8 @@ FAULT_KINDS = (
 RACK_KINDS = ("rack_crash", "rack_partition")  # several nodes at the same moment
 LATER_KINDS = (*RACK_KINDS, "coordinator_freeze", "rot")
 WRONG_KINDS = ("flip", "liar", "lie_once")
+SAVE_KINDS = ("writer_crash", "store_silent")
+SUM_KINDS = ("poison", "sum_wrongly")
 LARGE_KINDS = (*RACK_KINDS, "worker_crash", "agent_crash", "coordinator_crash", "partition")
 RACK_SHARE = 250  # of a large job, one in so many nodes is in the same rack
 
@@ -88,16 +93,28 @@ class Options:
     speculation: float = 0.0
     audit: float = 0.0  # share of tasks computed twice
     cycle: int = 0  # steps in which all of the state is compared; 0: it never is
+    backup: BackupPolicy = BackupPolicy()  # noqa: RUF009 - it never changes
+    restore_s: float = 300.0  # for which a store may stay silent when the job begins from it
 
     @property
     def exact(self) -> bool:
         """Nothing wrong is ever used."""
-        return self.audit == 1.0 or not set(WRONG_KINDS) & set(self.faults)
+        return self.audit == 1.0 or not {*WRONG_KINDS, "sum_wrongly"} & set(self.faults)
 
-    @property
-    def wrong_max(self) -> int:
-        """Else, for so many steps: all is compared and audited in the first after a checkpoint."""
-        return max(self.cycle, self.save_every)
+    def step_policy(self) -> StepPolicy:
+        """What of these options the machines of workers are given."""
+        saves = self.save_every > 0
+        return StepPolicy(
+            seed=self.seed,
+            audit=self.audit,
+            cycle=self.cycle,
+            keeps=saves,
+            balance=None if self.backup.workers else self.balance,
+            backup=self.backup,
+            patience=self.patience,
+            saves=SavePolicy(enabled=saves, every=self.save_every, compared=self.cycle > 0),
+            restore_s=self.restore_s,
+        )
 
     @property
     def steps(self) -> int:
@@ -170,7 +187,25 @@ def draw(seed: int, small: bool = False) -> Options:
         balance=_draw_balance(Random(f"balance {seed} {small}")),
         **_draw_patience(Random(f"patience {seed} {small}")),
     )
-    return _with_wrong_bits(options, Random(f"wrong {seed} {small}"))
+    options = _with_wrong_bits(options, Random(f"wrong {seed} {small}"))
+    return _with_stores(options, Random(f"stores {seed} {small}"))
+
+
+def _with_stores(options: Options, rng: Random) -> Options:
+    """Writers and stores fail, gradients are not finite, late results are dropped."""
+    kinds = [kind for kind in SAVE_KINDS if options.save_every and rng.random() < 0.25]
+    if rng.random() < 0.2:
+        kinds.append("poison")
+    if options.audit == 1.0 and rng.random() < 0.5:
+        kinds.append("sum_wrongly")
+    options = dataclasses.replace(options, faults=(*options.faults, *kinds))
+    if options.audit or options.slots * options.agents < 3 or rng.random() < 0.85:
+        return options
+    patience = dataclasses.replace(options.patience, copies=0.0)
+    backup = BackupPolicy(workers=1, results_min=rng.randint(1, 2))
+    # With backup workers sums that are not finite are not computed again.
+    left = tuple(kind for kind in options.faults if kind != "poison")
+    return dataclasses.replace(options, backup=backup, patience=patience, faults=left)
 
 
 def _with_wrong_bits(options: Options, rng: Random) -> Options:

@@ -11,41 +11,17 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from holdfast.core.step.audit import Audit, owed
-from holdfast.core.step.trust import Trust
-from holdfast.core.step.worker import (
-    Abort,
-    AtBoundary,
-    Begin,
-    Commit,
-    Copied,
-    Directed,
-    Install,
-    LocalDone,
-    LoopEnded,
-    LoopEntered,
-    Release,
-    Saved,
-    Speculate,
-    Tell,
-    Tick,
-    Voted,
-    WorkerEffect,
-    WorkerEvent,
-)
-from holdfast.core.types import (
-    Incarnation,
-    ViewNumber,
-    WorkerDirective,
-    WorkerId,
-    WorkerStatus,
-)
-from holdfast.sim import audits
-from holdfast.sim import data_network as exchange
-from holdfast.sim.checkers import INITIAL_STATE, Copy, Key, apply, task
+from holdfast.core.step import effects as ef
+from holdfast.core.step import events as ev
+from holdfast.core.step.effects import WorkerEffect
+from holdfast.core.step.events import Purpose, WorkerEvent
+from holdfast.core.types import Incarnation, View, WorkerDirective, WorkerId, WorkerStatus
+from holdfast.sim.arithmetic import INITIAL_STATE, Key, apply
+from holdfast.sim.exchanges import Exchanges
+from holdfast.sim.spoiling import Spoiling
 
 if TYPE_CHECKING:
-    from holdfast.sim.data_network import Group
+    from holdfast.sim.data_network import Group, What
     from holdfast.sim.hosts import AgentHost
     from holdfast.sim.world import World
 
@@ -61,7 +37,9 @@ class Process:
         self.agent = host.name
         self.worker = worker
         self.key: Key = (int(worker), int(incarnation))
-        self.machine = world.machines.worker(worker, incarnation, world.options.patience)
+        self.machine = world.machines.worker(
+            worker, incarnation, world.options.step_policy(), world.data.counting
+        )
         self.alive = True
         self.stopped = False  # by a signal: the kernel shows state T
         self.silent = False  # in foreign code that holds the interpreter lock
@@ -72,39 +50,33 @@ class Process:
         self.backlog: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self.state: int | None = INITIAL_STATE
         self.step = 0  # steps applied to `state`
-        self.at_rest = False  # the script is held between two steps
-        self.computing = False
-        self.in_step = False
-        self.local_done = False  # its own tasks
-        self.done_said = False  # these, and what it audits
-        self.tokens: dict[int, int] = {}
-        self.audits: tuple[Audit, ...] = ()
-        self.audited: dict[int, int] = {}  # tokens of others
-        self.copying = -1  # the step of which it may copy what others are late with
-        self.copies: dict[int, int] = {}  # tokens of those
-        self.trust = Trust(world.options.cycle)
-        self.flipped: int | None = None  # the part of its state in which a bit is wrong
-        self.lies = 0  # what it adds to its tokens; negative: each time something else
-        self.lies_once = False
-        self.lied_in = -1  # the last step in which it did
-        self.mistakes = 0
+        self.spoiling = Spoiling(world)
+        self.exchanges = Exchanges(self)
+        self.tokens: dict[int, int] = {}  # of the tasks that it hosts
+        self.copies: dict[int, int] = {}  # of its speculative tasks
         self.compute_us = 0  # of the step's tasks so far
-        self.kept: dict[int, exchange.Share] = {}  # sums of steps that others may have missed
         self.total: int | None = None
         self.total_step = -1
         self.loop = 0
+        self.open_step = -1  # that its script computes
+        self.whole = False  # all of the state is looked at in it
+        self.at_rest = False  # the script is held between two steps
         self.group: Group | None = None
+        self.is_connected = False
         self.last_step_of = -1  # the view whose vote announced a planned change
         self.cut_through = -1  # what was sent in views up to this and has not arrived is lost
+        self._script: deque[ef.ScriptEffect] = deque()
+        self._busy = False  # the script computes a task, applies a step or copies its share
         self._events: deque[WorkerEvent] = deque()
         self._feeding = False
-        self._poked = False
         self._channel_free = 0.0
+        self._said = self.machine.snapshot()
         self._wake_at: float | None = None
 
     # ------------------------------------------------------------ life
 
     def start(self) -> None:
+        """The process was started: its script boots."""
         options = self.world.options
         self.post(self.world.rng.uniform(0.5, 1.5) * options.boot_s, self._enter_loop)
         self.post(self.world.rng.uniform(0.0, options.heartbeat_s), self._heartbeat)
@@ -114,6 +86,7 @@ class Process:
         self.world.at(delay_s, self.deliver, call, args)
 
     def deliver(self, call: Callable[..., None], args: tuple[Any, ...]) -> None:
+        """Do something now, or once the process runs again."""
         if not self.alive:
             return
         if not self.running:
@@ -123,6 +96,7 @@ class Process:
 
     @property
     def running(self) -> bool:
+        """Whether the process is neither stopped nor silent nor paused."""
         return not (self.stopped or self.silent or self.paused)
 
     def resume(self) -> None:
@@ -131,6 +105,7 @@ class Process:
         self.wake()
 
     def wake(self) -> None:
+        """Handle what has piled up."""
         while self.backlog and self.alive and self.running:
             call, args = self.backlog.popleft()
             call(*args)
@@ -146,6 +121,7 @@ class Process:
         self.host.process_ended(self, code, detail)
 
     def open_group(self, number: int) -> Group | None:
+        """Return its end of the group of a view, while that is open."""
         group = self.group
         return group if group is not None and group.number == number and group.open else None
 
@@ -170,9 +146,6 @@ class Process:
                 self.world.truth.acted(self)
         self._feeding = False
         self._arm()
-        if self._poked and self.alive:
-            self._poked = False
-            exchange.advance(self)
 
     def _arm(self) -> None:
         """Wake the machine when it wants to be; the control thread looks ten times a second."""
@@ -187,38 +160,71 @@ class Process:
     def _woken(self, at: float) -> None:
         if self._wake_at == at:
             self._wake_at = None
-            self.feed(Tick())
+            self.feed(ev.Tick())
 
     def _carry_out(self, effect: WorkerEffect, event: WorkerEvent, before: int) -> None:
+        world = self.world
         match effect:
-            case Tell(status):
+            case ef.Tell(status):
                 self._tell(status)
-            case Abort(number):
-                group = self.group
-                if group is not None and group.number <= number:
-                    self.world.data.close(self, group, "peer aborted")
-                    audits.leave(self, group)
-            case Install(view):
-                self.world.truth.installed(self, view, before)
-                exchange.install(self, view)
-                self.copying = -1
-                self._compute()
-            case Commit(step):
-                self._commit(step, isinstance(event, Voted))
-            case Begin(step):
-                self._begin(step)
-            case Speculate(step):
-                self.copying = step
-                self._compute()
-            case Release(_):
-                self.post(self.world.delay(0.001), self._released)
+            case ef.Abort(number):
+                if self.group is not None and self.group.number <= number:
+                    world.data.close(self, self.group, "peer aborted")
+            case ef.Install(view):
+                world.truth.installed(self, view, before)
+                world.truth.hosted(view.number, view.resume_step, view.owners)
+                self.is_connected = False
+                self.exchanges.enter(view)
+                world.data.install(self, view)
+            case ef.Exit():
+                world.truth.errors.noticed([self.key])
+                self.end(-9, "computes wrongly")
+            case ef.GiveUp(reason):
+                self.end(1, reason)
+            case ef.Redo(_):
+                self.tokens, self.copies = {}, {}
+                world.truth.redone(self)
+            case ef.Adopt(vrank):
+                self.tokens[vrank] = self.copies.pop(vrank)
+                world.truth.count["adopted"] += 1
+            case ef.Withdraw(invalidations):
+                world.truth.withdrawn(invalidations)
+            case ef.NoteDoubt(_, _, again):
+                world.truth.errors.doubted(again)
+            case ef.Commit(_):
+                # What was to be computed of it and has not begun is not computed any more.
+                kept = [each for each in self._script if not isinstance(each, ef.Compute)]
+                self._script = deque([*kept, effect])
+                world.truth.voted(self, effect.step, by_vote=isinstance(event, ev.Gathered))
+                self._script_next()
+            case ef.Begin() | ef.Compute() | ef.SaveShare() | ef.Release():
+                self._script.append(effect)
+                self._script_next()
+            case _:
+                if self.group is not None and self.group.open:
+                    self.exchanges.carry_out(effect, self.group)
+
+    def connected(self, number: int) -> None:
+        """All members of the view's group have come."""
+        group = self.open_group(number)
+        if group is not None:
+            self.is_connected = True
+            self.feed(ev.Connected(group.view.number))
+
+    def told(self, what: What) -> None:
+        """Something that other members said is here."""
+        if self.group is not None and self.group.open:
+            self.exchanges.told(what, self.group)
 
     def directed(self, directive: WorkerDirective) -> None:
-        self.feed(Directed(directive))
+        """The agent passes a directive on."""
+        self.feed(ev.Directed(directive))
 
     def _tell(self, status: WorkerStatus) -> None:
         """Over the channel to the agent, which keeps order."""
         world = self.world
+        before, self._said = self._said, status
+        world.truth.said(self, before, status)
         at = max(world.now + world.delay(world.options.channel_s), self._channel_free)
         self._channel_free = at
         world.at(at - world.now, self.host.worker_said, self, status)
@@ -229,102 +235,84 @@ class Process:
 
     # ------------------------------------------------------------ the script
 
-    def _enter_loop(self) -> None:
-        self.loop += 1
-        self.feed(LoopEntered())
-        if self.step >= self.until and self.machine.snapshot().has_state:
-            self.feed(LoopEnded())
-        else:
-            self.at_rest = True
-            self.feed(AtBoundary())
-
     @property
     def until(self) -> int:
+        """Where the present loop of its script ends."""
         return self.world.options.loops[max(self.loop, 1) - 1]
 
-    def _begin(self, step: int) -> None:
+    def _enter_loop(self) -> None:
+        self.loop += 1
+        self.feed(ev.LoopEntered(self.until))
+        if self.step >= self.until and self.machine.snapshot().has_state:
+            self._leave_loop()
+        else:
+            self._rest()
+
+    def _leave_loop(self) -> None:
+        self.feed(ev.LoopFinishing())
+        self.feed(ev.LoopEnded())
+
+    def _rest(self) -> None:
+        self.at_rest = True
+        self.feed(ev.AtBoundary())
+
+    def _script_next(self) -> None:
+        """Do what the machine wants of the script, one thing after the other."""
+        while self._script and not self._busy and self.alive:
+            self._script_does(self._script.popleft())
+
+    def _script_does(self, effect: ef.ScriptEffect) -> None:
+        world = self.world
+        match effect:
+            case ef.Begin(step, whole):
+                self._begin(step, whole)
+            case ef.Compute():
+                self._busy = True
+                delay_s = world.rng.uniform(0.5, 1.5) * world.options.task_s * self.slowness
+                if effect.purpose is Purpose.HOSTED:
+                    self.compute_us += int(delay_s * 1e6)
+                self.post(delay_s, self._computed, effect)
+            case ef.Commit(step):
+                self._commit(step)
+            case ef.SaveShare(step, view):
+                self._busy = True
+                began = world.now
+                delay_s = world.delay(world.options.load_s) / 4
+                self.post(delay_s, self._copied, step, view, began)
+            case ef.Release(_):
+                self.post(world.delay(0.001), self._released)
+
+    def _begin(self, step: int, whole: bool) -> None:
         self.at_rest = False
         self.world.truth.begun(self)
         if step >= self.until:
-            self.feed(LoopEnded())
+            self._leave_loop()
             return
-        self.in_step = True
-        self.local_done = self.done_said = False
-        self.tokens, self.audited, self.copies = {}, {}, {}
-        self.compute_us = 0
-        self.plan_audits()
-        self._compute()
+        self.open_step, self.whole = step, whole
+        self.tokens, self.copies, self.compute_us = {}, {}, 0
+        self.world.truth.opened(self, step)
+        self.feed(ev.StepOpened(step))
 
-    def plan_audits(self) -> None:
-        """Of the step under way, in the present view."""
-        self.audits = audits.planned(self) if self.in_step else ()
-
-    def owed(self) -> list[int]:
-        """Virtual ranks of others that it has yet to compute."""
-        return owed(self.audits, self.worker, self.audited)
-
-    def redo(self, again: tuple[Audit, ...]) -> None:
-        """Compute the step from its beginning."""
-        self.tokens, self.audited, self.copies, self.audits = {}, {}, {}, again
-        self._compute()
-
-    def _compute(self) -> None:
-        """Start the next missing task of this step, or say that there is none."""
-        view = self.machine.view
-        if not self.in_step or view is None:
-            return
-        hosted = self.machine.snapshot().hosted
-        for vrank in hosted:
-            if vrank in self.copies:
-                self.tokens.setdefault(vrank, self.copies.pop(vrank))
-        missing = [v for v in hosted if v not in self.tokens]
-        self.local_done = not missing
-        if self.computing:
-            return
-        todo = missing or self.owed()
-        if bool(todo) == self.done_said:
-            self.done_said = not todo
-            self.copying = -1
-            self.feed(LocalDone(self.done_said))
-        if todo:
-            self._run(todo[0], self.tokens if missing else self.audited)
-        elif self.copying == self.step and (late := exchange.late_tasks(self)):
-            self._run(late[0], self.copies)
-        self._poked = True
-
-    def _run(self, vrank: int, tokens: dict[int, int]) -> None:
-        self.computing = True
-        world = self.world
-        delay_s = world.rng.uniform(0.5, 1.5) * world.options.task_s * self.slowness
-        self.compute_us += int(delay_s * 1e6) if tokens is self.tokens else 0
-        self.post(delay_s, self._computed, vrank, tokens)
-
-    def _computed(self, vrank: int, tokens: dict[int, int]) -> None:
+    def _computed(self, task: ef.Compute) -> None:
         if self.stuck:
-            self.post(0.25, self._computed, vrank, tokens)
+            self.post(0.25, self._computed, task)
             return
-        self.computing = False
-        if not self.in_step:
-            return
-        tokens[vrank] = self._token(vrank)
-        if tokens is self.copies:
-            self.feed(Copied())
-        self._compute()
-        exchange.advance(self)
+        self._busy = False
+        if task.step == self.open_step and self.step == self.open_step:
+            token = self.spoiling.token(self.state or 0, task.step, task.vrank)
+            if task.purpose is Purpose.HOSTED:
+                self.tokens[task.vrank] = token
+            elif task.purpose is Purpose.SPECULATIVE:
+                self.copies[task.vrank] = token
+                self.world.truth.count["copied"] += 1
+            digest = token if task.digest else None
+            self.feed(ev.TaskDone(task.step, task.vrank, task.purpose, 1, digest))
+        self._script_next()
 
-    def _token(self, vrank: int) -> int:
-        token = task(self.state or 0, self.step, vrank)
-        if self.flipped is not None:
-            token = hash((token, self.flipped, 41))
-        if self.lies or self.lies_once:
-            self.lies_once, self.lied_in = False, self.step
-            token += self.lies if self.lies > 0 else self.world.rng.randint(1, 1000)
-        return token
-
-    def _commit(self, step: int, by_vote: bool) -> None:
+    def _commit(self, step: int) -> None:
         total = self.total if self.total_step == step else None
-        self.world.truth.committed(self, step, total, by_vote)
-        self.in_step = self.local_done = self.done_said = False
+        self.world.truth.committed(self, step, total)
+        self.open_step, self._busy = -1, True
         before, self.state = self.state, None
         optimizer_s = self.world.options.optimizer_s
         delay_s = self.world.rng.uniform(0.5, 1.5) * optimizer_s * self.slowness
@@ -333,27 +321,20 @@ class Process:
     def _applied(self, before: int, step: int, total: int) -> None:
         self.state = apply(before, step, total)
         self.step = step + 1
+        self._busy = False
         self.world.truth.applied(self)
-        every = self.world.options.save_every
-        if every and self.step % every == 0 and self.machine.leads(self.host.clock()):
-            copy = self.state, self.flipped
-            view = ViewNumber(self.machine.snapshot().view)
-            delay_s = self.world.delay(self.world.options.load_s)
-            self.post(delay_s, self._saved, self.step, copy, view)
         if self.step >= self.until:
-            self.feed(LoopEnded())
+            self._leave_loop()
         else:
-            self.at_rest = True
-            self.feed(AtBoundary())
-        exchange.advance(self)  # it may have caught up
+            self._rest()
+        self._script_next()
 
-    def _saved(self, step: int, copy: Copy, view: ViewNumber) -> None:
-        """The checkpoint of a step is durable; it counts once others have the same state."""
-        if self.world.options.cycle and self.machine.snapshot().committed <= step < self.until:
-            self.post(self.world.options.load_s, self._saved, step, copy, view)
-            return
-        self.world.truth.save(step, copy, view)
-        self.feed(Saved(step, view))
+    def _copied(self, step: int, view: View, began: float) -> None:
+        """Its share of the state is copied: the node's writer saves it."""
+        self._busy = False
+        self.host.writer.save(self, step, view)
+        self.feed(ev.ShareCopied(step, self.world.now - began))
+        self._script_next()
 
     def _released(self) -> None:
         if self.loop == len(self.world.options.loops):

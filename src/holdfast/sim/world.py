@@ -20,7 +20,8 @@ from holdfast.core.membership.lease import LeasePolicy
 from holdfast.core.membership.restart import RestartPolicy
 from holdfast.core.step.worker import WorkerMachine
 from holdfast.core.types import AgentId
-from holdfast.sim.checkers import Key, Truth
+from holdfast.sim.arithmetic import Key
+from holdfast.sim.checkers import Truth
 from holdfast.sim.data_network import DataNetwork
 from holdfast.sim.fault_injection import Faults
 from holdfast.sim.hosts import AgentHost, CoordinatorHost
@@ -54,7 +55,8 @@ class World:
         self.now = 0.0
         self.events = 0
         self.digest = 0
-        self.truth = Truth(options.vranks, options.steps, options.exact, options.wrong_max)
+        self.truth = Truth(options)
+        self.store_silent = False
         self.data = DataNetwork(self)
         self.faults = Faults(self)
         self.coordinator = CoordinatorHost(self)

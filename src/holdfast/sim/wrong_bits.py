@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from holdfast.core.types import View
+from holdfast.sim.arithmetic import is_not_finite
+from holdfast.sim.run_options import Options
 
 if TYPE_CHECKING:
     from holdfast.sim.checkers import Truth
@@ -21,50 +23,71 @@ class Violation(AssertionError):
 
 
 class Errors:
-    """`wrong_max`: steps within which something wrong that was used must be found out.
+    """Keeps since when something wrong was used, and who has noticed it.
 
     `hidden`: something is wrong that nobody could have seen, since all who could compare had it, or
     whoever had it died first. Contents prove nothing from there on.
     """
 
-    def __init__(self, truth: Truth, exact: bool, wrong_max: int) -> None:
+    def __init__(self, truth: Truth, options: Options) -> None:
         self.hidden = False
         self.since: int | None = None  # the first step of this history that is committed wrongly
         self._truth = truth
-        self._exact = exact
-        self._wrong_max = wrong_max
+        self._exact = options.exact
+        self._cycle = options.cycle
+        self._keeps = options.save_every > 0
         self._right: tuple[list[int], list[int]] = ([], [])
         self._used: set[int] = set()  # steps in which something wrong went into a sum
         self._decided: dict[int, int | None] = {}  # what was committed, in this history
         self._noticed: set[tuple[int, int]] = set()  # who was found to be wrong
         self._saved_wrong = 0  # one after the other, and nobody has noticed
+        self._by_flip = False  # what was used came from a wrong state
+        self._looks: dict[int, bool] = {}  # steps in which all is looked at
 
     def start(self) -> None:
         self._right = list(self._truth.states), list(self._truth.sums)
 
-    def used(self, view: View, step: int, sender: tuple[int, int], vrank: int) -> None:
-        """Something wrong goes into a sum that may be committed."""
+    def used(self, view: View, step: int, sender: tuple[int, int], vrank: int, token: int) -> None:
+        """Something wrong goes into a sum that is committed."""
         members = [self._truth.processes[(m.worker, m.incarnation)] for m in view.members]
-        flips = {member.flipped for member in members}
+        flips = {member.spoiling.flipped for member in members}
+        if is_not_finite(token) and len(members) > 1:
+            raise Violation(f"step {step} is committed, and is not finite by {sender}'s fault")
         alike = len(flips) == 1 and None not in flips
         if len(members) == 1 or alike or not self._truth.processes[sender].alive:
             self.hidden = True
         elif self._exact and not self.hidden:
             raise Violation(f"step {step}: vrank {vrank} from {sender} has other contents")
         self._used.add(step)
+        self._by_flip = self._by_flip or self._truth.processes[sender].spoiling.flipped is not None
+
+    def looks_at_all(self, step: int) -> None:
+        """Everything is audited and compared in this step."""
+        self._looks[step] = True
+
+    def _seen_by(self, step: int) -> bool:
+        """Whether what is wrong must have been seen before this step was committed."""
+        if self.since is None or self.hidden:
+            return False
+        if self._by_flip and step > self.since + self._cycle:
+            return True
+        return any(self.since < look < step for look in self._looks)
 
     def committed(self, process: Process, step: int, total: int | None) -> None:
         truth = self._truth
-        if self._decided.setdefault(step, total) != total:
+        last = truth.completed and bool(truth.drops)  # nobody goes on from what it commits
+        if self._decided.setdefault(step, total) != total and not last:
             raise Violation(f"step {step} is committed with two sums")
         if self.hidden:
             return
+        if total is not None and (step, total) in truth.drops and total != truth.sums[step]:
+            truth.goes_on(step, total)
         if total != truth.sums[step]:
             if step not in self._used or total is None:
                 raise Violation(f"worker {process.key} commits step {step} with other contents")
             self.since = step if self.since is None else min(step, self.since)
             truth.goes_on(step, total)
-        if self.since is not None and step > self.since + self._wrong_max:
+        if self._seen_by(step):
             raise Violation(f"nobody sees until step {step} what is wrong since {self.since}")
 
     def saved(self, step: int) -> None:
@@ -80,8 +103,15 @@ class Errors:
         """A member of a view knows that something is wrong; and who."""
         self._noticed.update(wrong)
 
+    def doubted(self, again: bool) -> None:
+        """The ledger says that results may be wrong; without checkpoints they stay so."""
+        if not again:
+            if self._keeps:
+                raise Violation("the job keeps checkpoints, and does not go back to one")
+            self.hidden = True
+
     def died(self, process: Process) -> None:
-        ill = process.flipped is not None or process.lies
+        ill = process.spoiling.flipped is not None or process.spoiling.lies
         used = self.since is not None or self._used
         if ill and used and process.key not in self._noticed:
             self.hidden = True
@@ -100,12 +130,13 @@ class Errors:
                 self.hidden = True  # all who could have seen it are lost
                 return
             self._truth.states[:], self._truth.sums[:] = self._right
-            self.since = None
+            self.since, self._by_flip = None, False
             self._used.clear()
+            self._looks.clear()
         self._saved_wrong = 0
         self._noticed.clear()
 
     def ended(self) -> None:
         """A script has come to its end: only what came after the last look may be unseen."""
-        if self.since is not None and not self.hidden and self.since < self._truth.steps - 1:
+        if self._seen_by(self._truth.steps):
             raise Violation(f"the job ends with what is wrong since step {self.since}")

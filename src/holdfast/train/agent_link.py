@@ -14,7 +14,7 @@ import threading
 import time
 
 from holdfast.core.errors import WireError
-from holdfast.core.step import worker as machine
+from holdfast.core.step.events import Directed, SaveWanted
 from holdfast.core.types import (
     RELEASE_ALL,
     AgentId,
@@ -87,13 +87,13 @@ class AgentLink:
             payload, WorkerDirective, AddressBook, SaveRequest
         )
         if isinstance(message, SaveRequest):
-            driver.want_save()
+            driver.post(SaveWanted())
         elif isinstance(message, AddressBook):
             if self._address is not None and self._address.view == message.view:
                 self._address = None
                 driver.learn_addresses(message.view, dict(message.addresses))
         else:
-            driver.post(machine.Directed(message))
+            driver.post(Directed(message))
 
 
 class SoloLink:
@@ -121,4 +121,4 @@ class SoloLink:
             joiners=(self._worker,),
             reason="a job of one worker without a launcher",
         )
-        driver.post(machine.Directed(WorkerDirective(view=view, release_loop=RELEASE_ALL)))
+        driver.post(Directed(WorkerDirective(view=view, release_loop=RELEASE_ALL)))

@@ -1,23 +1,35 @@
-"""The worker machine's driver: events in under one lock, effects out, waiting threads woken.
+"""The worker machine's driver: events in under one lock, effects out to the threads they are for.
 
 Three threads meet here: the script's own (computes), the engine (exchanges) and the control thread
-(talks to the agent). Whatever they see becomes an event of the pure machine; what the machine
-decides is left in plain attributes, and everyone who waits for a change waits on `changed`.
+(talks to the agent). Whatever they see becomes an event of the pure machine; each takes its own
+effects from a queue, in order.
 """
 
 from __future__ import annotations
 
-import threading
+import os
+import signal
+import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
-from holdfast.core.errors import Aborted, assert_never
-from holdfast.core.step import worker as machine
-from holdfast.core.step.speculation import Patience
-from holdfast.core.types import Incarnation, View, WorkerId, WorkerStatus
+from holdfast.core.errors import Aborted, WorldError
+from holdfast.core.step import effects as ef
+from holdfast.core.step import events as ev
+from holdfast.core.step.worker import WorkerMachine
+from holdfast.core.types import View, WorkerId, WorkerStatus
+from holdfast.train.monitor import Monitor
 
 LOOK_S = 0.5  # between two looks at a group's links
+_SCRIPT = (ef.Begin, ef.Compute, ef.SaveShare, ef.Adopt, ef.Commit, ef.Release)
+_ENGINE = (
+    *(ef.Install, ef.Restore, ef.SendMissed, ef.ReceiveMissed, ef.SyncState, ef.ForgetMissed),
+    *(ef.Gather, ef.Reduce, ef.CheckSum, ef.SendDone, ef.SendCounted),
+)
+ScriptOrder = ef.ScriptEffect | ef.Adopt
+EngineOrder = ef.EngineEffect | ef.SendDone | ef.SendCounted
 
 
 class Link(Protocol):
@@ -28,165 +40,195 @@ class Link(Protocol):
     def publish(self, view: int, address: bytes) -> None: ...
 
 
-class Cuttable(Protocol):
+class Group(Protocol):
+    """What of a view's process group can be used from any thread."""
+
     def abort(self) -> None: ...
 
     def lost(self) -> Sequence[int]: ...
 
 
-class Driver:
-    """See the module's docstring. Public attributes are read under `changed`."""
+class Hands(Protocol):
+    """What carries out effects that concern gradients, at once and with the monitor held."""
 
-    def __init__(
-        self,
-        worker: WorkerId,
-        incarnation: Incarnation,
-        link: Link,
-        patience: Patience | None = None,
-    ) -> None:
-        self.worker = worker
-        self.changed = threading.Condition(threading.RLock())
-        self.view: View | None = None  # newest installed
+    def carry_out(self, effect: ef.WorkerEffect) -> Sequence[ev.WorkerEvent]:
+        """Returns what the machine is to be told of it."""
+        ...
+
+
+class Driver:
+    """See the module's docstring. Public attributes are read with the monitor held."""
+
+    def __init__(self, machine: WorkerMachine, link: Link, monitor: Monitor) -> None:
+        self.monitor = monitor
         self.aborted = 0  # views up to this number must not be used
-        self.committed = 0
-        self.begun: int | None = None  # the step that the script may compute
-        self.copying: int | None = None  # the step of which it may copy what others are late with
-        self.released = 0  # the loop that the script may leave
-        self.to_save: tuple[int, View] | None = None  # after so many steps, as that view agreed
-        self.save_wanted = False  # at the next boundary, by an operator
-        self.stops = False  # the job is about to end: what is saved now counts as it is
+        self.rows_of: tuple[int, int] = (0, -1)  # the view and step whose rows may be exchanged
         self.failure: BaseException | None = None
         self.books: dict[int, dict[WorkerId, bytes]] = {}
-        self._machine = machine.WorkerMachine(worker, incarnation, patience)
+        self._machine = machine
         self._link = link
-        self._group: tuple[int, Cuttable] | None = None
+        self._hands: Hands | None = None
+        self._script: deque[ScriptOrder] = deque()
+        self._engine: deque[EngineOrder] = deque()
+        self._events: deque[ev.WorkerEvent] = deque()
+        self._posting = False
+        self._group: tuple[int, Group] | None = None
         self._look_at = 0.0  # when to look next at the group's links
 
-    def post(self, event: machine.WorkerEvent) -> None:
+    def serve(self, hands: Hands) -> None:
+        """The worker has something to train: from now on views may come."""
+        with self.monitor:
+            self._hands = hands
+
+    # ------------------------------------------------------------ events
+
+    def post(self, event: ev.WorkerEvent) -> None:
         """Feed one event to the machine and carry out what it decides."""
-        with self.changed:
-            for effect in self._machine.handle(event, time.monotonic()):
-                self._carry_out(effect)
-            self.changed.notify_all()
+        with self.monitor:
+            self._events.append(event)
+            if self._posting:
+                return
+            self._posting = True
+            try:
+                while self._events:
+                    for effect in self._machine.handle(self._events.popleft(), time.monotonic()):
+                        self._carry_out(effect)
+            finally:
+                self._posting = False
+            self.monitor.notify_all()
 
     def tick(self) -> None:
-        """Called several times a second: has the right to act ended?"""
-        with self.changed:
+        """Called several times a second: has the right to act ended, is a link lost?"""
+        with self.monitor:
             deadline = self._machine.deadline()
             now = time.monotonic()
             if deadline is not None and now >= deadline:
-                self.post(machine.Tick())
+                self.post(ev.Tick())
             view, group = self.view, self._group
             if view is None or group is None or group[0] != view.number or now < self._look_at:
                 return
             self._look_at = now + LOOK_S
         peers = tuple(view.workers[rank] for rank in group[1].lost())
         if peers:
-            self.post(machine.LinkLost(view.number, peers))
+            self.post(ev.LinkLost(view.number, peers))
 
     def fail(self, error: BaseException) -> None:
         """Let the script's thread raise `error` at its next wait."""
-        with self.changed:
+        with self.monitor:
             self.failure = self.failure or error
-            self.changed.notify_all()
+            self.monitor.notify_all()
+
+    # ------------------------------------------------------------ what is known
 
     def status(self) -> WorkerStatus:
-        with self.changed:
+        """Return all that the control plane is told of this worker."""
+        with self.monitor:
             return self._machine.snapshot()
 
     @property
-    def at_rest(self) -> bool:
-        """Whether the script has applied all that is committed, and waits."""
-        with self.changed:
-            return self._machine.at_rest
-
-    def wait(self) -> None:
-        """For a change, or for the time to say that others are late; with `changed` held."""
-        deadline = self._machine.deadline()
-        now = time.monotonic()
-        if deadline is None or deadline == float("inf"):
-            self.changed.wait()
-        elif deadline <= now or not self.changed.wait(deadline - now):
-            self.post(machine.Tick())
-
-    @property
-    def copied(self) -> int:
-        """How many tasks of others this worker has computed because they were late."""
-        with self.changed:
-            return self._machine.lateness.copied
+    def view(self) -> View | None:
+        """The newest view installed."""
+        with self.monitor:
+            return self._machine.view
 
     @property
     def leads(self) -> bool:
-        with self.changed:
+        """Whether this worker is the one that acts for the job."""
+        with self.monitor:
             return self._machine.leads(time.monotonic())
 
     @property
     def pending(self) -> bool:
-        with self.changed:
+        """Whether it knows of a planned change of the view."""
+        with self.monitor:
             return self._machine.pending
 
-    def want_save(self) -> None:
-        with self.changed:
-            self.save_wanted = self.stops = True
-            self.changed.notify_all()
-
-    def save_after(self, step: int, view: View) -> None:
-        """All members of `view` have agreed to save the state that `step` leads to."""
-        with self.changed:
-            self.to_save = (step + 1, view)
-            self.save_wanted = False
-
-    def hosted(self) -> tuple[int, ...]:
-        """This worker's virtual ranks in the step to be committed next."""
-        with self.changed:
-            return self._machine.snapshot().hosted
-
     @property
-    def owners(self) -> tuple[WorkerId, ...]:
-        """Who hosts each virtual rank in that step."""
-        with self.changed:
-            return self._machine.owners
+    def copied(self) -> int:
+        """How many tasks of others this worker has computed because they were late."""
+        with self.monitor:
+            return self._machine.lateness.copied
 
-    def adopt_group(self, view: int, group: Cuttable) -> None:
+    # ------------------------------------------------------------ orders
+
+    def next_for_script(self) -> ScriptOrder:
+        """Wait for what the script is to do next. Raises what has failed elsewhere."""
+        with self.monitor:
+            while not self._script:
+                if self.failure is not None:
+                    raise self.failure
+                self._wait()
+            return self._script.popleft()
+
+    def next_for_engine(self) -> EngineOrder:
+        """Wait for what the engine is to do next."""
+        with self.monitor:
+            while not self._engine:
+                self.monitor.wait()
+            return self._engine.popleft()
+
+    def _wait(self) -> None:
+        """For a change, or for the time to say that others are late."""
+        deadline = self._machine.deadline()
+        now = time.monotonic()
+        if deadline is None or deadline == float("inf"):
+            self.monitor.wait()
+        elif deadline <= now or not self.monitor.wait(deadline - now):
+            self.post(ev.Tick())
+
+    # ------------------------------------------------------------ groups
+
+    def adopt_group(self, view: int, group: Group) -> None:
         """From now on aborting `view` cuts `group`. Raises Aborted if that has happened already."""
-        with self.changed:
+        with self.monitor:
             self.check_alive(view)
             self._group = (view, group)
 
     def check_alive(self, view: int) -> None:
-        with self.changed:
+        """Raise Aborted once a view is given up."""
+        with self.monitor:
             if view <= self.aborted or self.failure is not None:
                 raise Aborted(f"view {view} was given up")
 
     def learn_addresses(self, view: int, addresses: dict[WorkerId, bytes]) -> None:
-        with self.changed:
+        """The agent tells where the members of a view can be reached."""
+        with self.monitor:
             self.books = {view: addresses}
-            self.changed.notify_all()
+            self.monitor.notify_all()
 
-    def _carry_out(self, effect: machine.WorkerEffect) -> None:
+    # ------------------------------------------------------------ effects
+
+    def _carry_out(self, effect: ef.WorkerEffect) -> None:
+        if isinstance(effect, _SCRIPT):
+            if isinstance(effect, ef.Commit):  # what has not begun is not computed any more
+                kept = [each for each in self._script if not isinstance(each, ef.Compute)]
+                self._script = deque(kept)
+            self._script.append(effect)
+        elif isinstance(effect, _ENGINE):
+            self._engine.append(effect)
+        else:
+            self._at_once(effect)
+
+    def _at_once(self, effect: ef.WorkerEffect) -> None:
         match effect:
-            case machine.Tell(status):
+            case ef.Tell(status):
                 self._link.tell(status)
-            case machine.Abort(view):
+            case ef.Abort(view):
                 self.aborted = max(self.aborted, view)
                 if self._group is not None and self._group[0] <= view:
                     self._group[1].abort()
                     self._group = None
-            case machine.Install(view):
-                self.view, self.copying = view, None
-                lag = view.late_worker(self.worker)
-                # It may go back: what was to be begun from may not have been readable.
-                self.committed = view.resume_step if lag is None else lag.committed
-            case machine.Commit(step):
-                self.committed = step + 1
-            case machine.Begin(step):
-                self.begun = step
-            case machine.Speculate(step):
-                self.copying = step
-            case machine.Release(loop):
-                self.released = loop
+            case ef.ShareRows(view, step):
+                self.rows_of = (view, step)
+            case ef.Exit():
+                text = "this worker computes wrongly, or holds a wrong state: it leaves the job"
+                sys.stderr.write(f"holdfast: {text}\n")
+                os.kill(os.getpid(), signal.SIGKILL)
+            case ef.GiveUp(reason):
+                self.failure = self.failure or WorldError(reason)
             case _:
-                assert_never(effect)
+                if self._hands is not None:
+                    self._events.extend(self._hands.carry_out(effect))
 
 
 class ViewRendezvous:
@@ -198,14 +240,16 @@ class ViewRendezvous:
         self._view = view
 
     def publish(self, address: bytes) -> None:
-        with self._driver.changed:  # nothing may come after what a newer view publishes
+        """Tell the others where this worker can be reached."""
+        with self._driver.monitor:  # nothing may come after what a newer view publishes
             self._driver.check_alive(self._view.number)
             self._link.publish(self._view.number, address)
 
     def lookup(self, rank: int) -> bytes:
+        """Wait for a member's address. Raises Aborted."""
         number = self._view.number
-        with self._driver.changed:
+        with self._driver.monitor:
             while number not in self._driver.books:
                 self._driver.check_alive(number)
-                self._driver.changed.wait()
+                self._driver.monitor.wait()
             return self._driver.books[number][self._view.workers[rank]]

@@ -5,8 +5,8 @@ Used by the script's thread; doubts come from the engine's.
 
 from __future__ import annotations
 
-from holdfast.core.step import worker as machine
-from holdfast.core.step.backup import Tally
+from holdfast.core.step.backup import DropTally
+from holdfast.core.step.events import EventNoted
 from holdfast.core.types import WorkerId
 from holdfast.observe.ledger import (
     LedgerDoubt,
@@ -21,7 +21,7 @@ from holdfast.train.environment import WorkerEnvironment
 from holdfast.train.step.step_table import StepTable
 
 
-class Accounts:
+class LedgerRecorder:
     """Of all loops. Without a run directory there is no ledger."""
 
     def __init__(self, environment: WorkerEnvironment, seed: int, driver: Driver) -> None:
@@ -31,12 +31,12 @@ class Accounts:
         self._plan: SamplePlan  # of the present loop
         self._ledger: LedgerWriter | None = None
         self._header_due = False  # for the present loop
-        self._tally = Tally()  # of what was dropped in the present loop
+        self._tally = DropTally()  # of what was dropped in the present loop
         self._copied = 0  # tasks of others, as told
 
     def begin(self, plan: SamplePlan) -> None:
         """A loop, whose samples fall into steps like this."""
-        self._plan, self._header_due, self._tally = plan, True, Tally()
+        self._plan, self._header_due, self._tally = plan, True, DropTally()
 
     def commit(self, index: int, view: int, table: StepTable, loss: float, dropped: int) -> None:
         """A step, whose gradient became complete in `view` without `dropped` samples."""
@@ -71,7 +71,7 @@ class Accounts:
         copied, self._copied = self._driver.copied - self._copied, self._driver.copied
         if copied:
             what = f"has copied {copied} tasks that others were late with"
-            self._tell("copy", f"worker {self._driver.worker} {what}")
+            self._tell("copy", f"worker {self._environment.worker} {what}")
 
     def _note_dropped(self, index: int, table: StepTable, samples: int) -> None:
         rows = enumerate(zip(table.hosts(), table.counts(), strict=True))
@@ -88,7 +88,7 @@ class Accounts:
             self._tell("backup", str(self._tally))
 
     def _tell(self, kind: str, text: str) -> None:
-        self._driver.post(machine.EventNoted(kind, text))
+        self._driver.post(EventNoted(kind, text))
 
     def _open(self) -> LedgerWriter | None:
         if self._ledger is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from holdfast.core.errors import assert_never, require
 from holdfast.core.membership.lease import LeasePolicy, acting_until
@@ -166,6 +167,9 @@ class AgentSnapshot:
     incarnation: Incarnation
     paused: tuple[WorkerId, ...]
     report: AgentReport
+
+
+_TOLD = attrgetter("late", "ended", "at_boundary")  # of the phase; the rest is mere progress
 
 
 class AgentMachine:
@@ -327,11 +331,10 @@ class AgentMachine:
             seq=old.seq,
             pid=old.pid,
             committed=old.committed,
-            waiting=old.waiting,
-            in_step=old.in_step,
+            phase=old.phase,
             proved_at=old.proved_at,
         )
-        return quiet != old
+        return quiet != old or _TOLD(status) != _TOLD(old)
 
     def _sampled(
         self, worker: WorkerId, incarnation: Incarnation, sample: ProcessSample

@@ -325,7 +325,7 @@ def next_view(
     view = situation.view
     assert view is not None
     owners_now = present_owners(view, survivors)
-    step, why = resume_step(survivors)
+    step, why = resume_step(survivors, len(survivors) < len(view.members))
     at_rest = all(s.at_boundary for s in survivors)
     places = situation.roster.places
     drained = [s.worker for s in survivors if situation.roster.draining(places[s.worker].agent)]
@@ -444,7 +444,7 @@ def last_view(situation: Situation, survivors: Sequence[WorkerStatus]) -> Propos
     """While the job finishes: nobody joins, and nobody is waited for."""
     view = situation.view
     assert view is not None
-    step, why = resume_step(survivors)
+    step, why = resume_step(survivors, len(survivors) < len(view.members))
     staying = sorted(s.worker for s in survivors)
     return Proposal(
         workers=tuple(staying),

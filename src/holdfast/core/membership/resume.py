@@ -1,8 +1,9 @@
 """Where a job goes on after a view was stopped: a pure function of the survivors' statuses.
 
 The vote of step t ends with every member holding the complete reduced gradient of t. So if anyone
-committed t, everyone can; if nobody did but all survivors hold the gradient, committing it loses
-nothing; otherwise t is redone, and redoing gives the same bits.
+committed t, everyone can. If nobody did but all members live and hold the gradient, committing it
+loses nothing. Otherwise t is redone, and redoing gives the same bits: a member that is lost before
+it voted may have been the only one to see that its piece of the sum was not finite.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from holdfast.core.errors import require
 from holdfast.core.types import WorkerStatus
 
 
-def resume_step(survivors: Sequence[WorkerStatus]) -> tuple[int, str]:
-    """The number of steps that count as committed, and the reason why.
+def resume_step(survivors: Sequence[WorkerStatus], lost: bool) -> tuple[int, str]:
+    """Return the number of steps that count as committed, and the reason why.
 
-    `survivors` all hold state and have promised not to act in the stopped view.
+    `survivors` all hold state and have promised not to act in the stopped view. `lost`: some member
+    of that view is not among them.
     """
     require(len(survivors) > 0, "no survivor to resume from")
     newest = max(s.committed for s in survivors)
@@ -29,6 +31,6 @@ def resume_step(survivors: Sequence[WorkerStatus]) -> tuple[int, str]:
                 f"committed {newest} steps",
             )
         return newest, f"step {newest - 1} was committed by a survivor: all commit it"
-    if all(s.reduced for s in survivors):
-        return newest + 1, f"all survivors hold the gradient of step {newest}: all commit it"
+    if all(s.reduced for s in survivors) and not lost:
+        return newest + 1, f"all members hold the gradient of step {newest}: all commit it"
     return newest, f"step {newest} is redone for the lost virtual ranks"

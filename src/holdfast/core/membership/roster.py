@@ -283,19 +283,8 @@ class Roster:
 
 
 _DECISIVE = attrgetter(
-    *("incarnation", "stage", "view", "promised", "has_state", "dirty", "at_boundary"),
-    *(
-        "loop",
-        "ended",
-        "unreached",
-        "late",
-        "saved",
-        "unreadable",
-        "invalidations",
-        "discarded",
-        "events",
-    ),
-    "detail",
+    *("incarnation", "stage", "view", "promised", "state", "at_boundary", "late", "ended"),
+    *("loop", "unreached", "saved", "unreadable", "invalidations", "events", "detail"),
 )
 
 

@@ -39,7 +39,7 @@ def who_counts(policy: BackupPolicy, members: int, done: Mapping[int, int]) -> t
     return tuple(sorted(done)) if enough or len(done) == members else ()
 
 
-class Tally:
+class DropTally:
     """What was dropped in a loop, as far as one worker took part in it, for the job's event log."""
 
     def __init__(self) -> None:
@@ -61,3 +61,56 @@ class Tally:
         each = ", ".join(f"of worker {w} in {n}" for w, n in sorted(self._steps_of.items()))
         since = f"since step {self._first}, in {self.steps} steps"
         return f"{self._samples} samples were dropped {since} ({each})"
+
+
+class Settlement:
+    """Settles in a view, step by step, whose results count, as one of its members sees it.
+
+    Whoever is done with all its tasks says so to the member of rank 0, which tells all who counts
+    as soon as enough are done. That must be known before anything is summed.
+    """
+
+    def __init__(self, policy: BackupPolicy, rank: int, size: int) -> None:
+        self._policy = policy
+        self._rank = rank
+        self._size = size
+        self._step = 0  # the one under way
+        self._said = -1  # the newest step of which this member said that it is done
+        self._done: dict[int, dict[int, int]] = {}  # by step and rank: samples used
+        self._counted: dict[int, tuple[int, ...]] = {}  # by step: the ranks that count
+
+    def begin(self, step: int) -> None:
+        """Forget what was settled of earlier steps."""
+        self._step = step
+        for table in (self._done, self._counted):
+            for old in [s for s in table if s < step]:
+                del table[old]
+
+    def counted(self, step: int) -> tuple[int, ...] | None:
+        """Return the ranks whose results of the step count; None while that is not settled."""
+        return self._counted.get(step)
+
+    def drops(self, step: int) -> bool:
+        """Whether it is known that this member's results of the step do not count."""
+        return step in self._counted and self._rank not in self._counted[step]
+
+    def says_done(self, step: int) -> bool:
+        """Note that this member is done with a step; whether that is news."""
+        news = self._said < step and step not in self._counted
+        self._said = max(self._said, step)
+        return news
+
+    def heard(self, rank: int, step: int, samples: int) -> tuple[int, ...]:
+        """A member is done; returns who counts if that is settled by it. Asked at rank 0 only."""
+        if step < self._step or step in self._counted:
+            return ()
+        done = self._done.setdefault(step, {})
+        done[rank] = samples
+        counted = who_counts(self._policy, self._size, done)
+        if counted:
+            self._counted[step] = counted
+        return counted
+
+    def settled(self, step: int, ranks: tuple[int, ...]) -> None:
+        """Rank 0 has said who counts."""
+        self._counted[step] = ranks

@@ -1,24 +1,34 @@
 """The worker machine: what one incarnation of a worker may do, and what it must have promised.
 
 It does not know tensors, sockets, threads or time. Its driver feeds it what happened and carries
-out the effects in order. The invariant it keeps: once it has promised a view number, nothing that
-happens in that view or an older one can change `committed` or `reduced`; only a newer view can.
+out the effects in order. What happens between two step boundaries is decided by the step machine
+inside. The invariant it keeps: once it has promised a view number, nothing that happens in that
+view or an older one can change `committed` or `reduced`; only a newer view can.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 from holdfast.core.errors import assert_never, require
 from holdfast.core.invalidations import Invalidations, is_invalidated, merge
-from holdfast.core.step.speculation import Lateness, Patience
+from holdfast.core.step import effects as ef
+from holdfast.core.step import events as ev
+from holdfast.core.step.balance import BalancePolicy
+from holdfast.core.step.effects import Outcome, WorkerEffect
+from holdfast.core.step.events import WorkerEvent
+from holdfast.core.step.speculation import Lateness
+from holdfast.core.step.step_machine import StepMachine
+from holdfast.core.step.step_policy import Counting, StepPolicy
 from holdfast.core.types import (
     NO_VIEW,
     Incarnation,
     Invalidation,
     JobEvent,
+    Phase,
     Stage,
+    StateCopy,
     View,
     ViewNumber,
     WorkerDirective,
@@ -27,335 +37,82 @@ from holdfast.core.types import (
 )
 
 JOB_EVENTS_MAX = 8  # that a status carries
-
-
-# ---------------------------------------------------------------- events
-
-
-@dataclass(frozen=True, slots=True)
-class LoopEntered:
-    """The script asks for steps; on the first loop the worker becomes a candidate for views."""
-
-
-@dataclass(frozen=True, slots=True)
-class Directed:
-    directive: WorkerDirective
-
-
-@dataclass(frozen=True, slots=True)
-class GroupBroken:
-    """An exchange of this view failed here."""
-
-    view: ViewNumber
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Loading:
-    """The driver starts to overwrite the script's state with the job's."""
-
-
-@dataclass(frozen=True, slots=True)
-class Synced:
-    """The view's group works and every joiner holds the state, verified on all members."""
-
-    view: ViewNumber
-
-
-@dataclass(frozen=True, slots=True)
-class Reduced:
-    """The complete reduced gradient of `step` is here."""
-
-    view: ViewNumber
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class Reopened:
-    """The members have agreed to compute `step` again: its gradient is not to be used."""
-
-    view: ViewNumber
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class Voted:
-    """Every member's vote on `step` is here; `pending` if any voter knew of a planned change.
-
-    `owners`: who hosts each virtual rank from the next step on, if the votes have changed that.
-    `dropped`: what this worker computes of the step does not count, and is not complete.
-    """
-
-    view: ViewNumber
-    step: int
-    pending: bool
-    owners: tuple[WorkerId, ...] | None = None
-    dropped: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class CaughtUp:
-    """The gradient of `step`, which the others have committed in an earlier view, is here."""
-
-    view: ViewNumber
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class LocalDone:
-    """This worker's own tasks of the current step are done (True) or there are some again."""
-
-    done: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Copied:
-    """This worker has computed a task that another one is late with."""
-
-
-@dataclass(frozen=True, slots=True)
-class AtBoundary:
-    """The script finished with the last step and asks for the next: the state is at rest."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoopEnded:
-    """The script's current loop has no further step."""
-
-
-@dataclass(frozen=True, slots=True)
-class LinkLost:
-    """The network does not reach these members of the view any more."""
-
-    view: ViewNumber
-    peers: tuple[WorkerId, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """The checkpoint of `step`, which the members of `view` have copied, is durable."""
-
-    step: int
-    view: ViewNumber
-
-
-@dataclass(frozen=True, slots=True)
-class Unreadable:
-    """The checkpoint that `view` is to begin from cannot be read; an older one can (0: none)."""
-
-    view: ViewNumber
-    step: int
-    older: int
-
-
-@dataclass(frozen=True, slots=True)
-class Doubted:
-    """The members of a view have found out that copies of the state are not to be believed.
-
-    `discarded`: nor are the states of its members.
-    """
-
-    invalidation: Invalidation
-    discarded: bool
-
-
-@dataclass(frozen=True, slots=True)
-class EventNoted:
-    """Something for the job's event log."""
-
-    kind: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time has passed: the right to act may have ended."""
-
-
-WorkerEvent = (
-    LoopEntered
-    | Directed
-    | GroupBroken
-    | Loading
-    | Synced
-    | Reduced
-    | Reopened
-    | Voted
-    | CaughtUp
-    | LocalDone
-    | Copied
-    | AtBoundary
-    | LoopEnded
-    | LinkLost
-    | Saved
-    | Unreadable
-    | Doubted
-    | EventNoted
-    | Tick
-)
-
-# ---------------------------------------------------------------- effects
-
-
-@dataclass(frozen=True, slots=True)
-class Tell:
-    """Send this status to the agent, soon and in order."""
-
-    status: WorkerStatus
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    """Break the group of this view (and of every older one) at once."""
-
-    view: ViewNumber
-
-
-@dataclass(frozen=True, slots=True)
-class Install:
-    """Build the group of this view, bring joiners up to date, then go on with its step."""
-
-    view: View
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """The script may apply the gradient of `step`."""
-
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class Begin:
-    """The script may leave the boundary and compute `step`."""
-
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class Speculate:
-    """The script, which waits, may compute the tasks of `step` that others are late with."""
-
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """The script may leave its ended loop."""
-
-    loop: int
-
-
-WorkerEffect = Tell | Abort | Install | Commit | Begin | Speculate | Release
-
-# ---------------------------------------------------------------- the machine
+_FOREVER = float("inf")
 
 
 class WorkerMachine:
     """See the module's docstring; `handle` is the only mutator."""
 
     def __init__(
-        self, worker: WorkerId, incarnation: Incarnation, patience: Patience | None = None
+        self,
+        worker: WorkerId,
+        incarnation: Incarnation,
+        policy: StepPolicy | None = None,
+        counting: Callable[[View, BalancePolicy | None], Counting] = Counting,
     ) -> None:
-        self.lateness = Lateness(patience or Patience())
+        self._policy = policy or StepPolicy()
+        self.lateness = Lateness(self._policy.patience)
+        self._step = StepMachine(worker, self._policy, self, counting)
         self._status = WorkerStatus(worker=worker, incarnation=incarnation)
         self._view: View | None = None
-        self._owners: tuple[WorkerId, ...] = ()
-        self._synced = False
-        self._held = False  # the script waits at a boundary
-        self._stop_next = False  # a vote announced a planned change: stop at the next boundary
+        self._last_step_of = NO_VIEW  # the view whose votes announced a change: no step follows
+        self._looked_in = -1  # the step in which it looked for who is late
         self._pending_view = NO_VIEW
+        self._until = 0  # where the script's loop ends
+        self._opened = -1  # the newest step that was opened in this loop
         self._release_loop = 0
         self._released_loop = 0
-        self._copying = False  # the script has been told that it may copy tasks of this step
-        self.acting_until = float("inf")  # by its node's clock
+        self._store_silent_since: float | None = None
+        self._now = 0.0
+        self.acting_until = _FOREVER  # by its node's clock
 
-    def handle(self, event: WorkerEvent, now: float) -> list[WorkerEffect]:  # noqa: RET503
+    def handle(self, event: WorkerEvent, now: float) -> list[WorkerEffect]:
         """Apply one event at time `now` (seconds, any fixed origin); returns effects in order."""
-        match event:
-            case LoopEntered():
-                return self._loop_entered()
-            case Directed(directive):
-                return self._directed(directive, now)
-            case GroupBroken(view):
-                return self._promise(view)
-            case Loading():
-                self._change(dirty=True)
-                return []
-            case Synced(view):
-                return self._group_synced(view, now)
-            case Reduced(view, step):
-                if self._acting_in(view) and step == self._status.committed:
-                    self._change(reduced=True)
-                return []
-            case Reopened(view, step):
-                if self._acting_in(view) and step == self._status.committed:
-                    self._change(reduced=False)
-                return []
-            case Voted():
-                return self._voted(event, now)
-            case CaughtUp(view, step):
-                return self._caught_up(view, step)
-            case LocalDone(done):
-                self._change(waiting=done)
-                self.lateness.done(now)
-                self._copying = False
-                return [] if self._acting_in(self._status.view) else [self._tell()]
-            case Copied():
-                self.lateness.copied += 1
-                return []
-            case AtBoundary():
-                return self._at_boundary()
-            case LoopEnded():
-                self._change(ended=True, waiting=False)
-                return [self._tell(), *self._release(now)]
-            case LinkLost(view, peers):
-                return self._link_lost(view, peers)
-            case Saved(step, view):
-                if not is_invalidated(self._status.invalidations, step, view):
-                    self._change(saved=step)
-                return [self._tell()]
-            case Unreadable(view, step, older):
-                self._change(unreadable=step, saved=older, dirty=True)
-                return self._promise(view) or [self._tell()]
-            case Doubted(invalidation, discarded):
-                return self._doubted(invalidation, discarded)
-            case EventNoted(kind, text):
-                return self._note_event(kind, text)
-            case Tick():
-                return self._expire(now)
-            case _:
-                assert_never(event)
+        self._now = now
+        return self._carry(self._respond(event))
 
     def deadline(self) -> float | None:
         """When its right to act ends, or others will be late; None while it does not act."""
         if not self._acting_in(self._status.view):
             return None
-        return min(self.acting_until, self._late_at(), self._copy_at())
+        return min(self.acting_until, self._late_at(), self._look_at())
 
     def snapshot(self) -> WorkerStatus:
+        """Return all that the control plane is told of this worker."""
         return self._status
 
     @property
     def view(self) -> View | None:
+        """The newest view installed."""
         return self._view
 
     @property
     def owners(self) -> tuple[WorkerId, ...]:
         """Who hosts each virtual rank in the step to be committed next."""
-        return self._owners
+        return self._step.owners
+
+    @property
+    def now(self) -> float:
+        """The time of the event that is being handled."""
+        return self._now
 
     @property
     def at_rest(self) -> bool:
         """Whether the script has applied all that is committed, and waits."""
-        return self._held or self._status.ended
+        return self._status.phase in (Phase.BOUNDARY, Phase.ENDED)
 
     @property
     def pending(self) -> bool:
-        """What this worker says in its votes: it knows of a planned change to the current view."""
+        """Whether it knows of a planned change of the view, as it says in its votes."""
         return self._view is not None and self._pending_view >= self._view.number
 
+    @property
+    def leads_now(self) -> bool:
+        """Whether it leads as the event that is being handled comes."""
+        return self.leads(self._now)
+
     def leads(self, now: float) -> bool:
+        """Whether this worker is the one that acts for the job."""
         view = self._view
         return (
             view is not None
@@ -365,94 +122,257 @@ class WorkerMachine:
         )
 
     def check(self) -> None:
+        """Assert every invariant."""
         status = self._status
         number = self._view.number if self._view else NO_VIEW
         require(status.view == number, f"status shows view {status.view}, installed is {number}")
         require(not status.reduced or status.has_state, "a gradient without a state")
-        require(not (status.at_boundary and not self._held), "at rest but the script is running")
+        acting = self._acting_in(number) and self._step.is_synced
+        require(not acting or status.has_state, "steps without a state")
 
-    # ------------------------------------------------------------ transitions
+    # ------------------------------------------------------------ events
 
-    def _loop_entered(self) -> list[WorkerEffect]:
-        status = self._status
-        self._change(stage=Stage.READY, loop=status.loop + 1, ended=False)
-        return [self._tell()]
+    def _respond(self, event: WorkerEvent) -> Sequence[Outcome]:
+        match event:
+            case ev.LoopEntered() | ev.AtBoundary() | ev.ShareCopied() | ev.LoopFinishing():
+                return self._script_said(event)
+            case ev.StepOpened(step):
+                self._opened = step
+                return [*self._step.opened(step), *self._step.catch_up()]
+            case ev.TaskDone():
+                if event.purpose is ev.Purpose.SPECULATIVE:
+                    self.lateness.copied += 1
+                return self._step.task_done(event)
+            case ev.LoopEnded():
+                self._change(phase=Phase.ENDED)
+                return [self._tell(), *self._release(), *self._step.catch_up()]
+            case ev.Directed(directive):
+                return self._directed(directive)
+            case ev.SaveWanted():
+                return self._step.saves.want(self._status.committed)
+            case ev.SaveEnded():
+                return self._step.saves.ended(event, self._status.committed)
+            case ev.EventNoted(kind, text):
+                return self._note_event(kind, text)
+            case ev.GroupBroken(view):
+                return self._promise(view)
+            case ev.LinkLost(view, peers):
+                return self._link_lost(view, peers)
+            case ev.Loading():
+                if not self._status.has_state:
+                    self._change(state=StateCopy.DIRTY)
+                return []
+            case ev.Unreadable(view, step, older):
+                self._change(unreadable=step, saved=older, state=StateCopy.DIRTY)
+                told = self._note_event("rot", event.reason) if event.reason else []
+                return [*told, *(self._promise(view) or [self._tell()])]
+            case ev.Tick():
+                return self._expire()
+            case _:
+                return self._group_said(event) if self._acting_in(event.view) else []
 
-    def _directed(self, directive: WorkerDirective, now: float) -> list[WorkerEffect]:
+    def _script_said(
+        self, event: ev.LoopEntered | ev.AtBoundary | ev.ShareCopied | ev.LoopFinishing
+    ) -> Sequence[Outcome]:
+        saves = self._step.saves
+        match event:
+            case ev.LoopEntered(until):
+                self._until, self._opened = until, -1
+                saves.loop_entered()
+                loop = self._status.loop + 1
+                self._change(stage=Stage.READY, loop=loop, phase=Phase.SCRIPT)
+                return [self._tell()]
+            case ev.AtBoundary():
+                # What a script does between two loops it would do again to a state saved there.
+                within = self._opened == self._status.committed - 1
+                copies = saves.at_boundary(self._status.committed) if within else []
+                return copies or self._at_boundary()
+            case ev.ShareCopied(step, stall_s, problem):
+                saves.copied(step, self._now, stall_s, problem)
+                text = f"step {step} is not saved: {problem}"
+                first = self._view is not None and self._view.workers[0] == self._status.worker
+                told = self._note_event("save", text) if problem and first else []
+                return [*told, *self._at_boundary()]
+            case ev.LoopFinishing():
+                return saves.finishing(self._status.committed)
+
+    def _group_said(  # noqa: RET503
+        self,
+        event: ev.Connected
+        | ev.Restored
+        | ev.StoreSilent
+        | ev.MissedHeard
+        | ev.StatesCompared
+        | ev.Gathered
+        | ev.Summed
+        | ev.SumChecked
+        | ev.MemberDone
+        | ev.CountSettled
+        | ev.StillAwaited,
+    ) -> Sequence[Outcome]:
+        """Something of the view in which it acts."""
+        step = self._step
+        match event:
+            case ev.Connected():
+                return [*step.connected(), *step.catch_up()]
+            case ev.Restored():
+                self._store_silent_since = None
+                return step.restored()
+            case ev.StoreSilent(view, reason):
+                return self._store_silent(view, reason)
+            case ev.MissedHeard(_, missed):
+                return self._caught_up(missed)
+            case ev.StatesCompared():
+                return step.compared(event)
+            case ev.Gathered():
+                return step.gathered(event)
+            case ev.Summed():
+                return step.summed(event)
+            case ev.SumChecked():
+                return step.sum_checked(event)
+            case ev.MemberDone():
+                return step.member_done(event)
+            case ev.CountSettled():
+                return step.count_settled(event)
+            case ev.StillAwaited():
+                return step.awaited(event)
+            case _:
+                assert_never(event)
+
+    # ------------------------------------------------------------ what the step has decided
+
+    def _carry(self, outcomes: Sequence[Outcome]) -> list[WorkerEffect]:
+        """Put what decisions come to in their place; effects stay as they are."""
         effects: list[WorkerEffect] = []
+        for outcome in outcomes:
+            match outcome:
+                case ef.BecameSynced():
+                    effects += self._carry(self._group_synced())
+                case ef.BecameReduced(reduced):
+                    if reduced != self._status.reduced:
+                        self._change(reduced=reduced)
+                case ef.BecameIdle(idle):
+                    effects += self._carry(self._idle(idle))
+                case ef.Decided():
+                    effects += self._carry(self._decided(outcome))
+                case ef.Doubted(invalidation, discarded):
+                    effects += self._carry(self._doubted(invalidation, discarded))
+                case ef.Failed():
+                    effects += self._carry(self._promise(self._status.view))
+                case ef.SavedUpTo(step, view):
+                    if not is_invalidated(self._status.invalidations, step, view):
+                        self._change(saved=step)
+                    effects.append(self._tell())
+                case ev.EventNoted(kind, text):
+                    effects += self._note_event(kind, text)
+                case _:
+                    effects.append(outcome)
+        return effects
+
+    def _idle(self, idle: bool) -> Sequence[Outcome]:
+        """The script waits for others from now on, or has something to compute again."""
+        self._change(phase=Phase.WAITING if idle else Phase.COMPUTING)
+        self.lateness.done(self._now)
+        self._looked_in = -1
+        told = [] if self._acting_in(self._status.view) else [self._tell()]
+        return [*told, *self._step.catch_up()]
+
+    def _group_synced(self) -> Sequence[Outcome]:
+        view = self._view
+        require(view is not None, "a group without a view")
+        assert view is not None
+        self.lateness.built(self._now)
+        status = self._status
+        hosted, step = status.hosted, status.committed
+        if not status.has_state:
+            hosted, step = view.hosted_by(status.worker), view.resume_step
+            self._change(state=StateCopy.CURRENT, committed=step, hosted=hosted)
+        return [self._tell(), *self._begin(), *self._step.synced(step, hosted)]
+
+    def _decided(self, vote: ef.Decided) -> Sequence[Outcome]:
+        step, status = vote.step, self._status
+        if not self._acting_in(status.view) or step != status.committed:
+            return []
+        if self._now >= self.acting_until:  # the others may have been told to go on without it
+            return self._promise(status.view)
+        require(status.reduced, f"step {step} was voted on without its gradient")
+        if vote.pending:
+            self._last_step_of = status.view
+        tasks, hosted = len(status.hosted), status.hosted
+        if vote.owners != self._step.owners:
+            hosted = tuple(v for v, owner in enumerate(vote.owners) if owner == status.worker)
+        # All others needed this worker's share of the step, which it sent after this moment.
+        proved_at = self.lateness.began_at
+        self.lateness.step(self._now, tasks)
+        self._looked_in = -1
+        self._change(
+            committed=step + 1,
+            reduced=False,
+            hosted=hosted,
+            phase=Phase.COMPUTING if vote.dropped else Phase.SCRIPT,
+            proved_at=proved_at,
+        )
+        self._step.committed(vote.owners, hosted)
+        return [ef.Commit(step), *self._step.saves.compared(step + 1)]
+
+    def _doubted(self, invalidation: Invalidation, discarded: bool) -> Sequence[Outcome]:
+        newest = max(invalidation.view, self._status.view)  # another one may have come meanwhile
+        self._avoid((dataclasses.replace(invalidation, view=newest),))
+        if discarded:
+            self._change(state=StateCopy.DISCARDED, reduced=False)
+        return self._promise(self._status.view) or [self._tell()]
+
+    def _caught_up(self, step: int) -> Sequence[Outcome]:
+        if step != self._status.committed or self._view is None:
+            return []
+        self._step.missed_heard()
+        self._change(committed=step + 1, phase=Phase.SCRIPT)
+        self._step.committed(self._view.owners, ())
+        return [ef.Commit(step)]
+
+    # ------------------------------------------------------------ views
+
+    def _directed(self, directive: WorkerDirective) -> Sequence[Outcome]:
+        outcomes: list[Outcome] = []
         self.acting_until = directive.acting_until
         self._release_loop = max(self._release_loop, directive.release_loop)
         self._pending_view = max(self._pending_view, directive.pending_view)
         if directive.stop_view > self._status.promised:
-            effects += self._promise(directive.stop_view)
+            outcomes += self._promise(directive.stop_view)
         view = directive.view
         if view is not None and view.number > max(self._status.view, self._status.promised):
             me = view.member(self._status.worker)
             if self._status.discarded:
-                effects += self._promise(view.number)  # what it holds is not to be begun from
+                outcomes += self._promise(view.number)  # what it holds is not to be begun from
             elif me is not None and me.incarnation == self._status.incarnation:
-                effects += self._install(view, now)
-        return effects + self._expire(now) + self._release(now)
+                outcomes += self._install(view)
+        return [*outcomes, *self._expire(), *self._release()]
 
-    def _expire(self, now: float) -> list[WorkerEffect]:
-        """The second fence, for when the agent itself was too late to pause this process.
-
-        And the time to copy what others are late with, or to say that they are.
-        """
-        if not self._acting_in(self._status.view):
-            return []
-        if now >= self.acting_until:
-            return self._promise(self._status.view)
-        effects: list[WorkerEffect] = []
-        if now >= self._copy_at():
-            self._copying = True
-            effects.append(Speculate(self._status.committed))
-        if now >= self._late_at():
-            self._change(late=True)
-            effects.append(self._tell())
-        return effects
-
-    def _late_at(self) -> float:
-        """When it says that others are late, if nothing happens until then."""
-        status = self._status
-        return self.lateness.late_at if status.waiting and not status.late else float("inf")
-
-    def _copy_at(self) -> float:
-        """When its script may copy what others are late with."""
-        waits = self._status.waiting and self._synced and not self._copying
-        return self.lateness.copy_at if waits else float("inf")
-
-    def _link_lost(self, view: ViewNumber, peers: tuple[WorkerId, ...]) -> list[WorkerEffect]:
-        if self._status.view != view or set(peers) <= set(self._status.unreached):
-            return []
-        self._change(unreached=tuple(sorted({*self._status.unreached, *peers})))
-        return self._promise(view) or [self._tell()]
-
-    def _promise(self, number: ViewNumber) -> list[WorkerEffect]:
+    def _promise(self, number: ViewNumber) -> Sequence[Outcome]:
         if number <= self._status.promised:
             return []
-        self._change(promised=number, at_boundary=self._held and self._status.has_state)
-        return [Abort(number), self._tell()]
+        self._change(promised=number)
+        concluded = self._carry(self._step.close())
+        return [*concluded, ef.Abort(number), self._tell()]
 
-    def _install(self, view: View, now: float) -> list[WorkerEffect]:
+    def _install(self, view: View) -> Sequence[Outcome]:
         status = self._status
-        effects: list[WorkerEffect] = []
+        outcomes: list[Outcome] = []
         if status.view > status.promised:
-            effects += self._promise(status.view)
-        joining = status.worker in view.joiners
+            outcomes += self._promise(status.view)
+            status = self._status
+        joining, late = status.worker in view.joiners, view.late_worker(status.worker) is not None
         require(
-            joining != status.has_state or view.late_worker(status.worker) is not None,
+            joining != status.has_state or late,
             f"view {view.number} takes worker {status.worker} for "
             f"{'a joiner' if joining else 'a donor'}, but has_state is {status.has_state}",
         )
-        self._view, self._synced, self._stop_next = view, False, False
-        self._owners = view.owners
         require(
             joining or status.committed <= view.resume_step,
             f"view {view.number} goes back to step {view.resume_step} from {status.committed}",
         )
+        self._view = view
         self._avoid(view.invalidations)
-        behind = view.late_worker(status.worker) is not None
         committing = not joining and status.committed < view.resume_step
         if committing:
             require(
@@ -460,110 +380,109 @@ class WorkerMachine:
                 f"view {view.number} resumes at {view.resume_step}; worker {status.worker} is at "
                 f"{status.committed}, reduced: {status.reduced}",
             )
-            effects.append(Commit(status.committed))
+            outcomes.append(ef.Commit(status.committed))
         self._change(
             view=view.number,
             committed=status.committed if joining else view.resume_step,
             reduced=False,
-            hosted=() if behind else view.hosted_by(status.worker),
-            at_boundary=False,
-            waiting=status.waiting and not committing,
-            in_step=status.in_step and not committing,
-            late=False,
+            hosted=() if late else view.hosted_by(status.worker),
+            phase=self._phase_in_a_new_view(committing),
             unreached=(),
+            state=StateCopy.DIRTY if late else status.state,  # of no use until it has caught up
         )
-        if behind:  # of no use to anybody until it has caught up
-            self._change(has_state=False, dirty=True)
-        self.lateness.view(now)
-        self._copying = False
-        effects += [Install(view), self._tell()]
+        self.lateness.view(self._now)
+        self._looked_in = -1
+        entered = self._step.enter(view, self._status.committed, self._status.hosted, self._now)
+        outcomes += [*self._step.saves.compared(self._status.committed)]
+        outcomes += [ef.Install(view), self._tell(), *entered]
         if not view.joiners or self._catches_up(view):
-            effects += self._begin()
-        return effects
+            outcomes += self._begin()
+        return outcomes
 
-    def _group_synced(self, number: ViewNumber, now: float) -> list[WorkerEffect]:
-        if not self._acting_in(number) or self._view is None or self._synced:
+    def _phase_in_a_new_view(self, committing: bool) -> Phase:
+        phase = self._status.phase
+        if committing and self._status.in_step:
+            return Phase.SCRIPT
+        return Phase.WAITING if phase is Phase.OVERDUE else phase
+
+    def _begin(self) -> Sequence[Outcome]:
+        if self._status.phase is not Phase.BOUNDARY:
             return []
-        self._synced = True
-        self.lateness.built(now)
-        if not self._status.has_state:
-            hosted = self._view.hosted_by(self._status.worker)
-            step = self._view.resume_step
-            self._change(has_state=True, dirty=False, committed=step, hosted=hosted)
-        return [self._tell(), *self._begin()]
+        self._change(phase=Phase.COMPUTING)
+        step, agreed = self._status.committed, self._step.saves.agreed
+        saved = agreed is not None and agreed[0] == step
+        return [ef.Begin(step, whole=saved or step == self._until - 1)]
 
-    def _begin(self) -> list[WorkerEffect]:
-        if not self._held:
-            return []
-        self._held = False
-        self._change(at_boundary=False, in_step=True)
-        return [Begin(self._status.committed)]
-
-    def _voted(self, vote: Voted, now: float) -> list[WorkerEffect]:
-        step = vote.step
-        if not self._acting_in(vote.view) or step != self._status.committed:
-            return []
-        if now >= self.acting_until:  # the others may have been told to go on without it
-            return self._promise(vote.view)
-        require(self._status.reduced, f"step {step} was voted on without its gradient")
-        self._stop_next = vote.pending
-        tasks = len(self._status.hosted)
-        if vote.owners is not None:
-            self._owners, me = vote.owners, self._status.worker
-            self._change(hosted=tuple(v for v, owner in enumerate(vote.owners) if owner == me))
-        # All others needed this worker's share of the step, which it sent after this moment.
-        proved_at = self.lateness.began_at
-        self.lateness.step(now, tasks)
-        self._copying = False
-        self._change(
-            committed=step + 1,
-            reduced=False,
-            waiting=False,
-            late=False,
-            in_step=vote.dropped,
-            proved_at=proved_at,
-        )
-        return [Commit(step)]
-
-    def _caught_up(self, number: ViewNumber, step: int) -> list[WorkerEffect]:
-        if not self._acting_in(number) or step != self._status.committed:
-            return []
-        self._change(committed=step + 1, waiting=False, in_step=False)
-        return [Commit(step)]
-
-    def _at_boundary(self) -> list[WorkerEffect]:
-        self._held = True
-        self._change(in_step=False)
+    def _at_boundary(self) -> Sequence[Outcome]:
+        self._change(phase=Phase.BOUNDARY)
         view = self._view
         if view is None:
             return []
         if self._status.promised >= view.number:
-            self._change(at_boundary=self._status.has_state)
             return [self._tell()]
-        if self._stop_next:
+        if self._last_step_of == view.number:
             return self._promise(view.number)
-        if view.joiners and not self._synced and not self._catches_up(view):
-            return []
+        if view.joiners and not self._step.is_synced and not self._catches_up(view):
+            return self._step.catch_up()
         return self._begin()
 
-    def _doubted(self, invalidation: Invalidation, discarded: bool) -> list[WorkerEffect]:
-        newest = max(
-            invalidation.view, self._status.view
-        )  # it may have been told of another meanwhile
-        self._avoid((dataclasses.replace(invalidation, view=newest),))
-        if discarded:
-            self._change(discarded=True, has_state=False, dirty=True)
-        return self._promise(self._status.view) or [self._tell()]
+    def _store_silent(self, view: ViewNumber, reason: str) -> Sequence[Outcome]:
+        """The next view tries again; but not for ever."""
+        if self._store_silent_since is None:
+            self._store_silent_since = self._now
+            told = self._note_event("store", f"{reason}; it is asked again")
+        else:
+            told = []
+        waited_s = self._now - self._store_silent_since
+        if waited_s >= self._policy.restore_s:
+            text = f"{reason}: given up after {waited_s:.0f} s; go on with `holdfast resume` once"
+            told = [*told, ef.GiveUp(f"{text} the store answers")]
+        return [*told, *self._promise(view)]
+
+    # ------------------------------------------------------------ time
+
+    def _expire(self) -> Sequence[Outcome]:
+        """The second fence, for when the agent itself was too late to pause this process.
+
+        And the time to copy what others are late with, or to say that they are.
+        """
+        if not self._acting_in(self._status.view):
+            return []
+        if self._now >= self.acting_until:
+            return self._promise(self._status.view)
+        outcomes: list[Outcome] = []
+        if self._now >= self._look_at():
+            self._looked_in = self._status.committed
+            outcomes.append(ef.LookWhoIsLate(self._status.view, self._status.committed))
+        if self._now >= self._late_at():
+            self._change(phase=Phase.OVERDUE)
+            outcomes.append(self._tell())
+        return outcomes
+
+    def _late_at(self) -> float:
+        """When it says that others are late, if nothing happens until then."""
+        return self.lateness.late_at if self._status.phase is Phase.WAITING else _FOREVER
+
+    def _look_at(self) -> float:
+        """When its script may copy what others are late with."""
+        waits = self._status.waiting and self._step.is_synced
+        return self.lateness.copy_at if waits and self._looked_in < 0 else _FOREVER
+
+    # ------------------------------------------------------------ leaves
+
+    def _link_lost(self, view: ViewNumber, peers: tuple[WorkerId, ...]) -> Sequence[Outcome]:
+        if self._status.view != view or set(peers) <= set(self._status.unreached):
+            return []
+        self._change(unreached=tuple(sorted({*self._status.unreached, *peers})))
+        return self._promise(view) or [self._tell()]
 
     def _avoid(self, more: Invalidations) -> None:
         """What it has said to be saved may be invalidated, too."""
-        news = [
-            invalidation for invalidation in more if invalidation not in self._status.invalidations
-        ]
+        news = [each for each in more if each not in self._status.invalidations]
         if news:
-            least, saved = min(invalidation.after for invalidation in news), self._status.saved
-            invalidations = merge(self._status.invalidations, news)
-            self._change(invalidations=invalidations, saved=saved if saved <= least else 0)
+            least, saved = min(each.after for each in news), self._status.saved
+            known = merge(self._status.invalidations, news)
+            self._change(invalidations=known, saved=saved if saved <= least else 0)
 
     def _note_event(self, kind: str, text: str) -> list[WorkerEffect]:
         events = self._status.events
@@ -572,21 +491,18 @@ class WorkerMachine:
         self._change(events=(*events, event)[-JOB_EVENTS_MAX:])
         return [self._tell()]
 
-    def _release(self, now: float) -> list[WorkerEffect]:
+    def _release(self) -> list[WorkerEffect]:
         loop = self._status.loop
-        allowed = self._release_loop >= loop or self.leads(now)
+        allowed = self._release_loop >= loop or self.leads_now
         if self._status.ended and allowed and self._released_loop < loop:
             self._released_loop = loop
-            return [Release(loop)]
+            return [ef.Release(loop)]
         return []
-
-    # ------------------------------------------------------------ leaves
 
     def _catches_up(self, view: View) -> bool:
         """Whether it has yet to apply steps that it has missed."""
-        return view.late_worker(self._status.worker) is not None and (
-            self._status.committed < view.resume_step
-        )
+        late = view.late_worker(self._status.worker) is not None
+        return late and self._status.committed < view.resume_step
 
     def _acting_in(self, number: ViewNumber) -> bool:
         return self._status.view == number > self._status.promised
@@ -596,5 +512,5 @@ class WorkerMachine:
         status = dataclasses.replace(self._status, seq=seq, **fields)  # type: ignore[arg-type]
         self._status = status
 
-    def _tell(self) -> Tell:
-        return Tell(self._status)
+    def _tell(self) -> ef.Tell:
+        return ef.Tell(self._status)

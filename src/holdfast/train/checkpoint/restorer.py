@@ -59,14 +59,14 @@ class Restorer:
         loading()
         state.apply(self._protected, skeleton, tensors)
 
-    def other_than(self, step: int, invalidations: Sequence[Invalidation]) -> int:
-        """Find the newest other checkpoint that is valid and every byte of which is right.
+    def older_than(self, step: int, invalidations: Sequence[Invalidation]) -> int:
+        """Find the newest checkpoint before `step` that is valid and every byte of which is right.
 
-        `step` is passed over. 0 if there is none.
+        Returns 0 if there is none.
 
         WorldError when the store does not answer.
         """
-        for other in reversed([s for s in self._store.steps() if s != step]):
+        for other in reversed([s for s in self._store.steps() if s < step]):
             try:
                 about = self._store.manifest(other).about
                 names = (

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from holdfast.core.errors import WorldError, first_line
-from holdfast.core.step.save_interval import Pace
-from holdfast.core.types import View, WorkerId
+from holdfast.core.step.events import SaveEnded
+from holdfast.core.types import View, ViewNumber, WorkerId
 from holdfast.store.snapshot import (
     ALIGN,
     Answer,
@@ -41,56 +41,32 @@ _PLACE = re.compile(r"\[('?)(.*?)\1\]")
 
 
 class Saver:
-    """`orders`: to the node's writer. `saved` is told, in a thread, of steps that are durable,
-    and of their views.
+    """Copies this worker's share of the state, and has the writer of its node save it.
 
-    `every`: steps; 0 when it is for `pace` to say how often. `tell`: for the job's event log.
+    `orders`: to that writer. `tell` is called, in a thread, with how each save has ended.
     """
 
     def __init__(
         self,
         orders: socket.socket,
         job: str,
-        every: int,
-        pace: Pace,
         protected: Mapping[str, Any],
-        saved: Callable[[int, int], None],
-        tell: Callable[[str], None] = lambda text: None,
+        tell: Callable[[SaveEnded], None],
     ) -> None:
         self._orders = orders
         self._job = job
-        self._every = every
-        self._pace = pace
         self._protected = protected
-        self._saved = saved
-        self._story = tell
+        self._tell = tell
         self._arena = Arena()
         self._copier = Copier(protected)
         self._thread: list[threading.Thread] = []  # the save under way: none or one
-        self._last: int | None = None  # step that was saved, or that this worker began with
 
-    @property
-    def busy(self) -> bool:
-        return any(thread.is_alive() for thread in self._thread)
+    def copy(self, step: int, view: View, me: WorkerId) -> str:
+        """The state is that after `step` steps: copy this worker's share, and have it saved.
 
-    def due(self, step: int) -> bool:
-        """Whether the state after `step` steps should be saved. To be asked once for each step."""
-        now = time.monotonic()
-        self._pace.step(now, self.busy)
-        if not self._every:
-            return self._pace.due(now)
-        if self._last is None:
-            self._last = step - 1
-        return step // self._every > self._last // self._every
-
-    def enter(self, view: View) -> None:
-        """The workers of a new view are known."""
-        self._pace.members((m.worker, m.incarnation) for m in view.members)
-
-    def at_boundary(self, step: int, view: View, me: WorkerId) -> None:
-        """The state is that after `step` steps: copy this worker's share, and have it saved."""
-        self._last = step
-        rank, size, began = view.workers.index(me), len(view.members), time.monotonic()
+        Returns why there is no copy, or "". The script stands still meanwhile.
+        """
+        rank, size, began = view.rank(me), len(view.members), time.monotonic()
         try:
             table_at, table_bytes = self._copy(rank, size)
             order = Order(
@@ -105,14 +81,12 @@ class Saver:
             # Unless copies are still under way this worker may die now: its share will be saved.
             answers = None if self._copier.busy else send(self._orders, order, self._arena)
         except (OSError, MemoryError, WorldError) as error:
-            self._tell(rank, f"step {step} is not saved: {first_line(error)}")
-            return
-        finally:  # or it would be due, and cost a copy, after every step
-            now = time.monotonic()
-            self._pace.began(now, now - began)
+            say(f"step {step} is not saved: {first_line(error)}")
+            return first_line(error)
         thread = threading.Thread(target=self._await, args=(order, began, answers), daemon=True)
         self._thread = [thread]
         thread.start()
+        return ""
 
     def before_update(self) -> None:
         """The state is about to change: copies under way come first."""
@@ -152,7 +126,6 @@ class Saver:
         return at, len(table)
 
     def _await(self, order: Order, began: float, answers: int | None) -> None:
-        step = order.step
         try:
             if answers is None:
                 self._copier.arrived()
@@ -160,19 +133,14 @@ class Saver:
             answer = read_answer(answers)
         except WorldError as error:
             answer = Answer(problem=str(error))
+        took_s = time.monotonic() - began
         if answer.problem:
-            self._tell(order.rank, f"step {step} is not saved: {answer.problem}")
+            say(f"step {order.step} is not saved: {answer.problem}")
         elif answer.durable:
-            self._saved(step, order.view)
-            how_often = "" if self._every else f"; {self._pace}"
-            took_s = time.monotonic() - began
-            self._tell(order.rank, f"step {step} is saved, in {took_s:.2f} s{how_often}")
-
-    def _tell(self, rank: int, text: str) -> None:
-        """To the worker's log; once of all workers to the story."""
-        say(text)
-        if rank == 0:
-            self._story(text)
+            say(f"step {order.step} is saved, in {took_s:.2f} s")
+        view = ViewNumber(order.view)
+        first = order.rank == 0
+        self._tell(SaveEnded(order.step, view, answer.durable, answer.problem, took_s, first))
 
 
 def _readable(paths: list[str]) -> list[str]:

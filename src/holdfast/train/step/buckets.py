@@ -10,26 +10,18 @@ reduction can be repeated after a failure and gives the same bits.
 from __future__ import annotations
 
 import copy
-import enum
-import threading
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from holdfast.core import tree
 from holdfast.core.errors import UserError
+from holdfast.core.step.events import Purpose
+from holdfast.train.monitor import Monitor
 from holdfast.train.step.probe import current
 
 FIRST_BUCKET_BYTES = 1 << 20  # a small first one lets the exchange start early
 BUCKET_BYTES = 8 << 20
-
-
-class Role(enum.Enum):
-    """Whose task a worker computes, and what for."""
-
-    HOSTED = "hosted"  # its own
-    AUDITED = "audited"  # another's, to compare
-    COPIED = "copied"  # another's, who is late with it
 
 
 class Flat:
@@ -106,23 +98,29 @@ class Bucket:
 
 
 class Gradients:
-    """All buckets of the protected models. `on_filled(bucket)` is called with `lock` held."""
+    """Holds all buckets of the protected models.
+
+    `on_filled(bucket)` is called with `lock` held when a task has contributed to a bucket;
+    `on_leaf(bucket index, gradient)` sees every bucket of every task, before it is added.
+    """
 
     def __init__(
         self,
         params: Iterable[tuple[str, torch.nn.Parameter]],
         vranks: int,
-        lock: threading.Condition,
+        lock: Monitor,
+        on_filled: Callable[[Bucket], None] = lambda bucket: None,
+        on_leaf: Callable[[int, torch.Tensor], None] = lambda bucket, leaf: None,
     ) -> None:
         self._named = [(n, p) for n, p in params if p.requires_grad]
         self._vranks = vranks
         self._lock = lock
         self._vrank: int | None = None  # whose backward pass is running
-        self._role = Role.HOSTED
+        self._purpose = Purpose.HOSTED
         self._copies: dict[int, dict[int, Flat]] = {}  # by virtual rank and bucket
         self._reached: set[int] = set()  # buckets that the running task has filled
-        self.on_filled: Callable[[Bucket], None] = lambda bucket: None
-        self.on_leaf: Callable[[int, int, torch.Tensor], None] = lambda vrank, bucket, leaf: None
+        self._on_filled = on_filled
+        self._on_leaf = on_leaf
         self._used = bytearray(len(self._named))  # plain bytes: marked once per parameter and task
         self.buckets: list[Bucket] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -161,9 +159,9 @@ class Gradients:
         for _, p in self._named:
             p.grad = None
 
-    def begin_task(self, vrank: int, role: Role = Role.HOSTED) -> None:
-        """The gradient of an audited task is only shown `on_leaf`; that of a copy is kept apart."""
-        self._vrank, self._role = vrank, role
+    def begin_task(self, vrank: int, purpose: Purpose = Purpose.HOSTED) -> None:
+        """A task begins; gradients of audited and speculative ones are not added to the sums."""
+        self._vrank, self._purpose = vrank, purpose
         self._reached.clear()
         for bucket in self.buckets:
             bucket.missing = len(bucket.params)
@@ -186,7 +184,7 @@ class Gradients:
         leaves = self._copies.pop(vrank)
         for bucket in self.buckets:
             bucket.contribute(vrank, leaves[bucket.index], self._vranks)
-            self.on_filled(bucket)
+            self._on_filled(bucket)
 
     def publish(self, used: torch.Tensor, scale: float = 1.0) -> None:
         """Point `.grad` at the reduced sums; None where no virtual rank used the parameter.
@@ -227,15 +225,15 @@ class Gradients:
             leaf = bucket.leaf()
             self._reached.add(bucket.index)
             current.probe.gradient(vrank, leaf.data)
-            self.on_leaf(vrank, bucket.index, leaf.data)
+            self._on_leaf(bucket.index, leaf.data)
             with self._lock:
-                if self._role is Role.AUDITED:
+                if self._purpose is Purpose.AUDITED:
                     bucket.reuse(leaf)
-                elif self._role is Role.COPIED:
+                elif self._purpose is Purpose.SPECULATIVE:
                     self._copies.setdefault(vrank, {})[bucket.index] = leaf
                 else:
                     bucket.contribute(vrank, leaf, self._vranks)
-                    self.on_filled(bucket)
+                    self._on_filled(bucket)
 
 
 def _plan(params: Sequence[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:

@@ -27,7 +27,7 @@ class Fingerprints:
 
     def __init__(self, protected: Mapping[str, Any], cycle: int) -> None:
         self.cycle = cycle
-        self._protected = protected
+        self.protected = protected
         self._parts: tuple[int, list[list[Chunk]]] = (-1, [])  # with so many buffers
 
     def of_step(self, step: int, buffers: Sequence[torch.Tensor]) -> int:
@@ -59,7 +59,7 @@ class Fingerprints:
 
     def _parameters(self) -> list[torch.Tensor]:
         found: dict[int, torch.Tensor] = {}
-        for each in self._protected.values():
+        for each in self.protected.values():
             if isinstance(each, torch.nn.Module):
                 found.update((id(p), p) for p in each.parameters())
             elif isinstance(each, torch.optim.Optimizer):
@@ -87,7 +87,7 @@ class Fingerprints:
         return digest.intdigest() >> 1
 
     def _kept_of(self, parameter: torch.Tensor) -> Iterator[torch.Tensor]:
-        for each in self._protected.values():
+        for each in self.protected.values():
             if isinstance(each, torch.optim.Optimizer) and parameter in each.state:
                 kept = each.state[parameter]
                 for name in sorted(kept, key=str):

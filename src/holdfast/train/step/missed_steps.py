@@ -7,14 +7,15 @@ part; no state is sent.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from holdfast.core.errors import Aborted
 from holdfast.core.membership.formation import STEPS_MISSED_MAX
-from holdfast.train.step.reduction import TAG_STATE, Layout, piece_of
-from holdfast.train.step.step_state import StepState
+from holdfast.train.step.reduction import TAG_STATE, piece_of
+from holdfast.train.step.step_data import StepData
 from holdfast.train.transport.seam import Message, Transport
 
 KEPT_BYTES_MAX = 256 << 20  # on each member; but at least
@@ -35,19 +36,22 @@ class _Kept:
 class MissedSteps:
     """What one member keeps, or receives. `step`: what the script and the engine share."""
 
-    def __init__(self, step: StepState) -> None:
+    def __init__(self, step: StepData) -> None:
         self._step = step
         self._kept: dict[int, _Kept] = {}
         self._bytes = 0
 
-    def keep(self, index: int, layout: Layout, view: int) -> None:
-        """The step is reduced, and the script has not touched it yet."""
+    def keep(self, index: int, piece: Callable[[int], slice]) -> None:
+        """Keep a reduced step, which the script has not touched yet.
+
+        `piece`: what of a sum with so many elements falls to this member.
+        """
         step = self._step
         results = [bucket.result.data for bucket in step.gradients.buckets]
         left = step.buffers.left
         self._kept[index] = _Kept(
-            view=view,
-            pieces=tuple(r[layout.piece(layout.rank, r.numel())].clone() for r in results),
+            view=step.reduced_in,
+            pieces=tuple(r[piece(r.numel())].clone() for r in results),
             rows=step.table.rows.clone(),
             used=step.table.used.clone(),
             left=torch.empty(0, dtype=torch.uint8) if left is None else left.clone(),

@@ -17,8 +17,8 @@ from typing import Protocol
 import torch
 
 from holdfast.core import tree
-from holdfast.core.errors import Aborted, InvariantError
-from holdfast.core.step.link_detector import NO_WAIT, Wait
+from holdfast.core.errors import InvariantError
+from holdfast.core.step.events import FINITE, NOBODYS, SOMEBODYS
 from holdfast.core.types import View, WorkerId
 from holdfast.train.checkpoint.state import as_bytes
 from holdfast.train.step.buckets import Bucket
@@ -29,9 +29,6 @@ from holdfast.train.transport.seam import Message, Pending, Transport
 
 TAG_VOTE, TAG_TABLE, TAG_BUFFERS, TAG_AUDIT, TAG_STATE, TAG_BUCKETS = 1, 2, 3, 4, 16, 1024
 Prints = tuple[int, int]  # fingerprints of a part of the state, and of all of it (0: not taken)
-# A sum is finite; or it is not: rightly so, by nobody's part of it, or by that of rank 0 (1, ...).
-# Or a copy of a task has come to other bits than the task.
-FINITE, RIGHTLY, NOBODYS, CONTRADICTED, SOMEBODYS = 0, 1, 2, 3, 4
 PIECE_ALIGN = 64  # elements; pieces start on cache lines
 
 
@@ -44,6 +41,7 @@ class Layout:
     vranks: int
     hosted: tuple[tuple[int, ...], ...]  # by rank
     nodes: tuple[tuple[tree.Node, ...], ...]  # by rank
+    owners: tuple[WorkerId, ...]  # of each virtual rank
 
     @classmethod
     def of(cls, view: View, me: WorkerId, owners: Sequence[WorkerId] = ()) -> Layout:
@@ -52,7 +50,13 @@ class Layout:
         hosted = tuple(now.hosted().values())
         vranks = len(view.owners)
         nodes = tuple(tree.maximal_nodes(h, vranks) for h in hosted)
-        return cls(view.workers.index(me), len(view.members), vranks, hosted, nodes)
+        return cls(view.rank(me), len(view.members), vranks, hosted, nodes, now.owners)
+
+    def with_owners(self, view: View, owners: tuple[WorkerId, ...]) -> Layout:
+        """Return the layout of the same view with other hosts."""
+        if owners == self.owners:
+            return self
+        return Layout.of(view, view.workers[self.rank], owners)
 
     @property
     def peers(self) -> list[int]:
@@ -263,38 +267,6 @@ def all_gather(transport: Transport, layout: Layout, mine: torch.Tensor, tag: in
         [(p, mine) for p in layout.peers], [(p, table[p]) for p in layout.peers], tag
     ).wait()
     return table
-
-
-@dataclass(frozen=True, slots=True)
-class Vote:
-    """What a member says at the end of a step.
-
-    `pending`: it knows of a planned change. `save`: the state after this step should be saved.
-    `busy`: it still saves another one. `alike`: what audits ask from the next step on. `doubt`:
-    whether what it has summed is finite. `compute_us`: how long its own tasks of the step took.
-    `wait`: for whom it waited at the end of the exchange.
-    """
-
-    pending: bool
-    save: bool = False
-    busy: bool = False
-    alike: int = 0
-    doubt: int = FINITE
-    compute_us: int = 0
-    wait: Wait = NO_WAIT
-
-
-def vote(transport: Transport, layout: Layout, view: int, step: int, mine: Vote) -> list[Vote]:
-    """The all-gather that ends a step: what each member says, by rank."""
-    *own, wait = dataclasses.astuple(mine)
-    words = torch.tensor([view, step, *own, *wait], dtype=torch.int64)
-    votes = all_gather(transport, layout, words, TAG_VOTE)
-    if not bool((votes[:, :2] == words[:2]).all()):
-        raise Aborted(f"votes of view {view}, step {step} do not match: {votes.tolist()}")
-    return [
-        Vote(bool(pending), bool(save), bool(busy), alike, doubt, compute_us, Wait(*wait))
-        for _, _, pending, save, busy, alike, doubt, compute_us, *wait in votes.tolist()
-    ]
 
 
 def _wait(pending: Pending | None, waits: Waits | None = None) -> None:

@@ -1,8 +1,7 @@
-"""Copies: tasks that others are late with, computed by a worker that waits for them.
+"""Speculative tasks: what others are late with, computed by a worker that waits for them.
 
-Which ones follows from who is late: those that this worker would get if the late ones were set
-aside. If that comes to pass they are used as they are; if a late worker is done first, what it has
-sent is compared with the copy. Under the lock that the script's thread and the engine share.
+If this worker comes to host their virtual ranks they are used as they are; if a late worker is done
+first, what it has sent is compared with them. Used with the monitor held.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from holdfast.train.step.step_table import Buffers, StepTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
+class FinishedTask:
     """A task besides its gradient. `left`: the buffers, if it is that of virtual rank 0."""
 
     loss: float
@@ -27,38 +26,33 @@ class Done:
     left: torch.Tensor | None = None
 
 
-class Copies:
-    """Of the open step."""
+class SpeculativeTasks:
+    """The speculative tasks of the open step; their gradients are kept apart in the buckets."""
 
     def __init__(self, gradients: Gradients, table: StepTable, buffers: Buffers) -> None:
         self._gradients = gradients
         self._table = table
         self._buffers = buffers
-        self._done: dict[int, Done] = {}  # by virtual rank
-
-    def __contains__(self, vrank: int) -> bool:
-        return vrank in self._done
+        self._done: dict[int, FinishedTask] = {}  # by virtual rank
 
     def forget(self) -> None:
         """Another step begins, or the same one anew."""
         self._done.clear()
 
-    def keep(self, vrank: int, done: Done) -> None:
-        self._done[vrank] = done
+    def keep(self, vrank: int, task: FinishedTask) -> None:
+        """Keep a task whose virtual rank another worker hosts."""
+        self._done[vrank] = task
 
-    def adopt(self, vrank: int, host: tuple[int, int]) -> bool:
-        """This worker hosts the virtual rank now: its copy is the task, if there is one."""
-        copy = self._done.pop(vrank, None)
-        if copy is None:
-            return False
+    def adopt(self, vrank: int, host: tuple[int, int]) -> None:
+        """This worker hosts the virtual rank now: its speculative task is the task."""
+        task = self._done.pop(vrank)
+        self._table.put(vrank, task.loss, task.count, task.digest, host)
+        if task.left is not None:
+            self._buffers.keep(vrank, task.left)
         self._gradients.adopt(vrank)
-        self._table.put(vrank, copy.loss, copy.count, copy.digest, host)
-        if copy.left is not None:
-            self._buffers.keep(vrank, copy.left)
-        return True
 
     def contradicted(self, sums: Sequence[BucketSum]) -> tuple[int, ...]:
-        """Virtual ranks of which others have sent something else than these copies.
+        """Return virtual ranks of which others have sent something else.
 
         Each member sees of a bucket only the piece that it sums, and of a virtual rank only what
         has not been added to another one's before.

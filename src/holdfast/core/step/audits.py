@@ -1,0 +1,124 @@
+"""What is computed twice in a step, by whom, and what came out. Pure.
+
+Which tasks are audited follows from the step alone; who computes them, from the view. So what was
+computed in the view before still counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from holdfast.core.step.audit import (
+    Alike,
+    Audit,
+    Classes,
+    Court,
+    Ruling,
+    owed,
+    plan,
+    plan_sums,
+)
+from holdfast.core.step.events import Row
+from holdfast.core.step.open_step import OpenStep
+from holdfast.core.types import View, ViewNumber, WorkerId
+
+SKETCH_WORDS = 9  # the norm's square, and eight sums with random signs
+
+
+class Audits:
+    """One worker's audits: of the step under way, as they are planned in the present view."""
+
+    def __init__(self, seed: int, share: float, tolerance: float) -> None:
+        self.alike = Alike.BITS  # what two runs of a task must be
+        self.whole_step = -1  # of which all is looked at: the first after a checkpoint
+        self.planned: tuple[Audit, ...] = ()
+        self._seed = seed
+        self._share = share  # of all tasks and sums
+        self._classes = Classes(tolerance)
+        self._court = Court()
+        self._planned_in: tuple[ViewNumber, int] | None = None  # the view and the step
+
+    @property
+    def tolerance(self) -> float:
+        """Return by how much of its norm a gradient may differ where bits vary."""
+        return self._classes.tolerance
+
+    def share_of(self, step: int) -> float:
+        """Return how much of the step is looked at."""
+        if self.alike is Alike.NOTHING:
+            return 0.0
+        return 1.0 if self._share and self.whole_step == step else self._share
+
+    def enter(self) -> None:
+        """A view begins, whose members have yet to agree on what audits ask."""
+        self._planned_in = None
+        self._court = Court()
+        self._classes.forget()
+
+    def plan(self, view: View, step: int, owners: Sequence[WorkerId]) -> None:
+        """Plan the audits of a step, unless that was done in this view."""
+        if self._planned_in == (view.number, step):
+            return
+        self._classes.forget()
+        self._planned_in = (view.number, step)
+        self.planned = plan(self._seed, step, owners, view.workers, self.share_of(step))
+
+    def plan_again(self, audits: Sequence[Audit]) -> None:
+        """The step is computed once more, with these audits."""
+        self.planned = tuple(audits)
+
+    def all_twice(self, view: View, step: int, owners: Sequence[WorkerId]) -> tuple[Audit, ...]:
+        """Return audits of every task of the step."""
+        return plan(self._seed, step, owners, view.workers, 1.0)
+
+    def sums(self, step: int, buckets: int) -> tuple[int, ...]:
+        """Return the buckets of the step that are summed twice."""
+        return plan_sums(self._seed, step, buckets, self.share_of(step))
+
+    def wants_digest(self, vrank: int) -> bool:
+        """Whether the digest of a task may be asked for; nobody knows before there is a plan."""
+        if self._planned_in is None:
+            return bool(self._share)
+        return any(audit.vrank == vrank for audit in self.planned)
+
+    def owed(self, me: WorkerId, step: OpenStep) -> list[int]:
+        """Return the virtual ranks that this worker has yet to compute for audits.
+
+        Its own as well, if no digest was taken of them.
+        """
+        if self._planned_in is None:
+            return []
+        others = owed(self.planned, me, step.audited)
+        mine = [a.vrank for a in self.planned if me == a.owner and a.vrank not in step.digests]
+        return others + mine
+
+    def row(self, step: OpenStep) -> Row:
+        """Return what this worker tells of the audited tasks: digests, or sketches."""
+        found: list[float] = []
+        for audit in self.planned:
+            digest = step.digests.get(audit.vrank, 0)
+            if self.alike is Alike.NEAR:
+                found += digest if isinstance(digest, tuple) else (0.0,) * SKETCH_WORDS
+            else:
+                found.append(digest if isinstance(digest, int) else 0)
+        return tuple(found)
+
+    def rule(self, rows: Sequence[Row], view: View, owners: Sequence[WorkerId]) -> Ruling:
+        """Judge what all members have come to; `rows` by rank."""
+        rank = {worker: i for i, worker in enumerate(view.workers)}
+        digests = {
+            audit.vrank: {w: self._number(audit.vrank, rows[rank[w]], i) for w in audit.workers}
+            for i, audit in enumerate(self.planned)
+        }
+        return self._court.rule(digests, self.planned, owners, view.workers)
+
+    def accepted(self) -> None:
+        """The step's sums are used; the next one is judged on its own."""
+        self._court = Court()
+
+    def _number(self, vrank: int, row: Row, index: int) -> int:
+        """Return what stands for a gradient: the same for those that are alike."""
+        if self.alike is not Alike.NEAR:
+            return int(row[index])
+        squares, *sums = row[index * SKETCH_WORDS : (index + 1) * SKETCH_WORDS]
+        return self._classes.number(vrank, [squares**0.5, *sums])

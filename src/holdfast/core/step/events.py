@@ -1,0 +1,297 @@
+"""The events of the worker machine: what its driver tells it, as values."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from holdfast.core.step.link_detector import NO_WAIT, Wait
+from holdfast.core.types import ViewNumber, WorkerDirective, WorkerId
+
+Digest = int | tuple[float, ...]  # of a task's gradient: 63 bits, or a sketch where bits vary
+Row = tuple[float, ...]  # what one member says in a gather: whole numbers, or sketches
+FINITE, RIGHTLY, NOBODYS, CONTRADICTED, SOMEBODYS = 0, 1, 2, 3, 4
+
+
+class Purpose(enum.Enum):
+    """What a worker computes a task for."""
+
+    HOSTED = "hosted"  # it hosts the virtual rank
+    AUDITED = "audited"  # another one does, and the bits are compared
+    SPECULATIVE = "speculative"  # another one does, and is late with it
+
+
+class Topic(enum.Enum):
+    """What the members of a view tell each other in a gather."""
+
+    AGREE = "agree"  # what audits ask, and of which step all is looked at
+    AUDIT = "audit"  # digests of the audited tasks
+    CONFESS = "confess"  # since when something may be wrong
+    VOTE = "vote"  # the opinion that ends a step
+
+
+# ---------------------------------------------------------------- events: the script
+
+
+@dataclass(frozen=True, slots=True)
+class LoopEntered:
+    """The script asks for steps up to (not including) `until`; at first it becomes a candidate."""
+
+    until: int = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class AtBoundary:
+    """The script finished with the last step and asks for the next: the state is at rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOpened:
+    """The script is ready to compute tasks of `step`."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class TaskDone:
+    """The script has computed a task from `samples` samples; `digest` if one was asked for."""
+
+    step: int
+    vrank: int
+    purpose: Purpose
+    samples: int = 1
+    digest: Digest | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ShareCopied:
+    """This worker's share of the state after `step` steps was copied; the script stood still.
+
+    `problem`: why there is no copy, if there is none.
+    """
+
+    step: int
+    stall_s: float = 0.0
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LoopFinishing:
+    """The script's loop has no further step; saves under way are still waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoopEnded:
+    """The script's loop is over."""
+
+
+# ---------------------------------------------------------------- events: the control plane
+
+
+@dataclass(frozen=True, slots=True)
+class Directed:
+    """The agent passes on what of a directive concerns this worker."""
+
+    directive: WorkerDirective
+
+
+@dataclass(frozen=True, slots=True)
+class SaveWanted:
+    """An operator ends the job, and wants the state at the next boundary saved before."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveEnded:
+    """The writer has answered for a share. `durable`: the whole checkpoint is, as of now.
+
+    `first`: it is the share that waits for the others.
+    """
+
+    step: int
+    view: ViewNumber
+    durable: bool = False
+    problem: str = ""
+    took_s: float = 0.0
+    first: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EventNoted:
+    """Something happened that belongs into the job's event log."""
+
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed: the right to act may have ended, or others may be late."""
+
+
+# ---------------------------------------------------------------- events: the view's group
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """All members of the view are connected."""
+
+    view: ViewNumber
+
+
+@dataclass(frozen=True, slots=True)
+class GroupBroken:
+    """An exchange of this view failed here."""
+
+    view: ViewNumber
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LinkLost:
+    """The network does not reach these members of the view any more."""
+
+    view: ViewNumber
+    peers: tuple[WorkerId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """The driver starts to overwrite the script's state with the job's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """The checkpoint that the view begins from is loaded here."""
+
+    view: ViewNumber
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """The checkpoint that the view begins from cannot be read; an older one can (0: none)."""
+
+    view: ViewNumber
+    step: int
+    older: int
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSilent:
+    """The store does not answer, so the checkpoint cannot be read just now."""
+
+    view: ViewNumber
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class MissedHeard:
+    """The gradient of `step`, which the others have committed in an earlier view, is here."""
+
+    view: ViewNumber
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class StatesCompared:
+    """All members hold the same state; or `prints` tells whose fingerprints differ."""
+
+    view: ViewNumber
+    prints: tuple[tuple[WorkerId, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """What every member has said, by rank."""
+
+    view: ViewNumber
+    topic: Topic
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summed:
+    """All buckets of the step are summed, and every member's rows are here.
+
+    `parts`, `wholes`: by rank, fingerprints of a part of the state and of all of it (0: not taken).
+    `doubt`: whether what was summed here is finite, or whose part is not (SOMEBODYS plus the rank).
+    `unlike`: virtual ranks whose gradients are not what this worker's speculative tasks came to.
+    """
+
+    view: ViewNumber
+    step: int
+    buckets: int = 1
+    parts: tuple[int, ...] = ()
+    wholes: tuple[int, ...] = ()
+    doubt: int = FINITE
+    unlike: tuple[int, ...] = ()
+    compute_us: int = 0
+    wait: Wait = NO_WAIT
+
+
+@dataclass(frozen=True, slots=True)
+class SumChecked:
+    """Digests of the pieces of a bucket's sum, by rank, as each member has them."""
+
+    view: ViewNumber
+    bucket: int
+    digests: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MemberDone:
+    """A member is done with all its tasks of `step`, from `samples` samples."""
+
+    view: ViewNumber
+    rank: int
+    step: int
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class CountSettled:
+    """Only what these ranks compute of `step` counts."""
+
+    view: ViewNumber
+    step: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StillAwaited:
+    """These ranks are not done with their tasks of `step`, as far as seen here."""
+
+    view: ViewNumber
+    step: int
+    ranks: tuple[int, ...]
+
+
+WorkerEvent = (
+    LoopEntered
+    | AtBoundary
+    | StepOpened
+    | TaskDone
+    | ShareCopied
+    | LoopFinishing
+    | LoopEnded
+    | Directed
+    | SaveWanted
+    | SaveEnded
+    | EventNoted
+    | Tick
+    | Connected
+    | GroupBroken
+    | LinkLost
+    | Loading
+    | Restored
+    | Unreadable
+    | StoreSilent
+    | MissedHeard
+    | StatesCompared
+    | Gathered
+    | Summed
+    | SumChecked
+    | MemberDone
+    | CountSettled
+    | StillAwaited
+)

@@ -1,0 +1,182 @@
+"""Who is wrong, and what follows: the record that one member of a view keeps of all. Pure.
+
+All members hear the same, so all come to the same ruling. Who is wrong leaves the job; and where
+something wrong may have been used already, all discard their state and begin from a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from holdfast.core.step.audit import judge
+from holdfast.core.step.effects import Doubted, Exit, NoteDoubt, Outcome
+from holdfast.core.step.events import EventNoted, Row
+from holdfast.core.step.trust import Trust
+from holdfast.core.types import Invalidation, View, WorkerId
+
+NEVER = 1 << 60
+MISTAKES_MAX = 1  # that are forgiven a worker
+CALM_STEPS = 64  # after a sum that is rightly not finite, in which others are not doubted
+
+
+class Rulings:
+    """Keeps what one worker knows of wrong results. `cycle`: steps in which all is compared.
+
+    `keeps`: the job has checkpoints, from which it can begin anew. `looks`: something is compared.
+    """
+
+    def __init__(self, me: WorkerId, cycle: int, *, keeps: bool, looks: bool) -> None:
+        self._me = me
+        self._keeps = keeps
+        self._looks = looks
+        self._trust = Trust(cycle)
+        self._view: View
+        self._mistakes = 0  # of this worker
+        self._not_finite_at = -CALM_STEPS  # the last step that was rightly so
+        self._doubted = -1  # the step that is computed again because its sum was not finite
+        self._suspects: tuple[WorkerId, ...] = ()  # whose parts of it were not
+        self._wrong: tuple[WorkerId, ...] = ()  # who leaves
+        self._diverged = False  # it is their states that are wrong
+        self._confessed: Row = ()  # what this worker tells of it
+
+    def enter(self, view: View) -> None:
+        """A view begins."""
+        self._view = view
+        self._doubted = -1
+
+    def synced(self, *, compared: bool) -> None:
+        """All members hold the state; `compared`: as their fingerprints say."""
+        if self._looks:
+            self._trust.enter(self._view, compared=compared)
+
+    def summed(self, step: int, owners: Sequence[WorkerId], audited: Iterable[int]) -> None:
+        """The sums of a step are used from here on; these virtual ranks were audited."""
+        if self._looks:
+            self._trust.summed(step, owners, audited)
+
+    # ------------------------------------------------------------ sums that are not finite
+
+    def lately_not_finite(self, step: int) -> bool:
+        """Whether a sum was rightly not finite a short while ago."""
+        return step < self._not_finite_at + CALM_STEPS
+
+    def doubted(self, step: int, suspects: Iterable[WorkerId]) -> None:
+        """The step is computed again, since its sum is not finite, or a copy differs."""
+        self._doubted, self._suspects = step, tuple(sorted(set(suspects)))
+
+    def settled(self, step: int, *, rightly: bool) -> list[Outcome]:
+        """No member doubts the sums any more; `rightly`: though they are not finite."""
+        out: list[Outcome] = []
+        if rightly:
+            if self._doubted == step:
+                out += self.tell(
+                    f"the gradient of step {step} is not finite, on all who compute it"
+                )
+            self._not_finite_at = step
+        elif self._doubted == step:
+            for worker in self._suspects:
+                text = f"worker {worker} had numbers in step {step} that were not finite; computed"
+                out += self.tell(f"{text} again, they are", self._suspects)
+                out += self._mistake(worker)
+        return out
+
+    # ------------------------------------------------------------ blame
+
+    def blame(
+        self, step: int, wrong: Collection[tuple[WorkerId, int]], leaves: bool
+    ) -> list[Outcome]:
+        """These workers have computed these virtual ranks wrongly."""
+        out: list[Outcome] = []
+        for worker, vrank in wrong:
+            out += self.tell(
+                f"worker {worker} has computed virtual rank {vrank} of step {step} wrongly; the "
+                "step was computed again",
+                [worker for worker, _ in wrong],
+            )
+        if not leaves:
+            for worker in sorted({worker for worker, _ in wrong}):
+                out += self._mistake(worker)
+        return out
+
+    def summed_wrongly(self, step: int, wrong: Iterable[WorkerId]) -> list[Outcome]:
+        """These workers have summed a bucket wrongly, which was put right."""
+        out: list[Outcome] = []
+        for worker in wrong:
+            out += self.tell(
+                f"worker {worker} has summed a part of step {step} wrongly, or received it "
+                "damaged; it was summed again",
+                [worker],
+            )
+            out += self._mistake(worker)
+        return out
+
+    def _mistake(self, worker: WorkerId) -> list[Outcome]:
+        if worker != self._me:
+            return []
+        self._mistakes += 1
+        return [Exit()] if self._mistakes > MISTAKES_MAX else []
+
+    # ------------------------------------------------------------ leaving
+
+    def differ(
+        self, step: int, prints: Mapping[WorkerId, int]
+    ) -> tuple[tuple[WorkerId, ...], list[Outcome]]:
+        """Judge states that are not all the same; returns who is wrong, and events."""
+        wrong = judge(prints).wrong
+        out: list[Outcome] = []
+        for worker in wrong:
+            text = f"the state of worker {worker} is not that of the others in step {step}"
+            out += self.tell(text, wrong)
+        if not wrong:
+            text = f"the workers hold different states in step {step}, and none has a majority"
+            out += self.tell(text)
+        return wrong, out
+
+    def confess(self, step: int, wrong: Sequence[WorkerId], *, diverged: bool) -> Row:
+        """Tell since when something wrong may have been used; who is wrong leaves after that."""
+        self._wrong, self._diverged = tuple(sorted(set(wrong))), diverged
+        found = self._trust.doubt(self._wrong or self._view.workers, step, diverged=diverged)
+        self._confessed = (NEVER if found.sums is None else found.sums, found.saved)
+        return self._confessed
+
+    def conclude(self, step: int, rows: Sequence[Row] | None) -> list[Outcome]:
+        """Draw the conclusion from what all have told; None: the group broke before.
+
+        `rows`: since when sums and copies of the state may be wrong, and a fingerprint of it.
+        """
+        view, wrong = self._view, self._wrong
+        sums, saved, liars = int(self._confessed[0]), int(self._confessed[1]), wrong[:0]
+        if rows is not None:
+            sums, saved = (int(min(row[i] for row in rows)) for i in (0, 1))
+            prints = {w: int(row[2]) for w, row in zip(view.workers, rows, strict=True)}
+            astray = judge(prints).wrong
+            liars = tuple(w for w in wrong if w not in astray)
+        if self._me in wrong:
+            return [Exit()]
+        out: list[Outcome] = []
+        tie = not wrong
+        discarded = self._keeps and (tie or sums < NEVER)
+        if discarded:
+            text = f"something wrong may have been used since step {saved}: the job goes back"
+            out += [*self.tell(text, wrong), NoteDoubt(saved, view.number, True)]
+        elif tie or sums < NEVER:
+            since = min(sums, step)
+            text = (
+                f"from step {since} on the result may not be that of a sound run: there is no "
+                "--store, and so no checkpoint to go back to"
+            )
+            out += [*self.tell(text, wrong), NoteDoubt(since, view.number, False)]
+            if tie and self._me != view.leader:
+                return [*out, Exit()]
+        found = () if self._diverged else liars
+        invalidation = Invalidation(after=saved, view=view.number, wrong=found)
+        return [*out, Doubted(invalidation, discarded)]
+
+    # ------------------------------------------------------------ leaves
+
+    def tell(self, text: str, wrong: Collection[WorkerId] = ()) -> list[Outcome]:
+        """Note an event: the leader does, unless it is the leader who is wrong."""
+        view = self._view
+        tellers = [view.leader, *(w for w in view.workers if w != view.leader)]
+        teller = next((w for w in tellers if w not in wrong), view.leader)
+        return [EventNoted("wrong", text)] if self._me == teller else []

@@ -1,0 +1,114 @@
+"""When a worker saves its share of the state, and when a checkpoint counts. Pure.
+
+All members agree in their votes that the next boundary is to be saved. A checkpoint counts once the
+state that was copied has been compared with that of others, which happens in the next step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from holdfast.core.step.effects import Outcome, SavedUpTo, SaveShare
+from holdfast.core.step.events import EventNoted, SaveEnded
+from holdfast.core.step.save_interval import Pace, PacePolicy
+from holdfast.core.types import View
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavePolicy:
+    """`every`: steps between checkpoints; 0: as often as `pace` says. `enabled`: there is a writer.
+
+    `compared`: fingerprints are compared, so a checkpoint waits for that before it counts.
+    """
+
+    enabled: bool = False
+    every: int = 0
+    pace: PacePolicy = field(default_factory=PacePolicy)
+    compared: bool = False
+
+
+class Saves:
+    """One worker's part in saving; `until` is where the present loop of its script ends."""
+
+    def __init__(self, policy: SavePolicy) -> None:
+        self.agreed: tuple[int, View] | None = None  # after so many steps, as that view agreed
+        self._policy = policy
+        self._pace: Pace | None = None
+        self._last: int | None = None  # step that was saved, or that this worker began with
+        self._wanted = False  # at the next boundary, by an operator
+        self._settled = False  # nobody will compare what is saved: it counts as it is
+        self._busy: int | None = None  # the step whose share is being saved
+        self._durable: list[SaveEnded] = []  # not compared yet
+
+    def enter(self, view: View, now: float) -> None:
+        """Note who the members of a new view are."""
+        if self._pace is None:
+            self._pace = Pace(self._policy.pace, now)
+        self._pace.members((m.worker, m.incarnation) for m in view.members)
+
+    def want(self, committed: int) -> list[Outcome]:
+        """An operator ends the job: save at the next boundary, and let it count at once."""
+        self._wanted = self._settled = True
+        return self.compared(committed)
+
+    def opinion(self, step: int, now: float, leads: bool) -> tuple[bool, bool]:
+        """Say, once for each step, whether the state after it should be saved; and whether busy."""
+        policy, busy = self._policy, self._busy is not None
+        if not policy.enabled or self._pace is None:
+            return False, False
+        self._pace.step(now, busy)
+        if self._last is None:
+            self._last = step
+        due = (
+            (step + 1) // policy.every > self._last // policy.every
+            if policy.every
+            else self._pace.due(now)
+        )
+        return (due and leads) or self._wanted, busy
+
+    def agree(self, after: int, view: View) -> None:
+        """All members save the state after so many steps."""
+        self.agreed, self._wanted = (after, view), False
+
+    def at_boundary(self, step: int) -> list[Outcome]:
+        """Return the order to copy, if the state as it is now was agreed on."""
+        agreed = self.agreed
+        if not self._policy.enabled or agreed is None or agreed[0] != step:
+            return []
+        self._last = step
+        return [SaveShare(step, agreed[1])]
+
+    def copied(self, step: int, now: float, stall_s: float, problem: str) -> None:
+        """The script stood still for a copy; what was copied is being saved from here on."""
+        if self._pace is not None:  # or it would be due, and cost a copy, after every step
+            self._pace.began(now, stall_s)
+        self._busy = None if problem else step
+
+    def ended(self, save: SaveEnded, committed: int) -> list[Outcome]:
+        """Take the writer's answer in; only share 0 learns that the whole checkpoint is durable."""
+        if self._busy == save.step:
+            self._busy = None
+        if save.problem and save.first:
+            return [EventNoted("save", f"step {save.step} is not saved: {save.problem}")]
+        if not save.durable:
+            return []
+        often = "" if self._policy.every else f"; {self._pace}"
+        text = f"step {save.step} is saved, in {save.took_s:.2f} s{often}"
+        self._durable.append(save)
+        return [*self.compared(committed), EventNoted("save", text)]
+
+    def finishing(self, committed: int) -> list[Outcome]:
+        """The loop has no further step in which anything could be compared."""
+        self._settled = True
+        return self.compared(committed)
+
+    def loop_entered(self) -> None:
+        """Further steps compare what is saved again."""
+        self._settled = self._wanted
+
+    def compared(self, committed: int) -> list[Outcome]:
+        """Return the checkpoints that count by now."""
+        waits = self._policy.compared and not self._settled
+        ready = [save for save in self._durable if not waits or committed > save.step]
+        self._durable = [save for save in self._durable if save not in ready]
+        return [SavedUpTo(save.step, save.view) for save in ready]

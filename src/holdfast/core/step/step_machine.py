@@ -1,0 +1,571 @@
+"""The step machine: what a member of a view does from one step boundary to the next.
+
+It decides what the script computes, when sums begin, whom to believe, when to compute again, what
+to vote and what follows from the votes. It does not know membership: what changes that, or the
+worker's status, is handed to the worker machine as a decision. The invariant it keeps: a member
+votes only for sums that all members have judged alike.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+
+from holdfast.core.step.audit import Alike, Audit, Sentence
+from holdfast.core.step.audits import Audits
+from holdfast.core.step.backup import Settlement
+from holdfast.core.step.balance import BalancePolicy
+from holdfast.core.step.effects import (
+    Adopt,
+    BecameIdle,
+    BecameReduced,
+    BecameSynced,
+    CheckSum,
+    Compute,
+    Decided,
+    Failed,
+    ForgetMissed,
+    Gather,
+    KeepStep,
+    LookWhoIsLate,
+    Outcome,
+    PutRight,
+    ReceiveMissed,
+    Redo,
+    Reduce,
+    Restore,
+    SendCounted,
+    SendDone,
+    SendMissed,
+    ShareRows,
+    SyncState,
+    Withdraw,
+)
+from holdfast.core.step.events import (
+    CONTRADICTED,
+    FINITE,
+    RIGHTLY,
+    SOMEBODYS,
+    CountSettled,
+    EventNoted,
+    Gathered,
+    MemberDone,
+    Purpose,
+    Row,
+    StatesCompared,
+    StillAwaited,
+    SumChecked,
+    Summed,
+    TaskDone,
+    Topic,
+)
+from holdfast.core.step.open_step import OpenStep
+from holdfast.core.step.rulings import Rulings
+from holdfast.core.step.saves import Saves
+from holdfast.core.step.speculation import worth_copying
+from holdfast.core.step.step_policy import Counting, StepPolicy, Surroundings
+from holdfast.core.step.sum_trial import SumTrial
+from holdfast.core.step.vote import Vote
+from holdfast.core.types import View, WorkerId
+
+FIRST = 0  # the rank of the member that hears who is done
+
+
+class Round(enum.Enum):
+    """What the members of a view do together, one after the other."""
+
+    CLOSED = "closed"  # no view, or one that was given up
+    CONNECT = "connect"
+    RESTORE = "restore"
+    CATCH_UP = "catch up"  # this member applies steps that it has missed
+    COMPARE = "compare"  # joiners receive the state, and all compare theirs
+    AGREE = "agree"
+    TASKS = "tasks"  # the step is not open here, or it is not settled who counts
+    SUM = "sum"
+    OWED = "owed"  # this member still computes audited tasks
+    AUDIT = "audit"
+    CHECK_SUMS = "check sums"
+    VOTE = "vote"
+    REDO = "redo"  # the step is computed again once the task under way is done
+    CONFESS = "confess"  # somebody is wrong; all tell what they know
+
+
+STEPPING = (
+    *(Round.TASKS, Round.SUM, Round.OWED, Round.AUDIT),
+    *(Round.CHECK_SUMS, Round.VOTE, Round.REDO),
+)
+
+
+class StepMachine:
+    """See the module's docstring. Every method that changes it returns outcomes in order."""
+
+    def __init__(
+        self,
+        me: WorkerId,
+        policy: StepPolicy,
+        around: Surroundings,
+        counting: Callable[[View, BalancePolicy | None], Counting] = Counting,
+    ) -> None:
+        self.saves = Saves(policy.saves)
+        self.round = Round.CLOSED
+        self.step = 0  # the one to be committed next
+        self.owners: tuple[WorkerId, ...] = ()  # in that step
+        self.hosted: tuple[int, ...] = ()  # by this worker
+        self._me = me
+        self._policy = policy
+        self._around = around
+        self._make_counting = counting
+        self._audits = Audits(policy.seed, policy.audit, policy.audit_tolerance)
+        self._rulings = Rulings(me, policy.cycle, keeps=policy.keeps, looks=policy.looks)
+        self._view: View
+        self._rank = 0
+        self._counting: Counting
+        self._open: OpenStep | None = None
+        self._idle = False
+        self._rows_shared = False
+        self._settlement: Settlement | None = None
+        self._again: tuple[Audit, ...] = ()  # of the next attempt at the step
+        self._sums: Summed | None = None
+        self._to_check: list[int] = []  # buckets
+        self._trial: SumTrial | None = None
+        self._late: tuple[WorkerId, ...] = ()  # whose tasks may be copied
+        self._withdrawn: object = ()
+
+    # ------------------------------------------------------------ views
+
+    def enter(self, view: View, step: int, hosted: tuple[int, ...], now: float) -> list[Outcome]:
+        """A view is installed; what this worker hosts in it may be computed at once."""
+        self._view, self._rank = view, view.rank(self._me)
+        self.round, self.step, self.owners, self.hosted = Round.CONNECT, step, view.owners, hosted
+        if self._open is not None and self._open.index != step:
+            self._open = None
+        self._sums, self._trial, self._late = None, None, ()
+        if self._policy.backup.workers:
+            self._settlement = Settlement(self._policy.backup, self._rank, len(view.members))
+        self._audits.enter()
+        self._rulings.enter(view)
+        self.saves.enter(view, now)
+        return self._script()
+
+    def close(self) -> list[Outcome]:
+        """The view is given up; who was about to confess says what it knows."""
+        confessing, self.round = self.round is Round.CONFESS, Round.CLOSED
+        self._late = ()
+        return self._rulings.conclude(self.step, None) if confessing else []
+
+    def connected(self) -> list[Outcome]:
+        """All members are connected: joiners and late ones are brought up to date first."""
+        view = self._view
+        out: list[Outcome] = []
+        if self._policy.keeps and self._rank == FIRST and view.invalidations != self._withdrawn:
+            self._withdrawn = view.invalidations
+            out.append(Withdraw(view.invalidations))
+        if not view.joiners:
+            return [*out, *self._agree()]
+        if not view.donors and view.resume_step:
+            self.round = Round.RESTORE
+            return [*out, Restore(view.number, view.resume_step)]
+        return [*out, *self.restored()]
+
+    def restored(self) -> list[Outcome]:
+        """The members that hold the state have it; late ones are sent what they have missed."""
+        view = self._view
+        if view.late_worker(self._me) is not None:
+            self.round = Round.CATCH_UP
+            return []
+        donates = self._me not in view.joiners
+        sends = [SendMissed(view.number, lag) for lag in view.catching_up] if donates else []
+        self.round = Round.COMPARE
+        return [*sends, SyncState(view.number)]
+
+    def catch_up(self) -> list[Outcome]:
+        """Receive the next missed step once the script waits for it."""
+        view = self._view
+        if self.round is not Round.CATCH_UP or self._sums is not None:
+            return []
+        if self.step < view.resume_step:
+            opened = self._open is not None and self._open.index == self.step
+            if not (opened and self._idle):
+                return []
+            self._sums = Summed(view=view.number, step=self.step)  # it is on its way
+            return [ReceiveMissed(view.number, self.step)]
+        if not self._around.at_rest:
+            return []
+        self.round = Round.COMPARE
+        return [SyncState(view.number)]
+
+    def missed_heard(self) -> None:
+        """A missed step is here, and is committed."""
+        self._sums = None
+
+    def compared(self, event: StatesCompared) -> list[Outcome]:
+        """The joiners have the state, if all who held it already hold the same."""
+        if self.round is not Round.COMPARE:
+            return []
+        if event.prints:
+            return self._differ(dict(event.prints))
+        return self._agree()
+
+    def _agree(self) -> list[Outcome]:
+        """A joiner does not know what the others have agreed on, nor who has missed a vote."""
+        self.round = Round.AGREE
+        whole = self._audits.whole_step == self._view.resume_step
+        row = (int(self._audits.alike), int(whole))
+        return [ForgetMissed(self._view.number), Gather(self._view.number, Topic.AGREE, row)]
+
+    def _agreed(self, rows: Sequence[Row]) -> list[Outcome]:
+        view, audits = self._view, self._audits
+        audits.alike = Alike(int(max(row[0] for row in rows)))
+        audits.whole_step = view.resume_step if any(row[1] for row in rows) else -1
+        self._counting = self._make_counting(view, self._policy.balance)
+        if self._policy.backup.workers:
+            audits.alike = Alike.NOTHING  # what is dropped cannot be compared
+        self._rulings.synced(compared=bool(view.joiners))
+        self.round = Round.TASKS
+        return [BecameSynced()]
+
+    def synced(self, step: int, hosted: tuple[int, ...]) -> list[Outcome]:
+        """All members hold the state after so many steps: the next one may be summed."""
+        self.step, self.hosted = step, hosted
+        return self.advance()
+
+    @property
+    def is_synced(self) -> bool:
+        """Whether the view has come to its steps."""
+        return self.round in STEPPING
+
+    # ------------------------------------------------------------ the script
+
+    def opened(self, step: int) -> list[Outcome]:
+        """The script is ready to compute tasks of a step."""
+        self._open, self._idle = OpenStep(step), False
+        return self.advance()
+
+    def task_done(self, task: TaskDone) -> list[Outcome]:
+        """The script has computed a task; of an older step it does not matter any more."""
+        step = self._open
+        if step is None or step.index != task.step:
+            return []
+        step.note(task)
+        if self.round is Round.REDO:
+            return self._redo_now()
+        if task.purpose is Purpose.SPECULATIVE and self.round is Round.SUM:
+            self._late = ()  # who is still late is looked at anew
+            return [*self.advance(), LookWhoIsLate(self._view.number, self.step)]
+        return self.advance()
+
+    def awaited(self, event: StillAwaited) -> list[Outcome]:
+        """Members are late, and this worker may compute what it would host without them."""
+        if self.round is not Round.SUM or event.step != self.step:
+            return []
+        self._late = tuple(self._view.workers[rank] for rank in event.ranks)
+        return self._script()
+
+    def advance(self) -> list[Outcome]:
+        """Do whatever can be done now."""
+        out = self._script()
+        if self.round is Round.TASKS:
+            out += self._begin_sums()
+        if self.round is Round.SUM:
+            out += self._share_rows()
+        if self.round is Round.OWED:
+            out += self._audit()
+        return out
+
+    def _script(self) -> list[Outcome]:
+        """What the script computes next, if it computes nothing now."""
+        step = self._open
+        if step is None or step.index != self.step:
+            return []
+        if self.round in (Round.TASKS, Round.SUM):
+            self._audits.plan(self._view, self.step, self.owners)
+        if step.running is not None:
+            return []
+        hosted = () if self._drops() else self.hosted
+        out: list[Outcome] = [Adopt(vrank) for vrank in step.adopt(hosted)]
+        task = self._next_task(step, hosted)
+        if (task is None or task[1] is Purpose.SPECULATIVE) and not self._idle:
+            self._idle = True
+            out.append(BecameIdle(True))
+        if task is None:
+            return out
+        vrank, purpose = task
+        if purpose is not Purpose.SPECULATIVE and self._idle:
+            self._idle = False
+            out.append(BecameIdle(False))
+        step.running = task
+        digest, near = self._audits.wants_digest(vrank), self._audits.alike is Alike.NEAR
+        return [*out, Compute(step.index, vrank, purpose, digest, near)]
+
+    def _next_task(self, step: OpenStep, hosted: Sequence[int]) -> tuple[int, Purpose] | None:
+        if missing := step.missing(hosted):
+            return missing[0], Purpose.HOSTED
+        if owed := self._audits.owed(self._me, step):
+            return owed[0], Purpose.AUDITED
+        tasks = worth_copying(self.owners, self._view.workers, self._late, self._me)
+        late = [vrank for vrank in tasks if vrank not in step.speculative]
+        return (late[0], Purpose.SPECULATIVE) if late else None
+
+    def _drops(self) -> bool:
+        return self._settlement is not None and self._settlement.drops(self.step)
+
+    # ------------------------------------------------------------ who counts
+
+    def _begin_sums(self) -> list[Outcome]:
+        step, settlement = self._open, self._settlement
+        if step is None or step.index != self.step:
+            return []
+        out: list[Outcome] = []
+        counted: Sequence[int] = range(len(self._view.members))
+        if settlement is not None:
+            settlement.begin(self.step)
+            used = step.used(self.hosted)
+            if used is not None and settlement.says_done(self.step):
+                out += self._say_done(used)
+            found = settlement.counted(self.step)
+            if found is None:
+                return out
+            counted = found
+            out += self._script()  # what is dropped is not computed
+        self.round, self._rows_shared = Round.SUM, False
+        return [*out, Reduce(self._view.number, self.step, self.owners, counted)]
+
+    def _say_done(self, used: int) -> list[Outcome]:
+        if self._rank != FIRST:
+            return [SendDone(self._view.number, self.step, used)]
+        return self.member_done(MemberDone(self._view.number, FIRST, self.step, used))
+
+    def member_done(self, event: MemberDone) -> list[Outcome]:
+        """At the first member: another one is done with all its tasks, perhaps too late."""
+        if self._settlement is None:
+            return []
+        counted = self._settlement.heard(event.rank, event.step, event.samples)
+        sends: list[Outcome] = []
+        if counted and len(self._view.members) > 1:
+            sends.append(SendCounted(self._view.number, event.step, counted))
+        return sends if event.rank == FIRST else [*sends, *self.advance()]
+
+    def count_settled(self, event: CountSettled) -> list[Outcome]:
+        """The first member has said whose results of a step count."""
+        if self._settlement is not None:
+            self._settlement.settled(event.step, event.ranks)
+        return self.advance()
+
+    def _share_rows(self) -> list[Outcome]:
+        step = self._open
+        ready = step is not None and (self._drops() or not step.missing(self.hosted))
+        if self._rows_shared or not ready:
+            return []
+        self._rows_shared = True
+        return [ShareRows(self._view.number, self.step)]
+
+    # ------------------------------------------------------------ judging
+
+    def summed(self, event: Summed) -> list[Outcome]:
+        """All is summed: compare states, then what was audited, then sums, before the vote."""
+        if self.round is not Round.SUM or event.step != self.step:
+            return []
+        self._sums, self.round, self._late = event, Round.OWED, ()
+        if not self._policy.cycle:
+            return self.advance()
+        wholes = {rank: whole for rank, whole in enumerate(event.wholes) if whole}
+        for found in (dict(enumerate(event.parts)), wholes):
+            if len(set(found.values())) > 1:
+                workers = self._view.workers
+                return self._differ({workers[rank]: found[rank] for rank in sorted(found)})
+        return self.advance()
+
+    def _audit(self) -> list[Outcome]:
+        """Once this member owes nothing any more, what was audited is told."""
+        step = self._open
+        if step is None or self._audits.owed(self._me, step):
+            return []
+        if not self._audits.planned:
+            return self._check_sums()
+        self.round = Round.AUDIT
+        return [Gather(self._view.number, Topic.AUDIT, self._audits.row(step))]
+
+    def gathered(self, event: Gathered) -> list[Outcome]:
+        """What all members have said of one topic is here."""
+        match event.topic:
+            case Topic.AGREE if self.round is Round.AGREE:
+                return self._agreed(event.rows)
+            case Topic.AUDIT if self.round is Round.AUDIT:
+                return self._audited(event.rows)
+            case Topic.VOTE if self.round is Round.VOTE:
+                return self._voted(event.rows)
+            case Topic.CONFESS if self.round is Round.CONFESS:
+                self.round = Round.CLOSED
+                out = self._rulings.conclude(self.step, event.rows)
+                return [*out, Failed("a worker is wrong")]
+        return []
+
+    def _audited(self, rows: Sequence[Row]) -> list[Outcome]:
+        ruling = self._audits.rule(rows, self._view, self.owners)
+        blamed = self._rulings.blame(self.step, ruling.wrong, ruling.sentence is Sentence.LEAVE)
+        match ruling.sentence:
+            case Sentence.USE:
+                return [*blamed, *self._check_sums()]
+            case Sentence.UNLIKE:
+                return [*self._ask_less(), *self._check_sums()]
+            case Sentence.AGAIN:
+                return self._redo(ruling.audits)
+            case Sentence.LEAVE:
+                return [*blamed, *self._leave([w for w, _ in ruling.wrong], diverged=False)]
+            case Sentence.TIE:
+                text = "the workers come to different gradients, and none has a majority"
+                return [*self._rulings.tell(text), *self._leave([], diverged=False)]
+
+    def _ask_less(self) -> list[Outcome]:
+        """The hardware is not deterministic, or less so than was thought."""
+        audits = self._audits
+        if audits.alike is Alike.BITS and audits.tolerance:
+            audits.alike = Alike.NEAR
+            then = f"from now on audits compare within {audits.tolerance:g} of a gradient's norm"
+        else:
+            audits.alike = Alike.NOTHING
+            then = "nothing is audited any more"
+        return self._rulings.tell(
+            f"the same task comes to other numbers each time: {then}; use deterministic "
+            "algorithms (torch.use_deterministic_algorithms)"
+        )
+
+    def _check_sums(self) -> list[Outcome]:
+        """A share of the buckets is summed twice, by different members."""
+        assert self._sums is not None, "sums are checked before they are here"
+        buckets = self._sums.buckets
+        alone = len(self._view.members) == 1
+        self._to_check = [] if alone else list(self._audits.sums(self.step, buckets))
+        self.round = Round.CHECK_SUMS
+        return self._check_next()
+
+    def _check_next(self) -> list[Outcome]:
+        if not self._to_check:
+            return self._accepted()
+        self._trial = SumTrial(self._to_check.pop(0))
+        return [CheckSum(self._view.number, self._trial.bucket, 0)]
+
+    def sum_checked(self, event: SumChecked) -> list[Outcome]:
+        """One more run of a bucket's sum was compared."""
+        trial = self._trial
+        if self.round is not Round.CHECK_SUMS or trial is None or trial.bucket != event.bucket:
+            return []
+        verdict = trial.hear(event.digests)
+        if verdict is None:
+            return [CheckSum(self._view.number, trial.bucket, len(trial.tables))]
+        if verdict.undecided:
+            text = "the workers come to different sums, and none has a majority"
+            return [*self._rulings.tell(text), *self._leave([], diverged=False)]
+        out: list[Outcome] = [PutRight(trial.bucket, verdict.right)] if verdict.amended else []
+        wrong = [self._view.workers[rank] for rank in verdict.wrong]
+        return [*out, *self._rulings.summed_wrongly(self.step, wrong), *self._check_next()]
+
+    def _accepted(self) -> list[Outcome]:
+        """The sums are right, as far as was looked; perhaps they are not finite."""
+        self._audits.accepted()
+        looked = [audit.vrank for audit in self._audits.planned]
+        self._rulings.summed(self.step, self.owners, looked)
+        self.round = Round.VOTE
+        return [*self._contradicted(), BecameReduced(self.doubt <= RIGHTLY), self._vote()]
+
+    @property
+    def doubt(self) -> int:
+        """What this member's vote says of the sums: finite, rightly not, or whose part is not."""
+        sums, audits = self._sums, self._audits
+        if sums is None:
+            return FINITE
+        every = len(audits.planned) == len(self.owners)
+        compares = audits.alike is Alike.BITS and not every
+        doubt = sums.doubt or (CONTRADICTED if sums.unlike and compares else FINITE)
+        alone, given_up = len(self._view.members) == 1, audits.alike is Alike.NOTHING
+        sure = alone or given_up or every or self._rulings.lately_not_finite(self.step)
+        return RIGHTLY if doubt != FINITE and sure else doubt
+
+    def _contradicted(self) -> list[Outcome]:
+        """Tell that speculative tasks came to other bits than the tasks that they copy."""
+        sums = self._sums
+        if sums is None or self.doubt != CONTRADICTED:
+            return []
+        texts = [
+            f"a copy of virtual rank {vrank} of step {self.step} came to other bits; the step is "
+            "computed again"
+            for vrank in sums.unlike
+        ]
+        return [EventNoted("wrong", text) for text in texts]
+
+    # ------------------------------------------------------------ the vote
+
+    def _vote(self) -> Gather:
+        """Say what this member thinks of the step."""
+        around, sums = self._around, self._sums
+        assert sums is not None, "a vote without sums"
+        save, busy = self.saves.opinion(self.step, around.now, around.leads_now)
+        vote = Vote(
+            view=self._view.number,
+            step=self.step,
+            pending=around.pending,
+            save=save,
+            busy=busy,
+            alike=int(self._audits.alike),
+            doubt=self.doubt,
+            compute_us=0 if self._drops() else sums.compute_us,
+            wait=sums.wait,
+        )
+        return Gather(self._view.number, Topic.VOTE, vote.row())
+
+    def _voted(self, rows: Sequence[Row]) -> list[Outcome]:
+        tally = self._counting.count(rows)
+        if tally.alien:
+            return [Failed(f"votes of view {self._view.number}, step {self.step} do not match")]
+        if max(tally.doubts) > RIGHTLY:
+            suspects = [self._view.workers[d - SOMEBODYS] for d in tally.doubts if d >= SOMEBODYS]
+            self._rulings.doubted(self.step, suspects)
+            return self._redo(self._audits.all_twice(self._view, self.step, self.owners))
+        out = self._rulings.settled(self.step, rightly=RIGHTLY in tally.doubts)
+        self._audits.alike = Alike(tally.alike)
+        if tally.save:
+            self.saves.agree(self.step + 1, self._view)
+            self._audits.whole_step = self.step + 1
+        if self._view.suspended:
+            out.append(KeepStep(self.step))
+        events = self._counting.observe(tally, self._around.leads_now)
+        out += [EventNoted(kind, text) for kind, text in events]
+        step = self._open
+        dropped = self._drops() and step is not None and step.used(self.hosted) is None
+        return [*out, Decided(self.step, tally.pending, self._counting.owners, dropped)]
+
+    def committed(self, owners: tuple[WorkerId, ...], hosted: tuple[int, ...]) -> None:
+        """The step is committed, and the next one begins."""
+        self.step += 1
+        self.owners, self.hosted = owners, hosted
+        self._sums = None
+        if self.round is Round.VOTE:
+            self.round = Round.TASKS
+
+    # ------------------------------------------------------------ again, or not at all
+
+    def _redo(self, audits: Sequence[Audit]) -> list[Outcome]:
+        """The script computes the step once more; what it computes now it computes to the end."""
+        self._again, self.round, self._sums = tuple(audits), Round.REDO, None
+        if self._open is not None and self._open.running is not None:
+            return [BecameReduced(False)]
+        return [BecameReduced(False), *self._redo_now()]
+
+    def _redo_now(self) -> list[Outcome]:
+        step = self._open
+        assert step is not None, "no step to compute again"
+        step.restart()
+        self._audits.plan_again(self._again)
+        self.round = Round.TASKS
+        return [Redo(self.step), *self.advance()]
+
+    def _differ(self, prints: dict[WorkerId, int]) -> list[Outcome]:
+        """The states of these members are not all the same."""
+        wrong, out = self._rulings.differ(self.step, prints)
+        return [*out, *self._leave(wrong, diverged=True)]
+
+    def _leave(self, wrong: Sequence[WorkerId], *, diverged: bool) -> list[Outcome]:
+        """Who is wrong leaves, once all have heard so; nobody named: nobody knows who it is."""
+        self.round = Round.CONFESS
+        row = self._rulings.confess(self.step, wrong, diverged=diverged)
+        return [Gather(self._view.number, Topic.CONFESS, row)]

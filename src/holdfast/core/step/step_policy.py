@@ -1,0 +1,82 @@
+"""What a step machine is given: the job's settings, and the seams to its surroundings. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from holdfast.core.step.backup import BackupPolicy
+from holdfast.core.step.balance import BalancePolicy
+from holdfast.core.step.events import Row
+from holdfast.core.step.saves import SavePolicy
+from holdfast.core.step.speculation import Patience
+from holdfast.core.step.speeds import Speeds
+from holdfast.core.step.vote import Tally, count_votes
+from holdfast.core.types import View, WorkerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPolicy:
+    """What of a job's settings matters within a step; the same on all workers of a job.
+
+    `audit`: share of tasks computed twice. `cycle`: steps in which all of the state is compared;
+    0: never. `keeps`: there are checkpoints to go back to. `restore_s`: how long a store may stay
+    silent when the job is to begin from a checkpoint.
+    """
+
+    seed: int = 0
+    audit: float = 0.0
+    audit_tolerance: float = 0.0
+    cycle: int = 0
+    keeps: bool = False
+    balance: BalancePolicy | None = field(default_factory=BalancePolicy)
+    backup: BackupPolicy = field(default_factory=BackupPolicy)
+    patience: Patience = field(default_factory=Patience)
+    saves: SavePolicy = field(default_factory=SavePolicy)
+    restore_s: float = 300.0
+
+    @property
+    def looks(self) -> bool:
+        """Whether anything is compared at all."""
+        return bool(self.audit or self.cycle)
+
+
+class Surroundings(Protocol):
+    """What the step machine asks of the worker machine around it."""
+
+    @property
+    def now(self) -> float: ...
+
+    @property
+    def leads_now(self) -> bool: ...
+
+    @property
+    def pending(self) -> bool:
+        """Whether this worker knows of a planned change of the view."""
+        ...
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether the script has applied all that is committed, and waits."""
+        ...
+
+
+class Counting:
+    """What follows from the votes of a view's members, step after step: the same on all of them."""
+
+    def __init__(self, view: View, balance: BalancePolicy | None) -> None:
+        self._speeds = Speeds(view, balance)
+
+    @property
+    def owners(self) -> tuple[WorkerId, ...]:
+        """Who hosts each virtual rank from the next step on."""
+        return self._speeds.owners
+
+    def count(self, rows: Sequence[Row]) -> Tally:
+        """Count the votes that end a step."""
+        return count_votes(rows)
+
+    def observe(self, tally: Tally, leads: bool) -> list[tuple[str, str]]:
+        """Learn from the times in the votes; returns events for the job's log."""
+        return self._speeds.observe(tally.compute_us, leads, tally.waits)

@@ -1,0 +1,81 @@
+"""The vote: one member's opinion at the end of a step, and what follows from those of all. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from holdfast.core.step.events import FINITE, Row
+from holdfast.core.step.link_detector import NO_WAIT, Wait
+from holdfast.core.types import ViewNumber
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vote:
+    """What a member says at the end of a step.
+
+    `pending`: it knows of a planned change. `save`: the state after this step should be saved.
+    `busy`: it still saves another one. `alike`: what audits ask from the next step on. `doubt`:
+    whether what it has summed is finite. `compute_us`: how long its own tasks of the step took.
+    `wait`: for whom it waited at the end of the exchange.
+    """
+
+    view: ViewNumber
+    step: int
+    pending: bool = False
+    save: bool = False
+    busy: bool = False
+    alike: int = 0
+    doubt: int = FINITE
+    compute_us: int = 0
+    wait: Wait = NO_WAIT
+
+    def row(self) -> Row:
+        """Return the vote as it travels."""
+        wait = self.wait
+        flags = (int(self.pending), int(self.save), int(self.busy), self.alike, self.doubt)
+        waited = (wait.ready_us, wait.peer, wait.waited_us)
+        return (self.view, self.step, *flags, self.compute_us, *waited)
+
+    @classmethod
+    def of(cls, row: Row) -> Vote:
+        """Read a vote that has travelled."""
+        view, step, pending, save, busy, alike, doubt, compute_us, *wait = map(int, row)
+        return cls(
+            view=ViewNumber(view),
+            step=step,
+            pending=bool(pending),
+            save=bool(save),
+            busy=bool(busy),
+            alike=alike,
+            doubt=doubt,
+            compute_us=compute_us,
+            wait=Wait(*wait),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tally:
+    """What follows from the votes of all members, the same on each of them."""
+
+    alien: bool  # one is of another view or step
+    pending: bool
+    save: bool
+    alike: int
+    doubts: tuple[int, ...]
+    compute_us: tuple[int, ...]
+    waits: tuple[Wait, ...]
+
+
+def count_votes(rows: Sequence[Row]) -> Tally:
+    """Count the votes of all members, by rank."""
+    votes = [Vote.of(row) for row in rows]
+    return Tally(
+        alien=len({(v.view, v.step) for v in votes}) > 1,
+        pending=any(v.pending for v in votes),
+        save=any(v.save for v in votes) and not any(v.busy for v in votes),
+        alike=max(v.alike for v in votes),
+        doubts=tuple(v.doubt for v in votes),
+        compute_us=tuple(v.compute_us for v in votes),
+        waits=tuple(v.wait for v in votes),
+    )

@@ -1,0 +1,45 @@
+"""The arithmetic of a simulated job: tasks, sums and updates, as numbers in which all shows."""
+
+from __future__ import annotations
+
+Key = tuple[int, int]  # worker, incarnation
+Copy = tuple[int | None, int | None]  # of a state, and of what a flip has made of it
+Parts = tuple[tuple[Key, int, int], ...]  # of a sum: sender, virtual rank and token
+DROPPED = 0  # the token of a task that came too late to count
+_NOT_FINITE = -(1 << 80)  # tokens and sums up to this
+INITIAL_STATE = 1
+
+
+def task(state: int, step: int, vrank: int) -> int:
+    """The content of one gradient: a pure function, like the real one."""
+    return hash((state, step, vrank, 17))
+
+
+def add(left: int, right: int) -> int:
+    """Neither commutative nor associative, so that any other order of summation shows."""
+    if is_not_finite(left) or is_not_finite(right):
+        return _NOT_FINITE
+    return hash((left, right, 5))
+
+
+def not_finite(place: int) -> int:
+    """Make a gradient that is not finite in one place."""
+    return _NOT_FINITE - place
+
+
+def is_not_finite(token: int) -> bool:
+    """Whether a gradient or a sum is not finite."""
+    return token <= _NOT_FINITE
+
+
+def apply(state: int, step: int, total: int) -> int:
+    return hash((state, step, total, 29))
+
+
+def expected_sum(state: int, step: int, vranks: int) -> int:
+    """Pairs, then pairs of pairs: the definition of the canonical tree, level by level."""
+    level = [task(state, step, v) for v in range(vranks)]
+    while len(level) > 1:
+        pairs = [add(level[i], level[i + 1]) for i in range(0, len(level) - 1, 2)]
+        level = pairs + level[len(pairs) * 2 :]
+    return level[0]

@@ -1,0 +1,344 @@
+"""One simulated worker's exchanges with the members of its view: it carries out what it is told.
+
+It mirrors the engine of a real worker, and like that one decides nothing: when something has come
+from all members, the machine hears of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from holdfast.core import tree
+from holdfast.core.step import effects as ef
+from holdfast.core.step import events as ev
+from holdfast.core.step.effects import WorkerEffect
+from holdfast.core.step.events import FINITE, NOBODYS, SOMEBODYS, Topic
+from holdfast.core.types import View, WorkerId
+from holdfast.sim.arithmetic import DROPPED, Key, Parts, add, is_not_finite
+from holdfast.sim.crowd import CROWD
+
+if TYPE_CHECKING:
+    from holdfast.sim.data_network import Group, What
+    from holdfast.sim.workers import Process
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """What a member adds to a sum, with fingerprints of its state; and whether it sums wrongly."""
+
+    tokens: tuple[tuple[int, int], ...]  # virtual rank and token
+    part: int
+    whole: int
+    sums_wrongly: bool
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Share:
+    """What member `rank` of `size` keeps of a step's sum."""
+
+    rank: int
+    size: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """What the members of a view come to: who sent what, the right total, and who sums wrongly."""
+
+    parts: Parts
+    total: int
+    wrongly: tuple[int, ...]
+
+
+class Exchanges:
+    """One process's exchanges in its present view."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._kept: dict[int, Share] = {}  # sums of steps that others may have missed
+        self._reduce: ef.Reduce | None = None
+        self._check: ef.CheckSum | None = None
+        self._receiving: ef.ReceiveMissed | None = None
+        self._syncing = ""  # what of a comparison of states is under way
+        self.parts: Parts = ()  # of the newest sum
+        self.summed_in: View | None = None  # the view of that
+        self._true_total = 0  # of the same
+        self.wrongly: tuple[int, ...] = ()  # ranks that have summed their piece of it wrongly
+
+    def enter(self, view: View) -> None:
+        """A view is installed."""
+        self._reduce = self._check = self._receiving = None
+        self._syncing = ""
+        if not view.catching_up:
+            self._kept.clear()
+
+    def carry_out(self, effect: WorkerEffect, group: Group) -> None:
+        """Begin what the machine wants of the group."""
+        process, data = self._process, self._process.world.data
+        match effect:
+            case ef.Gather(_, topic, row):
+                if topic is Topic.CONFESS:
+                    row = (*row, hash((process.state, process.spoiling.flipped)))
+                data.tell_all(process, group, group.turn(topic.value), row)
+                self.told(group.present(topic.value), group)
+            case ef.Reduce():
+                self._reduce = effect
+                group.heard.pop(group.present("part"), None)
+                group.turn("part")
+            case ef.ShareRows():
+                self._contribute(group)
+            case ef.CheckSum():
+                self._check = effect
+                data.tell_all(process, group, group.turn("piece"), self._piece(effect.run, group))
+                self.told(group.present("piece"), group)
+            case ef.PutRight():
+                process.total = self._true_total
+            case ef.KeepStep(step):
+                rank, size = group.view.rank(process.worker), len(group.keys)
+                self._kept[step] = Share(rank, size, process.total or 0)
+            case ef.SendDone(_, step, samples):
+                data.send(process, group, group.keys[0], ("done", step), samples)
+            case ef.SendCounted(_, step, ranks):
+                for key in group.keys[1:]:
+                    data.send(process, group, key, ("counted", step), ranks)
+            case ef.LookWhoIsLate(_, step):
+                process.feed(ev.StillAwaited(group.view.number, step, self._awaited(group)))
+            case _:
+                self._bring_up_to_date(effect, group)
+
+    def told(self, what: What, group: Group) -> None:
+        """Something has come from a member: from all by now?"""
+        process, (kind, number) = self._process, what
+        view = group.view.number
+        match kind:
+            case "done":
+                for key, samples in list(group.heard.pop(what).items()):
+                    process.feed(ev.MemberDone(view, group.keys.index(key), number, samples))
+            case "counted":
+                for ranks in group.heard.pop(what).values():
+                    process.feed(ev.CountSettled(view, number, ranks))
+            case "missed":
+                self._receive_missed(group)
+            case "print" | "state" | "digest":
+                self._compare(group)
+            case "part":
+                self._sum(group)
+            case _:
+                found = group.all_heard(what)
+                if found is not None and what == group.present(kind):
+                    del group.heard[what]
+                    rows = process.world.data.in_order(group, found)
+                    if kind == "piece":
+                        self._checked(rows, group)
+                    else:
+                        process.feed(ev.Gathered(view, Topic(kind), rows))
+
+    # ------------------------------------------------------------ sums
+
+    def _contribute(self, group: Group) -> None:
+        process, reduce = self._process, self._reduce
+        assert reduce is not None, "rows of a step that is not being summed"
+        spoiling, cycle = process.spoiling, process.world.options.cycle
+        rank = group.view.rank(process.worker)
+        hosted = process.machine.snapshot().hosted
+        counts = rank in reduce.counted
+        tokens = tuple((v, process.tokens[v] if counts else DROPPED) for v in hosted)
+        flip = -2 if spoiling.flipped is None else spoiling.flipped
+        part = flip if cycle and flip == reduce.step % cycle else -2
+        whole = flip if process.whole and cycle > 1 else 0
+        wrongly, spoiling.sums_wrongly = spoiling.sums_wrongly, False
+        mine = Contribution(tokens, part, whole, wrongly)
+        process.world.data.tell_all(process, group, group.present("part"), mine)
+        self._sum(group)
+
+    def _sum(self, group: Group) -> None:
+        """Sum what came, in the canonical order, once all is here."""
+        process, reduce = self._process, self._reduce
+        found = group.all_heard(group.present("part"))
+        if found is None or reduce is None or process.key not in found:
+            return
+        self._reduce, self.summed_in = None, group.view
+        mine = process.world.data.summed(group, found, self._fold)
+        self.parts, self._true_total, self.wrongly = mine.parts, mine.total, mine.wrongly
+        process.total = hash((mine.total, mine.wrongly)) if mine.wrongly else mine.total
+        process.total_step = reduce.step
+        looks = bool(process.world.options.cycle)
+        unlike = [v for _, v, token in mine.parts if process.copies.get(v, token) != token]
+        process.feed(
+            ev.Summed(
+                view=group.view.number,
+                step=reduce.step,
+                parts=tuple(found[key].part for key in group.keys) if looks else (),
+                wholes=tuple(found[key].whole for key in group.keys) if looks else (),
+                doubt=self._doubt(group),
+                unlike=tuple(unlike),
+                compute_us=process.compute_us,
+            )
+        )
+
+    def _fold(self, group: Group, found: dict[Key, Any]) -> Sums:
+        parts = tuple((key, v, token) for key in group.keys for v, token in found[key].tokens)
+        values = {(v, 1): token for _, v, token in parts}
+        total: int = tree.fold(values, self._process.world.options.vranks, add)
+        wrongly = tuple(rank for rank, key in enumerate(group.keys) if found[key].sums_wrongly)
+        return Sums(parts, total, wrongly)
+
+    def _doubt(self, group: Group) -> int:
+        """Whether the piece that this member sums is finite, or whose part of it is not."""
+        process = self._process
+        rank, size = group.view.rank(process.worker), len(group.keys)
+        seen = [k for k, _, token in self.parts if is_not_finite(token) and token % size == rank]
+        if not is_not_finite(process.total or 0) or not seen:
+            return FINITE
+        ranks = [group.keys.index(key) for key in seen]
+        return SOMEBODYS + min(ranks) if ranks else NOBODYS
+
+    def _piece(self, run: int, group: Group) -> int:
+        """Return the digest of the piece that this member sums in a run, right or not."""
+        process = self._process
+        rank, size = group.view.rank(process.worker), len(group.keys)
+        right = hash((self._true_total, (rank + run) % size))
+        return right + 1 if run == 0 and rank in self.wrongly else right
+
+    def _checked(self, pieces: Sequence[int], group: Group) -> None:
+        """All members have told of the piece that they have summed: by rank."""
+        check, size = self._check, len(group.keys)
+        if check is not None:
+            self._check = None
+            row = tuple(pieces[(piece - check.run) % size] for piece in range(size))
+            event = ev.SumChecked(group.view.number, check.bucket, (row,) * size)
+            self._process.feed(event)
+
+    def _awaited(self, group: Group) -> tuple[int, ...]:
+        """Return who has not sent its part of the present sum."""
+        if len(group.keys) > CROWD:
+            return ()
+        here = group.heard.get(group.present("part"), {})
+        mine = self._process.key
+        return tuple(r for r, key in enumerate(group.keys) if key not in here and key != mine)
+
+    # ------------------------------------------------------------ states
+
+    def _bring_up_to_date(self, effect: WorkerEffect, group: Group) -> None:
+        process, view = self._process, group.view
+        data = process.world.data
+        match effect:
+            case ef.Restore(_, step):
+                self._restore(step, group)
+            case ef.SendMissed(_, lag):
+                key = (int(lag.worker), int(lag.incarnation))
+                for step in range(lag.committed, view.resume_step):
+                    share = self._kept.get(step, Share(-1, 0, 0))
+                    data.send(process, group, key, ("missed", step), share)
+            case ef.ReceiveMissed():
+                self._receiving = effect
+                self._receive_missed(group)
+            case ef.SyncState():
+                self._syncing = "print"
+                data.tell_all(process, group, ("print", 0), self._digest())
+                self._compare(group)
+            case ef.ForgetMissed():
+                self._kept.clear()
+
+    def _digest(self) -> tuple[int | None, int | None]:
+        return self._process.state, self._process.spoiling.flipped
+
+    def _receive_missed(self, group: Group) -> None:
+        """Apply the next missed step, once all shares of it are here and the script waits."""
+        process, receiving = self._process, self._receiving
+        if receiving is None:
+            return
+        shares = group.heard.get(("missed", receiving.step), {})
+        if len(shares) == len(group.view.donors):
+            self._receiving = None
+            kept = [shares[key] for key in sorted(shares)]
+            process.world.truth.put_together(process, receiving.step, kept)
+            process.total, process.total_step = kept[0].total, receiving.step
+            self.parts = ()
+            process.feed(ev.MissedHeard(group.view.number, receiving.step))
+
+    def _restore(self, step: int, group: Group) -> None:
+        """Begin from a checkpoint: each reads its share, and one of them finds what is wrong."""
+        process, view, world = self._process, group.view, self._process.world
+        if world.store_silent:
+            pause_s, number = 1.0, view.number
+            event = ev.StoreSilent(number, f"the checkpoint of step {step} cannot be read just now")
+            process.post(pause_s, process.feed, event)
+            return
+        readable = [each for each in world.truth.saved if each not in world.truth.rotten]
+        reader = group.keys[view.number % len(group.keys)]
+        if process.key == reader and step not in readable:
+            older = max([each for each in readable if each < step], default=0)
+            process.feed(ev.Unreadable(view.number, step, older, "the checkpoint is damaged"))
+            return
+        process.feed(ev.Loading())
+        process.state = None
+        delay_s = world.delay(world.options.load_s)
+        process.post(delay_s, self._restored, group.number)
+
+    def _restored(self, number: int) -> None:
+        process, group = self._process, self._process.open_group(number)
+        if group is not None:
+            process.step = group.view.resume_step
+            process.state, process.spoiling.flipped = process.world.truth.restored(process.step)
+            process.feed(ev.Restored(group.view.number))
+
+    def _compare(self, group: Group) -> None:
+        """First all who hold the state compare it; then joiners receive it, and all compare."""
+        process, view, data = self._process, group.view, self._process.world.data
+        if self._syncing == "print" and (prints := group.all_heard(("print", 0))) is not None:
+            back = frozenset(lag.worker for lag in view.catching_up)
+            held = {
+                WorkerId(key[0]): hash(prints[key])
+                for key in group.keys
+                if key[0] not in view.joiners or key[0] in back
+            }
+            if len(set(held.values())) > 1:
+                self._syncing = ""
+                process.feed(ev.StatesCompared(view.number, tuple(sorted(held.items()))))
+                return
+            self._syncing = "state"
+            self._donate(group, back)
+        if self._syncing == "state":
+            joins = process.worker in view.joiners and view.late_worker(process.worker) is None
+            states = group.heard.get(("state", 0), {})
+            if not joins or not view.donors:
+                self._show(group)
+            elif len(states) == len(view.donors):
+                self._syncing = "storing"
+                process.post(
+                    process.world.delay(process.world.options.load_s), self._store, group.number
+                )
+        if self._syncing == "digest" and (digests := group.all_heard(("digest", 0))) is not None:
+            self._syncing = ""
+            process.world.truth.synced(process, view, data.by_worker(digests))
+            process.feed(ev.StatesCompared(view.number))
+
+    def _donate(self, group: Group, back: frozenset[WorkerId]) -> None:
+        process, view, world = self._process, group.view, self._process.world
+        if process.worker not in view.joiners:
+            world.truth.donated(process, view)
+            body = (process.state, process.step, process.spoiling.flipped)
+            for key in group.keys:
+                if key[0] in view.joiners and key[0] not in back:
+                    load_s = world.options.load_s
+                    world.data.send(process, group, key, ("state", 0), body, load_s)
+        elif view.donors and process.worker not in back:
+            process.feed(ev.Loading())
+            process.state = None
+
+    def _store(self, number: int) -> None:
+        process, group = self._process, self._process.open_group(number)
+        if group is not None:
+            states = group.heard["state", 0]
+            _, (process.state, process.step, process.spoiling.flipped) = min(states.items())
+            self._show(group)
+            self._compare(group)
+
+    def _show(self, group: Group) -> None:
+        """Tell everyone the digest of this worker's state."""
+        self._syncing = "digest"
+        data = self._process.world.data
+        data.tell_all(self._process, group, ("digest", 0), self._digest())

@@ -1,0 +1,43 @@
+"""What makes one simulated worker compute wrongly, or forget: and the numbers that come of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from holdfast.sim.arithmetic import not_finite, task
+
+if TYPE_CHECKING:
+    from holdfast.sim.world import World
+
+
+class Spoiling:
+    """The ways in which one process's bits are wrong; set by faults."""
+
+    def __init__(self, world: World) -> None:
+        self.flipped: int | None = None  # the part of its state in which a bit is wrong
+        self.lies = 0  # what it adds to its tokens; negative: each time something else
+        self.lies_once = False
+        self.lied_in = -1  # the last step in which it did
+        self.poisons_once = False  # its next gradient is not finite
+        self.sums_wrongly = False  # in the next step
+        self._world = world
+
+    @property
+    def spoiled(self) -> bool:
+        """Whether anything is wrong with it."""
+        wrong = self.lies or self.lies_once or self.poisons_once or self.sums_wrongly
+        return self.flipped is not None or bool(wrong)
+
+    def token(self, state: int, step: int, vrank: int) -> int:
+        """Compute a task, as well as this process can."""
+        token = task(state, step, vrank)
+        if self.flipped is not None:
+            token = hash((token, self.flipped, 41))
+        if self.lies or self.lies_once:
+            self.lies_once, self.lied_in = False, step
+            token += self.lies if self.lies > 0 else self._world.rng.randint(1, 1000)
+        if self.poisons_once:
+            self.poisons_once = False
+            self._world.truth.count["poisoned"] += 1
+            token = not_finite(self._world.rng.randrange(64))
+        return token

@@ -1,0 +1,74 @@
+"""The checkpoint writers of simulated nodes, and the store in which they put shares together.
+
+A writer that dies loses the shares that it has not written yet. The share of rank 0 waits for the
+others, which may come from other nodes, and then the checkpoint is durable.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from holdfast.core.step.events import SaveEnded
+from holdfast.core.types import View
+from holdfast.sim.arithmetic import Copy
+
+if TYPE_CHECKING:
+    from holdfast.sim.workers import Process
+    from holdfast.sim.world import World
+
+LOOK_S = 0.1  # between two looks for the other shares
+
+
+class Writer:
+    """One node's writer; it is started again at once when it dies."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._starts = 0
+        self._under_way: list[tuple[Process, int, View]] = []
+
+    def crash(self) -> None:
+        """Lose what is not written yet; workers learn of it by their sockets."""
+        self._starts += 1
+        lost, self._under_way = self._under_way, []
+        for process, step, view in lost:
+            event = SaveEnded(step, view.number, problem="the writer died")
+            process.post(self._world.delay(0.01), process.feed, event)
+
+    def save(self, process: Process, step: int, view: View) -> None:
+        """Write a worker's share of the state after so many steps."""
+        world = self._world
+        copy: Copy = (process.state, process.spoiling.flipped)
+        order = (process, step, view)
+        self._under_way.append(order)
+        world.truth.copied(step)
+        delay_s = world.delay(world.options.load_s)
+        world.at(delay_s, self._written, self._starts, order, copy)
+
+    def _written(self, starts: int, order: tuple[Process, int, View], copy: Copy) -> None:
+        if starts != self._starts:
+            return
+        process, step, view = order
+        rank, truth = view.rank(process.worker), self._world.truth
+        truth.share_written(step, view, rank, copy)
+        if rank == 0:
+            self._await_others(starts, order, self._world.now + 4 * self._world.options.load_s + 1)
+        else:
+            self._under_way.remove(order)
+            process.post(0.001, process.feed, SaveEnded(step, view.number))
+
+    def _await_others(self, starts: int, order: tuple[Process, int, View], until: float) -> None:
+        if starts != self._starts:
+            return
+        process, step, view = order
+        world = self._world
+        if world.truth.shares_complete(step, view):
+            durable = world.truth.made_durable(step, view)
+            event = SaveEnded(step, view.number, durable, "" if durable else "it is invalidated")
+        elif world.now > until:
+            event = SaveEnded(step, view.number, problem="a share did not come")
+        else:
+            world.at(LOOK_S, self._await_others, starts, order, until)
+            return
+        self._under_way.remove(order)
+        process.post(0.001, process.feed, event)

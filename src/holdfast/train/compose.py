@@ -1,0 +1,130 @@
+"""Where a worker is put together: everything that it consists of, and who is given what."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from holdfast.core.errors import UserError
+from holdfast.core.step.balance import BalancePolicy
+from holdfast.core.step.saves import SavePolicy
+from holdfast.core.step.speculation import Patience
+from holdfast.core.step.step_policy import StepPolicy
+from holdfast.core.step.worker import WorkerMachine
+from holdfast.store.checkpoints import Checkpoints
+from holdfast.store.open import open_storage
+from holdfast.train.agent_link import AgentLink, SoloLink
+from holdfast.train.checkpoint.restorer import Restorer
+from holdfast.train.checkpoint.saver import Saver, say
+from holdfast.train.driver import Driver
+from holdfast.train.environment import WorkerEnvironment
+from holdfast.train.ledger_recorder import LedgerRecorder
+from holdfast.train.monitor import Monitor
+from holdfast.train.script_thread import ScriptThread, TaskRunner
+from holdfast.train.step.bringing_up import BringingUp
+from holdfast.train.step.buckets import Gradients
+from holdfast.train.step.engine import Engine
+from holdfast.train.step.filled_buckets import FilledBuckets
+from holdfast.train.step.fingerprints import Fingerprints
+from holdfast.train.step.hands import StepHands
+from holdfast.train.step.missed_steps import MissedSteps
+from holdfast.train.step.step_data import StepData
+from holdfast.train.step.step_table import Buffers, StepTable
+from holdfast.train.step.task_clock import TaskClock
+from holdfast.train.step.task_digest import TaskDigest
+from holdfast.train.transport.gloo import GlooDevice, GlooTransport
+from holdfast.train.transport.nccl import NcclTransport
+from holdfast.train.transport.seam import Transport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Control:
+    """A worker that is part of a job, and has nothing to train yet."""
+
+    environment: WorkerEnvironment
+    seed: int
+    driver: Driver
+    link: AgentLink | SoloLink
+
+
+def step_policy(environment: WorkerEnvironment, seed: int) -> StepPolicy:
+    """Return what of the job's settings matters within a step."""
+    me, backs_up = environment, bool(environment.backup.workers)
+    return StepPolicy(
+        seed=seed,
+        audit=me.audit,
+        audit_tolerance=me.audit_tolerance,
+        cycle=me.fingerprint_steps,
+        keeps=bool(me.store),
+        # How long what is dropped takes is not known.
+        balance=BalancePolicy() if me.rebalance and not backs_up else None,
+        backup=me.backup,
+        patience=Patience(copies=0.0 if backs_up else me.copies),
+        saves=SavePolicy(
+            enabled=bool(me.store) and me.orders_fd is not None,
+            every=me.save_every,
+            pace=me.pace,
+            compared=me.fingerprint_steps > 0,
+        ),
+    )
+
+
+def compose_control(environment: WorkerEnvironment, seed: int, fd: int | None) -> Control:
+    """Connect to the agent, if there is one (`fd`), and answer it from now on."""
+    me = environment
+    link: AgentLink | SoloLink
+    if fd is None:
+        link = SoloLink(me.worker, me.virtual_ranks)
+    else:
+        link = AgentLink(socket.socket(fileno=fd), me.worker)
+    machine = WorkerMachine(me.worker, me.incarnation, step_policy(me, seed))
+    driver = Driver(machine, link, Monitor())
+    if isinstance(link, AgentLink):
+        link.start(driver)
+    return Control(environment=me, seed=seed, driver=driver, link=link)
+
+
+def compose_worker(control: Control, protected: Mapping[str, Any]) -> ScriptThread:
+    """Put together all that trains the protected objects, and start the engine. UserError."""
+    me, driver = control.environment, control.driver
+    modules = [(n, o) for n, o in protected.items() if isinstance(o, torch.nn.Module)]
+    params = [(f"{n}.{k}", p) for n, m in modules for k, p in m.named_parameters()]
+    trained = [(k, p) for k, p in params if p.requires_grad]
+    if not trained:
+        raise UserError("nothing to train: protect a torch.nn.Module with parameters")
+    devices = [p.device for _, p in trained if p.is_cuda]
+    filled, digest = FilledBuckets(driver.monitor), TaskDigest()
+    gradients = Gradients(trained, me.virtual_ranks, driver.monitor, filled.note, digest.note)
+    clock = TaskClock(devices[0] if devices else None)
+    table = StepTable(me.virtual_ranks, len(trained))
+    data = StepData(gradients, table, Buffers(modules), clock, digest)
+    fingerprints = Fingerprints(protected, me.fingerprint_steps)
+    recorder = LedgerRecorder(me, control.seed, driver)
+    store = Checkpoints(open_storage(me.store, say), say) if me.store else None
+    missed = MissedSteps(data)
+    restorer = None if store is None else Restorer(store, protected)
+    bringing_up = BringingUp(driver, protected, missed, restorer)
+    gloo = GlooDevice(me.host, me.peer_key)
+
+    def make_transport() -> Transport:
+        return NcclTransport(gloo, devices[0]) if devices else GlooTransport(gloo)
+
+    def whole_print() -> int:
+        return fingerprints.of_all(data.buffers.start)
+
+    engine = Engine(driver, control.link, data, filled, bringing_up, make_transport, whole_print)
+    driver.serve(StepHands(data, engine, missed, bringing_up, recorder))
+    saver = None
+    if me.store and me.orders_fd is not None:
+        orders = socket.socket(fileno=me.orders_fd)
+        saver = Saver(orders, me.job, protected, driver.post)
+    runner = TaskRunner(driver, data, keeps_all_buffers=bool(me.backup.workers))
+    gradients.attach()
+    engine.start()
+    if isinstance(control.link, SoloLink):
+        control.link.start(driver)
+    return ScriptThread(driver, data, runner, fingerprints, saver, recorder)

@@ -1,0 +1,63 @@
+"""How members of a view tell each other whose results of a step count (core/step/backup.py).
+
+That comes at any time, also while this worker's script still computes the step before, so a thread
+listens to each member that may say something.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from holdfast.core.errors import Aborted
+from holdfast.core.step.events import CountSettled, MemberDone
+from holdfast.core.types import View
+from holdfast.train.driver import Driver
+from holdfast.train.step.reduction import Layout
+from holdfast.train.transport.seam import Transport
+
+TAG_BACKUP = 10
+FIRST = 0  # the rank of the member that hears who is done
+
+
+class BackupMessages:
+    """Listens to what the members of one view say of who is done, and who counts."""
+
+    def __init__(self, driver: Driver, view: View, layout: Layout, transport: Transport) -> None:
+        self._driver = driver
+        self._view = view
+        self._layout = layout
+        self._transport = transport
+
+    def listen(self) -> None:
+        """Begin to listen, for the life of the view."""
+        layout = self._layout
+        for peer in layout.peers if layout.rank == FIRST else [FIRST]:
+            threading.Thread(
+                target=self._listen, args=(peer,), name="holdfast-backup", daemon=True
+            ).start()
+
+    @staticmethod
+    def send(
+        transport: Transport, layout: Layout, to: list[int], step: int, said: list[int]
+    ) -> None:
+        """Tell these ranks something of a step. Aborted."""
+        words = torch.zeros(1 + layout.size, dtype=torch.int64)
+        words[: 1 + len(said)] = torch.tensor([step, *said])
+        transport.exchange([(p, words) for p in to], [], TAG_BACKUP).wait()
+
+    def _listen(self, peer: int) -> None:
+        words = torch.zeros(1 + self._layout.size, dtype=torch.int64)
+        view = self._view.number
+        try:
+            while True:
+                self._transport.exchange([], [(peer, words)], TAG_BACKUP).wait()
+                step, *said = words.tolist()
+                if self._layout.rank == FIRST:
+                    self._driver.post(MemberDone(view, peer, step, said[0]))
+                else:
+                    ranks = tuple(rank for rank, counts in enumerate(said) if counts)
+                    self._driver.post(CountSettled(view, step, ranks))
+        except Aborted:
+            return  # the engine tells of it

@@ -1,0 +1,121 @@
+"""Bringing the members of a view to the same state: from donors, checkpoints or missed steps."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from holdfast.core.errors import Aborted, Damaged, UserError, WorldError
+from holdfast.core.invalidations import Invalidations
+from holdfast.core.step import effects as ef
+from holdfast.core.step import events as ev
+from holdfast.core.types import View
+from holdfast.store.storage import Missing
+from holdfast.train.checkpoint.restorer import Restorer
+from holdfast.train.checkpoint.saver import say
+from holdfast.train.checkpoint.transfer import StateSync
+from holdfast.train.driver import Driver
+from holdfast.train.step.missed_steps import MissedSteps
+from holdfast.train.step.reduction import Layout
+from holdfast.train.transport.seam import Transport
+
+STORE_PAUSE_S = 1.0  # before a store that does not answer is asked again
+
+
+class BringingUp:
+    """One worker's part in it; `restorer` is None without a store."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        protected: Mapping[str, Any],
+        missed: MissedSteps,
+        restorer: Restorer | None,
+    ) -> None:
+        self._driver = driver
+        self._protected = protected
+        self._missed = missed
+        self._restorer = restorer
+
+    def carry_out(
+        self,
+        order: ef.Restore | ef.SendMissed | ef.ReceiveMissed | ef.SyncState,
+        view: View,
+        layout: Layout,
+        transport: Transport,
+    ) -> ev.WorkerEvent | None:
+        """Do what a view needs before its steps; returns what came of it. Aborted."""
+        donors = [view.rank(worker) for worker in view.donors]
+        match order:
+            case ef.Restore(_, step):
+                return self._restore(step, view, layout, transport)
+            case ef.SendMissed(_, lag):
+                steps = range(lag.committed, view.resume_step)
+                first = layout.rank == donors[0]
+                self._missed.send(transport, view.rank(lag.worker), steps, first=first)
+                return None
+            case ef.ReceiveMissed(_, step):
+                self._missed.receive(transport, donors)
+                return ev.MissedHeard(view.number, step)
+            case ef.SyncState():
+                return self._sync(view, layout, transport, donors)
+
+    def forget(self) -> None:
+        """Nobody needs what was kept of earlier steps any more."""
+        self._missed.forget()
+
+    def withdraw(self, invalidations: Invalidations) -> None:
+        """Remove invalidated checkpoints from the store beside the work, whenever it answers."""
+        restorer = self._restorer
+        if restorer is None:
+            return
+
+        def withdraw() -> None:
+            while True:
+                try:
+                    restorer.withdraw(invalidations)
+                    break
+                except WorldError as error:
+                    say(f"what is invalidated cannot be removed just now: {error}")
+                    time.sleep(STORE_PAUSE_S)
+
+        threading.Thread(target=withdraw, name="holdfast-withdraw", daemon=True).start()
+
+    def _sync(
+        self, view: View, layout: Layout, transport: Transport, donors: list[int]
+    ) -> ev.StatesCompared:
+        back = [view.rank(lag.worker) for lag in view.catching_up]
+        joiners = [view.rank(worker) for worker in view.joiners]
+        sync = StateSync(transport, layout, self._protected, self._loading)
+        held = sync.run(donors, [rank for rank in joiners if rank not in back], back)
+        prints = tuple((view.workers[rank], each) for rank, each in sorted(held.items()))
+        return ev.StatesCompared(view.number, prints)
+
+    def _restore(
+        self, step: int, view: View, layout: Layout, transport: Transport
+    ) -> ev.WorkerEvent:
+        """Nobody holds the state any more: all members read it together."""
+        restorer, number = self._restorer, view.number
+        if restorer is None:
+            raise UserError(f"the job is to begin at step {step}, and has no --store")
+        try:
+            try:
+                restorer.restore(step, transport, layout, self._loading)
+                return ev.Restored(number)
+            except (Damaged, Missing) as error:
+                text = f"the checkpoint of step {step} is not used: {error}"
+                say(text)
+                older = restorer.older_than(step, view.invalidations)
+                return ev.Unreadable(number, step, older, text)
+        except Aborted:
+            raise
+        except WorldError as error:  # it may answer again: the next view tries
+            text = f"the checkpoint of step {step} cannot be read just now: {error}"
+            say(text)
+            time.sleep(STORE_PAUSE_S)
+            return ev.StoreSilent(number, text)
+
+    def _loading(self) -> None:
+        self._driver.post(ev.Loading())

@@ -1,0 +1,57 @@
+"""Which buckets hold all that this worker contributes, so that they can be exchanged."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from holdfast.train.monitor import Monitor
+from holdfast.train.step.buckets import Bucket
+
+
+class FilledBuckets:
+    """Hands buckets from the script, which fills them, to the engine, which sums them."""
+
+    def __init__(self, monitor: Monitor) -> None:
+        self._monitor = monitor
+        self._hosted: set[int] | None = None  # whose tasks are awaited; None: nothing is summed
+        self._ready: deque[Bucket] = deque()
+
+    def begin(self, hosted: Iterable[int], buckets: Iterable[Bucket]) -> None:
+        """Sums begin: of these virtual ranks all must be in a bucket before it is exchanged."""
+        with self._monitor:
+            self._hosted = wanted = set(hosted)
+            self._ready = deque(b for b in buckets if wanted <= b.contributed)
+
+    def begin_without(self, buckets: Iterable[Bucket]) -> None:
+        """Sums begin to which this worker adds nothing: these are ready as they are."""
+        with self._monitor:
+            self._hosted, self._ready = None, deque(buckets)
+
+    def end(self) -> None:
+        """Nothing is summed any more."""
+        with self._monitor:
+            self._hosted = None
+            self._ready.clear()
+
+    def note(self, bucket: Bucket) -> None:
+        """A task has contributed to a bucket; called with the monitor held."""
+        if self._hosted is not None and self._hosted <= bucket.contributed:
+            self._ready.append(bucket)
+            self._monitor.notify_all()
+
+    def take(self, only: int | None, wait: bool, check: Callable[[], None]) -> list[Bucket]:
+        """Return buckets to begin with now. With `only`, none but that one, and one at a time.
+
+        `check` raises when there is nothing to wait for any more.
+        """
+        with self._monitor:
+            while True:
+                taken = [b for b in self._ready if only is None or (wait and b.index == only)]
+                if taken or not wait:
+                    break
+                check()
+                self._monitor.wait()
+            for bucket in taken:
+                self._ready.remove(bucket)
+            return taken

@@ -1,0 +1,54 @@
+"""What carries out at once what the step machine decides about gradients and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from holdfast.core.errors import Aborted
+from holdfast.core.step import effects as ef
+from holdfast.core.step import events as ev
+from holdfast.core.types import ViewNumber
+from holdfast.train.ledger_recorder import LedgerRecorder
+from holdfast.train.step.bringing_up import BringingUp
+from holdfast.train.step.engine import Engine
+from holdfast.train.step.missed_steps import MissedSteps
+from holdfast.train.step.step_data import StepData
+
+
+class StepHands:
+    """Carries effects out in whichever thread has posted the event, with the monitor held."""
+
+    def __init__(
+        self,
+        data: StepData,
+        engine: Engine,
+        missed: MissedSteps,
+        bringing_up: BringingUp,
+        recorder: LedgerRecorder,
+    ) -> None:
+        self._data = data
+        self._engine = engine
+        self._missed = missed
+        self._bringing_up = bringing_up
+        self._recorder = recorder
+
+    def carry_out(self, effect: ef.WorkerEffect) -> Sequence[ev.WorkerEvent]:
+        """Do it; returns what the machine is to be told of it."""
+        match effect:
+            case ef.Redo():
+                self._data.gradients.begin_step()
+                self._data.reset()
+            case ef.KeepStep(step):
+                self._missed.keep(step, self._engine.piece)
+            case ef.PutRight(_, digests):
+                try:
+                    self._engine.put_right(digests)
+                except Aborted as error:
+                    return [ev.GroupBroken(ViewNumber(self._data.reduced_in), str(error))]
+            case ef.NoteDoubt(step, view, again):
+                self._recorder.doubt(step, view, again)
+            case ef.Withdraw(invalidations):
+                self._bringing_up.withdraw(invalidations)
+            case ef.LookWhoIsLate(view, step):
+                return [ev.StillAwaited(view, step, tuple(self._engine.awaited()))]
+        return []

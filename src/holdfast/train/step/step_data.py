@@ -1,0 +1,52 @@
+"""What the script's thread and the engine share of the step under way: tensors, rows, digests.
+
+Its parts are filled by one of them and read by the other, with the monitor held; nothing here waits
+or decides.
+"""
+
+from __future__ import annotations
+
+from holdfast.core.step.events import Digest
+from holdfast.train.step.buckets import Gradients
+from holdfast.train.step.reduction import Prints
+from holdfast.train.step.speculative import SpeculativeTasks
+from holdfast.train.step.step_table import Buffers, StepTable
+from holdfast.train.step.task_clock import TaskClock
+from holdfast.train.step.task_digest import TaskDigest
+
+
+class StepData:
+    """The open step of one worker; the table and the reduced buckets are of the whole job."""
+
+    def __init__(
+        self,
+        gradients: Gradients,
+        table: StepTable,
+        buffers: Buffers,
+        clock: TaskClock,
+        digest: TaskDigest,
+    ) -> None:
+        self.gradients = gradients
+        self.table = table  # the engine writes here, for all workers
+        self.own = StepTable(len(table.rows), 0)  # the script writes here
+        self.buffers = buffers
+        self.clock = clock
+        self.digest = digest
+        self.speculative = SpeculativeTasks(gradients, self.own, buffers)
+        self.prints: Prints = (0, 0)  # fingerprints of the state that the step begins with
+        self.reduced_in = 0  # the view in which its gradient became complete
+
+    def open(self, prints: Prints) -> None:
+        """A step begins; its gradients and buffers have been reset."""
+        self.prints = prints
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was computed of the step besides gradients."""
+        self.speculative.forget()
+        self.clock.reset()
+        self.table.used.zero_()
+
+    def taken_digest(self) -> Digest | None:
+        """Return the digest of the task that was computed last, if one was asked for."""
+        return self.digest.take()

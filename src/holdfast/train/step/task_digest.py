@@ -1,0 +1,55 @@
+"""What stands for a task's gradient when it is compared with another run of it.
+
+63 bits of its bytes; or, where two runs of a task never have the same bits, a count sketch
+(Charikar, Chen and Farach-Colton 2002): sums with random signs, near for near gradients.
+"""
+
+from __future__ import annotations
+
+import torch
+import xxhash
+
+from holdfast.core.step.audits import SKETCH_WORDS
+from holdfast.core.step.events import Digest
+from holdfast.train.checkpoint.state import as_bytes
+
+
+class TaskDigest:
+    """The digest of the task that is being computed; buckets may come in any order."""
+
+    def __init__(self) -> None:
+        self._bits: int | None = None
+        self._sketch: torch.Tensor | None = None
+
+    def begin(self, wanted: bool, near: bool) -> None:
+        """A task begins; `near`: its sketch is wanted, not its bits."""
+        self._bits = 0 if wanted and not near else None
+        zeros = torch.zeros(SKETCH_WORDS, dtype=torch.float64)
+        self._sketch = zeros if wanted and near else None
+
+    def note(self, bucket: int, flat: torch.Tensor) -> None:
+        """Take in one bucket of the task's gradient."""
+        if self._sketch is not None:
+            self._sketch = self._sketch + sketch(flat, bucket)
+        elif self._bits is not None:
+            data = as_bytes(flat).cpu().numpy().data
+            self._bits ^= xxhash.xxh3_64_intdigest(data, seed=bucket) >> 1
+
+    def take(self) -> Digest | None:
+        """Return the digest of the whole task; None if none was wanted."""
+        return self._bits if self._sketch is None else tuple(self._sketch.tolist())
+
+
+def sketch(flat: torch.Tensor, seed: int) -> torch.Tensor:
+    """Return [SKETCH_WORDS] float64 on the host: the sum of squares, and sums with random signs.
+
+    Those of the parts of a gradient add up to that of the whole.
+    """
+    sums = SKETCH_WORDS - 1
+    dice = torch.Generator().manual_seed(seed)
+    signs = torch.randint(0, 2, (len(flat),), generator=dice, dtype=torch.int8) * 2 - 1
+    values = flat.double()
+    signed = values * signs.to(flat.device)
+    padded = torch.nn.functional.pad(signed, (0, -len(flat) % sums))
+    signed_sums = padded.view(sums, -1).sum(dim=1)
+    return torch.cat([values.square().sum().view(1), signed_sums]).cpu()
