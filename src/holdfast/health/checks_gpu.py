@@ -156,30 +156,29 @@ def judge_gpu(gpu: GpuSample, limits: Limits, *, before_job: bool) -> list[Findi
             )
         ]
     rows = [
-        _present(gpu, subject),
-        _ecc(gpu, subject, limits),
-        _rows(gpu, subject),
-        _temperature(gpu, subject, limits),
-        _clocks(gpu, subject),
-        _pcie(gpu, subject),
-        _xids(gpu, subject),
+        _present(gpu),
+        _ecc(gpu, limits),
+        _rows(gpu),
+        _temperature(gpu, limits),
+        _clocks(gpu),
+        _pcie(gpu),
+        _xids(gpu),
     ]
     if before_job:
-        rows.append(_memory(gpu, subject, limits))
-    return rows
+        rows.append(_memory(gpu, limits))
+    return [replace(row, subject=subject) for row in rows]
 
 
-def _untold(check: str, subject: str) -> Finding:
-    return skipped(check, "this GPU does not tell", subject)
+def _untold(check: str) -> Finding:
+    return skipped(check, "this GPU does not tell")
 
 
-def _present(gpu: GpuSample, subject: str) -> Finding:
+def _present(gpu: GpuSample) -> Finding:
     wanted = RECOVERY.get(gpu.recovery or 0, "")
     if gpu.recovery and not wanted:
         wanted = f"recovery action {gpu.recovery}: see NVIDIA's manual"
     return Finding(
         check="gpu",
-        subject=subject,
         grade=fail_if(bool(wanted)),
         limit="fail when the driver asks for a reset or restart",
         reason="the driver wants a recovery" if wanted else f"{gpu.name} answers",
@@ -187,15 +186,14 @@ def _present(gpu: GpuSample, subject: str) -> Finding:
     )
 
 
-def _ecc(gpu: GpuSample, subject: str, limits: Limits) -> Finding:
+def _ecc(gpu: GpuSample, limits: Limits) -> Finding:
     if gpu.uncorrected is None:
-        return _untold("gpu-ecc", subject)
+        return _untold("gpu-ecc")
     corrected = gpu.corrected or 0
     grade = Grade.FAIL if gpu.uncorrected > 0 else warn_if(corrected > limits.gpu_corrected)
     mend = "drain the node and reset the GPU; replace it if errors come again"
     return Finding(
         check="gpu-ecc",
-        subject=subject,
         grade=grade,
         value=gpu.uncorrected,
         unit="errors",
@@ -225,10 +223,10 @@ def judge_gpu_change(before: GpuSample, now: GpuSample) -> list[Finding]:
     ]
 
 
-def _rows(gpu: GpuSample, subject: str) -> Finding:
+def _rows(gpu: GpuSample) -> Finding:
     told = (gpu.remap_failed, gpu.remap_pending, gpu.retire_pending)
     if all(x is None for x in told):
-        return _untold("gpu-rows", subject)
+        return _untold("gpu-rows")
     grade, reason, advice = Grade.OK, "no row or page waits to be replaced", ""
     if gpu.remap_pending or gpu.retire_pending:
         what = "row to be remapped" if gpu.remap_pending else "page to be retired"
@@ -239,7 +237,6 @@ def _rows(gpu: GpuSample, subject: str) -> Finding:
         advice = "replace the GPU"
     return Finding(
         check="gpu-rows",
-        subject=subject,
         grade=grade,
         limit="warn when pending, fail when remapping failed",
         reason=reason,
@@ -247,15 +244,14 @@ def _rows(gpu: GpuSample, subject: str) -> Finding:
     )
 
 
-def _temperature(gpu: GpuSample, subject: str, limits: Limits) -> Finding:
+def _temperature(gpu: GpuSample, limits: Limits) -> Finding:
     if gpu.temperature_c is None:
-        return _untold("gpu-temperature", subject)
+        return _untold("gpu-temperature")
     slowdown = gpu.slowdown_c or limits.gpu_slowdown_c
     warn = slowdown - limits.gpu_margin_c
     grade = warn_if(gpu.temperature_c >= warn)
     return Finding(
         check="gpu-temperature",
-        subject=subject,
         grade=grade,
         value=gpu.temperature_c,
         unit="C",
@@ -265,15 +261,14 @@ def _temperature(gpu: GpuSample, subject: str, limits: Limits) -> Finding:
     )
 
 
-def _clocks(gpu: GpuSample, subject: str) -> Finding:
+def _clocks(gpu: GpuSample) -> Finding:
     if gpu.clock_reasons is None:
-        return _untold("gpu-clocks", subject)
+        return _untold("gpu-clocks")
     reason, advice = next(
         ((why, what) for bit, why, what in SLOWED if gpu.clock_reasons & bit), ("", "")
     )
     return Finding(
         check="gpu-clocks",
-        subject=subject,
         grade=warn_if(bool(reason)),
         value=gpu.clock_reasons,
         unit="reasons",
@@ -283,17 +278,16 @@ def _clocks(gpu: GpuSample, subject: str) -> Finding:
     )
 
 
-def _pcie(gpu: GpuSample, subject: str) -> Finding:
+def _pcie(gpu: GpuSample) -> Finding:
     width, width_max = gpu.pcie_width, gpu.pcie_width_max
     generation, generation_max = gpu.pcie_generation, gpu.pcie_generation_max
     if width is None or width_max is None or generation is None or generation_max is None:
-        return _untold("gpu-pcie", subject)
+        return _untold("gpu-pcie")
     # A GPU at rest lowers the generation to save power; at full clocks it has no such excuse.
     slow = generation < generation_max and gpu.performance_state == 0
     grade = warn_if(slow or width < width_max)
     return Finding(
         check="gpu-pcie",
-        subject=subject,
         grade=grade,
         value=width,
         unit="lanes",
@@ -303,14 +297,13 @@ def _pcie(gpu: GpuSample, subject: str) -> Finding:
     )
 
 
-def _memory(gpu: GpuSample, subject: str, limits: Limits) -> Finding:
+def _memory(gpu: GpuSample, limits: Limits) -> Finding:
     used = gpu.memory_used_bytes
     if used is None:
-        return _untold("gpu-memory", subject)
+        return _untold("gpu-memory")
     grade = warn_if(used > limits.gpu_memory_used_bytes)
     return Finding(
         check="gpu-memory",
-        subject=subject,
         grade=grade,
         value=round(used / GIB, 2),
         unit="GiB",
@@ -320,9 +313,9 @@ def _memory(gpu: GpuSample, subject: str, limits: Limits) -> Finding:
     )
 
 
-def _xids(gpu: GpuSample, subject: str) -> Finding:
+def _xids(gpu: GpuSample) -> Finding:
     if gpu.xids is None:
-        return _untold("gpu-xid", subject)
+        return _untold("gpu-xid")
     serious = [x for x in gpu.xids if XIDS.get(x, XID_UNKNOWN)[0] is not Grade.OK]
     fatal = [x for x in serious if XIDS.get(x, XID_UNKNOWN)[0] is Grade.FAIL]
     newest = (fatal or serious or (0,))[-1]
@@ -331,7 +324,6 @@ def _xids(gpu: GpuSample, subject: str) -> Finding:
     mend = "drain the node and reset the GPU; replace it if this comes again"
     return Finding(
         check="gpu-xid",
-        subject=subject,
         grade=grade,
         value=newest if serious else None,
         unit="Xid" if serious else "",

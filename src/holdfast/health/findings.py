@@ -52,9 +52,9 @@ def one_line(text: str) -> str:
     return text if len(text) <= REASON_MAX else text[: REASON_MAX - 3] + "..."
 
 
-def skipped(check: str, reason: str, subject: str = "") -> Finding:
+def skipped(check: str, reason: str) -> Finding:
     """Make the finding that something was not measured."""
-    return Finding(check=check, subject=subject, grade=Grade.SKIPPED, reason=reason)
+    return Finding(check=check, grade=Grade.SKIPPED, reason=reason)
 
 
 def warn_if(bad: bool) -> Grade:

@@ -78,7 +78,8 @@ class GpuReader:
 
     def _ask(self, index: int, handle: Any, bus: str) -> GpuSample:
         nvml, tell = self._nvml, self._tell
-        volatile = nvml.NVML_VOLATILE_ECC
+        ecc, volatile = nvml.nvmlDeviceGetTotalEccErrors, nvml.NVML_VOLATILE_ECC
+        slow = nvml.nvmlDeviceGetTemperatureThreshold
         rows = tell(nvml.nvmlDeviceGetRemappedRows, handle)
         pages = tell(nvml.nvmlDeviceGetRetiredPagesPendingStatus, handle)
         memory = tell(nvml.nvmlDeviceGetMemoryInfo, handle)
@@ -88,24 +89,10 @@ class GpuReader:
             name=_text(tell(nvml.nvmlDeviceGetName, handle)),
             recovery=self._recovery(handle),
             temperature_c=tell(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
-            slowdown_c=tell(
-                nvml.nvmlDeviceGetTemperatureThreshold,
-                handle,
-                nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN,
-            ),
+            slowdown_c=tell(slow, handle, nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN),
             clock_reasons=self._clock_reasons(handle),
-            uncorrected=tell(
-                nvml.nvmlDeviceGetTotalEccErrors,
-                handle,
-                nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
-                volatile,
-            ),
-            corrected=tell(
-                nvml.nvmlDeviceGetTotalEccErrors,
-                handle,
-                nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED,
-                volatile,
-            ),
+            uncorrected=tell(ecc, handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, volatile),
+            corrected=tell(ecc, handle, nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, volatile),
             remap_pending=bool(rows[2]) if rows is not None else None,
             remap_failed=bool(rows[3]) if rows is not None else None,
             retire_pending=bool(pages) if pages is not None else None,
