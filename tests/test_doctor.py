@@ -28,9 +28,9 @@ from holdfast.health.checks_trials import (
     MemorySpeedSample,
     TorchLine,
 )
-from holdfast.health.history import Finding, Grade
+from holdfast.health.findings import Finding, Grade
 from holdfast.health.limits import GIB
-from holdfast.health.measure.bounded import Answer
+from holdfast.health.measure.bounded import ChildAnswer
 from holdfast.health.measure.host import HostReader
 
 HOLDFAST = [sys.executable, "-m", "holdfast.cli.main"]
@@ -56,20 +56,20 @@ WELL: dict[str, tuple[Any, ...]] = {
 }
 
 
-def answer(*samples: Any, failure: str = "", hung: bool = False) -> Answer:
+def answer(*samples: Any, failure: str = "", hung: bool = False) -> ChildAnswer:
     lines = tuple(msgspec.json.encode(sample) for sample in samples)
-    return Answer(lines=lines, failure=failure, hung=hung)
+    return ChildAnswer(lines=lines, failure=failure, hung=hung)
 
 
 class Fake:
     """Stands for all measurements: well, unless said otherwise."""
 
-    def __init__(self, **changes: Answer) -> None:
+    def __init__(self, **changes: ChildAnswer) -> None:
         self.answers = {name: answer(*samples) for name, samples in WELL.items()}
         self.answers |= {name.replace("_", "-"): value for name, value in changes.items()}
         self.asked: list[str] = []
 
-    def __call__(self, name: str, arguments: dict[str, Any], limit_s: float) -> Answer:
+    def __call__(self, name: str, arguments: dict[str, Any], limit_s: float) -> ChildAnswer:
         msgspec.json.encode(arguments)  # they cross a process boundary
         assert limit_s > 0
         self.asked.append(name)
@@ -136,7 +136,7 @@ def test_what_hangs_is_a_finding_and_the_rest_goes_on(measurement: str, check: s
 
 @pytest.mark.parametrize(("measurement", "check"), [h for h in HANGS if h[0] != "torch"])
 def test_a_measurement_that_breaks_or_lies_is_a_warning(measurement: str, check: str) -> None:
-    for broken in (BROKEN, Answer(lines=(b"not json",)), Answer(lines=(b"[7]",))):
+    for broken in (BROKEN, ChildAnswer(lines=(b"not json",)), ChildAnswer(lines=(b"[7]",))):
         report = examined(Fake(**{measurement: broken}), peers=(("b", 1),))
         assert WARN in graded(report, check)
         assert FAIL not in {f.grade for f in report.findings}

@@ -21,7 +21,7 @@ from holdfast.health.checks_gpu import (
     with_logged_xids,
 )
 from holdfast.health.checks_trials import KernelLogSample
-from holdfast.health.history import Finding, Grade
+from holdfast.health.findings import Finding, Grade
 from holdfast.health.limits import Limits
 from holdfast.health.measure import gpu as gpu_module
 from holdfast.health.measure.gpu import XID_AGE_S, GpuReader, gpu_looker

@@ -27,16 +27,15 @@ from holdfast.health.checks_peers import (
     compare_speeds,
     judge_peer,
     judge_versions,
-    median,
 )
 from holdfast.health.checks_trials import (
-    LOG_ADVICE,
+    LOG_KINDS,
     ArithmeticSample,
     DiskSample,
     KernelLogSample,
     MemorySpeedSample,
 )
-from holdfast.health.history import (
+from holdfast.health.findings import (
     REASON_MAX,
     Finding,
     Grade,
@@ -243,16 +242,17 @@ def test_what_was_tried_out() -> None:
 
 
 def test_the_kernels_log() -> None:
-    kinds = ("disk", "hung")
+    rest = ("hardware", "pcie", "memory")
     log = KernelLogSample(counts=(("disk", 2, "I/O error"),), xids=(("0000:3b:00", 79),))
-    found = checks_trials.judge_kernel_log(log, kinds, gpus=False)
+    found = checks_trials.judge_kernel_log(log, gpus=False, without=rest)
     assert {f.subject: f.grade for f in found} == {"disk": WARN, "hung": OK, "gpu": WARN}
     assert "2 of late, newest: I/O error" in found[0].reason
-    asked = checks_trials.judge_kernel_log(log, kinds, gpus=True)
+    asked = checks_trials.judge_kernel_log(log, gpus=True, without=rest)
     assert {f.subject for f in asked} == {"disk", "hung"}
-    closed = checks_trials.judge_kernel_log(KernelLogSample(unreadable="no"), kinds, gpus=True)
+    closed = checks_trials.judge_kernel_log(KernelLogSample(unreadable="no"), gpus=True)
     assert [f.grade for f in closed] == [SKIPPED]
-    assert set(LOG_ADVICE) >= set(kinds)
+    everything = checks_trials.judge_kernel_log(log, gpus=False)
+    assert [f.subject for f in everything] == list(LOG_KINDS)
 
 
 def test_what_hangs_fails_and_what_merely_breaks_warns() -> None:
@@ -332,7 +332,6 @@ def test_gpus_of_one_machine_against_each_other() -> None:
     found = {f.subject: f.grade for f in compare_siblings(speeds, LIMITS)}
     assert found == {"GPU 0": OK, "GPU 1": OK, "GPU 2": WARN, "GPU 3": OK}
     assert compare_siblings({"GPU 0": 1.0}, LIMITS) == []
-    assert median([3.0, 1.0]) == 2.0
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,8 @@ from hypothesis import strategies as st
 
 from holdfast.core.errors import InvariantError
 from holdfast.core.membership.draining import choose_drains
-from holdfast.health.history import (
-    TRACKS_MAX,
-    Finding,
-    Grade,
-    Health,
-    Verdict,
-    Watch,
-    WatchPolicy,
-)
+from holdfast.health.findings import Finding, Grade
+from holdfast.health.history import TRACKS_MAX, Health, HealthVerdict, Watch, WatchPolicy
 
 OK, WARN, FAIL, SKIPPED = Grade.OK, Grade.WARN, Grade.FAIL, Grade.SKIPPED
 
@@ -127,7 +120,7 @@ def test_a_drained_node_is_taken_back_after_a_clean_probation() -> None:
     story = drained()
     reason = story.watch.verdict.reason
     assert probation(story) == POLICY.probation_s / EVERY_S + 1
-    assert story.watch.verdict == Verdict()
+    assert story.watch.verdict == HealthVerdict()
     assert "3 failed" in reason
 
 
@@ -143,7 +136,7 @@ def test_the_reason_stays_the_same_during_a_probation() -> None:
     story = drained()
     reason = story.watch.verdict.reason
     story.rounds(*[OK] * 10)
-    assert story.watch.verdict == Verdict(health=Health.DRAIN, reason=reason, check="disk")
+    assert story.watch.verdict == HealthVerdict(health=Health.DRAIN, reason=reason, check="disk")
     assert story.watch.snapshot().clean_s == 90.0
 
 
@@ -178,6 +171,24 @@ def test_silence_is_no_proof_of_health(silence: tuple[Grade, ...]) -> None:
     story = drained()
     for _ in range(500):
         assert story.round(*silence) is Health.DRAIN
+
+
+def test_checks_that_report_at_different_times_can_prove_their_health_together() -> None:
+    """One finding a minute of each of two, never in one round, as slow commands give them."""
+    story = EventLog()
+    disk, slow = finding(OK), finding(OK, "external-dcgm")
+    for _ in range(3):
+        story.round(finding(FAIL), finding(FAIL, "external-dcgm"))
+    assert story.watch.verdict.health is Health.DRAIN
+    for minute in range(12):
+        story.round(disk, after_s=30.0)
+        last = story.round(slow, after_s=30.0)
+        assert last is (Health.HEALTHY if minute >= POLICY.probation_s / 60 else Health.DRAIN)
+    half = drained()
+    for _ in range(2):
+        half.round(finding(FAIL, "external-dcgm"))
+    for _ in range(500):
+        assert half.round(disk) is Health.DRAIN, "one of both is no proof"
 
 
 def test_a_pause_of_the_observer_is_no_clean_time() -> None:
@@ -216,9 +227,11 @@ def test_a_policy_by_which_one_sample_drains_is_refused() -> None:
 
 
 def test_a_verdict_can_travel() -> None:
-    verdict = Verdict(health=Health.DRAIN, reason="gpu-ecc GPU 3: 2 uncorrected", check="gpu-ecc")
+    verdict = HealthVerdict(
+        health=Health.DRAIN, reason="gpu-ecc GPU 3: 2 uncorrected", check="gpu-ecc"
+    )
     data = msgspec.msgpack.encode(verdict)
-    assert msgspec.msgpack.decode(data, type=Verdict) == verdict
+    assert msgspec.msgpack.decode(data, type=HealthVerdict) == verdict
     assert len(data) < 100
 
 

@@ -18,10 +18,11 @@ from conftest import RUN_S
 from health_kit import CALM
 from holdfast.health.checks_gpu import GpuReport, GpuSample
 from holdfast.health.checks_trials import DiskSample
-from holdfast.health.history import Finding, Grade, Health, Watch
+from holdfast.health.findings import Finding, Grade
+from holdfast.health.history import Health, Watch
 from holdfast.health.limits import GIB
 from holdfast.health.measure import bounded
-from holdfast.health.measure.bounded import Watcher, probe_command, run_bounded
+from holdfast.health.measure.bounded import Watcher, child_command, run_bounded
 from holdfast.health.measure.host import HostReader
 from holdfast.health.measure.kernel_log import KernelLog
 from holdfast.health.measure.light import LightChecks, light_checks
@@ -276,7 +277,7 @@ def test_the_light_checks_of_this_machine(tmp_path: Path) -> None:
 
 def test_light_checks_need_no_torch_and_no_numpy() -> None:
     code = (
-        "import sys, holdfast.health.measure.light, holdfast.health.measure.probe;"
+        "import sys, holdfast.health.measure.light, holdfast.health.measure.child;"
         "print([m for m in ('torch', 'numpy') if m in sys.modules])"
     )
     assert subprocess.check_output(python(code), text=True).strip() == "[]"
@@ -305,4 +306,4 @@ def test_a_child_dies_with_the_process_that_asked(tmp_path: Path) -> None:
 
 
 def test_probe_commands_name_our_process() -> None:
-    assert probe_command("disk")[-3:] == ["once", "disk", str(os.getpid())]
+    assert child_command("disk")[-3:] == ["once", "disk", str(os.getpid())]

@@ -22,7 +22,7 @@ from holdfast.health.measure import compute, kernel_log, stream
 from holdfast.health.measure import disk_speed as disk
 from holdfast.health.measure import network_speed as network
 from holdfast.health.measure.host import HostReader
-from holdfast.health.measure.kernel_log import KernelLog, Tally, parse_record, read_log
+from holdfast.health.measure.kernel_log import KernelLog, KernelLogTally, parse_record, read_log
 from holdfast.health.measure.network_speed import PeerServer, ServePolicy, measure_peer
 from holdfast.net.channel import connect
 from holdfast.train import selftest
@@ -184,7 +184,7 @@ LINES = [
 
 @pytest.mark.parametrize(("line", "kind"), LINES)
 def test_lines_of_trouble(line: str, kind: str) -> None:
-    tally = Tally()
+    tally = KernelLogTally()
     tally.add(line)
     sample = tally.sample()
     assert [k for k, _, _ in sample.counts] == ([kind] if kind not in ("", "xid") else [])

@@ -9,9 +9,10 @@ import socket
 import sys
 from pathlib import Path
 
-from holdfast.cli.shared_options import add_secret, add_tls
+from holdfast.cli.shared_options import add_checks, add_secret, add_tls
 from holdfast.core.errors import UserError
 from holdfast.core.types import AgentId
+from holdfast.health.external_checks import parse_checks, save_checks
 from holdfast.net.secret import load_secret
 from holdfast.net.tls import client_of
 from holdfast.runtime.contact import ask, contact_by
@@ -55,6 +56,7 @@ def parser() -> argparse.ArgumentParser:
         help="for this node's logs and ledger; the job's own if it is shared "
         "(default: holdfast-runs/NAME)",
     )
+    add_checks(found)
     return found
 
 
@@ -63,6 +65,7 @@ def main(argv: list[str]) -> int:
     contact = contact_by(options.join, client_of(options.tls))
     if options.nproc is not None and options.nproc < 1:
         raise UserError(f"--nproc {options.nproc}: at least 1 worker is needed")
+    checks = parse_checks(options.check, options.check_limit_s)
     secret = load_secret(os.environ, file=options.secret_file, run_dir=options.run_dir)
     reply = ask(contact, secret, JoinRequest(), JoinReply, options.patience_s)
     spec = reply.spec
@@ -71,6 +74,7 @@ def main(argv: list[str]) -> int:
         raise UserError(f"the job's script {spec.script} is not under {spec.cwd} on this machine")
     run_dir = RunDir((options.run_dir or Path("holdfast-runs") / name).absolute())
     run_dir.attach(spec, secret)
+    save_checks(run_dir.path, name, checks)
     os.chdir(spec.cwd)
     print(f"holdfast: node {name} joins {contact}", file=sys.stderr, flush=True)
     return launch_node(

@@ -1,4 +1,4 @@
-"""`holdfast doctor`: is this machine fit to join a job?"""
+"""Run `holdfast doctor`, which says whether this machine is fit to join a job."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ from rich.table import Table
 from rich.text import Text
 
 import holdfast
+from holdfast.cli.shared_options import add_checks
 from holdfast.core.errors import UserError
 from holdfast.health import examination as doctor
 from holdfast.health.checks_peers import Report
-from holdfast.health.history import Finding, Grade, Health, Verdict, Watch, one_line, worst
+from holdfast.health.external_checks import parse_checks
+from holdfast.health.findings import Finding, Grade, one_line, worst
+from holdfast.health.history import Health, HealthVerdict, Watch
 from holdfast.health.limits import GIB, KIB, MIB
 from holdfast.health.measure.light import light_checks
 from holdfast.health.measure.network_speed import PeerServer
@@ -38,7 +41,7 @@ UNITS = {"": 1, "K": KIB, "M": MIB, "G": GIB}
 
 
 def main(argv: list[str]) -> int:
-    """Exit status 0: fit, perhaps with warnings; 1: not fit; 2: wrong options."""
+    """Run the command; returns 0 for fit, perhaps with warnings, 1 not fit, 2 wrong options."""
     options = parser().parse_args(argv)
     if options.for_s <= 0:
         raise UserError(f"--for-s {options.for_s:g} must be positive")
@@ -94,6 +97,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument(
         "--batch-bytes", type=_size, default=0, metavar="SIZE", help="of one batch, such as 40M"
     )
+    add_checks(found)
     serving = found.add_argument_group("for other machines' --peer")
     serving.add_argument("--serve", action="store_true", help="answer them, until Ctrl-C")
     serving.add_argument("--host", default="0.0.0.0", help="listen there (default: everywhere)")
@@ -130,7 +134,7 @@ def _size(text: str) -> int:
 
 
 def make_examination(options: argparse.Namespace) -> doctor.Examination:
-    """Check the options; UserError says which value is wrong."""
+    """Turn the options into an examination; UserError says which value is wrong."""
     if options.loaders < 0:
         raise UserError(f"--loaders {options.loaders} must not be negative")
     if bool(options.loaders) != bool(options.batch_bytes):
@@ -138,11 +142,12 @@ def make_examination(options: argparse.Namespace) -> doctor.Examination:
     return doctor.Examination(
         directory=os.path.abspath(options.dir),
         version=holdfast.__version__,
-        pace=doctor.QUICK if options.quick else doctor.Pace(),
+        pace=doctor.QUICK if options.quick else doctor.ExaminationPace(),
         peers=tuple(options.peer),
         secret=_secret(options) if options.peer else b"",
         against=tuple(_read(path) for path in options.against),
         shared_need_bytes=options.loaders * options.batch_bytes * PREFETCH,
+        external=parse_checks(options.check, options.check_limit_s),
     )
 
 
@@ -166,7 +171,7 @@ def _read(path: Path) -> Report:
 
 @contextlib.contextmanager
 def _progress(*, quiet: bool) -> Iterator[doctor.Progress]:
-    """A bar where a person watches; elsewhere nothing."""
+    """Show a bar where a person watches; elsewhere nothing."""
     if quiet or not sys.stderr.isatty():
         yield lambda done, total, title: None
         return
@@ -181,7 +186,7 @@ def _progress(*, quiet: bool) -> Iterator[doctor.Progress]:
 
 
 def show(report: Report) -> None:
-    """The table, what to do, and the verdict."""
+    """Print the table, what to do, and the verdict."""
     console = Console() if sys.stdout.isatty() else Console(width=WIDTH_ELSEWHERE)
     table = Table("check", "", "found", "limit", box=SIMPLE_HEAD)
     for finding in collapse(report.findings):
@@ -199,7 +204,7 @@ def show(report: Report) -> None:
 
 
 def collapse(findings: Sequence[Finding]) -> list[Finding]:
-    """One row for what is as well of several subjects: eight healthy GPUs would make 60 rows."""
+    """Make one row of what is as well of several: eight healthy GPUs would be 60 rows."""
     rows: list[Finding] = []
     groups: dict[tuple[str, Grade], list[Finding]] = {}
     for finding in findings:
@@ -244,10 +249,11 @@ def serve(options: argparse.Namespace) -> int:
 
 
 def watch(options: argparse.Namespace) -> int:
-    """The light checks again and again, as an agent makes them. Exit status 1: to be drained."""
+    """Repeat the light checks, as an agent does; returns 1 if the node is to be drained."""
     if options.every_s <= 0:
         raise UserError(f"--every-s {options.every_s:g} must be positive")
-    checks, verdicts = light_checks(os.path.abspath(options.dir)), Watch()
+    external = parse_checks(options.check, options.check_limit_s)
+    checks, verdicts = light_checks(os.path.abspath(options.dir), external=external), Watch()
     end = time.monotonic() + options.for_s
     try:
         while (now := time.monotonic()) < end:
@@ -267,7 +273,7 @@ def watch(options: argparse.Namespace) -> int:
     return 1 if verdicts.verdict.health is Health.DRAIN else 0
 
 
-def _round(verdict: Verdict, bad: Sequence[Finding]) -> str:
+def _round(verdict: HealthVerdict, bad: Sequence[Finding]) -> str:
     reason = f": {verdict.reason}" if verdict.reason else ""
     seen = "".join(f"\n  {f.grade.value} {f.line}" for f in bad)
     return f"{time.strftime('%H:%M:%S')} {verdict.health.value}{reason}{seen}"

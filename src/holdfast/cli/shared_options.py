@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from holdfast.health.external_checks import LIMIT_S
+
 
 def add_secret(parser: argparse.ArgumentParser, otherwise: str) -> None:
     """`otherwise`: where the secret comes from without the option."""
@@ -22,4 +24,24 @@ def add_tls(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="encrypt the control plane; DIR holds this machine's certificate tls.crt with its "
         "key tls.key, and ca.crt, the authority of all the job's certificates",
+    )
+
+
+def add_checks(parser: argparse.ArgumentParser) -> None:
+    """Add --check and --check-limit-s: commands of the site's own that judge this machine."""
+    group = parser.add_argument_group("checks of your own")
+    group.add_argument(
+        "--check",
+        action="append",
+        default=[],
+        metavar="NAME=COMMAND",
+        help="also run this command: exit status 0 is ok, 1 a warning, 2 a failure, anything else "
+        "unknown; its first line of output says why; may be repeated",
+    )
+    group.add_argument(
+        "--check-limit-s",
+        type=float,
+        default=LIMIT_S,
+        metavar="S",
+        help=f"a command that takes longer is killed, and unknown (default {LIMIT_S:g})",
     )

@@ -1,1 +1,1 @@
-"""Whether this machine is fit: checks, verdicts, history."""
+"""Decide whether this machine is fit to train: measurements, checks and a history of them."""

@@ -1,4 +1,4 @@
-"""Judging GPUs by what their driver tells. None: this GPU does not tell it.
+"""Judge GPUs by what their driver tells; None stands for what a GPU does not tell.
 
 Values and bits are those of NVML (nvml.h); the library itself is not known here.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from holdfast.health.checks_trials import KernelLogSample
-from holdfast.health.history import Finding, Grade
+from holdfast.health.findings import Finding, Grade, fail_if, skipped, warn_if, when
 from holdfast.health.limits import GIB, Limits
 
 # Why the clocks are below what they could be: nvmlClocksEventReason...
@@ -34,25 +34,28 @@ RECOVERY = {
     7: "restart the system",
 }
 
-XIDS = {
-    48: "double bit ECC error",
-    62: "internal micro-controller halted",
-    63: "row remapping recorded",
-    64: "row remapping failed",
-    74: "NVLink error",
-    79: "fallen off the bus",
-    92: "many single bit ECC errors",
-    94: "contained ECC error",
-    95: "uncontained ECC error",
-    119: "GSP does not answer",
-    120: "GSP error",
-    140: "unrecovered ECC error",
+# How bad an Xid is, and what it means. OK: a script's mistake, or its end, says nothing of the GPU.
+XIDS = dict.fromkeys((8, 13, 31, 43, 45, 68), (Grade.OK, "")) | {
+    48: (Grade.FAIL, "double bit ECC error"),
+    62: (Grade.FAIL, "internal micro-controller halted"),
+    63: (Grade.WARN, "row remapping recorded"),
+    64: (Grade.FAIL, "row remapping failed"),
+    74: (Grade.FAIL, "NVLink error"),
+    79: (Grade.FAIL, "fallen off the bus"),
+    92: (Grade.WARN, "many single bit ECC errors"),
+    94: (Grade.WARN, "contained ECC error"),
+    95: (Grade.FAIL, "uncontained ECC error"),
+    119: (Grade.FAIL, "GSP does not answer"),
+    120: (Grade.FAIL, "GSP error"),
+    140: (Grade.FAIL, "unrecovered ECC error"),
 }
+XID_UNKNOWN = (Grade.WARN, "see NVIDIA's list of Xid errors")
+WEAR = "watch it: its memory is getting worse"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSample:
-    """One look at one GPU. `lost`: what its driver says instead of answering."""
+    """A GPU sample is one look at one GPU; `lost` is what its driver says instead of answering."""
 
     index: int
     bus: str = ""
@@ -78,7 +81,7 @@ class GpuSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuReport:
-    """All GPUs of a machine. `missing`: why there is nothing to ask."""
+    """A GPU report holds all GPUs of a machine; `missing` says why there is nothing to ask."""
 
     missing: str = ""
     driver: str = ""
@@ -87,13 +90,13 @@ class GpuReport:
 
 
 def bus_name(text: str) -> str:
-    """One spelling for NVML's 00000000:3B:00.0 and the kernel log's 0000:3b:00."""
+    """Spell NVML's 00000000:3B:00.0 and the kernel log's 0000:3b:00 in one way."""
     domain, _, rest = text.lower().partition(":")
     return f"{domain[-4:]}:{rest.partition('.')[0]}" if rest else text.lower()
 
 
 def with_logged_xids(report: GpuReport, log: KernelLogSample) -> GpuReport:
-    """What the kernel logged before we came, GPU by GPU; None where the log cannot be read."""
+    """Give each GPU the Xids that the kernel logged; None where the log cannot be read."""
     gpus = []
     for gpu in report.gpus:
         xids = tuple(xid for bus, xid in log.xids if bus_name(bus) == gpu.bus)
@@ -102,7 +105,7 @@ def with_logged_xids(report: GpuReport, log: KernelLogSample) -> GpuReport:
 
 
 def judge_gpus(report: GpuReport, limits: Limits, *, before_job: bool) -> list[Finding]:
-    """`before_job`: nothing should use them yet."""
+    """Judge all GPUs. `before_job`: nothing should use them yet."""
     if not report.gpus:
         return [_judge_none(report)]
     found: list[Finding] = []
@@ -114,7 +117,7 @@ def judge_gpus(report: GpuReport, limits: Limits, *, before_job: bool) -> list[F
 def _judge_none(report: GpuReport) -> Finding:
     reason = report.missing or "the driver sees no GPU"
     if not report.present:
-        return Finding(check="gpu", grade=Grade.SKIPPED, reason=reason)
+        return skipped("gpu", reason)
     return Finding(
         check="gpu",
         grade=Grade.WARN,
@@ -126,21 +129,21 @@ def _judge_none(report: GpuReport) -> Finding:
 
 
 def judge_gpu_count(count: int, expected: int) -> Finding:
-    """While running: as many as there were."""
-    bad = count < expected
+    """Judge while running whether there are as many GPUs as there were."""
+    grade = fail_if(count < expected)
     return Finding(
         check="gpu-count",
-        grade=Grade.FAIL if bad else Grade.OK,
+        grade=grade,
         value=count,
         unit="GPUs",
         limit=f"fail below the {expected} there were",
         reason=f"{count} of {expected} GPUs are there",
-        advice="a GPU has gone: read dmesg, restart the machine" if bad else "",
+        advice=when(grade, "a GPU has gone: read dmesg, restart the machine"),
     )
 
 
 def judge_gpu(gpu: GpuSample, limits: Limits, *, before_job: bool) -> list[Finding]:
-    """A lost GPU is one finding; else one for each thing that it tells."""
+    """Judge one GPU: one finding for each thing that it tells, or just one if it is lost."""
     subject = f"GPU {gpu.index}"
     if gpu.lost:
         return [
@@ -153,83 +156,77 @@ def judge_gpu(gpu: GpuSample, limits: Limits, *, before_job: bool) -> list[Findi
             )
         ]
     rows = [
-        _present(gpu, subject),
-        _ecc(gpu, subject, limits),
-        _rows(gpu, subject),
-        _temperature(gpu, subject, limits),
-        _clocks(gpu, subject),
-        _pcie(gpu, subject),
-        _xids(gpu, subject, limits),
+        _present(gpu),
+        _ecc(gpu, limits),
+        _rows(gpu),
+        _temperature(gpu, limits),
+        _clocks(gpu),
+        _pcie(gpu),
+        _xids(gpu),
     ]
     if before_job:
-        rows.append(_memory(gpu, subject, limits))
-    return rows
+        rows.append(_memory(gpu, limits))
+    return [replace(row, subject=subject) for row in rows]
 
 
-def _untold(check: str, subject: str) -> Finding:
-    reason = "this GPU does not tell"
-    return Finding(check=check, subject=subject, grade=Grade.SKIPPED, reason=reason)
+def _untold(check: str) -> Finding:
+    return skipped(check, "this GPU does not tell")
 
 
-def _present(gpu: GpuSample, subject: str) -> Finding:
+def _present(gpu: GpuSample) -> Finding:
     wanted = RECOVERY.get(gpu.recovery or 0, "")
     if gpu.recovery and not wanted:
         wanted = f"recovery action {gpu.recovery}: see NVIDIA's manual"
     return Finding(
         check="gpu",
-        subject=subject,
-        grade=Grade.FAIL if wanted else Grade.OK,
+        grade=fail_if(bool(wanted)),
         limit="fail when the driver asks for a reset or restart",
         reason="the driver wants a recovery" if wanted else f"{gpu.name} answers",
         advice=wanted,
     )
 
 
-def _ecc(gpu: GpuSample, subject: str, limits: Limits) -> Finding:
+def _ecc(gpu: GpuSample, limits: Limits) -> Finding:
     if gpu.uncorrected is None:
-        return _untold("gpu-ecc", subject)
+        return _untold("gpu-ecc")
     corrected = gpu.corrected or 0
-    grade = Grade.WARN if corrected > limits.gpu_corrected else Grade.OK
-    if gpu.uncorrected > 0:
-        grade = Grade.FAIL
+    grade = Grade.FAIL if gpu.uncorrected > 0 else warn_if(corrected > limits.gpu_corrected)
+    mend = "drain the node and reset the GPU; replace it if errors come again"
     return Finding(
         check="gpu-ecc",
-        subject=subject,
         grade=grade,
         value=gpu.uncorrected,
         unit="errors",
         limit=f"fail above 0 uncorrected, warn above {limits.gpu_corrected} corrected",
         reason=f"{gpu.uncorrected} uncorrected, {corrected} corrected since the driver was loaded",
-        advice={
-            Grade.FAIL: "drain the node and reset the GPU; replace it if errors come again",
-            Grade.WARN: "watch it: its memory is getting worse",
-        }.get(grade, ""),
+        advice=when(grade, mend if grade is Grade.FAIL else WEAR),
     )
 
 
 def judge_gpu_change(before: GpuSample, now: GpuSample) -> list[Finding]:
-    """Corrected errors that grow between two looks announce worse ones."""
+    """Judge growth between two looks: corrected errors announce worse ones."""
     if before.corrected is None or now.corrected is None:
         return []
     more = now.corrected - before.corrected
+    grade = warn_if(more > 0)
     return [
         Finding(
             check="gpu-corrected",
             subject=f"GPU {now.index}",
-            grade=Grade.WARN if more > 0 else Grade.OK,
+            grade=grade,
             value=more,
             unit="errors",
             limit="warn above 0 more",
             reason=f"{more} more corrected memory errors",
-            advice="watch it: its memory is getting worse" if more > 0 else "",
+            advice=when(grade, WEAR),
         )
     ]
 
 
-def _rows(gpu: GpuSample, subject: str) -> Finding:
+def _rows(gpu: GpuSample) -> Finding:
     told = (gpu.remap_failed, gpu.remap_pending, gpu.retire_pending)
     if all(x is None for x in told):
-        return _untold("gpu-rows", subject)
+        return _untold("gpu-rows")
     grade, reason, advice = Grade.OK, "no row or page waits to be replaced", ""
     if gpu.remap_pending or gpu.retire_pending:
         what = "row to be remapped" if gpu.remap_pending else "page to be retired"
@@ -240,7 +237,6 @@ def _rows(gpu: GpuSample, subject: str) -> Finding:
         advice = "replace the GPU"
     return Finding(
         check="gpu-rows",
-        subject=subject,
         grade=grade,
         limit="warn when pending, fail when remapping failed",
         reason=reason,
@@ -248,34 +244,32 @@ def _rows(gpu: GpuSample, subject: str) -> Finding:
     )
 
 
-def _temperature(gpu: GpuSample, subject: str, limits: Limits) -> Finding:
+def _temperature(gpu: GpuSample, limits: Limits) -> Finding:
     if gpu.temperature_c is None:
-        return _untold("gpu-temperature", subject)
+        return _untold("gpu-temperature")
     slowdown = gpu.slowdown_c or limits.gpu_slowdown_c
     warn = slowdown - limits.gpu_margin_c
-    bad = gpu.temperature_c >= warn
+    grade = warn_if(gpu.temperature_c >= warn)
     return Finding(
         check="gpu-temperature",
-        subject=subject,
-        grade=Grade.WARN if bad else Grade.OK,
+        grade=grade,
         value=gpu.temperature_c,
         unit="C",
         limit=f"warn from {warn}; it slows itself down at {slowdown}",
         reason=f"{gpu.temperature_c} C",
-        advice="look at fans, airflow and coolant" if bad else "",
+        advice=when(grade, "look at fans, airflow and coolant"),
     )
 
 
-def _clocks(gpu: GpuSample, subject: str) -> Finding:
+def _clocks(gpu: GpuSample) -> Finding:
     if gpu.clock_reasons is None:
-        return _untold("gpu-clocks", subject)
+        return _untold("gpu-clocks")
     reason, advice = next(
         ((why, what) for bit, why, what in SLOWED if gpu.clock_reasons & bit), ("", "")
     )
     return Finding(
         check="gpu-clocks",
-        subject=subject,
-        grade=Grade.WARN if reason else Grade.OK,
+        grade=warn_if(bool(reason)),
         value=gpu.clock_reasons,
         unit="reasons",
         limit="warn when slowed down for heat or power supply",
@@ -284,68 +278,56 @@ def _clocks(gpu: GpuSample, subject: str) -> Finding:
     )
 
 
-def _pcie(gpu: GpuSample, subject: str) -> Finding:
+def _pcie(gpu: GpuSample) -> Finding:
     width, width_max = gpu.pcie_width, gpu.pcie_width_max
     generation, generation_max = gpu.pcie_generation, gpu.pcie_generation_max
     if width is None or width_max is None or generation is None or generation_max is None:
-        return _untold("gpu-pcie", subject)
+        return _untold("gpu-pcie")
     # A GPU at rest lowers the generation to save power; at full clocks it has no such excuse.
     slow = generation < generation_max and gpu.performance_state == 0
-    narrow = width < width_max
+    grade = warn_if(slow or width < width_max)
     return Finding(
         check="gpu-pcie",
-        subject=subject,
-        grade=Grade.WARN if slow or narrow else Grade.OK,
+        grade=grade,
         value=width,
         unit="lanes",
         limit=f"warn below generation {generation_max} x{width_max}",
         reason=f"generation {generation} x{width}",
-        advice="reseat the card, or look at riser and slot" if slow or narrow else "",
+        advice=when(grade, "reseat the card, or look at riser and slot"),
     )
 
 
-def _memory(gpu: GpuSample, subject: str, limits: Limits) -> Finding:
+def _memory(gpu: GpuSample, limits: Limits) -> Finding:
     used = gpu.memory_used_bytes
     if used is None:
-        return _untold("gpu-memory", subject)
-    bad = used > limits.gpu_memory_used_bytes
+        return _untold("gpu-memory")
+    grade = warn_if(used > limits.gpu_memory_used_bytes)
     return Finding(
         check="gpu-memory",
-        subject=subject,
-        grade=Grade.WARN if bad else Grade.OK,
+        grade=grade,
         value=round(used / GIB, 2),
         unit="GiB",
         limit=f"warn above {limits.gpu_memory_used_bytes / GIB:g} in use before a job",
         reason=f"{used / GIB:.1f} GiB are in use",
-        advice="something uses it: nvidia-smi names the processes" if bad else "",
+        advice=when(grade, "something uses it: nvidia-smi names the processes"),
     )
 
 
-def _xids(gpu: GpuSample, subject: str, limits: Limits) -> Finding:
-    return (
-        _untold("gpu-xid", subject) if gpu.xids is None else judge_xids(subject, gpu.xids, limits)
-    )
-
-
-def judge_xids(subject: str, xids: tuple[int, ...], limits: Limits) -> Finding:
-    """Those that programs cause say nothing about the GPU."""
-    serious = [x for x in xids if x not in limits.xids_of_programs]
-    fatal = [x for x in serious if x in limits.xids_fatal]
+def _xids(gpu: GpuSample) -> Finding:
+    if gpu.xids is None:
+        return _untold("gpu-xid")
+    serious = [x for x in gpu.xids if XIDS.get(x, XID_UNKNOWN)[0] is not Grade.OK]
+    fatal = [x for x in serious if XIDS.get(x, XID_UNKNOWN)[0] is Grade.FAIL]
     newest = (fatal or serious or (0,))[-1]
-    what = XIDS.get(newest, "see NVIDIA's list of Xid errors")
-    grade, advice = Grade.OK, ""
-    if serious:
-        grade, advice = Grade.WARN, "watch it; reset the GPU when it is free"
-    if fatal:
-        grade = Grade.FAIL
-        advice = "drain the node and reset the GPU; replace it if this comes again"
+    what = XIDS.get(newest, XID_UNKNOWN)[1]
+    grade = Grade.FAIL if fatal else warn_if(bool(serious))
+    mend = "drain the node and reset the GPU; replace it if this comes again"
     return Finding(
         check="gpu-xid",
-        subject=subject,
         grade=grade,
         value=newest if serious else None,
         unit="Xid" if serious else "",
-        limit="fail on " + ", ".join(map(str, limits.xids_fatal)),
+        limit="fail on " + ", ".join(str(x) for x, (bad, _) in XIDS.items() if bad is Grade.FAIL),
         reason=f"Xid {newest}: {what} ({len(serious)} in all)" if serious else "no serious Xid",
-        advice=advice,
+        advice=when(grade, mend if fatal else "watch it; reset the GPU when it is free"),
     )

@@ -1,4 +1,4 @@
-"""Judging a host by what its kernel tells: memory, processors, pressure, what processes may have.
+"""Judge a host by what its kernel tells: memory, processors, pressure, processes' allowances.
 
 Measurements in, findings out. It does not know how anything was measured; None means that the
 machine does not tell, which is skipped and never held against it.
@@ -8,13 +8,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from holdfast.health.history import Finding, Grade, grade_above, grade_below
-from holdfast.health.limits import GIB, MIB, Limits
+from holdfast.health.findings import (
+    Finding,
+    Grade,
+    fail_if,
+    grade_above,
+    grade_below,
+    skipped,
+    warn_if,
+    when,
+)
+from holdfast.health.limits import GIB, MIB, Limits, Pair, limit_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySample:
-    """Bytes, and counters since the machine was started."""
+    """A memory sample holds bytes, and counters since the machine was started."""
 
     total_bytes: int
     available_bytes: int
@@ -38,7 +47,7 @@ class MemorySample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuSample:
-    """Processors, and counters since the start of machine or container."""
+    """A CPU sample holds processors, and counters since machine or container were started."""
 
     visible: int
     allowed: int  # by affinity
@@ -51,16 +60,16 @@ class CpuSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PressureSample:
-    """Percent of the last minute in which tasks waited for it; None where it is not told."""
+    """A pressure sample tells for how many percent of the last minute tasks waited for it."""
 
-    cpu_some: float | None = None
+    cpu_some: float | None = None  # None where it is not told
     memory_full: float | None = None
     io_full: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllowanceSample:
-    """What a process may have here; None is without limit."""
+    """An allowance sample tells what a process may have here; None is without limit."""
 
     open_files: int | None
     open_files_hard: int | None
@@ -71,7 +80,7 @@ class AllowanceSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSample:
-    """One look at a host, at a time of a clock that never goes back."""
+    """A host sample is one look at a host, at a time of a clock that never goes back."""
 
     at_s: float
     memory: MemorySample
@@ -82,59 +91,53 @@ class HostSample:
     ports: int = 0
 
 
-def limit_text(sign: str, pair: tuple[float, float], scale: float = 1.0) -> str:
-    return f"warn {sign} {pair[0] / scale:g}, fail {sign} {pair[1] / scale:g}"
-
-
 def judge_memory(memory: MemorySample, limits: Limits) -> list[Finding]:
+    """Judge how much memory is free, what is swapped out, and the ECC counters."""
     part = memory.free_bytes / max(1, memory.usable_bytes)
     of = "the container's" if memory.limit_bytes else "the machine's"
-    found = [
+    grade = grade_below(part, *limits.memory_available)
+    swapped = memory.swap_used_bytes / max(1, memory.total_bytes)
+    swaps = warn_if(swapped > limits.swap_used)
+    return [
         Finding(
             check="memory-available",
-            grade=grade_below(part, *limits.memory_available),
+            grade=grade,
             value=round(memory.free_bytes / GIB, 2),
             unit="GiB",
             limit=limit_text("below", limits.memory_available, 0.01) + f" % of {of}",
             reason=f"{part:.0%} of {of} {memory.usable_bytes / GIB:.1f} GiB is free",
-            advice="end what else runs here" if part < limits.memory_available[0] else "",
-        )
-    ]
-    swapped = memory.swap_used_bytes / max(1, memory.total_bytes)
-    bad = swapped > limits.swap_used
-    found.append(
+            advice=when(grade, "end what else runs here"),
+        ),
         Finding(
             check="swap",
-            grade=Grade.WARN if bad else Grade.OK,
+            grade=swaps,
             value=round(memory.swap_used_bytes / GIB, 2),
             unit="GiB",
             limit=f"warn above {limits.swap_used:.0%} of the memory",
             reason=f"{memory.swap_used_bytes / GIB:.2f} GiB are swapped out",
-            advice="a worker that swaps slows all others: free memory, or swapoff" if bad else "",
-        )
-    )
-    found.append(judge_memory_errors(memory))
-    return found
+            advice=when(swaps, "a worker that swaps slows all others: free memory, or swapoff"),
+        ),
+        judge_memory_errors(memory),
+    ]
 
 
 def judge_memory_errors(memory: MemorySample) -> Finding:
     if memory.uncorrected is None:
-        reason = "no memory controller tells (EDAC)"
-        return Finding(check="memory-errors", grade=Grade.SKIPPED, reason=reason)
-    bad = memory.uncorrected > 0
+        return skipped("memory-errors", "no memory controller tells (EDAC)")
+    grade = fail_if(memory.uncorrected > 0)
     return Finding(
         check="memory-errors",
-        grade=Grade.FAIL if bad else Grade.OK,
+        grade=grade,
         value=memory.uncorrected,
         unit="errors",
         limit="fail above 0 uncorrected",
         reason=f"{memory.uncorrected} uncorrected, {memory.corrected or 0} corrected since start",
-        advice="drain the machine and replace the memory module" if bad else "",
+        advice=when(grade, "drain the machine and replace the memory module"),
     )
 
 
 def judge_memory_change(before: HostSample, now: HostSample, limits: Limits) -> list[Finding]:
-    """What happened between two looks."""
+    """Judge what happened to the memory between two looks."""
     elapsed_s = max(now.at_s - before.at_s, 1e-3)
     rate = (now.memory.swapped_pages - before.memory.swapped_pages) / elapsed_s
     kills = now.memory.oom_kills - before.memory.oom_kills
@@ -142,7 +145,7 @@ def judge_memory_change(before: HostSample, now: HostSample, limits: Limits) -> 
     found = [
         Finding(
             check="swapping",
-            grade=Grade.WARN if rate > limits.swap_pages_per_s else Grade.OK,
+            grade=warn_if(rate > limits.swap_pages_per_s),
             value=round(rate, 1),
             unit="pages/s",
             limit=f"warn above {limits.swap_pages_per_s:g}",
@@ -150,7 +153,7 @@ def judge_memory_change(before: HostSample, now: HostSample, limits: Limits) -> 
         ),
         Finding(
             check="out-of-memory",
-            grade=Grade.WARN if kills > 0 else Grade.OK,
+            grade=warn_if(kills > 0),
             value=kills,
             unit="processes",
             limit="warn above 0",
@@ -161,7 +164,7 @@ def judge_memory_change(before: HostSample, now: HostSample, limits: Limits) -> 
         found.append(
             Finding(
                 check="memory-corrected",
-                grade=Grade.WARN if corrected > 0 else Grade.OK,
+                grade=warn_if(corrected > 0),
                 value=corrected,
                 unit="errors",
                 limit="warn above 0 more",
@@ -172,11 +175,12 @@ def judge_memory_change(before: HostSample, now: HostSample, limits: Limits) -> 
 
 
 def judge_cpu(before: HostSample, now: HostSample, limits: Limits) -> list[Finding]:
-    """From two looks: what the hypervisor took, what the container's quota held back."""
+    """Judge by two looks what the hypervisor took and what the container's quota held back."""
     cpu, past = now.cpu, before.cpu
     ticks = cpu.ticks - past.ticks
     part = (cpu.stolen - past.stolen) / ticks if ticks > 0 else 0.0
-    grade = grade_above(part, limits.steal[0], limits.steal[1])
+    grade = grade_above(part, *limits.steal)
+    taken = f"the hypervisor gave {part:.1%} of the processors' time to others"
     found = [
         Finding(
             check="cpu-steal",
@@ -184,25 +188,23 @@ def judge_cpu(before: HostSample, now: HostSample, limits: Limits) -> list[Findi
             value=round(100 * part, 2),
             unit="%",
             limit=limit_text("above", limits.steal, 0.01) + " %",
-            reason=f"the hypervisor gave {part:.1%} of the processors' time to others"
-            if ticks > 0
-            else "no time has passed",
-            advice="the host is overcommitted: move the machine" if part > limits.steal[0] else "",
+            reason=taken if ticks > 0 else "no time has passed",
+            advice=when(grade, "the host is overcommitted: move the machine"),
         )
     ]
     periods = cpu.periods - past.periods
     if cpu.quota is not None and periods > 0:
         held = (cpu.throttled - past.throttled) / periods
-        bad = held > limits.throttled
+        grade = warn_if(held > limits.throttled)
         found.append(
             Finding(
                 check="cpu-throttled",
-                grade=Grade.WARN if bad else Grade.OK,
+                grade=grade,
                 value=round(100 * held, 1),
                 unit="%",
                 limit=f"warn above {limits.throttled:.0%} of the periods",
                 reason=f"the container's quota held processes back in {held:.0%} of the periods",
-                advice="raise the quota, or use fewer threads" if bad else "",
+                advice=when(grade, "raise the quota, or use fewer threads"),
             )
         )
     return found
@@ -210,23 +212,21 @@ def judge_cpu(before: HostSample, now: HostSample, limits: Limits) -> list[Findi
 
 def judge_cpu_limits(cpu: CpuSample) -> Finding:
     usable = min(float(cpu.allowed), cpu.quota or float(cpu.allowed))
-    tight = cpu.quota is not None and cpu.quota < cpu.allowed
+    grade = warn_if(cpu.quota is not None and cpu.quota < cpu.allowed)
     told = f"{cpu.visible} visible, {cpu.allowed} allowed"
     return Finding(
         check="cpu-limit",
-        grade=Grade.WARN if tight else Grade.OK,
+        grade=grade,
         value=round(usable, 2),
         unit="processors",
         limit="warn when a quota is below the processors that programs see",
         reason=f"{told}, quota {cpu.quota:g}" if cpu.quota else f"{told}, no quota",
-        advice="libraries start one thread for each processor they see: set --threads"
-        if tight
-        else "",
+        advice=when(grade, "libraries start one thread for each processor they see: set --threads"),
     )
 
 
 def judge_pressure(pressure: PressureSample, limits: Limits) -> list[Finding]:
-    """The kernel's pressure stall information, before a job."""
+    """Judge the kernel's pressure stall information, before a job."""
     rows = (
         ("cpu-pressure", pressure.cpu_some, limits.cpu_pressure, "processors", "some"),
         ("memory-pressure", pressure.memory_full, limits.memory_pressure, "memory", "all"),
@@ -235,18 +235,18 @@ def judge_pressure(pressure: PressureSample, limits: Limits) -> list[Finding]:
     found = []
     for check, value, limit, what, who in rows:
         if value is None:
-            reason = "the kernel does not tell (/proc/pressure)"
-            found.append(Finding(check=check, grade=Grade.SKIPPED, reason=reason))
+            found.append(skipped(check, "the kernel does not tell (/proc/pressure)"))
             continue
+        grade = warn_if(value > limit)
         found.append(
             Finding(
                 check=check,
-                grade=Grade.WARN if value > limit else Grade.OK,
+                grade=grade,
                 value=value,
                 unit="%",
                 limit=f"warn above {limit:g} %",
                 reason=f"{who} tasks waited for {what} for {value:g} % of the last minute",
-                advice="find what else runs here" if value > limit else "",
+                advice=when(grade, "find what else runs here"),
             )
         )
     return found
@@ -255,31 +255,19 @@ def judge_pressure(pressure: PressureSample, limits: Limits) -> list[Finding]:
 def judge_allowance(
     allowance: AllowanceSample, limits: Limits, shared_need_bytes: int = 0
 ) -> list[Finding]:
-    """`shared_need_bytes`: what the job's data loaders will hold in shared memory."""
+    """Judge what a process may have; data loaders will hold `shared_need_bytes` in /dev/shm."""
     hard = "unlimited" if allowance.open_files_hard is None else allowance.open_files_hard
+    files = f"raise it: ulimit -n {hard}"
     pids = "raise ulimit -u, or the container's pids limit"
+    a, of = allowance, limits
     return [
-        _judge_count(
-            "open-files",
-            allowance.open_files,
-            limits.open_files,
-            what="files a process may open",
-            advice=f"raise it: ulimit -n {hard}",
-        ),
-        _judge_count(
-            "processes",
-            allowance.processes,
-            limits.processes,
-            what="more processes or threads",
-            advice=pids,
-        ),
+        _judge_count("open-files", a.open_files, of.open_files, "files a process may open", files),
+        _judge_count("processes", a.processes, of.processes, "more processes or threads", pids),
         _judge_shared(allowance, limits, shared_need_bytes),
     ]
 
 
-def _judge_count(
-    check: str, value: int | None, pair: tuple[float, float], *, what: str, advice: str
-) -> Finding:
+def _judge_count(check: str, value: int | None, pair: Pair, what: str, advice: str) -> Finding:
     grade = Grade.OK if value is None else grade_below(value, *pair)
     return Finding(
         check=check,
@@ -287,7 +275,7 @@ def _judge_count(
         value=value,
         limit=limit_text("below", pair),
         reason=f"{'no limit on' if value is None else value} {what}",
-        advice="" if grade is Grade.OK else advice,
+        advice=when(grade, advice),
     )
 
 
@@ -312,22 +300,23 @@ def _judge_shared(allowance: AllowanceSample, limits: Limits, need_bytes: int) -
         unit="MiB",
         limit=limit_text("below", pair, MIB) + " MiB in size",
         reason=f"{free / MIB:.0f} of {size / MIB:.0f} MiB free in /dev/shm{need}",
-        advice=""
-        if grade is Grade.OK
-        else "enlarge it (docker run --shm-size, or a larger tmpfs), or use fewer loaders",
+        advice=when(
+            grade, "enlarge it (docker run --shm-size, or a larger tmpfs), or use fewer loaders"
+        ),
     )
 
 
 def judge_ports(sample: HostSample) -> Finding:
     if not sample.ports:
-        return Finding(check="infiniband", grade=Grade.SKIPPED, reason="no InfiniBand port here")
+        return skipped("infiniband", "no InfiniBand port here")
     down = sample.ports_down
+    grade = warn_if(bool(down))
     return Finding(
         check="infiniband",
-        grade=Grade.WARN if down else Grade.OK,
+        grade=grade,
         value=sample.ports - len(down),
         unit="ports",
         limit="warn when one is not active",
         reason=f"not active: {', '.join(down)}" if down else f"all {sample.ports} ports active",
-        advice="look at cable and switch port, or disable the port" if down else "",
+        advice=when(grade, "look at cable and switch port, or disable the port"),
     )

@@ -1,4 +1,4 @@
-"""Judging a machine against others: the way to a peer, equal versions, speeds like the others'.
+"""Judge a machine against others: the way to a peer, equal versions, speeds like the others'.
 
 `Report` is what one machine's examination says as data; two of them can be compared.
 """
@@ -7,10 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
-from holdfast.health.checks_host import limit_text
-from holdfast.health.history import Finding, Grade, grade_above, grade_below
-from holdfast.health.limits import Limits
+from holdfast.health.findings import (
+    Finding,
+    Grade,
+    fail_if,
+    grade_above,
+    grade_below,
+    when,
+)
+from holdfast.health.limits import Limits, Pair, limit_text
 
 FORMAT = 1
 PYTHON_MIN, TORCH_MIN = (3, 10), (2, 6)
@@ -36,7 +43,7 @@ DISK_SPEEDS = ("disk-write", "disk-syncs")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """One machine's examination."""
+    """A report is what one machine's examination has found."""
 
     format: int = FORMAT
     host: str = ""
@@ -48,7 +55,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerSample:
-    """What was measured on the way to a peer; `failure` if it could not be reached."""
+    """A peer sample is what was measured on the way to a peer, or why it was not reached."""
 
     peer: str
     failure: str = ""
@@ -61,6 +68,7 @@ class PeerSample:
 
 
 def judge_peer(sample: PeerSample, limits: Limits) -> list[Finding]:
+    """Judge whether a peer is reached, how its clock goes, and how fast bytes come and go."""
     if sample.failure:
         return [
             Finding(
@@ -82,7 +90,7 @@ def judge_peer(sample: PeerSample, limits: Limits) -> list[Finding]:
             unit="ms",
             limit=limit_text("above", limits.round_trip_s, 1e-3) + " ms",
             reason=f"round trip {1e3 * sample.round_trip_s:.2f} ms",
-            advice="" if grade is Grade.OK else "are both in one data centre, on one network?",
+            advice=when(grade, "are both in one data centre, on one network?"),
         ),
         judge_clock(sample, limits),
     ]
@@ -110,14 +118,14 @@ def judge_peer(sample: PeerSample, limits: Limits) -> list[Finding]:
                 unit="MB/s",
                 limit=limit_text("below", limits.network, 1e6) + " MB/s",
                 reason=f"{rate / 1e6:.0f} MB/s on one connection",
-                advice="" if grade is Grade.OK else "look at link speed, cables and switch",
+                advice=when(grade, "look at link speed, cables and switch"),
             )
         )
     return found
 
 
 def clock_offset(times: Sequence[tuple[float, float, float, float]]) -> tuple[float, float]:
-    """(offset of the other clock, round trip) in seconds, from the quickest of several exchanges.
+    """Estimate (offset of the other clock, round trip) in seconds by the quickest exchange.
 
     Each is (sent by us, received there, answered there, received by us), by each side's own clock.
     The true offset is within half the round trip of the estimate, as in NTP (RFC 5905).
@@ -129,7 +137,7 @@ def clock_offset(times: Sequence[tuple[float, float, float, float]]) -> tuple[fl
 
 
 def judge_clock(sample: PeerSample, limits: Limits) -> Finding:
-    """By how much the clocks differ for certain: half the round trip may be the network's doing."""
+    """Judge by how much clocks differ for certain: half the round trip may be the network's."""
     certain_s = max(0.0, abs(sample.offset_s) - sample.round_trip_s / 2)
     grade = grade_above(certain_s, *limits.clock_s)
     way = "ahead of" if sample.offset_s > 0 else "behind"
@@ -142,12 +150,12 @@ def judge_clock(sample: PeerSample, limits: Limits) -> Finding:
         limit=limit_text("above", limits.clock_s, 1e-3) + " ms",
         reason=f"the peer's clock is {1e3 * abs(sample.offset_s):.2f} ms {way} ours, "
         f"give or take {1e3 * sample.round_trip_s / 2:.2f} ms",
-        advice="" if grade is Grade.OK else "run a time service (chrony, ntpd) on both",
+        advice=when(grade, "run a time service (chrony, ntpd) on both"),
     )
 
 
 def compare_facts(ours: dict[str, str], other: Report) -> list[Finding]:
-    """One finding for each fact that both know and that differs; one in all if none does."""
+    """Make a finding of each fact that both know and that differs; one in all if none does."""
     found: list[Finding] = []
     both = [name for name in EQUAL if name in ours and name in other.facts]
     for name in both:
@@ -170,78 +178,56 @@ def compare_facts(ours: dict[str, str], other: Report) -> list[Finding]:
     return [Finding(check="same-versions", subject=other.host, grade=grade, reason=reason)]
 
 
-def median(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    return (ordered[middle] + ordered[~middle]) / 2
-
-
 def compare_speeds(
     ours: dict[str, float], others: Sequence[Report], limits: Limits
 ) -> list[Finding]:
-    """Each speed against the median of the others that measured it: one odd peer does not count."""
+    """Judge each speed by the median of the others that measured it; one odd peer is not enough."""
     found: list[Finding] = []
     for name in sorted(ours):
         known = [r.speeds[name] for r in others if r.speeds.get(name, 0.0) > 0.0]
         if not known:
             continue
         pair = limits.slow_disk if name in DISK_SPEEDS else limits.slow
-        part = ours[name] / median(known)
-        grade = grade_below(part, *pair)
         count = "1 machine" if len(known) == 1 else f"{len(known)} machines"
-        found.append(
-            Finding(
-                check="speed",
-                subject=name,
-                grade=grade,
-                value=round(part, 3),
-                unit="of the others'",
-                limit=limit_text("below", pair),
-                reason=f"{part:.2f} of the median of {count}",
-                advice=""
-                if grade is Grade.OK
-                else "find out why: cooling, power, other programs, memory modules, BIOS settings",
-            )
-        )
+        why = "find out why: cooling, power, other programs, memory modules, BIOS settings"
+        found.append(_slow("speed", name, ours[name] / median(known), pair, count, why))
     return found
+
+
+def _slow(check: str, subject: str, part: float, pair: Pair, others: str, advice: str) -> Finding:
+    grade = grade_below(part, *pair)
+    return Finding(
+        check=check,
+        subject=subject,
+        grade=grade,
+        value=round(part, 3),
+        unit="of the others'",
+        limit=limit_text("below", pair),
+        reason=f"{part:.2f} of the median of {others}",
+        advice=when(grade, advice),
+    )
 
 
 def compare_siblings(speeds: dict[str, float], limits: Limits) -> list[Finding]:
-    """The GPUs of one machine against each other. `speeds`: by GPU."""
+    """Judge the GPUs of one machine by each other. `speeds`: by GPU."""
     if len(speeds) < 2:
         return []
-    middle = median(list(speeds.values()))
-    found = []
-    for name, speed in speeds.items():
-        part = speed / middle if middle > 0 else 0.0
-        grade = grade_below(part, *limits.slow)
-        found.append(
-            Finding(
-                check="gpu-speed",
-                subject=name,
-                grade=grade,
-                value=round(part, 3),
-                unit="of the others'",
-                limit=limit_text("below", limits.slow),
-                reason=f"{part:.2f} of the median of this machine's {len(speeds)} GPUs",
-                advice="" if grade is Grade.OK else "look at its temperature, power and clocks",
-            )
-        )
-    return found
+    middle = median(speeds.values())
+    others = f"this machine's {len(speeds)} GPUs"
+    why = "look at its temperature, power and clocks"
+    parts = {name: speed / middle if middle > 0 else 0.0 for name, speed in speeds.items()}
+    return [_slow("gpu-speed", name, p, limits.slow, others, why) for name, p in parts.items()]
 
 
 def judge_versions(facts: dict[str, str], *, gpus: int) -> list[Finding]:
-    """What a worker needs to run at all. `gpus`: how many are on the PCI bus."""
+    """Judge whether a worker can run at all. `gpus`: how many are on the PCI bus."""
     python = facts.get("python", "0")
     torch = facts.get("torch", "")
-    found = [
-        _version("python", python, _older(python, PYTHON_MIN), f"at least {_dotted(PYTHON_MIN)}"),
-    ]
+    found = [_version("python", python, PYTHON_MIN)]
     if not torch:
         missing = "is not installed for this Python: workers cannot run"
         return [*found, _need("torch", Grade.FAIL, missing, "install PyTorch")]
-    least = f"at least {_dotted(TORCH_MIN)}"
-    found.append(_version("torch", torch, _older(torch, TORCH_MIN), least))
+    found.append(_version("torch", torch, TORCH_MIN))
     if facts.get("gloo") == "no":
         found.append(_need("gloo", Grade.FAIL, "torch was built without gloo", "install another"))
     if gpus and facts.get("cuda") == "no":
@@ -253,25 +239,19 @@ def judge_versions(facts: dict[str, str], *, gpus: int) -> list[Finding]:
     return found
 
 
-def _version(name: str, version: str, bad: bool, least: str) -> Finding:
+def _version(name: str, version: str, oldest: tuple[int, int]) -> Finding:
+    numbers = [int(part) if part.isdecimal() else 0 for part in version.split(".")[:2]]
+    grade = fail_if(tuple(numbers) < oldest)
+    least = "at least " + ".".join(map(str, oldest))
     return Finding(
         check="versions",
         subject=name,
-        grade=Grade.FAIL if bad else Grade.OK,
+        grade=grade,
         limit=least,
         reason=version,
-        advice=f"install {least}" if bad else "",
+        advice=when(grade, f"install {least}"),
     )
 
 
 def _need(name: str, grade: Grade, reason: str, advice: str) -> Finding:
     return Finding(check="versions", subject=name, grade=grade, reason=reason, advice=advice)
-
-
-def _older(version: str, least: tuple[int, int]) -> bool:
-    numbers = [int(part) if part.isdecimal() else 0 for part in version.split(".")[:2]]
-    return tuple(numbers) < least
-
-
-def _dotted(version: tuple[int, int]) -> str:
-    return ".".join(map(str, version))

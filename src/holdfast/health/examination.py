@@ -1,8 +1,8 @@
-"""The examination of one machine before it joins a job: what is measured, in which order, how long.
+"""Examine one machine before it joins a job: what is measured, in which order, and for how long.
 
 Every measurement that may hang is another process with a limit (health/measure/bounded.py); a
 measurement that does not come is a finding like any other. What a measurement means is decided in
-core/checks_*.py.
+health/checks_*.py.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ from holdfast.health.checks_peers import (
     judge_versions,
 )
 from holdfast.health.checks_trials import (
-    LOG_ADVICE,
     ArithmeticSample,
     DiskSample,
     KernelLogSample,
@@ -50,22 +49,23 @@ from holdfast.health.checks_trials import (
     judge_kernel_log,
     judge_memory_speed,
 )
-from holdfast.health.history import Finding, Grade, summary
+from holdfast.health.external_checks import ExternalCheck, run
+from holdfast.health.findings import Finding, Grade, skipped, summary
 from holdfast.health.limits import GIB, Limits
-from holdfast.health.measure.bounded import Answer, probe_command, run_bounded
+from holdfast.health.measure.bounded import ChildAnswer, child_command, run_bounded
 from holdfast.health.measure.host import HostReader
 
 SELFTEST = "holdfast.train.selftest"
 PEERS_MAX = 64
 
 T = TypeVar("T")
-Measure = Callable[[str, dict[str, Any], float], Answer]
+Measure = Callable[[str, dict[str, Any], float], ChildAnswer]
 Progress = Callable[[int, int, str], None]  # done, of how many, what comes next
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
-    """How long each part may take. `..._limit_s`: after that it counts as hung."""
+class ExaminationPace:
+    """A pace says how long each part may take; after `..._limit_s` it counts as hung."""
 
     arithmetic_s: float = 1.0
     memory_s: float = 1.0  # 0 leaves the part out
@@ -77,7 +77,7 @@ class Pace:
     torch_limit_s: float = 60.0  # imports, and drivers that wake up one GPU after the other
 
 
-QUICK = Pace(
+QUICK = ExaminationPace(
     arithmetic_s=0.2,
     memory_s=0.0,
     torch_s=0.0,
@@ -90,27 +90,28 @@ QUICK = Pace(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examination:
-    """What is asked for."""
+    """An examination is what is asked for: of which directory, peers, reports and commands."""
 
     directory: str
     version: str  # of Holdfast
-    pace: Pace = Pace()
+    pace: ExaminationPace = ExaminationPace()
     peers: tuple[tuple[str, int], ...] = ()
     secret: bytes = b""
     against: tuple[Report, ...] = ()
     shared_need_bytes: int = 0
+    external: tuple[ExternalCheck, ...] = ()
 
 
-def measure(name: str, arguments: dict[str, Any], limit_s: float) -> Answer:
-    """The real measurements; tests bring their own."""
+def measure(name: str, arguments: dict[str, Any], limit_s: float) -> ChildAnswer:
+    """Take one of the real measurements; tests bring their own."""
     if name == "torch":
         command = [sys.executable, "-m", SELFTEST, str(os.getpid()), str(arguments["budget_s"])]
         return run_bounded(command, b"", limit_s)
-    return run_bounded(probe_command(name), msgspec.json.encode(arguments) + b"\n", limit_s)
+    return run_bounded(child_command(name), msgspec.json.encode(arguments) + b"\n", limit_s)
 
 
 class Doctor:
-    """`examine` once. It collects facts and speeds on the way, which later steps compare."""
+    """A doctor makes one examination, collecting facts and speeds that later steps compare."""
 
     def __init__(
         self, wanted: Examination, limits: Limits, reader: HostReader, measure: Measure
@@ -126,7 +127,7 @@ class Doctor:
         self._present = 0
 
     def examine(self, progress: Progress) -> Report:
-        """All steps, one after another, so that none disturbs another's measurement."""
+        """Take all steps, one after another, so that none disturbs another's measurement."""
         steps = self._steps()
         found: list[Finding] = []
         for done, (title, step) in enumerate(steps):
@@ -154,13 +155,15 @@ class Doctor:
         steps.append(("torch", self._try_torch))
         for peer in self._wanted.peers[:PEERS_MAX]:
             steps.append((f"peer {peer[0]}", functools.partial(self._meet, *peer)))
+        for check in self._wanted.external:
+            steps.append((check.name, functools.partial(_run_external, check)))
         steps.append(("comparing", self._compare))
         return steps
 
     def _ask(
         self, name: str, kind: type[T], arguments: dict[str, Any], as_check: tuple[str, str]
     ) -> tuple[T | None, list[Finding]]:
-        """One sample, or the finding that says why there is none."""
+        """Take one sample, or return the finding that says why there is none."""
         answer = self._measure(name, arguments, self._wanted.pace.limit_s)
         failure = answer.failure
         if not failure:
@@ -239,8 +242,7 @@ class Doctor:
         failed += more
         gpus = report is not None and bool(report.gpus)
         if log is not None:
-            kinds = tuple(kind for kind in LOG_ADVICE if kind != "gpu")
-            failed += judge_kernel_log(log, kinds, gpus=gpus)
+            failed += judge_kernel_log(log, gpus=gpus)
         if report is None:
             return failed
         if gpus:
@@ -251,7 +253,7 @@ class Doctor:
         return [*failed, *judge_gpus(report, self._limits, before_job=True)]
 
     def _try_torch(self) -> list[Finding]:
-        """In the quick examination only whether it is installed: importing it takes seconds."""
+        """Try torch out; the quick examination only looks whether it is installed."""
         pace = self._wanted.pace
         if pace.torch_s <= 0 or not self._facts.get("torch"):
             return judge_versions(self._facts, gpus=self._present)
@@ -303,13 +305,16 @@ class Doctor:
         found += compare_speeds(self._speeds, self._wanted.against, self._limits)
         if not self._wanted.against:
             speeds = ", ".join(f"{name} {_short(value)}" for name, value in self._speeds.items())
-            reason = f"not compared (--against): {speeds}"
-            found.append(Finding(check="speed", grade=Grade.SKIPPED, reason=reason))
+            found.append(skipped("speed", f"not compared (--against): {speeds}"))
         return found
 
 
+def _run_external(check: ExternalCheck) -> list[Finding]:
+    return [run(check)]
+
+
 def _short(value: float) -> str:
-    """1.23e9 as 1.2 G."""
+    """Write 1.23e9 as 1.23 G/s."""
     for power, letter in ((12, "T"), (9, "G"), (6, "M"), (3, "k")):
         if value >= 10**power:
             return f"{value / 10**power:.3g} {letter}/s"
@@ -329,7 +334,7 @@ def examine(wanted: Examination, progress: Progress, limits: Limits | None = Non
 
 
 def read_report(data: bytes) -> Report:
-    """Another machine's `--json` output. ValueError says what is wrong with it."""
+    """Read another machine's `--json` output. ValueError says what is wrong with it."""
     report = msgspec.json.decode(data, type=Report)
     if report.format != Report(facts={}, speeds={}).format:
         raise ValueError(f"it has format {report.format}")
@@ -337,5 +342,5 @@ def read_report(data: bytes) -> Report:
 
 
 def plain(value: Report | Sequence[Finding]) -> Any:
-    """As plain data for JSON."""
+    """Turn a report or findings into plain data for JSON."""
     return msgspec.to_builtins(value)

@@ -1,100 +1,25 @@
-"""What is known of a machine's health: findings, and a verdict on a history of them.
+"""Judge a machine by the history of its findings: a `Watch` turns rounds of them into a verdict.
 
-A check turns measurements into findings (core/checks_*.py); a `Watch` turns the findings of
-repeated checks into a verdict. It knows nothing of how anything was measured. Its invariant: no
-single round of findings, however bad, ever drains a node, and a drained node is only taken back
-after a clean probation, in which every check that drained it was seen to be well again.
+It knows nothing of how anything was measured. Its invariant: no single round of findings, however
+bad, ever drains a node, and a drained node is only taken back after a clean probation, in which
+every check that drained it was seen to be well again.
 """
 
 from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from holdfast.core.errors import InvariantError, require
+from holdfast.health.findings import REASON_MAX, Finding, Grade, one_line
 
-REASON_MAX = 300
 TRACKS_MAX = 1024
 
 
-class Grade(enum.Enum):
-    """What a check says of one thing."""
-
-    OK = "ok"
-    WARN = "warn"
-    FAIL = "fail"
-    SKIPPED = "skipped"  # not measured, and why: it speaks neither for nor against the machine
-
-
-_BADNESS = {Grade.SKIPPED: 0, Grade.OK: 1, Grade.WARN: 2, Grade.FAIL: 3}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One check of one thing: what was measured, what is allowed, and what to do about it."""
-
-    check: str  # its name, such as disk-sync; documented in docs/doctor.md
-    grade: Grade
-    reason: str  # one line: what was found
-    subject: str = ""  # of several: GPU 3, a directory, a peer
-    value: float | None = None
-    unit: str = ""
-    limit: str = ""  # in words, such as: warn above 0.1, fail above 1
-    advice: str = ""  # what to do; empty when there is nothing to do
-
-    @property
-    def name(self) -> str:
-        return f"{self.check} {self.subject}" if self.subject else self.check
-
-    @property
-    def line(self) -> str:
-        return one_line(f"{self.name}: {self.reason}")
-
-
-def one_line(text: str) -> str:
-    """Reasons travel and are shown: one bounded line of plain text, whatever a message held."""
-    text = "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
-    return text if len(text) <= REASON_MAX else text[: REASON_MAX - 3] + "..."
-
-
-def grade_above(value: float, warn: float, fail: float) -> Grade:
-    """For what should be low. A value that is no number fails: it was measured wrongly or lies."""
-    if not value <= fail:
-        return Grade.FAIL
-    return Grade.WARN if value > warn else Grade.OK
-
-
-def grade_below(value: float, warn: float, fail: float) -> Grade:
-    """For what should be high."""
-    if not value >= fail:
-        return Grade.FAIL
-    return Grade.WARN if value < warn else Grade.OK
-
-
-def worst(findings: Iterable[Finding]) -> Grade:
-    """The worst grade; OK when everything was skipped, since nothing speaks against the machine."""
-    found = max((f.grade for f in findings), key=_BADNESS.__getitem__, default=Grade.OK)
-    return Grade.OK if found is Grade.SKIPPED else found
-
-
-def summary(findings: Sequence[Finding]) -> str:
-    """The verdict of a whole examination in one sentence."""
-    failed = [f for f in findings if f.grade is Grade.FAIL]
-    warned = [f for f in findings if f.grade is Grade.WARN]
-    more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
-    if failed:
-        return one_line(f"NOT FIT to join: {failed[0].line}{more}")
-    if warned:
-        count = "1 warning" if len(warned) == 1 else f"{len(warned)} warnings"
-        names = ", ".join(dict.fromkeys(f.check for f in warned))
-        return one_line(f"fit to join, with {count}: {names}")
-    return "fit to join"
-
-
 class Health(enum.Enum):
-    """What the job should do with a node."""
+    """Health is what the job should do with a node."""
 
     HEALTHY = "healthy"
     SUSPECT = "suspect"  # keep it, prefer others, look at it
@@ -102,17 +27,17 @@ class Health(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """Small enough to travel in every report; the rest is empty when healthy."""
+class HealthVerdict:
+    """A health verdict says what to do with a node and why; small enough for every report."""
 
     health: Health = Health.HEALTHY
-    reason: str = ""  # one bounded line
+    reason: str = ""  # one bounded line; empty when healthy
     check: str = ""  # which one it is about, so that equal causes on many nodes can be told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchPolicy:
-    """How much evidence changes a verdict. Samples are counted *and* timed.
+    """A watch policy says how much evidence changes a verdict: samples, counted *and* timed.
 
     Counting alone would let three quick calls drain a node; time alone would take a pause of the
     observer for evidence.
@@ -137,8 +62,8 @@ class WatchPolicy:
 
 
 @dataclass(slots=True)
-class _Track:
-    """The recent grades of one check of one thing."""
+class _CheckTrack:
+    """A track holds the recent grades of one check of one thing."""
 
     recent: deque[tuple[float, Grade]]
     suspect: bool = False
@@ -157,9 +82,9 @@ class _Track:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchRecord:
-    """For dashboards and dumps."""
+    """A watch record is what dashboards and dumps show of a watch."""
 
-    verdict: Verdict
+    verdict: HealthVerdict
     drains: int
     clean_s: float  # of the probation
     probation_s: float  # how long the present or next probation is
@@ -168,39 +93,40 @@ class WatchRecord:
 
 @dataclass(slots=True)
 class _Probation:
-    """A drained node on its way back: which checks must be seen clean, and for how long so far."""
+    """A probation tells how far a drained node is on its way back."""
 
-    causes: dict[str, None] = field(default_factory=dict)  # in the order in which they failed
+    causes: dict[str, None] = field(default_factory=dict)  # failed, in order; must be seen well
+    seen: dict[str, None] = field(default_factory=dict)  # causes seen well since clean_at
+    clean_at: float = 0.0  # when all causes had last been seen well
     clean_s: float = 0.0
     clean_samples: int = 0
 
 
 class Watch:
-    """`observe` takes each round's findings and returns the verdict; the only mutator."""
+    """A watch judges a node by its rounds of findings; `observe` is its only mutator."""
 
     def __init__(self, policy: WatchPolicy | None = None) -> None:
         self.policy = policy or WatchPolicy()
-        self._tracks: dict[str, _Track] = {}
-        self._verdict = Verdict()
+        self._tracks: dict[str, _CheckTrack] = {}
+        self._verdict = HealthVerdict()
         self._probation = _Probation()
         self._drains = 0
         self._last = 0.0  # time of the newest round; only meaningful once there was one
         self._rounds = 0
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> HealthVerdict:
         return self._verdict
 
-    def observe(self, findings: Sequence[Finding], now: float) -> Verdict:
-        """`now`: seconds of a clock that never goes back."""
+    def observe(self, findings: Sequence[Finding], now: float) -> HealthVerdict:
+        """Take one round of findings and judge anew. `now`: of a clock that never goes back."""
         require(self._rounds == 0 or now >= self._last, f"time went back to {now}")
-        gap_s = min(now - self._last, self.policy.gap_s_max) if self._rounds else 0.0
         self._last, self._rounds = now, self._rounds + 1
         for finding in findings:
             if finding.grade is not Grade.SKIPPED:
                 self._note(finding, now)
         if self._verdict.health is Health.DRAIN:
-            self._prove(findings, gap_s)
+            self._prove(findings, now)
         else:
             self._judge(now)
         return self._verdict
@@ -231,7 +157,7 @@ class Watch:
         if track is None:
             if not self._room():
                 return
-            track = self._tracks[finding.name] = _Track(deque(maxlen=self.policy.window))
+            track = self._tracks[finding.name] = _CheckTrack(deque(maxlen=self.policy.window))
         track.recent.append((now, finding.grade))
         if finding.grade is not Grade.OK:
             track.bad = finding
@@ -241,7 +167,7 @@ class Watch:
             track.suspect = True
 
     def _room(self) -> bool:
-        """Subjects come and go: a clean track makes room for a new one."""
+        """Make room for one more track, if a clean one can go: subjects come and go."""
         if len(self._tracks) < TRACKS_MAX:
             return True
         spare = next((name for name, t in self._tracks.items() if t.clean), None)
@@ -250,7 +176,7 @@ class Watch:
         del self._tracks[spare]
         return True
 
-    def _failing(self, track: _Track, now: float) -> bool:
+    def _failing(self, track: _CheckTrack, now: float) -> bool:
         enough = track.count(Grade.FAIL) >= self.policy.fails_to_drain
         return enough and now - track.first_fail() >= self.policy.drain_s
 
@@ -264,10 +190,10 @@ class Watch:
         elif suspects:
             self._verdict = self._tell(Health.SUSPECT, suspects[0])
         else:
-            self._verdict = Verdict()
+            self._verdict = HealthVerdict()
 
-    def _tell(self, health: Health, name: str) -> Verdict:
-        """What was seen last, and how often; what comes last may be cut off."""
+    def _tell(self, health: Health, name: str) -> HealthVerdict:
+        """Put into words what was seen last, and how often; the end of it may be cut off."""
         track = self._tracks[name]
         fails, bad = track.count(Grade.FAIL), track.bad
         seen = f"{fails} failed" if fails else f"{track.count(Grade.WARN)} warned"
@@ -275,27 +201,33 @@ class Watch:
             raise InvariantError(f"{name} counts against the node and was never bad")
         advice = f"; {bad.advice}" if bad.advice else ""
         reason = f"{bad.line} ({seen} of the last {len(track.recent)} samples){advice}"
-        return Verdict(health=health, reason=one_line(reason), check=bad.check)
+        return HealthVerdict(health=health, reason=one_line(reason), check=bad.check)
 
-    def _prove(self, findings: Sequence[Finding], gap_s: float) -> None:
-        """One round of a probation: any failure starts it again; silence does not advance it."""
+    def _prove(self, findings: Sequence[Finding], now: float) -> None:
+        """Let one round count towards the probation, which any failure starts again.
+
+        Checks may report at different times, so a sample is complete when every cause has been seen
+        to be well; silence does not advance it.
+        """
         probation = self._probation
         grades = {f.name: f.grade for f in findings}
         failed = [f.name for f in findings if f.grade is Grade.FAIL]
         warned = [name for name in probation.causes if grades.get(name) is Grade.WARN]
         if failed or warned:
-            probation.causes.update(dict.fromkeys(failed))
-            probation.clean_s, probation.clean_samples = 0.0, 0
+            self._probation = _Probation(causes=probation.causes | dict.fromkeys(failed))
             return
-        if any(grades.get(name) is not Grade.OK for name in probation.causes):
+        probation.seen |= {name: None for name in probation.causes if grades.get(name) is Grade.OK}
+        if len(probation.seen) < len(probation.causes):
             return
-        probation.clean_s += gap_s if probation.clean_samples else 0.0
+        if probation.clean_samples:
+            probation.clean_s += min(now - probation.clean_at, self.policy.gap_s_max)
+        probation.seen, probation.clean_at = {}, now
         probation.clean_samples += 1
         enough = probation.clean_samples >= self.policy.probation_samples
         if enough and probation.clean_s >= self._probation_s():
             self._probation = _Probation()
             self._tracks.clear()
-            self._verdict = Verdict()
+            self._verdict = HealthVerdict()
 
     def _probation_s(self) -> float:
         doubled = self.policy.probation_s * 2.0 ** min(max(self._drains - 1, 0), 32)

@@ -1,4 +1,4 @@
-"""The limits that separate ok, warn and fail, as one value. Where each comes from: docs/doctor.md.
+"""The limits that separate ok, warn and fail, as one value; docs/doctor.md says where from.
 
 A pair is (warn, fail).
 """
@@ -14,7 +14,7 @@ Pair = tuple[float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Speeds are bytes or operations a second; fractions are from 0 to 1."""
+    """Limits hold what separates ok, warn and fail; speeds are a second, fractions from 0 to 1."""
 
     # Against the median of the other machines: below this part of it.
     slow: Pair = (0.7, 0.5)  # arithmetic, memory
@@ -53,5 +53,8 @@ class Limits:
     gpu_slowdown_c: int = 90  # for one that does not tell that temperature
     gpu_corrected: int = 100  # warn above, since the driver was loaded
     gpu_memory_used_bytes: int = 2 * GIB  # warn above, before a job
-    xids_fatal: tuple[int, ...] = (48, 62, 64, 74, 79, 95, 119, 120, 140)
-    xids_of_programs: tuple[int, ...] = (8, 13, 31, 43, 45, 68)  # a script's mistake, or its end
+
+
+def limit_text(sign: str, pair: Pair, scale: float = 1.0) -> str:
+    """Put a pair of limits into words, such as: warn above 0.1, fail above 1."""
+    return f"warn {sign} {pair[0] / scale:g}, fail {sign} {pair[1] / scale:g}"

@@ -15,13 +15,13 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from statistics import median
 
 import msgspec
 import torch
 import torch.distributed as dist
 
 from holdfast.core.exact_products import NARROW, WIDE, ExactProduct, digest_of
-from holdfast.health.checks_peers import median
 from holdfast.health.checks_trials import ArithmeticSample, TorchLine
 
 PR_SET_PDEATHSIG = 1

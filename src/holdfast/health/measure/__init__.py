@@ -1,1 +1,1 @@
-"""Measures this machine: the processor, memory, disks, network and GPUs."""
+"""Measure this machine: the processors, memory, disks, network and GPUs."""

@@ -1,8 +1,8 @@
-"""Other processes that measure for us, never waited for longer than a bound.
+"""Run measurements in other processes, which are never waited for longer than a bound.
 
 A thread that is stuck in a dead disk or driver cannot be ended, and would keep its process from
 ending too. So what may hang runs in a child, which is killed at its limit and, if even that does
-not help, left catching_up: it holds no pipe that anybody waits for.
+not help, left behind: it holds no pipe that anybody waits for.
 """
 
 from __future__ import annotations
@@ -13,45 +13,46 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from signal import SIGKILL, Signals
 
 REAP_S = 0.5
 LINE_BYTES_MAX = 1 << 20
 RESTART_S = 60.0
-PROBE = "holdfast.health.measure.probe"
+CHILD = "holdfast.health.measure.child"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """What a child said until its end or limit. `failure` is empty when it ended well."""
+class ChildAnswer:
+    """An answer is what a child said until its end or limit."""
 
     lines: tuple[bytes, ...] = ()
-    failure: str = ""
+    failure: str = ""  # empty when it ended well
     hung: bool = False
 
 
-def probe_command(name: str, *, watch: bool = False) -> list[str]:
-    """The command that runs one of the measurements of probe.py."""
+def child_command(name: str, *, watch: bool = False) -> list[str]:
+    """Return the command that runs one of the measurements of child.py."""
     how = "watch" if watch else "once"
-    return [sys.executable, "-m", PROBE, how, name, str(os.getpid())]
+    return [sys.executable, "-m", CHILD, how, name, str(os.getpid())]
 
 
-def run_bounded(command: Sequence[str], request: bytes, limit_s: float) -> Answer:
-    """Run a command to its end, or kill it after `limit_s` seconds."""
+def run_bounded(command: Sequence[str], request: bytes, limit_s: float) -> ChildAnswer:
+    """Run a measurement's command to its end, or kill it after `limit_s` seconds."""
     try:
         popen = _start(command, stderr=subprocess.PIPE)
     except OSError as error:
-        return Answer(failure=f"cannot start {command[0]}: {error.strerror}")
+        return ChildAnswer(failure=f"cannot start {command[0]}: {error.strerror}")
     try:
         out, err = popen.communicate(request, timeout=limit_s)
     except subprocess.TimeoutExpired as late:
         stuck = "" if _kill(popen) else ", and cannot even be killed"
         lines = _lines(late.output or b"")
-        return Answer(lines=lines, failure=f"no answer in {limit_s:g} s{stuck}", hung=True)
+        return ChildAnswer(lines=lines, failure=f"no answer in {limit_s:g} s{stuck}", hung=True)
     if popen.returncode != 0:
         words = err.decode(errors="replace").strip().splitlines()
         how = words[-1] if words else _ended(popen.returncode)
-        return Answer(lines=_lines(out), failure=how)
-    return Answer(lines=_lines(out))
+        return ChildAnswer(lines=_lines(out), failure=how)
+    return ChildAnswer(lines=_lines(out))
 
 
 def _start(command: Sequence[str], stderr: int) -> subprocess.Popen[bytes]:
@@ -61,7 +62,7 @@ def _start(command: Sequence[str], stderr: int) -> subprocess.Popen[bytes]:
 
 
 def _lines(out: bytes) -> tuple[bytes, ...]:
-    """Whole lines only."""
+    """Split what a child said into lines, and leave out an unfinished one."""
     whole, _, _ = out.rpartition(b"\n")
     return tuple(line for line in whole.split(b"\n") if line)
 
@@ -83,14 +84,16 @@ def _kill(popen: subprocess.Popen[bytes]) -> bool:
 
 
 class Watcher:
-    """A child that measures whenever it is asked; asking and reading never wait.
+    """A watcher keeps a child that measures whenever it is asked; asking and reading never wait.
 
     Start it from a thread that stays, since the kernel ends the child together with that thread.
+    `end`: the signal by which the child is ended.
     """
 
-    def __init__(self, command: Sequence[str], request: bytes) -> None:
+    def __init__(self, command: Sequence[str], request: bytes, end: Signals = SIGKILL) -> None:
         self._command = command
         self._request = request
+        self._end = end
         self._child: list[subprocess.Popen[bytes]] = []  # none or one
         self._abandoned: list[subprocess.Popen[bytes]] = []  # killed, not yet reaped
         self._buffer = b""
@@ -100,18 +103,18 @@ class Watcher:
 
     @property
     def pid(self) -> int:
-        """0 while there is no child."""
+        """Return the child's process id; 0 while there is no child."""
         return self._child[0].pid if self._child else 0
 
     def fileno(self) -> int:
-        """Readable when something has come, for an event loop; -1 while there is no child."""
+        """Return what an event loop waits on for an answer; -1 while there is no child."""
         for popen in self._child:
             assert popen.stdout is not None
             return popen.stdout.fileno()
         return -1
 
     def waited_s(self, now: float) -> float:
-        """For how long an answer has been outstanding."""
+        """Tell for how long an answer has been outstanding."""
         return now - self._asked_s if self._waiting else 0.0
 
     def ask(self, now: float) -> str:
@@ -134,7 +137,7 @@ class Watcher:
         return ""
 
     def poll(self) -> tuple[bytes | None, str]:
-        """(the answer if it has come, what went wrong)."""
+        """Read what has come: (the answer, or None if it has not come; what went wrong)."""
         for popen in self._child:
             assert popen.stdout is not None
             os.set_blocking(popen.stdout.fileno(), False)
@@ -156,9 +159,9 @@ class Watcher:
         return None, ""
 
     def close(self) -> None:
-        """Kill the child. One that cannot be killed is left to the kernel."""
+        """End the child; one that cannot be killed is left to the kernel."""
         for popen in self._child:
-            popen.kill()
+            popen.send_signal(self._end)
             for pipe in (popen.stdin, popen.stdout):
                 if pipe is not None:
                     with contextlib.suppress(OSError):

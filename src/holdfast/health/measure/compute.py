@@ -1,4 +1,4 @@
-"""Trying out arithmetic and memory with numpy, in a process of its own.
+"""Try out arithmetic and memory with numpy, in a process of its own.
 
 The products have one exact result (core/exact_products.py), so a wrong bit is the machine's fault.
 """
@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from statistics import median
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.core.exact_products import WIDE, ExactProduct, digest_of
-from holdfast.health.checks_peers import median
 from holdfast.health.checks_trials import ArithmeticSample, MemorySpeedSample
 from holdfast.health.limits import MIB
 
@@ -34,7 +34,7 @@ def operands(product: ExactProduct, dtype: Any) -> tuple[Matrix, Matrix]:
 
 
 def result_digest(result: Matrix) -> str:
-    """Of a result whose entries are whole numbers; others (also inf and nan) get another digest."""
+    """Digest a result of whole numbers; one with others, inf or nan too, gets another digest."""
     with np.errstate(invalid="ignore"):
         whole = result.astype("<i4")
     fraction = b"" if np.array_equal(whole, result) else b"fraction"
@@ -42,9 +42,10 @@ def result_digest(result: Matrix) -> str:
 
 
 def wrong_rows(product: ExactProduct, result: Matrix) -> list[int]:
-    """Rows that cannot be right, by whole numbers only: result @ x against left @ (right @ x).
+    """Find the rows that cannot be right, comparing result @ x with left @ (right @ x).
 
-    A wrong row shows unless its errors cancel in this one sum (Freivalds' check).
+    It computes with whole numbers only. A wrong row shows unless its errors cancel in this one sum
+    (Freivalds' check).
     """
     left, right = operands(product, np.int64)
     x = np.arange(1, product.columns + 1, dtype=np.int64)
@@ -104,7 +105,7 @@ def try_memory(budget_s: float, available_bytes: int, threads: int) -> MemorySpe
 
 
 def copy_rate(source: Matrix, target: Matrix, budget_s: float, threads: int) -> float:
-    """The best of several passes: other programs can only make a pass slower."""
+    """Return the best of several passes, in bytes a second: others can only slow one down."""
     pieces = list(
         zip(np.array_split(source, threads), np.array_split(target, threads), strict=True)
     )
@@ -121,7 +122,7 @@ def copy_rate(source: Matrix, target: Matrix, budget_s: float, threads: int) -> 
 
 
 def fill(words: Matrix, start: int, pattern: int) -> None:
-    """0: alternating bits; 1: the same, inverted; 2: every word another, from its place."""
+    """Fill words: 0 alternating bits; 1 the same, inverted; 2 each another, from its place."""
     if pattern < 2:
         words[:] = np.uint64(0x5555555555555555 << pattern & 0xFFFFFFFFFFFFFFFF)
         return
@@ -136,7 +137,7 @@ def write_pattern(words: Matrix, pattern: int) -> None:
 
 
 def check_pattern(words: Matrix, pattern: int) -> tuple[int, int]:
-    """How many bytes differ, and where the first one is (-1: none)."""
+    """Count the bytes that differ, and tell where the first one is (-1: none)."""
     expected = np.empty(PIECE, np.uint64)
     wrong, first = 0, -1
     for start in range(0, len(words), PIECE):

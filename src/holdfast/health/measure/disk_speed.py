@@ -1,4 +1,4 @@
-"""Trying out the disk under a directory: space, fsync, writing, reading back.
+"""Try out the disk under a directory: space, fsync, writing, reading back.
 
 Runs in a process of its own, because a file system that hangs cannot be interrupted. Its file has
 no name, or loses it as soon as it is open, so nothing is left behind.
@@ -12,8 +12,8 @@ import os
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 
-from holdfast.health.checks_peers import median
 from holdfast.health.checks_trials import DiskSample
 from holdfast.health.limits import MIB
 
@@ -25,7 +25,7 @@ SPARE_PART = 4  # never write more than this part of the free space
 
 
 def try_disk(directory: str, *, syncs: int = SYNCS, write_s: float = 0.0) -> DiskSample:
-    """`syncs` small ones; if `write_s` is positive, also write and read back for about so long."""
+    """Sync `syncs` small writes; then write and read back for about `write_s` seconds, if any."""
     try:
         found = os.statvfs(directory)
         free = found.f_bavail * found.f_frsize
@@ -52,7 +52,7 @@ def try_disk(directory: str, *, syncs: int = SYNCS, write_s: float = 0.0) -> Dis
 
 
 def sync_times(descriptor: int, count: int, budget_s: float) -> list[float]:
-    """Seconds of each small write with fsync; fewer than `count` when they take long."""
+    """Time `count` small writes with fsync, in seconds; fewer when they take long."""
     block = os.urandom(SYNC_BYTES)
     times: list[float] = []
     end = time.perf_counter() + budget_s
@@ -65,7 +65,7 @@ def sync_times(descriptor: int, count: int, budget_s: float) -> list[float]:
 
 
 def write_and_read(descriptor: int, bytes_max: int, budget_s: float) -> tuple[float | None, bool]:
-    """(bytes written and synced a second, whether reading back gave other bytes).
+    """Return (bytes written and synced a second, whether reading back gave other bytes).
 
     As much is read back as there is time for, and at least one block.
     """
@@ -107,7 +107,7 @@ def _write(descriptor: int, data: bytes | bytearray) -> None:
 
 
 def filesystem_of(directory: str, mounts: Path) -> str:
-    """The type of the file system under a directory; empty when it is not told."""
+    """Name the type of the file system under a directory; empty when it is not told."""
     place = os.path.realpath(directory)
     best, kind = "", ""
     with contextlib.suppress(OSError):

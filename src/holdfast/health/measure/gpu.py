@@ -1,4 +1,4 @@
-"""Asking NVIDIA's driver about GPUs through NVML (the optional package nvidia-ml-py).
+"""Ask NVIDIA's driver about GPUs through NVML (the optional package nvidia-ml-py).
 
 Runs in a process of its own: a driver in trouble hangs or crashes whoever asks. A GPU that does not
 know an answer (older, virtual, or split by MIG) gives None for it; one that is lost says so. The
@@ -23,7 +23,7 @@ XID_AGE_S = 1800.0  # for so long: an error is over when the GPU was reset and w
 
 
 class GpuReader:
-    """`open`, then `read` as often as wanted."""
+    """A GPU reader asks the driver about all GPUs: `open`, then `read` as often as wanted."""
 
     def __init__(self, nvml: Any) -> None:
         self._nvml = nvml
@@ -33,7 +33,7 @@ class GpuReader:
         self._xids: dict[str, tuple[tuple[float, int], ...]] = {}  # by bus: when, which
 
     def open(self) -> str:
-        """Empty, or why there are no GPUs to ask."""
+        """Open the library; returns why there are no GPUs to ask, or an empty text."""
         nvml = self._nvml
         try:
             nvml.nvmlInit()
@@ -51,7 +51,7 @@ class GpuReader:
         return ""
 
     def read(self, present: int, now: float) -> GpuReport:
-        """One look at all GPUs. `present`: how many the PCI bus shows."""
+        """Take one look at all GPUs. `present`: how many the PCI bus shows."""
         self._read_events(now)
         driver = self._tell(self._nvml.nvmlSystemGetDriverVersion)
         return GpuReport(
@@ -78,7 +78,8 @@ class GpuReader:
 
     def _ask(self, index: int, handle: Any, bus: str) -> GpuSample:
         nvml, tell = self._nvml, self._tell
-        volatile = nvml.NVML_VOLATILE_ECC
+        ecc, volatile = nvml.nvmlDeviceGetTotalEccErrors, nvml.NVML_VOLATILE_ECC
+        slow = nvml.nvmlDeviceGetTemperatureThreshold
         rows = tell(nvml.nvmlDeviceGetRemappedRows, handle)
         pages = tell(nvml.nvmlDeviceGetRetiredPagesPendingStatus, handle)
         memory = tell(nvml.nvmlDeviceGetMemoryInfo, handle)
@@ -88,24 +89,10 @@ class GpuReader:
             name=_text(tell(nvml.nvmlDeviceGetName, handle)),
             recovery=self._recovery(handle),
             temperature_c=tell(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
-            slowdown_c=tell(
-                nvml.nvmlDeviceGetTemperatureThreshold,
-                handle,
-                nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN,
-            ),
+            slowdown_c=tell(slow, handle, nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN),
             clock_reasons=self._clock_reasons(handle),
-            uncorrected=tell(
-                nvml.nvmlDeviceGetTotalEccErrors,
-                handle,
-                nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
-                volatile,
-            ),
-            corrected=tell(
-                nvml.nvmlDeviceGetTotalEccErrors,
-                handle,
-                nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED,
-                volatile,
-            ),
+            uncorrected=tell(ecc, handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, volatile),
+            corrected=tell(ecc, handle, nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, volatile),
             remap_pending=bool(rows[2]) if rows is not None else None,
             remap_failed=bool(rows[3]) if rows is not None else None,
             retire_pending=bool(pages) if pages is not None else None,
@@ -119,7 +106,7 @@ class GpuReader:
         )
 
     def _tell(self, call: Callable[..., Any], *args: Any) -> Any:
-        """The answer; None when this GPU or driver has none. NVMLError when the GPU is lost."""
+        """Ask; None when this GPU or driver has no answer, NVMLError when the GPU is lost."""
         nvml = self._nvml
         try:
             return call(*args)
@@ -136,7 +123,7 @@ class GpuReader:
         return "" if info is None else bus_name(_text(info.busId))
 
     def _clock_reasons(self, handle: Any) -> int | None:
-        """Older libraries and drivers know the same bits as throttle reasons."""
+        """Ask why clocks are low; older releases know the same bits as throttle reasons."""
         for name in (
             "nvmlDeviceGetCurrentClocksEventReasons",
             "nvmlDeviceGetCurrentClocksThrottleReasons",
@@ -148,7 +135,7 @@ class GpuReader:
         return None
 
     def _recovery(self, handle: Any) -> int | None:
-        """What the driver wants to be done; only newer drivers know."""
+        """Ask what the driver wants to be done; only newer drivers know."""
         field = getattr(self._nvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)
         if field is None:
             return None
@@ -158,7 +145,7 @@ class GpuReader:
         return int(values[0].value.uiVal)
 
     def _watch_events(self) -> None:
-        """From now on the driver keeps Xid errors for us; where it will not, they stay None."""
+        """Have the driver keep Xid errors from now on; where it will not, they stay None."""
         nvml = self._nvml
         try:
             event_set = nvml.nvmlEventSetCreate()
@@ -179,7 +166,7 @@ class GpuReader:
             nvml.nvmlEventSetFree(event_set)
 
     def _read_events(self, now: float) -> None:
-        """Without waiting. An event names its GPU by a handle of its own: ask for its bus."""
+        """Read Xids without waiting. An event has a handle of its own: ask for its bus."""
         nvml = self._nvml
         for bus, known in self._xids.items():
             self._xids[bus] = tuple((t, x) for t, x in known if now - t < XID_AGE_S)
@@ -202,7 +189,7 @@ def _text(value: Any) -> str:
 
 
 def load_nvml() -> ModuleType | str:
-    """The library, or why there is none."""
+    """Return the library, or why there is none."""
     try:
         return importlib.import_module("pynvml")
     except ImportError:
@@ -212,7 +199,7 @@ def load_nvml() -> ModuleType | str:
 def gpu_looker(
     present: int, nvml: Any = None, clock: Callable[[], float] = time.monotonic
 ) -> Callable[[], GpuReport]:
-    """A function for one look after another; without library or driver it says so each time."""
+    """Make a function for one look after another; without a driver it says so each time."""
     library = load_nvml() if nvml is None else nvml
     if isinstance(library, str):
         return lambda: GpuReport(missing=library, present=present)

@@ -1,4 +1,4 @@
-"""One look at a host through /proc, /sys and cgroups (v1 and v2): a few small files, no torch.
+"""Look at a host through /proc, /sys and cgroups (v1 and v2): a few small files, no torch.
 
 Everything that a kernel or container does not tell becomes None. All files are the kernel's own, so
 reading them does not wait for a disk or a device. Tests pass another root.
@@ -19,8 +19,8 @@ from holdfast.health.checks_host import (
     MemorySample,
     PressureSample,
 )
+from holdfast.health.limits import KIB
 
-KB = 1024
 CGROUP_NO_LIMIT = 1 << 60  # version 1 says "no limit" with a number of this kind
 FILE_BYTES_MAX = 1 << 20
 CGROUP_LEVELS_MAX = 32
@@ -28,7 +28,7 @@ CGROUP_LEVELS_MAX = 32
 
 @dataclass(frozen=True, slots=True)
 class HostReader:
-    """Reads the files under `root`."""
+    """A host reader reads the kernel's files under `root`."""
 
     root: Path = Path("/")
 
@@ -49,7 +49,7 @@ class HostReader:
         )
 
     def text(self, path: str) -> str:
-        """A file's text; empty when there is none."""
+        """Read a file's text; empty when there is none."""
         try:
             with open(self.root / path, encoding="utf-8", errors="replace") as file:
                 return file.read(FILE_BYTES_MAX)
@@ -66,13 +66,13 @@ class HostReader:
             return []
 
     def fields(self, path: str) -> dict[str, int]:
-        """Lines of `name value` or `name: value kB`."""
+        """Read a file with lines of `name value` or `name: value kB`."""
         found = {}
         for line in self.text(path).splitlines():
             words = line.replace(":", " ").split()
             value = _number(words[1]) if len(words) > 1 else None
             if value is not None:
-                found[words[0]] = value * (KB if words[2:] == ["kB"] else 1)
+                found[words[0]] = value * (KIB if words[2:] == ["kB"] else 1)
         return found
 
     def _memory(self) -> MemorySample:
@@ -144,7 +144,7 @@ class HostReader:
         return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
 
     def _processes(self) -> int | None:
-        """How many more tasks can be started, at least."""
+        """Count how many more tasks can be started, at least."""
         left = []
         running = self.text("proc/loadavg").partition("/")[2].split(" ")[0]
         tasks = _number(running) or 0
@@ -164,7 +164,7 @@ class HostReader:
     # ------------------------------------------------------------ cgroups
 
     def _cgroup(self, controller: str) -> list[str]:
-        """The folders that limit this process, innermost first; v1 by controller, v2 for all."""
+        """List the folders that limit this process, innermost first; v1 has one per controller."""
         found: list[str] = []
         for line in self.text("proc/self/cgroup").splitlines():
             number, _, rest = line.partition(":")
@@ -214,7 +214,7 @@ class HostReader:
         return {}
 
     def _memory_limit(self) -> tuple[int | None, int]:
-        """The tightest limit, and what counts against it."""
+        """Find the tightest limit, and what counts against it."""
         found: list[tuple[int, int]] = []
         for folder in self._cgroup("memory"):
             for limit_name, used_name in (
@@ -235,7 +235,7 @@ class HostReader:
     # ------------------------------------------------------------ devices
 
     def _ports(self) -> tuple[int, tuple[str, ...]]:
-        """InfiniBand ports: how many, and which are not active."""
+        """Count the InfiniBand ports, and name those that are not active."""
         count, down = 0, []
         base = "sys/class/infiniband"
         for device in self.names(base):
@@ -247,7 +247,7 @@ class HostReader:
         return count, tuple(down)
 
     def gpus_present(self) -> int:
-        """NVIDIA display controllers and accelerators on the PCI bus, driver or not."""
+        """Count NVIDIA display controllers and accelerators on the PCI bus, driver or not."""
         count = 0
         base = "sys/bus/pci/devices"
         for device in self.names(base):
@@ -256,7 +256,7 @@ class HostReader:
         return count
 
     def links(self) -> str:
-        """Speeds of the physical network links that are up, such as `2 x 25000 Mb/s`."""
+        """Tell the speeds of the physical network links that are up, such as `2 x 25000 Mb/s`."""
         speeds: dict[int, int] = {}
         base = "sys/class/net"
         for name in self.names(base):

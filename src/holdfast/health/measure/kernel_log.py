@@ -1,4 +1,4 @@
-"""What the kernel wrote about broken hardware, from /dev/kmsg, without waiting for more.
+"""Read what the kernel wrote about broken hardware, from /dev/kmsg, without waiting for more.
 
 Lines are only ever compared with fixed patterns, and cut before they are shown.
 """
@@ -6,49 +6,33 @@ Lines are only ever compared with fixed patterns, and cut before they are shown.
 from __future__ import annotations
 
 import os
-import re
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from holdfast.health.checks_trials import KernelLogSample
+from holdfast.health.checks_trials import LOG_KINDS, KernelLogSample
 
 DEVICE = Path("/dev/kmsg")
 RECORD_BYTES_MAX = 8192
 RECORDS_MAX = 20_000  # a look at the whole log
 AGE_S = 86_400.0
 LINE_MAX = 120
-KINDS_MAX = 64  # of Xids remembered
-
-XID = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+)")
-KINDS = (
-    ("hardware", re.compile(r"\[Hardware Error\]|Machine check|EDAC .*\b[UC]E\b")),
-    ("pcie", re.compile(r"PCIe Bus Error|AER: .*[Uu]ncorrect")),
-    (
-        "disk",
-        re.compile(
-            r"I/O error, dev |Buffer I/O error|EXT4-fs error|XFS .*(orruption|hutdown)|"
-            r"Remounting filesystem read-only|nvme\d+: .*(timeout|is down)"
-        ),
-    ),
-    ("hung", re.compile(r"blocked for more than \d+ seconds|soft lockup|hard LOCKUP")),
-    ("memory", re.compile(r"Out of memory: Killed process|Memory cgroup out of memory")),
-)
+XIDS_MAX = 64  # remembered
 
 
 @dataclass(slots=True)
-class Tally:
-    """What has been found so far."""
+class KernelLogTally:
+    """A tally counts the lines of each kind of trouble, and keeps the newest."""
 
     counts: dict[str, tuple[int, str]] = field(default_factory=dict)
     xids: list[tuple[str, int]] = field(default_factory=list)
 
     def add(self, line: str) -> None:
-        xid = XID.search(line)
+        xid = LOG_KINDS["gpu"][0].search(line)
         if xid is not None:
-            self.xids = [*self.xids, (xid[1].lower(), int(xid[2]))][-KINDS_MAX:]
+            self.xids = [*self.xids, (xid[1].lower(), int(xid[2]))][-XIDS_MAX:]
             return
-        for kind, pattern in KINDS:
+        for kind, (pattern, _) in LOG_KINDS.items():
             if pattern.search(line):
                 count, _ = self.counts.get(kind, (0, ""))
                 self.counts[kind] = (count + 1, line[:LINE_MAX])
@@ -60,7 +44,7 @@ class Tally:
 
 
 def parse_record(record: str) -> tuple[float, str] | None:
-    """(seconds since the machine was started, text) of one record; None if it is none."""
+    """Split a record into (seconds since the machine was started, text); None if it is none."""
     head, semicolon, text = record.partition(";")
     fields = head.split(",")
     if not semicolon or len(fields) < 3 or not fields[2].isdecimal():
@@ -69,14 +53,14 @@ def parse_record(record: str) -> tuple[float, str] | None:
 
 
 class KernelLog:
-    """Follows the log; `open` says why it cannot."""
+    """A kernel log follows the kernel's lines as they come."""
 
     def __init__(self, device: Path = DEVICE) -> None:
         self._device = device
         self._descriptor = -1
 
     def open(self, *, from_end: bool) -> str:
-        """Empty, or why there is nothing to read."""
+        """Open the device; returns why there is nothing to read, or an empty text."""
         try:
             self._descriptor = os.open(self._device, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             if from_end:
@@ -87,7 +71,7 @@ class KernelLog:
         return ""
 
     def lines(self, records_max: int, newer_than_s: float) -> list[str]:
-        """The next lines, never waiting. `newer_than_s`: seconds since the machine was started."""
+        """Read the next lines without waiting. `newer_than_s`: since the machine was started."""
         found = []
         for _ in range(records_max):
             try:
@@ -110,12 +94,12 @@ class KernelLog:
 
 
 def read_log(device: Path = DEVICE) -> KernelLogSample:
-    """The last day of the log."""
+    """Read the last day of the log."""
     log = KernelLog(device)
     unreadable = log.open(from_end=False)
     if unreadable:
         return KernelLogSample(unreadable=unreadable)
-    tally = Tally()
+    tally = KernelLogTally()
     try:
         for line in log.lines(RECORDS_MAX, time.clock_gettime(time.CLOCK_BOOTTIME) - AGE_S):
             tally.add(line)

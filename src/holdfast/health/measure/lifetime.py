@@ -1,4 +1,4 @@
-"""Processes that never outlive the one that started them (Linux)."""
+"""Bind the life of a process to that of the one that started it (Linux)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import signal
 PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent dies; exit at once if it already has."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+def die_with_parent(parent_pid: int, how: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel signal this process when its parent dies; exit if it already has."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, how, 0, 0, 0)
     if os.getppid() != parent_pid:
         os._exit(1)

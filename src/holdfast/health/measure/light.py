@@ -1,8 +1,8 @@
-"""The checks that an agent repeats while its workers train: a few milliseconds each, no torch.
+"""Repeat the checks that an agent makes while its workers train: milliseconds each, no torch.
 
-What may hang (disk, GPU driver) is asked in child processes and answers in a later round; an answer
-that does not come is itself a finding. Each answer is told once, so that one bad sample counts as
-one. Use it with `core.health.Watch`:
+What may hang (disk, GPU driver, external commands) is asked in child processes and answers in a
+later round; a disk or driver that does not answer is itself a finding. Each answer is told once, so
+that one bad sample counts as one. Use it with `history.Watch`:
 
     checks, watch = light_checks(directory), Watch()
     every 10 s or so, from one lasting thread:
@@ -12,6 +12,7 @@ one. Use it with `core.health.Watch`:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,19 +32,20 @@ from holdfast.health.checks_trials import (
     judge_failure,
     judge_kernel_log,
 )
-from holdfast.health.history import Finding, Grade
+from holdfast.health.external_checks import ExternalCheck, RepeatedCheck, repeated_check
+from holdfast.health.findings import Finding, Grade
 from holdfast.health.limits import Limits
-from holdfast.health.measure.bounded import Watcher, probe_command
+from holdfast.health.measure.bounded import Watcher, child_command
 from holdfast.health.measure.host import HostReader
-from holdfast.health.measure.kernel_log import KernelLog, Tally
+from holdfast.health.measure.kernel_log import KernelLog, KernelLogTally
 
 LINES_MAX = 200  # of the kernel's log, in one round
 BUSY = ("memory-available", "cpu-steal")
-KINDS = ("hardware", "pcie", "disk", "hung")
+COUNTED = ("memory",)  # by the kernel, so its log is not searched for it
 
 
 class LightChecks:
-    """`round` never waits for disk, GPU or network. All state is what the last rounds saw."""
+    """Light checks are made in rounds, which never wait for a disk, a driver or a command."""
 
     def __init__(
         self,
@@ -53,6 +55,7 @@ class LightChecks:
         gpu: Watcher,
         log: KernelLog,
         limits: Limits,
+        external: Sequence[RepeatedCheck] = (),
     ) -> None:
         self._directory = directory
         self._reader = reader
@@ -60,6 +63,7 @@ class LightChecks:
         self.gpu = gpu
         self._log = log
         self._limits = limits
+        self.external = external
         self._host: HostSample | None = None
         self._gpus: GpuReport | None = None
         self._gpus_expected = 0
@@ -67,18 +71,19 @@ class LightChecks:
         self._log_state = "closed"  # open, closed, or why it cannot be read
 
     def round(self, now: float) -> tuple[Finding, ...]:
-        """One round. `now`: seconds of a clock that never goes back."""
+        """Make one round. `now`: seconds of a clock that never goes back."""
         return (
             *self._look_at_host(),
             *self._look_at_log(),
             *self._look_at_disk(now),
             *self._look_at_gpus(now),
+            *(finding for check in self.external for finding in check.round(now)),
         )
 
     def close(self) -> None:
-        """End the children. Never waits."""
-        self.disk.close()
-        self.gpu.close()
+        """End the children, without waiting for them."""
+        for watcher in (self.disk, self.gpu, *(check.watcher for check in self.external)):
+            watcher.close()
         self._log.close()
         self._log_state = "closed"
 
@@ -98,10 +103,10 @@ class LightChecks:
             self._log_state = self._log.open(from_end=True) or "open"
         if self._log_state != "open":
             return []
-        tally = Tally()
+        tally = KernelLogTally()
         for line in self._log.lines(LINES_MAX, 0.0):
             tally.add(line)
-        return judge_kernel_log(tally.sample(), KINDS, gpus=self._gpus_expected > 0)
+        return judge_kernel_log(tally.sample(), gpus=self._gpus_expected > 0, without=COUNTED)
 
     def _look_at_disk(self, now: float) -> list[Finding]:
         sample, failure, hung = _answer(self.disk, now, self._limits, DiskSample)
@@ -138,14 +143,14 @@ class LightChecks:
 
 
 def _at_most_warn(finding: Finding) -> Finding:
-    """A busy machine is not a broken one: others find out that it is slow, and work moves on."""
+    """Soften what a busy machine shows: it is not broken, and its work moves on if it is slow."""
     if finding.grade is not Grade.FAIL or finding.check not in BUSY:
         return finding
     return replace(finding, grade=Grade.WARN)
 
 
 def _answer(watcher: Watcher, now: float, limits: Limits, kind: type[Any]) -> tuple[Any, str, bool]:
-    """(the sample that has come, what went wrong, whether it hangs); asks for the next one."""
+    """Ask for the next sample; returns (the one that came, what went wrong, whether it hangs)."""
     line, failure = watcher.poll()
     waited_s = watcher.waited_s(now)
     if waited_s > limits.answer_s:
@@ -161,16 +166,19 @@ def _answer(watcher: Watcher, now: float, limits: Limits, kind: type[Any]) -> tu
         return None, f"the measurement is malformed: {error}", False
 
 
-def light_checks(directory: str, limits: Limits | None = None) -> LightChecks:
-    """The checks of this machine. `directory`: where the node writes. Starts nothing yet."""
+def light_checks(
+    directory: str, limits: Limits | None = None, external: Sequence[ExternalCheck] = ()
+) -> LightChecks:
+    """Make the checks of this machine; nothing is started yet. `directory`: where it writes."""
     reader = HostReader()
     disk = {"directory": directory, "syncs": 1, "write_s": 0.0}
     gpu = {"present": reader.gpus_present()}
     return LightChecks(
         directory,
         reader,
-        Watcher(probe_command("disk", watch=True), msgspec.json.encode(disk)),
-        Watcher(probe_command("gpu", watch=True), msgspec.json.encode(gpu)),
+        Watcher(child_command("disk", watch=True), msgspec.json.encode(disk)),
+        Watcher(child_command("gpu", watch=True), msgspec.json.encode(gpu)),
         KernelLog(),
         limits or Limits(),
+        [repeated_check(check) for check in external],
     )

@@ -1,4 +1,4 @@
-"""The way to a peer: round trip, clock and bandwidth, over channels that know the job's secret.
+"""Measure the way to a peer: round trip, clock and bandwidth, for peers that know the secret.
 
 A reply carries two time stamps of the server; one that is asked for a stream also says where plain
 bytes may be sent or fetched (stream.py). Every side bounds messages, bytes and time by itself.
@@ -27,7 +27,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServePolicy:
-    """What one server gives to others at most."""
+    """A serve policy bounds what one server gives to others."""
 
     connections_max: int = 16
     connection_s: float = 60.0
@@ -36,7 +36,7 @@ class ServePolicy:
 
 
 class PeerServer:
-    """Answers the measurements of peers that know the secret, until it is cancelled."""
+    """A peer server answers the measurements of peers that know the secret."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class PeerServer:
         self._open = 0
 
     async def serve(self, listener: socket.socket, for_s: float) -> None:
-        """Listens for `for_s` seconds. Does not wait for those who are being answered then."""
+        """Listen for `for_s` seconds; those who are being answered then are not waited for."""
         server = await asyncio.start_server(self._meet, sock=listener)
         try:
             await asyncio.sleep(for_s)
@@ -109,22 +109,25 @@ class PeerServer:
 async def measure_peer(
     host: str, port: int, secret: bytes, *, bandwidth_s: float, clock: Clock = time.time
 ) -> PeerSample:
-    """Everything about one peer. `bandwidth_s`: time for each direction; 0 leaves bandwidth out."""
+    """Measure all of one peer; `bandwidth_s` is for each direction, and 0 leaves bandwidth out."""
     peer = f"{host}:{port}"
+    late = "no answer to a connection"
     try:
         channel = await connect(host, port, secret)
+        late = f"no answer for {ANSWER_S:g} s"
+        try:
+            return await _measure(channel, host, port, bandwidth_s, clock)
+        finally:
+            channel.close()
     except asyncio.TimeoutError:
-        return PeerSample(peer=peer, failure="no answer to a connection")
+        return PeerSample(peer=peer, failure=late)
     except (OSError, WireError) as error:
         return PeerSample(peer=peer, failure=str(error) or repr(error))
-    try:
-        return await _measure(channel, host, port, bandwidth_s, clock)
-    except asyncio.TimeoutError:
-        return PeerSample(peer=peer, failure=f"no answer for {ANSWER_S:g} s")
-    except (OSError, WireError) as error:
-        return PeerSample(peer=peer, failure=str(error) or repr(error))
-    finally:
-        channel.close()
+
+
+def try_peer(host: str, port: int, secret: str, bandwidth_s: float) -> PeerSample:
+    """Measure one peer, waiting for it. `secret`: in hexadecimal digits."""
+    return asyncio.run(measure_peer(host, port, bytes.fromhex(secret), bandwidth_s=bandwidth_s))
 
 
 async def _measure(
@@ -154,7 +157,7 @@ async def _measure(
 async def _stream(
     channel: Channel, host: str, direction: str, budget_s: float
 ) -> tuple[int, float]:
-    """(bytes moved, bytes a second)."""
+    """Move bytes one way; returns (bytes moved, bytes a second)."""
     channel.send(PeerRequest(number=0, stream=direction))
     reply = await _reply(channel)
     run = send_stream if direction == "up" else receive_stream

@@ -1,4 +1,4 @@
-"""What the kernel says about a process: its state and whether any of its threads was scheduled."""
+"""Ask the kernel about a process: its state, and whether any of its threads was scheduled."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ THREADS_MAX = 64  # the control thread is among the first; more would only cost
 
 
 def sample_process(pid: int) -> ProcessSample | None:
-    """One look at a process; None when it has gone."""
+    """Take one look at a process; None when it has gone."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             fields = file.read().rpartition(")")[2].split()
@@ -22,7 +22,7 @@ def sample_process(pid: int) -> ProcessSample | None:
 
 
 def _switches(pid: int) -> int:
-    """Context switches of the process's threads: they grow even while it only waits politely."""
+    """Count the context switches of all threads: they grow even while a process only waits."""
     total = 0
     with contextlib.suppress(OSError):
         for tid in sorted(os.listdir(f"/proc/{pid}/task"), key=int)[:THREADS_MAX]:

@@ -1,4 +1,4 @@
-"""Streams of plain bytes between two machines, for measuring bandwidth; blocking, in threads.
+"""Move plain bytes between two machines, for measuring bandwidth; blocking, in threads.
 
 A stream is let in by a token that was given through an authenticated channel and works once. Its
 bytes mean nothing and are thrown away. Each side bounds bytes and time by itself. The port is of
@@ -23,7 +23,7 @@ SILENCE_S = 5.0
 
 
 class Acceptor:
-    """The server's side of one stream: a port that awaits one connection with the token."""
+    """An acceptor is the server's side of one stream: a port for one connection with the token."""
 
     def __init__(self, listener: socket.socket, direction: str, token: bytes) -> None:
         self._listener = listener
@@ -45,7 +45,7 @@ class Acceptor:
         self._listener.close()
 
     def run(self) -> int:
-        """Serve the one stream, then close. Returns the bytes moved. OSError when nobody comes."""
+        """Serve the one stream, then close; returns the bytes moved. OSError when nobody comes."""
         with self._listener:
             connection, _ = self._listener.accept()
         with connection:
@@ -60,7 +60,7 @@ class Acceptor:
 
 
 def send_stream(host: str, port: int, token: bytes, budget_s: float) -> tuple[int, float]:
-    """(bytes that arrived, bytes a second). OSError."""
+    """Send a stream; returns (bytes that arrived, bytes a second). OSError."""
     with socket.create_connection((host, port), SILENCE_S) as connection:
         connection.sendall(token)
         started = time.perf_counter()
@@ -71,7 +71,7 @@ def send_stream(host: str, port: int, token: bytes, budget_s: float) -> tuple[in
 
 
 def receive_stream(host: str, port: int, token: bytes, budget_s: float) -> tuple[int, float]:
-    """(bytes that came, bytes a second). OSError."""
+    """Fetch a stream; returns (bytes that came, bytes a second). OSError."""
     with socket.create_connection((host, port), SILENCE_S) as connection:
         connection.sendall(token)
         started = time.perf_counter()
