@@ -15,12 +15,14 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from holdfast.core.errors import WorldError, assert_never
 from holdfast.core.membership import agent as machine
 from holdfast.core.types import AgentId, Directive, Incarnation, WorkerId, WorkerStatus
+from holdfast.health.external_checks import ExternalCheck, load_checks
 from holdfast.health.history import Health, Watch
 from holdfast.health.measure.lifetime import die_with_parent
 from holdfast.health.measure.light import light_checks
@@ -48,11 +50,13 @@ class AgentServer:
         template: WorkerTemplate,
         policy: machine.AgentPolicy,
         health_directory: str = "",
+        external: Sequence[ExternalCheck] = (),
     ) -> None:
         self._core = core
         self._template = template
         self._policy = policy
         self._health_directory = health_directory  # of which the disk is watched; empty: no checks
+        self._external = external
         self._coordinator: Channel | None = None
         self._processes: dict[WorkerId, WorkerProcess] = {}
         self._spawning: dict[WorkerId, asyncio.Task[None]] = {}
@@ -114,7 +118,8 @@ class AgentServer:
 
     async def _watch_health(self, directory: str) -> None:
         """Ask to be drained while this machine fails its checks, and for a while after."""
-        checks, watch, drained = light_checks(directory), Watch(), ""
+        checks = light_checks(directory, external=self._external)
+        watch, drained = Watch(), ""
         loop = asyncio.get_running_loop()
         with ThreadPoolExecutor(1, "holdfast-health") as thread:  # what it asks is a lasting thread
             try:
@@ -215,6 +220,7 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides what Ctrl-C means
     run_dir = RunDir(options.run_dir)
     spec, secret = run_dir.spec(), read_run_dir(run_dir.path)
+    external = load_checks(run_dir.path, options.name)
 
     tls = client_of(options.tls)
     contact = contact_by(options.join, tls)
@@ -229,7 +235,7 @@ def main(argv: list[str]) -> int:
         )
         # Nobody can take over from the only node, so nothing would follow from its checks.
         directory = str(run_dir.path) if spec.nodes_max > 1 else ""
-        await AgentServer(core, template, policy, directory).run(contact, secret)
+        await AgentServer(core, template, policy, directory, external).run(contact, secret)
 
     asyncio.run(serve())
     return 0
