@@ -75,7 +75,16 @@ class Faults:
         _wrap(exchange.BucketSum, "gather", after=lambda: self.at("gather"))
         _wrap(exchange.BucketSum, "spread", after=lambda: self.at("spread"))
         _wrap(exchange.TableGather, "gather", after=lambda: self.at("table"))
-        _wrap(engine, "vote", before=lambda: self.at("vote"), after=lambda: self.at("voted"))
+        gather = engine.all_gather
+
+        def gather_votes(transport: object, layout: object, mine: object, tag: int) -> object:
+            votes = tag == engine.TAG_VOTE
+            self.at("vote" if votes else "gather_other")
+            found = gather(transport, layout, mine, tag)
+            self.at("voted" if votes else "gathered_other")
+            return found
+
+        engine.all_gather = gather_votes
         _wrap(transfer.StateSync, "_donate", before=lambda: self.at("donate"))
         _wrap(transfer.StateSync, "_receive", before=lambda: self.at("receive"))
         _wrap(state, "apply", before=lambda: self.at("load"))
