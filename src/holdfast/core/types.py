@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import enum
 from dataclasses import dataclass
-from typing import NewType
+from typing import NamedTuple, NewType
 
 WorkerId = NewType("WorkerId", int)
 AgentId = NewType("AgentId", str)
@@ -19,6 +19,16 @@ ViewNumber = NewType("ViewNumber", int)
 
 NO_VIEW = ViewNumber(0)
 RELEASE_ALL = 1 << 30  # a release_loop no loop counter reaches
+
+
+class Peer(NamedTuple):
+    """One process of a worker, as other workers' processes address it; a worker may have several.
+
+    `shard`: which part of the model it holds; the processes of one shard exchange gradients.
+    """
+
+    worker: WorkerId
+    shard: int = 0
 
 
 class Stage(enum.Enum):
@@ -154,6 +164,12 @@ class Member:
     worker: WorkerId
     incarnation: Incarnation
     agent: AgentId
+    shards: int = 1  # processes that it consists of
+
+    @property
+    def peers(self) -> tuple[Peer, ...]:
+        """Its processes, in the order of their shards."""
+        return tuple(Peer(self.worker, shard) for shard in range(self.shards))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,6 +206,11 @@ class View:
     @property
     def workers(self) -> tuple[WorkerId, ...]:
         return tuple(m.worker for m in self.members)
+
+    @property
+    def peers(self) -> tuple[Peer, ...]:
+        """All processes of all members, each of which must be reached before the group works."""
+        return tuple(peer for member in self.members for peer in member.peers)
 
     @property
     def donors(self) -> tuple[WorkerId, ...]:

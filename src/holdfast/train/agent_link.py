@@ -19,6 +19,7 @@ from holdfast.core.types import (
     RELEASE_ALL,
     AgentId,
     Member,
+    Peer,
     View,
     ViewNumber,
     WorkerDirective,
@@ -36,9 +37,9 @@ POLL_S = 0.1
 class AgentLink:
     """Sends statuses at once and heartbeats in between; feeds directives to the driver."""
 
-    def __init__(self, channel: socket.socket, worker: WorkerId) -> None:
+    def __init__(self, channel: socket.socket, peer: Peer) -> None:
         self._channel = channel
-        self._worker = worker
+        self._peer = peer
         self._sealer = Sealer(None)
         self._lock = threading.Lock()
         self._address: Address | None = None  # repeated until the address book comes
@@ -47,7 +48,7 @@ class AgentLink:
         self._send(status)
 
     def publish(self, view: int, address: bytes) -> None:
-        self._address = Address(view=view, worker=self._worker, address=address)
+        self._address = Address(view=view, peer=self._peer, address=address)
         self._send(self._address)
 
     def start(self, driver: Driver) -> None:

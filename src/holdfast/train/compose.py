@@ -15,6 +15,7 @@ from holdfast.core.step.saves import SavePolicy
 from holdfast.core.step.speculation import Patience
 from holdfast.core.step.step_policy import StepPolicy
 from holdfast.core.step.worker import WorkerMachine
+from holdfast.core.types import Peer
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.open import open_storage
 from holdfast.train.agent_link import AgentLink, SoloLink
@@ -27,7 +28,7 @@ from holdfast.train.monitor import Monitor
 from holdfast.train.script_thread import ScriptThread, TaskRunner
 from holdfast.train.step.bringing_up import BringingUp
 from holdfast.train.step.buckets import Gradients
-from holdfast.train.step.engine import Engine
+from holdfast.train.step.engine import Engine, Exchange
 from holdfast.train.step.filled_buckets import FilledBuckets
 from holdfast.train.step.fingerprints import Fingerprints
 from holdfast.train.step.hands import StepHands
@@ -80,7 +81,7 @@ def compose_control(environment: WorkerEnvironment, seed: int, fd: int | None) -
     if fd is None:
         link = SoloLink(me.worker, me.virtual_ranks)
     else:
-        link = AgentLink(socket.socket(fileno=fd), me.worker)
+        link = AgentLink(socket.socket(fileno=fd), Peer(me.worker))
     machine = WorkerMachine(me.worker, me.incarnation, step_policy(me, seed))
     driver = Driver(machine, link, Monitor())
     if isinstance(link, AgentLink):
@@ -116,7 +117,8 @@ def compose_worker(control: Control, protected: Mapping[str, Any]) -> ScriptThre
     def whole_print() -> int:
         return fingerprints.of_all(data.buffers.start)
 
-    engine = Engine(driver, control.link, data, filled, bringing_up, make_transport, whole_print)
+    exchange = Exchange(me=Peer(me.worker), make_transport=make_transport, whole_print=whole_print)
+    engine = Engine(driver, control.link, data, filled, bringing_up, exchange)
     driver.serve(StepHands(data, engine, missed, bringing_up, recorder))
     saver = None
     if me.store and me.orders_fd is not None:

@@ -19,7 +19,7 @@ from holdfast.core.errors import Aborted, WorldError
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.step.worker import WorkerMachine
-from holdfast.core.types import View, WorkerId, WorkerStatus
+from holdfast.core.types import Peer, View, WorkerStatus
 from holdfast.train.monitor import Monitor
 
 LOOK_S = 0.5  # between two looks at a group's links
@@ -64,7 +64,7 @@ class Driver:
         self.aborted = 0  # views up to this number must not be used
         self.rows_of: tuple[int, int] = (0, -1)  # the view and step whose rows may be exchanged
         self.failure: BaseException | None = None
-        self.books: dict[int, dict[WorkerId, bytes]] = {}
+        self.books: dict[int, dict[Peer, bytes]] = {}
         self._machine = machine
         self._link = link
         self._hands: Hands | None = None
@@ -190,7 +190,7 @@ class Driver:
             if view <= self.aborted or self.failure is not None:
                 raise Aborted(f"view {view} was given up")
 
-    def learn_addresses(self, view: int, addresses: dict[WorkerId, bytes]) -> None:
+    def learn_addresses(self, view: int, addresses: dict[Peer, bytes]) -> None:
         """The agent tells where the members of a view can be reached."""
         with self.monitor:
             self.books = {view: addresses}
@@ -234,10 +234,11 @@ class Driver:
 class ViewRendezvous:
     """How the members of one view exchange addresses: through the agent and the coordinator."""
 
-    def __init__(self, driver: Driver, link: Link, view: View) -> None:
+    def __init__(self, driver: Driver, link: Link, view: View, peers: Sequence[Peer]) -> None:
         self._driver = driver
         self._link = link
         self._view = view
+        self._peers = peers  # by rank
 
     def publish(self, address: bytes) -> None:
         """Tell the others where this worker can be reached."""
@@ -252,4 +253,4 @@ class ViewRendezvous:
             while number not in self._driver.books:
                 self._driver.check_alive(number)
                 self._driver.monitor.wait()
-            return self._driver.books[number][self._view.workers[rank]]
+            return self._driver.books[number][self._peers[rank]]

@@ -18,9 +18,9 @@ from holdfast.core.types import (
     AgentId,
     AgentReport,
     Directive,
+    Peer,
     View,
     WorkerDirective,
-    WorkerId,
     WorkerStatus,
 )
 
@@ -29,19 +29,19 @@ VIEW_BYTES_MAX = 64 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Where one member of a view can be reached by the others' transports (opaque to all else)."""
+    """Where one process of a view can be reached by the others' transports (opaque to all else)."""
 
     view: int
-    worker: WorkerId
+    peer: Peer
     address: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddressBook:
-    """All members' addresses, once the last has come."""
+    """The addresses of all processes of a view, once the last has come."""
 
     view: int
-    addresses: tuple[tuple[WorkerId, bytes], ...]
+    addresses: tuple[tuple[Peer, bytes], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

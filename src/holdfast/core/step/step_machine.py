@@ -81,7 +81,8 @@ class Round(enum.Enum):
     COMPARE = "compare"  # joiners receive the state, and all compare theirs
     AGREE = "agree"
     TASKS = "tasks"  # the step is not open here, or it is not settled who counts
-    SUM = "sum"
+    SUM = "sum"  # buckets are summed as they fill
+    ROWS = "rows"  # this member's tasks are done: the rows are exchanged as well
     OWED = "owed"  # this member still computes audited tasks
     AUDIT = "audit"
     CHECK_SUMS = "check sums"
@@ -91,7 +92,7 @@ class Round(enum.Enum):
 
 
 STEPPING = (
-    *(Round.TASKS, Round.SUM, Round.OWED, Round.AUDIT),
+    *(Round.TASKS, Round.SUM, Round.ROWS, Round.OWED, Round.AUDIT),
     *(Round.CHECK_SUMS, Round.VOTE, Round.REDO),
 )
 
@@ -122,7 +123,6 @@ class StepMachine:
         self._counting: Counting
         self._open: OpenStep | None = None
         self._idle = False
-        self._rows_shared = False
         self._settlement: Settlement | None = None
         self._again: tuple[Audit, ...] = ()  # of the next attempt at the step
         self._sums: Summed | None = None
@@ -249,14 +249,14 @@ class StepMachine:
         step.note(task)
         if self.round is Round.REDO:
             return self._redo_now()
-        if task.purpose is Purpose.SPECULATIVE and self.round is Round.SUM:
+        if task.purpose is Purpose.SPECULATIVE and self.round is Round.ROWS:
             self._late = ()  # who is still late is looked at anew
             return [*self.advance(), LookWhoIsLate(self._view.number, self.step)]
         return self.advance()
 
     def awaited(self, event: StillAwaited) -> list[Outcome]:
         """Members are late, and this worker may compute what it would host without them."""
-        if self.round is not Round.SUM or event.step != self.step:
+        if self.round is not Round.ROWS or event.step != self.step:
             return []
         self._late = tuple(self._view.workers[rank] for rank in event.ranks)
         return self._script()
@@ -277,7 +277,7 @@ class StepMachine:
         step = self._open
         if step is None or step.index != self.step:
             return []
-        if self.round in (Round.TASKS, Round.SUM):
+        if self.round in (Round.TASKS, Round.SUM, Round.ROWS):
             self._audits.plan(self._view, self.step, self.owners)
         if step.running is not None:
             return []
@@ -327,7 +327,7 @@ class StepMachine:
                 return out
             counted = found
             out += self._script()  # what is dropped is not computed
-        self.round, self._rows_shared = Round.SUM, False
+        self.round = Round.SUM
         return [*out, Reduce(self._view.number, self.step, self.owners, counted)]
 
     def _say_done(self, used: int) -> list[Outcome]:
@@ -354,16 +354,16 @@ class StepMachine:
     def _share_rows(self) -> list[Outcome]:
         step = self._open
         ready = step is not None and (self._drops() or not step.missing(self.hosted))
-        if self._rows_shared or not ready:
+        if not ready:
             return []
-        self._rows_shared = True
+        self.round = Round.ROWS
         return [ShareRows(self._view.number, self.step)]
 
     # ------------------------------------------------------------ judging
 
     def summed(self, event: Summed) -> list[Outcome]:
         """All is summed: compare states, then what was audited, then sums, before the vote."""
-        if self.round is not Round.SUM or event.step != self.step:
+        if self.round is not Round.ROWS or event.step != self.step:
             return []
         self._sums, self.round, self._late = event, Round.OWED, ()
         if not self._policy.cycle:

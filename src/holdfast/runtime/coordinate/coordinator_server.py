@@ -29,9 +29,9 @@ from holdfast.core.types import (
     AgentId,
     AgentReport,
     JobRecord,
+    Peer,
     Stage,
     View,
-    WorkerId,
     WorkerStatus,
 )
 from holdfast.net.channel import Channel, Gate
@@ -128,7 +128,7 @@ class CoordinatorServer:
         self._journal = journal
         self._check = check
         self._agents: dict[AgentId, Channel] = {}
-        self._addresses: dict[WorkerId, bytes] = {}  # of the members of `_addressed`
+        self._addresses: dict[Peer, bytes] = {}  # of the members of `_addressed`
         self._addressed = 0
         self._pipe = EffectPipe()
         self._stopping: asyncio.Task[None] | None = None
@@ -288,8 +288,8 @@ class CoordinatorServer:
         if self._addressed != view.number:
             self._addressed, self._addresses = view.number, {}
         known = len(self._addresses)
-        self._addresses[message.worker] = message.address
-        if any(w not in self._addresses for w in view.workers):
+        self._addresses[message.peer] = message.address
+        if any(peer not in self._addresses for peer in view.peers):
             return
         book = AddressBook(view=view.number, addresses=tuple(sorted(self._addresses.items())))
         for each in self._agents.values() if known < len(self._addresses) else [channel]:

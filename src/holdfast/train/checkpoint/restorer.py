@@ -157,9 +157,9 @@ def _exchange(flat: torch.Tensor, transport: Transport, layout: Layout) -> None:
     sends, receives = [], []
     for part in _parts(flat, layout.rank, layout.size):
         digest = digest_of(part)
-        sends += [message for peer in layout.peers for message in ((peer, part), (peer, digest))]
+        sends += [message for peer in layout.others for message in ((peer, part), (peer, digest))]
     arriving = []
-    for peer in layout.peers:
+    for peer in layout.others:
         for part in _parts(flat, peer, layout.size):
             digest = torch.zeros(DIGEST_WORDS, dtype=torch.int64)
             receives += [(peer, part), (peer, digest)]

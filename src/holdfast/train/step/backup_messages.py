@@ -33,7 +33,7 @@ class BackupMessages:
     def listen(self) -> None:
         """Begin to listen, for the life of the view."""
         layout = self._layout
-        for peer in layout.peers if layout.rank == FIRST else [FIRST]:
+        for peer in layout.others if layout.rank == FIRST else [FIRST]:
             threading.Thread(
                 target=self._listen, args=(peer,), name="holdfast-backup", daemon=True
             ).start()

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -18,7 +19,7 @@ from holdfast.core.errors import Aborted, assert_never
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.step.events import FINITE, Topic
-from holdfast.core.types import View
+from holdfast.core.types import Peer, View
 from holdfast.train.driver import Driver, EngineOrder, Link, ViewRendezvous
 from holdfast.train.step.backup_messages import BackupMessages
 from holdfast.train.step.bringing_up import BringingUp
@@ -37,6 +38,15 @@ from holdfast.train.step.step_data import StepData
 from holdfast.train.step.sum_runs import SumRuns
 from holdfast.train.step.waits import Waits
 from holdfast.train.transport.seam import AloneTransport, Rendezvous, Transport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """How this process meets others: as whom, by which transport, showing which fingerprint."""
+
+    me: Peer
+    make_transport: Callable[[], Transport]
+    whole_print: Callable[[], int]  # of all of the state
 
 
 class Membership:
@@ -59,8 +69,7 @@ class Engine(threading.Thread):
         data: StepData,
         filled: FilledBuckets,
         bringing_up: BringingUp,
-        make_transport: Callable[[], Transport],
-        whole_print: Callable[[], int],
+        exchange: Exchange,
     ) -> None:
         super().__init__(name="holdfast-engine", daemon=True)
         self._driver = driver
@@ -68,8 +77,7 @@ class Engine(threading.Thread):
         self._data = data
         self._filled = filled
         self._bringing_up = bringing_up
-        self._make_transport = make_transport
-        self._whole_print = whole_print
+        self._exchange = exchange
         self._rows: TableGather | None = None  # of the step that is being summed
         self._runs: SumRuns | None = None  # of the bucket whose sum is checked
         self._in: Membership | None = None
@@ -123,7 +131,7 @@ class Engine(threading.Thread):
                 BackupMessages.send(at.transport, at.layout, [0], step, [samples])
             case ef.SendCounted(_, step, ranks):
                 flags = [int(rank in ranks) for rank in range(at.layout.size)]
-                BackupMessages.send(at.transport, at.layout, at.layout.peers, step, flags)
+                BackupMessages.send(at.transport, at.layout, at.layout.others, step, flags)
             case ef.Restore() | ef.SendMissed() | ef.ReceiveMissed() | ef.SyncState():
                 event = self._bringing_up.carry_out(order, at.view, at.layout, at.transport)
                 if event is not None:
@@ -140,8 +148,8 @@ class Engine(threading.Thread):
         driver = self._driver
         driver.check_alive(view.number)
         alone = len(view.members) == 1
-        transport = AloneTransport() if alone else self._make_transport()
-        self._in = at = Membership(view, Layout.of(view, driver.status().worker), transport)
+        transport = AloneTransport() if alone else self._exchange.make_transport()
+        self._in = at = Membership(view, Layout.of(view, self._exchange.me), transport)
         driver.adopt_group(view.number, transport)
         self._open(view, at.layout, transport)
         BackupMessages(driver, view, at.layout, transport).listen()
@@ -157,7 +165,9 @@ class Engine(threading.Thread):
 
     def _open(self, view: View, layout: Layout, transport: Transport) -> None:
         """Connect in a thread of its own: a member that dies meanwhile must not hold us up."""
-        rendezvous: Rendezvous = ViewRendezvous(self._driver, self._link, view)
+        rendezvous: Rendezvous = ViewRendezvous(
+            self._driver, self._link, view, layout.addresses(view)
+        )
         outcome: list[BaseException | None] = []
         monitor = self._driver.monitor
 
@@ -184,7 +194,7 @@ class Engine(threading.Thread):
     def _gather(self, at: Membership, order: ef.Gather) -> None:
         row = order.row
         if order.topic is Topic.CONFESS:
-            row = (*row, self._whole_print())
+            row = (*row, self._exchange.whole_print())
         real = any(isinstance(word, float) for word in row)
         mine = torch.tensor(row, dtype=torch.float64 if real else torch.int64)
         tag = TAG_VOTE if order.topic is Topic.VOTE else TAG_AUDIT

@@ -19,7 +19,7 @@ import torch
 from holdfast.core import tree
 from holdfast.core.errors import InvariantError
 from holdfast.core.step.events import FINITE, NOBODYS, SOMEBODYS
-from holdfast.core.types import View, WorkerId
+from holdfast.core.types import Peer, View, WorkerId
 from holdfast.train.checkpoint.state import as_bytes
 from holdfast.train.step.buckets import Bucket
 from holdfast.train.step.probe import current
@@ -42,24 +42,30 @@ class Layout:
     hosted: tuple[tuple[int, ...], ...]  # by rank
     nodes: tuple[tuple[tree.Node, ...], ...]  # by rank
     owners: tuple[WorkerId, ...]  # of each virtual rank
+    shard: int = 0  # whose processes exchange gradients with each other
 
     @classmethod
-    def of(cls, view: View, me: WorkerId, owners: Sequence[WorkerId] = ()) -> Layout:
+    def of(cls, view: View, me: Peer, owners: Sequence[WorkerId] = ()) -> Layout:
         """`owners`: who hosts each virtual rank, if not as at the beginning of the view."""
         now = dataclasses.replace(view, owners=tuple(owners)) if owners else view
         hosted = tuple(now.hosted().values())
         vranks = len(view.owners)
         nodes = tuple(tree.maximal_nodes(h, vranks) for h in hosted)
-        return cls(view.rank(me), len(view.members), vranks, hosted, nodes, now.owners)
+        rank = view.rank(me.worker)
+        return cls(rank, len(view.members), vranks, hosted, nodes, now.owners, me.shard)
 
     def with_owners(self, view: View, owners: tuple[WorkerId, ...]) -> Layout:
         """Return the layout of the same view with other hosts."""
         if owners == self.owners:
             return self
-        return Layout.of(view, view.workers[self.rank], owners)
+        return Layout.of(view, Peer(view.workers[self.rank], self.shard), owners)
+
+    def addresses(self, view: View) -> tuple[Peer, ...]:
+        """Return by rank whom this process exchanges gradients with, itself included."""
+        return tuple(Peer(worker, self.shard) for worker in view.workers)
 
     @property
-    def peers(self) -> list[int]:
+    def others(self) -> list[int]:
         """Every other rank, starting after one's own, so that not all send to rank 0 first."""
         return [(self.rank + i) % self.size for i in range(1, self.size)]
 
@@ -111,12 +117,12 @@ class BucketSum:
         width = own.stop - own.start
         sends: list[Message] = []
         receives: list[Message] = []
-        incoming = [(p, node) for p in layout.peers for node in layout.nodes[p]]
+        incoming = [(p, node) for p in layout.others for node in layout.nodes[p]]
         scratch = bucket.scratch(width * len(incoming))
         for i, (peer, node) in enumerate(incoming):
             self._received[node] = scratch[i * width : (i + 1) * width]
             receives.append((peer, self._received[node]))
-        for peer in layout.peers:
+        for peer in layout.others:
             piece = self._piece(peer)
             sends += [(peer, data[piece]) for data in self._own.values()]
             current.probe.sending(peer, sum(data[piece].nbytes for data in self._own.values()))
@@ -127,7 +133,7 @@ class BucketSum:
         _wait(self._pending, waits)
         for part in self._received.values():
             current.probe.received(part)
-        result, piece, peers = self._result, self._piece(self._layout.rank), self._layout.peers
+        result, piece, peers = self._result, self._piece(self._layout.rank), self._layout.others
         self._fold(result[piece], piece)
         sends = [(p, result[piece]) for p in peers]
         receives = [(p, result[self._piece(p)]) for p in peers]
@@ -198,9 +204,9 @@ class TableGather:
         mine = torch.cat([head, self._table.pack(layout.hosted[layout.rank], self._used)])
         none = torch.zeros_like(head)
         self._messages = {
-            p: torch.cat([none, self._table.message(len(layout.hosted[p]))]) for p in layout.peers
+            p: torch.cat([none, self._table.message(len(layout.hosted[p]))]) for p in layout.others
         }
-        sends = [(p, mine) for p in layout.peers]
+        sends = [(p, mine) for p in layout.others]
         self._pending = transport.exchange(
             _nonempty(sends), _nonempty(list(self._messages.items())), TAG_TABLE
         )
@@ -255,7 +261,7 @@ class BuffersSpread:
 
     def _send(self, transport: Transport, message: torch.Tensor) -> Pending:
         if self._layout.rank == self._host:
-            return transport.exchange([(p, message) for p in self._layout.peers], [], TAG_BUFFERS)
+            return transport.exchange([(p, message) for p in self._layout.others], [], TAG_BUFFERS)
         return transport.exchange([], [(self._host, message)], TAG_BUFFERS)
 
 
@@ -264,7 +270,7 @@ def all_gather(transport: Transport, layout: Layout, mine: torch.Tensor, tag: in
     table = torch.empty((layout.size, *mine.shape), dtype=mine.dtype)
     table[layout.rank] = mine
     transport.exchange(
-        [(p, mine) for p in layout.peers], [(p, table[p]) for p in layout.peers], tag
+        [(p, mine) for p in layout.others], [(p, table[p]) for p in layout.others], tag
     ).wait()
     return table
 
