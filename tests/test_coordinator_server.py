@@ -26,6 +26,7 @@ from holdfast.core.types import (
     Directive,
     Incarnation,
     JobRecord,
+    WantedProcess,
     WorkerId,
 )
 from holdfast.net.channel import connect
@@ -119,7 +120,7 @@ def test_nothing_is_sent_before_its_record_is_durable(tmp_path: Path) -> None:
         assert not answer.done()
         journal.gate.release()
         found = await asyncio.wait_for(answer, WAIT_S)
-        assert found.wanted == ((WorkerId(0), Incarnation(1)),)
+        assert found.wanted == (WantedProcess(worker=WorkerId(0), incarnation=Incarnation(1)),)
         assert unseal(journal._store.data or b"").slots == core.snapshot().record.slots
         serving.cancel()
         with contextlib.suppress(asyncio.CancelledError):

@@ -21,6 +21,12 @@ NO_VIEW = ViewNumber(0)
 RELEASE_ALL = 1 << 30  # a release_loop no loop counter reaches
 
 
+class ProcessRole(enum.Enum):
+    """What a process that an agent starts does for the job."""
+
+    WORKER = "worker"  # runs the user's script and hosts virtual ranks
+
+
 class Stage(enum.Enum):
     """Where a worker process is in its life."""
 
@@ -185,6 +191,15 @@ class AgentReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WantedProcess:
+    """Names one process that the coordinator wants to run on a node, and what it is there for."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    role: ProcessRole = ProcessRole.WORKER
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Directive:
     """Coordinator to agent: what the node should be doing. Ordered by (term, seq)."""
 
@@ -193,7 +208,7 @@ class Directive:
     agent: AgentId
     agent_incarnation: Incarnation
     heard: int = 0  # newest report heard; the agent's lease runs from when it sent that
-    wanted: tuple[tuple[WorkerId, Incarnation], ...] = ()
+    wanted: tuple[WantedProcess, ...] = ()
     stop_view: ViewNumber = NO_VIEW
     pending_view: ViewNumber = NO_VIEW
     view_number: ViewNumber = NO_VIEW  # the newest view formed
@@ -221,6 +236,7 @@ class Slot:
     worker: WorkerId
     agent: AgentId
     incarnation: Incarnation
+    role: ProcessRole = ProcessRole.WORKER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

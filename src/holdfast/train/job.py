@@ -60,17 +60,17 @@ def join(*, seed: int | None = None) -> Job:
     the same model. `seed` overrides the launcher's. Raises UserError on a broken environment.
     """
     environment = WorkerEnvironment.read(os.environ)
-    job_seed = environment.seed if seed is None else seed
+    job_seed = environment.spec.workers.seed if seed is None else seed
     random.seed(job_seed)
     np.random.seed(job_seed % 2**32)
     torch.manual_seed(job_seed)
     fd = take_channel(environment)
     link: AgentLink | SoloLink
     if fd is None:
-        link = SoloLink(environment.worker, environment.virtual_ranks)
+        link = SoloLink(environment.worker, environment.spec.virtual_ranks)
     else:
         link = AgentLink(socket.socket(fileno=fd), environment.worker)
-    copies = 0.0 if environment.backup.workers else environment.copies
+    copies = 0.0 if environment.spec.backup().workers else environment.spec.copies
     patience = Patience(copies=copies)
     driver = Driver(environment.worker, environment.incarnation, link, patience)
     job = Job(environment, job_seed, driver, link)
@@ -117,7 +117,7 @@ class Job:
     @property
     def virtual_ranks(self) -> int:
         """V: into how many fixed shares every step falls, for the life of the job."""
-        return self._environment.virtual_ranks
+        return self._environment.spec.virtual_ranks
 
     @property
     def worker(self) -> int:
@@ -283,7 +283,7 @@ class _Work:
         self._stepped = False  # in the present loop
         self._finishing = False  # the present loop has no further step
         self._accounts = Accounts(job._environment, job.seed, self._driver)
-        cycle = job._environment.fingerprint_steps
+        cycle = job._environment.spec.silent_errors.fingerprint_steps
         self._fingerprints = Fingerprints(job._protected, cycle)
 
     def start(self, link: AgentLink | SoloLink, gloo: GlooDevice) -> None:
@@ -294,29 +294,30 @@ class _Work:
             return NcclTransport(gloo, self._devices[0]) if self._devices else GlooTransport(gloo)
 
         environment, protected = self._job._environment, self._job._protected
+        spec = environment.spec
         restorer = saver = None
-        if environment.store:
-            store = Checkpoints(open_storage(environment.store, say), say)
+        if spec.checkpoints.store:
+            store = Checkpoints(open_storage(spec.checkpoints.store, say), say)
             restorer = Restorer(store, protected)
             if environment.orders_fd is not None:
                 orders = socket.socket(fileno=environment.orders_fd)
-                pace = Pace(environment.pace, time.monotonic())
-                every = environment.save_every
+                pace = Pace(spec.pace(), time.monotonic())
+                every = spec.checkpoints.every or 0
                 saver = Saver(
-                    orders, environment.job, every, pace, protected, self._saved, self._tell_of_save
+                    orders, spec.job, every, pace, protected, self._saved, self._tell_of_save
                 )
                 self._saver = [saver]
         engine = Engine(self._driver, link, self._step, protected, make_transport, restorer, saver)
-        engine.backup = environment.backup
+        engine.backup = spec.backup()
         # How long what is dropped takes is not known.
-        engine.rebalance = environment.rebalance and not environment.backup.workers
+        engine.rebalance = spec.stragglers.rebalance and not spec.stragglers.backup
         engine.plan = self.audits
         engine.judge.seed = self._job.seed
-        engine.judge.trust = Trust(environment.fingerprint_steps)
+        engine.judge.trust = Trust(spec.silent_errors.fingerprint_steps)
         engine.judge.note = self._accounts.doubt
         engine.judge.whole_print = lambda: self._fingerprints.of_all(self._step.buffers.start)
-        self._step.audits.share = environment.audit
-        self._step.audits.classes = Classes(environment.audit_tolerance)
+        self._step.audits.share = spec.silent_errors.audit
+        self._step.audits.classes = Classes(spec.silent_errors.audit_tolerance)
         engine.start()
 
     def _saved(self, step: int, view: int) -> None:
@@ -471,7 +472,7 @@ class _Work:
             step.clock.end()
         left = None
         # With backup workers virtual rank 0 may be dropped.
-        first = vrank == 0 or self._job._environment.backup.workers
+        first = vrank == 0 or self._job._environment.spec.stragglers.backup
         if first and len(step.buffers) and role is not Role.AUDITED:
             left = step.buffers.changes()
         with driver.changed:
