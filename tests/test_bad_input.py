@@ -97,7 +97,7 @@ def test_a_wrong_command_line(args: list[str], words: list[str], tmp_path: Path)
         ('[nodes]\nmax = "few"', ['nodes.max = "few"', 'a whole number, or "auto"']),
         ("[nodes]\nlease_s = inf", ["nodes.lease_s = inf", "greater than 0"]),
         ("[checkpoints]\nbetween_s = 3", ["checkpoints.between_s = 3", "a list of 2 values"]),
-        ("[checkpoints]\nbetween_s = [9, 3]", ["checkpoints.between_s = 9 3", "LEAST"]),
+        ("[checkpoints]\nbetween_s = [9, 3]", ["checkpoints.between_s = 9 3", "shortest"]),
         ('[checkpoints]\nstore = "\\u0000"', ["checkpoints.store", "NUL"]),
         ("args = [1]", ["args = [1]", "a list of texts"]),
         ("script = 1979-05-27", ["script = 1979-05-27", "a text in quotes"]),

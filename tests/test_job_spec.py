@@ -155,6 +155,8 @@ def test_write_config_runs_nothing_and_keeps_what_is_there(
     assert config.settings["workers.nproc"] == 4
     assert main(command) == 2
     assert "job.toml exists already" in capsys.readouterr().err
+    assert main(["run", "--write-config", "-", *command[3:]]) == 0
+    assert capsys.readouterr().out == Path("job.toml").read_text()
 
 
 def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
@@ -229,7 +231,7 @@ def test_version() -> None:
         ({"workers.min": 2}, "--min-workers 2 must be from 1 to 1"),
         ({"nodes.abandon_s": 5.0}, "--abandon-s 5 must be at least twice --lease-s 3"),
         ({"checkpoints.every": 0}, "--save-every 0 must be at least 1, or auto"),
-        ({"checkpoints.between_s": (9.0, 3.0)}, "--save-between 9 3: LEAST must not"),
+        ({"checkpoints.between_s": (9.0, 3.0)}, "--save-between 9 3: the shortest time must not"),
         ({"checkpoints.between_s": (0.0, 3.0)}, "--save-between 0 3 must be greater than 0"),
         ({"checkpoints.scrub_rate": math.inf}, "--scrub-rate inf must be at least 0"),
         ({"checkpoints.store": "\ud800"}, "must be valid UTF-8 text"),

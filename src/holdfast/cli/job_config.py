@@ -41,7 +41,7 @@ class JobConfig:
 
 
 def read_config(path: Path) -> JobConfig:
-    """What a file says. UserError names the file, the key, the value and what to do."""
+    """Read a file. UserError names the file, the key, the value and what to do."""
     try:
         found = msgspec.toml.decode(path.read_bytes())
     except OSError as error:
@@ -82,7 +82,7 @@ def _unknown(
 
 
 def _value(path: Path, setting: Setting, value: object) -> object:
-    """The value as the job holds it. UserError if it is of the wrong type."""
+    """Return the value as the job holds it. UserError if it is of the wrong type."""
     if setting.auto and value == AUTO:
         return None
     if setting.size and isinstance(value, list) and len(value) == setting.size:
@@ -99,7 +99,7 @@ def _value(path: Path, setting: Setting, value: object) -> object:
 
 
 def _scalar(setting: Setting, value: object) -> object | None:
-    """One value of the setting's type; None if it is of another. Whole numbers are numbers."""
+    """Return one value of the setting's type, or None. A whole number is a number, too."""
     if setting.base is float and type(value) is int:
         try:
             return float(value)
@@ -109,7 +109,7 @@ def _scalar(setting: Setting, value: object) -> object | None:
 
 
 def write_config(spec: JobSpec) -> str:
-    """The complete configuration of a job, with the help of every setting as a comment."""
+    """Write the complete configuration of a job, with the help of every setting as a comment."""
     return "\n".join(_lines(spec)) + "\n"
 
 
@@ -141,7 +141,7 @@ def _comment(text: str) -> list[str]:
 
 
 def _plain(value: object) -> str:
-    """A value as TOML writes it."""
+    """Format a value as TOML writes it."""
     if value is None:
         return f'"{AUTO}"'
     if isinstance(value, bool):

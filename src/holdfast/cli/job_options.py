@@ -23,7 +23,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def given_settings(options: argparse.Namespace) -> dict[str, object]:
-    """The values of the settings that the command line gave, by their keys."""
+    """Return the settings that the command line gave, by their keys."""
     given = {key: value for key, value in vars(options).items() if key in SETTINGS}
     return {key: tuple(v) if isinstance(v, list) else v for key, v in given.items()}
 

@@ -1,4 +1,4 @@
-"""`holdfast run`: coordinator, agent and workers on this machine."""
+"""Runs a job: the command `holdfast run` starts coordinator, agent and workers here."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DISTURBED = str(Path(fault_script.__file__).with_name("disturbed.py"))
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options of the command: the job's settings, and those of this launch only."""
+    """Make the options of the command: the job's settings, and those of this launch only."""
     found = argparse.ArgumentParser(
         prog="holdfast run",
         usage="%(prog)s [OPTION ...] SCRIPT [ARG ...]",
@@ -55,7 +55,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_launch(found: argparse.ArgumentParser) -> None:
-    group = found.add_argument_group("this launch", "These options are not part of the job.")
+    group = found.add_argument_group(
+        "this launch", "Sets what belongs to this launch and is no part of the job."
+    )
     group.add_argument(
         "--config",
         type=Path,
@@ -66,7 +68,8 @@ def _add_launch(found: argparse.ArgumentParser) -> None:
         "--write-config",
         type=Path,
         metavar="FILE",
-        help="write the job's settings with comments to a new file for --config, and run nothing",
+        help="write the job's settings with comments to a new file for --config, and run nothing; "
+        "-: to standard output",
     )
     group.add_argument(
         "--run-dir",
@@ -110,8 +113,11 @@ def main(argv: list[str]) -> int:
 
 
 def write_new(path: Path, text: str) -> None:
-    """Write a file that does not exist yet, or to a device. UserError."""
-    if path.is_file():
+    """Write a file that does not exist yet; `-` is standard output. UserError."""
+    if str(path) == "-":
+        print(text, end="")
+        return
+    if path.exists():
         raise UserError(f"--write-config {path} exists already: name another file")
     try:
         path.write_text(text, encoding="utf-8")
@@ -126,7 +132,7 @@ def make_secret(options: argparse.Namespace) -> bytes:
 
 
 def _check_unused(store: str) -> None:
-    """UserError if it holds checkpoints: a job must never begin from those of another one."""
+    """Raise UserError if it holds checkpoints: a job must never begin from another one's."""
     with contextlib.suppress(WorldError):  # whether it can be written is seen when it must be
         steps = Checkpoints(open_storage(store)).steps()
         if steps:
@@ -144,7 +150,7 @@ def _check_faults(path: Path) -> None:
 
 
 def make_job(options: argparse.Namespace) -> JobSpec:
-    """The job that options and configuration file describe. UserError says which value is wrong."""
+    """Make the job that options and file describe. UserError says which value is wrong."""
     config = read_config(options.config) if options.config is not None else JobConfig()
     given = given_settings(options)
     spec = JobSpec(
@@ -156,7 +162,7 @@ def make_job(options: argparse.Namespace) -> JobSpec:
     spec = with_settings(spec, {**config.settings, **given})
 
     def name(setting: Setting, value: object) -> str:
-        """As the one who gave the value wrote it."""
+        """Name a setting as the one who gave the value wrote it."""
         if setting.key in config.settings and setting.key not in given:
             return f"{config.path}: {as_key(setting, value)}"
         return as_flag(setting, value)
@@ -173,7 +179,7 @@ def make_job(options: argparse.Namespace) -> JobSpec:
 
 
 def make_spec(options: argparse.Namespace) -> JobSpec:
-    """A job that can be launched here and now. UserError says what is in its way."""
+    """Make a job that can be launched here and now. UserError says what is in its way."""
     spec = make_job(options)
     if not spec.script:
         raise UserError("there is no script to run: name one after the options, or in --config")

@@ -1,4 +1,4 @@
-"""The job document: every setting of a job, with its default and its help, in one frozen value.
+"""Defines the job document: every setting of a job, with default and help, in one frozen value.
 
 A setting is one field of one section below. The options of `holdfast run`, its configuration file
 and the checks follow from the fields. The same document is kept in the run directory, published in
@@ -38,21 +38,21 @@ class CoordinatorPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workers:
-    """The worker processes that compute the steps, and what the result depends on."""
+    """Sets how many workers compute the steps, and what their result depends on."""
 
     nproc: int = setting(
         1, "workers to start on this node, and by default on each further one", metavar="N", least=1
     )
     virtual: int | None = setting(
         None,
-        "divide every step into V virtual ranks: the result depends on V, never on the number of "
-        "workers; auto: one for each worker that the job starts with",
+        "virtual ranks that every step is divided into: the result depends on their number, never "
+        "on that of the workers; auto: one for each worker that the job starts with",
         metavar="V",
         least=1,
     )
     min: int = setting(
         1,
-        "wait at the end of a step while fewer than M workers are alive",
+        "wait at the end of a step while fewer workers than this are alive",
         flag="--min-workers",
         metavar="M",
         least=1,
@@ -67,7 +67,7 @@ class Workers:
     )
     losses_max: int = setting(
         30,
-        "give up after losing K workers without completing a step in between",
+        "give up after losing this many workers without completing a step in between",
         metavar="K",
         least=1,
     )
@@ -81,7 +81,7 @@ class Workers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nodes:
-    """The machines of the job, and how they find and lose their coordinator."""
+    """Sets which machines take part, and how long they wait for each other and a coordinator."""
 
     min: int = setting(
         1,
@@ -92,8 +92,8 @@ class Nodes:
     )
     max: int | None = setting(
         None,
-        "let at most B nodes take part and others wait until one is lost; auto: as many as the "
-        "job waits for",
+        "let at most this many nodes take part and others wait until one is lost; auto: as many "
+        "as the job waits for",
         flag="--nodes-max",
         metavar="B",
         least=1,
@@ -122,7 +122,7 @@ class Nodes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoints:
-    """Where and how often the state of the job is saved, so that it survives every process."""
+    """Sets where and how often the state is saved, to survive the loss of every process."""
 
     store: str = setting(
         "",
@@ -132,7 +132,7 @@ class Checkpoints:
     )
     every: int | None = setting(
         None,
-        "save every N steps; auto: as often as pays, given what a save costs and how often "
+        "steps between two saves; auto: as often as pays, given what a save costs and how often "
         "workers are lost",
         flag="--save-every",
         metavar="N|auto",
@@ -145,7 +145,7 @@ class Checkpoints:
         metavar=("LEAST", "MOST"),
         above=0,
     )
-    keep_last: int = setting(3, "keep the newest K checkpoints", metavar="K", least=1)
+    keep_last: int = setting(3, "keep this many of the newest checkpoints", metavar="K", least=1)
     scrub_rate: float = setting(
         20.0,
         "verify the kept checkpoints once an hour, reading this many megabytes a second, and "
@@ -157,7 +157,7 @@ class Checkpoints:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stragglers:
-    """What the job does about workers that are slow or late."""
+    """Sets what the job does about workers that are slow or late."""
 
     rebalance: bool = setting(
         True,
@@ -182,7 +182,7 @@ class Stragglers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SilentErrors:
-    """How the job finds machines that compute wrongly or corrupt their memory."""
+    """Sets how the job finds machines that compute wrongly or corrupt their memory."""
 
     audit: float = setting(
         0.0,
@@ -225,41 +225,41 @@ class JobSpec:
 
     @property
     def workers_at_start(self) -> int:
-        """How many workers the job waits for before its first step."""
+        """Return how many workers the job waits for before its first step."""
         return self.workers.nproc * self.nodes.min
 
     @property
     def virtual_ranks(self) -> int:
-        """V: into how many fixed shares every step falls."""
+        """Return V: into how many fixed shares every step falls."""
         virtual = self.workers.virtual
         return self.workers_at_start if virtual is None else virtual
 
     @property
     def nodes_max(self) -> int:
-        """How many nodes may take part at once."""
+        """Return how many nodes may take part at once."""
         return self.nodes.min if self.nodes.max is None else self.nodes.max
 
     @property
     def roles_per_node(self) -> Mapping[ProcessRole, int]:
-        """How many processes of each role a node runs unless it is told otherwise."""
+        """Return how many processes of each role a node runs, unless it is told otherwise."""
         return {ProcessRole.WORKER: self.workers.nproc}
 
     @property
     def copies(self) -> float:
-        """The share of tasks that may be copied before a late worker is suspended."""
+        """Return the share of tasks that may be copied before a late worker is suspended."""
         return self.stragglers.speculation_budget / 2
 
     def backup(self) -> BackupPolicy:
-        """Whose results a step may do without."""
+        """Return how many workers' results a step may do without."""
         dropped = self.stragglers.backup
         return BackupPolicy(workers=dropped, results_min=self.workers_at_start - dropped)
 
     def pace(self) -> PacePolicy:
-        """The bounds of the time between two saves."""
+        """Return the bounds of the time between two saves."""
         return PacePolicy(*self.checkpoints.between_s)
 
     def lease(self) -> LeasePolicy:
-        """One number sets the pace: silence of half a lease is suspicious, a fifth is margin."""
+        """Derive the lease's times: half a lease of silence is suspicious, a fifth is margin."""
         lease_s = self.nodes.lease_s
         return LeasePolicy(
             lease_s=lease_s,
@@ -269,7 +269,7 @@ class JobSpec:
         )
 
     def policy(self) -> CoordinatorPolicy:
-        """The part of the settings that the coordinator decides by."""
+        """Return the part of the settings that the coordinator decides by."""
         return CoordinatorPolicy(
             virtual_ranks=self.virtual_ranks,
             nodes_min=self.nodes.min,
@@ -288,7 +288,7 @@ Naming = Callable[[Setting, object], str]  # a setting with its value, as the re
 
 
 def with_settings(spec: JobSpec, values: Mapping[str, object]) -> JobSpec:
-    """The same job with other values, by their keys; every value must be of its setting's type."""
+    """Give settings other values, by their keys; every value must be of its setting's type."""
     changed: dict[str, dict[str, object]] = {}
     for key, value in values.items():
         changed.setdefault(SETTINGS[key].section, {})[SETTINGS[key].name] = value
@@ -309,7 +309,7 @@ def as_key(setting: Setting, value: object) -> str:
 
 
 def find_problem(spec: JobSpec, name: Naming = as_key) -> str:
-    """The first thing wrong with a job, as a sentence that says what to do; empty if it is good."""
+    """Say what is wrong with a job, in a sentence that tells what to do; empty: nothing."""
     return next(_problems(spec, name), "")
 
 
@@ -327,7 +327,7 @@ def _problems(spec: JobSpec, name: Naming) -> Iterator[str]:
 
 
 def _conflicts(spec: JobSpec, say: Callable[[str], str]) -> Iterator[str]:
-    """What is wrong with settings together; `say(key)` names one with its value."""
+    """Find settings that contradict each other; `say(key)` names one with its value."""
     workers, nodes, at_start = spec.workers, spec.nodes, spec.workers_at_start
     if spec.nodes_max < nodes.min:
         yield f"{say('nodes.max')} must be at least {say('nodes.min')}"
@@ -346,7 +346,8 @@ def _conflicts(spec: JobSpec, say: Callable[[str], str]) -> Iterator[str]:
         yield f"{say('nodes.abandon_s')} must be at least twice {say('nodes.lease_s')}"
     least_s, most_s = spec.checkpoints.between_s
     if least_s > most_s:
-        yield f"{say('checkpoints.between_s')}: LEAST must not be greater than MOST"
+        between = say("checkpoints.between_s")
+        yield f"{between}: the shortest time must not be greater than the longest"
     backup = spec.stragglers.backup
     if not 0 <= backup < at_start:
         yield (

@@ -36,7 +36,7 @@ class Description:
     below: float | None = None
 
     def limits(self) -> str:
-        """The allowed values in words, to follow "must be"."""
+        """Return the allowed values in words, to follow "must be"."""
         if self.least is not None and self.most is not None:
             return f"from {self.least:g} to {self.most:g}"
         if self.least is not None and self.below is not None:
@@ -46,7 +46,7 @@ class Description:
         return f"at least {self.least:g}" if self.least is not None else "a finite number"
 
     def allows(self, number: float) -> bool:
-        """Whether one number is within the limits; infinities and NaN never are."""
+        """Tell whether one number is within the limits; infinities and NaN never are."""
         return (
             math.isfinite(number)
             and (self.least is None or number >= self.least)
@@ -96,20 +96,20 @@ class Setting:
 
     @property
     def key(self) -> str:
-        """The setting's name in configurations, for example `checkpoints.every`."""
+        """Return the setting's name in configurations, for example `checkpoints.every`."""
         return f"{self.section}.{self.name}"
 
     @property
     def flag(self) -> str:
-        """The setting's name on the command line, for example `--save-every`."""
+        """Return the setting's name on the command line, for example `--save-every`."""
         return self.about.flag or "--" + self.name.replace("_", "-")
 
     def value_in(self, document: object) -> object:
-        """The setting's value in a document."""
+        """Return the setting's value in a document."""
         return getattr(getattr(document, self.section), self.name)
 
     def complaint(self, value: object) -> str:
-        """What is wrong with a value of the right type, to follow its name; empty if nothing is."""
+        """Say what is wrong with a value of the right type, to follow its name; empty: nothing."""
         if value is None or isinstance(value, bool):
             return ""
         if isinstance(value, str):
@@ -124,7 +124,7 @@ class Setting:
 
 
 def text_complaint(text: str) -> str:
-    """What keeps a text from being passed to a process, to follow its name; empty if nothing."""
+    """Say why a text cannot be passed to a process, to follow its name; empty: it can."""
     if "\0" in text:
         return "must not contain a NUL character"
     if any(0xD800 <= ord(character) < 0xE000 for character in text):
@@ -133,13 +133,13 @@ def text_complaint(text: str) -> str:
 
 
 def sections_of(document: type) -> dict[str, type]:
-    """The sections of a document type: its fields that are dataclasses, by their names."""
+    """Find the sections of a document type: its fields that are dataclasses, by their names."""
     hints: dict[str, type] = typing.get_type_hints(document)
     return {name: kind for name, kind in hints.items() if is_dataclass(kind)}
 
 
 def settings_of(document: type) -> Iterator[Setting]:
-    """Every setting of a document type, section by section, in the order of its fields."""
+    """Find every setting of a document type, section by section, in the order of its fields."""
     for name, kind in sections_of(document).items():
         hints = typing.get_type_hints(kind)
         for each in fields(kind):
@@ -157,7 +157,7 @@ def settings_of(document: type) -> Iterator[Setting]:
 
 
 def _taken_apart(hint: object) -> tuple[type, bool, int]:
-    """The type of one value, whether None is allowed too, and the length of a tuple."""
+    """Return the type of one value, whether None is allowed too, and the length of a tuple."""
     parts = typing.get_args(hint)
     if isinstance(hint, types.UnionType):
         (base,) = (part for part in parts if part is not type(None))
@@ -169,7 +169,7 @@ def _taken_apart(hint: object) -> tuple[type, bool, int]:
 
 
 def shown(value: object) -> str:
-    """A value as a person types it on the command line."""
+    """Format a value as a person types it on the command line."""
     if value is None:
         return AUTO
     if isinstance(value, tuple):

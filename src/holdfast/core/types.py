@@ -22,7 +22,7 @@ RELEASE_ALL = 1 << 30  # a release_loop no loop counter reaches
 
 
 class ProcessRole(enum.Enum):
-    """What a process that an agent starts does for the job."""
+    """Says what a process that an agent starts does for the job."""
 
     WORKER = "worker"  # runs the user's script and hosts virtual ranks
 
@@ -192,7 +192,7 @@ class AgentReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WantedProcess:
-    """Names one process that the coordinator wants to run on a node, and what it is there for."""
+    """Names one process that the coordinator wants to run on a node, and its role."""
 
     worker: WorkerId
     incarnation: Incarnation
@@ -231,7 +231,7 @@ class WorkerDirective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """A worker's place on a node, and the newest incarnation that was ordered for it."""
+    """Records a worker's place on a node, and the newest incarnation that was ordered for it."""
 
     worker: WorkerId
     agent: AgentId

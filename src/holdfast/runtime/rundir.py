@@ -83,7 +83,7 @@ class RunDir:
             raise UserError(f"--run-dir {self.path} belongs to another job: name another directory")
 
     def spec(self) -> JobSpec:
-        """The job that runs here. UserError if its document is missing, damaged or foreign."""
+        """Read the job that runs here. UserError: its document is missing, damaged or foreign."""
         try:
             return decode_job(self._read(JOB_FILE))
         except Damaged as error:

@@ -16,12 +16,12 @@ JOB_FILE = "job.json"  # its name in every run directory
 
 
 def encode_job(spec: JobSpec) -> bytes:
-    """The document as indented JSON, the same bytes each time."""
+    """Write the document as indented JSON, the same bytes each time."""
     return msgspec.json.format(msgspec.json.encode(spec), indent=2) + b"\n"
 
 
 def decode_job(data: bytes) -> JobSpec:
-    """The job that a document describes. Damaged says why it describes none."""
+    """Read the job that a document describes. Damaged says why it describes none."""
     try:
         plain = msgspec.json.decode(data)
         spec = msgspec.convert(plain, JobSpec)
@@ -34,7 +34,7 @@ def decode_job(data: bytes) -> JobSpec:
 
 
 def _unknown(found: dict[str, Any], known: dict[str, Any]) -> str:
-    """The first key of a document that no setting has, as a sentence; empty if there is none."""
+    """Name the first key of a document that no setting has; empty if there is none."""
     for name, value in found.items():
         if name not in known:
             return f"it has an unknown part {name!r}"

@@ -114,7 +114,7 @@ class SendWorker:
 
 @dataclass(frozen=True, slots=True)
 class Spawn:
-    """Start a process; Spawned or ProcessExited must follow."""
+    """Start a process in its role; Spawned or ProcessExited must follow."""
 
     worker: WorkerId
     incarnation: Incarnation

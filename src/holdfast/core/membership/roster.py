@@ -204,7 +204,7 @@ class Roster:
         return self._slots
 
     def wanted(self, name: AgentId, view: View | None) -> Iterator[WantedProcess]:
-        """What should run on a node; a lost one never again as the same incarnation.
+        """Find what should run on a node; a lost one never again as the same incarnation.
 
         On a node that is being drained, only members of the view: nothing starts there.
         """
@@ -216,7 +216,7 @@ class Roster:
                 yield self._wanted_as(worker, place.incarnation)
 
     def leaving(self, name: AgentId, view: View | None) -> Iterator[WantedProcess]:
-        """What may finish on a node when the job ends: living members of the view; none start."""
+        """Find what may finish on a node as the job ends: living members of the view."""
         for worker in self.here(name):
             member = view.member(worker) if view is not None else None
             if member is not None and not self.dead(worker, member.incarnation):

@@ -45,7 +45,7 @@ class WorkerTemplate:
         return () if self.orders_fd is None else (self.orders_fd,)
 
     def command(self, role: ProcessRole) -> list[str]:
-        """The command line of a process in this role."""
+        """Return the command line of a process in this role."""
         match role:
             case ProcessRole.WORKER:
                 module = "holdfast.runtime.node.bootstrap"
@@ -62,7 +62,7 @@ class WorkerTemplate:
         failure_fd: int,
         role: ProcessRole = ProcessRole.WORKER,
     ) -> dict[str, str]:
-        """The environment of one process; the two descriptors lead to its agent."""
+        """Return the environment of one process; the two descriptors lead to its agent."""
         threads = str(self.spec.workers.threads)
         inherited = {k: v for k, v in os.environ.items() if k != secret.VARIABLE}
         return {
