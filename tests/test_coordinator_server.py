@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 import socket
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.core.errors import Deposed
+from holdfast.core.job_spec import with_settings
 from holdfast.core.membership.coordinator import (
     Announce,
     CoordinatorEffect,
@@ -185,7 +185,8 @@ def term_saved(run_dir: RunDir) -> int:
 def test_a_damaged_journal_is_one_event(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
     # It waits for agents that may know more for as long as they may act without it.
-    run_dir.create(dataclasses.replace(SPEC, lease_s=0.5, abandon_s=1.0), bytes(range(32)))
+    hurried = with_settings(SPEC, {"nodes.lease_s": 0.5, "nodes.abandon_s": 1.0})
+    run_dir.create(hurried, bytes(range(32)))
     run_dir.journal.write_bytes(b"\0" * 100)
     with CoordinatorProcess(run_dir):
         until(lambda: term_saved(run_dir), "a new record")
