@@ -22,7 +22,7 @@ import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from holdfast.core.job_spec import JobSpec
+from holdfast.core.job_spec import JobSpec, Nodes, Workers
 from holdfast.core.types import (
     NO_VIEW,
     AgentId,
@@ -82,11 +82,12 @@ class FakeAgent:
     def obey(self, directive: Directive) -> bool:
         """Returns whether something changed that the coordinator should hear of at once."""
         changed = False
-        for worker, incarnation in directive.wanted:
+        for each in directive.wanted:
+            worker = each.worker
             if worker not in self.statuses:
                 changed = True
                 self.statuses[worker] = WorkerStatus(
-                    worker=worker, incarnation=incarnation, stage=Stage.READY, loop=1
+                    worker=worker, incarnation=each.incarnation, stage=Stage.READY, loop=1
                 )
         if directive.view is not None:
             self.view, self.view_at, changed = directive.view, time.monotonic(), True
@@ -230,18 +231,8 @@ def spec(agents: int, slots: int) -> JobSpec:
         script="none",
         args=(),
         cwd="/",
-        election="",
-        nproc=slots,
-        nodes_min=agents,
-        nodes_max=agents,
-        virtual_ranks=agents * slots,
-        workers_min=1,
-        seed=0,
-        threads=1,
-        lease_s=LEASE_S,
-        abandon_s=300.0,
-        hang_s=1800.0,
-        losses_max=100_000,
+        workers=Workers(nproc=slots, losses_max=100_000),
+        nodes=Nodes(min=agents, lease_s=LEASE_S),
     )
 
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import pytest
 
-from holdfast.core.job_spec import JobSpec
+from holdfast.core.job_spec import JobSpec, Nodes, Workers
 from holdfast.runtime.rundir import RunDir
 from holdfast.testing.etcd_cluster import EtcdCluster
 
@@ -26,18 +26,8 @@ SPEC = JobSpec(
     script="train.py",
     args=("--steps", "3"),
     cwd="/",
-    election="",
-    nproc=1,
-    nodes_min=1,
-    nodes_max=1,
-    virtual_ranks=1,
-    workers_min=1,
-    seed=0,
-    threads=1,
-    lease_s=3.0,
-    abandon_s=300.0,
-    hang_s=60.0,
-    losses_max=3,
+    workers=Workers(hang_s=60.0, losses_max=3),
+    nodes=Nodes(lease_s=3.0),
 )
 T = TypeVar("T")
 

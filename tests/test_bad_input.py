@@ -7,12 +7,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from conftest import RUN_S, Start
+from holdfast.cli.main import main
+from holdfast.runtime.rundir import RunDir
 from holdfast.testing.local_run import LocalRun
+from support import SPEC
 
 HOLDFAST = [sys.executable, "-m", "holdfast.cli.main"]
 SCRIPT = str(Path(__file__).parent / "scripts" / "faulty.py")
@@ -38,8 +42,14 @@ def fails(run: LocalRun) -> str:
         (["run", "--nproc", "0", SCRIPT], ["--nproc 0"]),
         (["run", "--nproc", "2", "--min-workers", "3", SCRIPT], ["--min-workers 3"]),
         (["run", "--threads", "0", SCRIPT], ["--threads 0"]),
-        (["run", "--save-every", "0", SCRIPT], ["--save-every", "'0'", "auto"]),
+        (["run", "--save-every", "0", SCRIPT], ["--save-every 0", "at least 1", "auto"]),
         (["run", "--save-between", "9", "3", SCRIPT], ["--save-between 9 3"]),
+        (["run", "--scrub-rate", "nan", SCRIPT], ["--scrub-rate nan", "at least 0"]),
+        (["run", "--seed", "-1", SCRIPT], ["--seed -1", "at least 0"]),
+        (["run", "--lease-s", "9", "--abandon-s", "10", SCRIPT], ["--abandon-s 10", "--lease-s 9"]),
+        (["run", "--nproc", "2"], ["no script", "--config"]),
+        (["run", "--config", "none.toml"], ["--config none.toml", "cannot be read"]),
+        (["run", "--election", "here", SCRIPT], ["--election here", "etcd://"]),
         (["run", "--run-dir", "/proc/none", SCRIPT], ["/proc/none", "--run-dir"]),
         (["run", "--run-dir", "new", "--port", "99999", SCRIPT], ["--port 99999"]),
         (["run", "--run-dir", "new", "--host", "0.0.0.0", SCRIPT], ["--host", "0.0.0.0"]),
@@ -70,6 +80,68 @@ def test_a_wrong_command_line(args: list[str], words: list[str], tmp_path: Path)
     assert all(word in lines[0] for word in words), lines
     assert "Traceback" not in found.stderr
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[workers]\nnprocs = 4", ["workers.nprocs = 4", "did you mean nproc?"]),
+        ("[workers]\nunheard = 4", ["workers.unheard = 4", "use one of nproc, virtual"]),
+        ("[worker]\nnproc = 4", ["[worker]", "did you mean workers?"]),
+        ("nproc = 4", ["nproc = 4", "[workers]"]),
+        ("workers = 4", ["workers = 4", "write [workers]"]),
+        ('[workers]\nnproc = "4"', ['workers.nproc = "4"', "a whole number"]),
+        ("[workers]\nnproc = true", ["workers.nproc = true", "a whole number"]),
+        ("[workers]\nnproc = 0", ["workers.nproc = 0", "at least 1"]),
+        ("[workers]\nnproc = 4\nvirtual = 2", ["workers.virtual = 2", "workers.nproc = 4"]),
+        ('[nodes]\nmax = "few"', ['nodes.max = "few"', 'a whole number, or "auto"']),
+        ("[nodes]\nlease_s = inf", ["nodes.lease_s = inf", "greater than 0"]),
+        ("[checkpoints]\nbetween_s = 3", ["checkpoints.between_s = 3", "a list of 2 values"]),
+        ("[checkpoints]\nbetween_s = [9, 3]", ["checkpoints.between_s = 9 3", "shortest"]),
+        ('[checkpoints]\nstore = "\\u0000"', ["checkpoints.store", "NUL"]),
+        ("args = [1]", ["args = [1]", "a list of texts"]),
+        ("script = 1979-05-27", ["script = 1979-05-27", "a text in quotes"]),
+        ("[workers", ["--config", "is not TOML"]),
+    ],
+)
+def test_a_wrong_configuration(
+    text: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(text)
+    assert main(["run", "--config", str(path), SCRIPT]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert all(word in line for word in [str(path), *words]), line
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda text: text[:-9], ["truncated"]),
+        (lambda text: "{}", ["missing required field"]),
+        (lambda text: "[]", ["Expected `object`"]),
+        (lambda text: "\xff", ["malformed"]),
+        (lambda text: text.replace('"nproc": 1', '"nproc": "1"'), ["Expected `int`", "nproc"]),
+        (
+            lambda text: text.replace('"nproc": 1', '"nproc": 0'),
+            ["workers.nproc = 0", "at least 1"],
+        ),
+        (lambda text: text.replace('"nproc"', '"procs"'), ["unknown part 'procs'", "'workers'"]),
+    ],
+)
+def test_a_damaged_job_document(
+    change: Callable[[str], str],
+    words: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.create(SPEC, b"")
+    run_dir.job.write_text(change(run_dir.job.read_text()), encoding="latin-1")
+    assert main(["resume", str(run_dir.path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    expected = [str(run_dir.job), "is damaged, or of another release", *words]
+    assert all(word in line for word in expected), line
 
 
 def test_an_agent_tries_for_a_while_where_no_coordinator_answers(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 import socket
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.core.errors import Deposed
+from holdfast.core.job_spec import with_settings
 from holdfast.core.membership.coordinator import (
     Announce,
     CoordinatorEffect,
@@ -26,6 +26,7 @@ from holdfast.core.types import (
     Directive,
     Incarnation,
     JobRecord,
+    WantedProcess,
     WorkerId,
 )
 from holdfast.net.channel import connect
@@ -119,7 +120,7 @@ def test_nothing_is_sent_before_its_record_is_durable(tmp_path: Path) -> None:
         assert not answer.done()
         journal.gate.release()
         found = await asyncio.wait_for(answer, WAIT_S)
-        assert found.wanted == ((WorkerId(0), Incarnation(1)),)
+        assert found.wanted == (WantedProcess(worker=WorkerId(0), incarnation=Incarnation(1)),)
         assert unseal(journal._store.data or b"").slots == core.snapshot().record.slots
         serving.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -184,7 +185,8 @@ def term_saved(run_dir: RunDir) -> int:
 def test_a_damaged_journal_is_one_event(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
     # It waits for agents that may know more for as long as they may act without it.
-    run_dir.create(dataclasses.replace(SPEC, lease_s=0.5, abandon_s=1.0), bytes(range(32)))
+    hurried = with_settings(SPEC, {"nodes.lease_s": 0.5, "nodes.abandon_s": 1.0})
+    run_dir.create(hurried, bytes(range(32)))
     run_dir.journal.write_bytes(b"\0" * 100)
     with CoordinatorProcess(run_dir):
         until(lambda: term_saved(run_dir), "a new record")

@@ -360,12 +360,12 @@ def test_a_node_that_is_well_again_is_used_again() -> None:
     found = nodes_asking({"n3": "disk"})
     choose_drained(found)
     node = found.roster.nodes[AgentId("n3")]
-    ordered = [i for _, i in found.roster.wanted(AgentId("n3"), None)]
+    ordered = [each.incarnation for each in found.roster.wanted(AgentId("n3"), None)]
     node.asks = node.failing = ""
     choose_drained(found)
     assert drained(found) == []
     assert ordered == []
-    assert [i for _, i in found.roster.wanted(AgentId("n3"), None)] == [2]
+    assert [each.incarnation for each in found.roster.wanted(AgentId("n3"), None)] == [2]
 
 
 def test_spans() -> None:

@@ -141,7 +141,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
 
 
 @pytest.fixture(params=["file", "memory", "etcd"])
-def quarantine(request: pytest.FixtureRequest, tmp_path: Path) -> Bench:
+def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Bench:
     if request.param == "file":
         return FileBench(tmp_path)
     if request.param == "memory":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import math
+import os
 import random
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from holdfast.train.step.auditing import check_sum
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -22,15 +24,17 @@ from torch import nn
 from conftest import RUN_S
 from holdfast.core import tree
 from holdfast.core.errors import Aborted, StateMismatch, UserError, WireError
+from holdfast.core.job_spec import with_settings
+from holdfast.runtime.rundir import RunDir
 from holdfast.testing.disturbed import flip_bit
 from holdfast.train.checkpoint import state
 from holdfast.train.checkpoint.transfer import StateSync
-from holdfast.train.step.auditing import check_sum
 from holdfast.train.step.buckets import Bucket, Flat, Gradients
 from holdfast.train.step.fingerprints import Fingerprints
 from holdfast.train.step.reduction import FINITE, SOMEBODYS, BucketSum, Layout
 from holdfast.train.step.step_table import Buffers
 from holdfast.train.transport.seam import Message, NothingPending, Pending
+from support import SPEC
 
 
 class Mailbox:
@@ -432,9 +436,8 @@ def test_a_model_of_another_shape_is_named() -> None:
 # ---------------------------------------------------------------- the loop, in plain PyTorch
 
 PLAIN_SCRIPT = """
-import os, torch, holdfast
+import torch, holdfast
 from torch import nn
-os.environ["HOLDFAST_VIRTUAL"] = "4"
 job = holdfast.join()
 model = nn.Linear(5, 3)
 twin = nn.Linear(5, 3)
@@ -471,8 +474,15 @@ assert step.epoch == 2 and job.is_leader
 def test_a_step_is_the_mean_over_its_samples_also_in_an_uneven_tail(tmp_path: Path) -> None:
     script = tmp_path / "plain.py"
     script.write_text(PLAIN_SCRIPT)
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.create(with_settings(SPEC, {"workers.virtual": 4}), b"")
     found = subprocess.run(
-        [sys.executable, str(script)], check=False, capture_output=True, text=True, timeout=RUN_S
+        [sys.executable, str(script)],
+        check=False,
+        env=os.environ | {"HOLDFAST_RUN_DIR": str(run_dir.path)},
+        capture_output=True,
+        text=True,
+        timeout=RUN_S,
     )
     assert found.returncode == 0, found.stderr
 

@@ -14,6 +14,7 @@ import msgspec
 import xxhash
 
 from holdfast.core.errors import Damaged, WireError
+from holdfast.core.job_spec import find_problem
 from holdfast.core.types import (
     AgentId,
     AgentReport,
@@ -26,12 +27,14 @@ from holdfast.core.types import (
     Stage,
     View,
     ViewNumber,
+    WantedProcess,
     WorkerDirective,
     WorkerId,
     WorkerStatus,
 )
 from holdfast.runtime.coordinate.journal import MAGIC, seal, unseal
 from holdfast.wire import frames
+from holdfast.wire.job_document import decode_job, encode_job
 from holdfast.wire.messages import (
     KINDS,
     Address,
@@ -70,7 +73,7 @@ MESSAGES: list[object] = [
         seq=2,
         agent=AgentId("a"),
         agent_incarnation=Incarnation(1),
-        wanted=((WorkerId(3), Incarnation(2)),),
+        wanted=(WantedProcess(worker=WorkerId(3), incarnation=Incarnation(2)),),
         view=VIEW,
     ),
     Address(view=7, peer=Peer(WorkerId(3)), address=b"\x00\xff"),
@@ -175,6 +178,14 @@ def any_greeting(data: bytes) -> None:
     assert frames.greeting(nonce) == data
 
 
+def any_job_document(data: bytes) -> None:
+    """A job that every check finds good, the same when written again, or Damaged."""
+    with contextlib.suppress(Damaged):
+        spec = decode_job(data)
+        assert find_problem(spec) == ""
+        assert decode_job(encode_job(spec)) == spec
+
+
 def any_journal(data: bytes) -> None:
     """A record, the same when sealed again, or Damaged."""
     body = zlib.compress(data, 1)
@@ -191,6 +202,7 @@ TARGETS: list[Callable[[bytes], None]] = [
     damaged_frames,
     any_greeting,
     any_journal,
+    any_job_document,
 ]
 
 
@@ -206,6 +218,7 @@ def seeds() -> Iterator[bytes]:
     yield bytes([3]) + frames.greeting(b"n" * frames.NONCE_BYTES)
     yield bytes([4]) + msgspec.msgpack.encode(RECORD)
     yield bytes([4]) + seal(RECORD)
+    yield bytes([5]) + encode_job(SPEC)
 
 
 def one_input(data: bytes) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from holdfast.cli.shared_options import add_checks, add_secret, add_tls
 from holdfast.core.errors import UserError
-from holdfast.core.types import AgentId
+from holdfast.core.types import AgentId, ProcessRole
 from holdfast.health.external_checks import parse_checks, save_checks
 from holdfast.net.secret import load_secret
 from holdfast.net.tls import client_of
@@ -81,7 +81,7 @@ def main(argv: list[str]) -> int:
         Node(
             run_dir=run_dir,
             name=name,
-            nproc=options.nproc or spec.nproc,
+            nproc=options.nproc or spec.roles_per_node[ProcessRole.WORKER],
             host=options.host or reply.seen_as,
             join=options.join,
             tls=options.tls.absolute() if options.tls is not None else None,

@@ -264,7 +264,7 @@ def collect(run: LocalRun, options: argparse.Namespace, seconds: float) -> Train
     begin = max((i for i, line in enumerate(lines) if line == "sample:"), default=len(lines))
     return Trained(
         run_dir=path,
-        workers=run.run_dir.spec().nproc,
+        workers=run.run_dir.spec().workers.nproc,
         seconds=seconds,
         digest=lines[-1],
         losses=read_losses(path),

@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     if args[0] == "--version":
         import holdfast
 
-        print(holdfast.__version__)
+        print(f"holdfast {holdfast.__version__}")
         return 0
     if args[0] not in COMMANDS:
         names = ", ".join(COMMANDS)

@@ -23,7 +23,7 @@ def main(argv: list[str]) -> int:
     spec = run_dir.spec()
     if run_dir.outcome() == "":
         raise UserError(f"the run in {run_dir.path} has succeeded: there is nothing to resume")
-    if spec.election:
+    if spec.nodes.election:
         raise UserError(
             "a job with --election is resumed by its coordinators: start them, and agents, again"
         )

@@ -1,18 +1,22 @@
-"""`holdfast run`: coordinator, agent and workers on this machine."""
+"""Runs a job: the command `holdfast run` starts coordinator, agent and workers here."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import secrets
 import sys
 import time
 from pathlib import Path
 
+from holdfast.cli.job_config import JobConfig, read_config, write_config
+from holdfast.cli.job_options import add_settings, given_settings
 from holdfast.cli.shared_options import add_secret, add_tls
 from holdfast.core.errors import UserError, WorldError
-from holdfast.core.job_spec import JobSpec
+from holdfast.core.job_spec import JobSpec, as_flag, as_key, find_problem, with_settings
+from holdfast.core.settings import Setting
 from holdfast.net.secret import SECRET_BYTES_MIN, VARIABLE, load_secret
 from holdfast.net.tcp import listen
 from holdfast.net.tls import server_of
@@ -20,7 +24,7 @@ from holdfast.runtime.coordinate.election import parse_election
 from holdfast.runtime.launcher import Desk, launch_job
 from holdfast.runtime.rundir import RunDir
 from holdfast.store.checkpoints import Checkpoints
-from holdfast.store.open import FORM, absolute_store, open_storage
+from holdfast.store.open import absolute_store, open_storage
 from holdfast.testing import fault_script  # tidy: allow layers because users test their jobs
 
 # It is named by its place, not imported: it loads torch.
@@ -28,202 +32,75 @@ DISTURBED = str(Path(fault_script.__file__).with_name("disturbed.py"))
 
 
 def parser() -> argparse.ArgumentParser:
+    """Make the options of the command: the job's settings, and those of this launch only."""
     found = argparse.ArgumentParser(
         prog="holdfast run",
-        description="Run SCRIPT on N workers of this machine, through failures. The script's own "
-        "output goes to standard output; Holdfast's events go to standard error.",
-    )
-    found.add_argument("--nproc", type=int, default=1, metavar="N", help="workers (default 1)")
-    found.add_argument(
-        "--virtual",
-        type=int,
-        metavar="V",
-        help="virtual ranks: the result depends on V, never on N (default: N)",
+        usage="%(prog)s [OPTION ...] SCRIPT [ARG ...]",
+        description="Run a training script on the workers of this machine, through failures. The "
+        "script's own output goes to standard output; Holdfast's events go to standard error.",
     )
     found.add_argument(
-        "--min-workers",
-        type=int,
-        default=1,
-        metavar="M",
-        help="wait at a step boundary while fewer than M workers live (default 1)",
-    )
-    _add_nodes(found)
-    _add_checkpoints(found)
-    found.add_argument("--run-dir", type=Path, help="default: holdfast-runs/TIME-PID")
-    found.add_argument("--seed", type=int, default=0, help="the job's seed (default 0)")
-    found.add_argument(
-        "--threads",
-        type=int,
-        default=1,
-        help="CPU threads per worker; part of the job, since kernels sum by thread (default 1)",
+        "script",
+        nargs="?",
+        default="",
+        metavar="SCRIPT",
+        help="the training script; it may be named in the configuration file instead",
     )
     found.add_argument(
-        "--hang-s",
-        type=float,
-        default=1800.0,
-        help="replace a worker that others wait for after nothing moved this long (default 1800)",
+        "args", nargs=argparse.REMAINDER, metavar="ARG", help="arguments of the script"
     )
-    found.add_argument(
-        "--lease-s",
-        type=float,
-        default=2.5,
-        help="a node that neither hears the coordinator nor completes steps for so long stops its "
-        "workers; twice this bounds the pause when a node is cut off (default 2.5)",
-    )
-    found.add_argument(
-        "--abandon-s",
-        type=float,
-        default=300.0,
-        help="how long a job goes on without any coordinator, and how long unheard nodes that "
-        "alone hold its state are waited for (default 300)",
-    )
-    found.add_argument(
-        "--losses-max",
-        type=int,
-        default=30,
-        metavar="K",
-        help="give up after K lost workers without one step of progress (default 30)",
-    )
-    _add_stragglers(found)
-    found.add_argument("script", type=Path)
-    found.add_argument("args", nargs=argparse.REMAINDER, help="passed to the script")
+    add_settings(found)
+    _add_launch(found)
     return found
 
 
-def _add_nodes(found: argparse.ArgumentParser) -> None:
-    found.add_argument(
-        "--nodes-min",
-        type=int,
-        default=1,
-        metavar="A",
-        help="nodes to wait for before step 0; others join by `holdfast agent` (default 1)",
+def _add_launch(found: argparse.ArgumentParser) -> None:
+    group = found.add_argument_group(
+        "this launch", "Sets what belongs to this launch and is no part of the job."
     )
-    found.add_argument(
-        "--nodes-max",
-        type=int,
-        metavar="B",
-        help="further nodes wait until one is lost (default: --nodes-min)",
+    group.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="read the job's settings from this TOML file; options on the command line win over it",
     )
-    found.add_argument(
+    group.add_argument(
+        "--write-config",
+        type=Path,
+        metavar="FILE",
+        help="write the job's settings with comments to a new file for --config, and run nothing; "
+        "-: to standard output",
+    )
+    group.add_argument(
+        "--run-dir",
+        type=Path,
+        metavar="DIR",
+        help="keep the run's settings, logs and ledger here (default: holdfast-runs/TIME-PID)",
+    )
+    group.add_argument(
         "--host",
         default="127.0.0.1",
-        help="address of this machine to listen on, by which other nodes reach it "
-        "(default 127.0.0.1: this machine only)",
+        help="listen on this address of the machine, by which other nodes reach it "
+        "(default: 127.0.0.1, this machine only)",
     )
-    found.add_argument(
-        "--election",
-        default="",
-        metavar="URL",
-        help="elect the coordinator in etcd, so that others can take over by `holdfast "
-        "coordinator`: etcd://HOST[:PORT],.../JOB",
-    )
-    found.add_argument("--port", type=int, default=0, help="to listen on (default: a free one)")
-    add_secret(found, "HOLDFAST_SECRET, or a new one in the run directory")
-    add_tls(found)
-
-
-def _add_stragglers(found: argparse.ArgumentParser) -> None:
-    found.add_argument(
-        "--no-rebalance",
-        action="store_true",
-        help="leave virtual ranks where they are, however slow a worker is (default: with more "
-        "virtual ranks than workers, slow ones get fewer; the result is the same)",
-    )
-    found.add_argument(
-        "--speculation-budget",
-        type=float,
-        default=0.02,
-        metavar="SHARE",
-        help="of all tasks, that may be computed again by others because a worker is late; 0: wait "
-        "for it, however long (default 0.02)",
-    )
-    found.add_argument(
-        "--backup",
-        type=int,
-        default=0,
-        metavar="B",
-        help="a step does not wait for the last B workers, and drops what they compute of it: the "
-        "result is not exact any more (default 0)",
-    )
-    found.add_argument(
-        "--audit",
-        type=float,
-        default=0.0,
-        metavar="SHARE",
-        help="of all tasks, that are computed by a second worker as well, to find machines that "
-        "compute wrongly: 0.01 costs one per cent (default 0)",
-    )
-    found.add_argument(
-        "--audit-tolerance",
-        type=float,
-        default=0.01,
-        metavar="SHARE",
-        help="of a gradient's norm, by which two runs of a task may differ on hardware that turns "
-        "out not to be deterministic; 0: nothing is audited there (default 0.01)",
-    )
-    found.add_argument(
-        "--fingerprint-steps",
-        type=int,
-        default=64,
-        metavar="STEPS",
-        help="in which every byte of the model's and the optimizer's state is compared between "
-        "workers once; 1: all of it in every step; 0: never (default 64)",
-    )
-    found.add_argument(
+    group.add_argument("--port", type=int, default=0, help="listen here (default: a free port)")
+    add_secret(group, "HOLDFAST_SECRET, or a new one in the run directory")
+    add_tls(group)
+    group.add_argument(
         "--faults",
         type=Path,
         metavar="FILE",
-        help="let what this script of faults says go wrong in the workers, to see what the job "
-        "makes of it (docs/stragglers.md)",
+        help="let the faults that this file describes happen in the workers, to see how the job "
+        "copes (docs/stragglers.md)",
     )
-
-
-def _add_checkpoints(found: argparse.ArgumentParser) -> None:
-    found.add_argument(
-        "--store",
-        default="",
-        help=f"save checkpoints there, where every node reaches it: {FORM}",
-    )
-    found.add_argument(
-        "--save-every",
-        type=_save_every,
-        default=0,
-        metavar="N|auto",
-        help="steps; auto (the default): as often as pays, by what a save costs and how often "
-        "workers are lost",
-    )
-    found.add_argument(
-        "--save-between",
-        type=float,
-        nargs=2,
-        default=(10.0, 1800.0),
-        metavar=("LEAST", "MOST"),
-        help="seconds; bounds for auto (default 10 1800)",
-    )
-    found.add_argument(
-        "--keep-last", type=int, default=3, metavar="K", help="checkpoints (default 3)"
-    )
-    found.add_argument(
-        "--scrub-rate",
-        type=float,
-        default=20.0,
-        metavar="MB",
-        help="verify (and with ec: mend) what is kept once an hour, at so many megabytes a second "
-        "(default 20; 0: not at all)",
-    )
-
-
-def _save_every(text: str) -> int:
-    """0 for auto."""
-    if text == "auto":
-        return 0
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a number of steps")
-    return int(text)
 
 
 def main(argv: list[str]) -> int:
+    """Run a job to its end, or write down what it would be. Returns the exit status."""
     options = parser().parse_args(argv)
+    if options.write_config is not None:
+        write_new(options.write_config, write_config(make_job(options)))
+        return 0
     spec = make_spec(options)
     name = time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
     run_dir = RunDir(options.run_dir or Path("holdfast-runs") / name)
@@ -235,6 +112,19 @@ def main(argv: list[str]) -> int:
         return launch_job(desk, spec)
 
 
+def write_new(path: Path, text: str) -> None:
+    """Write a file that does not exist yet; `-` is standard output. UserError."""
+    if str(path) == "-":
+        print(text, end="")
+        return
+    if path.exists():
+        raise UserError(f"--write-config {path} exists already: name another file")
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--write-config {path} cannot be written: {error.strerror}") from None
+
+
 def make_secret(options: argparse.Namespace) -> bytes:
     if options.secret_file is not None or VARIABLE in os.environ:
         return load_secret(os.environ, file=options.secret_file)
@@ -242,7 +132,7 @@ def make_secret(options: argparse.Namespace) -> bytes:
 
 
 def _check_unused(store: str) -> None:
-    """UserError if it holds checkpoints: a job must never begin from those of another one."""
+    """Raise UserError if it holds checkpoints: a job must never begin from another one's."""
     with contextlib.suppress(WorldError):  # whether it can be written is seen when it must be
         steps = Checkpoints(open_storage(store)).steps()
         if steps:
@@ -259,97 +149,46 @@ def _check_faults(path: Path) -> None:
         raise UserError(f"--faults {path} cannot be read: {error}") from None
 
 
-def _check_shares(options: argparse.Namespace) -> None:
-    if options.fingerprint_steps < 0:
-        raise UserError(f"--fingerprint-steps {options.fingerprint_steps} must not be negative")
-    if not 0 <= options.audit_tolerance < 1:
-        raise UserError(f"--audit-tolerance {options.audit_tolerance:g} must be from 0 to below 1")
-    if not 0 <= options.audit <= 1:
-        raise UserError(f"--audit {options.audit:g} must be from 0 to 1")
-    if not 0 <= options.speculation_budget <= 1:
-        raise UserError(f"--speculation-budget {options.speculation_budget:g} must be from 0 to 1")
+def make_job(options: argparse.Namespace) -> JobSpec:
+    """Make the job that options and file describe. UserError says which value is wrong."""
+    config = read_config(options.config) if options.config is not None else JobConfig()
+    given = given_settings(options)
+    spec = JobSpec(
+        job=secrets.token_hex(8),
+        cwd=os.getcwd(),
+        script=options.script or config.script,
+        args=tuple(options.args) if options.script else config.args,
+    )
+    spec = with_settings(spec, {**config.settings, **given})
 
+    def name(setting: Setting, value: object) -> str:
+        """Name a setting as the one who gave the value wrote it."""
+        if setting.key in config.settings and setting.key not in given:
+            return f"{config.path}: {as_key(setting, value)}"
+        return as_flag(setting, value)
 
-def _check_backup(options: argparse.Namespace, workers: int) -> None:
-    if not 0 <= options.backup < workers:
-        raise UserError(
-            f"--backup {options.backup} must be from 0 to {workers - 1}: a step of {workers} "
-            "workers needs the result of one at least"
-        )
-    if options.backup and options.audit:
-        raise UserError(
-            f"--backup {options.backup} and --audit {options.audit:g} exclude each other: what is "
-            "dropped cannot be compared"
-        )
+    if problem := find_problem(spec, name):
+        raise UserError(problem)
+    if spec.nodes.election:
+        parse_election(spec.nodes.election)
+    store = spec.checkpoints.store
+    if not store:
+        return spec
+    open_storage(store)
+    return with_settings(spec, {"checkpoints.store": absolute_store(store)})
 
 
 def make_spec(options: argparse.Namespace) -> JobSpec:
-    """Check the options against each other; UserError says which value is wrong."""
-    nodes_min = options.nodes_min
-    nodes_max = nodes_min if options.nodes_max is None else options.nodes_max
-    workers = options.nproc * nodes_min
-    virtual = workers if options.virtual is None else options.virtual
-    if options.nproc < 1:
-        raise UserError(f"--nproc {options.nproc}: at least 1 worker is needed")
-    if not 1 <= nodes_min <= nodes_max:
-        raise UserError(f"--nodes-min {nodes_min} must be from 1 to --nodes-max {nodes_max}")
-    if virtual < workers:
-        of = "--nproc" if nodes_min == 1 else f"{nodes_min} nodes with --nproc"
-        raise UserError(
-            f"--virtual {virtual} is smaller than {of} {options.nproc}: every worker needs a "
-            "virtual rank, so raise --virtual or lower --nproc"
-        )
-    if not 1 <= options.min_workers <= options.nproc * nodes_max:
-        raise UserError(f"--min-workers {options.min_workers} must be from 1 to --nproc")
-    if options.election:
-        parse_election(options.election)
-    if options.abandon_s < 2 * options.lease_s:
-        raise UserError(f"--abandon-s {options.abandon_s} must be at least twice --lease-s")
-    if options.store:
-        _check_unused(options.store)
-    for flag in ("threads", "losses_max", "hang_s", "lease_s", "keep_last"):
-        if getattr(options, flag) <= 0:
-            raise UserError(f"--{flag.replace('_', '-')} {getattr(options, flag)} must be positive")
-    least_s, most_s = options.save_between
-    if not 0 < least_s <= most_s:
-        raise UserError(f"--save-between {least_s:g} {most_s:g}: LEAST must be from 0 to MOST")
-    if options.scrub_rate < 0:
-        raise UserError(f"--scrub-rate {options.scrub_rate:g} must not be negative")
-    _check_shares(options)
-    _check_backup(options, workers)
-    if not options.script.is_file():
-        raise UserError(f"there is no script {options.script}: check the path")
-    script, args = str(options.script), list(options.args)
-    if options.faults is not None:
-        _check_faults(options.faults)
-        script, args = DISTURBED, [str(options.faults.absolute()), script, *args]
-    return JobSpec(
-        job=secrets.token_hex(8),
-        cwd=os.getcwd(),
-        election=options.election,
-        script=script,
-        args=tuple(args),
-        nproc=options.nproc,
-        nodes_min=nodes_min,
-        nodes_max=nodes_max,
-        virtual_ranks=virtual,
-        workers_min=options.min_workers,
-        seed=options.seed,
-        threads=options.threads,
-        lease_s=options.lease_s,
-        abandon_s=options.abandon_s,
-        hang_s=options.hang_s,
-        losses_max=options.losses_max,
-        store=absolute_store(options.store) if options.store else "",
-        save_every=options.save_every,
-        save_least_s=least_s,
-        save_most_s=most_s,
-        keep_last=options.keep_last,
-        scrub_rate=options.scrub_rate * 1e6,
-        rebalance=not options.no_rebalance,
-        speculation=options.speculation_budget,
-        audit=options.audit,
-        audit_tolerance=options.audit_tolerance,
-        backup=options.backup,
-        fingerprint_steps=options.fingerprint_steps,
-    )
+    """Make a job that can be launched here and now. UserError says what is in its way."""
+    spec = make_job(options)
+    if not spec.script:
+        raise UserError("there is no script to run: name one after the options, or in --config")
+    if not Path(spec.script).is_file():
+        raise UserError(f"there is no script {spec.script}: check the path")
+    if spec.checkpoints.store:
+        _check_unused(spec.checkpoints.store)
+    if options.faults is None:
+        return spec
+    _check_faults(options.faults)
+    args = (str(options.faults.absolute()), spec.script, *spec.args)
+    return dataclasses.replace(spec, script=DISTURBED, args=args)

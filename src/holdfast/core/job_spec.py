@@ -1,15 +1,28 @@
-"""What the operator asked for: one job's settings, and the policies that follow from them."""
+"""Defines the job document: every setting of a job, with default and help, in one frozen value.
+
+A setting is one field of one section below. The options of `holdfast run`, its configuration file
+and the checks follow from the fields. The same document is kept in the run directory, published in
+etcd, sent to nodes that join and read by every worker.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from holdfast.core.membership.lease import LeasePolicy
 from holdfast.core.membership.restart import RestartPolicy
+from holdfast.core.settings import Setting, sections_of, setting, settings_of, shown, text_complaint
+from holdfast.core.step.backup import BackupPolicy
+from holdfast.core.step.save_interval import PacePolicy
+from holdfast.core.types import ProcessRole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorPolicy:
+    """Holds the settings that the coordinator's decisions depend on."""
+
     virtual_ranks: int
     nodes_min: int = 1  # nodes to wait for before step 0
     nodes_max: int = 1 << 20  # more than these wait until one is lost
@@ -24,65 +37,325 @@ class CoordinatorPolicy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobSpec:
-    """Written once as job.json, and sent to every node that joins."""
+class Workers:
+    """Sets how many workers compute the steps, and what their result depends on."""
 
-    job: str  # a random name, the same on all nodes
+    nproc: int = setting(
+        1, "workers to start on this node, and by default on each further one", metavar="N", least=1
+    )
+    virtual: int | None = setting(
+        None,
+        "virtual ranks that every step is divided into: the result depends on their number, never "
+        "on that of the workers; auto: one for each worker that the job starts with",
+        metavar="V",
+        least=1,
+    )
+    min: int = setting(
+        1,
+        "wait at the end of a step while fewer workers than this are alive",
+        flag="--min-workers",
+        metavar="M",
+        least=1,
+    )
+    seed: int = setting(0, "seed of everything random in the job", metavar="SEED", least=0)
+    threads: int = setting(
+        1,
+        "CPU threads of each worker; the result depends on them, because CPU kernels add up "
+        "thread by thread",
+        metavar="T",
+        least=1,
+    )
+    losses_max: int = setting(
+        30,
+        "give up after losing this many workers without completing a step in between",
+        metavar="K",
+        least=1,
+    )
+    hang_s: float = setting(
+        1800.0,
+        "replace a worker that the others wait for once nothing has moved for this many seconds",
+        metavar="SECONDS",
+        above=0,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nodes:
+    """Sets which machines take part, and how long they wait for each other and a coordinator."""
+
+    min: int = setting(
+        1,
+        "nodes to wait for before the first step; further ones join with `holdfast agent`",
+        flag="--nodes-min",
+        metavar="A",
+        least=1,
+    )
+    max: int | None = setting(
+        None,
+        "let at most this many nodes take part and others wait until one is lost; auto: as many "
+        "as the job waits for",
+        flag="--nodes-max",
+        metavar="B",
+        least=1,
+    )
+    election: str = setting(
+        "",
+        "elect the coordinator in etcd, so that others can take over with `holdfast coordinator`: "
+        "etcd://HOST[:PORT],.../JOB",
+        metavar="URL",
+    )
+    lease_s: float = setting(
+        2.5,
+        "stop the workers of a node that has neither heard from the coordinator nor completed a "
+        "step for this many seconds; losing a node delays the job by at most twice as long",
+        metavar="SECONDS",
+        above=0,
+    )
+    abandon_s: float = setting(
+        300.0,
+        "stop workers that have had no coordinator for this many seconds; silent nodes that alone "
+        "hold the job's state are waited for as long",
+        metavar="SECONDS",
+        above=0,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoints:
+    """Sets where and how often the state is saved, to survive the loss of every process."""
+
+    store: str = setting(
+        "",
+        "save checkpoints in a place that every node can reach: DIR, s3://BUCKET/PREFIX, or "
+        "ec:K+M:STORE,STORE,... (K + M of them); empty: save none",
+        metavar="STORE",
+    )
+    every: int | None = setting(
+        None,
+        "steps between two saves; auto: as often as pays, given what a save costs and how often "
+        "workers are lost",
+        flag="--save-every",
+        metavar="N|auto",
+        least=1,
+    )
+    between_s: tuple[float, float] = setting(
+        (10.0, 1800.0),
+        "shortest and longest time between two saves, in seconds, when their interval is auto",
+        flag="--save-between",
+        metavar=("LEAST", "MOST"),
+        above=0,
+    )
+    keep_last: int = setting(3, "keep this many of the newest checkpoints", metavar="K", least=1)
+    scrub_rate: float = setting(
+        20.0,
+        "verify the kept checkpoints once an hour, reading this many megabytes a second, and "
+        "repair those that have parity; 0: never",
+        metavar="MB",
+        least=0,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stragglers:
+    """Sets what the job does about workers that are slow or late."""
+
+    rebalance: bool = setting(
+        True,
+        "give slow workers fewer virtual ranks, if there are more virtual ranks than workers; the "
+        "result stays the same",
+    )
+    speculation_budget: float = setting(
+        0.02,
+        "share of all tasks that other workers may compute again because a worker is late; "
+        "0: wait for it, however long it takes",
+        metavar="SHARE",
+        least=0,
+        most=1,
+    )
+    backup: int = setting(
+        0,
+        "discard what the last B workers compute of a step instead of waiting for them: results "
+        "are no longer bit-exact",
+        metavar="B",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SilentErrors:
+    """Sets how the job finds machines that compute wrongly or corrupt their memory."""
+
+    audit: float = setting(
+        0.0,
+        "share of all tasks that a second worker computes as well, to compare the bits; 0.01 "
+        "costs one percent of the computing",
+        metavar="SHARE",
+        least=0,
+        most=1,
+    )
+    audit_tolerance: float = setting(
+        0.01,
+        "how far two results of a task may differ on hardware that proves not to be "
+        "deterministic, as a share of the gradient's norm; 0: audit nothing there",
+        metavar="SHARE",
+        least=0,
+        below=1,
+    )
+    fingerprint_steps: int = setting(
+        64,
+        "compare every byte of the model and the optimizer between workers once in so many steps; "
+        "1: in every step; 0: never",
+        metavar="STEPS",
+        least=0,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpec:
+    """Holds everything that defines a job; the same on all its nodes for its whole life."""
+
+    job: str  # a random name
+    cwd: str  # where the script runs
     script: str
-    args: tuple[str, ...]
-    cwd: str
-    election: str  # where coordinators are elected; empty: there is only the launcher's
-    nproc: int  # workers of the first node
-    nodes_min: int
-    nodes_max: int
-    virtual_ranks: int
-    workers_min: int
-    seed: int
-    threads: int
-    lease_s: float
-    abandon_s: float
-    hang_s: float
-    losses_max: int
-    store: str = ""  # where checkpoints are; empty: none are saved
-    save_every: int = 0  # steps; 0: as often as pays (core/step/save_interval.py)
-    save_least_s: float = 10.0
-    save_most_s: float = 1800.0
-    keep_last: int = 3  # checkpoints
-    speculation: float = 0.02  # share of tasks computed again for being late; half of it copies
-    audit: float = 0.0  # share of tasks that are computed twice, to compare
-    audit_tolerance: float = 0.01  # of a gradient's norm, where hardware is not deterministic
-    backup: int = 0  # workers whose results a step may do without
-    fingerprint_steps: int = 64  # in which all of the state is compared; 0: it is not
-    rebalance: bool = True  # slow workers host fewer virtual ranks
-    scrub_rate: float = 20e6  # bytes a second at which they are verified again; 0: they are not
+    args: tuple[str, ...] = ()
+    workers: Workers = field(default_factory=Workers)
+    nodes: Nodes = field(default_factory=Nodes)
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
+    stragglers: Stragglers = field(default_factory=Stragglers)
+    silent_errors: SilentErrors = field(default_factory=SilentErrors)
+
+    @property
+    def workers_at_start(self) -> int:
+        """Return how many workers the job waits for before its first step."""
+        return self.workers.nproc * self.nodes.min
+
+    @property
+    def virtual_ranks(self) -> int:
+        """Return V: into how many fixed shares every step falls."""
+        virtual = self.workers.virtual
+        return self.workers_at_start if virtual is None else virtual
+
+    @property
+    def nodes_max(self) -> int:
+        """Return how many nodes may take part at once."""
+        return self.nodes.min if self.nodes.max is None else self.nodes.max
+
+    @property
+    def roles_per_node(self) -> Mapping[ProcessRole, int]:
+        """Return how many processes of each role a node runs, unless it is told otherwise."""
+        return {ProcessRole.WORKER: self.workers.nproc}
 
     @property
     def copies(self) -> float:
-        """The share of tasks that may be copied before a late worker is suspended."""
-        return self.speculation / 2
+        """Return the share of tasks that may be copied before a late worker is suspended."""
+        return self.stragglers.speculation_budget / 2
 
-    @property
-    def results_min(self) -> int:
-        """From how many workers a step wants results, if there are as many."""
-        return self.nproc * self.nodes_min - self.backup
+    def backup(self) -> BackupPolicy:
+        """Return how many workers' results a step may do without."""
+        dropped = self.stragglers.backup
+        return BackupPolicy(workers=dropped, results_min=self.workers_at_start - dropped)
+
+    def pace(self) -> PacePolicy:
+        """Return the bounds of the time between two saves."""
+        return PacePolicy(*self.checkpoints.between_s)
 
     def lease(self) -> LeasePolicy:
-        """One number sets the pace: silence of half a lease is suspicious, a fifth is margin."""
+        """Derive the lease's times: half a lease of silence is suspicious, a fifth is margin."""
+        lease_s = self.nodes.lease_s
         return LeasePolicy(
-            lease_s=self.lease_s,
-            margin_s=self.lease_s / 5,
-            suspect_s=self.lease_s / 2,
-            abandon_s=self.abandon_s,
+            lease_s=lease_s,
+            margin_s=lease_s / 5,
+            suspect_s=lease_s / 2,
+            abandon_s=self.nodes.abandon_s,
         )
 
     def policy(self) -> CoordinatorPolicy:
+        """Return the part of the settings that the coordinator decides by."""
         return CoordinatorPolicy(
             virtual_ranks=self.virtual_ranks,
-            nodes_min=self.nodes_min,
+            nodes_min=self.nodes.min,
             nodes_max=self.nodes_max,
-            workers_min=self.workers_min,
+            workers_min=self.workers.min,
             lease=self.lease(),
-            hang_s=self.hang_s,
-            speculation=self.speculation - self.copies,
-            restart=RestartPolicy(losses_max=self.losses_max),
+            hang_s=self.workers.hang_s,
+            speculation=self.stragglers.speculation_budget - self.copies,
+            restart=RestartPolicy(losses_max=self.workers.losses_max),
+        )
+
+
+SECTIONS: Mapping[str, type] = sections_of(JobSpec)
+SETTINGS: Mapping[str, Setting] = {each.key: each for each in settings_of(JobSpec)}
+Naming = Callable[[Setting, object], str]  # a setting with its value, as the reader wrote it
+
+
+def with_settings(spec: JobSpec, values: Mapping[str, object]) -> JobSpec:
+    """Give settings other values, by their keys; every value must be of its setting's type."""
+    changed: dict[str, dict[str, object]] = {}
+    for key, value in values.items():
+        changed.setdefault(SETTINGS[key].section, {})[SETTINGS[key].name] = value
+    sections = {
+        name: dataclasses.replace(getattr(spec, name), **those) for name, those in changed.items()
+    }
+    return dataclasses.replace(spec, **sections)
+
+
+def as_flag(setting: Setting, value: object) -> str:
+    """Name a setting as the command line does: `--nproc 4`."""
+    return f"{setting.flag} {shown(value)}"
+
+
+def as_key(setting: Setting, value: object) -> str:
+    """Name a setting as the job document does: `workers.nproc = 4`."""
+    return f"{setting.key} = {shown(value)}"
+
+
+def find_problem(spec: JobSpec, name: Naming = as_key) -> str:
+    """Say what is wrong with a job, in a sentence that tells what to do; empty: nothing."""
+    return next(_problems(spec, name), "")
+
+
+def _problems(spec: JobSpec, name: Naming) -> Iterator[str]:
+    texts = {"job": (spec.job,), "cwd": (spec.cwd,), "script": (spec.script,), "args": spec.args}
+    for key, values in texts.items():
+        for text in values:
+            if complaint := text_complaint(text):
+                yield f"{key} {text!r} {complaint}"
+    for each in SETTINGS.values():
+        value = each.value_in(spec)
+        if complaint := each.complaint(value):
+            yield f"{name(each, value)} {complaint}"
+    yield from _conflicts(spec, lambda key: name(SETTINGS[key], SETTINGS[key].value_in(spec)))
+
+
+def _conflicts(spec: JobSpec, say: Callable[[str], str]) -> Iterator[str]:
+    """Find settings that contradict each other; `say(key)` names one with its value."""
+    workers, nodes, at_start = spec.workers, spec.nodes, spec.workers_at_start
+    if spec.nodes_max < nodes.min:
+        yield f"{say('nodes.max')} must be at least {say('nodes.min')}"
+    if spec.virtual_ranks < at_start:
+        few = say("workers.nproc")
+        if nodes.min > 1:
+            few = f"the {at_start} workers of {few} and {say('nodes.min')}"
+        yield (
+            f"{say('workers.virtual')} is smaller than {few}: every worker needs a virtual rank, "
+            "so use more virtual ranks or fewer workers"
+        )
+    if workers.min > workers.nproc * spec.nodes_max:
+        most = workers.nproc * spec.nodes_max
+        yield f"{say('workers.min')} must be from 1 to {most}, as many as there can be workers"
+    if nodes.abandon_s < 2 * nodes.lease_s:
+        yield f"{say('nodes.abandon_s')} must be at least twice {say('nodes.lease_s')}"
+    least_s, most_s = spec.checkpoints.between_s
+    if least_s > most_s:
+        between = say("checkpoints.between_s")
+        yield f"{between}: the shortest time must not be greater than the longest"
+    backup = spec.stragglers.backup
+    if not 0 <= backup < at_start:
+        yield (
+            f"{say('stragglers.backup')} must be from 0 to {at_start - 1}: a step of {at_start} "
+            "workers needs the result of one at least"
+        )
+    if backup and spec.silent_errors.audit:
+        yield (
+            f"{say('stragglers.backup')} and {say('silent_errors.audit')} exclude each other: what "
+            "is discarded cannot be compared, so set one of them to 0"
         )

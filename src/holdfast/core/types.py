@@ -31,6 +31,12 @@ class Peer(NamedTuple):
     shard: int = 0
 
 
+class ProcessRole(enum.Enum):
+    """Says what a process that an agent starts does for the job."""
+
+    WORKER = "worker"  # runs the user's script and hosts virtual ranks
+
+
 class Stage(enum.Enum):
     """Where a worker process is in its life."""
 
@@ -265,6 +271,15 @@ class AgentReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WantedProcess:
+    """Names one process that the coordinator wants to run on a node, and its role."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    role: ProcessRole = ProcessRole.WORKER
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Directive:
     """Coordinator to agent: what the node should be doing. Ordered by (term, seq)."""
 
@@ -273,7 +288,7 @@ class Directive:
     agent: AgentId
     agent_incarnation: Incarnation
     heard: int = 0  # newest report heard; the agent's lease runs from when it sent that
-    wanted: tuple[tuple[WorkerId, Incarnation], ...] = ()
+    wanted: tuple[WantedProcess, ...] = ()
     stop_view: ViewNumber = NO_VIEW
     pending_view: ViewNumber = NO_VIEW
     view_number: ViewNumber = NO_VIEW  # the newest view formed
@@ -296,11 +311,12 @@ class WorkerDirective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """A worker's place on a node, and the newest incarnation that was ordered for it."""
+    """Records a worker's place on a node, and the newest incarnation that was ordered for it."""
 
     worker: WorkerId
     agent: AgentId
     incarnation: Incarnation
+    role: ProcessRole = ProcessRole.WORKER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,7 +60,7 @@ def contact_by(text: str, tls: ssl.SSLContext | None = None) -> Contact:
 
 def contact_of(run_dir: RunDir, tls: ssl.SSLContext | None = None) -> Contact:
     """Of the job in a run directory. UserError."""
-    election = run_dir.spec().election if run_dir.job.exists() else ""
+    election = run_dir.spec().nodes.election if run_dir.job.exists() else ""
     if election:
         return Contact(election=election, tls=tls)
     return Contact(address=run_dir.address(), tls=tls)

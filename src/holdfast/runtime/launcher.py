@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.core.job_spec import JobSpec
-from holdfast.core.types import AgentId
+from holdfast.core.types import AgentId, ProcessRole
 from holdfast.runtime.coordinate.coordinator_server import DEPOSED
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.supervise import Kept, Supervisor
@@ -43,7 +43,7 @@ class Node:
 
     def processes(self, spec: JobSpec) -> list[Kept]:
         """The agent first; and who writes checkpoints, if the job has any."""
-        if not spec.store:
+        if not spec.checkpoints.store:
             return [self.agent(None)]
         orders, taken = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
@@ -131,7 +131,7 @@ def launch_job(desk: Desk, spec: JobSpec, *, resume: bool = False) -> int:
     `resume`: it has run before; how it ended then does not count.
     """
     host = f"[{desk.host}]" if ":" in desk.host else desk.host
-    join = spec.election or f"{host}:{desk.listener.getsockname()[1]}"
+    join = spec.nodes.election or f"{host}:{desk.listener.getsockname()[1]}"
     if spec.nodes_max > 1:
         print(
             f"holdfast: further nodes join with: holdfast agent --join {join}",
@@ -141,13 +141,13 @@ def launch_job(desk: Desk, spec: JobSpec, *, resume: bool = False) -> int:
     node = Node(
         run_dir=desk.run_dir,
         name=FIRST_NODE,
-        nproc=spec.nproc,
+        nproc=spec.roles_per_node[ProcessRole.WORKER],
         host=desk.host,
         join=join,
         tls=desk.tls,
         first_incarnation=incarnation_now() if resume else 1,
     )
-    election = ["--election", spec.election] if spec.election else []
+    election = ["--election", spec.nodes.election] if spec.nodes.election else []
     coordinator = desk.coordinator(election, ["--resume"] if resume else [])
     interrupted = Supervisor([coordinator, *node.processes(spec)]).run()
     outcome = desk.run_dir.outcome()

@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from holdfast.core.errors import Damaged, UserError
 from holdfast.core.job_spec import JobSpec
 from holdfast.core.types import JobRecord
 from holdfast.net.secret import read_run_dir
 from holdfast.runtime.coordinate.journal import read_record
+from holdfast.wire.job_document import JOB_FILE, decode_job, encode_job
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +25,7 @@ class RunDir:
 
     @property
     def job(self) -> Path:
-        return self.path / "job.json"
+        return self.path / JOB_FILE
 
     @property
     def secret_file(self) -> Path:
@@ -65,7 +64,7 @@ class RunDir:
             descriptor = os.open(self.secret_file, os.O_WRONLY | os.O_CREAT, 0o600)
             with open(descriptor, "w") as file:
                 file.write(secret.hex())
-            write_json(self.job, asdict(spec))
+            _replace(self.job, encode_job(spec))
         except OSError as error:
             raise unwritable(self.path, error) from None
 
@@ -84,9 +83,10 @@ class RunDir:
             raise UserError(f"--run-dir {self.path} belongs to another job: name another directory")
 
     def spec(self) -> JobSpec:
+        """Read the job that runs here. UserError: its document is missing, damaged or foreign."""
         try:
-            return msgspec.convert(self._read_json("job.json"), JobSpec)
-        except msgspec.ValidationError as error:
+            return decode_job(self._read(JOB_FILE))
+        except Damaged as error:
             raise UserError(
                 f"{self.job} is damaged, or of another release of Holdfast: {error}"
             ) from None
@@ -115,14 +115,20 @@ class RunDir:
             return read_record(self.journal)
         return None
 
-    def _read_json(self, name: str) -> Any:
+    def _read(self, name: str) -> bytes:
         path = self.path / name
         try:
-            return json.loads(path.read_text())
+            return path.read_bytes()
         except FileNotFoundError:
             raise UserError(f"{path} does not exist: is {self.path} a run directory?") from None
-        except (OSError, ValueError) as error:
+        except OSError as error:
             raise UserError(f"{path} cannot be read: {error}") from None
+
+    def _read_json(self, name: str) -> Any:
+        try:
+            return json.loads(self._read(name))
+        except ValueError as error:
+            raise UserError(f"{self.path / name} cannot be read: {error}") from None
 
 
 def unwritable(path: Path, error: OSError) -> UserError:

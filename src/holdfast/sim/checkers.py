@@ -176,7 +176,8 @@ class Truth:
         """The coordinator speaks: what it says must be durable."""
         if self.forgotten:
             return
-        for worker, incarnation in directive.wanted:
+        for each in directive.wanted:
+            worker, incarnation = each.worker, each.incarnation
             if self.ordered.get(worker, 0) < incarnation:
                 raise Violation(f"worker {worker}.{incarnation} was ordered before it was durable")
         view = directive.view

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from holdfast.core.errors import UserError
+from holdfast.core.job_spec import JobSpec
 from holdfast.core.step.balance import BalancePolicy
 from holdfast.core.step.saves import SavePolicy
 from holdfast.core.step.speculation import Patience
@@ -52,25 +53,26 @@ class Control:
     link: AgentLink | SoloLink
 
 
-def step_policy(environment: WorkerEnvironment, seed: int) -> StepPolicy:
-    """Return what of the job's settings matters within a step."""
-    me, backs_up = environment, bool(environment.backup.workers)
+def step_policy(spec: JobSpec, seed: int, *, writes: bool) -> StepPolicy:
+    """Return what of a job's settings matters within a step; `writes`: there is a writer here."""
+    silent, saves, backup = spec.silent_errors, spec.checkpoints, spec.backup()
     return StepPolicy(
         seed=seed,
-        audit=me.audit,
-        audit_tolerance=me.audit_tolerance,
-        cycle=me.fingerprint_steps,
-        keeps=bool(me.store),
+        audit=silent.audit,
+        audit_tolerance=silent.audit_tolerance,
+        cycle=silent.fingerprint_steps,
+        keeps=bool(saves.store),
         # How long what is dropped takes is not known.
-        balance=BalancePolicy() if me.rebalance and not backs_up else None,
-        backup=me.backup,
-        patience=Patience(copies=0.0 if backs_up else me.copies),
+        balance=BalancePolicy() if spec.stragglers.rebalance and not backup.workers else None,
+        backup=backup,
+        patience=Patience(copies=0.0 if backup.workers else spec.copies),
         saves=SavePolicy(
-            enabled=bool(me.store) and me.orders_fd is not None,
-            every=me.save_every,
-            pace=me.pace,
-            compared=me.fingerprint_steps > 0,
+            enabled=bool(saves.store) and writes,
+            every=saves.every or 0,
+            pace=spec.pace(),
+            compared=silent.fingerprint_steps > 0,
         ),
+        restore_s=spec.nodes.abandon_s,
     )
 
 
@@ -79,10 +81,11 @@ def compose_control(environment: WorkerEnvironment, seed: int, fd: int | None) -
     me = environment
     link: AgentLink | SoloLink
     if fd is None:
-        link = SoloLink(me.worker, me.virtual_ranks)
+        link = SoloLink(me.worker, me.spec.virtual_ranks)
     else:
         link = AgentLink(socket.socket(fileno=fd), Peer(me.worker))
-    machine = WorkerMachine(me.worker, me.incarnation, step_policy(me, seed))
+    policy = step_policy(me.spec, seed, writes=me.orders_fd is not None)
+    machine = WorkerMachine(me.worker, me.incarnation, policy)
     driver = Driver(machine, link, Monitor())
     if isinstance(link, AgentLink):
         link.start(driver)
@@ -91,7 +94,8 @@ def compose_control(environment: WorkerEnvironment, seed: int, fd: int | None) -
 
 def compose_worker(control: Control, protected: Mapping[str, Any]) -> ScriptThread:
     """Put together all that trains the protected objects, and start the engine. UserError."""
-    me, driver = control.environment, control.driver
+    me, spec, driver = control.environment, control.environment.spec, control.driver
+    where = spec.checkpoints.store
     modules = [(n, o) for n, o in protected.items() if isinstance(o, torch.nn.Module)]
     params = [(f"{n}.{k}", p) for n, m in modules for k, p in m.named_parameters()]
     trained = [(k, p) for k, p in params if p.requires_grad]
@@ -99,13 +103,13 @@ def compose_worker(control: Control, protected: Mapping[str, Any]) -> ScriptThre
         raise UserError("nothing to train: protect a torch.nn.Module with parameters")
     devices = [p.device for _, p in trained if p.is_cuda]
     filled, digest = FilledBuckets(driver.monitor), TaskDigest()
-    gradients = Gradients(trained, me.virtual_ranks, driver.monitor, filled.note, digest.note)
+    gradients = Gradients(trained, spec.virtual_ranks, driver.monitor, filled.note, digest.note)
     clock = TaskClock(devices[0] if devices else None)
-    table = StepTable(me.virtual_ranks, len(trained))
+    table = StepTable(spec.virtual_ranks, len(trained))
     data = StepData(gradients, table, Buffers(modules), clock, digest)
-    fingerprints = Fingerprints(protected, me.fingerprint_steps)
+    fingerprints = Fingerprints(protected, spec.silent_errors.fingerprint_steps)
     recorder = LedgerRecorder(me, control.seed, driver)
-    store = Checkpoints(open_storage(me.store, say), say) if me.store else None
+    store = Checkpoints(open_storage(where, say), say) if where else None
     missed = MissedSteps(data)
     restorer = None if store is None else Restorer(store, protected)
     bringing_up = BringingUp(driver, protected, missed, restorer)
@@ -121,10 +125,10 @@ def compose_worker(control: Control, protected: Mapping[str, Any]) -> ScriptThre
     engine = Engine(driver, control.link, data, filled, bringing_up, exchange)
     driver.serve(StepHands(data, engine, missed, bringing_up, recorder))
     saver = None
-    if me.store and me.orders_fd is not None:
+    if where and me.orders_fd is not None:
         orders = socket.socket(fileno=me.orders_fd)
-        saver = Saver(orders, me.job, protected, driver.post)
-    runner = TaskRunner(driver, data, keeps_all_buffers=bool(me.backup.workers))
+        saver = Saver(orders, spec.job, protected, driver.post)
+    runner = TaskRunner(driver, data, keeps_all_buffers=bool(spec.backup().workers))
     gradients.attach()
     engine.start()
     if isinstance(control.link, SoloLink):

@@ -34,7 +34,7 @@ def join(*, seed: int | None = None) -> Job:
     the same model. `seed` overrides the launcher's. Raises UserError on a broken environment.
     """
     environment = WorkerEnvironment.read(os.environ)
-    job_seed = environment.seed if seed is None else seed
+    job_seed = environment.spec.workers.seed if seed is None else seed
     random.seed(job_seed)
     np.random.seed(job_seed % 2**32)
     torch.manual_seed(job_seed)
@@ -73,7 +73,7 @@ class Job:
     @property
     def virtual_ranks(self) -> int:
         """V: into how many fixed shares every step falls, for the life of the job."""
-        return self._environment.virtual_ranks
+        return self._environment.spec.virtual_ranks
 
     @property
     def worker(self) -> int:

@@ -105,9 +105,9 @@ class LedgerRecorder:
         me = self._environment
         return LedgerHeader(
             seed=self._seed,
-            virtual_ranks=me.virtual_ranks,
+            virtual_ranks=me.spec.virtual_ranks,
             plan=self._plan.to_dict(),
             worker=me.worker,
             incarnation=me.incarnation,
-            backup=me.backup.workers,
+            backup=me.spec.stragglers.backup,
         )

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from holdfast.core.errors import WireError
-from holdfast.core.job_spec import JobSpec
+from holdfast.core.job_spec import JobSpec, find_problem
 from holdfast.core.types import (
     AgentId,
     AgentReport,
@@ -168,9 +168,11 @@ def decode(payload: bytes, *accepted: type) -> Any:
         message = _DECODERS[payload[0]].decode(payload[1:])
         if isinstance(message, ViewedDirective):
             return dataclasses.replace(message.directive, view=_unpack(message.view))
-        return message
     except (zlib.error, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"a {kind.__name__} is malformed: {error}") from None
+    if isinstance(message, JoinReply) and (problem := find_problem(message.spec)):
+        raise WireError(f"a JoinReply is malformed: {problem}")
+    return message
 
 
 def _pack(view: View) -> bytes:

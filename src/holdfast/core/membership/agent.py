@@ -21,6 +21,7 @@ from holdfast.core.types import (
     AgentReport,
     Directive,
     Incarnation,
+    ProcessRole,
     Stage,
     WorkerDirective,
     WorkerId,
@@ -114,8 +115,11 @@ class SendWorker:
 
 @dataclass(frozen=True, slots=True)
 class Spawn:
+    """Start a process in its role; Spawned or ProcessExited must follow."""
+
     worker: WorkerId
     incarnation: Incarnation
+    role: ProcessRole = ProcessRole.WORKER
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +159,7 @@ AgentEffect = SendReport | SendWorker | Spawn | Kill | Pause | Resume | Quit
 class _Process:
     status: WorkerStatus
     detector: FreezeDetector
+    role: ProcessRole
     running: bool = True  # until ProcessExited
     paused: bool = False
     told: WorkerDirective | None = None
@@ -279,21 +284,23 @@ class AgentMachine:
         directive = self._directive
         if directive is None:
             return []
-        wanted = dict(directive.wanted)
+        wanted = {each.worker: (each.incarnation, each.role) for each in directive.wanted}
         effects: list[AgentEffect] = []
         for worker, process in self._processes.items():
-            if process.running and wanted.get(worker, -1) != process.status.incarnation:
+            present = (process.status.incarnation, process.role)
+            if process.running and wanted.get(worker) != present:
                 effects += self._kill(worker, "the coordinator replaced it")
         answered_at = self._answered_at
         leased = answered_at is not None and now < answered_at + self._policy.lease.lease_s
-        for worker, incarnation in directive.wanted if leased else ():
+        for each in directive.wanted if leased else ():
+            worker, incarnation = each.worker, each.incarnation
             old = self._processes.get(worker)
             if old is not None and (old.running or old.status.incarnation >= incarnation):
                 continue
             status = WorkerStatus(worker=worker, incarnation=incarnation)
             detector = FreezeDetector(self._policy.freeze)
-            self._processes[worker] = _Process(status=status, detector=detector)
-            effects.append(Spawn(worker, incarnation))
+            self._processes[worker] = _Process(status=status, detector=detector, role=each.role)
+            effects.append(Spawn(worker, incarnation, each.role))
         return effects
 
     def _forward(self, worker: WorkerId, process: _Process, until: float) -> list[AgentEffect]:

@@ -11,7 +11,7 @@ ordered twice.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from holdfast.core.errors import assert_never, require
@@ -56,6 +56,7 @@ from holdfast.core.types import (
     Stage,
     View,
     ViewNumber,
+    WantedProcess,
     WorkerId,
     WorkerStatus,
 )
@@ -554,16 +555,12 @@ class CoordinatorMachine:
             shutdown=self._outcome is not None,
         )
 
-    def _wanted(self, name: AgentId) -> Iterator[tuple[WorkerId, Incarnation]]:
+    def _wanted(self, name: AgentId) -> Iterable[WantedProcess]:
         if self._outcome is not None or self._learn_until is not None:
-            return
-        if self._release_loop == RELEASE_ALL:  # who is still on its way out: nothing starts
-            for worker in self._roster.here(name):
-                member = self._view.member(worker) if self._view is not None else None
-                if member is not None and not self._roster.dead(worker, member.incarnation):
-                    yield worker, member.incarnation
-        else:
-            yield from self._roster.wanted(name, self._view)
+            return ()
+        leaving = self._release_loop == RELEASE_ALL
+        find = self._roster.leaving if leaving else self._roster.wanted
+        return find(name, self._view)
 
     # ------------------------------------------------------------ knowing
 

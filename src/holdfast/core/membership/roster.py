@@ -17,10 +17,12 @@ from holdfast.core.types import (
     AgentReport,
     Incarnation,
     JobRecord,
+    ProcessRole,
     Slot,
     Stage,
     View,
     ViewNumber,
+    WantedProcess,
     WorkerId,
     WorkerStatus,
 )
@@ -63,6 +65,7 @@ class Place:
     respawn_at: float | None = None  # set while nothing should run here
     strikes: int = 0  # losses without a clean probation in between
     member_since: float | None = None
+    role: ProcessRole = ProcessRole.WORKER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +97,8 @@ class Roster:
         self._by_node: dict[AgentId, list[WorkerId]] = {}
         for slot in record.slots if record else ():
             counted = Incarnation(slot.incarnation - 1)
-            self.place(slot.worker, Place(slot.agent, slot.incarnation, counted=counted))
+            place = Place(slot.agent, slot.incarnation, counted=counted, role=slot.role)
+            self.place(slot.worker, place)
 
     # ------------------------------------------------------------ hearing
 
@@ -194,13 +198,13 @@ class Roster:
     def slots(self) -> tuple[Slot, ...]:
         if self._slots is None:
             self._slots = tuple(
-                Slot(worker=w, agent=p.agent, incarnation=p.incarnation)
+                Slot(worker=w, agent=p.agent, incarnation=p.incarnation, role=p.role)
                 for w, p in self.places.items()
             )
         return self._slots
 
-    def wanted(self, name: AgentId, view: View | None) -> Iterator[tuple[WorkerId, Incarnation]]:
-        """What should run on a node; a lost one never again as the same incarnation.
+    def wanted(self, name: AgentId, view: View | None) -> Iterator[WantedProcess]:
+        """Find what should run on a node; a lost one never again as the same incarnation.
 
         On a node that is being drained, only members of the view: nothing starts there.
         """
@@ -209,7 +213,18 @@ class Roster:
             place = self.places[worker]
             stays = not draining or (view is not None and view.includes(worker, place.incarnation))
             if place.respawn_at is None and stays:
-                yield worker, place.incarnation
+                yield self._wanted_as(worker, place.incarnation)
+
+    def leaving(self, name: AgentId, view: View | None) -> Iterator[WantedProcess]:
+        """Find what may finish on a node as the job ends: living members of the view."""
+        for worker in self.here(name):
+            member = view.member(worker) if view is not None else None
+            if member is not None and not self.dead(worker, member.incarnation):
+                yield self._wanted_as(worker, member.incarnation)
+
+    def _wanted_as(self, worker: WorkerId, incarnation: Incarnation) -> WantedProcess:
+        role = self.places[worker].role
+        return WantedProcess(worker=worker, incarnation=incarnation, role=role)
 
     # ------------------------------------------------------------ knowing
 

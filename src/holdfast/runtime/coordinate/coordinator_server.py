@@ -159,7 +159,7 @@ class CoordinatorServer:
     def stop(self, reason: str) -> None:
         """End the job, after a last checkpoint if it keeps any; asked again, at once."""
         again = self._stopping is not None
-        if again or not (self._spec.store and self._agents):
+        if again or not (self._spec.checkpoints.store and self._agents):
             self._feed(machine.StopRequested(reason))
         else:
             self._stopping = asyncio.ensure_future(self._save_and_stop(reason))

@@ -22,7 +22,7 @@ import math
 import ssl
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
@@ -41,6 +41,7 @@ from holdfast.runtime.coordinate.etcd import (
     read,
 )
 from holdfast.runtime.coordinate.journal import NO_DAMAGE, Loaded, seal, unseal
+from holdfast.wire.job_document import decode_job, encode_job
 
 PORT = 2379
 TTL_S = 2  # the least that etcd grants with its default settings
@@ -315,7 +316,7 @@ class Election:
     async def publish(self, spec: JobSpec, secret: bytes) -> None:
         """Make the job known to standbys. UserError if another run has this name."""
         url = self._url
-        text = json.dumps(asdict(spec), sort_keys=True)
+        text = encode_job(spec).decode()
         value = json.dumps({"spec": text, "proof": _proof(secret, text)}).encode()
         key = url.key("spec")
         done = await self._etcd.transact(
@@ -345,8 +346,8 @@ class Election:
                 "run directory with --secret-file"
             )
         try:
-            return msgspec.json.decode(text, type=JobSpec)
-        except msgspec.MsgspecError as error:
+            return decode_job(text.encode())
+        except Damaged as error:
             raise UserError(
                 f"the job {self._url.job} was started by another release ({error}): use the same"
             ) from None

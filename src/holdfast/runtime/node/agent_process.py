@@ -157,8 +157,8 @@ class AgentServer:
                 process = self._processes.get(worker)
                 if process is not None and process.incarnation == incarnation:
                     process.send(directive)
-            case machine.Spawn(worker, incarnation):
-                process = WorkerProcess(self._template, worker, incarnation)
+            case machine.Spawn(worker, incarnation, role):
+                process = WorkerProcess(self._template, worker, incarnation, role)
                 self._processes[worker] = process
                 self._spawning[worker] = asyncio.ensure_future(self._spawn(process))
             case machine.Kill(worker, incarnation, reason):
@@ -226,7 +226,7 @@ def main(argv: list[str]) -> int:
     contact = contact_by(options.join, tls)
 
     async def serve() -> None:
-        policy = machine.AgentPolicy(heartbeat_s=spec.lease_s / 5, lease=spec.lease())
+        policy = machine.AgentPolicy(heartbeat_s=spec.nodes.lease_s / 5, lease=spec.lease())
         core = machine.AgentMachine(
             options.name, Incarnation(options.incarnation), options.nproc, policy, os.getpid()
         )

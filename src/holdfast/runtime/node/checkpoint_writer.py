@@ -131,10 +131,12 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides what Ctrl-C means
     os.nice(NICENESS)
     spec = RunDir(options.run_dir).spec()
-    store = Checkpoints(open_storage(spec.store, _say), _say)
-    writer = Writer(store, Retention(last=spec.keep_last, settled=spec.fingerprint_steps))
-    if spec.scrub_rate > 0:
-        threading.Thread(target=writer.scrub, args=(spec.scrub_rate,), daemon=True).start()
+    saved, settled = spec.checkpoints, spec.silent_errors.fingerprint_steps
+    store = Checkpoints(open_storage(saved.store, _say), _say)
+    writer = Writer(store, Retention(last=saved.keep_last, settled=settled))
+    if saved.scrub_rate > 0:
+        rate = saved.scrub_rate * 1e6
+        threading.Thread(target=writer.scrub, args=(rate,), daemon=True).start()
     status = 0
     with socket.socket(fileno=options.fd) as channel:
         try:

@@ -1,4 +1,8 @@
-"""One worker process seen from its agent: its start, its channel, its output, its end."""
+"""Runs one process of a node for its agent: its start, its channel, its output, its end.
+
+The process reads what the job is from the run directory. Its environment says only which process
+it is and how it reaches its agent; train/environment.py reads that.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from holdfast.core.errors import WireError
+from holdfast.core.errors import WireError, assert_never
 from holdfast.core.job_spec import JobSpec
-from holdfast.core.types import Incarnation, WorkerId, WorkerStatus
+from holdfast.core.types import Incarnation, ProcessRole, WorkerId, WorkerStatus
 from holdfast.net import secret
 from holdfast.runtime.rundir import RunDir
 from holdfast.wire.frames import Opener, Sealer
@@ -29,7 +33,7 @@ DRAIN_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerTemplate:
-    """What all workers of a node have in common."""
+    """Holds what all processes that an agent starts on its node have in common."""
 
     run_dir: RunDir
     spec: JobSpec
@@ -40,14 +44,26 @@ class WorkerTemplate:
     def pass_fds(self) -> tuple[int, ...]:
         return () if self.orders_fd is None else (self.orders_fd,)
 
-    def command(self) -> list[str]:
-        spec = self.spec
-        return [sys.executable, "-m", "holdfast.runtime.node.bootstrap", spec.script, *spec.args]
+    def command(self, role: ProcessRole) -> list[str]:
+        """Return the command line of a process in this role."""
+        match role:
+            case ProcessRole.WORKER:
+                module = "holdfast.runtime.node.bootstrap"
+                arguments = (self.spec.script, *self.spec.args)
+            case _:
+                assert_never(role)
+        return [sys.executable, "-m", module, *arguments]
 
     def environment(
-        self, worker: WorkerId, incarnation: Incarnation, channel_fd: int, failure_fd: int
+        self,
+        worker: WorkerId,
+        incarnation: Incarnation,
+        channel_fd: int,
+        failure_fd: int,
+        role: ProcessRole = ProcessRole.WORKER,
     ) -> dict[str, str]:
-        threads = str(self.spec.threads)
+        """Return the environment of one process; the two descriptors lead to its agent."""
+        threads = str(self.spec.workers.threads)
         inherited = {k: v for k, v in os.environ.items() if k != secret.VARIABLE}
         return {
             **inherited,
@@ -60,21 +76,9 @@ class WorkerTemplate:
             "HOLDFAST_PARENT": str(os.getpid()),
             "HOLDFAST_WORKER": str(worker),
             "HOLDFAST_INCARNATION": str(incarnation),
-            "HOLDFAST_VIRTUAL": str(self.spec.virtual_ranks),
-            "HOLDFAST_SEED": str(self.spec.seed),
+            "HOLDFAST_ROLE": role.value,
             "HOLDFAST_RUN_DIR": str(self.run_dir.path.resolve()),
             "HOLDFAST_HOST": self.host,
-            "HOLDFAST_JOB": self.spec.job,
-            "HOLDFAST_STORE": self.spec.store,
-            "HOLDFAST_SAVE_EVERY": str(self.spec.save_every),
-            "HOLDFAST_SAVE_BETWEEN": f"{self.spec.save_least_s} {self.spec.save_most_s}",
-            "HOLDFAST_COPIES": str(self.spec.copies),
-            "HOLDFAST_REBALANCE": str(int(self.spec.rebalance)),
-            "HOLDFAST_FINGERPRINT_STEPS": str(self.spec.fingerprint_steps),
-            "HOLDFAST_AUDIT": str(self.spec.audit),
-            "HOLDFAST_AUDIT_TOLERANCE": str(self.spec.audit_tolerance),
-            "HOLDFAST_BACKUP": str(self.spec.backup),
-            "HOLDFAST_RESULTS_MIN": str(self.spec.results_min),
             "HOLDFAST_ORDERS_FD": str(-1 if self.orders_fd is None else self.orders_fd),
             "HOLDFAST_PEER_KEY": secret.derive_peer_key(self.run_dir.secret()).hex(),
         }
@@ -88,10 +92,15 @@ class WorkerProcess:
     """Started once by `start`; afterwards its callbacks tell everything."""
 
     def __init__(
-        self, template: WorkerTemplate, worker: WorkerId, incarnation: Incarnation
+        self,
+        template: WorkerTemplate,
+        worker: WorkerId,
+        incarnation: Incarnation,
+        role: ProcessRole = ProcessRole.WORKER,
     ) -> None:
         self.worker = worker
         self.incarnation = incarnation
+        self.role = role
         self.pid = 0
         self.running = False
         self.killed_early = False
@@ -110,9 +119,9 @@ class WorkerProcess:
         failure_read, failure_write = os.pipe()
         try:
             self._popen = subprocess.Popen(  # noqa: ASYNC220 - must not leave the main thread
-                self._template.command(),
+                self._template.command(self.role),
                 env=self._template.environment(
-                    self.worker, self.incarnation, theirs.fileno(), failure_write
+                    self.worker, self.incarnation, theirs.fileno(), failure_write, self.role
                 ),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

@@ -1,0 +1,43 @@
+"""Turns the job document into bytes and back: JSON, in the run directory and in etcd.
+
+What is read has exact types, no unknown parts and passes every check of the core, or is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from holdfast.core.errors import Damaged
+from holdfast.core.job_spec import JobSpec, find_problem
+
+JOB_FILE = "job.json"  # its name in every run directory
+
+
+def encode_job(spec: JobSpec) -> bytes:
+    """Write the document as indented JSON, the same bytes each time."""
+    return msgspec.json.format(msgspec.json.encode(spec), indent=2) + b"\n"
+
+
+def decode_job(data: bytes) -> JobSpec:
+    """Read the job that a document describes. Damaged says why it describes none."""
+    try:
+        plain = msgspec.json.decode(data)
+        spec = msgspec.convert(plain, JobSpec)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise Damaged(str(error)) from None
+    problem = _unknown(plain, msgspec.to_builtins(spec)) or find_problem(spec)
+    if problem:
+        raise Damaged(problem)
+    return spec
+
+
+def _unknown(found: dict[str, Any], known: dict[str, Any]) -> str:
+    """Name the first key of a document that no setting has; empty if there is none."""
+    for name, value in found.items():
+        if name not in known:
+            return f"it has an unknown part {name!r}"
+        if isinstance(value, dict) and (inner := _unknown(value, known[name])):
+            return f"{inner} in {name!r}"
+    return ""
