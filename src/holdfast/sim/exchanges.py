@@ -14,7 +14,7 @@ from holdfast.core import tree
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.step.effects import WorkerEffect
-from holdfast.core.step.events import FINITE, NOBODYS, SOMEBODYS, Topic
+from holdfast.core.step.events import FINITE, SOMEBODYS, Topic
 from holdfast.core.types import View, WorkerId
 from holdfast.sim.arithmetic import DROPPED, Key, Parts, add, is_not_finite
 from holdfast.sim.crowd import CROWD
@@ -50,6 +50,7 @@ class Sums:
     parts: Parts
     total: int
     wrongly: tuple[int, ...]
+    poisoned: tuple[tuple[int, int], ...]  # ranks and tokens that are not finite
 
 
 class Exchanges:
@@ -165,14 +166,16 @@ class Exchanges:
         process.total = hash((mine.total, mine.wrongly)) if mine.wrongly else mine.total
         process.total_step = reduce.step
         looks = bool(process.world.options.cycle)
-        unlike = [v for _, v, token in mine.parts if process.copies.get(v, token) != token]
+        copies = process.copies
+        sent = {v: token for _, v, token in mine.parts} if copies else {}
+        unlike = [vrank for vrank, token in sorted(copies.items()) if sent[vrank] != token]
         process.feed(
             ev.Summed(
                 view=group.view.number,
                 step=reduce.step,
                 parts=tuple(found[key].part for key in group.keys) if looks else (),
                 wholes=tuple(found[key].whole for key in group.keys) if looks else (),
-                doubt=self._doubt(group),
+                doubt=self._doubt(mine, group),
                 unlike=tuple(unlike),
                 compute_us=process.compute_us,
             )
@@ -183,17 +186,17 @@ class Exchanges:
         values = {(v, 1): token for _, v, token in parts}
         total: int = tree.fold(values, self._process.world.options.vranks, add)
         wrongly = tuple(rank for rank, key in enumerate(group.keys) if found[key].sums_wrongly)
-        return Sums(parts, total, wrongly)
+        owners = {key: rank for rank, key in enumerate(group.keys)}
+        bad = tuple((owners[key], token) for key, _, token in parts if is_not_finite(token))
+        return Sums(parts, total, wrongly, bad)
 
-    def _doubt(self, group: Group) -> int:
+    def _doubt(self, sums: Sums, group: Group) -> int:
         """Whether the piece that this member sums is finite, or whose part of it is not."""
-        process = self._process
-        rank, size = group.view.rank(process.worker), len(group.keys)
-        seen = [k for k, _, token in self.parts if is_not_finite(token) and token % size == rank]
-        if not is_not_finite(process.total or 0) or not seen:
+        if not sums.poisoned:
             return FINITE
-        ranks = [group.keys.index(key) for key in seen]
-        return SOMEBODYS + min(ranks) if ranks else NOBODYS
+        rank, size = group.view.rank(self._process.worker), len(group.keys)
+        seen = [owner for owner, token in sums.poisoned if token % size == rank]
+        return SOMEBODYS + min(seen) if seen else FINITE
 
     def _piece(self, run: int, group: Group) -> int:
         """Return the digest of the piece that this member sums in a run, right or not."""

@@ -302,6 +302,8 @@ class StepMachine:
             return missing[0], Purpose.HOSTED
         if owed := self._audits.owed(self._me, step):
             return owed[0], Purpose.AUDITED
+        if not self._late:
+            return None
         tasks = worth_copying(self.owners, self._view.workers, self._late, self._me)
         late = [vrank for vrank in tasks if vrank not in step.speculative]
         return (late[0], Purpose.SPECULATIVE) if late else None
