@@ -95,7 +95,7 @@ def compose_control(environment: WorkerEnvironment, seed: int, fd: int | None) -
 def compose_worker(control: Control, protected: Mapping[str, Any]) -> ScriptThread:
     """Put together all that trains the protected objects, and start the engine. UserError."""
     me, spec, driver = control.environment, control.environment.spec, control.driver
-    where = spec.checkpoints.store
+    where, backs_up = spec.checkpoints.store, bool(spec.backup().workers)
     modules = [(n, o) for n, o in protected.items() if isinstance(o, torch.nn.Module)]
     params = [(f"{n}.{k}", p) for n, m in modules for k, p in m.named_parameters()]
     trained = [(k, p) for k, p in params if p.requires_grad]
@@ -121,14 +121,19 @@ def compose_worker(control: Control, protected: Mapping[str, Any]) -> ScriptThre
     def whole_print() -> int:
         return fingerprints.of_all(data.buffers.start)
 
-    exchange = Exchange(me=Peer(me.worker), make_transport=make_transport, whole_print=whole_print)
+    exchange = Exchange(
+        me=Peer(me.worker),
+        make_transport=make_transport,
+        whole_print=whole_print,
+        backs_up=backs_up,
+    )
     engine = Engine(driver, control.link, data, filled, bringing_up, exchange)
     driver.serve(StepHands(data, engine, missed, bringing_up, recorder))
     saver = None
     if where and me.orders_fd is not None:
         orders = socket.socket(fileno=me.orders_fd)
         saver = Saver(orders, spec.job, protected, driver.post)
-    runner = TaskRunner(driver, data, keeps_all_buffers=bool(spec.backup().workers))
+    runner = TaskRunner(driver, data, keeps_all_buffers=backs_up)
     gradients.attach()
     engine.start()
     if isinstance(control.link, SoloLink):

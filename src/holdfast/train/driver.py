@@ -62,7 +62,6 @@ class Driver:
     def __init__(self, machine: WorkerMachine, link: Link, monitor: Monitor) -> None:
         self.monitor = monitor
         self.aborted = 0  # views up to this number must not be used
-        self.rows_of: tuple[int, int] = (0, -1)  # the view and step whose rows may be exchanged
         self.failure: BaseException | None = None
         self.books: dict[int, dict[Peer, bytes]] = {}
         self._machine = machine
@@ -72,6 +71,7 @@ class Driver:
         self._engine: deque[EngineOrder] = deque()
         self._events: deque[ev.WorkerEvent] = deque()
         self._posting = False
+        self._rows_of: tuple[int, int] = (0, -1)  # the view and step whose rows may be exchanged
         self._group: tuple[int, Group] | None = None
         self._look_at = 0.0  # when to look next at the group's links
 
@@ -167,6 +167,14 @@ class Driver:
                 self.monitor.wait()
             return self._engine.popleft()
 
+    def await_rows(self, view: int, step: int) -> None:
+        """Wait until this worker's rows of a step may be exchanged. Raises Aborted."""
+        with self.monitor:
+            while self._rows_of != (view, step):
+                self.check_alive(view)
+                self.monitor.wait()
+            self._rows_of = (0, -1)
+
     def _wait(self) -> None:
         """For a change, or for the time to say that others are late."""
         deadline = self._machine.deadline()
@@ -219,7 +227,7 @@ class Driver:
                     self._group[1].abort()
                     self._group = None
             case ef.ShareRows(view, step):
-                self.rows_of = (view, step)
+                self._rows_of = (view, step)
             case ef.Exit():
                 text = "this worker computes wrongly, or holds a wrong state: it leaves the job"
                 sys.stderr.write(f"holdfast: {text}\n")

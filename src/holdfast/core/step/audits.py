@@ -38,6 +38,15 @@ class Audits:
         self._court = Court()
         self._planned_in: tuple[ViewNumber, int] | None = None  # the view and the step
 
+    def agree(self, alike: Alike, whole_step: int) -> None:
+        """Take over what all members have agreed on."""
+        self.alike, self.whole_step = alike, whole_step
+
+    def ask_less(self) -> None:
+        """Every worker contradicts itself: compare within the tolerance, or nothing."""
+        near = self.alike is Alike.BITS and self._classes.tolerance
+        self.alike = Alike.NEAR if near else Alike.NOTHING
+
     @property
     def tolerance(self) -> float:
         """Return by how much of its norm a gradient may differ where bits vary."""

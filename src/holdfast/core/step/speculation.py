@@ -56,6 +56,10 @@ class Lateness:
         took_s = now - self.began_at
         self.group_s = min(self.group_s, took_s) if self.group_s else took_s
 
+    def copy_done(self) -> None:
+        """It has computed a task that another worker is late with."""
+        self.copied += 1
+
     def done(self, now: float) -> None:
         """It waits for others from now on."""
         self._since = now

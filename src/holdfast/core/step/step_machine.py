@@ -215,11 +215,11 @@ class StepMachine:
 
     def _agreed(self, rows: Sequence[Row]) -> list[Outcome]:
         view, audits = self._view, self._audits
-        audits.alike = Alike(int(max(row[0] for row in rows)))
-        audits.whole_step = view.resume_step if any(row[1] for row in rows) else -1
-        self._counting = self._make_counting(view, self._policy.balance)
+        alike = Alike(int(max(row[0] for row in rows)))
         if self._policy.backup.workers:
-            audits.alike = Alike.NOTHING  # what is dropped cannot be compared
+            alike = Alike.NOTHING  # what is dropped cannot be compared
+        audits.agree(alike, view.resume_step if any(row[1] for row in rows) else -1)
+        self._counting = self._make_counting(view, self._policy.balance)
         self._rulings.synced(compared=bool(view.joiners))
         self.round = Round.TASKS
         return [BecameSynced()]
@@ -421,11 +421,10 @@ class StepMachine:
     def _ask_less(self) -> list[Outcome]:
         """The hardware is not deterministic, or less so than was thought."""
         audits = self._audits
-        if audits.alike is Alike.BITS and audits.tolerance:
-            audits.alike = Alike.NEAR
+        audits.ask_less()
+        if audits.alike is Alike.NEAR:
             then = f"from now on audits compare within {audits.tolerance:g} of a gradient's norm"
         else:
-            audits.alike = Alike.NOTHING
             then = "nothing is audited any more"
         return self._rulings.tell(
             f"the same task comes to other numbers each time: {then}; use deterministic "
@@ -524,10 +523,10 @@ class StepMachine:
             self._rulings.doubted(self.step, suspects)
             return self._redo(self._audits.all_twice(self._view, self.step, self.owners))
         out = self._rulings.settled(self.step, rightly=RIGHTLY in tally.doubts)
-        self._audits.alike = Alike(tally.alike)
+        whole_step = self.step + 1 if tally.save else self._audits.whole_step
+        self._audits.agree(Alike(tally.alike), whole_step)
         if tally.save:
             self.saves.agree(self.step + 1, self._view)
-            self._audits.whole_step = self.step + 1
         if self._view.suspended:
             out.append(KeepStep(self.step))
         events = self._counting.observe(tally, self._around.leads_now)

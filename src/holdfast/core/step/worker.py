@@ -141,7 +141,7 @@ class WorkerMachine:
                 return [*self._step.opened(step), *self._step.catch_up()]
             case ev.TaskDone():
                 if event.purpose is ev.Purpose.SPECULATIVE:
-                    self.lateness.copied += 1
+                    self.lateness.copy_done()
                 return self._step.task_done(event)
             case ev.LoopEnded():
                 self._change(phase=Phase.ENDED)

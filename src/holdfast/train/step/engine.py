@@ -47,6 +47,7 @@ class Exchange:
     me: Peer
     make_transport: Callable[[], Transport]
     whole_print: Callable[[], int]  # of all of the state
+    backs_up: bool  # steps may do without the last members
 
 
 class Membership:
@@ -152,7 +153,8 @@ class Engine(threading.Thread):
         self._in = at = Membership(view, Layout.of(view, self._exchange.me), transport)
         driver.adopt_group(view.number, transport)
         self._open(view, at.layout, transport)
-        BackupMessages(driver, view, at.layout, transport).listen()
+        if self._exchange.backs_up:
+            BackupMessages(driver, view, at.layout, transport).listen()
         at.waits.begin()
         driver.post(ev.Connected(view.number))
 
@@ -263,7 +265,7 @@ class Engine(threading.Thread):
         self._rows = None
         with self._driver.monitor:
             unlike = data.speculative.contradicted(sums)
-            data.reduced_in = order.view
+            data.became_reduced(order.view)
         prints = [rows.prints[rank] for rank in range(at.layout.size)]
         return ev.Summed(
             view=order.view,
@@ -284,11 +286,7 @@ class Engine(threading.Thread):
         """What can only be exchanged once this worker's own tasks are complete, or dropped."""
         driver, data, layout = self._driver, self._data, at.layout
         mine = layout.hosted[layout.rank]
-        with driver.monitor:
-            while driver.rows_of != (order.view, order.step):
-                driver.check_alive(order.view)
-                driver.monitor.wait()
-            driver.rows_of = (0, -1)
+        driver.await_rows(order.view, order.step)
         if layout.rank in order.counted:
             data.table.take(mine, data.own)
             used = data.gradients.used

@@ -98,5 +98,5 @@ class MissedSteps:
         left = torch.empty(int(head[1]), dtype=torch.uint8)
         if left.numel():
             transport.exchange([], [(donors[0], left)], TAG_STATE).wait()
-            step.buffers.left = left
-        step.reduced_in = int(head[0])
+            step.buffers.receive(left)
+        step.became_reduced(int(head[0]))

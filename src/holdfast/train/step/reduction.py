@@ -241,14 +241,14 @@ class BuffersSpread:
 
     def gather(self, transport: Transport) -> None:
         if self._layout.rank == self._host:
-            self._buffers.left = self._buffers.kept
+            self._buffers.share()
             self._size[0] = len(self._left())
         self._pending = self._send(transport, self._size)
 
     def spread(self, transport: Transport) -> None:
         _wait(self._pending)
         if self._layout.rank != self._host:
-            self._buffers.left = torch.empty(int(self._size[0]), dtype=torch.uint8)
+            self._buffers.receive(torch.empty(int(self._size[0]), dtype=torch.uint8))
         self._pending = self._send(transport, self._left())
 
     def finish(self) -> None:

@@ -47,6 +47,10 @@ class StepData:
         self.clock.reset()
         self.table.used.zero_()
 
+    def became_reduced(self, view: int) -> None:
+        """The step's gradient is complete, by an exchange in this view."""
+        self.reduced_in = view
+
     def taken_digest(self) -> Digest | None:
         """Return the digest of the task that was computed last, if one was asked for."""
         return self.digest.take()

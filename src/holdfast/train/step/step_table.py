@@ -135,9 +135,13 @@ class Buffers:
         """The message to send: one changed flag per buffer, then the changed ones' bytes."""
         return self._left
 
-    @left.setter
-    def left(self, message: torch.Tensor | None) -> None:
+    def receive(self, message: torch.Tensor) -> None:
+        """Take what the host of virtual rank 0 has sent."""
         self._left = message
+
+    def share(self) -> None:
+        """What this worker's first virtual rank has left is what all take."""
+        self._left = self.kept
 
     def apply(self) -> None:
         """Install what virtual rank 0 left as the new values, on every worker alike."""
