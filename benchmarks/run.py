@@ -106,7 +106,7 @@ def failover_lines(count: int = 10) -> Iterator[str]:
         yield f"Not measured: {EtcdCluster.available()}."
         return
     times = failover.measure(count)
-    yield "kill -9 of the coordinator to the next one in office, with three members of etcd,"
+    yield "kill -9 of the coordinator to the next leader, with three members of etcd,"
     middle, most = statistics.median(times), max(times)
     yield f"{count} times: median **{middle:.2f} s**, most {most:.2f} s. Target: under 3 s."
 

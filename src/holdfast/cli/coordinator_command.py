@@ -12,7 +12,7 @@ from holdfast.net.secret import load_secret
 from holdfast.net.tcp import listen
 from holdfast.net.tls import server_of
 from holdfast.runtime.coordinate.election import FORM, open_election
-from holdfast.runtime.launcher import Desk, launch_standby
+from holdfast.runtime.launcher import CoordinatorSite, launch_standby
 from holdfast.runtime.rundir import RunDir
 
 
@@ -30,8 +30,10 @@ def main(argv: list[str]) -> int:
     if options.secret_file is not None:
         arguments += ["--secret-file", str(options.secret_file)]
     with listen(options.host, options.port) as listener:
-        desk = Desk(run_dir=run_dir, listener=listener, host=options.host, tls=options.tls)
-        return launch_standby(desk, arguments)
+        site = CoordinatorSite(
+            run_dir=run_dir, listener=listener, host=options.host, tls=options.tls
+        )
+        return launch_standby(site, arguments)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -43,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     )
     found.add_argument("--election", required=True, metavar="URL", help=FORM)
     found.add_argument(
-        "--run-dir", type=Path, required=True, help="for this coordinator's story of the job"
+        "--run-dir", type=Path, required=True, help="directory for this coordinator's event log"
     )
     found.add_argument(
         "--host", required=True, help="this machine's name or address, as agents reach it"

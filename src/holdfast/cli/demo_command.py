@@ -51,7 +51,7 @@ class Trained:
     digest: str  # SHA-256 of all parameters and optimizer state, as the script printed it
     losses: dict[int, str]  # step -> loss as hexadecimal digits, so every bit of it
     ledger: LedgerReport
-    commits: list[fault_kit.Commit]
+    commits: list[fault_kit.StepEnd]
     events: list[dict[str, Any]]
     sample: str
 
@@ -71,7 +71,7 @@ class Proof:
     calm: Trained
     problems: list[str]
     recoveries: list[fault_kit.Recovery]
-    missed: list[fault_kit.Fault]  # the run ended before they could be struck
+    missed: list[fault_kit.PlannedFault]  # the run ended before they could be struck
     plot: Path | None
 
 
@@ -205,7 +205,7 @@ def make_run(run_dir: Path, workers: int, options: argparse.Namespace) -> LocalR
 def train(
     run: LocalRun,
     options: argparse.Namespace,
-    schedule: tuple[fault_kit.Fault, ...],
+    schedule: tuple[fault_kit.PlannedFault, ...],
     screen: Screen,
     title: str,
 ) -> tuple[Trained, fault_kit.Striker]:
@@ -216,8 +216,8 @@ def train(
         watch(run, striker, options.steps, screen)
         code = run.wait(END_S)
     if code != 0:
-        story = "\n".join(run.err[-10:])
-        raise WorldError(f"the run in {run.run_dir.path} failed (exit status {code}):\n{story}")
+        tail = "\n".join(run.err[-10:])
+        raise WorldError(f"the run in {run.run_dir.path} failed (exit status {code}):\n{tail}")
     return collect(run, options, time.monotonic() - started), striker
 
 
@@ -259,7 +259,7 @@ def collect(run: LocalRun, options: argparse.Namespace, seconds: float) -> Train
         raise WorldError(f"the run in {path} ended without a digest: see the logs there")
     found = [COMMIT.fullmatch(line) for line in lines]
     commits = [
-        fault_kit.Commit(step=int(m[1]), loss=float(m[2]), time=float(m[3])) for m in found if m
+        fault_kit.StepEnd(step=int(m[1]), loss=float(m[2]), time=float(m[3])) for m in found if m
     ]
     begin = max((i for i, line in enumerate(lines) if line == "sample:"), default=len(lines))
     return Trained(

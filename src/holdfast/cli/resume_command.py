@@ -13,7 +13,7 @@ from holdfast.net.secret import VARIABLE
 from holdfast.net.tcp import listen
 from holdfast.net.tls import server_of
 from holdfast.runtime.coordinate.journal import FileJournal
-from holdfast.runtime.launcher import Desk, launch_job
+from holdfast.runtime.launcher import CoordinatorSite, launch_job
 from holdfast.runtime.rundir import RunDir
 
 
@@ -38,8 +38,8 @@ def main(argv: list[str]) -> int:
     with listen(options.host, options.port) as listener:
         run_dir.reopen()
         print(f"holdfast: run directory {run_dir.path}", file=sys.stderr, flush=True)
-        desk = Desk(run_dir=run_dir, listener=listener, host=options.host, tls=tls)
-        return launch_job(desk, spec, resume=True)
+        site = CoordinatorSite(run_dir=run_dir, listener=listener, host=options.host, tls=tls)
+        return launch_job(site, spec, resume=True)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -72,7 +72,7 @@ def _one(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(dataclasses.asdict(result) | {"replay": result.replay}))
     else:
-        _show(result, story=not args.trace)
+        _show(result, events=not args.trace)
         _show_summary(summary, time.perf_counter() - started)
     return 1 if result.failure else 0
 
@@ -86,7 +86,7 @@ def _many(args: argparse.Namespace) -> int:
             seed, failure = result.options.seed, result.failure
             failed.append({"seed": seed, "failure": failure, "replay": result.replay})
             if not args.json:
-                _show(result, story=False)
+                _show(result, events=False)
     elapsed_s = time.perf_counter() - started
     if args.json:
         rate = {"elapsed_s": elapsed_s, "events_per_s": summary.events / elapsed_s}
@@ -107,10 +107,10 @@ def _with_progress(results: Iterator[Result], seeds: Sequence[int]) -> Iterator[
     yield from track(results, "simulating", len(seeds), console=Console(stderr=True))
 
 
-def _show(result: Result, story: bool) -> None:
+def _show(result: Result, events: bool) -> None:
     if not result.failure:
         return
-    for line in result.story if story else ():
+    for line in result.story if events else ():
         print(line)
     print(f"seed {result.options.seed} FAILED at {result.simulated_s:.3f} s: {result.failure}")
     print(f"  replay: {result.replay}")

@@ -39,7 +39,7 @@ class Contact:
             return self.address
         found = await locate(self.election)
         if found is None:
-            raise ConnectionError("no coordinator is in office")
+            raise ConnectionError("no coordinator leads the job")
         return found.host, found.port
 
     async def connect(self, secret: bytes) -> Channel:

@@ -87,7 +87,7 @@ class Manifest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class SavedPart:
     """What one writer has saved: entries whose runs refer to these packs."""
 
     packs: tuple[str, ...]
@@ -184,7 +184,7 @@ def token_of(name: str) -> str:
 _ENCODER = msgspec.msgpack.Encoder()
 _MANIFEST = msgspec.msgpack.Decoder(Manifest)
 _INTENT = msgspec.msgpack.Decoder(Intent)
-_PART = msgspec.msgpack.Decoder(Part)
+_PART = msgspec.msgpack.Decoder(SavedPart)
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -209,11 +209,11 @@ def decode_intent(data: bytes, name: str) -> Intent:
     return _decoded(_INTENT, data, name)
 
 
-def encode_part(part: Part) -> bytes:
+def encode_part(part: SavedPart) -> bytes:
     return _seal(_ENCODER.encode(part))
 
 
-def decode_part(data: bytes, name: str) -> Part:
+def decode_part(data: bytes, name: str) -> SavedPart:
     """Damaged. The rest of what it says is checked once it is in a manifest."""
     part = _decoded(_PART, data, name)
     if any(not 0 <= r.pack < len(part.packs) for e in part.entries for r in e.runs):

@@ -27,8 +27,8 @@ from holdfast.store.manifest import (
     Entry,
     Intent,
     Manifest,
-    Part,
     Run,
+    SavedPart,
     chunks_of,
     decode_part,
     digest,
@@ -121,7 +121,7 @@ class Saving:
         )
         self._storage.put(self._intent, [encode_intent(intent)])
 
-    def write(self, items: Sequence[Item], writer: int = 0) -> Part:
+    def write(self, items: Sequence[Item], writer: int = 0) -> SavedPart:
         """Save these items; `writer` tells apart those of one checkpoint. WorldError."""
         pack = pack_name(self.step, self.token, writer)
         planner = _Planner(items, self.known, pack)
@@ -130,15 +130,15 @@ class Saving:
         written = 0
         if first is not None:
             written = self._storage.put(pack, itertools.chain([first], new))
-        return Part(
+        return SavedPart(
             packs=planner.packs(), entries=planner.entries, written_bytes=written, base=self.base
         )
 
-    def publish(self, part: Part) -> None:
+    def publish(self, part: SavedPart) -> None:
         """For the writer that commits. WorldError."""
         self._storage.put(part_name(self.token, self._writer or 0), [encode_part(part)])
 
-    def gather(self, writers: int, wait_s: float) -> list[Part]:
+    def gather(self, writers: int, wait_s: float) -> list[SavedPart]:
         """The parts of the other writers. WorldError when one does not come in time."""
         missing, parts = set(range(1, writers)), {}
         deadline, pause_s = time.monotonic() + wait_s, POLL_S
@@ -163,7 +163,7 @@ class Saving:
                 self._storage.delete(part_name(self.token, self._writer))
             self._storage.delete(self._intent)
 
-    def commit(self, parts: Sequence[Part], about: dict[str, str]) -> Manifest:
+    def commit(self, parts: Sequence[SavedPart], about: dict[str, str]) -> Manifest:
         """All writers are done: the checkpoint exists once this returns. WorldError."""
         manifest = merge(self.step, self.token, parts, about)
         problem = problem_of(manifest)
@@ -197,7 +197,7 @@ class Saving:
             )
 
 
-def merge(step: int, token: str, parts: Sequence[Part], about: dict[str, str]) -> Manifest:
+def merge(step: int, token: str, parts: Sequence[SavedPart], about: dict[str, str]) -> Manifest:
     """The parts of one checkpoint as one. Pure but for the time."""
     packs = tuple(dict.fromkeys(pack for part in parts for pack in part.packs))
     number = {pack: i for i, pack in enumerate(packs)}

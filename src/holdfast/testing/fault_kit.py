@@ -26,7 +26,7 @@ USUAL_STEPS = 12  # before a fault: the median of these is the usual step
 SETTLED_STEPS = 3  # after a fault, before the next one is struck
 
 
-class Kind(enum.Enum):
+class FaultKind(enum.Enum):
     """What is done to a worker."""
 
     KILL = "kill"
@@ -35,15 +35,15 @@ class Kind(enum.Enum):
 
     @property
     def signal(self) -> signal.Signals:
-        return signal.SIGSTOP if self is Kind.FREEZE else signal.SIGKILL
+        return signal.SIGSTOP if self is FaultKind.FREEZE else signal.SIGKILL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
+class PlannedFault:
     """`count` workers at once, the first that live of `order`, once `step` steps are committed."""
 
     step: int
-    kind: Kind
+    kind: FaultKind
     order: tuple[int, ...]
     count: int = 1
 
@@ -52,7 +52,7 @@ class Fault:
 class Strike:
     """A fault that has happened, at `time` (seconds since the epoch)."""
 
-    fault: Fault
+    fault: PlannedFault
     victims: tuple[int, ...]
     step: int  # steps committed when it happened
     time: float
@@ -61,15 +61,15 @@ class Strike:
         names = " and ".join(map(str, self.victims))
         workers = "worker" if len(self.victims) == 1 else "workers"
         match self.fault.kind:
-            case Kind.FREEZE:
+            case FaultKind.FREEZE:
                 return f"froze {workers} {names} (SIGSTOP)"
-            case Kind.KILL_JOINING:
+            case FaultKind.KILL_JOINING:
                 return f"killed {workers} {names} (SIGKILL) while joining"
         return f"killed {workers} {names} (SIGKILL){' at once' * (len(self.victims) > 1)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Commit:
+class StepEnd:
     """A step as the job's leader saw it end, at `time` (seconds since the epoch)."""
 
     step: int
@@ -88,26 +88,26 @@ class Recovery:
     stall_s: float  # the recovering step's gap to the one before it, less a usual step
 
 
-def schedule(steps: int, workers: int, seed: int) -> tuple[Fault, ...]:
+def schedule(steps: int, workers: int, seed: int) -> tuple[PlannedFault, ...]:
     """One fault of each kind, and two workers at once, over `steps`; `workers` is at least 2."""
     dice = random.Random(seed)
 
-    def fault(part: float, kind: Kind, count: int = 1) -> Fault:
+    def fault(part: float, kind: FaultKind, count: int = 1) -> PlannedFault:
         order = tuple(dice.sample(range(workers), workers))
-        return Fault(step=max(1, int(steps * part)), kind=kind, order=order, count=count)
+        return PlannedFault(step=max(1, int(steps * part)), kind=kind, order=order, count=count)
 
     return (
-        fault(0.1, Kind.KILL),
-        fault(0.1, Kind.KILL_JOINING),  # whoever replaces the first
-        fault(0.4, Kind.FREEZE),
-        fault(0.65, Kind.KILL, count=min(2, workers - 1)),
+        fault(0.1, FaultKind.KILL),
+        fault(0.1, FaultKind.KILL_JOINING),  # whoever replaces the first
+        fault(0.4, FaultKind.FREEZE),
+        fault(0.65, FaultKind.KILL, count=min(2, workers - 1)),
     )
 
 
 class Striker:
     """Strikes the faults of a schedule at one run, one at a time; `poll` it often."""
 
-    def __init__(self, run: LocalRun, faults: Sequence[Fault]) -> None:
+    def __init__(self, run: LocalRun, faults: Sequence[PlannedFault]) -> None:
         self.pending = list(faults)
         self.strikes: list[Strike] = []
         self._run = run
@@ -143,7 +143,7 @@ class Striker:
         return len(lost) == len(last.victims) and step >= last.step + SETTLED_STEPS
 
 
-def recovery(done: Strike, events: list[dict[str, Any]], commits: list[Commit]) -> Recovery | None:
+def recovery(done: Strike, events: list[dict[str, Any]], commits: list[StepEnd]) -> Recovery | None:
     """What `done` cost; None when the job ended before it had to recover.
 
     The step that recovered is the slower of the two that ended first after the loss was known: the
@@ -170,14 +170,14 @@ def recovery(done: Strike, events: list[dict[str, Any]], commits: list[Commit]) 
     )
 
 
-def _median_step_s(commits: list[Commit]) -> float:
+def _median_step_s(commits: list[StepEnd]) -> float:
     gaps = [(b.time - a.time) / (b.step - a.step) for a, b in itertools.pairwise(commits)]
     return statistics.median(gaps) if gaps else 0.0
 
 
-def _victims(fault: Fault, workers: list[dict[str, Any]]) -> dict[int, int]:
+def _victims(fault: PlannedFault, workers: list[dict[str, Any]]) -> dict[int, int]:
     """worker -> pid; empty when there are not enough, or nobody would survive."""
-    states = JOINING if fault.kind is Kind.KILL_JOINING else ACTIVE
+    states = JOINING if fault.kind is FaultKind.KILL_JOINING else ACTIVE
     there = {w["id"]: w["pid"] for w in workers if w["state"] in states}
     active = [w["id"] for w in workers if w["state"] in ACTIVE]
     chosen = [worker for worker in fault.order if worker in there][: fault.count]

@@ -115,8 +115,8 @@ class LocalRun:
         deadline = time.monotonic() + timeout_s
         while not (found := ready()):
             if not self.running():
-                raise RunEnded(f"the run ended before {what}:\n{self.story()}")
-            assert time.monotonic() < deadline, f"not in {timeout_s} s: {what}\n{self.story()}"
+                raise RunEnded(f"the run ended before {what}:\n{self.log()}")
+            assert time.monotonic() < deadline, f"not in {timeout_s} s: {what}\n{self.log()}"
             time.sleep(POLL_S)
         return found
 
@@ -152,7 +152,7 @@ class LocalRun:
                     found.append(int(name))
         return found
 
-    def story(self) -> str:
+    def log(self) -> str:
         return "\n".join([*self.err[-40:], *self.out[-10:]])
 
     def _process(self) -> subprocess.Popen[str]:

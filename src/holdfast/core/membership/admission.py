@@ -1,4 +1,4 @@
-"""Which nodes take part: up to a number, with the places they offer, until they are drained."""
+"""Which nodes take part: up to a number, with the slots they offer, until they are drained."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from holdfast.core.types import AgentId
 class Attendance:
     """What has been said about nodes; compared with what is, it tells what to say next."""
 
-    waiting: tuple[AgentId, ...] = ()  # over the number: they get no places yet
+    waiting: tuple[AgentId, ...] = ()  # over the number: they get no slots yet
     silent: tuple[AgentId, ...] = ()
     not_drained: str = ""  # why nodes that fail their checks are used on
 
 
 def admit(situation: Situation, nodes_max: int) -> tuple[tuple[AgentId, ...], list[str]]:
-    """Give nodes their places; a node that is lost for good makes room for one that waits.
+    """Give nodes their slots; a node that is lost for good makes room for one that waits.
 
     Returns the nodes that have to wait, and a line for each exchange.
     """
@@ -46,13 +46,13 @@ def admit(situation: Situation, nodes_max: int) -> tuple[tuple[AgentId, ...], li
 
 
 def _lost(situation: Situation) -> AgentId | None:
-    """A node with places that will not be heard again, as far as one can wait."""
+    """A node with slots that will not be heard again, as far as one can wait."""
     silent = [n for n in situation.roster.nodes if n in situation.silent]
-    placed = [n for n in silent if situation.roster.here(n)]
-    if not placed:
+    with_slots = [n for n in silent if situation.roster.here(n)]
+    if not with_slots:
         return None
     acting = {m.agent for m in situation.members if not situation.abandoned(m)}
-    return next((n for n in placed if n not in acting), None)
+    return next((n for n in with_slots if n not in acting), None)
 
 
 def choose_drained(situation: Situation) -> str:

@@ -169,7 +169,7 @@ class CoordinatorMachine:
         self._attendance = Attendance()
         self._budget = Budget(policy.speculation, policy.virtual_ranks)
         self._agenda = Agenda(policy, self._roster, now)
-        self._story = EventLog(record.slots if record else ())
+        self._event_log = EventLog(record.slots if record else ())
         self._finished = False
         self._checked: View | None = None
 
@@ -309,7 +309,7 @@ class CoordinatorMachine:
         policy, restart = self._policy, self._policy.restart
         accused = self._durable.accused()
         effects: list[CoordinatorEffect] = [
-            *(Announce(*news) for news in self._story.news(self._roster.newest.values())),
+            *(Announce(*news) for news in self._event_log.news(self._roster.newest.values())),
             *(
                 Announce("quarantined", line, w)
                 for w, line in quarantine_wrong(situation, accused, restart)
@@ -481,10 +481,10 @@ class CoordinatorMachine:
         staying = frozenset([*proposal.workers, *(lag.worker for lag in proposal.suspended)])
         self._budget.spend(proposal.redone)
         for member in self._members:
-            place = self._roster.places.get(member.worker)
-            if member.worker in staying or place is None or place.respawn_at is not None:
+            slot = self._roster.slots.get(member.worker)
+            if member.worker in staying or slot is None or slot.respawn_at is not None:
                 continue
-            if place.incarnation == member.incarnation:
+            if slot.incarnation == member.incarnation:
                 self._roster.order_anew(member.worker)  # left out: never again as it was
         for lag in self._view.suspended if self._view is not None else ():
             if lag not in proposal.catching_up and self._roster.wants(lag.worker, lag.incarnation):
@@ -590,7 +590,7 @@ class CoordinatorMachine:
             term=self._term,
             view=self._view,
             views_used=self._views_used,
-            slots=self._roster.slots(),
+            slots=self._roster.slot_records(),
             workers_named=self._roster.workers_named,
             forgotten=self._forgotten,
             release_loop=self._release_loop,

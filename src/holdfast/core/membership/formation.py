@@ -125,7 +125,7 @@ def candidates(situation: Situation) -> list[WorkerStatus]:
         if view is not None and view.includes(worker, status.incarnation):
             if status.promised < view.number:
                 continue
-        name = roster.places[worker].agent
+        name = roster.slots[worker].agent
         # One that has begun to catch up, and had to stop, may be anywhere between two steps.
         if name not in situation.silent and not roster.draining(name) and not status.committed:
             found.append(status)
@@ -139,7 +139,7 @@ def returning(situation: Situation, step: int) -> list[LateWorker]:
         status = roster.status(lag.worker, lag.incarnation)
         if status is None or not roster.ordered(status) or step - lag.committed > STEPS_MISSED_MAX:
             continue
-        name = roster.places[lag.worker].agent
+        name = roster.slots[lag.worker].agent
         done = status.waiting or status.at_boundary
         ready = status.stage == Stage.READY and status.has_state and done
         if ready and name not in situation.silent and not roster.draining(name):
@@ -327,8 +327,8 @@ def next_view(
     owners_now = present_owners(view, survivors)
     step, why = resume_step(survivors)
     at_rest = all(s.at_boundary for s in survivors)
-    places = situation.roster.places
-    drained = [s.worker for s in survivors if situation.roster.draining(places[s.worker].agent)]
+    slots = situation.roster.slots
+    drained = [s.worker for s in survivors if situation.roster.draining(slots[s.worker].agent)]
     kept = [s.worker for s in survivors if s.worker not in drained]
     room = max(vranks - len(kept), 0)
     back = returning(situation, step)[:room] if at_rest and len(kept) == len(survivors) else []
@@ -417,7 +417,7 @@ def beginners(situation: Situation, workers_min: int | None) -> list[WorkerStatu
     roster, known, now = situation.roster, situation.roster.newest, situation.now
     ready = [s for s in candidates(situation) if not s.dirty]
     soon = [
-        w for w, place in roster.places.items() if (place.respawn_at or now) <= now + QUARANTINED_S
+        w for w, slot in roster.slots.items() if (slot.respawn_at or now) <= now + QUARANTINED_S
     ]
     pending = [w for w in soon if w not in known or known[w].stage != Stage.EXITED]
     enough = len(ready) >= len(pending) or (workers_min is not None and len(ready) >= workers_min)
@@ -459,12 +459,10 @@ def make_view(proposal: Proposal, number: ViewNumber, old: View | None, roster: 
     """The leader stays, if it survives: what it does alone it must be able to finish alone."""
     workers, joiners = proposal.workers, frozenset(proposal.joiners)
     eligible = [w for w in workers if w not in joiners] or workers
-    places = [(w, roster.places[w]) for w in workers]
+    slots = [(w, roster.slots[w]) for w in workers]
     return View(
         number=number,
-        members=tuple(
-            Member(worker=w, incarnation=p.incarnation, agent=p.agent) for w, p in places
-        ),
+        members=tuple(Member(worker=w, incarnation=p.incarnation, agent=p.agent) for w, p in slots),
         owners=proposal.owners,
         resume_step=proposal.resume_step,
         leader=old.leader if old is not None and old.leader in eligible else eligible[0],

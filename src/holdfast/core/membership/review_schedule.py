@@ -44,7 +44,7 @@ class Agenda:
     def change(self, now: float, *, at_once: bool = False) -> None:
         """Something that can change a decision. A large job's changes come in floods."""
         self._changed = True
-        pause_s = len(self._roster.places) * REVIEW_S
+        pause_s = len(self._roster.slots) * REVIEW_S
         due = now if at_once else max(now, self._reviewed_at + pause_s)
         self.deadline = due if self.deadline is None else min(due, self.deadline)
 
@@ -68,7 +68,7 @@ class Agenda:
         unheard = [roster.started_at, *(roster.heard_at(name) for name in sorted(self.silent))]
         fences = [t + lease.fence_s for t in unheard]
         losses = [t + lease.abandon_s + lease.margin_s for t in unheard]
-        returns = [p.respawn_at for p in roster.places.values() if p.respawn_at is not None]
+        returns = [p.respawn_at for p in roster.slots.values() if p.respawn_at is not None]
         times = [*alarms, *fences, *losses, *returns]
         self._decide_at = min((t for t in times if t > now), default=NEVER)
         self._reviewed_at = now

@@ -1,4 +1,4 @@
-"""What the coordinator knows of nodes, of places for workers and of processes. It never decides.
+"""What the coordinator knows of nodes, of slots for workers and of processes. It never decides.
 
 A report is cheap to hear: only a change that could lead to a decision is reported as one. Silence
 is counted from the newest report or, for a node that has not spoken yet, from the start.
@@ -35,7 +35,7 @@ class News(enum.Enum):
 
 
 @dataclass(slots=True)
-class Node:
+class NodeState:
     """An agent that has spoken, with what its newest report said."""
 
     incarnation: Incarnation
@@ -54,7 +54,7 @@ class Node:
 
 
 @dataclass(slots=True)
-class Place:
+class SlotState:
     """A slot for one worker on one node, and the incarnation that should run there."""
 
     agent: AgentId
@@ -75,7 +75,7 @@ class NodeSnapshot:
 
 
 class Roster:
-    """Nodes by name and places by worker.
+    """Nodes by name and slots by worker.
 
     `newest`: the newest status heard of each place's worker, of whichever incarnation. `moved_at`:
     when a worker was last heard to have come further, or to have begun or ended to wait.
@@ -86,15 +86,15 @@ class Roster:
     ) -> None:
         self.started_at = self.moved_at = now
         self.first = first  # incarnation that may be ordered
-        self.nodes: dict[AgentId, Node] = {}
-        self.places: dict[WorkerId, Place] = {}
+        self.nodes: dict[AgentId, NodeState] = {}
+        self.slots: dict[WorkerId, SlotState] = {}
         self.newest: dict[WorkerId, WorkerStatus] = {}
         self.workers_named = record.workers_named if record else 0
-        self._slots: tuple[Slot, ...] | None = None  # as long as they are as they were
+        self._records: tuple[Slot, ...] | None = None  # as long as they are as they were
         self._by_node: dict[AgentId, list[WorkerId]] = {}
         for slot in record.slots if record else ():
             counted = Incarnation(slot.incarnation - 1)
-            self.place(slot.worker, Place(slot.agent, slot.incarnation, counted=counted))
+            self.add_slot(slot.worker, SlotState(slot.agent, slot.incarnation, counted=counted))
 
     # ------------------------------------------------------------ hearing
 
@@ -103,7 +103,7 @@ class Roster:
         if node is not None and (report.incarnation, report.seq) <= (node.incarnation, node.seq):
             return News.STALE
         if node is None or node.incarnation != report.incarnation:
-            node = self.nodes[report.agent] = Node(report.incarnation, report.seq, now)
+            node = self.nodes[report.agent] = NodeState(report.incarnation, report.seq, now)
         old, statuses = node.statuses, {s.worker: s for s in report.workers}
         before = (node.offered, node.asks, node.failing)
         offers = (report.slots, report.draining, report.failing)
@@ -130,7 +130,7 @@ class Roster:
         if recall:
             self.recall(name, node.statuses.values(), None)
         for worker in self.here(name):
-            acting = view is not None and view.includes(worker, self.places[worker].incarnation)
+            acting = view is not None and view.includes(worker, self.slots[worker].incarnation)
             if worker not in node.statuses and not acting:
                 self.order_anew(worker)
 
@@ -142,62 +142,62 @@ class Roster:
             else:
                 self.newest.pop(worker, None)
 
-    # ------------------------------------------------------------ places
+    # ------------------------------------------------------------ slots
 
     def here(self, name: AgentId) -> list[WorkerId]:
         return self._by_node.get(name, [])
 
-    def place(self, worker: WorkerId, place: Place) -> None:
-        self._slots = None
-        self.places[worker] = place
-        self._by_node.setdefault(place.agent, []).append(worker)
+    def add_slot(self, worker: WorkerId, slot: SlotState) -> None:
+        self._records = None
+        self.slots[worker] = slot
+        self._by_node.setdefault(slot.agent, []).append(worker)
         self.workers_named = max(self.workers_named, worker + 1)
-        if place.agent in self.nodes:
-            self._note_newest(place.agent)
+        if slot.agent in self.nodes:
+            self._note_newest(slot.agent)
 
     def admit(self, name: AgentId) -> None:
-        """Give a node the places that it offers; it keeps those it has."""
+        """Give a node the slots that it offers; it keeps those it has."""
         for _ in range(self.nodes[name].offered - len(self.here(name))):
-            self.place(WorkerId(self.workers_named), Place(name, self.first))
+            self.add_slot(WorkerId(self.workers_named), SlotState(name, self.first))
 
     def drain(self, name: AgentId, view: View | None) -> None:
         """Who takes no part here is not wanted now, and never again as the same incarnation."""
         for worker in self.here(name):
-            if view is None or not view.includes(worker, self.places[worker].incarnation):
+            if view is None or not view.includes(worker, self.slots[worker].incarnation):
                 self.order_anew(worker)
 
     def dismiss(self, name: AgentId) -> None:
-        self._slots = None
+        self._records = None
         for worker in self._by_node.pop(name, []):
-            del self.places[worker]
+            del self.slots[worker]
             self.newest.pop(worker, None)
 
     def order_anew(self, worker: WorkerId) -> None:
         """The next incarnation should run here, at once; the present one should end."""
-        self._slots = None
-        place = self.places[worker]
-        place.incarnation = Incarnation(max(place.incarnation + 1, self.first))
-        place.respawn_at = None
+        self._records = None
+        slot = self.slots[worker]
+        slot.incarnation = Incarnation(max(slot.incarnation + 1, self.first))
+        slot.respawn_at = None
 
     def recall(self, name: AgentId, statuses: Iterable[WorkerStatus], view: View | None) -> None:
-        """Without a record: what agents run, and who is a member, tells which places there are."""
-        self._slots = None
+        """Without a record: what agents run, and who is a member, tells which slots there are."""
+        self._records = None
         members = [(m.worker, m.agent, m.incarnation) for m in view.members] if view else []
         running = [(s.worker, name, s.incarnation) for s in statuses]
         for worker, agent, incarnation in [*members, *running]:
-            place = self.places.get(worker)
-            if place is None:
-                self.place(worker, Place(agent, incarnation))
-            elif place.agent == agent:
-                place.incarnation = max(place.incarnation, incarnation)
+            slot = self.slots.get(worker)
+            if slot is None:
+                self.add_slot(worker, SlotState(agent, incarnation))
+            elif slot.agent == agent:
+                slot.incarnation = max(slot.incarnation, incarnation)
 
-    def slots(self) -> tuple[Slot, ...]:
-        if self._slots is None:
-            self._slots = tuple(
+    def slot_records(self) -> tuple[Slot, ...]:
+        if self._records is None:
+            self._records = tuple(
                 Slot(worker=w, agent=p.agent, incarnation=p.incarnation)
-                for w, p in self.places.items()
+                for w, p in self.slots.items()
             )
-        return self._slots
+        return self._records
 
     def wanted(self, name: AgentId, view: View | None) -> Iterator[tuple[WorkerId, Incarnation]]:
         """What should run on a node; a lost one never again as the same incarnation.
@@ -206,10 +206,10 @@ class Roster:
         """
         draining = self.draining(name)
         for worker in self.here(name):
-            place = self.places[worker]
-            stays = not draining or (view is not None and view.includes(worker, place.incarnation))
-            if place.respawn_at is None and stays:
-                yield worker, place.incarnation
+            slot = self.slots[worker]
+            stays = not draining or (view is not None and view.includes(worker, slot.incarnation))
+            if slot.respawn_at is None and stays:
+                yield worker, slot.incarnation
 
     # ------------------------------------------------------------ knowing
 
@@ -218,7 +218,7 @@ class Roster:
         return node.draining if node is not None else ""
 
     def unheard(self) -> list[AgentId]:
-        """Nodes that have places here and have not spoken yet."""
+        """Nodes that have slots here and have not spoken yet."""
         return [name for name in self._by_node if name not in self.nodes]
 
     def heard_at(self, name: AgentId) -> float:
@@ -239,14 +239,14 @@ class Roster:
 
     def wants(self, worker: WorkerId, incarnation: Incarnation) -> bool:
         """Whether this incarnation is the one that should run."""
-        place = self.places.get(worker)
-        return place is not None and place.incarnation == incarnation and place.respawn_at is None
+        slot = self.slots.get(worker)
+        return slot is not None and slot.incarnation == incarnation and slot.respawn_at is None
 
     def dead(self, worker: WorkerId, incarnation: Incarnation) -> bool:
         """Whether the agent has said that the process is gone for good."""
-        place = self.places.get(worker)
-        if place is None or place.agent not in self.nodes:
-            return place is None
+        slot = self.slots.get(worker)
+        if slot is None or slot.agent not in self.nodes:
+            return slot is None
         status = self.newest.get(worker)
         if status is None or status.incarnation > incarnation:
             return True
@@ -267,7 +267,7 @@ class Roster:
     def over(self, now: float, fence_s: float) -> bool:
         """Whether all that may still run has ended: nodes that are silent end it by themselves."""
         if now < self.started_at + fence_s:
-            if any(place.agent not in self.nodes for place in self.places.values()):
+            if any(slot.agent not in self.nodes for slot in self.slots.values()):
                 return False
         return not any(
             status.stage.alive
@@ -278,7 +278,7 @@ class Roster:
 
     def all_exited(self) -> bool:
         newest = self.newest
-        everyone = 0 < len(newest) == len(self.places)
+        everyone = 0 < len(newest) == len(self.slots)
         return everyone and all(s.stage == Stage.EXITED for s in newest.values())
 
 

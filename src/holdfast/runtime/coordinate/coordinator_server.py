@@ -2,7 +2,7 @@
 
 It carries out the machine's effects in order: nothing that follows a record is sent before that
 record is durable, and nothing at all when another coordinator may be in office. It does not know
-how one gets into office, nor where the journal is.
+how one gets into leadership, nor where the journal is.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ FAREWELL_S = 2.0  # how long agents may take to hear that the job is over
 GRACE_S = 25.0  # for a last checkpoint; schedulers give 30 s between the signal and the kill
 POLL_S = 0.1
 CRASHED = 70  # exit status of a coordinator that met a bug of ours
-DEPOSED = 75  # of one that is not in office any more: start it again, and it stands by
+DEPOSED = 75  # its term is over: started again, it stands by
 
 
 class EffectPipe:
@@ -97,7 +97,7 @@ class EffectPipe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
+class CoordinatorSetup:
     """What a coordinator process is given for its life."""
 
     run_dir: RunDir
@@ -115,14 +115,14 @@ class CoordinatorServer:
 
     def __init__(
         self,
-        seat: Seat,
+        setup: CoordinatorSetup,
         spec: JobSpec,
         core: machine.CoordinatorMachine,
         journal: Journal,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        self._seat = seat
-        self._run_dir = seat.run_dir
+        self._setup = setup
+        self._run_dir = setup.run_dir
         self._spec = spec
         self._core = core
         self._journal = journal
@@ -140,12 +140,12 @@ class CoordinatorServer:
 
     async def run(self) -> str:
         """Serve until the job is over; returns its outcome. UserError for bad certificates."""
-        seat = self._seat
-        tls = server_of(seat.tls)
-        gate = Gate(seat.secret, self._serve, lambda line: self.say("refused", line), tls)
-        gate.open(seat.listener)
-        port = seat.listener.getsockname()[1]
-        where = {"host": seat.host, "port": port, "pid": os.getpid()}
+        setup = self._setup
+        tls = server_of(setup.tls)
+        gate = Gate(setup.secret, self._serve, lambda line: self.say("refused", line), tls)
+        gate.open(setup.listener)
+        port = setup.listener.getsockname()[1]
+        where = {"host": setup.host, "port": port, "pid": os.getpid()}
         write_json(self._run_dir.coordinator, where)
         self._feed(machine.Tick())
         await self._finished.wait()

@@ -1,4 +1,4 @@
-"""One coordinator at a time for a job: an office in etcd, held by a lease, numbered by terms.
+"""One coordinator at a time for a job: an leadership in etcd, held by a lease, numbered by terms.
 
 What a job keeps there, under /holdfast/JOB/: `spec` (what the job is, proved with its secret, which
 itself is never there), `term` (the last one), `office` (who is in office and where; dies with its
@@ -6,7 +6,7 @@ lease) and `record` (the journal).
 
 The invariant: a coordinator that acts is in office. Two clocks keep it. etcd lets a lease end its
 seconds to live after it *received* the last renewal; we count from when we *sent* it, and a little
-less. So a coordinator knows that its office is over before anyone else can take it. Whatever it
+less. So a coordinator knows that its leadership is over before anyone else can take it. Whatever it
 sends, it first looks at its clock; what it acknowledges had arrived before that look, so no agent's
 lease is prolonged beyond the office either. The record needs no clock: it is only written in a
 transaction which finds that this very hold of the office still exists.
@@ -33,8 +33,8 @@ from holdfast.core.job_spec import JobSpec
 from holdfast.core.types import JobRecord
 from holdfast.runtime.coordinate.etcd import (
     Endpoint,
-    Entry,
     EtcdClient,
+    KeyValue,
     created_at,
     modified_at,
     put,
@@ -107,7 +107,7 @@ def parse_election(text: str) -> ElectionUrl:
 
     try:
         parts = urlsplit(text)
-        endpoints = tuple(_endpoint(place) for place in parts.netloc.split(","))
+        endpoints = tuple(_endpoint(part) for part in parts.netloc.split(","))
     except ValueError as error:
         raise wrong(str(error)) from None
     if parts.scheme not in ("etcd", "etcds"):
@@ -130,16 +130,16 @@ def parse_election(text: str) -> ElectionUrl:
     )
 
 
-def _endpoint(place: str) -> Endpoint:
+def _endpoint(text: str) -> Endpoint:
     """HOST, HOST:PORT or [IPV6]:PORT. ValueError."""
-    parts = urlsplit(f"//{place}")
-    if not parts.hostname or "@" in place:
-        raise ValueError(f"{place!r} is no HOST:PORT")
+    parts = urlsplit(f"//{text}")
+    if not parts.hostname or "@" in text:
+        raise ValueError(f"{text!r} is not HOST:PORT")
     return Endpoint(parts.hostname, PORT if parts.port is None else parts.port)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Incumbent:
+class Leader:
     """The coordinator in office, and where it listens."""
 
     term: int
@@ -147,22 +147,22 @@ class Incumbent:
     port: int
 
 
-async def locate(election: str, within_s: float = 5.0) -> Incumbent | None:
+async def locate(election: str, within_s: float = 5.0) -> Leader | None:
     """Who is in office now; None while nobody is. UserError, Unreachable, Refused."""
     url = parse_election(election)
-    return _incumbent(await url.client(ATTEMPT_S).read(url.key("office"), within_s))
+    return _leader_of(await url.client(ATTEMPT_S).read(url.key("leader"), within_s))
 
 
-def _incumbent(entry: Entry | None) -> Incumbent | None:
+def _leader_of(entry: KeyValue | None) -> Leader | None:
     if entry is None:
         return None
     try:
-        return msgspec.json.decode(entry.value, type=Incumbent)
+        return msgspec.json.decode(entry.value, type=Leader)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         raise Refused(f"etcd holds no coordinator's address but {entry.value[:60]!r}") from None
 
 
-# ---------------------------------------------------------------- the office
+# ---------------------------------------------------------------- leadership
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +175,7 @@ class Hold:
     ttl_s: float
 
 
-class Office:
+class Leadership:
     """What an elected coordinator has: whether it still may act, and for how long it may."""
 
     def __init__(
@@ -215,7 +215,7 @@ class Office:
                 await asyncio.sleep(min(PAUSE_S, max(self.left_s(), 0.0)))
 
     async def resign(self) -> None:
-        """Let another take office at once. Nothing may be sent any more."""
+        """Let another take leadership at once. Nothing may be sent any more."""
         within_s, self._sure_until = self.left_s(), -math.inf
         await self.etcd.revoke(self.held.lease, within_s)
 
@@ -226,7 +226,7 @@ class Office:
             ttl_s = await self.etcd.keep_alive(self.held.lease, within_s)
             if ttl_s <= 0:
                 raise self.over("its lease has ended")
-            found = await self.etcd.read(self.url.key("office"), within_s)
+            found = await self.etcd.read(self.url.key("leader"), within_s)
         except (Unreachable, Refused) as error:
             return str(error)
         if found is None or found.created != self.held.created:
@@ -261,30 +261,30 @@ class Election:
                     say(f"standing by: {told}")
             await asyncio.sleep(min(self._url.ttl_s / POLLS, POLL_S_MAX))
 
-    async def campaign(self, host: str, port: int, say: Say) -> Office:
+    async def campaign(self, host: str, port: int, say: Say) -> Leadership:
         """Wait for the office, for as long as it takes, and take it; `say` tells what it waits for.
 
         `host` and `port` are where this candidate will listen once it is in office.
         """
-        before: Incumbent | None = None
+        before: Leader | None = None
         while True:
-            incumbent = await self.patiently(self.incumbent, say)
-            if incumbent is None:
-                office = await self.patiently(lambda: self._try(host, port), say)
-                if office is not None:
-                    return office
-            elif incumbent != before:
-                before = incumbent
-                where = f"{incumbent.host}:{incumbent.port}"
-                say(f"standing by: {where} is in office, term {incumbent.term}")
+            leader = await self.patiently(self.leader, say)
+            if leader is None:
+                leadership = await self.patiently(lambda: self._try(host, port), say)
+                if leadership is not None:
+                    return leadership
+            elif leader != before:
+                before = leader
+                where = f"{leader.host}:{leader.port}"
+                say(f"standing by: {where} is the leader, term {leader.term}")
             await asyncio.sleep(min(self._url.ttl_s / POLLS, POLL_S_MAX))
 
-    async def incumbent(self) -> Incumbent | None:
+    async def leader(self) -> Leader | None:
         """Who is in office now."""
-        return _incumbent(await self._etcd.read(self._url.key("office"), self._url.ttl_s))
+        return _leader_of(await self._etcd.read(self._url.key("leader"), self._url.ttl_s))
 
-    async def _try(self, host: str, port: int) -> Office | None:
-        """The office, unless another candidate was faster."""
+    async def _try(self, host: str, port: int) -> Leadership | None:
+        """The leadership, unless another candidate was faster."""
         url, within_s = self._url, float(self._url.ttl_s)
         last = await self._etcd.read(url.key("term"), within_s)
         term = (_count(last, url) if last else 0) + 1
@@ -293,11 +293,11 @@ class Election:
         value = json.dumps({"term": term, "host": host, "port": port}).encode()
         done = await self._etcd.transact(
             [
-                created_at(url.key("office"), 0),
+                created_at(url.key("leader"), 0),
                 modified_at(url.key("term"), last.modified if last else 0),
             ],
-            [put(url.key("office"), value, lease), put(url.key("term"), str(term).encode())],
-            [read(url.key("office"))],
+            [put(url.key("leader"), value, lease), put(url.key("term"), str(term).encode())],
+            [read(url.key("leader"))],
             within_s,
         )
         created = done.revision
@@ -307,8 +307,8 @@ class Election:
                 return None
             created = found.created
         held = Hold(term=term, created=created, lease=lease, ttl_s=ttl_s)
-        office = Office(self._etcd, url, held, sent + ttl_s * SURE, self._now)
-        return office if office.left_s() > 0 else None
+        leadership = Leadership(self._etcd, url, held, sent + ttl_s * SURE, self._now)
+        return leadership if leadership.left_s() > 0 else None
 
     # ------------------------------------------------------------ what the job is
 
@@ -358,7 +358,7 @@ def open_election(text: str, now: Clock = clock) -> Election:
     return Election(url, url.client(min(url.ttl_s / RENEWALS, ATTEMPT_S_MAX)), now)
 
 
-def _count(entry: Entry, url: ElectionUrl) -> int:
+def _count(entry: KeyValue, url: ElectionUrl) -> int:
     if not entry.value.isdigit():
         raise Refused(f"{url.key('term')} in etcd should be a number, not {entry.value[:60]!r}")
     return int(entry.value)
@@ -375,67 +375,68 @@ def _proof(secret: bytes, text: str) -> str:
 class EtcdJournal:
     """The record in etcd, written only by who is in office; several may try, one term at a time."""
 
-    def __init__(self, office: Office) -> None:
-        self._office = office
-        self._key = office.url.key("record")
+    def __init__(self, leadership: Leadership) -> None:
+        self._leadership = leadership
+        self._key = leadership.url.key("record")
         self._modified = 0  # the revision of what is to be replaced: no late copy of an older save
 
     async def load(self) -> Loaded:
-        office = self._office
-        entry = await self._insist(lambda s: office.etcd.read(self._key, s))
+        leadership = self._leadership
+        entry = await self._insist(lambda s: leadership.etcd.read(self._key, s))
         record, damage = None, NO_DAMAGE
         if entry is not None:
             self._modified = entry.modified
             try:
                 record = unseal(entry.value)
             except Damaged as error:
-                kept = office.url.key(f"damaged-{office.held.term}")
+                kept = leadership.url.key(f"damaged-{leadership.held.term}")
                 await self._insist(lambda s: self._keep(kept, entry.value, s))
                 damage = (
                     f"the journal {self._key} in etcd is damaged: {error}; it is kept as {kept}"
                 )
-        if record is not None and record.term >= office.held.term:
+        if record is not None and record.term >= leadership.held.term:
             raise UserError(
                 f"{self._key}, a record in etcd, is of term {record.term}, yet this term is "
-                f"{office.held.term}: {office.url.key('term')} was lost, so put {record.term} there"
+                f"{leadership.held.term}: {leadership.url.key('term')} was lost, so put "
+                f"{record.term} there"
             )
-        return Loaded(term=office.held.term, record=record, damage=damage)
+        return Loaded(term=leadership.held.term, record=record, damage=damage)
 
     async def save(self, record: JobRecord) -> None:
         data = seal(record)
-        compare = [self._in_office(), modified_at(self._key, self._modified)]
-        otherwise = [read(self._office.url.key("office")), read(self._key)]
+        compare = [self._still_leads(), modified_at(self._key, self._modified)]
+        otherwise = [read(self._leadership.url.key("leader")), read(self._key)]
 
         async def replace(within_s: float) -> None:
             then = [put(self._key, data)]
-            done = await self._office.etcd.transact(compare, then, otherwise, within_s)
+            done = await self._leadership.etcd.transact(compare, then, otherwise, within_s)
             if done.succeeded:
                 self._modified = done.revision
                 return
-            office, found = done.entries
-            if office is None or office.created != self._office.held.created:
-                raise self._office.over("another is in office")
+            leader, found = done.entries
+            if leader is None or leader.created != self._leadership.held.created:
+                raise self._leadership.over("another coordinator leads")
             if found is None or found.value != data:  # else an earlier try did it, unheard
-                raise self._office.over(f"something else has changed {self._key} in etcd")
+                raise self._leadership.over(f"something else has changed {self._key} in etcd")
             self._modified = found.modified
 
         await self._insist(replace)
 
     def close(self) -> None:
-        """Nothing to do: `Office.resign` ends the hold."""
+        """Nothing to do: `Leadership.resign` ends the hold."""
 
-    def _in_office(self) -> dict[str, Any]:
-        return created_at(self._office.url.key("office"), self._office.held.created)
+    def _still_leads(self) -> dict[str, Any]:
+        return created_at(self._leadership.url.key("leader"), self._leadership.held.created)
 
     async def _keep(self, key: str, value: bytes, within_s: float) -> None:
-        await self._office.etcd.transact([self._in_office()], [put(key, value)], [], within_s)
+        await self._leadership.etcd.transact([self._still_leads()], [put(key, value)], [], within_s)
 
     async def _insist(self, what: Callable[[float], Awaitable[T]]) -> T:
         """Try for as long as the office lasts, which is being prolonged meanwhile."""
         while True:
-            self._office.check()
+            self._leadership.check()
             try:
-                return await what(self._office.left_s())
+                return await what(self._leadership.left_s())
             except Unreachable as error:
-                if self._office.left_s() <= 0:
-                    raise self._office.over(str(error)) from None
+                if self._leadership.left_s() <= 0:
+                    raise self._leadership.over(str(error)) from None

@@ -39,7 +39,7 @@ class Endpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class KeyValue:
     """A key's value. Revisions count the changes of the whole etcd: they only ever grow."""
 
     value: bytes
@@ -54,7 +54,7 @@ class Outcome:
 
     succeeded: bool
     revision: int  # of etcd after it, so also of every key that it has put
-    entries: tuple[Entry | None, ...]  # one for each `read`, in order
+    entries: tuple[KeyValue | None, ...]  # one for each `read`, in order
 
 
 class EtcdClient:
@@ -72,7 +72,7 @@ class EtcdClient:
         self._tls = tls
         self._current = 0  # the server that answered last
 
-    async def read(self, key: str, within_s: float) -> Entry | None:
+    async def read(self, key: str, within_s: float) -> KeyValue | None:
         """The newest value of `key`, as a majority knows it."""
         return _entry(await self.request("/v3/kv/range", {"key": _text(key)}, within_s))
 
@@ -236,9 +236,9 @@ def _is_read(response: Mapping[str, Any]) -> bool:
     return "response_range" in response
 
 
-def _entry(answer: Mapping[str, Any]) -> Entry | None:
+def _entry(answer: Mapping[str, Any]) -> KeyValue | None:
     for found in answer.get("kvs", ()):
-        return Entry(
+        return KeyValue(
             value=base64.b64decode(found.get("value", "")),
             created=int(found["create_revision"]),
             modified=int(found["mod_revision"]),

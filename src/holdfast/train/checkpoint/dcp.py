@@ -47,7 +47,7 @@ from holdfast.store.checkpoint_reading import OneEntry, load, load_range
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.manifest import Entry, Manifest
 from holdfast.store.open import open_storage
-from holdfast.store.saving import Item, Part, Saving
+from holdfast.store.saving import Item, SavedPart, Saving
 from holdfast.store.storage import Storage
 from holdfast.train.checkpoint.formats import bytes_of
 
@@ -124,7 +124,7 @@ class HoldfastWriter(StorageWriter):
         try:
             data = memoryview(_encode(metadata))
             own = saving.write([Item(name=METADATA, data=data)], self._ranks)
-            parts: list[Part] = [rank[0].storage_data for rank in results if rank]
+            parts: list[SavedPart] = [rank[0].storage_data for rank in results if rank]
             saving.commit([*parts, own], {"by": "torch.distributed.checkpoint"})
         except BaseException:
             saving.abandon()
