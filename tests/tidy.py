@@ -71,7 +71,17 @@ LINE_COLUMNS_MAX = 100
 CONSTRUCTOR_PARAMETERS_MAX = 7
 
 # Packages and modules whose docstrings keep docstring-sentence already.
-DOCSTRING_PACKAGES = ("holdfast.coding", "holdfast.net", "holdfast.observe", "holdfast.wire.frames")
+DOCSTRING_PACKAGES = (
+    "holdfast.coding",
+    "holdfast.net",
+    "holdfast.observe",
+    "holdfast.store",
+    "holdfast.testing",
+    "holdfast.wire.frames",
+    "holdfast.runtime.coordinate",
+    "holdfast.runtime.contact",
+    "holdfast.runtime.supervise",
+)
 # Names that still occur twice; rename them, then take them out of here.
 CLASSES_NAMED_TWICE = frozenset("Pace Tally Tick Verdict".split())
 MODULES_NAMED_TWICE = frozenset({"probe"})

@@ -434,7 +434,7 @@ class _Audit:
         step.commits.append((entry.view, hosts, writer))
 
     def _covering(self, where: str, index: int, number: int) -> int:
-        """Return `index` if that plan has the step and can be recomputed; else -1, with a finding."""
+        """Return `index` if that plan has the step and can be recomputed; else -1."""
         if index < 0:
             return -1
         plan = self._plans[index]
@@ -558,9 +558,7 @@ class _Audit:
         return [samples for samples in found if samples]
 
     def _spans(self, plan: Plan, numbers: list[int]) -> list[tuple[int, int]]:
-        """Return ranges of steps that the plan covers: each of `numbers`, and those missing before
-        it.
-        """
+        """Return ranges of steps that the plan covers: `numbers`, and those missing before each."""
         present = sorted(self.steps)
         previous = dict(zip(present, [-1, *present], strict=False))
         return [(max(previous[n] + 1, plan.first_step), n + 1) for n in numbers]

@@ -1,8 +1,8 @@
-"""Faults as data: struck at a running job when it has come far enough, and what each one cost.
+"""Describes faults as data, strikes them at a running job, and measures what each one cost.
 
 Everything is driven by what the job shows from outside (its status, its events, the steps that it
-has committed), never by a timer. Which workers are struck depends on the faults' own orders alone,
-as far as those workers live.
+has committed), never by a timer. Which workers are struck depends only on the order given in each
+fault, as long as those workers live.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from holdfast.core.errors import HoldfastError
 from holdfast.testing.local_run import ACTIVE, LocalRun, strike
 
 JOINING = ("spare", "joining")  # started, asking for work or receiving the job's state
-USUAL_STEPS = 12  # before a fault: the median of these is the usual step
+USUAL_STEPS = 12  # before a fault; their median is the usual step
 SETTLED_STEPS = 3  # after a fault, before the next one is struck
 
 
 class FaultKind(enum.Enum):
-    """What is done to a worker."""
+    """Says what is done to a worker."""
 
     KILL = "kill"
     FREEZE = "freeze"
@@ -40,7 +40,7 @@ class FaultKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedFault:
-    """`count` workers at once, the first that live of `order`, once `step` steps are committed."""
+    """Strikes `count` workers at once, the first live ones of `order`, after `step` steps."""
 
     step: int
     kind: FaultKind
@@ -50,7 +50,7 @@ class PlannedFault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strike:
-    """A fault that has happened, at `time` (seconds since the epoch)."""
+    """Records a fault that has happened, at `time` (seconds since the epoch)."""
 
     fault: PlannedFault
     victims: tuple[int, ...]
@@ -70,7 +70,7 @@ class Strike:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEnd:
-    """A step as the job's leader saw it end, at `time` (seconds since the epoch)."""
+    """Records a step as the job's leader saw it end, at `time` (seconds since the epoch)."""
 
     step: int
     loss: float
@@ -79,7 +79,10 @@ class StepEnd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
-    """What a strike led to. `next_step_s`: from the strike to the step that had to recover."""
+    """Describes what a strike led to.
+
+    `next_step_s`: from the strike to the end of the step that had to recover.
+    """
 
     strike: Strike
     causes: tuple[str, ...]  # as the job itself understood them
@@ -89,7 +92,9 @@ class Recovery:
 
 
 def schedule(steps: int, workers: int, seed: int) -> tuple[PlannedFault, ...]:
-    """One fault of each kind, and two workers at once, over `steps`; `workers` is at least 2."""
+    """Plan one fault of each kind, and two workers at once, over `steps`; `workers` is
+    at least 2.
+    """
     dice = random.Random(seed)
 
     def fault(part: float, kind: FaultKind, count: int = 1) -> PlannedFault:
@@ -113,7 +118,7 @@ class Striker:
         self._run = run
 
     def due(self, step: int) -> bool:
-        """Whether `poll` would strike if it found somebody."""
+        """Tell whether `poll` would strike if it found enough workers."""
         return self._settled(step) and any(fault.step <= step for fault in self.pending)
 
     def poll(self, step: int) -> Strike | None:
@@ -135,7 +140,7 @@ class Striker:
         return None
 
     def _settled(self, step: int) -> bool:
-        """The last strike's victims are known to be lost and the job has gone on without them."""
+        """Tell whether the last strike's victims are known to be lost and the job has gone on."""
         if not self.strikes:
             return True
         last = self.strikes[-1]
@@ -144,7 +149,7 @@ class Striker:
 
 
 def recovery(done: Strike, events: list[dict[str, Any]], commits: list[StepEnd]) -> Recovery | None:
-    """What `done` cost; None when the job ended before it had to recover.
+    """Measure what a strike cost; None if the job ended before it had to recover.
 
     The step that recovered is the slower of the two that ended first after the loss was known: the
     one under way may have got all it needed from the victims before they were struck.
@@ -176,7 +181,7 @@ def _median_step_s(commits: list[StepEnd]) -> float:
 
 
 def _victims(fault: PlannedFault, workers: list[dict[str, Any]]) -> dict[int, int]:
-    """worker -> pid; empty when there are not enough, or nobody would survive."""
+    """Return worker -> pid; empty if there are not enough, or nobody would survive."""
     states = JOINING if fault.kind is FaultKind.KILL_JOINING else ACTIVE
     there = {w["id"]: w["pid"] for w in workers if w["state"] in states}
     active = [w["id"] for w in workers if w["state"] in ACTIVE]
@@ -186,7 +191,7 @@ def _victims(fault: PlannedFault, workers: list[dict[str, Any]]) -> dict[int, in
 
 
 def _losses(done: Strike, events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The first loss of each victim since the strike."""
+    """Find the first loss of each victim since the strike."""
     first: dict[int, dict[str, Any]] = {}
     for event in events:
         if event["kind"] == "lost" and event["time"] >= done.time:

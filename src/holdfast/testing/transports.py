@@ -1,7 +1,7 @@
-"""The contract of every Transport, as functions that each member of a group runs.
+"""Holds the contract of every Transport, as functions that each member of a group runs.
 
-`run_contract` starts real processes, hands each a rendezvous, and collects what they found wrong.
-A new transport passes all of CONTRACT or is not a transport.
+`run_contract` starts real processes, hands each a rendezvous, and collects what they found wrong. A
+transport must pass all of CONTRACT.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MakeTransport = Callable[[], Transport]
 
 @dataclass(slots=True)
 class SharedRendezvous:
-    """A rendezvous over a dictionary that all test processes share."""
+    """Implements a rendezvous over a dictionary that all test processes share."""
 
     addresses: MutableMapping[str, bytes]
     group: str
@@ -50,7 +50,7 @@ class SharedRendezvous:
 
 @dataclass(frozen=True, slots=True)
 class GroupMember:
-    """One process's place in a contract test."""
+    """Represents one process in a contract test."""
 
     rank: int
     size: int
@@ -78,7 +78,7 @@ class GroupMember:
 
 
 def delivers(member: GroupMember) -> None:
-    """Everyone's tensors reach everyone, of several types and sizes, several under way at once."""
+    """Check that everyone's tensors reach everyone, of several types and sizes, several at once."""
     transport = member.open("delivers")
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8):
         for numel in (1, 1000, 300_000):
@@ -99,7 +99,7 @@ def delivers(member: GroupMember) -> None:
 
 
 def keeps_order(member: GroupMember) -> None:
-    """Messages of one pair under one tag arrive in the order sent."""
+    """Check that messages of one pair under one tag arrive in the order sent."""
     transport = member.open("order")
     sends = [(p, member.full(i, 1000)) for p in member.peers() for i in range(20)]
     got = [(p, member.full(-1, 1000)) for p in member.peers() for _ in range(20)]
@@ -109,7 +109,7 @@ def keeps_order(member: GroupMember) -> None:
 
 
 def aborts(member: GroupMember) -> None:
-    """A abort on one side ends every wait on all sides, and nothing works afterwards."""
+    """Check that an abort on one side ends every wait on all sides, for good."""
     transport = member.open("aborts")
     member.meet("aborts")
     if member.rank == 0:
@@ -120,7 +120,7 @@ def aborts(member: GroupMember) -> None:
 
 
 def aborts_amid_messages(member: GroupMember) -> None:
-    """A abort while large messages are half way ends the waits of senders and receivers alike."""
+    """Check that an abort ends the waits of senders and receivers in the middle of messages."""
     for i in range(4):
         transport = member.open(f"amid{i}")
         got = [(p, member.full(-1, AMID_NUMEL)) for p in member.peers() for _ in range(2)]
@@ -136,7 +136,7 @@ def aborts_amid_messages(member: GroupMember) -> None:
 
 
 def survives_rebuilding(member: GroupMember) -> None:
-    """Group after group works after the one before was aborted."""
+    """Check that group after group works after the one before was aborted."""
     for i in range(4):
         transport = member.open(f"rebuilt{i}")
         got = [(p, member.full(-1, 1000)) for p in member.peers()]
@@ -148,7 +148,7 @@ def survives_rebuilding(member: GroupMember) -> None:
 
 
 def gives_up_opening(member: GroupMember) -> None:
-    """A member that never comes does not hold the others for ever: the rendezvous ends it."""
+    """Check that the rendezvous ends the opening of a group if a member never comes."""
     if member.rank == member.size - 1:
         return
     given_up = threading.Event()
@@ -160,7 +160,7 @@ def gives_up_opening(member: GroupMember) -> None:
 
 
 def notices_death(member: GroupMember) -> None:
-    """The death of a member in the middle of an exchange ends the waits of those who abort."""
+    """Check that a member's death in an exchange ends the waits of those who abort."""
     transport = member.open("death")
     member.meet("death")
     if member.rank == member.size - 1:
@@ -172,9 +172,9 @@ def notices_death(member: GroupMember) -> None:
 
 
 def refuses_impostors(member: GroupMember) -> None:
-    """A member that cannot prove itself never becomes one: nobody's group opens, and it is named.
+    """Check that if a member cannot prove itself, no group opens and it is named.
 
-    Only for a `make_of` whose last rank is an impostor; so it is not in CONTRACT.
+    It needs a `make_of` whose last rank is an impostor, so it is not in CONTRACT.
     """
     try:
         member.open("impostor")
@@ -206,7 +206,7 @@ def run_contract(
     device: str = "cpu",
     timeout_s: float = 60.0,
 ) -> list[str]:
-    """Run one case in `size` processes; `make_of(rank)` is pickled to them. Returns complaints."""
+    """Run one case in `size` processes; return complaints. `make_of(rank)` is pickled to them."""
     context = mp.get_context("spawn")
     with context.Manager() as manager:
         addresses = manager.dict()

@@ -1,13 +1,13 @@
-"""The coordinator process: who it is, when it may act, and how it ends.
+"""Runs the coordinator process: who it is, when it may act, and how it ends.
 
     python -m holdfast.runtime.coordinate.coordinator_process RUN_DIR LISTEN_FD PARENT_PID ...
 
-It listens on a socket that it inherits, so that a restarted coordinator has the same address.
-Alone it keeps its journal in the run directory; with an election it first stands by until it is in
-leadership, and its journal is in etcd.
+It listens on a socket that it inherits, so that a restarted coordinator has the same address. Alone
+it keeps its journal in the run directory; with an election it first stands by until it leads, and
+its journal is in etcd.
 
 Exit status: 0 the job succeeded, 1 it failed (result.json says why) or cannot be run as asked,
-DEPOSED (or SIGALRM) it was in office and is no longer; anything else is a crash.
+DEPOSED (or SIGALRM) it led the job and does no longer; anything else is a crash.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from holdfast.runtime.coordinate.journal import FileJournal, Loaded
 from holdfast.runtime.rundir import RunDir
 from holdfast.wire.messages import StopRequest
 
-LOOK_S = 0.5  # between two looks for a job that nobody has begun
+LOOK_S = 0.5  # between two checks for a job that nobody has begun yet
 
 
 def main(argv: list[str]) -> int:
@@ -94,7 +94,7 @@ def make_machine(spec: JobSpec, loaded: Loaded) -> machine.CoordinatorMachine:
 
 
 async def work_alone(setup: CoordinatorSetup, resume: bool = False) -> str:
-    """Coordinate as the only one of the job, as the lock of its journal says; its outcome.
+    """Coordinate as the job's only coordinator, ensured by its journal's lock; return the outcome.
 
     `resume`: how the job ended before does not count.
     """
@@ -113,9 +113,9 @@ async def work_alone(setup: CoordinatorSetup, resume: bool = False) -> str:
 
 
 class Candidate:
-    """Stands by until it is in office, then coordinates until the job or its term is over.
+    """Stands by until it leads, then coordinates until the job or its term is over.
 
-    Each of the three parts of its life (standing by, leadership, resigning) is an event loop of its
+    Each of the three parts of its life (standing by, leading, resigning) has an event loop of its
     own, so nothing of one can act in the next.
     """
 
@@ -133,7 +133,7 @@ class Candidate:
         outcome: str | None = None
         with contextlib.suppress(asyncio.CancelledError):
             outcome = asyncio.run(self._coordinate(spec, leadership))
-        with contextlib.suppress(WorldError):  # then its lease runs out
+        with contextlib.suppress(WorldError):  # the lease then runs out by itself
             asyncio.run(leadership.resign())
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         return DEPOSED if outcome is None else 1 if outcome else 0
@@ -149,7 +149,7 @@ class Candidate:
         return spec, leadership
 
     async def _find_spec(self) -> JobSpec:
-        """The first coordinator finds it in its run directory, the others in etcd."""
+        """Find the job: the first coordinator has it in its run directory, the others in etcd."""
         run_dir, secret, election = self._setup.run_dir, self._setup.secret, self._election
         if run_dir.job.exists():
             spec = run_dir.spec()
@@ -164,7 +164,7 @@ class Candidate:
         return found
 
     async def _turn_away(self) -> None:
-        """Who connects to a standby learns at once that it is not in office."""
+        """Close every connection at once, so that clients learn that a standby does not lead."""
         listener = self._setup.listener
         listener.setblocking(False)
         while True:
@@ -177,7 +177,7 @@ class Candidate:
         self._stopping = asyncio.ensure_future(self._pass_on_stop())
 
     async def _pass_on_stop(self) -> None:
-        """Our operator ends the job, which another coordinator must do."""
+        """Ask the coordinator that leads to end the job, as our operator wants."""
         try:
             found = await self._election.leader()
             if found is not None:
@@ -216,7 +216,7 @@ def _end_after(left_s: float) -> None:
 
 
 def _fall(holding: asyncio.Task[None]) -> None:
-    """The lease could not be renewed."""
+    """End this process, since its lease could not be renewed."""
     if holding.cancelled():
         return
     error = holding.exception()

@@ -1,15 +1,15 @@
-"""One coordinator at a time for a job: an leadership in etcd, held by a lease, numbered by terms.
+"""Elects one coordinator at a time for a job; its leadership is a lease in etcd, for one term.
 
 What a job keeps there, under /holdfast/JOB/: `spec` (what the job is, proved with its secret, which
-itself is never there), `term` (the last one), `office` (who is in office and where; dies with its
-lease) and `record` (the journal).
+itself is never there), `term` (the last one), `leader` (who leads and where; dies with its lease)
+and `record` (the journal).
 
-The invariant: a coordinator that acts is in office. Two clocks keep it. etcd lets a lease end its
+The invariant: a coordinator that acts is the leader. Two clocks keep it. etcd lets a lease end its
 seconds to live after it *received* the last renewal; we count from when we *sent* it, and a little
-less. So a coordinator knows that its leadership is over before anyone else can take it. Whatever it
-sends, it first looks at its clock; what it acknowledges had arrived before that look, so no agent's
-lease is prolonged beyond the office either. The record needs no clock: it is only written in a
-transaction which finds that this very hold of the office still exists.
+less. So a coordinator knows that its leadership is over before anyone else can take it. Before it
+sends anything, it looks at its clock; what it acknowledges had arrived before that look, so no
+agent's lease is prolonged beyond the leadership either. The record needs no clock: it is only
+written in a transaction which finds that this very leadership still exists.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from holdfast.runtime.coordinate.journal import NO_DAMAGE, Loaded, seal, unseal
 
 PORT = 2379
 TTL_S = 2  # the least that etcd grants with its default settings
-RENEWALS = 4  # in each time to live
-SURE = 0.95  # of the time to live; the rest is for clocks that run at different speeds
-POLLS = 8  # looks of a standby in each time to live
-POLL_S_MAX = 0.5  # who resigns does not wait for the lease to end
+RENEWALS = 4  # renewals in each time to live
+SURE = 0.95  # share of the time to live that is relied on; the rest is for clocks that run at different speeds
+POLLS = 8  # checks by a standby in each time to live
+POLL_S_MAX = 0.5  # a standby notices a resignation within this, before the lease ends
 PAUSE_S = 0.05
-ATTEMPT_S = 0.5  # for one server, of those that only look
+ATTEMPT_S = 0.5  # for one server, when only reading
 ATTEMPT_S_MAX = 2.0
 SCHEMES = ("etcd://", "etcds://")
 FORM = "etcd://HOST[:PORT][,HOST[:PORT]...]/JOB[?ttl=SECONDS]"
@@ -62,7 +62,7 @@ T = TypeVar("T")
 
 
 def clock() -> float:
-    """Seconds that only grow, and that also pass while the machine is suspended."""
+    """Return seconds that only grow, and that also pass while the machine is suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -71,7 +71,7 @@ def clock() -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElectionUrl:
-    """Where a job's coordinators are elected; the same for every candidate."""
+    """Names where a job's coordinators are elected; the same for every candidate."""
 
     endpoints: tuple[Endpoint, ...]
     job: str
@@ -85,7 +85,7 @@ class ElectionUrl:
         return EtcdClient(self.endpoints, attempt_s, self._context() if self.tls else None)
 
     def _context(self) -> ssl.SSLContext:
-        """UserError when its files cannot be used."""
+        """Make the TLS context; UserError if its files cannot be used."""
         try:
             found = ssl.create_default_context(cafile=self.ca)
             if self.cert is not None:
@@ -100,7 +100,7 @@ class ElectionUrl:
 
 
 def parse_election(text: str) -> ElectionUrl:
-    """Of the form FORM. UserError says what is wrong."""
+    """Parse a URL of the form FORM. UserError says what is wrong."""
 
     def wrong(what: str) -> UserError:
         return UserError(f"--election {text}: {what}; the form is {FORM}, or {TLS_FORM}")
@@ -131,7 +131,7 @@ def parse_election(text: str) -> ElectionUrl:
 
 
 def _endpoint(text: str) -> Endpoint:
-    """HOST, HOST:PORT or [IPV6]:PORT. ValueError."""
+    """Parse HOST, HOST:PORT or [IPV6]:PORT. ValueError."""
     parts = urlsplit(f"//{text}")
     if not parts.hostname or "@" in text:
         raise ValueError(f"{text!r} is not HOST:PORT")
@@ -140,7 +140,7 @@ def _endpoint(text: str) -> Endpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leader:
-    """The coordinator in office, and where it listens."""
+    """Names the coordinator that leads, and where it listens."""
 
     term: int
     host: str
@@ -148,7 +148,7 @@ class Leader:
 
 
 async def locate(election: str, within_s: float = 5.0) -> Leader | None:
-    """Who is in office now; None while nobody is. UserError, Unreachable, Refused."""
+    """Find the leader; None while there is none. UserError, Unreachable, Refused."""
     url = parse_election(election)
     return _leader_of(await url.client(ATTEMPT_S).read(url.key("leader"), within_s))
 
@@ -167,16 +167,16 @@ def _leader_of(entry: KeyValue | None) -> Leader | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hold:
-    """One coordinator's hold of the office, as etcd noted it."""
+    """Identifies one coordinator's leadership in etcd."""
 
     term: int
-    created: int  # the revision at which it began: of this hold and of no other
+    created: int  # the revision at which it began, which identifies it
     lease: int
     ttl_s: float
 
 
 class Leadership:
-    """What an elected coordinator has: whether it still may act, and for how long it may."""
+    """Tells an elected coordinator whether it still may act, and for how long."""
 
     def __init__(
         self, etcd: EtcdClient, url: ElectionUrl, hold: Hold, sure_until: float, now: Clock
@@ -194,11 +194,13 @@ class Leadership:
         call(self.left_s())
 
     def left_s(self) -> float:
-        """How much longer it is certain that nobody else is in office."""
+        """Return for how much longer it is certain that nobody else leads."""
         return self._sure_until - self._now()
 
     def check(self) -> None:
-        """Deposed unless it is certain now; before anything is sent."""
+        """Raise Deposed unless it is certain that nobody else leads; call it before sending
+        anything.
+        """
         if self.left_s() <= 0:
             raise self.over(f"its lease was not renewed for {self.held.ttl_s * SURE:.2g} s")
 
@@ -215,12 +217,12 @@ class Leadership:
                 await asyncio.sleep(min(PAUSE_S, max(self.left_s(), 0.0)))
 
     async def resign(self) -> None:
-        """Let another take leadership at once. Nothing may be sent any more."""
+        """Let another coordinator lead at once. Nothing may be sent any more."""
         within_s, self._sure_until = self.left_s(), -math.inf
         await self.etcd.revoke(self.held.lease, within_s)
 
     async def _renew(self) -> str:
-        """Why it could not be done, or an empty string. Deposed when there is nothing to renew."""
+        """Renew the lease; return why it failed, or an empty string. Deposed if it is gone."""
         sent, within_s = self._now(), self.held.ttl_s / RENEWALS
         try:
             ttl_s = await self.etcd.keep_alive(self.held.lease, within_s)
@@ -238,7 +240,7 @@ class Leadership:
 
 
 class Election:
-    """One candidate of one job; `open_election` makes one."""
+    """Represents one candidate of one job; `open_election` makes one."""
 
     def __init__(self, url: ElectionUrl, etcd: EtcdClient, now: Clock) -> None:
         self._url = url
@@ -250,7 +252,9 @@ class Election:
         return self._url.job
 
     async def patiently(self, what: Callable[[], Awaitable[T]], say: Say) -> T:
-        """Its result, however long etcd is away; `say` tells, once, what is being waited for."""
+        """Return the result of `what`, however long etcd is away; `say` tells once what is waited
+        for.
+        """
         told = ""
         while True:
             try:
@@ -262,9 +266,10 @@ class Election:
             await asyncio.sleep(min(self._url.ttl_s / POLLS, POLL_S_MAX))
 
     async def campaign(self, host: str, port: int, say: Say) -> Leadership:
-        """Wait for the office, for as long as it takes, and take it; `say` tells what it waits for.
+        """Wait for the leadership for as long as it takes, and take it.
 
-        `host` and `port` are where this candidate will listen once it is in office.
+        `say` tells what it waits for. `host` and `port` are where this candidate will listen as
+        leader.
         """
         before: Leader | None = None
         while True:
@@ -280,11 +285,11 @@ class Election:
             await asyncio.sleep(min(self._url.ttl_s / POLLS, POLL_S_MAX))
 
     async def leader(self) -> Leader | None:
-        """Who is in office now."""
+        """Find the leader; None while there is none."""
         return _leader_of(await self._etcd.read(self._url.key("leader"), self._url.ttl_s))
 
     async def _try(self, host: str, port: int) -> Leadership | None:
-        """The leadership, unless another candidate was faster."""
+        """Take the leadership, unless another candidate was faster."""
         url, within_s = self._url, float(self._url.ttl_s)
         last = await self._etcd.read(url.key("term"), within_s)
         term = (_count(last, url) if last else 0) + 1
@@ -303,7 +308,9 @@ class Election:
         created = done.revision
         if not done.succeeded:
             found = done.entries[0]
-            if found is None or found.lease != lease:  # else an earlier try did it, unheard
+            if (
+                found is None or found.lease != lease
+            ):  # else an earlier try did it, and its answer was lost
                 return None
             created = found.created
         held = Hold(term=term, created=created, lease=lease, ttl_s=ttl_s)
@@ -328,7 +335,9 @@ class Election:
             )
 
     async def known(self, secret: bytes) -> JobSpec | None:
-        """What the job is; None while nobody has published it. UserError: not with this secret."""
+        """Read what the job is; None while nobody has published it. UserError for
+        another secret.
+        """
         entry = await self._etcd.read(self._url.key("spec"), float(self._url.ttl_s))
         if entry is None:
             return None
@@ -353,7 +362,7 @@ class Election:
 
 
 def open_election(text: str, now: Clock = clock) -> Election:
-    """A candidate of the job that the URL names. UserError."""
+    """Make a candidate for the job that the URL names. UserError."""
     url = parse_election(text)
     return Election(url, url.client(min(url.ttl_s / RENEWALS, ATTEMPT_S_MAX)), now)
 
@@ -365,7 +374,7 @@ def _count(entry: KeyValue, url: ElectionUrl) -> int:
 
 
 def _proof(secret: bytes, text: str) -> str:
-    """Only who knows the secret can make it, and it does not help to guess a random one."""
+    """Compute what only a holder of the secret can; guessing a random secret is hopeless."""
     return hmac.new(secret, b"holdfast spec|" + text.encode(), hashlib.sha256).hexdigest()
 
 
@@ -373,12 +382,14 @@ def _proof(secret: bytes, text: str) -> str:
 
 
 class EtcdJournal:
-    """The record in etcd, written only by who is in office; several may try, one term at a time."""
+    """Keeps the record in etcd, where only the leader writes; several may try, one term
+    at a time.
+    """
 
     def __init__(self, leadership: Leadership) -> None:
         self._leadership = leadership
         self._key = leadership.url.key("record")
-        self._modified = 0  # the revision of what is to be replaced: no late copy of an older save
+        self._modified = 0  # revision of what is replaced, so that no late copy of an older save is
 
     async def load(self) -> Loaded:
         leadership = self._leadership
@@ -416,14 +427,16 @@ class EtcdJournal:
             leader, found = done.entries
             if leader is None or leader.created != self._leadership.held.created:
                 raise self._leadership.over("another coordinator leads")
-            if found is None or found.value != data:  # else an earlier try did it, unheard
+            if (
+                found is None or found.value != data
+            ):  # else an earlier try did it, and its answer was lost
                 raise self._leadership.over(f"something else has changed {self._key} in etcd")
             self._modified = found.modified
 
         await self._insist(replace)
 
     def close(self) -> None:
-        """Nothing to do: `Leadership.resign` ends the hold."""
+        """Do nothing, since `Leadership.resign` ends the leadership."""
 
     def _still_leads(self) -> dict[str, Any]:
         return created_at(self._leadership.url.key("leader"), self._leadership.held.created)
@@ -432,7 +445,7 @@ class EtcdJournal:
         await self._leadership.etcd.transact([self._still_leads()], [put(key, value)], [], within_s)
 
     async def _insist(self, what: Callable[[float], Awaitable[T]]) -> T:
-        """Try for as long as the office lasts, which is being prolonged meanwhile."""
+        """Try for as long as the leadership lasts, which is being prolonged meanwhile."""
         while True:
             self._leadership.check()
             try:
