@@ -1,4 +1,4 @@
-"""Options that several commands share."""
+"""Defines options that several commands share."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 
 def add_secret(parser: argparse.ArgumentParser, otherwise: str) -> None:
-    """`otherwise`: where the secret comes from without the option."""
+    """Add the option --secret-file; `otherwise` says where the secret comes from without it."""
     parser.add_argument(
         "--secret-file",
         type=Path,
-        help=f"with the job's secret, readable by you only (default: {otherwise})",
+        help=f"file with the job's secret, readable only by you (default: {otherwise})",
     )
 
 
@@ -21,5 +21,5 @@ def add_tls(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="DIR",
         help="encrypt the control plane; DIR holds this machine's certificate tls.crt with its "
-        "key tls.key, and ca.crt, the authority of all the job's certificates",
+        "key tls.key, and ca.crt, the CA that signed all of the job's certificates",
     )

@@ -67,8 +67,7 @@ class LedgerEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerDoubt:
-    """Says that steps from `step` on, committed in views up to `view`, may have used something
-    wrong.
+    """Says that steps from `step` on, committed in views up to `view`, may be wrong.
 
     `again`: they do not count and are done again; otherwise they stay, and the result is not exact.
     """
@@ -334,9 +333,7 @@ class _Audit:
             self.findings.append(f"more than {FINDINGS_MAX} findings: the rest is not listed")
 
     def read(self, path: Path) -> None:
-        """Read all lines of one file. A last line without newline was cut short by a death: no
-        finding.
-        """
+        """Read a file's lines. A last line without newline was cut short by a death: no finding."""
         header: _HeaderLine | None = None
         plan = -1
         try:
@@ -518,9 +515,7 @@ class _Audit:
         self.replayed.append(number)
 
     def count_samples(self) -> tuple[int, int, int]:
-        """Return (lost, repeated, used) samples, epoch by epoch, over the indices of all proved
-        tasks.
-        """
+        """Return (lost, repeated, used) samples, epoch by epoch, over all proved tasks."""
         lost = repeated = used = 0
         for index, plan in enumerate(self._plans):
             numbers = sorted(n for n, step in self.steps.items() if step.plan == index)

@@ -37,9 +37,7 @@ class Contact:
         return self.election or "{}:{}".format(*self.address)
 
     async def find(self) -> tuple[str, int]:
-        """Return the coordinator's address now. OSError while there is none;
-        WorldError; UserError.
-        """
+        """Return the coordinator's address. OSError while there is none; WorldError; UserError."""
         if not self.election:
             return self.address
         found = await locate(self.election)

@@ -40,9 +40,7 @@ class Kept:
     excused: Mapping[int, str] = field(default_factory=dict)
     pass_fds: Sequence[int] = ()
     serves: bool = False
-    give_up: Callable[[], None] = lambda: (
-        None
-    )  # called when it is not started again, so that nobody waits for it
+    give_up: Callable[[], None] = lambda: None  # lets others stop waiting for it
     running: list[subprocess.Popen[bytes]] = field(default_factory=list)  # none or one
     pidfd: int = -1
     starts: int = 0

@@ -43,8 +43,7 @@ class StagedItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """Asks to save this memory as share `rank` of `size` of the checkpoint of `step`, made in
-    `view`.
+    """Asks to save this memory as share `rank` of `size` of the checkpoint of `step` and `view`.
 
     `token`: what all shares of one checkpoint, and no others, have in common. `table_at` and
     `table_bytes`: where in the memory its items are listed.
@@ -70,7 +69,9 @@ class SaveAnswer:
     durable: bool = False
 
 
-Slot, Answer = StagedItem, SaveAnswer  # the names by which other modules still import them
+# The names by which other modules still import these.
+Slot = StagedItem
+Answer = SaveAnswer
 
 
 def token_for(job: str, view: int, step: int) -> str:

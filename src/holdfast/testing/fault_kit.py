@@ -92,9 +92,7 @@ class Recovery:
 
 
 def schedule(steps: int, workers: int, seed: int) -> tuple[PlannedFault, ...]:
-    """Plan one fault of each kind, and two workers at once, over `steps`; `workers` is
-    at least 2.
-    """
+    """Plan one fault of each kind, and two workers at once, over `steps`, for 2 workers or more."""
     dice = random.Random(seed)
 
     def fault(part: float, kind: FaultKind, count: int = 1) -> PlannedFault:

@@ -43,9 +43,7 @@ class LocalRun:
         tls: Path | None = None,
         command: Sequence[str] = (),
     ) -> None:
-        """Prepare a run. `command`: one other than `run`, with its arguments, that works in
-        `run_dir`.
-        """
+        """Prepare a run. `command`: another than `run`, with arguments, that works in `run_dir`."""
         self._command = list(command)
         self.run_dir = RunDir(run_dir)
         self.tls = tls

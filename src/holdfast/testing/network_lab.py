@@ -159,9 +159,7 @@ class Fault:
         self._lab.heal(self)
 
     def dropped(self) -> int:
-        """Count the frames lost to it so far. A large TCP segment that is still whole counts as
-        one.
-        """
+        """Count the frames lost to it so far. A large TCP segment still whole counts as one."""
         return self._lab.dropped(self)
 
 

@@ -1,4 +1,4 @@
-"""Who is started again, and when: losses are counted once, and those that repeat are spaced out.
+"""Decides who is started again and when: losses are counted once, repeated ones spaced out.
 
 A slot whose workers keep being lost, or cannot be reached by the others, is left empty for longer
 each time (exponential back-off), and starts afresh after a clean probation. Works on the roster's
@@ -19,17 +19,17 @@ from holdfast.core.types import Stage, WorkerId
 class RestartPolicy:
     losses_max: int = 30  # workers lost with no step committed in between: then the job gives up
     strikes_free: int = 2  # losses of one slot that are replaced at once
-    backoff_s: float = 0.5  # after the next one; doubled with each further one
+    backoff_s: float = 0.5  # after the first loss beyond these; doubled with each further one
     backoff_max_s: float = 30.0
     quarantine_s: float = 5.0  # for a worker that others cannot reach; doubled each time
     quarantine_max_s: float = 300.0
     wrong_s: float = 60.0  # for a worker that computes wrongly; doubled each time
     wrong_max_s: float = 86400.0
-    probation_s: float = 60.0  # a member for so long without a loss starts afresh
+    probation_s: float = 60.0  # a member without a loss for this long starts afresh
 
 
 def replace_lost(situation: Situation, policy: RestartPolicy) -> Iterator[tuple[WorkerId, str]]:
-    """Order the next incarnation of what is lost, when its back-off has passed.
+    """Order the next incarnation of lost workers, when their back-off has passed.
 
     Yields each newly counted loss: the worker, and why it was lost.
     """
@@ -39,7 +39,7 @@ def replace_lost(situation: Situation, policy: RestartPolicy) -> Iterator[tuple[
             status = newest.get(worker)
             if status is not None and status.incarnation == slot.incarnation and not slot.strikes:
                 if status.stage != Stage.LOST and slot.agent not in situation.silent:
-                    continue  # as almost all are, almost always
+                    continue  # almost all are, almost always
             _end_probation(situation, worker, slot, policy)
             lost = _loss(situation, worker, slot)
             if lost is None:
@@ -60,10 +60,10 @@ def replace_lost(situation: Situation, policy: RestartPolicy) -> Iterator[tuple[
 def quarantine(
     roster: Roster, worker: WorkerId, now: float, policy: RestartPolicy, *, wrong: bool = False
 ) -> float:
-    """Leave a worker out that others do not reach, or that is `wrong`; returns for how long (s)."""
+    """Quarantine a worker that others cannot reach or that is `wrong`; return for how long (s)."""
     slot = roster.slots[worker]
     slot.strikes += 1
-    roster.order_anew(worker)  # its process, with a state that grows old, is of no use
+    roster.order_anew(worker)  # its process is of no use: the state it holds grows old
     first_s, most_s = policy.quarantine_s, policy.quarantine_max_s
     if wrong:
         first_s, most_s = policy.wrong_s, policy.wrong_max_s
@@ -75,7 +75,7 @@ def quarantine(
 def quarantine_wrong(
     situation: Situation, accused: Sequence[WorkerId], policy: RestartPolicy
 ) -> Iterator[tuple[WorkerId, str]]:
-    """Leave out who computes wrongly; yields a line for each."""
+    """Quarantine those that compute wrongly; yield a line for each."""
     roster = situation.roster
     for worker in accused:
         if worker in roster.slots:
@@ -100,7 +100,7 @@ def _end_probation(
 
 
 def _loss(situation: Situation, worker: WorkerId, slot: SlotState) -> str | None:
-    """Why the ordered incarnation of `worker` is gone, or None while it is not."""
+    """Tell why the ordered incarnation of `worker` is gone, or None while it is not."""
     node = situation.roster.nodes.get(slot.agent)
     member = situation.view.member(worker) if situation.view is not None else None
     if member is not None and member.incarnation != slot.incarnation:

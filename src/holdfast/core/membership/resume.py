@@ -1,4 +1,4 @@
-"""Where a job goes on after a view was stopped: a pure function of the survivors' statuses.
+"""Decides where a job goes on after a view was stopped: a pure function of survivors' statuses.
 
 The vote of step t ends with every member holding the complete reduced gradient of t. So if anyone
 committed t, everyone can; if nobody did but all survivors hold the gradient, committing it loses
@@ -14,7 +14,7 @@ from holdfast.core.types import WorkerStatus
 
 
 def resume_step(survivors: Sequence[WorkerStatus]) -> tuple[int, str]:
-    """The number of steps that count as committed, and the reason why.
+    """Return the number of steps that count as committed, and the reason why.
 
     `survivors` all hold state and have promised not to act in the stopped view.
     """

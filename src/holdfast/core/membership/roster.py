@@ -1,4 +1,4 @@
-"""What the coordinator knows of nodes, of slots for workers and of processes. It never decides.
+"""Knows the nodes, the slots for workers and the processes, for the coordinator. It never decides.
 
 A report is cheap to hear: only a change that could lead to a decision is reported as one. Silence
 is counted from the newest report or, for a node that has not spoken yet, from the start.
@@ -27,7 +27,7 @@ from holdfast.core.types import (
 
 
 class News(enum.Enum):
-    """What a report brings."""
+    """Says what a report brings."""
 
     STALE = "stale"  # it is not the newest: nothing was taken from it
     NOTHING = "nothing"  # nothing that could change a decision
@@ -36,7 +36,7 @@ class News(enum.Enum):
 
 @dataclass(slots=True)
 class NodeState:
-    """An agent that has spoken, with what its newest report said."""
+    """Holds what is known of an agent that has spoken, with its newest report."""
 
     incarnation: Incarnation
     seq: int
@@ -44,7 +44,7 @@ class NodeState:
     offered: int = 0  # slots
     pid: int = 0
     asks: str = ""  # why it asks to be drained
-    failing: str = ""  # the check that it asks for, unless a person does
+    failing: str = ""  # the failed check for which it asks, unless a person does
     draining: str = ""  # why it is drained
     fresh: bool = True  # nothing has been decided yet since it first spoke
     view_known: ViewNumber = NO_VIEW
@@ -55,7 +55,7 @@ class NodeState:
 
 @dataclass(slots=True)
 class SlotState:
-    """A slot for one worker on one node, and the incarnation that should run there."""
+    """Holds a slot for one worker on one node, and the incarnation that should run there."""
 
     agent: AgentId
     incarnation: Incarnation
@@ -75,9 +75,9 @@ class NodeSnapshot:
 
 
 class Roster:
-    """Nodes by name and slots by worker.
+    """Knows nodes by name and slots by worker.
 
-    `newest`: the newest status heard of each place's worker, of whichever incarnation. `moved_at`:
+    `newest`: the newest status heard of each slot's worker, of whichever incarnation. `moved_at`:
     when a worker was last heard to have come further, or to have begun or ended to wait.
     """
 
@@ -90,7 +90,7 @@ class Roster:
         self.slots: dict[WorkerId, SlotState] = {}
         self.newest: dict[WorkerId, WorkerStatus] = {}
         self.workers_named = record.workers_named if record else 0
-        self._records: tuple[Slot, ...] | None = None  # as long as they are as they were
+        self._records: tuple[Slot, ...] | None = None  # cached until a slot changes
         self._by_node: dict[AgentId, list[WorkerId]] = {}
         for slot in record.slots if record else ():
             counted = Incarnation(slot.incarnation - 1)
@@ -121,7 +121,7 @@ class Roster:
         return News.CHANGE if changed else News.NOTHING
 
     def welcome(self, name: AgentId, view: View | None, recall: bool) -> None:
-        """An agent begins to speak: what it does not know, although it was ordered, is invalidated.
+        """Replace what an agent that begins to speak should run and does not know, unless it acts.
 
         `recall`: what it runs may have been ordered without our knowing.
         """
@@ -161,7 +161,7 @@ class Roster:
             self.add_slot(WorkerId(self.workers_named), SlotState(name, self.first))
 
     def drain(self, name: AgentId, view: View | None) -> None:
-        """Who takes no part here is not wanted now, and never again as the same incarnation."""
+        """Replace the processes here that take no part; nothing starts while the node drains."""
         for worker in self.here(name):
             if view is None or not view.includes(worker, self.slots[worker].incarnation):
                 self.order_anew(worker)
@@ -173,14 +173,14 @@ class Roster:
             self.newest.pop(worker, None)
 
     def order_anew(self, worker: WorkerId) -> None:
-        """The next incarnation should run here, at once; the present one should end."""
+        """Order the next incarnation to run here at once, and the present one to end."""
         self._records = None
         slot = self.slots[worker]
         slot.incarnation = Incarnation(max(slot.incarnation + 1, self.first))
         slot.respawn_at = None
 
     def recall(self, name: AgentId, statuses: Iterable[WorkerStatus], view: View | None) -> None:
-        """Without a record: what agents run, and who is a member, tells which slots there are."""
+        """Restore slots from what agents run, and who is a member, when the record is lost."""
         self._records = None
         members = [(m.worker, m.agent, m.incarnation) for m in view.members] if view else []
         running = [(s.worker, name, s.incarnation) for s in statuses]
@@ -200,9 +200,9 @@ class Roster:
         return self._records
 
     def wanted(self, name: AgentId, view: View | None) -> Iterator[tuple[WorkerId, Incarnation]]:
-        """What should run on a node; a lost one never again as the same incarnation.
+        """Yield what should run on a node; a lost process never again as the same incarnation.
 
-        On a node that is being drained, only members of the view: nothing starts there.
+        On a node that is being drained these are only members of the view: nothing starts there.
         """
         draining = self.draining(name)
         for worker in self.here(name):
@@ -218,7 +218,7 @@ class Roster:
         return node.draining if node is not None else ""
 
     def unheard(self) -> list[AgentId]:
-        """Nodes that have slots here and have not spoken yet."""
+        """List nodes that have slots and have not spoken yet."""
         return [name for name in self._by_node if name not in self.nodes]
 
     def heard_at(self, name: AgentId) -> float:
@@ -228,22 +228,22 @@ class Roster:
     def status(
         self, worker: WorkerId, incarnation: Incarnation | None = None
     ) -> WorkerStatus | None:
-        """The newest status heard; None unless it is of this incarnation, where one is given."""
+        """Return the newest status; None unless it is of this incarnation, if one is given."""
         status = self.newest.get(worker)
         other = status is not None and incarnation not in (None, status.incarnation)
         return None if other else status
 
     def ordered(self, status: WorkerStatus) -> bool:
-        """Whether this very process should run; else its agent has been told to end it."""
+        """Tell whether this very process should run; else its agent has been told to end it."""
         return self.wants(status.worker, status.incarnation)
 
     def wants(self, worker: WorkerId, incarnation: Incarnation) -> bool:
-        """Whether this incarnation is the one that should run."""
+        """Tell whether this incarnation is the one that should run."""
         slot = self.slots.get(worker)
         return slot is not None and slot.incarnation == incarnation and slot.respawn_at is None
 
     def dead(self, worker: WorkerId, incarnation: Incarnation) -> bool:
-        """Whether the agent has said that the process is gone for good."""
+        """Tell whether the agent has said that the process has ended."""
         slot = self.slots.get(worker)
         if slot is None or slot.agent not in self.nodes:
             return slot is None
@@ -265,7 +265,7 @@ class Roster:
         )
 
     def over(self, now: float, fence_s: float) -> bool:
-        """Whether all that may still run has ended: nodes that are silent end it by themselves."""
+        """Tell whether all that may run has ended; silent nodes end it by themselves."""
         if now < self.started_at + fence_s:
             if any(slot.agent not in self.nodes for slot in self.slots.values()):
                 return False
@@ -303,7 +303,7 @@ _RESTING = attrgetter("committed", "reduced", "waiting")
 
 
 def differs(old: WorkerStatus, new: WorkerStatus) -> bool:
-    """Whether something changed that is not mere progress within a view."""
+    """Tell whether something changed that is not mere progress within a view."""
     if _DECISIVE(old) != _DECISIVE(new):
         return True
     stopped = new.promised >= new.view
@@ -311,6 +311,6 @@ def differs(old: WorkerStatus, new: WorkerStatus) -> bool:
 
 
 def moved(old: WorkerStatus, new: WorkerStatus) -> bool:
-    """Whether this process has come further, or has begun or ended to wait for others."""
+    """Tell whether this process has come further, or has begun or ended to wait for others."""
     same = old.incarnation == new.incarnation
     return same and (old.committed, old.waiting) != (new.committed, new.waiting)

@@ -212,9 +212,7 @@ class CoordinatorServer:
                 self._agent_left()
 
     def _pass_on(self, message: DrainRequest) -> str:
-        """Pass a drain on to the node, which says so in its reports; return why it
-        cannot be done.
-        """
+        """Pass a drain on to the node, which then reports it; return why it cannot be done."""
         channel = self._agents.get(message.agent)
         if channel is None:
             names = ", ".join(sorted(self._agents)) or "none"

@@ -45,7 +45,7 @@ from holdfast.runtime.coordinate.journal import NO_DAMAGE, Loaded, seal, unseal
 PORT = 2379
 TTL_S = 2  # the least that etcd grants with its default settings
 RENEWALS = 4  # renewals in each time to live
-SURE = 0.95  # share of the time to live that is relied on; the rest is for clocks that run at different speeds
+SURE = 0.95  # share of the time to live that is relied on, as clocks differ in speed
 POLLS = 8  # checks by a standby in each time to live
 POLL_S_MAX = 0.5  # a standby notices a resignation within this, before the lease ends
 PAUSE_S = 0.05
@@ -198,9 +198,7 @@ class Leadership:
         return self._sure_until - self._now()
 
     def check(self) -> None:
-        """Raise Deposed unless it is certain that nobody else leads; call it before sending
-        anything.
-        """
+        """Raise Deposed unless nobody else can lead; call it before sending anything."""
         if self.left_s() <= 0:
             raise self.over(f"its lease was not renewed for {self.held.ttl_s * SURE:.2g} s")
 
@@ -252,8 +250,8 @@ class Election:
         return self._url.job
 
     async def patiently(self, what: Callable[[], Awaitable[T]], say: Say) -> T:
-        """Return the result of `what`, however long etcd is away; `say` tells once what is waited
-        for.
+        """Return the result of `what`, however long etcd is away; `say` tells once what
+        is wrong.
         """
         told = ""
         while True:
@@ -335,9 +333,7 @@ class Election:
             )
 
     async def known(self, secret: bytes) -> JobSpec | None:
-        """Read what the job is; None while nobody has published it. UserError for
-        another secret.
-        """
+        """Read what the job is; None while it is unpublished. UserError for another secret."""
         entry = await self._etcd.read(self._url.key("spec"), float(self._url.ttl_s))
         if entry is None:
             return None
@@ -382,9 +378,7 @@ def _proof(secret: bytes, text: str) -> str:
 
 
 class EtcdJournal:
-    """Keeps the record in etcd, where only the leader writes; several may try, one term
-    at a time.
-    """
+    """Keeps the record in etcd, where only the leader writes, one term at a time."""
 
     def __init__(self, leadership: Leadership) -> None:
         self._leadership = leadership

@@ -198,9 +198,7 @@ def _base64(data: bytes) -> str:
 
 
 class _Unusable(Exception):
-    """Says that this server's answer does not help; another's may. The message
-    continues its name.
-    """
+    """Says that this server's answer does not help; another's may. It continues its name."""
 
 
 def _split(answer: bytes) -> tuple[int, bytes]:

@@ -196,9 +196,7 @@ class FileJournal:
         return kept
 
     def _write_note(self) -> None:
-        """Write the note in place, since a replaced file would be another lock; one sector holds
-        it.
-        """
+        """Write the note in place, as a new file would be another lock; one sector holds it."""
         text = f"term {self._term} {'recorded' if self._recorded else 'fresh'}"
         note = f"{text} {xxhash.xxh3_64_hexdigest(text.encode())}\n".encode().ljust(NOTE_BYTES)
         if os.pwrite(self._lock, note, 0) < len(note):
@@ -278,9 +276,7 @@ def _sync_directory(path: Path) -> None:
 
 @dataclass(slots=True)
 class MemoryStore:
-    """Holds what several MemoryJournals share, as coordinators share a file; tests
-    change `data`.
-    """
+    """Holds what several MemoryJournals share, as coordinators share a file, for tests."""
 
     data: bytes | None = None
     term: int = 0
