@@ -71,45 +71,23 @@ LINE_COLUMNS_MAX = 100
 CONSTRUCTOR_PARAMETERS_MAX = 7
 
 # Packages and modules whose docstrings keep docstring-sentence already.
-DOCSTRING_PACKAGES = (
-    "holdfast.coding",
-    "holdfast.net",
-    "holdfast.observe",
-    "holdfast.store",
-    "holdfast.testing",
-    "holdfast.wire.frames",
-    "holdfast.core.membership",
-    "holdfast.core.assignment",
-    "holdfast.core.errors",
-    "holdfast.core.exact_products",
-    "holdfast.core.invalidations",
-    "holdfast.core.tree",
-    "holdfast.train.data",
-    "holdfast.train.transport",
-    "holdfast.train.checkpoint.dcp",
-    "holdfast.train.checkpoint.formats",
-    "holdfast.train.checkpoint.restorer",
-    "holdfast.train.checkpoint.shares",
-    "holdfast.train.checkpoint.staging",
-    "holdfast.train.checkpoint.state",
-    "holdfast.train.checkpoint.transfer",
-    "holdfast.train.agent_link",
-    "holdfast.train.ledger_recorder",
-    "holdfast.train.selftest",
-    "holdfast.cli.agent_command",
-    "holdfast.cli.ckpt_command",
-    "holdfast.cli.coordinator_command",
-    "holdfast.cli.demo_command",
-    "holdfast.cli.drain_command",
-    "holdfast.cli.ledger_command",
-    "holdfast.cli.resume_command",
+DOCSTRING_PACKAGES = (  # "holdfast" alone, once every package keeps it
+    *"holdfast.coding holdfast.net holdfast.observe holdfast.store holdfast.testing".split(),
+    *"holdfast.core.membership holdfast.train.data holdfast.train.transport".split(),
+    *"holdfast.runtime.coordinate holdfast.runtime.contact holdfast.runtime.supervise".split(),
+    *(f"holdfast.core.{m}" for m in "assignment errors exact_products invalidations tree".split()),
+    *(f"holdfast.train.{m}" for m in "agent_link ledger_recorder selftest".split()),
+    *(
+        f"holdfast.train.checkpoint.{m}"
+        for m in "dcp formats restorer shares staging state transfer".split()
+    ),
+    *(
+        f"holdfast.cli.{m}_command"
+        for m in "agent ckpt coordinator demo drain ledger resume sim status".split()
+    ),
     "holdfast.cli.shared_options",
-    "holdfast.cli.sim_command",
-    "holdfast.cli.status_command",
-    "holdfast.runtime.coordinate",
-    "holdfast.runtime.contact",
-    "holdfast.runtime.supervise",
-)  # "holdfast" alone once every package keeps it
+    "holdfast.wire.frames",
+)
 # Names that still occur twice; rename them, then take them out of here.
 CLASSES_NAMED_TWICE = frozenset("Pace Tally Tick Verdict".split())
 MODULES_NAMED_TWICE = frozenset({"probe"})

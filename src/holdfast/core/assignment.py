@@ -60,7 +60,7 @@ def assign_mid_step(
     load = {w: hosted[w] for w in survivors}
     least = [
         (count, w) for w, count in load.items()
-    ]  # a heap, some of whose entries are out of date
+    ]  # a heap; some entries are out of date
     heapq.heapify(least)
     owners = list(previous)
     for v, owner in enumerate(previous):

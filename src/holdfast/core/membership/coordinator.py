@@ -481,9 +481,7 @@ class CoordinatorMachine:
             if member.worker in staying or slot is None or slot.respawn_at is not None:
                 continue
             if slot.incarnation == member.incarnation:
-                self._roster.order_anew(
-                    member.worker
-                )  # left out: it may come back only as a new incarnation
+                self._roster.order_anew(member.worker)  # only a new incarnation may come back
         for lag in self._view.suspended if self._view is not None else ():
             if lag not in proposal.catching_up and self._roster.wants(lag.worker, lag.incarnation):
                 self._roster.order_anew(lag.worker)  # what it has missed is not kept any longer
