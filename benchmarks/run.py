@@ -272,7 +272,7 @@ def speculation_lines(pairs: int = 3) -> Iterator[str]:
     yield from _step_times({"waiting": x.waiting_s, "going on": x.going_on_s})
     yield ""
     same = "the same" if len(x.digests) == 1 else "OTHER"
-    yield f"Set aside {x.suspended} times; {x.suspended / x.tasks:.2%} of the tasks were computed"
+    yield f"Suspended {x.suspended} times; {x.suspended / x.tasks:.2%} of the tasks were computed"
     yield f"again. With and without: {same} bits. While it is away three workers do the work of"
     yield "four, which takes them two tasks a step."
 

@@ -58,9 +58,7 @@ def assign_mid_step(
     require(len(survivors) > 0, "no survivor to take the virtual ranks")
     hosted = Counter(previous)
     load = {w: hosted[w] for w in survivors}
-    least = [
-        (count, w) for w, count in load.items()
-    ]  # a heap; some entries are out of date
+    least = [(count, w) for w, count in load.items()]  # a heap; some entries are out of date
     heapq.heapify(least)
     owners = list(previous)
     for v, owner in enumerate(previous):

@@ -30,7 +30,7 @@ from holdfast.core.membership.formation import (
     next_view,
     present_nodes,
     spans,
-    stained,
+    dirty_candidates,
     surely_newest,
     survivors_of,
     too_far_behind,
@@ -457,7 +457,7 @@ class CoordinatorMachine:
         now, policy = situation.now, self._policy
         if self._wanting_since is None:
             self._wanting_since = now
-        for status in stained(situation):
+        for status in dirty_candidates(situation):
             yield self._order_anew(status, "its state is neither initial nor the job's")
         if self._view is None and present_nodes(situation) < policy.nodes_min:
             self._wanting_since = now

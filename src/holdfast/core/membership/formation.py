@@ -159,7 +159,7 @@ def too_far_behind(situation: Situation, step: int) -> list[WorkerStatus]:
     return [s for s in found if s is not None and s.stage.alive and roster.ordered(s)]
 
 
-def late_ones(survivors: Sequence[WorkerStatus]) -> list[WorkerStatus]:
+def late_workers(survivors: Sequence[WorkerStatus]) -> list[WorkerStatus]:
     """Choose whom to suspend: in the middle of a task, while as many others or more wait."""
     newest = max(s.committed for s in survivors)
     waiting = [s for s in survivors if s.waiting or s.reduced]
@@ -335,7 +335,7 @@ def next_view(
     if not _all_kept(view, kept):
         back = []
     joiners = candidates(situation)[: room - len(back)] if at_rest else []
-    late = late_ones(survivors) if minds_late and not at_rest else []
+    late = late_workers(survivors) if minds_late and not at_rest else []
     if not at_rest or not kept:
         # A node is left only while no step is under way, and by way of a view in which others
         # have received its state.
@@ -391,7 +391,7 @@ def present_owners(view: View, survivors: Sequence[WorkerStatus]) -> tuple[Worke
     return tuple(owners)
 
 
-def stained(situation: Situation) -> list[WorkerStatus]:
+def dirty_candidates(situation: Situation) -> list[WorkerStatus]:
     """Find candidates whose state is neither the initial one nor the job's."""
     roster = situation.roster
     ready = [s for s in roster.newest.values() if s.stage == Stage.READY and roster.ordered(s)]
