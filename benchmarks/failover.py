@@ -1,4 +1,4 @@
-"""How long an elected job has no coordinator: one is killed, another of three takes office.
+"""How long an elected job has no coordinator: one is killed, another of three becomes leader.
 
 Real processes and a real etcd of three members, with default settings.
 """
@@ -21,7 +21,7 @@ from pathlib import Path
 from scale import spec
 
 from holdfast.core.errors import WorldError
-from holdfast.runtime.coordinate.election import Incumbent, locate, open_election
+from holdfast.runtime.coordinate.election import Leader, locate, open_election
 from holdfast.runtime.rundir import RunDir
 from holdfast.testing.etcd_cluster import EtcdCluster
 
@@ -41,8 +41,8 @@ def candidate(url: str, path: Path, secret: bytes) -> subprocess.Popen[bytes]:
     )
 
 
-def until_office(url: str, after_term: int, folder: Path) -> tuple[Incumbent, int]:
-    """Who is in office in a later term, and its process; polled every 10 ms."""
+def until_leader(url: str, after_term: int, folder: Path) -> tuple[Leader, int]:
+    """The leader of a later term, and its process; polled every 10 ms."""
     deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
         with contextlib.suppress(WorldError):
@@ -50,7 +50,7 @@ def until_office(url: str, after_term: int, folder: Path) -> tuple[Incumbent, in
             if found is not None and found.term > after_term:
                 return found, pid_at(folder, found.port)
         time.sleep(0.01)
-    raise TimeoutError(f"nobody took office within {WAIT_S:g} s")
+    raise TimeoutError(f"nobody became leader within {WAIT_S:g} s")
 
 
 def pid_at(folder: Path, port: int) -> int:
@@ -67,19 +67,19 @@ def pid_at(folder: Path, port: int) -> int:
 
 
 def measure(count: int) -> tuple[float, ...]:
-    """Seconds from each kill -9 to the next coordinator's being in office."""
+    """Seconds from each kill -9 to the next leader."""
     times = []
     with tempfile.TemporaryDirectory() as name, EtcdCluster(Path(name)) as etcd:
         folder, url, secret = Path(name), etcd.url("failover"), secrets.token_bytes(32)
         asyncio.run(open_election(url).publish(spec(1, 1), secret))
         running = [candidate(url, folder / f"run{i}", secret) for i in range(CANDIDATES)]
         try:
-            office, pid = until_office(url, 0, folder)
+            leader, pid = until_leader(url, 0, folder)
             for _ in range(count):
                 time.sleep(1.0)
                 os.kill(pid, signal.SIGKILL)
                 began = time.monotonic()
-                office, pid = until_office(url, office.term, folder)
+                leader, pid = until_leader(url, leader.term, folder)
                 times.append(time.monotonic() - began)
         finally:
             for popen in running:

@@ -10,7 +10,7 @@ import statistics
 import sys
 import time
 
-from holdfast.testing.transports import MakeTransport, Seat, run_contract
+from holdfast.testing.transports import GroupMember, MakeTransport, run_contract
 from holdfast.train.transport.gloo import GlooDevice, GlooTransport
 
 ROUNDS = 20
@@ -22,21 +22,21 @@ def gloo(rank: int) -> MakeTransport:
     return lambda: GlooTransport(device)
 
 
-def open_groups(seat: Seat) -> None:
+def open_groups(member: GroupMember) -> None:
     for i in range(WARM_UP + ROUNDS):
-        seat.meet(f"open{i}")
+        member.meet(f"open{i}")
         began = time.perf_counter()
-        transport = seat.open(f"group{i}")
-        seat.addresses[f"took/{i}/{seat.rank}"] = time.perf_counter() - began
-        seat.meet(f"opened{i}")
+        transport = member.open(f"group{i}")
+        member.addresses[f"took/{i}/{member.rank}"] = time.perf_counter() - began
+        member.meet(f"opened{i}")
         transport.close()
-    if seat.rank == 0:
+    if member.rank == 0:
         slowest_ms = [
-            1e3 * max(seat.addresses[f"took/{i}/{r}"] for r in range(seat.size))
+            1e3 * max(member.addresses[f"took/{i}/{r}"] for r in range(member.size))
             for i in range(WARM_UP, WARM_UP + ROUNDS)
         ]
         quick, middle = min(slowest_ms), statistics.median(slowest_ms)
-        print(f"{seat.size} ranks: median {middle:.2f} ms, least {quick:.2f} ms", flush=True)
+        print(f"{member.size} ranks: median {middle:.2f} ms, least {quick:.2f} ms", flush=True)
 
 
 if __name__ == "__main__":

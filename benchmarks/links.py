@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from holdfast.core.step.link_detector import LinkDetector, Wait
 from holdfast.core.types import WorkerId
-from holdfast.testing.exchanges import BUCKETS, MadeUpExchange
+from holdfast.testing.made_up_exchanges import BUCKETS, MadeUpExchange
 from holdfast.train.step.waits import Waits
 
 BEGIN, WITHIN = 40, 20  # steps: when something becomes slow, and by when it is to be found

@@ -106,7 +106,7 @@ def failover_lines(count: int = 10) -> Iterator[str]:
         yield f"Not measured: {EtcdCluster.available()}."
         return
     times = failover.measure(count)
-    yield "kill -9 of the coordinator to the next one in office, with three members of etcd,"
+    yield "kill -9 of the coordinator to the next leader, with three members of etcd,"
     middle, most = statistics.median(times), max(times)
     yield f"{count} times: median **{middle:.2f} s**, most {most:.2f} s. Target: under 3 s."
 
@@ -272,7 +272,7 @@ def speculation_lines(pairs: int = 3) -> Iterator[str]:
     yield from _step_times({"waiting": x.waiting_s, "going on": x.going_on_s})
     yield ""
     same = "the same" if len(x.digests) == 1 else "OTHER"
-    yield f"Set aside {x.suspended} times; {x.suspended / x.tasks:.2%} of the tasks were computed"
+    yield f"Suspended {x.suspended} times; {x.suspended / x.tasks:.2%} of the tasks were computed"
     yield f"again. With and without: {same} bits. While it is away three workers do the work of"
     yield "four, which takes them two tasks a step."
 

@@ -112,7 +112,7 @@ def _run(
     workers: int = WORKERS,
     task_s: float = TASK_S,
 ) -> tuple[list[str], str]:
-    """The texts of the story about what was wrong, and the digest of the model."""
+    """The event log's texts about what was wrong, and the digest of the model."""
     script, out = Path(__file__).with_name("silent_worker.py"), folder / "digest"
     options = ["--nproc", str(workers), "--virtual", str(WORKERS), *flags]
     if injections:
@@ -123,7 +123,7 @@ def _run(
     with LocalRun(folder / "run", options, command) as run:
         code = run.wait(RUN_S)
         if code != 0:
-            raise RuntimeError(run.story())
+            raise RuntimeError(run.log())
         return [event["text"] for event in run.events("wrong")], out.read_text()
 
 

@@ -36,7 +36,7 @@ def measure(model: str, workers: int) -> StepTime:
         args = ["--model", model, "--workers", str(workers), "--out", str(out)]
         command = [str(script), *args, "--rendezvous", str(meeting)]
         with LocalRun(Path(folder) / "run", ["--nproc", str(workers)], command) as run:
-            assert run.wait(RUN_S) == 0, run.story()
+            assert run.wait(RUN_S) == 0, run.log()
         found = json.loads(out.read_text())
     times = found["times"]
     ratios = [a / b for a, b in zip(times["holdfast"], times["ddp"], strict=True)]

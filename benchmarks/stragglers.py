@@ -254,7 +254,7 @@ def run_job(
         script = str(Path(__file__).with_name("stragglers_worker.py"))
         command = [script, str(steps), str(task_s), str(out)]
         with LocalRun(folder / "run", options, command) as run:
-            assert run.wait(RUN_S) == 0, run.story()
+            assert run.wait(RUN_S) == 0, run.log()
             said = [(e["time"], e["text"]) for e in run.events("slow")]
             aside = [e for e in run.events("view") if "is suspended" in e["text"]]
         told = json.loads(out.read_text())

@@ -56,7 +56,7 @@ class GPT(nn.Module):
 
 
 def standard_library(context: int, bytes_max: int = 2_000_000) -> torch.utils.data.Dataset:
-    """Windows of `context` bytes, each with the same window one byte later as its target."""
+    """Return windows of `context` bytes, each with the same window one byte later as its target."""
     paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = b"\n".join(path.read_bytes() for path in paths)[:bytes_max]
     windows = torch.tensor(list(text)).unfold(0, context + 1, context)
@@ -65,7 +65,7 @@ def standard_library(context: int, bytes_max: int = 2_000_000) -> torch.utils.da
 
 @torch.no_grad()
 def write(model: GPT, prompt: bytes, length: int) -> str:
-    """`prompt` continued by the model, by throwing dice with a fixed seed."""
+    """Continue `prompt` with the model, sampling with a fixed seed."""
     dice = torch.Generator().manual_seed(0)
     text = torch.tensor([list(prompt)])
     for _ in range(length):
@@ -75,7 +75,7 @@ def write(model: GPT, prompt: bytes, length: int) -> str:
 
 
 def digest(state: object) -> str:
-    """SHA-256 of every name, number and tensor in nested lists and dictionaries."""
+    """Compute SHA-256 over every name, number and tensor in nested lists and dictionaries."""
     if isinstance(state, torch.Tensor):
         content = state.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         return hashlib.sha256(f"{state.dtype} {list(state.shape)} ".encode() + content).hexdigest()

@@ -37,7 +37,7 @@ def start(tmp_path: Path) -> Start:
 def finish(run: LocalRun) -> str:
     """Wait for success; returns the last line of output. Nothing may be left running."""
     code = run.wait(RUN_S)
-    assert code == 0, f"exit {code}\n{run.story()}"
+    assert code == 0, f"exit {code}\n{run.log()}"
     assert run.leftovers() == []
     return run.out[-1] if run.out else ""
 

@@ -72,10 +72,10 @@ def options(tmp_path: Path, text: str, virtual: int = 5) -> tuple[str, ...]:
 
 def digests(run: LocalRun) -> set[str]:
     """Of all workers, the leader's among them."""
-    assert run.wait(RUN_S) == 0, run.story()
+    assert run.wait(RUN_S) == 0, run.log()
     assert run.leftovers() == []
     found = [line for line in run.out if re.fullmatch("[0-9a-f]{64}", line)]
-    assert len(found) >= 3, run.story()
+    assert len(found) >= 3, run.log()
     return set(found)
 
 
@@ -128,7 +128,7 @@ def test_gradient_and_loss_are_means_over_the_samples_that_count(tmp_path: Path)
     script = tmp_path / "ones.py"
     script.write_text(ONES)
     with LocalRun(tmp_path / "run", ["--nproc", "3", "--backup", "1"], [str(script)]) as run:
-        assert run.wait(RUN_S) == 0, run.story()
+        assert run.wait(RUN_S) == 0, run.log()
     report = verify(run.run_dir.path, SamplePlan.from_dict)
     assert report.ok, report.findings
     assert 0 < report.dropped <= 4 * 11
@@ -172,9 +172,9 @@ def test_a_worker_that_stands_still_for_long_is_suspended_and_catches_up(
         assert len(digests(run)) == 1
     report = verify(run.run_dir.path, SamplePlan.from_dict)
     assert report.ok, report.findings
-    story = [event["text"] for event in run.events("view")]
-    assert any(f"worker {worker} is late in step 21 and is suspended" in text for text in story)
-    assert any(f"worker {worker} joins" in text for text in story)
+    texts = [event["text"] for event in run.events("view")]
+    assert any(f"worker {worker} is late in step 21 and is suspended" in text for text in texts)
+    assert any(f"worker {worker} joins" in text for text in texts)
     assert run.events("lost") == []
 
 
@@ -207,7 +207,7 @@ def test_one_worker_that_is_left_is_waited_for(start: Start, tmp_path: Path) -> 
     kills = "\n".join(f"worker {w} always kill" for w in (1, 2))
     faults = options(tmp_path, kills, virtual=4)
     with start("--steps", "6", nproc=3, options=(*faults, "--losses-max", "90")) as run:
-        assert run.wait(RUN_S) == 0, run.story()
+        assert run.wait(RUN_S) == 0, run.log()
     assert verify(run.run_dir.path, SamplePlan.from_dict).ok
 
 
@@ -229,4 +229,4 @@ def test_without_the_flag_no_bit_changes(start: Start, reference: Reference) -> 
 def test_flags_that_make_no_sense(flags: tuple[str, ...], message: str, start: Start) -> None:
     with start(options=flags) as run:
         assert run.wait(RUN_S) != 0
-    assert re.search(message, run.story())
+    assert re.search(message, run.log())

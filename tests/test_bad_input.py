@@ -29,7 +29,7 @@ def shared_memory() -> list[str]:
 def fails(run: LocalRun) -> str:
     """Wait for failure; returns standard error."""
     code = run.wait(RUN_S)
-    assert code == 1, run.story()
+    assert code == 1, run.log()
     assert run.leftovers() == []
     return "\n".join(run.err)
 
@@ -195,7 +195,7 @@ def test_an_exception_stops_the_job_and_is_shown_once(
         text = fails(run)
     assert text.count(message) == 1, text
     assert text.count("Traceback") == 1, text
-    assert "bootstrap" not in text, "the story begins in the user's script"
+    assert "bootstrap" not in text, "the stack begins in the user's script"
     assert shared_memory() == before
 
 
@@ -229,7 +229,7 @@ def test_a_run_directory_is_not_used_twice(start: Start, tmp_path: Path) -> None
     (tmp_path / "run1" / "job.json").write_text("{}")
     with start("late", nproc=1, script="faulty.py") as run:
         assert run.wait(RUN_S) == 2
-    assert "already holds a run" in run.story()
+    assert "already holds a run" in run.log()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
@@ -243,11 +243,11 @@ def test_a_full_disk(size: str, start: Start, tmp_path: Path) -> None:
     try:
         with start("--steps", "3000", nproc=2) as run:
             code = run.wait(RUN_S)
-            assert code in (1, 2), run.story()
+            assert code in (1, 2), run.log()
             assert run.leftovers() == []
         lines = [line for line in run.err if "No space left" in line]
-        assert lines, run.story()
-        assert "Traceback" not in run.story()
+        assert lines, run.log()
+        assert "Traceback" not in run.log()
     finally:
         # Lazily: a killed process may still hold a file for a moment after it has left /proc.
         subprocess.run(["umount", "--lazy", str(disk)], check=True)

@@ -37,7 +37,7 @@ pytestmark = [
 def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
     run_dir = tmp_path_factory.mktemp("reference") / "run"
     with LocalRun(run_dir, ["--nproc", "2", *OPTIONS], WORDS) as run:
-        assert run.wait(RUN_S) == 0, run.story()
+        assert run.wait(RUN_S) == 0, run.log()
         return run.out[-1]
 
 
@@ -142,6 +142,6 @@ def test_chaos(chaos: Chaos, expected: str) -> None:
         if rng.random() < 0.6:
             chaos.relent()
     chaos.heal()
-    assert run.wait(RUN_S) == 0, f"{chaos.struck}\n{run.story()}"
+    assert run.wait(RUN_S) == 0, f"{chaos.struck}\n{run.log()}"
     assert run.last_lines() == {expected}, chaos.struck
     assert len(chaos.struck) > 2

@@ -32,7 +32,11 @@ from holdfast.core.types import (
 from holdfast.net.channel import connect
 from holdfast.runtime.coordinate import coordinator_server
 from holdfast.runtime.coordinate.coordinator_process import make_machine
-from holdfast.runtime.coordinate.coordinator_server import CoordinatorServer, EffectPipe, Seat
+from holdfast.runtime.coordinate.coordinator_server import (
+    CoordinatorServer,
+    CoordinatorSetup,
+    EffectPipe,
+)
 from holdfast.runtime.coordinate.journal import (
     MemoryJournal,
     MemoryStore,
@@ -99,14 +103,16 @@ class GatedJournal(MemoryJournal):
 
 
 def test_nothing_is_sent_before_its_record_is_durable(tmp_path: Path) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         run_dir = RunDir(tmp_path / "run")
         run_dir.create(SPEC, bytes(range(32)))
         journal = GatedJournal(MemoryStore())
         core = make_machine(SPEC, await journal.load())
         listener = socket.create_server((HOST, 0))
-        seat = Seat(run_dir=run_dir, secret=run_dir.secret(), listener=listener, host=HOST)
-        server = CoordinatorServer(seat, SPEC, core, journal)
+        setup = CoordinatorSetup(
+            run_dir=run_dir, secret=run_dir.secret(), listener=listener, host=HOST
+        )
+        server = CoordinatorServer(setup, SPEC, core, journal)
         serving = asyncio.ensure_future(server.run())
         journal.gate.release()  # for the new term
         channel = await connect(*listener.getsockname(), run_dir.secret())
@@ -127,7 +133,7 @@ def test_nothing_is_sent_before_its_record_is_durable(tmp_path: Path) -> None:
             await serving
         channel.close()
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_nothing_is_sent_by_who_may_be_deposed(
@@ -153,8 +159,8 @@ def test_nothing_is_sent_by_who_may_be_deposed(
         journal = MemoryJournal(MemoryStore())
         core = make_machine(SPEC, await journal.load())
         listener = socket.create_server((HOST, 0))
-        seat = Seat(run_dir=RunDir(tmp_path), secret=b"", listener=listener, host=HOST)
-        server = CoordinatorServer(seat, SPEC, core, journal, check)
+        setup = CoordinatorSetup(run_dir=RunDir(tmp_path), secret=b"", listener=listener, host=HOST)
+        server = CoordinatorServer(setup, SPEC, core, journal, check)
         server._agents[AgentId("x")] = agent  # type: ignore[assignment]
         server._carry_out([directive("x", 1)])
 

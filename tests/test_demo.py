@@ -15,7 +15,7 @@ from holdfast.cli import demo_command as demo
 from holdfast.core.errors import UserError
 from holdfast.observe.ledger import LedgerReport
 from holdfast.testing import fault_kit as faults
-from holdfast.testing.fault_kit import Commit, Fault, Kind, Strike
+from holdfast.testing.fault_kit import FaultKind, PlannedFault, StepEnd, Strike
 
 STEPS = 12
 LOSSES = {step: (2.0 - step / 16).hex() for step in range(STEPS)}
@@ -33,7 +33,7 @@ LEDGER = LedgerReport(
 
 
 def trained(**changes: Any) -> demo.Trained:
-    commits = [Commit(step=s, loss=1.0, time=100.0 + s) for s in range(STEPS)]
+    commits = [StepEnd(step=s, loss=1.0, time=100.0 + s) for s in range(STEPS)]
     good = demo.Trained(
         run_dir=Path("run"),
         workers=4,
@@ -75,7 +75,10 @@ def test_a_planted_difference_is_found(planted: dict[str, Any], found: str, faul
 
 
 STRIKE = Strike(
-    fault=Fault(step=4, kind=Kind.KILL, order=(2, 1, 0, 3)), victims=(2,), step=4, time=104.5
+    fault=PlannedFault(step=4, kind=FaultKind.KILL, order=(2, 1, 0, 3)),
+    victims=(2,),
+    step=4,
+    time=104.5,
 )
 LOST = {"kind": "lost", "time": 104.6, "worker": 2, "text": "worker 2 was lost: ended by SIGKILL"}
 
@@ -138,13 +141,13 @@ def test_the_schedule_follows_from_the_seed() -> None:
     assert faults.schedule(100, 4, 1) == faults.schedule(100, 4, 1)
     orders = {faults.schedule(100, 4, seed)[0].order for seed in range(20)}
     assert len(orders) > 5
-    assert {f.kind for f in faults.schedule(100, 4, 1)} == set(Kind)
+    assert {f.kind for f in faults.schedule(100, 4, 1)} == set(FaultKind)
 
 
 def test_a_recovery_is_measured_at_the_step_that_had_to_recover() -> None:
     # A step a second; step 4 still ends in time, step 5 is the one that is 0.25 s late.
     times = [100.0, 101.0, 102.0, 103.0, 104.0, 104.7, 106.2, 107.2]
-    commits = [Commit(step=s, loss=1.0, time=t) for s, t in enumerate(times)]
+    commits = [StepEnd(step=s, loss=1.0, time=t) for s, t in enumerate(times)]
     found = faults.recovery(STRIKE, [LOST], commits)
     assert found is not None
     assert found.causes == ("ended by SIGKILL",)
@@ -154,9 +157,9 @@ def test_a_recovery_is_measured_at_the_step_that_had_to_recover() -> None:
 
 
 def test_a_job_that_ends_first_has_no_recovery() -> None:
-    commits = [Commit(step=s, loss=1.0, time=100.0 + s) for s in range(5)]
+    commits = [StepEnd(step=s, loss=1.0, time=100.0 + s) for s in range(5)]
     assert faults.recovery(STRIKE, [LOST], commits) is None
-    assert faults.recovery(STRIKE, [], [*commits, Commit(step=5, loss=1.0, time=106.0)]) is None
+    assert faults.recovery(STRIKE, [], [*commits, StepEnd(step=5, loss=1.0, time=106.0)]) is None
 
 
 WORKERS = [
@@ -171,13 +174,13 @@ class FakeRun:
     """What a Striker sees of a run; nothing is hurt: `strike` is replaced as well."""
 
     def __init__(self) -> None:
-        self.story: list[dict[str, Any]] = []
+        self.told: list[dict[str, Any]] = []
 
     def status(self) -> dict[str, Any]:
         return {"workers": WORKERS}
 
     def events(self, kind: str) -> list[dict[str, Any]]:
-        return self.story
+        return self.told
 
 
 def test_faults_are_struck_when_due_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,9 +191,9 @@ def test_faults_are_struck_when_due_one_at_a_time(monkeypatch: pytest.MonkeyPatc
     striker = faults.Striker(
         run,  # type: ignore[arg-type]
         [
-            Fault(step=5, kind=Kind.KILL, order=order, count=2),  # nobody would survive
-            Fault(step=5, kind=Kind.FREEZE, order=order),
-            Fault(step=2, kind=Kind.KILL_JOINING, order=order),
+            PlannedFault(step=5, kind=FaultKind.KILL, order=order, count=2),  # nobody would survive
+            PlannedFault(step=5, kind=FaultKind.FREEZE, order=order),
+            PlannedFault(step=2, kind=FaultKind.KILL_JOINING, order=order),
         ],
     )
     assert striker.poll(1) is None
@@ -198,7 +201,7 @@ def test_faults_are_struck_when_due_one_at_a_time(monkeypatch: pytest.MonkeyPatc
     assert first is not None
     assert first.victims == (2,)
     assert striker.poll(9) is None  # the first is not known to be lost yet
-    run.story.append({"worker": 2, "kind": "lost", "time": first.time, "text": ""})
+    run.told.append({"worker": 2, "kind": "lost", "time": first.time, "text": ""})
     assert striker.poll(4) is None  # nor has the job gone on
     second = striker.poll(9)
     assert second is not None

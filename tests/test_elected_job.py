@@ -39,7 +39,7 @@ def standby(url: str, run: LocalRun, tmp_path: Path) -> Iterator[subprocess.Pope
     try:
         assert popen.stderr is not None
         for line in popen.stderr:
-            if "is in office" in line:
+            if "is the leader" in line:
                 break
         yield popen
     finally:

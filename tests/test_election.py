@@ -1,4 +1,4 @@
-"""The office that coordinators are elected to: one holds it at a time, and knows until when."""
+"""The leadership that coordinators are elected to: one holds it at a time, and knows until when."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from holdfast.core.types import JobRecord
 from holdfast.runtime.coordinate.election import (
     EtcdJournal,
     Hold,
-    Incumbent,
-    Office,
+    Leader,
+    Leadership,
     locate,
     open_election,
     parse_election,
 )
-from holdfast.runtime.coordinate.etcd import Endpoint, Entry, EtcdClient, put
+from holdfast.runtime.coordinate.etcd import Endpoint, EtcdClient, KeyValue, put
 from holdfast.runtime.coordinate.journal import seal, unseal
 from holdfast.testing.etcd_cluster import EtcdCluster, free_ports
 from support import HOST, SPEC, WAIT_S, start_etcd
@@ -40,38 +40,38 @@ def quiet(text: str) -> None:
     """What a standby says about its waiting, where a test does not care."""
 
 
-# ---------------------------------------------------------------- the office
+# ---------------------------------------------------------------- leadership
 
 
 def test_one_after_the_other(cluster: EtcdCluster, tmp_path: Path) -> None:
     url = cluster.url(tmp_path.name, LONG_TTL_S)
 
-    async def story() -> None:
+    async def scenario() -> None:
         assert await locate(url) is None
         election = open_election(url)
         terms, told = [], []
         for port in (1001, 1002, 1003):
-            office = await election.campaign(HOST, port, quiet)
-            assert await locate(url) == Incumbent(term=office.held.term, host=HOST, port=port)
+            leadership = await election.campaign(HOST, port, quiet)
+            assert await locate(url) == Leader(term=leadership.held.term, host=HOST, port=port)
             rival = asyncio.ensure_future(open_election(url).campaign(HOST, 9, told.append))
             while len(told) < len(terms) + 1:
                 await asyncio.sleep(0.01)
             assert not rival.done()
             rival.cancel()
-            terms.append(office.held.term)
-            await office.resign()
+            terms.append(leadership.held.term)
+            await leadership.resign()
             with pytest.raises(Deposed):
-                office.check()
+                leadership.check()
         assert terms == [1, 2, 3]
-        assert told[0] == f"standing by: {HOST}:1001 is in office, term 1"
+        assert told[0] == f"standing by: {HOST}:1001 is the leader, term 1"
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_of_many_at_once_one_is_elected(cluster: EtcdCluster, tmp_path: Path) -> None:
     url = cluster.url(tmp_path.name, LONG_TTL_S)
 
-    async def story() -> None:
+    async def scenario() -> None:
         campaigns = [
             asyncio.ensure_future(open_election(url).campaign(HOST, port, quiet))
             for port in range(1, 6)
@@ -81,12 +81,12 @@ def test_of_many_at_once_one_is_elected(cluster: EtcdCluster, tmp_path: Path) ->
                 campaigns, timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED
             )
             (winner,) = done
-            office = winner.result()
-            assert office.held.term == term
+            leadership = winner.result()
+            assert leadership.held.term == term
             campaigns = list(waiting)
-            await office.resign()
+            await leadership.resign()
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_a_term_that_passes_during_a_campaign_is_not_given_again(
@@ -94,7 +94,7 @@ def test_a_term_that_passes_during_a_campaign_is_not_given_again(
 ) -> None:
     url = cluster.url(tmp_path.name, LONG_TTL_S)
 
-    async def story() -> None:
+    async def scenario() -> None:
         election = open_election(url)
         grant, terms = election._etcd.grant, []
 
@@ -106,12 +106,12 @@ def test_a_term_that_passes_during_a_campaign_is_not_given_again(
             return await grant(ttl_s, within_s)
 
         election._etcd.grant = interrupted  # type: ignore[method-assign]
-        office = None
-        while office is None:
-            office = await election._try(HOST, 1)
-        assert [*terms, office.held.term] == [1, 2]
+        leadership = None
+        while leadership is None:
+            leadership = await election._try(HOST, 1)
+        assert [*terms, leadership.held.term] == [1, 2]
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 class Lossy:
@@ -151,62 +151,62 @@ async def lossy(cluster: EtcdCluster) -> AsyncIterator[tuple[Lossy, Endpoint]]:
 
 
 def test_lost_answers_change_nothing(cluster: EtcdCluster, tmp_path: Path) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         async with lossy(cluster) as (path, endpoint):
             path.lose = 2
-            office = await open_election(f"etcd://{endpoint}/{tmp_path.name}?ttl=60").campaign(
+            leadership = await open_election(f"etcd://{endpoint}/{tmp_path.name}?ttl=60").campaign(
                 HOST, 1, quiet
             )
-            assert office.held.term == 1
-            journal = EtcdJournal(office)
+            assert leadership.held.term == 1
+            journal = EtcdJournal(leadership)
             await journal.load()
             for release_loop in range(3):
                 path.lose = release_loop
                 await journal.save(JobRecord(term=1, release_loop=release_loop))
             for request in reversed(path.requests):  # late copies of all that was ever written
                 await path.repeat(request)
-            found = await office.etcd.read(office.url.key("record"), WAIT_S)
+            found = await leadership.etcd.read(leadership.url.key("record"), WAIT_S)
             assert found is not None
             assert unseal(found.value).release_loop == 2
-            assert await office._renew() == ""
+            assert await leadership._renew() == ""
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_the_office_ends_by_its_own_clock(cluster: EtcdCluster, tmp_path: Path) -> None:
     now = 100.0
 
-    async def story() -> None:
+    async def scenario() -> None:
         nonlocal now
         election = open_election(cluster.url(tmp_path.name, LONG_TTL_S), now=lambda: now)
-        office = await election.campaign(HOST, 1, quiet)
+        leadership = await election.campaign(HOST, 1, quiet)
         now += LONG_TTL_S * 0.9
-        office.check()
+        leadership.check()
         now += LONG_TTL_S * 0.1  # etcd has not ended the lease: it knows of no such time
         with pytest.raises(Deposed, match="was not renewed"):
-            office.check()
+            leadership.check()
         with pytest.raises(Deposed):
-            await EtcdJournal(office).save(JobRecord(term=1))
+            await EtcdJournal(leadership).save(JobRecord(term=1))
         with pytest.raises(Deposed):
-            await EtcdJournal(office).load()
+            await EtcdJournal(leadership).load()
         assert await locate(cluster.url(tmp_path.name)) is not None
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_a_record_from_a_later_term_is_not_followed(cluster: EtcdCluster, tmp_path: Path) -> None:
     """Somebody has removed the term from etcd: agents would not hear a coordinator of term 1."""
 
-    async def story() -> None:
-        office = await open_election(cluster.url(tmp_path.name, LONG_TTL_S)).campaign(
+    async def scenario() -> None:
+        leadership = await open_election(cluster.url(tmp_path.name, LONG_TTL_S)).campaign(
             HOST, 1, quiet
         )
-        later = put(office.url.key("record"), seal(JobRecord(term=7)))
+        later = put(leadership.url.key("record"), seal(JobRecord(term=7)))
         await cluster.client().transact([], [later], [], WAIT_S)
         with pytest.raises(UserError, match=r"record, .* is of term 7, .* put 7 there"):
-            await EtcdJournal(office).load()
+            await EtcdJournal(leadership).load()
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_what_counts_is_when_the_renewal_was_sent() -> None:
@@ -219,53 +219,53 @@ def test_what_counts_is_when_the_renewal_was_sent() -> None:
             now += 3.0
             return 10.0
 
-        async def read(self, key: str, within_s: float) -> Entry:
-            return Entry(value=b"", created=7, modified=7, lease=5)
+        async def read(self, key: str, within_s: float) -> KeyValue:
+            return KeyValue(value=b"", created=7, modified=7, lease=5)
 
-    async def story() -> None:
+    async def scenario() -> None:
         url = parse_election("etcd://nowhere/job")
         hold = Hold(term=1, created=7, lease=5, ttl_s=10.0)
-        office = Office(SlowEtcd([]), url, hold, 100.5, lambda: now)
-        assert await office._renew() == ""
-        assert 6.0 < office.left_s() < 7.0
+        leadership = Leadership(SlowEtcd([]), url, hold, 100.5, lambda: now)
+        assert await leadership._renew() == ""
+        assert 6.0 < leadership.left_s() < 7.0
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_without_etcd_the_office_ends_in_time() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         url = parse_election(f"etcd://{HOST}:{free_ports(1)[0]}/job")
         hold = Hold(term=4, created=7, lease=5, ttl_s=0.3)
         loop = asyncio.get_running_loop()
         began = loop.time()
-        office = Office(EtcdClient(url.endpoints, 0.1), url, hold, began + 0.3, loop.time)
+        leadership = Leadership(EtcdClient(url.endpoints, 0.1), url, hold, began + 0.3, loop.time)
         with pytest.raises(Deposed, match=r"term 4 .* is over: etcd did not carry out"):
-            await office.hold()
-        assert office.left_s() <= 0
+            await leadership.hold()
+        assert leadership.left_s() <= 0
         assert loop.time() - began >= 0.3
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("how", ["revoked", "deleted"])
 def test_whose_office_is_taken_away_notices(how: str, cluster: EtcdCluster, tmp_path: Path) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         url = cluster.url(tmp_path.name, 4)
-        office = await open_election(url).campaign(HOST, 1, quiet)
+        leadership = await open_election(url).campaign(HOST, 1, quiet)
         if how == "revoked":
-            await cluster.client().revoke(office.held.lease, WAIT_S)
+            await cluster.client().revoke(leadership.held.lease, WAIT_S)
         else:
-            key = base64.b64encode(office.url.key("office").encode()).decode()
+            key = base64.b64encode(leadership.url.key("leader").encode()).decode()
             await cluster.client().request("/v3/kv/deleterange", {"key": key}, WAIT_S)
         with pytest.raises(Deposed, match="is over"):
-            await asyncio.wait_for(office.hold(), WAIT_S)
-        assert office.left_s() > 0, "it learned it from etcd, not from its clock"
+            await asyncio.wait_for(leadership.hold(), WAIT_S)
+        assert leadership.left_s() > 0, "it learned it from etcd, not from its clock"
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
-async def renewed(office: Office) -> None:
-    """Until the office is prolonged once more."""
+async def renewed(leadership: Leadership) -> None:
+    """Until the leadership is prolonged once more."""
     calls: list[float] = []
     enough = asyncio.Event()
 
@@ -274,7 +274,7 @@ async def renewed(office: Office) -> None:
         if len(calls) > 1:  # the first comes at once
             enough.set()
 
-    office.on_prolonged(prolonged)
+    leadership.on_prolonged(prolonged)
     await asyncio.wait_for(enough.wait(), WAIT_S)
 
 
@@ -284,24 +284,24 @@ def test_one_etcd_member_is_not_missed(which: str, cluster: EtcdCluster, tmp_pat
     victim = leader if which == "leader killed" else (leader + 1) % 3
     places = [cluster.endpoints[victim], *cluster.endpoints]  # the victim is asked first
 
-    async def story() -> None:
+    async def scenario() -> None:
         url = f"etcd://{','.join(map(str, places))}/{tmp_path.name}?ttl=8"
-        office = await open_election(url).campaign(HOST, 1, quiet)
-        holding = asyncio.ensure_future(office.hold())
-        journal = EtcdJournal(office)
+        leadership = await open_election(url).campaign(HOST, 1, quiet)
+        holding = asyncio.ensure_future(leadership.hold())
+        journal = EtcdJournal(leadership)
         await journal.load()
         if which == "frozen":
             cluster.freeze(victim)
         else:
             cluster.kill(victim)
         await journal.save(JobRecord(term=1))
-        await renewed(office)
+        await renewed(leadership)
         assert not holding.done()
-        assert (await locate(url)) == Incumbent(term=1, host=HOST, port=1)
+        assert (await locate(url)) == Leader(term=1, host=HOST, port=1)
         holding.cancel()
 
     try:
-        asyncio.run(story())
+        asyncio.run(scenario())
     finally:
         if which == "frozen":
             cluster.thaw(victim)
@@ -317,7 +317,7 @@ def test_standbys_learn_what_the_job_is_with_its_secret_only(
 ) -> None:
     url, secret = cluster.url(tmp_path.name), secrets.token_bytes(32)
 
-    async def story() -> None:
+    async def scenario() -> None:
         election = open_election(url)
         assert await election.known(secret) is None
         await election.publish(SPEC, secret)
@@ -328,7 +328,7 @@ def test_standbys_learn_what_the_job_is_with_its_secret_only(
         with pytest.raises(UserError, match=rf"another run named {tmp_path.name}"):
             await election.publish(SPEC, secrets.token_bytes(32))
 
-    asyncio.run(story())
+    asyncio.run(scenario())
     everything = {"key": base64.b64encode(b"\0").decode(), "range_end": "AA=="}
     found = asyncio.run(cluster.client().request("/v3/kv/range", everything, WAIT_S))
     stored = [base64.b64decode(entry["value"]) for entry in found["kvs"]]
@@ -345,17 +345,17 @@ def test_standbys_learn_what_the_job_is_with_its_secret_only(
     ("url", "words"),
     [
         ("zookeeper://host/job", "zookeeper is not supported"),
-        ("host:2379/job", "is no HOST:PORT"),
+        ("host:2379/job", "is not HOST:PORT"),
         ("etcd://host", "'' is no job name"),
-        ("etcd:///job", "'' is no HOST:PORT"),
-        ("etcd://a,,b/job", "'' is no HOST:PORT"),
+        ("etcd:///job", "'' is not HOST:PORT"),
+        ("etcd://a,,b/job", "'' is not HOST:PORT"),
         ("etcd://host:port/job", "port"),
         ("etcd://host:99999/job", "ort"),
         ("etcd://host/a/b", "'a/b' is no job name"),
         ("etcd://host/job?ttl=0", "ttl=0"),
         ("etcd://host/job?ttl=soon", "ttl=soon"),
         ("etcd://host/job?tll=3", "'tll' is not known"),
-        ("etcd://me:pass@host/job", "is no HOST:PORT"),
+        ("etcd://me:pass@host/job", "is not HOST:PORT"),
     ],
 )
 def test_a_wrong_election_url(url: str, words: str) -> None:

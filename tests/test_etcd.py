@@ -13,7 +13,7 @@ import pytest
 
 from holdfast.core.errors import Refused, Unreachable, UserError
 from holdfast.runtime.coordinate.election import (
-    Incumbent,
+    Leader,
     locate,
     open_election,
 )
@@ -66,7 +66,7 @@ UNUSABLE = {
 def test_another_server_is_tried(kind: str, cluster: EtcdCluster, tmp_path: Path) -> None:
     answer, words = UNUSABLE[kind]
 
-    async def story() -> None:
+    async def scenario() -> None:
         async with server(answer) as bad:
             with pytest.raises(Unreachable) as caught:
                 await EtcdClient([bad], attempt_s=0.2).read("key", 0.2)
@@ -78,7 +78,7 @@ def test_another_server_is_tried(kind: str, cluster: EtcdCluster, tmp_path: Path
             assert found is not None
             assert found.value == b"value"
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_every_server_that_failed_is_named() -> None:
@@ -102,17 +102,17 @@ def test_etcd_behind_tls(tmp_path: Path) -> None:
     with start_etcd(tmp_path, size=1, tls=tls) as cluster:
         url = cluster.url("job").replace("etcd://", "etcds://")
 
-        async def story() -> None:
-            office = await open_election(f"{url}?{files}").campaign(HOST, 1, print)
-            assert await locate(f"{url}?{files}") == Incumbent(term=1, host=HOST, port=1)
-            await office.resign()
+        async def scenario() -> None:
+            leadership = await open_election(f"{url}?{files}").campaign(HOST, 1, print)
+            assert await locate(f"{url}?{files}") == Leader(term=1, host=HOST, port=1)
+            await leadership.resign()
             for given in (url, f"{url}?ca={tls['ca']}"):  # unknown to us; we are unknown to it
                 with pytest.raises(Unreachable, match=r"we do not agree on TLS: .* certificate"):
                     await locate(given, within_s=1.0)
             with pytest.raises(UserError, match="none cannot be used for TLS"):
                 await locate(f"{url}?ca=none")
 
-        asyncio.run(story())
+        asyncio.run(scenario())
 
 
 def make_certificate(path: Path) -> dict[str, str]:

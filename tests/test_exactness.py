@@ -108,7 +108,7 @@ def test_kills_amid_large_messages(tmp_path: Path) -> None:
     words = [str(SCRIPTS.parents[1] / "examples" / "gpt.py"), "--steps", "15", *model]
     options = ["--nproc", "3", "--virtual", "3", "--losses-max", "300"]
     with LocalRun(tmp_path / "calm", options, words) as run:
-        assert run.wait(300.0) == 0, run.story()
+        assert run.wait(300.0) == 0, run.log()
         expected = run.out[-1]
     rng, pause = random.Random(0), threading.Event()
     kills = 0
@@ -117,7 +117,7 @@ def test_kills_amid_large_messages(tmp_path: Path) -> None:
             pause.wait(rng.uniform(0.5, 2.5))
             pids = list(run.members().values())
             kills += bool(pids) and strike(rng.choice(pids))
-        assert run.wait(300.0) == 0, run.story()
+        assert run.wait(300.0) == 0, run.log()
         assert run.out[-1] == expected
     assert kills > 3
 

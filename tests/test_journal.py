@@ -23,7 +23,12 @@ from holdfast.core.types import (
     ViewNumber,
     WorkerId,
 )
-from holdfast.runtime.coordinate.election import EtcdJournal, Office, open_election, parse_election
+from holdfast.runtime.coordinate.election import (
+    EtcdJournal,
+    Leadership,
+    open_election,
+    parse_election,
+)
 from holdfast.runtime.coordinate.etcd import put
 from holdfast.runtime.coordinate.journal import (
     FileJournal,
@@ -112,23 +117,23 @@ class EtcdBench:
         self.url = parse_election(url)
         # A clock that stands still: none of them ever learns from it that it was deposed.
         self.election = open_election(url, now=lambda: 0.0)
-        self.offices: list[Office] = []
+        self.leaderships: list[Leadership] = []
 
     async def open(self) -> Journal:
-        self.offices.append(await self.election.campaign("127.0.0.1", 1, print))
-        return EtcdJournal(self.offices[-1])
+        self.leaderships.append(await self.election.campaign("127.0.0.1", 1, print))
+        return EtcdJournal(self.leaderships[-1])
 
     async def end(self, journal: Journal) -> None:
         journal.close()
-        await self.offices[-1].resign()
+        await self.leaderships[-1].resign()
 
     async def usurp(self) -> Journal:
-        office = self.offices[-1]
-        await office.etcd.revoke(office.held.lease, WAIT_S)
+        leadership = self.leaderships[-1]
+        await leadership.etcd.revoke(leadership.held.lease, WAIT_S)
         return await self.open()
 
     async def change(self, how: Callable[[bytes], bytes]) -> None:
-        etcd, key = self.offices[-1].etcd, self.url.key("record")
+        etcd, key = self.leaderships[-1].etcd, self.url.key("record")
         found = await etcd.read(key, WAIT_S)
         assert found is not None
         await etcd.transact([], [put(key, how(found.value))], [], WAIT_S)
@@ -151,15 +156,15 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Bench:
 
 
 def test_the_first_coordinator_finds_nothing(bench: Bench) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         loaded = await (await bench.open()).load()
         assert (loaded.term, loaded.record, loaded.damage) == (1, None, "")
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_the_newest_record_is_found_by_the_next(bench: Bench) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         first = await bench.open()
         await first.load()
         for release_loop in range(3):
@@ -168,11 +173,11 @@ def test_the_newest_record_is_found_by_the_next(bench: Bench) -> None:
         loaded = await (await bench.open()).load()
         assert (loaded.term, loaded.record, loaded.damage) == (2, record(1, 2), "")
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_every_coordinator_has_a_term_of_its_own(bench: Bench) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         terms = []
         for _ in range(4):
             journal = await bench.open()
@@ -180,11 +185,11 @@ def test_every_coordinator_has_a_term_of_its_own(bench: Bench) -> None:
             await bench.end(journal)  # although it never saved anything
         assert terms == [1, 2, 3, 4]
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_who_is_gone_cannot_save(bench: Bench) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         journal = await bench.open()
         await journal.load()
         await bench.end(journal)
@@ -192,11 +197,11 @@ def test_who_is_gone_cannot_save(bench: Bench) -> None:
             await journal.save(record(1))
         assert (await (await bench.open()).load()).record is None
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_of_two_coordinators_only_one_can_save(bench: Bench) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         first = await bench.open()
         await first.load()
         await first.save(record(1, 1))
@@ -215,7 +220,7 @@ def test_of_two_coordinators_only_one_can_save(bench: Bench) -> None:
         await bench.end(second)
         assert (await (await bench.open()).load()).record == record(2, 3)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize(
@@ -232,7 +237,7 @@ def test_of_two_coordinators_only_one_can_save(bench: Bench) -> None:
 def test_damage_is_named_until_there_is_a_new_record(
     bench: Bench, how: Callable[[bytes], bytes], words: str
 ) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         journal = await bench.open()
         await journal.load()
         await journal.save(record(1))
@@ -250,7 +255,7 @@ def test_damage_is_named_until_there_is_a_new_record(
         loaded = await (await bench.open()).load()
         assert (loaded.term, loaded.record, loaded.damage) == (4, record(3), "")
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 # ---------------------------------------------------------------- bytes
@@ -306,13 +311,13 @@ def load(path: Path, now: float = 0.0) -> tuple[int, JobRecord | None, str]:
 
 
 def save(path: Path, release_loop: int = 0) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         journal = FileJournal(path)
         loaded = await journal.load()
         await journal.save(record(loaded.term, release_loop))
         journal.close()
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_damaged_files_are_kept(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from holdfast.core.step.link_detector import LinkDetector, LinkVerdict
 from holdfast.core.step.stragglers import Detector
 from holdfast.core.types import WorkerId
-from holdfast.testing.exchanges import BUCKETS, MadeUpExchange
+from holdfast.testing.made_up_exchanges import BUCKETS, MadeUpExchange
 from holdfast.train.step.buckets import Bucket
 from holdfast.train.step.probe import Probe, current
 from holdfast.train.step.reduction import BucketSum, Layout

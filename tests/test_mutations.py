@@ -261,7 +261,7 @@ def next_incarnation_starts_before_the_old_one_ended(patch: pytest.MonkeyPatch) 
 def lost_worker_is_still_ordered_during_its_back_off(patch: pytest.MonkeyPatch) -> Machines:
     def wanted(self: Roster, name: Any, view: Any) -> Iterator[Any]:
         for worker in self.here(name):
-            yield worker, self.places[worker].incarnation
+            yield worker, self.slots[worker].incarnation
 
     patch.setattr(Roster, "wanted", wanted)
     return Machines()
@@ -359,7 +359,7 @@ def incarnations_are_reused_after_the_loss_of_the_journal(patch: pytest.MonkeyPa
 
 @mutation
 def replaced_worker_stays_a_survivor(patch: pytest.MonkeyPatch) -> Machines:
-    patch.setattr(Roster, "ordered", lambda self, status: status.worker in self.places)
+    patch.setattr(Roster, "ordered", lambda self, status: status.worker in self.slots)
     return Machines()
 
 

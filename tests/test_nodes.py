@@ -46,7 +46,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The last line of the run that nothing happens to, on one node."""
     run_dir = tmp_path_factory.mktemp("reference") / "run"
     with LocalRun(run_dir, ["--nproc", "2", *OPTIONS], WORDS) as run:
-        assert run.wait(RUN_S) == 0, run.story()
+        assert run.wait(RUN_S) == 0, run.log()
         return run.out[-1]
 
 
@@ -59,7 +59,7 @@ def run(lab: Lab, tmp_path: Path) -> Iterator[LabRun]:
 
 
 def outcome(run: LabRun) -> str:
-    assert run.wait(RUN_S) == 0, run.story()
+    assert run.wait(RUN_S) == 0, run.log()
     (line,) = run.last_lines()
     return line
 

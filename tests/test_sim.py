@@ -109,9 +109,9 @@ def test_failure_tells_its_story_and_how_to_replay_it(
     seed = int(failed.split()[1])
     assert f"holdfast sim --seed {seed} --small --trace" in output
     assert cli.main(["--seed", str(seed), "--small"]) == 1
-    story = capsys.readouterr().out
-    assert "coordinator." in story
-    assert failed in story
+    printed = capsys.readouterr().out
+    assert "coordinator." in printed
+    assert failed in printed
 
 
 def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:

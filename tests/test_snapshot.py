@@ -44,10 +44,10 @@ from holdfast.store.open import open_storage
 from holdfast.store.retention import Retention
 from holdfast.store.saving import Item
 from holdfast.store.snapshot import (
-    Answer,
     Arena,
     Order,
-    Slot,
+    SaveAnswer,
+    StagedItem,
     read_answer,
     receive,
     send,
@@ -349,14 +349,14 @@ def test_what_is_no_order_is_passed_over(tmp_path: Path, orders: socket.socket) 
     for bad in (
         replace(good, table_at=1 << 40, table_bytes=9),
         replace(good, table_at=-3, table_bytes=9),
-        put_table(arena, good, [Slot(name="x", start=1 << 40, size=1)]),
-        put_table(arena, good, [Slot(name="x", start=-9, size=1)]),
+        put_table(arena, good, [StagedItem(name="x", start=1 << 40, size=1)]),
+        put_table(arena, good, [StagedItem(name="x", start=-9, size=1)]),
     ):
         assert "a snapshot's table" in read_answer(send(orders, bad, arena)).problem
     assert read_answer(order_share(orders, 10, 0, 1)).durable
 
 
-def put_table(arena: Arena, order: Order, slots: list[Slot]) -> Order:
+def put_table(arena: Arena, order: Order, slots: list[StagedItem]) -> Order:
     table = table_of(slots)
     arena.memory[: len(table)] = table
     return replace(order, table_bytes=len(table))
@@ -365,7 +365,7 @@ def put_table(arena: Arena, order: Order, slots: list[Slot]) -> Order:
 def order_share(orders: socket.socket, step: int, rank: int, size: int) -> int:
     """A share with a single item; returns where the answer will come."""
     data = random.Random(f"{step} {rank}").randbytes(200_000)
-    table = table_of([Slot(name=f"part{rank}", start=0, size=len(data))])
+    table = table_of([StagedItem(name=f"part{rank}", start=0, size=len(data))])
     arena = Arena()
     arena.fit(len(data) + len(table))
     arena.memory[: len(data)] = data
@@ -531,7 +531,7 @@ def test_a_writer_that_dies_is_noticed_and_what_it_wrote_is_garbage(
     until(lambda: store.storage.names("packs/"), "its share")
     popen.kill()
     popen.wait(RUN_S)
-    assert read_answer(answers) == Answer(problem="the checkpoint writer has died")
+    assert read_answer(answers) == SaveAnswer(problem="the checkpoint writer has died")
     assert store.steps() == []
     assert store.collect().packs == 1
     assert store.storage.names("") == []

@@ -23,9 +23,9 @@ from holdfast.core.errors import UserError
 from holdfast.core.types import AgentId, AgentReport, Directive, Incarnation, JobRecord
 from holdfast.net.channel import Channel, connect
 from holdfast.runtime.coordinate.coordinator_process import Candidate
-from holdfast.runtime.coordinate.coordinator_server import Seat
+from holdfast.runtime.coordinate.coordinator_server import CoordinatorSetup
 from holdfast.runtime.coordinate.election import (
-    Incumbent,
+    Leader,
     locate,
     open_election,
     parse_election,
@@ -48,10 +48,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
 
 @dataclass(frozen=True, kw_only=True)
 class Chief:
-    """The candidate in office."""
+    """The candidate that leads."""
 
     number: int
-    where: Incumbent
+    where: Leader
     pid: int
 
     @property
@@ -76,21 +76,21 @@ class Candidates:
         """One more; returns its number."""
         run_dir = RunDir(self._path / f"run{len(self.run_dirs)}")
         arguments = ("--election", self.url, "--run-dir", str(run_dir.path), "--host", HOST)
-        with open(self._path / f"story{len(self.run_dirs)}", "wb") as story:
+        with open(self._path / f"log{len(self.run_dirs)}", "wb") as log:
             popen = subprocess.Popen(
                 [*HOLDFAST, "coordinator", *arguments],
                 env={**os.environ, "HOLDFAST_SECRET": self.secret.hex()},
-                stderr=story,
+                stderr=log,
             )
         self.run_dirs.append(run_dir)
         self.supervisors.append(popen)
         return len(self.run_dirs) - 1
 
-    def story(self, number: int) -> list[str]:
-        return (self._path / f"story{number}").read_text().splitlines()
+    def log(self, number: int) -> list[str]:
+        return (self._path / f"log{number}").read_text().splitlines()
 
     def standing_by(self) -> list[int]:
-        return [i for i in range(len(self.run_dirs)) if "is in office" in str(self.story(i))]
+        return [i for i in range(len(self.run_dirs)) if "is the leader" in str(self.log(i))]
 
     def after(self, term: int) -> Chief:
         """The one that serves in a later term, once it does."""
@@ -127,7 +127,7 @@ def candidates(cluster: EtcdCluster, tmp_path: Path) -> Iterator[Candidates]:
         found.end()
 
 
-async def status(found: Incumbent, secret: bytes) -> Any:
+async def status(found: Leader, secret: bytes) -> Any:
     """What it answers. OSError when it does not."""
     channel = await connect(found.host, found.port, secret)
     channel.send(StatusRequest())
@@ -191,7 +191,7 @@ def test_a_coordinator_that_was_frozen_does_nothing_any_more(
     until(candidates.standing_by, "a standby")
     events = candidates.run_dirs[first.number].events
 
-    async def story() -> None:
+    async def scenario() -> None:
         loop = asyncio.get_running_loop()
         channel = await connect(first.where.host, first.where.port, candidates.secret)
         await report(channel, 1)
@@ -201,23 +201,23 @@ def test_a_coordinator_that_was_frozen_does_nothing_any_more(
         before = events.read_text()
         await report(channel, 2)  # it is the first thing to do on waking
         second = await loop.run_in_executor(None, candidates.after, first.term)
-        office = await cluster.client().read(parse_election(candidates.url).key("office"), WAIT_S)
-        assert office is not None
+        leader = await cluster.client().read(parse_election(candidates.url).key("leader"), WAIT_S)
+        assert leader is not None
         os.kill(first.pid, signal.SIGCONT)
         assert await asyncio.wait_for(channel.receive(Directive), WAIT_S) is None, "it answered"
         await loop.run_in_executor(None, until, lambda: gone(first.pid), "its end")
         assert events.read_text() == before
-        written = await records_since(cluster, candidates.url, office.created)
+        written = await records_since(cluster, candidates.url, leader.created)
         assert {record.term for record in written} <= {second.term}
 
-    asyncio.run(story())
+    asyncio.run(scenario())
     until(lambda: first.number in candidates.standing_by(), "the frozen one to stand by")
     killed_by_the_kernel = "holdfast: this coordinator stood still until its term was over"
-    assert killed_by_the_kernel in candidates.story(first.number)
+    assert killed_by_the_kernel in candidates.log(first.number)
 
 
 def test_a_coordinator_that_is_asked_to_end_lets_another_take_over(candidates: Candidates) -> None:
-    candidates.url += f"?ttl={LONG_TTL_S}"  # its lease would keep the office for a minute
+    candidates.url += f"?ttl={LONG_TTL_S}"  # its lease would keep the leadership for a minute
     candidates.publish()
     candidates.start()
     first = candidates.after(0)
@@ -235,14 +235,14 @@ def test_a_coordinator_that_is_asked_to_end_lets_another_take_over(candidates: C
 def test_a_whole_job(candidates: Candidates, tmp_path: Path) -> None:
     """The first coordinator brings the job, a stranger is sent away, the end is everyone's."""
     stranger = candidates.start()
-    until(lambda: "nobody has begun the job" in str(candidates.story(stranger)), "its waiting")
+    until(lambda: "nobody has begun the job" in str(candidates.log(stranger)), "its waiting")
     run_dir = RunDir(tmp_path / "run1")
     run_dir.create(SPEC, bytes(range(32)))
     candidates.secret = run_dir.secret()
     first = candidates.start()
     assert candidates.after(0).number == first
     assert candidates.supervisors[stranger].wait(WAIT_S) == 1
-    assert "not the secret of the job" in candidates.story(stranger)[-1]
+    assert "not the secret of the job" in candidates.log(stranger)[-1]
     standby = candidates.start()
     until(lambda: standby in candidates.standing_by(), "a standby")
     asyncio.run(end_job(candidates.after(0).where, candidates.secret))
@@ -259,10 +259,10 @@ def test_ctrl_c_at_a_standby_of_the_launcher_ends_the_job(
         run_dir.create(SPEC, bytes(range(32)))
     run_dirs[1].secret_file.write_text(run_dirs[0].secret_file.read_text())
     with CoordinatorProcess(run_dirs[0], "--election", url) as first:
-        until(run_dirs[0].coordinator.exists, "the first in office")
+        until(run_dirs[0].coordinator.exists, "the first leader")
         with CoordinatorProcess(run_dirs[1], "--election", url) as standby:
             assert standby.stderr is not None
-            assert "is in office, term 1" in standby.stderr.readline()
+            assert "is the leader, term 1" in standby.stderr.readline()
             standby.send_signal(signal.SIGTERM)
             assert first.wait(WAIT_S) == 1
             assert standby.wait(WAIT_S) == 1
@@ -275,28 +275,30 @@ def test_ctrl_c_while_nobody_can_stop_the_job_stops_it_later(
     url, run_dir = cluster.url(tmp_path.name, LONG_TTL_S), RunDir(tmp_path / "run")
     run_dir.create(SPEC, bytes(range(32)))
     dead = free_ports(1)[0]
-    office = asyncio.run(open_election(url).campaign(HOST, dead, print))
+    leadership = asyncio.run(open_election(url).campaign(HOST, dead, print))
     with CoordinatorProcess(run_dir, "--election", url) as standby:
         assert standby.stderr is not None
-        assert f"{HOST}:{dead} is in office, term 1" in standby.stderr.readline()
+        assert f"{HOST}:{dead} is the leader, term 1" in standby.stderr.readline()
         standby.send_signal(signal.SIGTERM)
-        assert "cannot reach the coordinator in office" in standby.stderr.readline()
-        asyncio.run(office.resign())
+        assert "cannot reach the leader" in standby.stderr.readline()
+        asyncio.run(leadership.resign())
         assert standby.wait(WAIT_S) == 1
     assert run_dir.outcome() == "interrupted"
 
 
-async def end_job(where: Incumbent, secret: bytes) -> None:
+async def end_job(where: Leader, secret: bytes) -> None:
     channel = await connect(where.host, where.port, secret)
     channel.send(StopRequest(reason="enough"))
     await channel.finish()
 
 
 def test_a_standby_turns_everyone_away(tmp_path: Path) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         listener = socket.create_server((HOST, 0))
-        seat = Seat(run_dir=RunDir(tmp_path), secret=b"x", listener=listener, host=HOST)
-        candidate = Candidate(open_election("etcd://nowhere/job"), seat, guest=True)
+        setup = CoordinatorSetup(
+            run_dir=RunDir(tmp_path), secret=b"x", listener=listener, host=HOST
+        )
+        candidate = Candidate(open_election("etcd://nowhere/job"), setup, guest=True)
         turning_away = asyncio.ensure_future(candidate._turn_away())
         for _ in range(2):
             with pytest.raises(ConnectionError, match="broke off the handshake"):  # at once
@@ -304,7 +306,7 @@ def test_a_standby_turns_everyone_away(tmp_path: Path) -> None:
         turning_away.cancel()
         listener.close()
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize(

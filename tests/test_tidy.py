@@ -22,6 +22,8 @@ CLI = "src/holdfast/cli/main.py"
 
 LONG_FUNCTION = "def f():\n" + "    x = 1\n" * 70
 CONSTRUCTOR = "class C:\n    def __init__(self, a, b, c, d, e, f, *, g{more}): ..."
+CODING = "src/holdfast/coding/x.py"
+SENTENCE = "Returns how many bytes have come."
 FIELD_SET = "class C:\n    seen: set[int]\n    def f(self):\n        return [x for x in self.seen]"
 
 # rule, path, source
@@ -63,6 +65,19 @@ BAD = [
     ("constructor-size", CORE, CONSTRUCTOR.format(more=", **h")),
     ("module-docstring", CORE, "x = 1"),
     ("module-docstring", "src/holdfast/core/__init__.py", ""),
+    ("docstring-sentence", CODING, "'Of all loops. Without a directory there is no ledger.'"),
+    ("docstring-sentence", CODING, "'Whether it holds for this one.'"),
+    ("docstring-sentence", CODING, "'See the docstring of the module.'"),
+    ("docstring-sentence", CODING, "'The newest view.'"),
+    ("docstring-sentence", CODING, "'One line.'"),
+    ("docstring-sentence", CODING, "'Counts the bytes that have come'"),
+    ("docstring-sentence", CODING, "'seconds since it began to run.'"),
+    ("docstring-sentence", CODING, "'`size`: bytes of each block.'"),
+    ("docstring-sentence", CODING, "'UserError where there is no such file.'"),
+    ("docstring-sentence", CODING, "'Compared in constant time.'"),
+    ("docstring-sentence", CODING, "'Finding sockets of a library.'"),
+    ("docstring-sentence", CODING, "class C:\n    def f(self):\n        'When it ends.'"),
+    ("unique-name", CORE, "class C: ...\nclass D:\n    class C: ..."),
     ("public-docstring", ROOT, "__all__ = ['f']\ndef f(): ..."),
     ("public-docstring", ROOT, "__all__ = ['C']\nclass C:\n    'C.'\n    def f(self): ..."),
     ("public-docstring", ROOT, "__all__ = ['nowhere']"),
@@ -100,6 +115,14 @@ GOOD = [
     ("line-size", CORE, "x = '" + "a" * 94 + "'"),
     ("constructor-size", CORE, CONSTRUCTOR.format(more="")),
     ("module-docstring", CORE, '"""What it is for."""'),
+    ("docstring-sentence", CODING, f"{SENTENCE!r}\ndef f():\n    'Read all of it: no byte less.'"),
+    ("docstring-sentence", CODING, "'`feed` takes bytes; it never blocks.'"),
+    ("docstring-sentence", CODING, "'The newest view is the one that counts.'"),
+    ("docstring-sentence", CODING, "'Bring a chunk to its place.'"),
+    ("docstring-sentence", CODING, "def f(): ...\nclass C: ..."),
+    ("docstring-sentence", "tests/test_x.py", "'Of all loops.'"),
+    ("unique-name", CORE, "class C: ...\nclass D:\n    class _C: ...\nclass _C: ..."),
+    ("unique-name", "tests/test_x.py", "class C: ...\nclass D:\n    class C: ..."),
     ("public-docstring", ROOT, "__all__ = ['f', 'V']\nV = 1\ndef f():\n    'What it does.'"),
     ("public-docstring", ROOT, "__all__ = ['C']\nclass C:\n    'C.'\n    def _f(self): ..."),
     ("unused-module", CLI, "x = 1"),
@@ -175,6 +198,30 @@ def test_modules_are_used_through_imports_and_through_names_in_strings():
         "src/holdfast/core/lonely.py",
         "src/holdfast/core/pair.py",
     ]
+
+
+def test_names_are_compared_across_files_and_exceptions_are_known_by_their_bases():
+    files = {
+        CORE: "class Kept: ...\nclass Broken(HoldfastError): ...",
+        "src/holdfast/core/__init__.py": "",
+        "src/holdfast/store/__init__.py": "",
+        "src/holdfast/store/x.py": "x = 1\nclass Kept: ...\nclass _Kept: ...",
+        CODING: "class Worse(Broken): ...\ndef f():\n    'Worse as soon as the file ends.'",
+    }
+    found = {
+        rule: tidy.broken(rule_named(rule), [tidy.parse(p, s) for p, s in files.items()])
+        for rule in ("unique-name", "docstring-sentence")
+    }
+    assert found == {
+        "unique-name": [
+            f"{CODING}:1: `x.py` is also in {CORE}",
+            f"src/holdfast/store/x.py:1: `x.py` is also in {CORE}",
+            f"src/holdfast/store/x.py:2: `Kept` is also in {CORE}",
+        ],
+        "docstring-sentence": [
+            f"{CODING}:3: the docstring of f: `Worse` begins a part of a sentence",
+        ],
+    }
 
 
 def test_public_names_are_followed_to_where_they_are_defined():

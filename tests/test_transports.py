@@ -12,8 +12,8 @@ import torch
 from holdfast.core.errors import Aborted, UserError
 from holdfast.testing.transports import (
     CONTRACT,
+    GroupMember,
     MakeTransport,
-    Seat,
     SharedRendezvous,
     refuses_impostors,
     run_contract,
@@ -77,7 +77,7 @@ def nccl(rank: int) -> MakeTransport:
 
 
 @pytest.mark.parametrize("case", CONTRACT, ids=lambda case: case.__name__)
-def test_gloo(case: Callable[[Seat], None]) -> None:
+def test_gloo(case: Callable[[GroupMember], None]) -> None:
     assert run_contract(case, gloo, size=3) == []
 
 
@@ -90,9 +90,9 @@ def test_gloo_refuses_impostors(make_of: Callable[[int], MakeTransport]) -> None
     assert run_contract(refuses_impostors, make_of, size=3) == []
 
 
-def opens_for_nobody(seat: Seat) -> None:
+def opens_for_nobody(member: GroupMember) -> None:
     with pytest.raises(Aborted):
-        seat.open("silent")
+        member.open("silent")
 
 
 def test_gloo_does_not_wait_for_a_silent_impostor() -> None:
@@ -138,7 +138,7 @@ def test_the_peer_key_is_taken_out_of_the_environment(monkeypatch: pytest.Monkey
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each process: 2")
 @pytest.mark.parametrize("case", CONTRACT, ids=lambda case: case.__name__)
-def test_nccl(case: Callable[[Seat], None]) -> None:
+def test_nccl(case: Callable[[GroupMember], None]) -> None:
     assert run_contract(case, nccl, size=2, device="cuda") == []
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import tidy_docstrings
 import tidy_sets
 from tidy_sets import Function
 
@@ -68,6 +69,25 @@ FUNCTION_LINES_MAX = 70
 FILE_LINES_MAX = 600
 LINE_COLUMNS_MAX = 100
 CONSTRUCTOR_PARAMETERS_MAX = 7
+
+# Packages and modules whose docstrings keep docstring-sentence already.
+DOCSTRING_PACKAGES = (  # "holdfast" alone, once every package keeps it
+    *"holdfast.coding holdfast.net holdfast.observe holdfast.store holdfast.testing".split(),
+    *"holdfast.core.membership holdfast.train.data holdfast.train.transport".split(),
+    *"holdfast.runtime.coordinate holdfast.runtime.contact holdfast.runtime.supervise".split(),
+    *(f"holdfast.core.{m}" for m in "assignment errors exact_products invalidations tree".split()),
+    *(f"holdfast.train.{m}" for m in "agent_link ledger_recorder selftest".split()),
+    *(
+        f"holdfast.train.checkpoint.{m}"
+        for m in "dcp formats restorer shares staging state transfer".split()
+    ),
+    *(
+        f"holdfast.cli.{m}_command"
+        for m in "agent ckpt coordinator demo drain ledger resume sim status".split()
+    ),
+    "holdfast.cli.shared_options",
+    "holdfast.wire.frames",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,6 +325,32 @@ def find_missing_module_docstrings(modules: list[Module]) -> Iterator[Finding]:
             yield Finding(module, 1, "has no docstring")
 
 
+def find_docstring_riddles(modules: list[Module]) -> Iterator[Finding]:
+    errors = {"HoldfastError"}
+    classes = [n for m in in_src(modules) for n in ast.walk(m.tree) if isinstance(n, ast.ClassDef)]
+    for _ in range(3):  # the tree of exceptions is no deeper
+        errors |= {c.name for c in classes if errors & {ast.unparse(b) for b in c.bases}}
+    for module in in_src(modules):
+        if any(f"{module.name}.".startswith(f"{p}.") for p in DOCSTRING_PACKAGES):
+            for line, name, text in tidy_docstrings.docstrings(module.tree):
+                if why := tidy_docstrings.riddle(text, frozenset(errors)):
+                    yield Finding(module, line, f"the docstring of {name}: {why}")
+
+
+def find_names_used_twice(modules: list[Module]) -> Iterator[Finding]:
+    seen: dict[str, str] = {}
+    for module in in_src(modules):
+        names = [(n.lineno, n.name) for n in ast.walk(module.tree) if isinstance(n, ast.ClassDef)]
+        found = [(line, name) for line, name in names if name[0] != "_"]
+        base = module.path.rpartition("/")[2]
+        if base != "__init__.py":
+            found.append((1, base))
+        for line, name in found:
+            if name in seen:
+                yield Finding(module, line, f"`{name}` is also in {seen[name]}")
+            seen.setdefault(name, module.path)
+
+
 def definition(modules: dict[str, Module], module: str, name: str) -> tuple[Module, ast.AST] | None:
     """Where `name`, as seen from `module`, is defined: follows `from x import name` through src."""
     if module not in modules:
@@ -471,6 +517,17 @@ RULES = [
         "module-docstring",
         find_missing_module_docstrings,
         "a module says what it is for, what it must not know and which invariant it keeps",
+    ),
+    Rule(
+        "docstring-sentence",
+        find_docstring_riddles,
+        "a docstring begins with a whole sentence that says what the thing does or is: readers "
+        "come from anywhere and have not read the neighbours",
+    ),
+    Rule(
+        "unique-name",
+        find_names_used_twice,
+        "a public class and a module are found, and talked of, by their name alone",
     ),
     Rule(
         "public-docstring",

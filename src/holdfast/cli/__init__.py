@@ -1,1 +1,1 @@
-"""The commands: they read, ask and print, and never decide."""
+"""Implements the commands: they read, ask and print, and never decide."""

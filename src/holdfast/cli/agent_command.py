@@ -1,4 +1,4 @@
-"""`holdfast agent`: this machine becomes a further node of a running job."""
+"""`holdfast agent` adds this machine to a running job as a further node."""
 
 from __future__ import annotations
 
@@ -31,29 +31,34 @@ def parser() -> argparse.ArgumentParser:
         "--join",
         required=True,
         metavar="HOST:PORT",
-        help="the job's coordinator, or the URL where coordinators are elected",
+        help="address of the job's coordinator, or the URL of its election",
     )
     found.add_argument(
-        "--nproc", type=int, metavar="N", help="workers here (default: as on the first node)"
+        "--nproc",
+        type=int,
+        metavar="N",
+        help="number of workers on this node (default: as on the first node)",
     )
     found.add_argument(
-        "--name", help="of this node, the same each time that it comes back (default: made up)"
+        "--name",
+        help="name of this node; give the same one whenever it rejoins (default: a new name)",
     )
     found.add_argument(
-        "--host", help="by which other nodes reach this one (default: as the coordinator sees it)"
+        "--host",
+        help="address at which other nodes reach this one (default: as the coordinator sees it)",
     )
     found.add_argument(
         "--patience-s",
         type=float,
         default=60.0,
-        help="how long to try where no coordinator answers yet (default 60)",
+        help="seconds to keep trying while no coordinator answers (default 60)",
     )
     add_secret(found, "HOLDFAST_SECRET, or the run directory's")
     add_tls(found)
     found.add_argument(
         "--run-dir",
         type=Path,
-        help="for this node's logs and ledger; the job's own if it is shared "
+        help="directory for this node's logs and ledger; the job's own run directory if shared "
         "(default: holdfast-runs/NAME)",
     )
     add_checks(found)

@@ -1,4 +1,4 @@
-"""`holdfast ckpt`: look at checkpoints, prove them, mend them, take them elsewhere."""
+"""`holdfast ckpt` lists checkpoints, verifies and repairs them, and converts them to files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Command = Callable[[argparse.Namespace], int]
 
 
 def main(argv: list[str]) -> int:
-    """Exit status 0; 1 where something is damaged or differs; 2 for bad arguments."""
+    """Return 0; 1 if something is damaged or differs; 2 for bad arguments."""
     options = parser().parse_args(argv)
     command: Command = options.command
     try:
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
 def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(
         prog="holdfast ckpt",
-        description=f"Checkpoints of a job. STORE is {FORM}.",
+        description=f"Inspect, check and convert a job's checkpoints. STORE is {FORM}.",
     )
     commands = found.add_subparsers(metavar="COMMAND", required=True)
 
@@ -55,39 +55,52 @@ def parser() -> argparse.ArgumentParser:
         return sub
 
     sub = add("list", list_all, "list all checkpoints")
-    sub.add_argument("--json", action="store_true", help="for scripts")
+    sub.add_argument("--json", action="store_true", help="print JSON, for scripts")
     sub = add("show", show, "show what is in a checkpoint")
     sub.add_argument("step", type=_step, nargs="?", help="default: the newest")
-    sub.add_argument("--json", action="store_true", help="for scripts")
-    sub = add("verify", verify, "read every byte of a checkpoint and prove that it is right")
+    sub.add_argument("--json", action="store_true", help="print JSON, for scripts")
+    sub = add("verify", verify, "read every byte of a checkpoint and verify it")
     sub.add_argument("step", type=_step, nargs="?", help="default: all of them")
     sub.add_argument(
-        "--rate", type=float, metavar="MB/S", help="read no faster, to leave the disk to others"
+        "--rate",
+        type=float,
+        metavar="MB/S",
+        help="limit the reading rate, to leave the disk to others",
     )
-    sub.add_argument("--json", action="store_true", help="for scripts")
-    sub = add("diff", diff, "tell which entries of two checkpoints differ; exit status 1 if any do")
+    sub.add_argument("--json", action="store_true", help="print JSON, for scripts")
+    sub = add("diff", diff, "list entries in which two checkpoints differ; exit status 1 if any do")
     sub.add_argument("step", type=_step)
     sub.add_argument("other", type=_step)
-    sub.add_argument("--json", action="store_true", help="for scripts")
+    sub.add_argument("--json", action="store_true", help="print JSON, for scripts")
     sub = add("export", export, "write a checkpoint's tensors to a file of another format")
     sub.add_argument("step", type=_step)
     sub.add_argument("file", type=Path)
     sub.add_argument("--format", choices=("safetensors", "torch", "dcp"), default="safetensors")
-    sub.add_argument("--only", default="", metavar="TEXT", help="entries whose name contains it")
+    sub.add_argument(
+        "--only", default="", metavar="TEXT", help="only entries whose name contains TEXT"
+    )
     sub = add("import", import_file, "make a checkpoint of a safetensors file")
     sub.add_argument("file", type=Path)
-    sub.add_argument("--step", type=_step, default=0, help="that it is to be of (default 0)")
-    add("repair", repair, "bring lost or damaged volumes of an ec: store back to what they were")
-    sub = add("gc", collect, "remove checkpoints that are not to be kept, and what nothing uses")
-    sub.add_argument("--keep-last", type=int, default=0, metavar="N", help="so many of the newest")
-    sub.add_argument("--keep-every", type=int, default=0, metavar="K", help="and every Kth step")
-    sub.add_argument("--keep-age-s", type=float, default=0.0, metavar="S", help="and younger ones")
+    sub.add_argument("--step", type=_step, default=0, help="step of the new checkpoint (default 0)")
+    add("repair", repair, "restore lost or damaged volumes of an ec: store")
+    sub = add("gc", collect, "remove checkpoints beyond those to keep, and unused packs")
+    sub.add_argument("--keep-last", type=int, default=0, metavar="N", help="keep the newest N")
+    sub.add_argument(
+        "--keep-every", type=int, default=0, metavar="K", help="keep steps that are multiples of K"
+    )
+    sub.add_argument(
+        "--keep-age-s",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="keep those younger than S seconds",
+    )
     return found
 
 
 def _step(text: str) -> int:
     if not (text.isascii() and text.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{text!r} is no step: give a number such as 1000")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a step: give a number such as 1000")
     return int(text)
 
 
@@ -100,13 +113,13 @@ def _warn(line: str) -> None:
 
 
 def _manifest(store: Checkpoints, step: int | None) -> Manifest:
-    """Of a step, or the newest. UserError where there is none."""
+    """Read the manifest of a step, or the newest. UserError if there is none."""
     steps = store.steps()
     if not steps:
-        raise UserError("there are no checkpoints: is it the right store?")
+        raise UserError("there are no checkpoints: is this the right store?")
     if step is not None and step not in steps:
         known = ", ".join(map(str, steps[-10:]))
-        raise UserError(f"there is no checkpoint of step {step}: the newest are of {known}")
+        raise UserError(f"there is no checkpoint of step {step}: the newest are {known}")
     return store.manifest(steps[-1] if step is None else step)
 
 
@@ -256,7 +269,7 @@ def repair(options: argparse.Namespace) -> int:
     store = _open(options)
     volumes = store.storage
     if not isinstance(volumes, VolumeStorage):
-        raise UserError(f"{options.store} has no parity to repair from: only ec: stores have")
+        raise UserError(f"{options.store} has no parity to repair from: only ec: stores do")
     code = mended = 0
     names = volumes.all_names()
     with _progress("objects", len(names), bytes_=False) as advance:
@@ -320,7 +333,7 @@ def import_file(options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _progress(what: str, total: int, *, bytes_: bool = True) -> Iterator[Callable[[int], None]]:
-    """A bar where a person watches; elsewhere nothing."""
+    """Show a progress bar where a person watches; elsewhere nothing."""
     if not sys.stderr.isatty():
         yield lambda count: None
         return

@@ -1,4 +1,4 @@
-"""`holdfast coordinator`: one more coordinator of a job, which takes over when the others fail."""
+"""`holdfast coordinator` adds a coordinator to a job, to take over when the others fail."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from holdfast.net.secret import load_secret
 from holdfast.net.tcp import listen
 from holdfast.net.tls import server_of
 from holdfast.runtime.coordinate.election import FORM, open_election
-from holdfast.runtime.launcher import Desk, launch_standby
+from holdfast.runtime.launcher import CoordinatorSite, launch_standby
 from holdfast.runtime.rundir import RunDir
 
 
@@ -25,25 +25,27 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         raise UserError(f"--run-dir {run_dir.path}: {error.strerror}; name another") from None
     load_secret(dict(os.environ), file=options.secret_file, run_dir=run_dir.path)
-    server_of(options.tls)  # says what is wrong with it
+    server_of(options.tls)  # raises UserError if the files are bad
     arguments = ["--election", options.election]
     if options.secret_file is not None:
         arguments += ["--secret-file", str(options.secret_file)]
     with listen(options.host, options.port) as listener:
-        desk = Desk(run_dir=run_dir, listener=listener, host=options.host, tls=options.tls)
-        return launch_standby(desk, arguments)
+        site = CoordinatorSite(
+            run_dir=run_dir, listener=listener, host=options.host, tls=options.tls
+        )
+        return launch_standby(site, arguments)
 
 
 def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(
         prog="holdfast coordinator",
-        description="Stand by as one more coordinator of a job: as soon as none is in office, one "
-        "of those that stand by takes over and the job goes on. Ends with the job; a signal to "
-        "end makes another take over.",
+        description="Run a standby coordinator of a job: if the leader fails, a standby takes over "
+        "and the job goes on. It ends with the job; if it leads and is told to end before that, "
+        "a standby takes over.",
     )
     found.add_argument("--election", required=True, metavar="URL", help=FORM)
     found.add_argument(
-        "--run-dir", type=Path, required=True, help="for this coordinator's story of the job"
+        "--run-dir", type=Path, required=True, help="directory for this coordinator's event log"
     )
     found.add_argument(
         "--host", required=True, help="this machine's name or address, as agents reach it"

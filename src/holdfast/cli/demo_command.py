@@ -1,7 +1,8 @@
-"""`holdfast demo`: train a small GPT through faults, train it again in peace, compare the two.
+"""`holdfast demo` trains a small GPT through faults, then undisturbed, and compares the two.
 
-The demo is a user of the test kit: it starts runs as anybody would, hurts one of them from outside
-and believes only what is on the disk afterwards. It reads and prints; it trains nothing itself.
+The demo is a user of the test kit: it starts runs as anybody would, disturbs one of them from
+outside and trusts only what is on the disk afterwards. It reads and prints; it trains nothing
+itself.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from holdfast.testing import fault_kit  # tidy: allow layers because the demo us
 from holdfast.testing.local_run import ACTIVE, LocalRun  # tidy: allow layers because as above
 from holdfast.train.data.sampling import SamplePlan
 
-SCRIPT = "holdfast.testing.gpt"  # examples/gpt.py, as it is installed
+SCRIPT = "holdfast.testing.gpt"  # examples/gpt.py, as installed
 VIRTUAL_RANKS = 4
 STEPS_MIN = 10
 POLL_S = 0.1
-POLL_DUE_S = 0.03  # while a fault waits for its victims: a worker joins within a few of these
+POLL_DUE_S = 0.03  # while a fault waits for its victims: joining takes a few of these
 END_S = 60.0  # from the last step to the end of every process
 COMMIT = re.compile(r"step (\d+) loss (\S+) time (\S+)")
 COLOURS = {"lost": "red", "view": "green", "join": "cyan", "failed": "bold red"}
@@ -43,7 +44,7 @@ COLOURS = {"lost": "red", "view": "green", "join": "cyan", "failed": "bold red"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """What one run left behind."""
+    """Holds the results of one run."""
 
     run_dir: Path
     workers: int
@@ -51,32 +52,32 @@ class Trained:
     digest: str  # SHA-256 of all parameters and optimizer state, as the script printed it
     losses: dict[int, str]  # step -> loss as hexadecimal digits, so every bit of it
     ledger: LedgerReport
-    commits: list[fault_kit.Commit]
+    commits: list[fault_kit.StepEnd]
     events: list[dict[str, Any]]
     sample: str
 
     @property
     def step_s(self) -> float:
-        """The median step."""
+        """Return the median time of a step."""
         times = [c.time for c in self.commits]
         return statistics.median(b - a for a, b in itertools.pairwise(times))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """Both runs compared. `problems` is empty when nothing differs and nothing was lost."""
+    """Compares both runs. `problems` is empty if nothing differs and nothing was lost."""
 
     steps: int
     faulty: Trained
     calm: Trained
     problems: list[str]
     recoveries: list[fault_kit.Recovery]
-    missed: list[fault_kit.Fault]  # the run ended before they could be struck
+    missed: list[fault_kit.PlannedFault]  # the run ended before they could be struck
     plot: Path | None
 
 
 class Screen:
-    """Where people watch: a live bar with events above it, or plain lines when not a terminal."""
+    """Shows a live bar with events above it, or plain lines when not on a terminal."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -87,7 +88,7 @@ class Screen:
 
     @contextlib.contextmanager
     def training(self, title: str, steps: int) -> Iterator[None]:
-        """One run, of `steps` steps."""
+        """Show one run, of `steps` steps."""
         self.say(f"[bold]{title}[/bold]", stamp=False)
         self._started, self._tenth = time.monotonic(), 0
         columns = (
@@ -103,7 +104,7 @@ class Screen:
         self._progress = None
 
     def show(self, step: int, steps: int, loss: float, alive: int) -> None:
-        """`step` steps are done."""
+        """Show that `step` steps are done."""
         assert self._progress is not None
         self._progress.update(
             self._task, completed=step, loss=f"{loss:.4f}" if step else "-", alive=alive
@@ -114,13 +115,13 @@ class Screen:
             self.say(f"step {step} of {steps}, loss {loss:.4f}, {alive} workers")
 
     def say(self, text: str, *, stamp: bool = True) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         at = f"[dim]{time.monotonic() - self._started:6.1f} s[/dim]  " if stamp else ""
         self.console.print(at + text, highlight=False, soft_wrap=True)
 
 
 def main(argv: list[str]) -> int:
-    """Exit status: 0 when both runs are equal, 1 when anything differs, 2 when one failed."""
+    """Return 0 if both runs are equal, 1 if anything differs, 2 if one failed."""
     options = parser().parse_args(argv)
     if options.workers < 2:
         raise UserError(
@@ -129,12 +130,12 @@ def main(argv: list[str]) -> int:
     if options.steps < STEPS_MIN:
         raise UserError(f"--steps {options.steps}: faults and recoveries need at least {STEPS_MIN}")
     out = options.out or Path("holdfast-demo") / time.strftime("%Y%m%d-%H%M%S")
-    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as by Ctrl-C
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)  # treat it like Ctrl-C
     console = Console(stderr=options.json)
     try:
         proof = prove(options, out, Screen(console))
     except KeyboardInterrupt:
-        console.print(f"stopped; what there is of the runs is in {out}")
+        console.print(f"stopped; what the runs have written is in {out}")
         return 130
     finally:
         signal.signal(signal.SIGTERM, previous)
@@ -151,17 +152,23 @@ def parser() -> argparse.ArgumentParser:
         description="Train a small GPT on Python's own source code while workers are killed and "
         "frozen, then again undisturbed, and prove that both runs are the same, bit for bit.",
     )
-    found.add_argument("--workers", type=int, default=4, help="of the faulty run (default 4)")
-    found.add_argument("--steps", type=int, default=160, help="of each run (default 160)")
-    found.add_argument("--seed", type=int, default=0, help="of the job, and of who is struck")
-    found.add_argument("--out", type=Path, help="default: holdfast-demo/TIME")
+    found.add_argument(
+        "--workers", type=int, default=4, help="workers of the faulty run (default 4)"
+    )
+    found.add_argument("--steps", type=int, default=160, help="steps of each run (default 160)")
+    found.add_argument(
+        "--seed", type=int, default=0, help="seed of the job, and of the choice of victims"
+    )
+    found.add_argument(
+        "--out", type=Path, help="directory for both runs (default: holdfast-demo/TIME)"
+    )
     found.add_argument("--json", action="store_true", help="print one JSON object, for scripts")
-    found.add_argument("args", nargs="*", help="after --: passed to the training script")
+    found.add_argument("args", nargs="*", help="arguments for the training script, after --")
     return found
 
 
 def prove(options: argparse.Namespace, out: Path, screen: Screen) -> Proof:
-    """Both runs and their comparison."""
+    """Run both and compare them."""
     schedule = fault_kit.schedule(options.steps, options.workers, options.seed)
     virtual = max(VIRTUAL_RANKS, options.workers)
     calm_workers = max(1, options.workers // 2)
@@ -171,7 +178,7 @@ def prove(options: argparse.Namespace, out: Path, screen: Screen) -> Proof:
     faulty, striker = train(faulty_run, options, schedule, screen, title)
     title = f"2. The same job undisturbed, on {calm_workers} instead of {options.workers}"
     calm_run = make_run(out / "undisturbed", calm_workers, options)
-    calm, _ = train(calm_run, options, (), screen, f"{title}: the number does not matter either")
+    calm, _ = train(calm_run, options, (), screen, f"{title}: their number does not matter either")
     found = [fault_kit.recovery(s, faulty.events, faulty.commits) for s in striker.strikes]
     recoveries = [r for r in found if r is not None]
     problems = compare(faulty, calm, options.steps)
@@ -205,24 +212,24 @@ def make_run(run_dir: Path, workers: int, options: argparse.Namespace) -> LocalR
 def train(
     run: LocalRun,
     options: argparse.Namespace,
-    schedule: tuple[fault_kit.Fault, ...],
+    schedule: tuple[fault_kit.PlannedFault, ...],
     screen: Screen,
     title: str,
 ) -> tuple[Trained, fault_kit.Striker]:
-    """One run from start to end, striking the faults of `schedule` when they are due."""
+    """Train once from start to end, striking the faults of `schedule` when they are due."""
     started = time.monotonic()
     striker = fault_kit.Striker(run, schedule)
     with screen.training(title, options.steps), run:
         watch(run, striker, options.steps, screen)
         code = run.wait(END_S)
     if code != 0:
-        story = "\n".join(run.err[-10:])
-        raise WorldError(f"the run in {run.run_dir.path} failed (exit status {code}):\n{story}")
+        tail = "\n".join(run.err[-10:])
+        raise WorldError(f"the run in {run.run_dir.path} failed (exit status {code}):\n{tail}")
     return collect(run, options, time.monotonic() - started), striker
 
 
 def watch(run: LocalRun, striker: fault_kit.Striker, steps: int, screen: Screen) -> None:
-    """Show the run until it ends, and strike."""
+    """Show the run until it ends, and strike the faults."""
     told = step = workers = 0
     loss = float("nan")
     while True:
@@ -246,7 +253,7 @@ def watch(run: LocalRun, striker: fault_kit.Striker, steps: int, screen: Screen)
 
 
 def alive(run: LocalRun) -> int:
-    """Workers that take part in steps, or are about to again; 0 while nobody answers."""
+    """Count workers that take part in steps, or will soon; 0 while nobody answers."""
     with contextlib.suppress(HoldfastError):
         return sum(w["state"] in (*ACTIVE, "changing view") for w in run.status()["workers"])
     return 0
@@ -259,7 +266,7 @@ def collect(run: LocalRun, options: argparse.Namespace, seconds: float) -> Train
         raise WorldError(f"the run in {path} ended without a digest: see the logs there")
     found = [COMMIT.fullmatch(line) for line in lines]
     commits = [
-        fault_kit.Commit(step=int(m[1]), loss=float(m[2]), time=float(m[3])) for m in found if m
+        fault_kit.StepEnd(step=int(m[1]), loss=float(m[2]), time=float(m[3])) for m in found if m
     ]
     begin = max((i for i, line in enumerate(lines) if line == "sample:"), default=len(lines))
     return Trained(
@@ -276,11 +283,11 @@ def collect(run: LocalRun, options: argparse.Namespace, seconds: float) -> Train
 
 
 def read_losses(run_dir: Path) -> dict[int, str]:
-    """step -> its loss in the ledger. That all copies of a step agree is for `verify` to say."""
+    """Read step -> its loss from the ledger. `verify` checks that all copies of a step agree."""
     losses: dict[int, str] = {}
     for path in sorted((run_dir / LEDGER_DIR).glob("*.jsonl")):
         for line in path.read_text(errors="replace").splitlines(keepends=True):
-            if line.endswith("\n"):  # else torn by the death of its writer
+            if line.endswith("\n"):  # otherwise its writer died while writing it
                 entry = json.loads(line)
                 if entry["kind"] == "step":
                     losses.setdefault(entry["step"], entry["loss"])
@@ -291,7 +298,7 @@ def read_losses(run_dir: Path) -> dict[int, str]:
 
 
 def compare(faulty: Trained, calm: Trained, steps: int) -> list[str]:
-    """Everything in which the runs differ or fall short, one sentence each."""
+    """List everything in which the runs differ or fall short, one sentence each."""
     problems = []
     if faulty.digest != calm.digest:
         problems.append("the final digests differ")
@@ -314,7 +321,7 @@ def missing_steps(trained: Trained, steps: int) -> list[int]:
 
 
 def to_dict(proof: Proof, seed: int) -> dict[str, Any]:
-    """The JSON object: everything that the report for people says."""
+    """Make the JSON object, with everything that the report for people says."""
     faulty, calm = proof.faulty, proof.calm
     return {
         "ok": not proof.problems,
@@ -361,7 +368,7 @@ def to_dict(proof: Proof, seed: int) -> dict[str, Any]:
 
 
 def report(proof: Proof, console: Console) -> None:
-    """For people."""
+    """Print the report for people."""
     faulty, calm = proof.faulty, proof.calm
     console.print("\n[bold]3. What the faults cost[/bold]")
     table = Table("after step", "fault", "what the job saw", box=None)
@@ -371,9 +378,7 @@ def report(proof: Proof, console: Console) -> None:
         times = [f"{s * 1e3:.0f}" for s in (r.next_step_s, r.usual_step_s, r.stall_s)]
         table.add_row(str(r.strike.step), str(r.strike), "\n".join(r.causes), *times)
     console.print(table)
-    text = (
-        "stall: how much later than usual the step ended that had to compute the lost shares again"
-    )
+    text = "stall: how much longer than usual the step took that recomputed the lost shares"
     console.print(f"[dim]{text}[/dim]")
     for missed in proof.missed:
         text = f"{missed.kind.value}: the run ended before it could be struck; use more --steps"
@@ -391,12 +396,12 @@ def report(proof: Proof, console: Console) -> None:
         console.print(f"[bold red]{problem}[/bold red]", highlight=False, soft_wrap=True)
     if not proof.problems:
         lost = sum(len(r.strike.victims) for r in proof.recoveries)
-        text = f"{lost} workers were lost on the way, and the model is the same, bit for bit."
+        text = f"{lost} workers were lost during the run, and the model is the same, bit for bit."
         console.print(f"[bold green]{text}[/bold green]")
 
 
 def comparison(proof: Proof) -> Table:
-    """Both runs, side by side."""
+    """Make the table of both runs, side by side."""
     runs = (proof.faulty, proof.calm)
     table = Table("", "faulty", "undisturbed", "", box=None)
 
@@ -425,7 +430,7 @@ def comparison(proof: Proof) -> Table:
 def draw(
     faulty: Trained, calm: Trained, strikes: list[fault_kit.Strike], path: Path
 ) -> Path | None:
-    """Both loss curves, the faults, and the difference; None without matplotlib."""
+    """Plot both loss curves, the faults, and the difference; None without matplotlib."""
     try:
         import matplotlib as mpl
     except ImportError:

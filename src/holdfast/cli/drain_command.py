@@ -1,4 +1,4 @@
-"""`holdfast drain`: a node hands its work over to others and leaves the job."""
+"""`holdfast drain` has a node hand its work over to others and leave the job."""
 
 from __future__ import annotations
 
@@ -19,47 +19,49 @@ from holdfast.runtime.contact import ask, contact_of
 from holdfast.runtime.rundir import RunDir
 from holdfast.wire.messages import DrainReply, DrainRequest
 
-LOOK_S = 0.2  # between two looks at the job
-PATIENCE_S = 60.0  # without any answer of a coordinator
+LOOK_S = 0.2  # between checks of the job
+PATIENCE_S = 60.0  # how long a coordinator may fail to answer
 
 
 def main(argv: list[str]) -> int:
-    """Exit status 0 once the node is empty, or the job is over; 130 after Ctrl-C."""
+    """Return 0 once the node is empty, or the job is over; 130 after Ctrl-C."""
     options = parser().parse_args(argv)
     run_dir, tls, node = RunDir(options.run_dir), client_of(options.tls), AgentId(options.node)
-    fetch(run_dir, tls)  # says so if the run is over
+    fetch(run_dir, tls)  # raises UserError if the run is over
     order = DrainRequest(agent=node, reason=options.reason)
     reply = ask(contact_of(run_dir, tls), run_dir.secret(), order, DrainReply)
     if reply.problem:
         raise UserError(reply.problem)
-    waiting = f"{node} is left at the next step boundary, once others can take its work"
+    waiting = f"{node} leaves at the next step boundary, once others can take its work"
     try:
         with Console(stderr=True).status(waiting):
             _wait(run_dir, tls, node)
     except KeyboardInterrupt:
         print(f"holdfast: no longer waiting; {node} still drains", file=sys.stderr)
         return 130
-    print(f"holdfast: {node} takes no part any more")
+    print(f"holdfast: {node} has left the job")
     return 0
 
 
 def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(
         prog="holdfast drain",
-        description="Empty a node before maintenance: its workers leave at a step boundary, when "
-        "others have their state, and its agent ends. Nothing is computed twice. Waits for it.",
+        description="Drain a node before maintenance: its workers leave at a step boundary, once "
+        "others have their state, and its agent ends. No work is lost. Waits until it is done.",
     )
-    found.add_argument("node", metavar="NODE", help="its name, as `holdfast status` shows it")
-    found.add_argument("--run-dir", type=Path, required=True, help="of the job")
     found.add_argument(
-        "--reason", default="drained by the operator", help="for the job's event log"
+        "node", metavar="NODE", help="the node's name, as `holdfast status` shows it"
+    )
+    found.add_argument("--run-dir", type=Path, required=True, help="run directory of the job")
+    found.add_argument(
+        "--reason", default="drained by the operator", help="the reason, for the job's event log"
     )
     add_tls(found)
     return found
 
 
 def _wait(run_dir: RunDir, tls: ssl.SSLContext | None, node: AgentId) -> None:
-    """Until the node has no members, or the run is over. UserError when nobody answers any more."""
+    """Wait until the node has no members, or the run is over. UserError if nobody answers."""
     answered_at = time.monotonic()
     while run_dir.outcome() is None:
         try:

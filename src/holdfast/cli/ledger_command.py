@@ -1,7 +1,7 @@
-"""`holdfast ledger verify RUN_DIR [--json]`: print the proof that every sample was used once.
+"""`holdfast ledger verify RUN_DIR [--json]` prints the proof that every sample was used once.
 
-Reads and prints; decides nothing. Must not import torch, so that it starts at once and runs where
-there is none. Exit code: 0 proved, 1 not proved, 2 there is nothing to verify.
+It reads and prints; it decides nothing. Must not import torch, so that it starts at once and runs
+where there is none. Exit status: 0 proved, 1 not proved, 2 there is nothing to verify.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from holdfast.train.data.sampling import SamplePlan
 
 
 def main(argv: Sequence[str]) -> int:
-    """`argv` is what follows `holdfast ledger`."""
+    """Run the command; `argv` is what follows `holdfast ledger`."""
     parser = argparse.ArgumentParser(prog="holdfast ledger")
     commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser("verify", help="prove that every sample was used exactly once")
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def render(report: LedgerReport) -> str:
-    """The report for people, one finding a line."""
+    """Format the report for people, one finding a line."""
     lines = [
         f"{report.steps} steps, {report.samples} samples, "
         f"{report.copies} copies in {report.files} files",

@@ -1,4 +1,4 @@
-"""`holdfast resume`: a run that ended before its time goes on, from its newest checkpoint."""
+"""`holdfast resume` continues a run that ended early, from its newest checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdfast.net.secret import VARIABLE
 from holdfast.net.tcp import listen
 from holdfast.net.tls import server_of
 from holdfast.runtime.coordinate.journal import FileJournal
-from holdfast.runtime.launcher import Desk, launch_job
+from holdfast.runtime.launcher import CoordinatorSite, launch_job
 from holdfast.runtime.rundir import RunDir
 
 
@@ -32,25 +32,29 @@ def main(argv: list[str]) -> int:
     if not os.path.isfile(os.path.join(spec.cwd, spec.script)):
         raise UserError(f"the job's script {spec.script} is not under {spec.cwd} any more")
     tls = tls.absolute() if tls is not None else None
-    os.environ.pop(VARIABLE, None)  # the secret is the run directory's
+    os.environ.pop(VARIABLE, None)  # the run directory holds the secret
     os.chdir(spec.cwd)
-    server_of(tls)  # says what is wrong with it
+    server_of(tls)  # raises UserError if the files are bad
     with listen(options.host, options.port) as listener:
         run_dir.reopen()
         print(f"holdfast: run directory {run_dir.path}", file=sys.stderr, flush=True)
-        desk = Desk(run_dir=run_dir, listener=listener, host=options.host, tls=tls)
-        return launch_job(desk, spec, resume=True)
+        site = CoordinatorSite(run_dir=run_dir, listener=listener, host=options.host, tls=tls)
+        return launch_job(site, spec, resume=True)
 
 
 def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(
         prog="holdfast resume",
-        description="Go on with a run that was interrupted, failed, or lost its machine: same "
+        description="Continue a run that was interrupted, failed, or lost its machine: same "
         "script, same arguments, from its newest checkpoint or, without one, from step 0. The "
-        "result is that of a run that nothing happened to. Further nodes join anew.",
+        "result is that of an undisturbed run. Further nodes must join again.",
     )
     found.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    found.add_argument("--host", default="127.0.0.1", help="as of `holdfast run`")
-    found.add_argument("--port", type=int, default=0, help="to listen on (default: a free one)")
+    found.add_argument(
+        "--host", default="127.0.0.1", help="this machine's address, as for `holdfast run`"
+    )
+    found.add_argument(
+        "--port", type=int, default=0, help="port to listen on (default: a free one)"
+    )
     add_tls(found)
     return found

@@ -1,4 +1,4 @@
-"""Options that several commands share."""
+"""Defines options that several commands share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def add_secret(parser: argparse._ActionsContainer, otherwise: str) -> None:
 
 
 def add_tls(parser: argparse._ActionsContainer) -> None:
-    """Add --tls."""
+    """Add the option --tls, with which the control plane is encrypted."""
     parser.add_argument(
         "--tls",
         type=Path,

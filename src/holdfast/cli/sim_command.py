@@ -1,4 +1,4 @@
-"""`holdfast sim`: run the deterministic simulation and say plainly what it found."""
+"""`holdfast sim` runs the deterministic simulation and says plainly what it found."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdfast.sim.swarm import Result, Summary, run_many, run_seed
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns 0 when every seed is clean, 1 when one is not; 2 for bad arguments."""
+    """Return 0 if every seed is clean, 1 if one is not; 2 for bad arguments."""
     args = _parser().parse_args(argv)
     try:
         return _one(args) if args.seed is not None else _many(args)
@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="holdfast sim",
-        description="Run the real machines in a simulated world full of faults, from seeds.",
+        description="Run the real state machines in a simulated world full of faults, from seeds.",
     )
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--seed", type=_seed, metavar="N", help="run one seed")
@@ -50,7 +50,7 @@ def _seed(text: str) -> int:
 
 def _nodes(text: str) -> int:
     if not text.isdecimal() or int(text) < 2:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of nodes: give 2 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of nodes: give 2 or more")
     return int(text)
 
 
@@ -72,7 +72,7 @@ def _one(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(dataclasses.asdict(result) | {"replay": result.replay}))
     else:
-        _show(result, story=not args.trace)
+        _show(result, events=not args.trace)
         _show_summary(summary, time.perf_counter() - started)
     return 1 if result.failure else 0
 
@@ -86,7 +86,7 @@ def _many(args: argparse.Namespace) -> int:
             seed, failure = result.options.seed, result.failure
             failed.append({"seed": seed, "failure": failure, "replay": result.replay})
             if not args.json:
-                _show(result, story=False)
+                _show(result, events=False)
     elapsed_s = time.perf_counter() - started
     if args.json:
         rate = {"elapsed_s": elapsed_s, "events_per_s": summary.events / elapsed_s}
@@ -97,7 +97,7 @@ def _many(args: argparse.Namespace) -> int:
 
 
 def _with_progress(results: Iterator[Result], seeds: Sequence[int]) -> Iterator[Result]:
-    """A progress bar where a person watches; elsewhere nothing."""
+    """Show a progress bar where a person watches; elsewhere nothing."""
     if not sys.stderr.isatty():
         yield from results
         return
@@ -107,10 +107,10 @@ def _with_progress(results: Iterator[Result], seeds: Sequence[int]) -> Iterator[
     yield from track(results, "simulating", len(seeds), console=Console(stderr=True))
 
 
-def _show(result: Result, story: bool) -> None:
+def _show(result: Result, events: bool) -> None:
     if not result.failure:
         return
-    for line in result.story if story else ():
+    for line in result.story if events else ():
         print(line)
     print(f"seed {result.options.seed} FAILED at {result.simulated_s:.3f} s: {result.failure}")
     print(f"  replay: {result.replay}")

@@ -1,4 +1,4 @@
-"""`holdfast status`: what a running job is doing, asked of its coordinator."""
+"""`holdfast status` asks a running job's coordinator what the job is doing, and prints it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from holdfast.wire.messages import StatusReply, StatusRequest
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="holdfast status", description="Show a running job: view, step, processes."
+        prog="holdfast status", description="Show a running job's view, step and processes."
     )
     parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--json", action="store_true", help="for scripts")
+    parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
     add_tls(parser)
     options = parser.parse_args(argv)
     status = fetch(RunDir(options.run_dir), client_of(options.tls))
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
 
 
 def fetch(run_dir: RunDir, tls: ssl.SSLContext | None = None) -> dict[str, Any]:
-    """The coordinator's answer. UserError when there is no run, or it is over or unreachable."""
+    """Ask the coordinator. UserError if there is no run, or it is over or unreachable."""
     secret = run_dir.secret()
     outcome = run_dir.outcome()
     if outcome is not None:

@@ -1,1 +1,1 @@
-"""Erasure codes over byte buffers. It knows no files and no networks."""
+"""Holds erasure codes over byte buffers; knows no files and no networks."""

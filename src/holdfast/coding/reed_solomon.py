@@ -1,8 +1,8 @@
-"""Reed-Solomon: k pieces of data, m of parity; any k of the k + m give the rest.
+"""Computes Reed-Solomon codes: of k data pieces and m parity pieces, any k restore the rest.
 
-Intel's ISA-L does the arithmetic, in GF(2^8) with a Cauchy matrix, of which every square part can
-be inverted. The library comes inside the PyECLib wheel, or is the system's libisal. It is called
-without copying, and while Python's lock is released.
+Intel's ISA-L does the arithmetic, in GF(2^8) with a Cauchy matrix, every square submatrix of which
+is invertible. The library comes with the PyECLib wheel, or is the system's libisal. It is called
+without copying, and Python's lock is released meanwhile.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 
 from holdfast.core.errors import UserError, require
 
-PIECES_MAX = 256  # of the field
+PIECES_MAX = 256  # the field has no more elements
 
 
 @functools.lru_cache(maxsize=1)
 def _library() -> Any:
-    """UserError where there is none."""
+    """Load ISA-L; UserError if it is not installed."""
     found: list[str] = []
     package = importlib.util.find_spec("pyeclib")
     for place in package.submodule_search_locations or () if package else ():
@@ -37,7 +37,10 @@ def _library() -> Any:
 
 
 class ReedSolomon:
-    """One code. Its methods may be called from several threads. UserError without ISA-L."""
+    """Encodes and rebuilds with one (k, m) code.
+
+    The methods may be called from several threads. UserError without ISA-L.
+    """
 
     def __init__(self, k: int, m: int) -> None:
         if k < 1 or m < 0 or k + m > PIECES_MAX:
@@ -50,12 +53,12 @@ class ReedSolomon:
         self._encoding = self._tables(bytes(self._matrix.raw[k * k :]), m)
 
     def encode(self, data: Sequence[memoryview], parity: Sequence[memoryview]) -> None:
-        """Fill `parity` (m of them) from `data` (k of them): writable, all of the same length."""
+        """Fill the m buffers of `parity` from the k of `data`: writable, all of the same length."""
         require(len(data) == self.k and len(parity) == self.m, "another number of pieces")
         self._run(self._encoding, data, parity)
 
     def rebuild(self, there: Mapping[int, memoryview], wanted: Mapping[int, memoryview]) -> None:
-        """Fill the `wanted` pieces from any k that are `there`, by number (data first)."""
+        """Fill the `wanted` pieces from any k that are `there`, both by number (data first)."""
         used = sorted(there)[: self.k]
         require(len(used) == self.k, f"{len(there)} pieces are too few: {self.k} are needed")
         k = self.k
@@ -69,7 +72,7 @@ class ReedSolomon:
         self._run(tables, [there[i] for i in used], [wanted[i] for i in lost])
 
     def _row(self, piece: int, inverse: bytes) -> bytes:
-        """By which the pieces that are used give this one."""
+        """Return the coefficients that give this piece from the pieces in use."""
         k = self.k
         if piece < k:
             return inverse[piece * k : (piece + 1) * k]

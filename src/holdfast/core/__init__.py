@@ -1,1 +1,1 @@
-"""The protocol as pure machines: no clock, randomness, sockets, threads or tensors."""
+"""Holds the protocol as pure machines, without clock, randomness, sockets, threads or tensors."""

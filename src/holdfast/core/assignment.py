@@ -1,9 +1,9 @@
-"""Which worker hosts which virtual rank: pure decisions, balanced to within one.
+"""Decides which worker hosts which virtual rank, balanced to within one. Pure.
 
-Two situations, two rules. In the middle of a step a survivor keeps what it has computed, so only
-lost vranks move. At a step boundary nothing computed is at stake, so the layout returns to
-contiguous blocks (fewest partial sums per worker), given to the workers that already host most of
-each block.
+There are two situations with two rules. In the middle of a step a survivor keeps what it has
+computed, so only lost vranks move. At a step boundary nothing computed is at stake, so the layout
+returns to contiguous blocks (fewest partial sums per worker), given to the workers that already
+host most of each block.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from holdfast.core.types import WorkerId
 
 
 def spread_blocks(vranks: int, workers: int) -> list[range]:
-    """Contiguous blocks of 0 .. vranks-1, the larger ones first, sizes differing by at most one."""
+    """Cut 0 .. vranks-1 into contiguous blocks, larger ones first, sizes equal to within one."""
     require(1 <= workers <= vranks, f"{workers} workers cannot host {vranks} virtual ranks")
     base, extra = divmod(vranks, workers)
     blocks, start = [], 0
@@ -31,10 +31,10 @@ def spread_blocks(vranks: int, workers: int) -> list[range]:
 def assign_at_boundary(
     vranks: int, workers: Sequence[WorkerId], previous: Sequence[WorkerId]
 ) -> tuple[WorkerId, ...]:
-    """Contiguous balanced blocks; each worker keeps the block it overlaps most, where it can."""
+    """Assign contiguous balanced blocks; each worker keeps the one it overlaps most, if it can."""
     blocks = spread_blocks(vranks, len(workers))
     number = {w: i for i, w in enumerate(workers)}
-    overlaps: Counter[tuple[int, int]] = Counter()  # of a block and a worker's present vranks
+    overlaps: Counter[tuple[int, int]] = Counter()  # of each block with a worker's present vranks
     for b, block in enumerate(blocks if previous else ()):
         overlaps.update((b, number[previous[v]]) for v in block if previous[v] in number)
     host: dict[int, WorkerId] = {}
@@ -58,7 +58,7 @@ def assign_mid_step(
     require(len(survivors) > 0, "no survivor to take the virtual ranks")
     hosted = Counter(previous)
     load = {w: hosted[w] for w in survivors}
-    least = [(count, w) for w, count in load.items()]  # with entries that are out of date
+    least = [(count, w) for w, count in load.items()]  # a heap; some entries are out of date
     heapq.heapify(least)
     owners = list(previous)
     for v, owner in enumerate(previous):

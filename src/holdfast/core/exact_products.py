@@ -1,10 +1,10 @@
-"""Matrix products whose every correct result has the same bits, and the digests of these results.
+"""Defines matrix products whose every correct result has the same bits, with their digests.
 
-The entries are whole numbers so small that every partial sum is a whole number which the format
-holds exactly (below 2^24 for float32, up to 256 for bfloat16). So nothing is ever rounded, and the
-order of the additions, fused multiply-add, threads, vector width, TF32 and tensor cores cannot show
-in the result: a machine that gets another digest computes wrongly. Whoever multiplies brings the
-arithmetic; here are only bytes.
+The entries are integers so small that every partial sum is an integer which the format holds
+exactly (below 2^24 for float32, up to 256 for bfloat16). So nothing is ever rounded, and the order
+of the additions, fused multiply-add, threads, vector width, TF32 and tensor cores cannot show in
+the result: a machine that gets another digest computes wrongly. The caller brings the arithmetic;
+here are only bytes.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExactProduct:
-    """left [rows, inner] times right [inner, columns], entries from -entry_max to entry_max."""
+    """Describes left [rows, inner] times right [inner, columns], of entries up to +-entry_max."""
 
     name: str
     rows: int
     inner: int
     columns: int
     entry_max: int
-    digest: str  # of the result as little-endian int32, rows first
+    digest: str  # of the result as little-endian int32, row by row
 
     @property
     def sum_max(self) -> int:
-        """No partial sum of any order can be larger."""
+        """Return a bound on every partial sum, in any order."""
         return self.inner * self.entry_max**2
 
     @property
@@ -34,11 +34,11 @@ class ExactProduct:
         return 2 * self.rows * self.inner * self.columns
 
     def left(self) -> bytes:
-        """int8, rows first."""
+        """Return the left matrix as int8, row by row."""
         return self._entries("left", self.rows * self.inner)
 
     def right(self) -> bytes:
-        """int8, rows first."""
+        """Return the right matrix as int8, row by row."""
         return self._entries("right", self.inner * self.columns)
 
     def _entries(self, side: str, count: int) -> bytes:
@@ -69,5 +69,5 @@ NARROW = ExactProduct(
 
 
 def digest_of(result: bytes) -> str:
-    """`result`: little-endian int32, rows first."""
+    """Digest a result, given as little-endian int32, row by row."""
     return hashlib.blake2b(result, digest_size=16).hexdigest()

@@ -1,4 +1,4 @@
-"""Which copies of the state are not to be believed, since something wrong was used. Pure."""
+"""Decides which copies of the state are invalidated, since something wrong was used. Pure."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Iterable
 
 from holdfast.core.types import Invalidation, ViewNumber
 
-INVALIDATIONS_MAX = 16  # that are remembered, the newest; by then older ones have been removed
+INVALIDATIONS_MAX = 16  # the newest are remembered; by then older ones have been removed
 
 Invalidations = tuple[Invalidation, ...]
 
 
 def merge(known: Invalidations, more: Iterable[Invalidation]) -> Invalidations:
-    """All of them, but for those that are a part of another; in the order of their views."""
+    """Join invalidations, without those that are part of another, in the order of their views."""
     found = sorted(
         [*known, *more], key=lambda invalidation: (invalidation.view, -invalidation.after)
     )
@@ -24,7 +24,7 @@ def merge(known: Invalidations, more: Iterable[Invalidation]) -> Invalidations:
 
 
 def is_invalidated(invalidations: Invalidations, step: int, view: ViewNumber) -> bool:
-    """Whether this holds for a copy of the state after `step` steps that was made in a view."""
+    """Tell whether this covers a copy of the state after `step` steps, made in a view."""
     return any(
         step > invalidation.after and view <= invalidation.view for invalidation in invalidations
     )

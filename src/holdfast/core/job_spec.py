@@ -121,7 +121,7 @@ class Nodes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoints:
+class CheckpointSettings:
     """Sets where and how often the state is saved, to survive the loss of every process."""
 
     store: str = setting(
@@ -219,7 +219,7 @@ class JobSpec:
     args: tuple[str, ...] = ()
     workers: Workers = field(default_factory=Workers)
     nodes: Nodes = field(default_factory=Nodes)
-    checkpoints: Checkpoints = field(default_factory=Checkpoints)
+    checkpoints: CheckpointSettings = field(default_factory=CheckpointSettings)
     stragglers: Stragglers = field(default_factory=Stragglers)
     silent_errors: SilentErrors = field(default_factory=SilentErrors)
 

@@ -1,4 +1,4 @@
-"""The canonical binary tree over virtual ranks: the one order in which anything is ever summed.
+"""Defines the canonical binary tree over virtual ranks, the one order of every sum.
 
 Level by level, vrank i is combined with i+1, then i+2, then i+4 and so on, left operand first. A
 node is (start, width): the sum over vranks start .. start+width-1, cut off at V. Because every sum
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def root(vranks: int) -> Node:
-    """The node that covers all of 0 .. vranks-1 (its width is a power of two)."""
+    """Return the node that covers all of 0 .. vranks-1 (its width is a power of two)."""
     width = 1
     while width < vranks:
         width *= 2
@@ -34,12 +34,12 @@ def children(node: Node) -> tuple[Node, Node]:
 
 
 def maximal_nodes(leaves: Iterable[int], vranks: int) -> tuple[Node, ...]:
-    """The fewest nodes that together cover exactly `leaves`, in order of their start.
+    """Return the fewest nodes that together cover exactly `leaves`, in order of their start.
 
     A node whose right half lies wholly beyond V counts as covered when its left half is.
     """
     found: list[Node] = []
-    starts = sorted(leaves)  # of the nodes of this width
+    starts = sorted(leaves)  # where the nodes of this width start
     width = 1
     while width < vranks and starts:
         whole: list[int] = []

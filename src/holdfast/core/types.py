@@ -21,6 +21,11 @@ NO_VIEW = ViewNumber(0)
 RELEASE_ALL = 1 << 30  # a release_loop no loop counter reaches
 
 
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed: a machine looks at the clock again."""
+
+
 class Peer(NamedTuple):
     """One process of a worker, as other workers' processes address it; a worker may have several.
 

@@ -1,1 +1,1 @@
-"""Sockets without decisions: channels, TCP options, TLS, secrets."""
+"""Holds sockets without decisions: channels, TCP options, TLS and secrets."""

@@ -1,6 +1,6 @@
-"""Authenticated message channels over TCP, with or without TLS: how they begin, carry and end.
+"""Opens, uses and closes authenticated message channels over TCP, with or without TLS.
 
-`connect` is the client's side. `Gate` is the server's: it listens, lets those in who know the job's
+`connect` is the client's side. `Gate` is the server's: it listens, admits whoever knows the job's
 secret, and turns strangers away at a bounded cost in time, memory, connections and log lines. Every
 WireError raised here begins with the peer's address and has closed the connection.
 """
@@ -34,7 +34,10 @@ TLS_RECORD_START = b"\x16\x03"
 
 
 class Channel:
-    """One authenticated connection. `send` never blocks; `receive` returns None at its end."""
+    """Carries messages over one authenticated connection.
+
+    `send` never blocks; `receive` returns None once the peer has closed the connection.
+    """
 
     def __init__(
         self,
@@ -45,26 +48,26 @@ class Channel:
         backlog_bytes_max: int = BACKLOG_BYTES_MAX,
     ) -> None:
         self.peer = name_of(writer.get_extra_info("peername"))
-        self.lost = ""  # after the end: how it came, unless the peer ended it in order
+        self.lost = ""  # why the connection ended, unless the peer closed it in order
         self._reader = reader
         self._writer = writer
         self._sealer = sealer
         self._opener = opener
         self._backlog_bytes_max = backlog_bytes_max
         self._payloads: Iterator[bytes] = iter(())
-        self._cut_off = ""  # why we have ended the connection ourselves
+        self._cut_off = ""  # why we closed the connection ourselves
 
     def send(self, message: object) -> None:
-        """Queue a message; a peer that does not read is cut off rather than waited for."""
+        """Queue a message; a peer that does not read is disconnected rather than waited for."""
         waiting = self._writer.transport.get_write_buffer_size()
         if waiting > self._backlog_bytes_max and not self._cut_off:
             self._cut_off = f"it has left {waiting} bytes unread"
-            self._writer.transport.abort()  # a close would wait for the peer to read them
+            self._writer.transport.abort()  # a close would wait for the peer to read what is left
         if not self._writer.is_closing():
             self._writer.write(self._sealer.seal(encode(message)))
 
     async def receive(self, *accepted: type) -> Any:
-        """The next message, of one of the accepted types; None at the end. WireError."""
+        """Return the next message, of one of the accepted types; None at the end. WireError."""
         try:
             while (payload := next(self._payloads, None)) is None:
                 data = await self._read()
@@ -88,7 +91,7 @@ class Channel:
             self._writer.transport.abort()
 
     async def _read(self) -> bytes:
-        """Some bytes; none at the end, however it came, unless there is something to tell."""
+        """Read some bytes; none at the end, however it came, unless its reason is worth telling."""
         try:
             data = await self._reader.read(READ_BYTES)
         except ssl.SSLError as error:
@@ -111,9 +114,9 @@ async def accept(
     dead_s: float = DEAD_S,
     backlog_bytes_max: int = BACKLOG_BYTES_MAX,
 ) -> Channel:
-    """The server's side of the handshake; WireError (and a closed connection) for strangers.
+    """Do the server's side of the handshake; WireError (and a closed connection) for strangers.
 
-    `reader` and `writer` may be those of a TLS connection; `Gate` sees to all of that.
+    `reader` and `writer` may be those of a TLS connection; `Gate` takes care of that.
     """
     peer = name_of(writer.get_extra_info("peername"))
     nonce = os.urandom(frames.NONCE_BYTES)
@@ -152,9 +155,9 @@ async def connect(
     handshake_s: float = HANDSHAKE_S,
     dead_s: float = DEAD_S,
 ) -> Channel:
-    """The client's side. OSError when nobody answers, WireError when the wrong one does.
+    """Open a channel to a server. OSError if nobody answers, WireError if the wrong one does.
 
-    `tls`: of `client_context`; the server's certificate is then checked against `host`.
+    `tls`: a context from `client_context`; the server's certificate is then checked against `host`.
     """
     sock = await dial(host, port, connect_s)
     peer = f"{host}:{port}"
@@ -174,7 +177,7 @@ async def connect(
 
 
 async def _answer(reader: asyncio.StreamReader, secret: bytes, nonce: bytes) -> bytes:
-    """The client's nonce, once it has proved itself."""
+    """Check the client's proof and return its nonce."""
     answer = b""
     while len(answer) < frames.GREETING_BYTES:  # refused at the first wrong byte
         answer += await _some(reader, frames.GREETING_BYTES - len(answer))
@@ -217,7 +220,7 @@ async def _join(
 
 
 async def _claim(reader: asyncio.StreamReader) -> bytes:
-    """The server's proof; one that does not believe ours hangs up instead."""
+    """Check the server's proof; a server that rejects ours hangs up instead."""
     try:
         return await reader.readexactly(frames.PROOF_BYTES)
     except (EOFError, ConnectionResetError):
@@ -234,7 +237,10 @@ async def _some(reader: asyncio.StreamReader, bytes_max: int) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatePolicy:
-    """`strangers_max`: connections that have not proved themselves yet, at any one time."""
+    """Limits what a gate spends on connections that have not proved themselves yet.
+
+    `strangers_max`: how many of them there may be at any one time.
+    """
 
     handshake_s: float = HANDSHAKE_S
     strangers_max: int = 1024
@@ -246,13 +252,13 @@ class GatePolicy:
 
 @dataclass(slots=True, eq=False)
 class _Stranger:
-    """A connection before its handshake is done."""
+    """Represents a connection whose handshake is not complete."""
 
     sock: socket.socket
     host: str
     peer: str
     timer: asyncio.TimerHandle | None = None
-    sent_away: str = ""  # why we have cut it off
+    sent_away: str = ""  # why we closed it
 
 
 Serve = Callable[[Channel], Awaitable[None]]
@@ -261,11 +267,11 @@ Serve = Callable[[Channel], Awaitable[None]]
 class Gate:
     """Listens, and runs `serve` for every connection that has proved that it knows the secret.
 
-    `serve` may let WireError and OSError pass: the connection is closed. `say` is told of every
-    stranger turned away, every WireError and every peer lost to a dead network: one line each, and
-    beyond `lines_max` lines in `window_s` one line for all. A stranger gets `handshake_s` for
-    everything, TLS included. When there are too many, the address with the most of them loses its
-    oldest one, so that a flood from one place does not keep others out.
+    `serve` may let WireError and OSError pass: the connection is then closed. `say` gets one line
+    for every stranger turned away, every WireError and every peer lost to a dead network; beyond
+    `lines_max` lines in `window_s`, one line counts the rest. A stranger gets `handshake_s` for the
+    whole handshake, TLS included. When there are too many strangers, the address with the most of
+    them loses its oldest, so that a flood from one address does not keep others out.
     """
 
     def __init__(
@@ -282,9 +288,9 @@ class Gate:
         self._tls = tls
         self._complaints = Complaints(say, self.policy.lines_max, self.policy.window_s)
         self._strangers: dict[_Stranger, None] = {}  # oldest first
-        self._hosts: Counter[str] = Counter()  # of the strangers
+        self._hosts: Counter[str] = Counter()  # connections of strangers, by host
         self._listener: list[socket.socket] = []  # none or one
-        self._timers: list[asyncio.TimerHandle] = []  # of the complaints: none or one
+        self._timers: list[asyncio.TimerHandle] = []  # for the complaints: none or one
 
     @property
     def strangers(self) -> int:
@@ -297,7 +303,7 @@ class Gate:
         asyncio.get_running_loop().add_reader(listener, self._accept, listener)
 
     def close(self) -> None:
-        """Accept no more and turn the strangers away; channels being served go on."""
+        """Stop accepting and turn the strangers away; channels being served go on."""
         for listener in self._listener:
             asyncio.get_running_loop().remove_reader(listener)
         self._listener = []
@@ -341,7 +347,7 @@ class Gate:
         task.add_done_callback(_ended)
 
     def _make_room(self) -> None:
-        """The address with the most strangers loses its oldest one."""
+        """Close the oldest stranger of the address that has the most."""
         if not self._strangers:
             return
         most = max(self._hosts.values())
@@ -350,7 +356,7 @@ class Gate:
         self._send_away(crowded, f"too many connections have not proved themselves: {count}")
 
     def _send_away(self, stranger: _Stranger, why: str) -> None:
-        """Its own task notices the end, wherever it is, and tells the reason."""
+        """Close a stranger; its own task notices, wherever it is, and logs the reason."""
         self._forget(stranger)
         stranger.sent_away = why
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""A log that strangers cannot flood: some lines at once, then one line with a count.
+"""Keeps strangers from flooding a log: the first lines are written, the rest only counted.
 
 It has no clock: the caller passes the time and calls `flush` at the deadline. Every complaint is
 either a line of its own or counted in one.
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 
 class Complaints:
-    """At most `lines_max` lines, and one that counts the rest, in every `window_s`."""
+    """Writes at most `lines_max` lines in every `window_s`, and one line that counts the rest."""
 
     def __init__(
         self, say: Callable[[str], None], lines_max: int = 10, window_s: float = 10.0
@@ -18,13 +18,13 @@ class Complaints:
         self.window_s = window_s
         self._say = say
         self._lines_max = lines_max
-        self._lines = 0  # in the present window
+        self._lines = 0  # written in the present window
         self._held = 0
         self._last = ""
-        self._ends_at: float | None = None  # of the present window; None: no window is open
+        self._ends_at: float | None = None  # when the present window ends; None: none is open
 
     def deadline(self) -> float | None:
-        """When `flush` is due; None while there is nothing to wait for."""
+        """Return when `flush` is due; None while nothing is held back."""
         return self._ends_at
 
     def add(self, text: str, now: float) -> None:
@@ -39,7 +39,7 @@ class Complaints:
             self._last = text
 
     def flush(self, now: float, force: bool = False) -> None:
-        """Close the window if it is over (or `force`) and tell what it held back."""
+        """Close the window if it is over (or `force`), and report what it held back."""
         if self._ends_at is None or (now < self._ends_at and not force):
             return
         if self._held:

@@ -1,7 +1,7 @@
-"""Where a process finds the job's secret, and what is derived from it.
+"""Finds the job's secret and derives keys from it.
 
-The secret is what makes a process part of a job, so it is taken only from places that others cannot
-read, never from a command line, and never passed on to what this process starts.
+The secret is what makes a process part of a job. So it is taken only from places that others cannot
+read, never from a command line, and never passed on to child processes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ADVICE = "make one with: openssl rand -hex 32"
 def load_secret(
     environ: MutableMapping[str, str], *, file: Path | None = None, run_dir: Path | None = None
 ) -> bytes:
-    """From `file`, else from HOLDFAST_SECRET, else from the run directory. UserError.
+    """Load the secret from `file`, else HOLDFAST_SECRET, else the run directory. UserError.
 
     The variable is removed from `environ` in any case, so that children do not inherit it.
     """
@@ -43,12 +43,12 @@ def load_secret(
 
 
 def read_secret_file(path: Path) -> bytes:
-    """From a file that others cannot read. UserError.
+    """Read the secret from a file that others cannot read. UserError.
 
     The rule is PostgreSQL's for its keys: a file of ours must be closed to group and others (0600,
-    0400); one of root's may be readable by its group as well (0440, 0640), since that is how
+    0400); one owned by root may be readable by its group as well (0440, 0640), since that is how
     Kubernetes hands a secret to a pod that does not run as root (`defaultMode: 0440`, `fsGroup`).
-    Links are followed, as Kubernetes mounts need, and what is judged is the file that was opened.
+    Links are followed, as Kubernetes mounts need; the file that was opened is the one checked.
     """
     try:
         # Not blocking: a pipe in the file's place must not hang us.
@@ -68,7 +68,7 @@ def read_secret_file(path: Path) -> bytes:
 
 
 def _unfit(found: os.stat_result) -> str:
-    """Why a secret must not come from this file; empty if it may."""
+    """Tell why a secret must not come from this file; empty if it may."""
     me = os.geteuid()
     if not stat.S_ISREG(found.st_mode):
         return "is not a regular file: name one"
@@ -83,7 +83,7 @@ def _unfit(found: os.stat_result) -> str:
 
 
 def read_run_dir(path: Path) -> bytes:
-    """The secret that `holdfast run` made in its directory. UserError."""
+    """Read the secret that `holdfast run` made in its directory. UserError."""
     try:
         text = (path / "secret").read_text(encoding="ascii")
     except (OSError, ValueError) as error:
@@ -92,7 +92,7 @@ def read_run_dir(path: Path) -> bytes:
 
 
 def parse_secret(text: str, where: str) -> bytes:
-    """At least 32 bytes as hexadecimal digits. UserError; it never shows what it was given."""
+    """Parse at least 32 bytes of hexadecimal digits. UserError, which never shows the input."""
     digits = "".join(text.split())
     try:
         secret = bytes.fromhex(digits)
@@ -107,5 +107,5 @@ def parse_secret(text: str, where: str) -> bytes:
 
 
 def derive_peer_key(secret: bytes) -> bytes:
-    """The key by which workers know each other: from it nobody can get back to the secret."""
+    """Derive the key by which workers know each other; the secret cannot be computed from it."""
     return hmac.digest(secret, b"holdfast peer key 1", hashlib.sha256)

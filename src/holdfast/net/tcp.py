@@ -1,9 +1,9 @@
-"""TCP as the control plane needs it: connects quickly or not at all, and notices a dead network.
+"""Sets up TCP for the control plane: it connects quickly or not at all, and notices a dead network.
 
-Without this a connection whose network is gone looks alive for a quarter of an hour. With it the
-kernel gives up once nothing has been acknowledged for `dead_s`. A frozen peer is something else:
-its kernel goes on acknowledging. Only when what it leaves unread has filled its receive buffer for
-`dead_s` is it cut off too, as one that does not read; it can connect again when it wakes.
+Without these options a connection whose network is gone looks alive for a quarter of an hour. With
+them the kernel gives up once nothing has been acknowledged for `dead_s`. A frozen peer is another
+case: its kernel goes on acknowledging. It is disconnected, as one that does not read, only when its
+receive buffer has been full for `dead_s`; it can connect again when it wakes.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ import socket
 from holdfast.core.errors import UserError
 
 CONNECT_S = 1.0
-RESOLVE_S = 5.0  # for a name; an address needs no time
+RESOLVE_S = 5.0  # to resolve a name; an address needs no time
 DEAD_S = 2.0
 CONNECTING_MAX = 4096  # agents that come back all at once, when a coordinator has died
 
 
 def tune(sock: socket.socket, dead_s: float) -> None:
-    """Give it up after `dead_s` without an acknowledgement; if it is idle, up to 1 s later."""
+    """Have the kernel close the connection after `dead_s` without acknowledgement.
+
+    If the connection is idle, this takes up to 1 s longer.
+    """
     if sock.family not in (socket.AF_INET, socket.AF_INET6):
         return
     # Keepalive covers an idle connection, the user time-out one with data under way; the kernel
@@ -36,7 +39,7 @@ def tune(sock: socket.socket, dead_s: float) -> None:
 
 
 async def dial(host: str, port: int, connect_s: float) -> socket.socket:
-    """A connected socket; each address of the host is tried for `connect_s`. OSError."""
+    """Return a connected socket; each address of the host is tried for `connect_s`. OSError."""
     loop = asyncio.get_running_loop()
     resolving = loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     try:
@@ -64,14 +67,14 @@ async def dial(host: str, port: int, connect_s: float) -> socket.socket:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket at an address that others can be told. UserError."""
+    """Return a listening socket at an address that others can be told. UserError."""
     try:
         if not host or ipaddress.ip_address(host).is_unspecified:
             raise UserError(
                 f"--host {host or repr(host)} is no machine: give one that agents reach"
             )
     except ValueError:
-        pass  # a name
+        pass  # it is a name
     if not 0 <= port < 1 << 16:
         raise UserError(f"--port {port} must be from 0 to 65535")
     try:
@@ -86,7 +89,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def name_of(address: object) -> str:
-    """HOST:PORT for people, from what the kernel says of a connection's end."""
+    """Format the address of a connection's end, as the kernel reports it, as HOST:PORT."""
     if isinstance(address, tuple) and len(address) >= 2:
         host, port = address[:2]
         return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"

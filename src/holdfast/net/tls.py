@@ -1,7 +1,7 @@
-"""TLS with the operator's own certificates: both sides show one that the operator's CA has signed.
+"""Sets up TLS with the operator's certificates: both sides show one signed by the operator's CA.
 
 TLS hides what the control plane says; that a peer belongs to the job is still proved by the job's
-secret, inside. Only TLS 1.3 is spoken, since all of a job's processes are of one release.
+secret, inside. Only TLS 1.3 is spoken, since all processes of a job run the same release.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from holdfast.core.errors import UserError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsFiles:
-    """PEM files: this process's certificate (with its chain), its key, and the CA of all."""
+    """Names the PEM files: this process's certificate (with its chain), its key, and the CA."""
 
     cert: Path
     key: Path
@@ -23,7 +23,7 @@ class TlsFiles:
 
 
 def server_of(directory: Path | None) -> ssl.SSLContext | None:
-    """For the files in an operator's --tls directory; None without one. UserError."""
+    """Make a server's context from an operator's --tls directory; None without one. UserError."""
     return server_context(_files_in(directory)) if directory is not None else None
 
 
@@ -32,7 +32,7 @@ def client_of(directory: Path | None) -> ssl.SSLContext | None:
 
 
 def server_context(files: TlsFiles) -> ssl.SSLContext:
-    """For `Gate` and `accept`. UserError."""
+    """Make the context for `Gate` and `accept`. UserError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.verify_mode = ssl.CERT_REQUIRED
     context.num_tickets = 0  # nothing to resume: each connection proves its certificate afresh
@@ -40,9 +40,10 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
 
 
 def client_context(files: TlsFiles, check_names: bool = True) -> ssl.SSLContext:
-    """For `connect`. `check_names`: the server's certificate must be for the host asked. UserError.
+    """Make the context for `connect`. UserError.
 
-    Without the check any certificate of the CA may be the server's; the secret still decides.
+    `check_names`: the server's certificate must be for the host asked. Without the check any
+    certificate of the CA may be the server's; the secret still decides.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # requires a certificate
     context.check_hostname = check_names
@@ -50,12 +51,12 @@ def client_context(files: TlsFiles, check_names: bool = True) -> ssl.SSLContext:
 
 
 def _files_in(directory: Path) -> TlsFiles:
-    """By the names that Kubernetes and its certificate managers give them."""
+    """Find the files by the names that Kubernetes and its certificate managers give them."""
     return TlsFiles(cert=directory / "tls.crt", key=directory / "tls.key", ca=directory / "ca.crt")
 
 
 def why(error: ssl.SSLError) -> str:
-    """What went wrong in TLS, in a few words about the peer."""
+    """Describe what went wrong in TLS, in a few words about the peer."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not accepted: {error.verify_message}"
     reason = (error.reason or str(error)).lower().replace("_", " ")

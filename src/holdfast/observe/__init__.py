@@ -1,1 +1,1 @@
-"""What a job leaves for people and proofs: the ledger."""
+"""Keeps what a job leaves for people and proofs: the ledger."""

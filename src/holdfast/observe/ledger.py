@@ -1,9 +1,9 @@
-"""The ledger: which samples each committed step used; and the proof: each was used exactly once.
+"""Records which samples each committed step used, and proves that each was used exactly once.
 
 Every incarnation of every worker appends to a file of its own, one JSON line per committed step, so
 that all copies of a step must agree. Must not know torch, datasets or how samples are drawn: the
 plan that the header names is made by the caller's `plan_of` and recomputed here. Invariant: nothing
-in a file is believed; whatever is wrong with it becomes a finding that names file and line.
+in a file is trusted; whatever is wrong with it becomes a finding that names file and line.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _Hex64 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerHeader:
-    """Who writes, and for which job. A later header in the same file names the next plan.
+    """Says who writes, and for which job. A later header in the same file names the next plan.
 
-    `backup`: of how many workers a step may drop what they computed.
+    `backup`: how many workers' results a step may drop.
     """
 
     seed: int
@@ -52,9 +52,9 @@ class LedgerHeader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerEntry:
-    """One committed step. `hosts`, `counts` and `digests` have one item per virtual rank.
+    """Describes one committed step; `hosts`, `counts` and `digests` have one item per virtual rank.
 
-    Of a task that was dropped, count and digest are 0.
+    A task that was dropped has count and digest 0.
     """
 
     step: int
@@ -67,9 +67,9 @@ class LedgerEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerDoubt:
-    """What views up to `view` have committed from `step` on may have used something wrong.
+    """Says that steps from `step` on, committed in views up to `view`, may be wrong.
 
-    `again`: it does not count, and is done again; else it stays, and the result is not exact.
+    `again`: they do not count and are done again; otherwise they stay, and the result is not exact.
     """
 
     step: int
@@ -79,9 +79,9 @@ class LedgerDoubt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerReport:
-    """What `verify` found. `lost` and `repeated` count samples, over all epochs.
+    """Holds what `verify` found; `lost` and `repeated` count samples over all epochs.
 
-    `inexact_since`: the first step whose result may not be that of sound machines. `dropped`:
+    `inexact_since`: the first step whose result may differ from that of sound machines. `dropped`:
     samples of late workers that were left out by choice, in `dropped_in` steps.
     """
 
@@ -113,7 +113,7 @@ class LedgerReport:
 
 
 class Plan(Protocol):
-    """What verifying needs of a plan; `train.sampling.SamplePlan` is one."""
+    """Declares what `verify` needs of a plan; `train.sampling.SamplePlan` is one."""
 
     @property
     def virtual_ranks(self) -> int: ...
@@ -162,16 +162,16 @@ class _DoubtLine(msgspec.Struct, tag="doubt", tag_field="kind", forbid_unknown_f
 _Line = _HeaderLine | _StepLine | _DoubtLine
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(_Line).decode
-_DOUBT = b'"doubt"'  # in each such line
+_DOUBT = b'"doubt"'  # occurs in each line that holds a doubt
 
 
 def ledger_path(run_dir: str | os.PathLike[str], worker: int, incarnation: int) -> Path:
-    """Where an incarnation of a worker keeps its copy."""
+    """Return the file in which an incarnation of a worker keeps its copy."""
     return Path(run_dir) / LEDGER_DIR / f"worker-{worker:05d}-{incarnation:05d}.jsonl"
 
 
 class LedgerWriter:
-    """Appends to one file, one write per line.
+    """Appends to one file, with one write per line.
 
     A line is with the operating system before `append` returns: the death of the process loses
     none. It is not forced to the disk: the death of the machine may lose some.
@@ -183,7 +183,7 @@ class LedgerWriter:
         self._size = 0
 
     def begin(self, header: LedgerHeader) -> None:
-        """Open the file, if it is not open, and write the header of the entries that follow."""
+        """Open the file if it is not open, and write the header of the entries that follow."""
         self._open()
         line = _HeaderLine(
             seed=header.seed,
@@ -207,7 +207,7 @@ class LedgerWriter:
         self._write(_encode(line))
 
     def doubt(self, doubt: LedgerDoubt) -> None:
-        """Also of what other workers have written."""
+        """Record a doubt, which also covers what other workers have written."""
         self._open()
         self._write(_encode(_DoubtLine(step=doubt.step, view=doubt.view, again=doubt.again)))
 
@@ -251,8 +251,8 @@ def _disk_error(path: Path, error: OSError) -> Exception:
 def verify(run_dir: str | os.PathLike[str], plan_of: PlanOf) -> LedgerReport:
     """Check every copy of every step against the others, the plan and its epochs.
 
-    Takes memory for a small record per step, and for the indices of one epoch. UserError when the
-    run has no ledger.
+    It takes memory for a small record per step, and for the indices of one epoch. UserError when
+    the run has no ledger.
     """
     directory = Path(run_dir) / LEDGER_DIR
     paths = sorted(directory.glob("*.jsonl"))
@@ -281,7 +281,7 @@ def verify(run_dir: str | os.PathLike[str], plan_of: PlanOf) -> LedgerReport:
 
 
 def _doubts(paths: Sequence[Path]) -> list[_DoubtLine]:
-    """Of all files: a worker may speak of what others have written."""
+    """Collect the doubts of all files: a worker may doubt what others have written."""
     found = []
     for path in paths:
         with contextlib.suppress(OSError), path.open("rb") as file:
@@ -299,11 +299,11 @@ _CONTENT = ("plan", "counts", "digests", "loss")
 
 @dataclass(slots=True)
 class _Step:
-    """What is kept of one step while the files are read."""
+    """Holds what is kept of one step while the files are read."""
 
     contents: dict[tuple[Host, ...], tuple[Any, ...]]  # as _CONTENT; by `hosts` if they may differ
-    where: str  # of the first copy
-    view: int  # of the newest commit
+    where: str  # file and line of the first copy
+    view: int  # view of the newest commit
     plan: int  # its index, or -1 when it cannot be recomputed
     commits: list[tuple[int, tuple[Host, ...], Host]] = field(default_factory=list)
     wrong: tuple[int, ...] = ()  # vranks whose samples are not the plan's
@@ -311,7 +311,7 @@ class _Step:
 
 
 class _Audit:
-    """The state of one verification. Files are read one after the other, steps checked in order."""
+    """Holds the state of one verification: files are read one by one, then steps are checked."""
 
     def __init__(self, plan_of: PlanOf, doubts: Sequence[_DoubtLine]) -> None:
         self.doubts = doubts
@@ -333,7 +333,7 @@ class _Audit:
             self.findings.append(f"more than {FINDINGS_MAX} findings: the rest is not listed")
 
     def read(self, path: Path) -> None:
-        """All lines of one file. A last line without newline was torn by a death: no finding."""
+        """Read a file's lines. A last line without newline was cut short by a death: no finding."""
         header: _HeaderLine | None = None
         plan = -1
         try:
@@ -355,7 +355,7 @@ class _Audit:
             self.find(f"{path.name}: cannot be read: {error}")
 
     def _withdrawn(self, entry: _StepLine) -> bool:
-        """Whether the step was done again, since something wrong may have been used in it."""
+        """Tell whether the step was done again because something wrong may have been used in it."""
         return any(d.again and entry.step >= d.step and entry.view <= d.view for d in self.doubts)
 
     def _parse(self, where: str, line: bytes) -> _Line | None:
@@ -369,7 +369,7 @@ class _Audit:
             return None
 
     def _adopt(self, where: str, header: _HeaderLine) -> int:
-        """The index of the header's plan; -1, with a finding, when there is no such plan."""
+        """Return the index of the header's plan; -1, with a finding, if there is no such plan."""
         self._backups.setdefault(header.backup, where)
         key = msgspec.json.encode((header.seed, header.virtual_ranks, header.plan), order="sorted")
         if key not in self._plan_index:
@@ -431,7 +431,7 @@ class _Audit:
         step.commits.append((entry.view, hosts, writer))
 
     def _covering(self, where: str, index: int, number: int) -> int:
-        """`index` when that plan has the step and it can be recomputed, else -1 with a finding."""
+        """Return `index` if that plan has the step and can be recomputed; else -1."""
         if index < 0:
             return -1
         plan = self._plans[index]
@@ -444,7 +444,7 @@ class _Audit:
         return index
 
     def _dropped(self, where: str, header: _HeaderLine, entry: _StepLine) -> tuple[int, ...]:
-        """The vranks of a step that its workers were free to drop, and did."""
+        """Return the vranks of a step that its workers were allowed to drop, and did."""
         if 0 not in entry.counts:
             return ()
         marks = enumerate(zip(entry.counts, entry.digests, strict=True))
@@ -460,7 +460,7 @@ class _Audit:
     def _compare(
         self, where: str, plan: Plan, entry: _StepLine, dropped: Sequence[int]
     ) -> tuple[int, ...]:
-        """The vranks of a step whose counts or digests are not the plan's, but for dropped ones."""
+        """Return the vranks whose counts or digests are not the plan's, except dropped ones."""
         wrong = []
         for vrank, task in enumerate(plan.step_tasks(entry.step)):
             if vrank in dropped:
@@ -476,9 +476,9 @@ class _Audit:
         return tuple(wrong)
 
     def check_steps(self) -> None:
-        """No step is missing, and none was committed twice while any worker survived.
+        """Check that no step is missing, and none was committed twice while any worker survived.
 
-        Nor was one file free to drop what another was not.
+        It also checks that all files of a step were allowed to drop the same number.
         """
         if len(self._backups) > 1:
             said = " but ".join(f"{b} in {where}" for b, where in self._backups.items())
@@ -491,8 +491,9 @@ class _Audit:
             self._check_commits(number, self.steps[number])
 
     def _check_commits(self, number: int, step: _Step) -> None:
-        """Copies with other hosts are other commits: each by none of those who had made one before.
+        """Check that copies with different hosts stem from different commits.
 
+        A step may be committed again only by workers that took no part in an earlier commit of it.
         Copies of one commit may differ in view: who learns of it late does so in a later view.
         """
         groups: dict[tuple[Host, ...], tuple[int, set[Host]]] = {}
@@ -514,7 +515,7 @@ class _Audit:
         self.replayed.append(number)
 
     def count_samples(self) -> tuple[int, int, int]:
-        """(lost, repeated, used) samples, epoch by epoch, over the indices of all proved tasks."""
+        """Return (lost, repeated, used) samples, epoch by epoch, over all proved tasks."""
         lost = repeated = used = 0
         for index, plan in enumerate(self._plans):
             numbers = sorted(n for n, step in self.steps.items() if step.plan == index)
@@ -544,7 +545,7 @@ class _Audit:
         return (*step.wrong, *step.dropped)
 
     def count_dropped(self) -> list[int]:
-        """How many samples were left out by choice, for each step in which some were."""
+        """Count the samples left out by choice, for each step in which there were some."""
         found = []
         for number, step in sorted(self.steps.items()):
             tasks = self._plans[step.plan].step_tasks(number) if step.dropped else []
@@ -552,7 +553,7 @@ class _Audit:
         return [samples for samples in found if samples]
 
     def _spans(self, plan: Plan, numbers: list[int]) -> list[tuple[int, int]]:
-        """Ranges of steps that were the plan's to do: each it did, and those missing before it."""
+        """Return ranges of steps that the plan covers: `numbers`, and those missing before each."""
         present = sorted(self.steps)
         previous = dict(zip(present, [-1, *present], strict=False))
         return [(max(previous[n] + 1, plan.first_step), n + 1) for n in numbers]

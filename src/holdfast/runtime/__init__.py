@@ -1,1 +1,1 @@
-"""The drivers around the machines on real computers: sockets, processes, files, clocks."""
+"""Drives the core's machines on real computers, with sockets, processes, files and clocks."""

@@ -1,6 +1,6 @@
-"""Where a job's coordinator is, and one question to it from a command.
+"""Finds a job's coordinator, and asks it one question for a command.
 
-A contact names an address, or where coordinators are elected: then whoever is in office by then.
+A contact names an address, or an election, whose leader at the time of asking is meant.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contact:
-    """`election`: a URL; empty if the coordinator is at `address` (host, port)."""
+    """Says where to find a coordinator.
+
+    `election`: a URL; empty if the coordinator is at `address` (host, port).
+    """
 
     address: tuple[str, int] = ("", 0)
     election: str = ""
@@ -34,21 +37,21 @@ class Contact:
         return self.election or "{}:{}".format(*self.address)
 
     async def find(self) -> tuple[str, int]:
-        """The coordinator's address now. OSError while there is none; WorldError; UserError."""
+        """Return the coordinator's address. OSError while there is none; WorldError; UserError."""
         if not self.election:
             return self.address
         found = await locate(self.election)
         if found is None:
-            raise ConnectionError("no coordinator is in office")
+            raise ConnectionError("no coordinator leads the job")
         return found.host, found.port
 
     async def connect(self, secret: bytes) -> Channel:
-        """OSError while there is none; WorldError; UserError."""
+        """Connect to the coordinator. OSError while there is none; WorldError; UserError."""
         return await connect(*await self.find(), secret, tls=self.tls)
 
 
 def contact_by(text: str, tls: ssl.SSLContext | None = None) -> Contact:
-    """From HOST:PORT or an election's URL. UserError."""
+    """Make a contact from HOST:PORT or an election's URL. UserError."""
     if text.startswith(SCHEMES):
         parse_election(text)
         return Contact(election=text, tls=tls)
@@ -59,7 +62,7 @@ def contact_by(text: str, tls: ssl.SSLContext | None = None) -> Contact:
 
 
 def contact_of(run_dir: RunDir, tls: ssl.SSLContext | None = None) -> Contact:
-    """Of the job in a run directory. UserError."""
+    """Make a contact for the job in a run directory. UserError."""
     election = run_dir.spec().nodes.election if run_dir.job.exists() else ""
     if election:
         return Contact(election=election, tls=tls)
@@ -67,7 +70,7 @@ def contact_of(run_dir: RunDir, tls: ssl.SSLContext | None = None) -> Contact:
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """ValueError unless it is HOST:PORT; an IPv6 address may stand in brackets."""
+    """Parse HOST:PORT; an IPv6 address may be in brackets. ValueError."""
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not (host and port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16):
@@ -78,9 +81,9 @@ def parse_address(text: str) -> tuple[str, int]:
 def ask(
     contact: Contact, secret: bytes, question: object, answer: type[T], patience_s: float = 0.0
 ) -> T:
-    """One question to the coordinator, and its answer. UserError when none comes.
+    """Ask the coordinator one question and return its answer. UserError if none comes.
 
-    `patience_s`: how long to try again where nobody answers.
+    `patience_s`: how long to try again while nobody answers.
     """
 
     async def exchange() -> T | None:

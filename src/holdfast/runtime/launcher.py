@@ -89,7 +89,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Desk:
+class CoordinatorSite:
     """Where a coordinator works: its socket, and its name for others."""
 
     run_dir: RunDir
@@ -114,7 +114,7 @@ class Desk:
                 *(at_first if starts == 1 else ()),
             ]
 
-        # Not in office any more: started again, it stands by.
+        # Its term is over: started again, it stands by.
         stood_still = "this coordinator stood still until its term was over"
         return Kept(
             "coordinator",
@@ -125,13 +125,16 @@ class Desk:
         )
 
 
-def launch_job(desk: Desk, spec: JobSpec, *, resume: bool = False) -> int:
+Desk = CoordinatorSite  # the name by which cli/run_command.py still imports it
+
+
+def launch_job(site: CoordinatorSite, spec: JobSpec, *, resume: bool = False) -> int:
     """Run a job to its end. Returns the exit status: 0 success, 1 failure, 130 after Ctrl-C.
 
     `resume`: it has run before; how it ended then does not count.
     """
-    host = f"[{desk.host}]" if ":" in desk.host else desk.host
-    join = spec.nodes.election or f"{host}:{desk.listener.getsockname()[1]}"
+    host = f"[{site.host}]" if ":" in site.host else site.host
+    join = spec.nodes.election or f"{host}:{site.listener.getsockname()[1]}"
     if spec.nodes_max > 1:
         print(
             f"holdfast: further nodes join with: holdfast agent --join {join}",
@@ -139,18 +142,18 @@ def launch_job(desk: Desk, spec: JobSpec, *, resume: bool = False) -> int:
             flush=True,
         )
     node = Node(
-        run_dir=desk.run_dir,
+        run_dir=site.run_dir,
         name=FIRST_NODE,
         nproc=spec.roles_per_node[ProcessRole.WORKER],
-        host=desk.host,
+        host=site.host,
         join=join,
-        tls=desk.tls,
+        tls=site.tls,
         first_incarnation=incarnation_now() if resume else 1,
     )
     election = ["--election", spec.nodes.election] if spec.nodes.election else []
-    coordinator = desk.coordinator(election, ["--resume"] if resume else [])
+    coordinator = site.coordinator(election, ["--resume"] if resume else [])
     interrupted = Supervisor([coordinator, *node.processes(spec)]).run()
-    outcome = desk.run_dir.outcome()
+    outcome = site.run_dir.outcome()
     if outcome:
         print(f"holdfast: {outcome}", file=sys.stderr, flush=True)
     if interrupted:
@@ -163,13 +166,13 @@ def launch_node(node: Node, spec: JobSpec) -> int:
     return INTERRUPTED if Supervisor(node.processes(spec)).run() else 0
 
 
-def launch_standby(desk: Desk, arguments: Sequence[str]) -> int:
+def launch_standby(site: CoordinatorSite, arguments: Sequence[str]) -> int:
     """Keep one more coordinator of an elected job. Returns the exit status.
 
     0 and 1 are the job's success and failure, or 0 after SIGTERM and 130 after Ctrl-C: a job that
     is being coordinated here is left to another one then.
     """
-    coordinator = desk.coordinator([*arguments, "--guest"])
+    coordinator = site.coordinator([*arguments, "--guest"])
     interrupted = Supervisor([coordinator]).run()
     if interrupted:
         return INTERRUPTED if interrupted == signal.SIGINT else 0

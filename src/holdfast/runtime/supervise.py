@@ -1,7 +1,7 @@
 """Keeps processes alive until the job is over: restarts what crashes, passes signals to end on.
 
-Everything it starts dies with it. It knows nothing of jobs: which exit status means an ordinary end
-is told by whoever starts it.
+Everything it starts dies with it. It knows nothing of jobs: the caller says which exit status means
+an ordinary end.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from dataclasses import dataclass, field
 
 from holdfast.core.errors import WorldError
 
-RESTARTS_MAX = 10  # of one process within RESTART_WINDOW_S
+RESTARTS_MAX = 10  # restarts of one process within RESTART_WINDOW_S
 RESTART_WINDOW_S = 60.0
 FAREWELL_S = 10.0
-FINISH_S = 30.0  # for what serves to finish what it has begun
-INTERRUPTS_MAX = 2  # the one after kills
+FINISH_S = 30.0  # for serving processes to finish what they have begun
+INTERRUPTS_MAX = 2  # the next one kills
 
 
 @dataclass(slots=True)
 class Kept:
-    """A process that is started again when it crashes. `command` is told how often it started.
+    """Describes a process that is started again when it crashes.
 
-    `excused`: exit statuses after which it is started again however often, and what to say then.
-    `serves`: the others do without it if they must, and it is told to end when they have ended.
+    `command` is told how often it has been started. `excused`: exit statuses after which it is
+    started again however often, and what to say then. `serves`: the others can do without it, and
+    it is told to end when they have ended.
     """
 
     name: str
@@ -39,18 +40,18 @@ class Kept:
     excused: Mapping[int, str] = field(default_factory=dict)
     pass_fds: Sequence[int] = ()
     serves: bool = False
-    give_up: Callable[[], None] = lambda: None  # so that nobody goes on to wait for it
+    give_up: Callable[[], None] = lambda: None  # lets others stop waiting for it
     running: list[subprocess.Popen[bytes]] = field(default_factory=list)  # none or one
     pidfd: int = -1
     starts: int = 0
     crashes: list[float] = field(default_factory=list)
-    code: int | None = None  # with which it ended last
+    code: int | None = None  # exit status of its last end
 
 
 class Supervisor:
-    """`run` blocks until the first process has ended in order; it is also who hears of signals.
+    """Runs processes until the first one ends in order, and receives the signals.
 
-    Another one that ends in order is not started again. After a signal any end is the end.
+    Another one that ends in order is not started again. After a signal any end is final.
     """
 
     def __init__(self, kept: Sequence[Kept]) -> None:
@@ -58,9 +59,9 @@ class Supervisor:
         self._signals: list[int] = []
 
     def run(self) -> int:
-        """The first signal that asked for the end; 0 if none did. Nothing it started is left.
+        """Run, and return the first signal that asked for the end, or 0. No process is left.
 
-        WorldError when a process crashes again and again.
+        WorldError if a process crashes again and again.
         """
         wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         previous = signal.set_wakeup_fd(wake_write)
@@ -112,7 +113,7 @@ class Supervisor:
                     popen.wait(max(deadline - time.monotonic(), 0.1))
 
     def _ended(self, kept: Kept) -> None:
-        """A process has gone: start it again, unless that was its ordinary end."""
+        """Handle a process that has ended: start it again, unless that was its ordinary end."""
         os.close(kept.pidfd)
         code = kept.code = kept.running.pop().wait()
         if code in kept.ends_with or self._signals:

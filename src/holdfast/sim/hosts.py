@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from holdfast.core.membership import agent as ag
 from holdfast.core.membership import coordinator as co
 from holdfast.core.membership.liveness import ProcessSample
-from holdfast.core.types import AgentId, AgentReport, Directive, Incarnation, WorkerStatus
+from holdfast.core.types import AgentId, AgentReport, Directive, Incarnation, Tick, WorkerStatus
 from holdfast.sim.workers import Process
-from holdfast.sim.writers import Writer
+from holdfast.sim.writers import WriterHost
 
 if TYPE_CHECKING:
     from holdfast.sim.world import World
@@ -54,7 +54,7 @@ class CoordinatorHost:
             self._clock(),
             self.forgotten if forgotten else 0,
         )
-        self.handle(co.Tick())
+        self.handle(Tick())
 
     def crash(self) -> None:
         self.machine = None
@@ -121,7 +121,7 @@ class CoordinatorHost:
     def _woken(self, term: int, at: float) -> None:
         if self.machine is not None and self.term == term and self._wake_at == at:
             self._wake_at = None
-            self.handle(co.Tick())
+            self.handle(Tick())
 
 
 class AgentHost:
@@ -138,7 +138,7 @@ class AgentHost:
         self.offset_s = 0.0
         self.frozen = False  # the agent's process; its workers run on
         self.drained = False  # now or before
-        self.writer = Writer(world)
+        self.writer = WriterHost(world)
         self._backlog: deque[ag.AgentEvent] = deque()
         self._channel_free: dict[int, float] = {}
         self._watched: dict[int, Process] = {}
@@ -156,7 +156,7 @@ class AgentHost:
         self.machine = world.machines.agent(
             self.name, Incarnation(self.incarnation), world.options.slots, world.agent_policy
         )
-        self.handle(ag.Tick())
+        self.handle(Tick())
 
     def crash(self) -> None:
         """The agent dies, and the kernel takes its workers and its writer with it."""
@@ -293,4 +293,4 @@ class AgentHost:
     def _woken(self, incarnation: int, at: float) -> None:
         if self.machine is not None and self.incarnation == incarnation and self._wake_at == at:
             self._wake_at = None
-            self.handle(ag.Tick())
+            self.handle(Tick())

@@ -15,7 +15,7 @@ from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.step.effects import WorkerEffect
 from holdfast.core.step.events import Purpose, WorkerEvent
-from holdfast.core.types import Incarnation, View, WorkerDirective, WorkerId, WorkerStatus
+from holdfast.core.types import Incarnation, Tick, View, WorkerDirective, WorkerId, WorkerStatus
 from holdfast.sim.arithmetic import INITIAL_STATE, Key, apply
 from holdfast.sim.exchanges import Exchanges
 from holdfast.sim.spoiling import Spoiling
@@ -160,7 +160,7 @@ class Process:
     def _woken(self, at: float) -> None:
         if self._wake_at == at:
             self._wake_at = None
-            self.feed(ev.Tick())
+            self.feed(Tick())
 
     def _carry_out(self, effect: WorkerEffect, event: WorkerEvent, before: int) -> None:
         world = self.world

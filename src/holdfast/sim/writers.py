@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 LOOK_S = 0.1  # between two looks for the other shares
 
 
-class Writer:
+class WriterHost:
     """One node's writer; it is started again at once when it dies."""
 
     def __init__(self, world: World) -> None:

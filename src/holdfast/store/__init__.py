@@ -1,1 +1,1 @@
-"""The checkpoint store: it never shows half a checkpoint and never returns a wrong byte."""
+"""Stores checkpoints so that half a one is never shown and a wrong byte is never returned."""

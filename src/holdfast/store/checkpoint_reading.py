@@ -1,6 +1,6 @@
-"""Reads a checkpoint: straight into its place, several ranges at once, every byte verified.
+"""Reads a checkpoint straight into its destination, several ranges at once, verifying every byte.
 
-What was read is only let go once its digest is right; otherwise it is named.
+Nothing that was read is used before its digest has been found right; otherwise it is named.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ THREADS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bad:
-    """Bytes that are not what was saved; or `passing`: that a storage does not give just now."""
+    """Describes bytes that are not what was saved.
+
+    `passing`: they are not known to be wrong; a storage just does not provide them now.
+    """
 
     entry: str
     start: int
@@ -39,7 +42,7 @@ class Bad:
 
 
 class Rotten(Damaged):
-    """The first bytes of a checkpoint that were found wrong."""
+    """Names the first bytes of a checkpoint that were found wrong."""
 
     def __init__(self, bad: Bad) -> None:
         super().__init__(str(bad))
@@ -47,9 +50,9 @@ class Rotten(Damaged):
 
 
 class OneEntry:
-    """A target that takes one entry of plain bytes by its name; then `data` holds it.
+    """Reads one entry of plain bytes, by its name, into `data`.
 
-    Called with a manifest it raises Damaged where that has no such entry, or one too large.
+    When called with a manifest it raises Damaged if that has no such entry, or one too large.
     """
 
     def __init__(self, name: str, bytes_max: int) -> None:
@@ -67,7 +70,7 @@ class OneEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Piece:
-    """Chunks of one entry that are read at once."""
+    """Represents chunks of one entry that are read at once."""
 
     entry: str
     chunks: tuple[Chunk, ...]
@@ -84,7 +87,7 @@ class _Piece:
 def load(storage: Storage, manifest: Manifest, targets: Sequence[tuple[Entry, memoryview]]) -> None:
     """Fill each memory with its entry's bytes. Rotten names the first bytes that are wrong.
 
-    WorldError when the storage does not give some of them just now. The memories' contents are
+    WorldError if the storage does not provide some of them now. The memories' contents are
     undefined after an exception.
     """
     work = []
@@ -109,9 +112,9 @@ def load(storage: Storage, manifest: Manifest, targets: Sequence[tuple[Entry, me
 def load_range(
     storage: Storage, manifest: Manifest, entry: Entry, start: int, into: memoryview
 ) -> None:
-    """Fill `into` from byte `start` of an entry on; the chunks that hold it are read whole.
+    """Fill `into` with an entry's bytes from `start` on; whole chunks are read.
 
-    Rotten or WorldError as of `load`, and then `into` is undefined.
+    Raises Rotten or WorldError as `load` does, and then `into` is undefined.
     """
     memory = into.cast("B")
     end = start + len(memory)
@@ -129,9 +132,10 @@ def load_range(
 def verify(
     storage: Storage, manifest: Manifest, progress: Callable[[int], None] | None = None
 ) -> list[Bad]:
-    """Read a whole checkpoint; returns what is wrong with it, chunk by chunk.
+    """Read a whole checkpoint and return what is wrong with it, chunk by chunk.
 
-    `progress` is told of every so many bytes; with it, only as much is read as it lets through.
+    `progress` is called with the number of bytes read since its last call; it may block, to slow
+    the reading down.
     """
     spare = _Spare()
     pieces = [p for e in manifest.entries for p in _pieces(manifest, e)]
@@ -148,7 +152,7 @@ def verify(
 
 
 class _Spare:
-    """One reused memory for each thread."""
+    """Keeps one reused memory for each thread."""
 
     def __init__(self) -> None:
         self._local = threading.local()
@@ -204,7 +208,7 @@ def _read(storage: Storage, piece: _Piece, into: memoryview) -> list[Bad]:
 
 
 def _place(chunk: Chunk, data: memoryview, into: memoryview) -> str:
-    """Bring a chunk to its place, if it is not there; returns what is wrong with it."""
+    """Copy a chunk to its destination unless it is there; return what is wrong with it."""
     if chunk.stored < chunk.size:
         problem = compression.expand(data[: chunk.stored], into)
         if problem:

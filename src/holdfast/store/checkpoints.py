@@ -1,8 +1,9 @@
-"""All checkpoints of one job in one storage: begin a save, find, read, retire, collect garbage.
+"""Manages all checkpoints of one job in one storage: saving, finding, reading, retiring,
+collecting.
 
-Garbage is collected while saves go on. A save announces what it builds upon before it looks whether
-that is still there, and a collector retires a checkpoint before it looks for announcements; so at
-least one of the two notices the other.
+Garbage is collected while saves go on. A save announces what it builds upon before it checks
+whether that is still there, and a collector retires a checkpoint before it looks for announcements;
+so at least one of the two notices the other.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ INTENT_BYTES_MAX = 64 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collected:
-    """What was removed."""
+    """Tells what garbage collection has removed."""
 
     steps: tuple[int, ...]
     packs: int
@@ -55,22 +56,22 @@ class Collected:
 
 
 class Checkpoints:
-    """See the module's docstring. `say` is told, once each, of what could not be believed."""
+    """Manages one job's checkpoints. `say` is told, once each, of what could not be trusted."""
 
     def __init__(self, storage: Storage, say: Callable[[str], None] = lambda line: None) -> None:
         self.storage = storage
         self._say = say
-        self._known: list[tuple[object, Known]] = []  # none or one: of what, and what it holds
+        self._known: list[tuple[object, Known]] = []  # none or one
 
     # ------------------------------------------------------------ finding
 
     def steps(self) -> list[int]:
-        """Of all checkpoints, also damaged ones, the newest last."""
+        """Return the steps of all checkpoints, damaged ones included, the newest last."""
         found = [step_of(name) for name in self.storage.names(MANIFESTS)]
         return sorted(step for step in found if step is not None)
 
     def manifest(self, step: int) -> Manifest:
-        """Missing; Damaged."""
+        """Read the manifest of a checkpoint. Missing; Damaged."""
         name = manifest_name(step)
         found = decode(read_all(self.storage, name, MANIFEST_BYTES_MAX), name)
         if found.step != step:
@@ -78,20 +79,20 @@ class Checkpoints:
         return found
 
     def verify(self, step: int, progress: Callable[[int], None] | None = None) -> list[Bad]:
-        """What is wrong with a checkpoint's bytes. Missing; Damaged for its manifest."""
+        """Return what is wrong with a checkpoint's bytes. Missing; Damaged if its manifest is."""
         found = verify(self.storage, self.manifest(step), progress)
         for bad in found:
             self.suspect(bad.pack, str(bad))
         return found
 
     def suspect(self, pack: str, why: str) -> None:
-        """From here on no save builds upon what this pack holds."""
+        """Keep every save from now on from building upon what this pack holds."""
         with contextlib.suppress(WorldError):
             self.storage.put(suspect_name(pack), [why.encode()])
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Storage]:
-        """The storage; a pack in which something is found Rotten meanwhile becomes suspect."""
+        """Lend the storage; a pack in which something is found Rotten meanwhile becomes suspect."""
         try:
             yield self.storage
         except Rotten as error:
@@ -101,16 +102,17 @@ class Checkpoints:
     # ------------------------------------------------------------ reading
 
     def load(self, step: int, targets: Targets) -> Manifest:
-        """Read what `targets` asks for of a manifest. Missing; Damaged."""
+        """Read what `targets` asks for of a checkpoint. Missing; Damaged."""
         manifest = self.manifest(step)
         with self.reading() as storage:
             load(storage, manifest, targets(manifest))
         return manifest
 
     def load_newest(self, targets: Targets) -> Manifest | None:
-        """The newest checkpoint that can be read, or None where there is none at all.
+        """Load the newest checkpoint that can be read; return None if there is none at all.
 
-        Each newer one that cannot is told to `say`. UserError when there are some, all damaged.
+        `say` is told of each newer one that cannot be read. UserError if there are some, all
+        damaged.
         """
         steps = self.steps()
         for step in reversed(steps):
@@ -130,7 +132,7 @@ class Checkpoints:
     def begin(self, step: int, token: str = "", writer: int | None = None) -> Saving:
         """Begin to save step `step`.
 
-        Of several writers each begins with the same token, which no other save ever has.
+        If several writers save it together, all pass the same token, which no other save ever has.
         """
         base, known = self._base()
         saving = Saving(self.storage, step, token or secrets.token_hex(8), known, writer)
@@ -142,11 +144,11 @@ class Checkpoints:
         return saving
 
     def join(self, step: int, token: str, base: int | None) -> Saving:
-        """A save that another process has begun, to write a part of it. Missing; Damaged."""
+        """Take part in a save that another process began, and write a part. Missing; Damaged."""
         return Saving(self.storage, step, token, Known() if base is None else self._held(base))
 
     def save(self, step: int, items: Sequence[Item], about: dict[str, str]) -> Manifest:
-        """Save all of a checkpoint from here. WorldError, and then it does not exist."""
+        """Save a whole checkpoint from this process. After a WorldError it does not exist."""
         saving = self.begin(step)
         try:
             return saving.commit([saving.write(items)], about)
@@ -155,7 +157,7 @@ class Checkpoints:
             raise
 
     def _base(self) -> tuple[int | None, Known]:
-        """The newest readable checkpoint, and what it holds."""
+        """Find the newest readable checkpoint, and what it holds."""
         for step in reversed(self.steps()):
             try:
                 return step, self._held(step)
@@ -164,7 +166,7 @@ class Checkpoints:
         return None, Known()
 
     def _held(self, step: int) -> Known:
-        """The chunks of a checkpoint. Missing; Damaged."""
+        """Return the chunks that a checkpoint holds. Missing; Damaged."""
         manifest, suspects = self.manifest(step), set(self.storage.names(SUSPECT))
         packs = [p for p in manifest.packs if suspect_name(p) not in suspects]
         for what, known in self._known:  # as it is now, whatever other threads put there
@@ -179,7 +181,7 @@ class Checkpoints:
     # ------------------------------------------------------------ removing
 
     def retire(self, policy: Retention) -> tuple[int, ...]:
-        """Remove the manifests that the policy does not keep; returns their steps."""
+        """Remove the manifests that the policy does not keep; return their steps."""
         saved = []
         for step in self.steps():
             try:
@@ -195,7 +197,7 @@ class Checkpoints:
     def withdraw(self, after: int, view: int) -> tuple[int, ...]:
         """Remove the checkpoints of steps beyond `after` that were made in views up to `view`.
 
-        Also those that are being saved just now never become one. Returns the steps removed.
+        Those being saved at the moment never become checkpoints either. Returns the steps removed.
         """
         self.storage.put(invalidation_name(after, view), [b"invalidation"])
         removed = []
@@ -236,14 +238,14 @@ class Checkpoints:
         return Collected(steps=steps, packs=count, freed_bytes=freed)
 
     def _remains(self, prefix: str) -> list[str]:
-        """The names of all that is there, also of what a crash has left unfinished on volumes."""
+        """List the names of all that is there, and of what a crash left unfinished on volumes."""
         storage = self.storage
         if isinstance(storage, VolumeStorage):
             return storage.all_names(prefix)
         return storage.names(prefix)
 
     def _intents(self) -> list[Intent]:
-        """Saves under way. What a dead writer has left behind is removed."""
+        """Return the saves under way, and remove what dead writers left behind."""
         found = []
         for name in self.storage.names(SAVING):
             try:

@@ -1,7 +1,7 @@
-"""Whether bytes become shorter, found out on a sample; and shorter they are (Zstandard).
+"""Decides on a sample whether bytes would shrink, and compresses them with Zstandard if so.
 
 Weights and moments in full use hardly shrink, and cost more time to compress than to write; what is
-mostly zeros, repeats, or counts shrinks to little. Only the second kind is compressed.
+mostly zeros, repeats or counts shrinks to little. Only the second kind is compressed.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 import zstandard
 
 LEVEL = 1
-SIZE_MIN = 4096  # bytes of an entry; fewer are not worth a look
-SAMPLES = 4  # evenly over the entry
+SIZE_MIN = 4096  # bytes of an entry; smaller ones are not compressed
+SAMPLES = 4  # spread evenly over the entry
 SAMPLE_BYTES = 16 << 10
-PAYS = 0.5  # of its size, to which an entry's samples must shrink
-SHORTER = 0.9  # of its size, for a chunk to be stored so
+PAYS = 0.5  # share of its size to which an entry's samples must shrink
+SHORTER = 0.9  # share of its size to which a chunk must shrink
 
 
 def pays(data: memoryview) -> bool:
-    """Whether an entry of these bytes should be compressed."""
+    """Tell whether an entry of these bytes should be compressed."""
     if len(data) < SIZE_MIN:
         return False
     size = min(SAMPLE_BYTES, len(data) // SAMPLES)
@@ -27,15 +27,15 @@ def pays(data: memoryview) -> bool:
 
 
 def shorter(chunk: memoryview) -> bytes | memoryview:
-    """The chunk compressed; itself, where that is not much shorter."""
+    """Return the chunk compressed, or unchanged if that would not make it much shorter."""
     found = _compressor().compress(chunk)
     return found if len(found) <= SHORTER * len(chunk) else chunk
 
 
 def expand(data: memoryview, into: memoryview) -> str:
-    """Fill `into` with what was compressed; returns why that is impossible, if it is."""
+    """Decompress into `into`; return why that is impossible, or an empty string."""
     try:
-        size = zstandard.frame_content_size(data)  # before so much memory is taken
+        size = zstandard.frame_content_size(data)  # checked before so much memory is taken
         if size != len(into):
             return f"it has {size} bytes, decompressed, and not {len(into)}"
         into[:] = zstandard.ZstdDecompressor().decompress(data)

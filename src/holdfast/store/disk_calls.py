@@ -1,6 +1,7 @@
-"""What a directory storage asks of the operating system: the few calls whose order is durability.
+"""Declares the few operating system calls of a directory storage whose order makes it durable.
 
-Behind a protocol, so that tests can crash between any two of them and lose what was not synced.
+They are behind a protocol, so that tests can crash between any two of them and lose what was not
+synced.
 """
 
 from __future__ import annotations
@@ -11,35 +12,41 @@ import mmap
 import os
 from typing import Protocol
 
-BLOCK_BYTES = 4096  # of memory, offsets and lengths in direct writes
+BLOCK_BYTES = 4096  # direct writes need memory, offsets and lengths in multiples of it
 
 
 class Disk(Protocol):
-    """OSError from any of them. Paths are absolute."""
+    """Declares the calls, any of which may raise OSError. Paths are absolute."""
 
     def create(self, path: str) -> int:
-        """A new file to be written, truncated if there was one; returns a handle."""
+        """Create a file for writing, or truncate it if there is one; return a handle."""
         ...
 
     def write(self, handle: int, data: memoryview, offset: int) -> None:
-        """All of `data`, which starts at a block's boundary and is whole blocks, but at the end."""
+        """Write all of `data`: whole blocks, from a block's boundary, except at the file's end."""
         ...
 
     def close(self, handle: int, size: int, keep: bool) -> None:
-        """With `keep`, of exactly this size and durable, though not yet under its final name."""
+        """Close a file; with `keep`, it then has exactly this size and is durable.
+
+        It does not yet have its final name.
+        """
         ...
 
     def publish(self, path: str, final: str) -> None:
-        """Rename, durably; folders on the way are made durable as well."""
+        """Rename a file durably; folders on the way are made durable as well."""
         ...
 
     def remove(self, path: str) -> None:
-        """Also when it is not there."""
+        """Remove a file if it is there."""
         ...
 
 
 class RealDisk:
-    """Linux. Writes past the page cache where the file system can, at the disk's own speed."""
+    """Makes the real calls on Linux.
+
+    It writes past the page cache where the file system allows it, at the disk's own speed.
+    """
 
     def create(self, path: str) -> int:
         self._make_folder(os.path.dirname(path))
@@ -90,7 +97,7 @@ class RealDisk:
 
 
 def aligned(size: int) -> memoryview:
-    """Writable memory fit for direct writes."""
+    """Return writable memory fit for direct writes."""
     return memoryview(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 

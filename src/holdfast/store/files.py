@@ -1,4 +1,4 @@
-"""A storage in a directory, of a local or a shared file system.
+"""Implements a storage in a directory of a local or shared file system.
 
 An object is written under a temporary name, made durable, then renamed. Writes go past the page
 cache from a few buffers, so that a checkpoint neither waits for memory nor drives out what training
@@ -28,7 +28,7 @@ UNFINISHED = ".unfinished"  # folder of what is being written
 
 
 class FileStorage:
-    """See `Storage`. `disk` is how it writes; it reads as anybody does."""
+    """Implements `Storage` in a directory. `disk` does the writing; reads are ordinary."""
 
     def __init__(self, root: Path, disk: Disk | None = None) -> None:
         self.root = root.absolute()
@@ -106,7 +106,7 @@ class FileStorage:
             raise WorldError(f"cannot delete {path}: {error.strerror}") from None
 
     def _sweep_once(self, here_name: str) -> None:
-        """Remove what writers that are no more have left unfinished."""
+        """Remove what writers that no longer exist have left unfinished."""
         swept, self._swept = self._swept, True
         for path in [] if swept else self.root.glob(f"{UNFINISHED}/*"):
             home, _, rest = path.name.partition("-")
@@ -136,7 +136,7 @@ class FileStorage:
 
 
 class _Writer:
-    """Fills buffers, one of which is being written while the next is filled."""
+    """Fills buffers, one of which is written while the next is filled."""
 
     def __init__(self, disk: Disk, handle: int, thread: ThreadPoolExecutor) -> None:
         self._disk = disk
@@ -144,8 +144,8 @@ class _Writer:
         self._thread = thread
         self._under_way: list[tuple[Future[None], memoryview]] = []
         self._buffer = self._next_buffer()
-        self._filled = 0  # of that buffer
-        self._offset = 0  # in the file, of that buffer
+        self._filled = 0  # bytes in that buffer
+        self._offset = 0  # of that buffer in the file
 
     def add(self, part: memoryview) -> None:
         for piece in _pieces(part, BUFFER_BYTES - self._filled):
@@ -156,7 +156,7 @@ class _Writer:
                 self._buffer = self._next_buffer()
 
     def finish(self) -> int:
-        """All is written; returns the size in bytes."""
+        """Write what is left and return the size in bytes."""
         size = self._offset + self._filled
         if self._filled:
             whole = -(-self._filled // BLOCK_BYTES) * BLOCK_BYTES
@@ -182,7 +182,7 @@ class _Writer:
 
 
 def _pieces(part: memoryview, first: int) -> Iterator[memoryview]:
-    """`part` in pieces of at most BUFFER_BYTES, the first one of at most `first`."""
+    """Cut `part` into pieces of at most BUFFER_BYTES, the first one of at most `first`."""
     start, room = 0, first
     while start < len(part):
         yield part[start : start + room]

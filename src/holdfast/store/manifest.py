@@ -1,4 +1,4 @@
-"""What a checkpoint is made of: a manifest, which names chunks, which lie in packs. Pure.
+"""Describes a checkpoint by its manifest, which names chunks, which lie in packs. Pure.
 
     packs/STEP-TOKEN-N          payloads of chunks, one after the other
     manifests/STEP              written last: a checkpoint is there if and only if this is
@@ -8,9 +8,9 @@
     invalidation/STEP.VIEW      checkpoints after STEP, made up to VIEW, hold something wrong
 
 Every entry's bytes fall into chunks of equal size (the last one is shorter). A chunk is known by
-its length and digest, so one that has not changed since an earlier checkpoint stays where it is.
-It is stored as it is, or compressed where that makes it shorter.
-All numbers that lead to reading are checked here, before anything is read.
+its length and digest, so one that has not changed since an earlier checkpoint stays where it is. It
+is stored as it is, or compressed where that makes it shorter. All numbers that lead to reading are
+checked here, before anything is read.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ STEP_DIGITS = 12
 
 
 def digest(data: bytes | bytearray | memoryview) -> bytes:
-    """xxh3-128: against accidents, at the speed of memory."""
+    """Digest bytes with xxh3-128, which guards against accidents at the speed of memory."""
     return xxhash.xxh3_128_digest(data)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Chunks of an entry that lie one after the other in a pack."""
+    """Describes chunks of an entry that lie one after the other in a pack."""
 
     chunks: int
-    pack: int  # which of the manifest's
+    pack: int  # number among the manifest's packs
     offset: int  # bytes
     stored: tuple[int, ...] = ()  # bytes of each in the pack, if any of them is compressed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A tensor's bytes in row-major order, little-endian; or plain bytes, if it has no dtype."""
+    """Describes a tensor's bytes, row-major and little-endian, or plain bytes without a dtype."""
 
     name: str
     size: int  # bytes
@@ -59,19 +59,22 @@ class Entry:
     runs: tuple[Run, ...]
     dtype: str = ""  # as torch names it
     shape: tuple[int, ...] = ()
-    offset: tuple[int, ...] = ()  # of a part of a larger tensor, in elements
+    offset: tuple[int, ...] = ()  # in a larger tensor, if this is a part of one; elements
     whole: tuple[int, ...] = ()  # that tensor's shape
 
     @property
     def label(self) -> str:
-        """The name, for people; with the place of a part of a larger tensor."""
+        """Return the name for people; for a part of a larger tensor, with its position."""
         place = f" at {list(self.offset)}" if self.whole not in ((), self.shape) else ""
         return self.name + place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """`time`: seconds since 1970. `about`: for people and for whoever resumes; no secrets."""
+    """Describes one checkpoint completely.
+
+    `time`: seconds since 1970. `about`: for people and for whoever resumes; no secrets.
+    """
 
     step: int
     time: float
@@ -87,8 +90,8 @@ class Manifest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """What one writer has saved: entries whose runs refer to these packs."""
+class SavedPart:
+    """Describes what one writer has saved: entries whose runs refer to these packs."""
 
     packs: tuple[str, ...]
     entries: tuple[Entry, ...]
@@ -98,7 +101,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """One chunk of an entry, and where it lies."""
+    """Describes one chunk of an entry, and where it lies."""
 
     start: int  # bytes within the entry
     size: int
@@ -110,10 +113,10 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Intent:
-    """A save under way. Packs named here, and those whose name has its token, are not garbage."""
+    """Announces a save. Packs it names, and those whose name has its token, are not garbage."""
 
     token: str
-    host: str  # of the writer, in words that no other one's process numbers share
+    host: str  # the writer's scope of process numbers: `owner_process.here()`
     pid: int
     time: float
     packs: tuple[str, ...] = ()
@@ -124,7 +127,7 @@ def invalidation_name(after: int, view: int) -> str:
 
 
 def is_withdrawn(name: str, step: int, about: dict[str, str]) -> bool:
-    """Whether such a name holds for a checkpoint; one that was made in no view never is."""
+    """Tell whether a checkpoint is covered by such a name; one made in no view never is."""
     after, _, view = name.removeprefix(INVALIDATION).partition(".")
     made_in = about.get("view", "")
     if not (after.isdecimal() and view.isdecimal() and made_in.isdecimal()):
@@ -156,7 +159,7 @@ def manifest_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """The step of a manifest's name; None for any other name."""
+    """Return the step of a manifest's name; None for any other name."""
     digits = name.removeprefix(MANIFESTS)
     return int(digits) if digits.isdecimal() and len(digits) == STEP_DIGITS else None
 
@@ -174,7 +177,7 @@ def suspect_name(pack: str) -> str:
 
 
 def token_of(name: str) -> str:
-    """Of the save that wrote a pack or a part."""
+    """Return the token of the save that wrote a pack or a part."""
     if name.startswith(PARTS):
         return name.removeprefix(PARTS).partition(".")[0]
     parts = name.removeprefix(PACKS).split("-")
@@ -184,7 +187,7 @@ def token_of(name: str) -> str:
 _ENCODER = msgspec.msgpack.Encoder()
 _MANIFEST = msgspec.msgpack.Decoder(Manifest)
 _INTENT = msgspec.msgpack.Decoder(Intent)
-_PART = msgspec.msgpack.Decoder(Part)
+_PART = msgspec.msgpack.Decoder(SavedPart)
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -192,7 +195,7 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(data: bytes, name: str) -> Manifest:
-    """Damaged, in the words of a person, unless every byte is as it was written."""
+    """Decode a manifest; Damaged, in words for people, unless every byte is as it was written."""
     manifest = _decoded(_MANIFEST, data, name, "is no manifest of this release")
     problem = problem_of(manifest)
     if problem:
@@ -205,16 +208,19 @@ def encode_intent(intent: Intent) -> bytes:
 
 
 def decode_intent(data: bytes, name: str) -> Intent:
-    """Damaged."""
+    """Decode the announcement of a save. Damaged."""
     return _decoded(_INTENT, data, name)
 
 
-def encode_part(part: Part) -> bytes:
+def encode_part(part: SavedPart) -> bytes:
     return _seal(_ENCODER.encode(part))
 
 
-def decode_part(data: bytes, name: str) -> Part:
-    """Damaged. The rest of what it says is checked once it is in a manifest."""
+def decode_part(data: bytes, name: str) -> SavedPart:
+    """Decode what a writer has saved. Damaged.
+
+    The rest of what it says is checked once it is in a manifest.
+    """
     part = _decoded(_PART, data, name)
     if any(not 0 <= r.pack < len(part.packs) for e in part.entries for r in e.runs):
         raise Damaged(f"{name} contradicts itself: a run lies in no pack")
@@ -248,7 +254,7 @@ def _unseal(data: bytes, name: str) -> bytes:
 
 
 def problem_of(manifest: Manifest) -> str:
-    """Why no such manifest can be right; empty if it may be."""
+    """Tell why this manifest cannot be right; empty if it may be."""
     if manifest.step < 0 or manifest.chunk_bytes < 1:
         return f"step {manifest.step}, chunks of {manifest.chunk_bytes} bytes"
     names = [(entry.name, entry.offset) for entry in manifest.entries]

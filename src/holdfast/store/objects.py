@@ -1,8 +1,8 @@
-"""A storage in a bucket: S3 and what speaks like it, through Rust's object_store.
+"""Implements a storage in a bucket, on S3 and what is compatible with it, with Rust's object_store.
 
 Keys and endpoints come from the URL and the environment, as its documentation says (AWS_ENDPOINT,
-AWS_ACCESS_KEY_ID, ...). An upload of several parts is only visible once it is complete; requests
-that fail for a passing reason are repeated with growing pauses.
+AWS_ACCESS_KEY_ID, ...). An upload of several parts becomes visible only once it is complete;
+requests that fail for a passing reason are repeated with growing pauses.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from holdfast.store.storage import Missing, check_name
 
 PART_BYTES = 16 << 20
 UPLOADS = 4  # parts under way at a time
-RETRY_S = 60.0  # in all, for one request
+RETRY_S = 60.0  # for one request and its repetitions
 RETRIES = 8
 FAILURES = (BaseError, OSError)
 
 
 def open_bucket(url: str) -> ObjectStorage:
-    """From s3://BUCKET/PREFIX, gs://..., az://... UserError."""
+    """Open s3://BUCKET/PREFIX, gs://... or az://... UserError."""
     retry: Any = {
         "max_retries": RETRIES,
         "retry_timeout": datetime.timedelta(seconds=RETRY_S),
@@ -46,7 +46,7 @@ def open_bucket(url: str) -> ObjectStorage:
 
 
 class ObjectStorage:
-    """See `Storage`. `store`: of obstore; `url` names it in messages."""
+    """Implements `Storage` in a bucket. `store`: from obstore; `url` names it in messages."""
 
     def __init__(self, store: ObjectStore, url: str) -> None:
         self._store = store
@@ -111,7 +111,7 @@ class ObjectStorage:
 
 
 class _Source:
-    """The parts as the uploader wants them, and their size."""
+    """Provides the parts as the uploader wants them, and counts their size."""
 
     def __init__(self, parts: Iterable[bytes | memoryview]) -> None:
         self.size = 0

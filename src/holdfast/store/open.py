@@ -1,4 +1,4 @@
-"""From what an operator writes to a storage."""
+"""Opens the storage that an operator has named."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _CODED = re.compile(r"ec:(\d{1,3})\+(\d{1,3}):(.+)")
 
 
 def open_storage(text: str, say: Callable[[str], None] = lambda line: None) -> Storage:
-    """Of the form FORM. Nothing is read or written yet. UserError says what is wrong.
+    """Open the storage that a text of the form FORM names. UserError says what is wrong with it.
 
-    `say` is told of what volumes have lost.
+    Nothing is read or written yet. `say` is told what volumes have lost.
     """
     coded = _CODED.fullmatch(text)
     if coded is not None:
@@ -33,7 +33,7 @@ def open_storage(text: str, say: Callable[[str], None] = lambda line: None) -> S
 
 
 def absolute_store(text: str) -> str:
-    """The same, whatever the working directory; of folders only, since URLs have none."""
+    """Make the folders in a storage's name absolute; URLs stay as they are."""
     coded = _CODED.fullmatch(text)
     places = coded[3].split(",") if coded is not None else [text]
     absolute = [place if "://" in place else os.path.abspath(place) for place in places]

@@ -1,4 +1,4 @@
-"""Whether a process that left something in a storage is still there, whoever shares the storage."""
+"""Tells whether a process that left something in a shared storage still exists."""
 
 from __future__ import annotations
 
@@ -7,18 +7,22 @@ import os
 import socket
 import time
 
-STALE_S = 86_400.0  # after which what was begun on another machine is given up
+STALE_S = 86_400.0  # what another machine began is given up after this
 
 
 @functools.cache
 def here() -> str:
-    """Where a process number means something: this boot of this machine, this PID namespace."""
+    """Name the scope of process numbers: this boot of this machine, this PID namespace."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         return f"{socket.gethostname()} {file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def gone(at_home: bool, pid: int, since: float) -> bool:
-    """`at_home`: process `pid` is, or was, one of `here`. `since`: by the clock, seconds."""
+    """Tell whether a process has ended, as far as can be known from here.
+
+    `at_home`: process `pid` belongs to the scope that `here` names. `since`: when it left what was
+    found, in seconds of the clock.
+    """
     if at_home:
         return not os.path.exists(f"/proc/{pid}")
     return time.time() - since > STALE_S

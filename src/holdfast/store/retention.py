@@ -1,4 +1,4 @@
-"""Which checkpoints to keep. Pure."""
+"""Decides which checkpoints to keep. Pure."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retention:
-    """A checkpoint that any of these rules wants is kept; the newest one always is."""
+    """Keeps a checkpoint if any of these rules wants it; the newest is always kept."""
 
-    last: int = 3  # so many of the newest
-    settled: int = 0  # and the newest of those that are so many steps older than the newest
-    every: int = 0  # and those whose step is a multiple of it; 0: none
+    last: int = 3  # how many of the newest are kept
+    settled: int = 0  # and the newest one that is so many steps older than the newest
+    every: int = 0  # and those whose step is a multiple of this; 0: none
     age_s: float = 0.0  # and those younger than this; 0: none
 
 
 def choose_kept(
     saved: Sequence[tuple[int, float]], policy: Retention, now: float
 ) -> tuple[int, ...]:
-    """The steps to keep, in order. `saved`: step and time (seconds since 1970) of each.
+    """Choose the steps to keep, in order. `saved`: step and time (seconds since 1970) of each.
 
     The newest is what was saved last: a job that had to go back saves lower steps again.
     """

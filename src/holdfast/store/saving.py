@@ -27,8 +27,8 @@ from holdfast.store.manifest import (
     Entry,
     Intent,
     Manifest,
-    Part,
     Run,
+    SavedPart,
     chunks_of,
     decode_part,
     digest,
@@ -45,13 +45,13 @@ from holdfast.store.owner_process import here
 from holdfast.store.storage import Storage, read_all
 
 PART_BYTES_MAX = 1 << 30
-POLL_S, POLL_S_MAX = 0.01, 1.0  # between two looks for the parts of others
-LIVE_MIN = 0.5  # of a pack in use: below it, what is in use is written again
+POLL_S, POLL_S_MAX = 0.01, 1.0  # between checks for the parts of others
+LIVE_MIN = 0.5  # share of a pack in use, below which what is in use is written again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """One entry to be saved: contiguous bytes, which must not change until it is written."""
+    """Describes one entry to be saved: contiguous bytes, which must not change until written."""
 
     name: str
     data: memoryview
@@ -63,7 +63,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a chunk lies."""
+    """Tells where a chunk lies."""
 
     pack: str
     offset: int
@@ -71,14 +71,14 @@ class _Place:
 
 
 class Known:
-    """Chunks that earlier checkpoints hold, by size and digest."""
+    """Knows the chunks that earlier checkpoints hold, by size and digest."""
 
     def __init__(self) -> None:
         self._places: dict[tuple[int, bytes], _Place] = {}
         self.packs: tuple[str, ...] = ()
 
     def learn(self, manifest: Manifest, sizes: dict[str, int]) -> None:
-        """`sizes`: bytes of the packs that are there; what lies in others is not known."""
+        """Add a manifest's chunks in those packs whose bytes `sizes` gives, as they exist."""
         chunks = {(c.pack, c.offset): c for e in manifest.entries for c in chunks_of(manifest, e)}
         live: Counter[str] = Counter()
         for chunk in chunks.values():
@@ -94,9 +94,9 @@ class Known:
 
 
 class Saving:
-    """One checkpoint under way. `known` is only read, and may be shared by its writers.
+    """Saves one checkpoint. `known` is only read, and may be shared by its writers.
 
-    `writer`: which one of several this is, whose token is the same; writer 0 commits.
+    `writer`: the number of this one among several with the same token; writer 0 commits.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Saving:
         self.base: int | None = None  # the checkpoint that it builds upon
 
     def announce(self, more: Sequence[str] = ()) -> None:
-        """From here on, what the save builds upon (and `more` packs) is not garbage."""
+        """Protect what the save builds upon, and `more` packs, from being collected as garbage."""
         intent = Intent(
             token=self.token,
             host=here(),
@@ -121,8 +121,8 @@ class Saving:
         )
         self._storage.put(self._intent, [encode_intent(intent)])
 
-    def write(self, items: Sequence[Item], writer: int = 0) -> Part:
-        """Save these items; `writer` tells apart those of one checkpoint. WorldError."""
+    def write(self, items: Sequence[Item], writer: int = 0) -> SavedPart:
+        """Save these items; `writer` tells the writers of one checkpoint apart. WorldError."""
         pack = pack_name(self.step, self.token, writer)
         planner = _Planner(items, self.known, pack)
         new = planner.new_chunks()
@@ -130,16 +130,16 @@ class Saving:
         written = 0
         if first is not None:
             written = self._storage.put(pack, itertools.chain([first], new))
-        return Part(
+        return SavedPart(
             packs=planner.packs(), entries=planner.entries, written_bytes=written, base=self.base
         )
 
-    def publish(self, part: Part) -> None:
-        """For the writer that commits. WorldError."""
+    def publish(self, part: SavedPart) -> None:
+        """Hand a part to the writer that commits. WorldError."""
         self._storage.put(part_name(self.token, self._writer or 0), [encode_part(part)])
 
-    def gather(self, writers: int, wait_s: float) -> list[Part]:
-        """The parts of the other writers. WorldError when one does not come in time."""
+    def gather(self, writers: int, wait_s: float) -> list[SavedPart]:
+        """Wait for the parts of the other writers. WorldError if one does not come in time."""
         missing, parts = set(range(1, writers)), {}
         deadline, pause_s = time.monotonic() + wait_s, POLL_S
         while True:
@@ -157,14 +157,14 @@ class Saving:
             pause_s = min(pause_s * 2, POLL_S_MAX)
 
     def abandon(self) -> None:
-        """What it wrote, unless it has been committed, is not wanted any more."""
+        """Give up what was written, unless it has been committed."""
         with contextlib.suppress(WorldError):
             if self._writer is not None:
                 self._storage.delete(part_name(self.token, self._writer))
             self._storage.delete(self._intent)
 
-    def commit(self, parts: Sequence[Part], about: dict[str, str]) -> Manifest:
-        """All writers are done: the checkpoint exists once this returns. WorldError."""
+    def commit(self, parts: Sequence[SavedPart], about: dict[str, str]) -> Manifest:
+        """Complete the checkpoint once all writers are done; it exists on return. WorldError."""
         manifest = merge(self.step, self.token, parts, about)
         problem = problem_of(manifest)
         if problem:
@@ -180,11 +180,11 @@ class Saving:
         self._refuse_invalidated(about)
         self._storage.put(manifest_name(self.step), [encode(manifest)])
         try:
-            self._refuse_invalidated(about)  # or whoever withdraws has seen the manifest
+            self._refuse_invalidated(about)  # otherwise whoever withdraws has seen the manifest
         except WorldError:
             self._storage.delete(manifest_name(self.step))
             raise
-        with contextlib.suppress(WorldError):  # what stays is garbage; the checkpoint is there
+        with contextlib.suppress(WorldError):  # what stays is garbage; the checkpoint exists
             for writer in range(1, len(parts)) if self._writer is not None else ():
                 self._storage.delete(part_name(self.token, writer))
             self._storage.delete(self._intent)
@@ -197,8 +197,8 @@ class Saving:
             )
 
 
-def merge(step: int, token: str, parts: Sequence[Part], about: dict[str, str]) -> Manifest:
-    """The parts of one checkpoint as one. Pure but for the time."""
+def merge(step: int, token: str, parts: Sequence[SavedPart], about: dict[str, str]) -> Manifest:
+    """Join the parts of one checkpoint into its manifest. Pure except for the time."""
     packs = tuple(dict.fromkeys(pack for part in parts for pack in part.packs))
     number = {pack: i for i, pack in enumerate(packs)}
     entries = []
@@ -214,7 +214,7 @@ def merge(step: int, token: str, parts: Sequence[Part], about: dict[str, str]) -
 
 
 class _Planner:
-    """Goes through the items once: digests each chunk and says which are to be written."""
+    """Goes through the items once, digests each chunk and decides which are to be written."""
 
     def __init__(self, items: Sequence[Item], known: Known, pack: str) -> None:
         self._items = items
@@ -271,7 +271,7 @@ class _Planner:
 
 
 class _Runs:
-    """Joins chunks that lie one after the other."""
+    """Joins chunks that lie one after the other into runs."""
 
     def __init__(self) -> None:
         self._runs: list[tuple[int, int, list[int], list[int]]] = []  # pack, offset, sizes, stored

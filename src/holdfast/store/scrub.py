@@ -1,4 +1,4 @@
-"""Reads checkpoints again and again, slowly: what rots is found while it can still be mended."""
+"""Reads checkpoints again and again, slowly, to find rot while it can still be repaired."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdfast.store.volumes import VolumeStorage
 
 
 class Pacer:
-    """Told of bytes that were read, it waits until no more than `rate` a second were."""
+    """Limits the rate of reading: it waits until no more than `rate` bytes a second were read."""
 
     def __init__(self, rate: float, wait: Callable[[float], object] = time.sleep) -> None:
         self._rate = rate
@@ -29,7 +29,7 @@ class Pacer:
 
 
 def scrub(store: Checkpoints, pacer: Callable[[int], None]) -> Iterator[str]:
-    """One pass over everything that is kept; yields what was wrong, and whether it was mended."""
+    """Read everything that is kept once; yield what was wrong, and whether it was repaired."""
     if isinstance(store.storage, VolumeStorage):
         yield from _mend(store, store.storage, pacer)
         return

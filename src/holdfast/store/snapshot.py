@@ -1,9 +1,9 @@
-"""A worker's share of a checkpoint, in memory that outlives the worker.
+"""Passes a worker's share of a checkpoint to its node's writer in memory that outlives the worker.
 
 The worker copies its share into memory without a name (memfd) and hands the descriptor to the
 writer process of its node, over a socket that keeps messages apart (SOCK_SEQPACKET) and that all
 workers of the node share. Whatever happens to the worker then, the writer has the bytes. The answer
-comes through a pipe; its end without one means that the writer has died.
+comes through a pipe; if that ends without an answer, the writer has died.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _DESCRIPTORS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
-    """One item, and where its bytes lie in the memory."""
+class StagedItem:
+    """Names one item, and says where its bytes lie in the memory."""
 
     name: str
     start: int
@@ -43,10 +43,10 @@ class Slot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """Save this memory as share `rank` of `size` of the checkpoint of `step`, made in `view`.
+    """Asks to save this memory as share `rank` of `size` of the checkpoint of `step` and `view`.
 
     `token`: what all shares of one checkpoint, and no others, have in common. `table_at` and
-    `table_bytes`: where in the memory its slots are listed.
+    `table_bytes`: where in the memory its items are listed.
     """
 
     step: int
@@ -59,20 +59,28 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """`problem`: why the share is not saved; else `durable`, once the whole checkpoint is."""
+class SaveAnswer:
+    """Answers an order: `problem` says why the share is not saved.
+
+    `durable`: the whole checkpoint is saved.
+    """
 
     problem: str = ""
     durable: bool = False
 
 
+# The names by which other modules still import these.
+Slot = StagedItem
+Answer = SaveAnswer
+
+
 def token_for(job: str, view: int, step: int) -> str:
-    """The same for all members of a view, and for no other job: 16 hexadecimal digits."""
+    """Compute 16 hexadecimal digits that all members of a view share, and no other job."""
     return digest(f"{job} {view} {step}".encode()).hex()[:16]
 
 
 class Arena:
-    """Memory that is grown when needed, touched once, and used again and again."""
+    """Holds memory that grows when needed, is touched once, and is used again and again."""
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("holdfast-snapshot", os.MFD_CLOEXEC)
@@ -83,20 +91,23 @@ class Arena:
         if size <= len(self.memory):
             return
         size = -(-size // GROW) * GROW
-        os.posix_fallocate(self.descriptor, 0, size)  # now, not in the middle of a step
+        os.posix_fallocate(self.descriptor, 0, size)  # memory is taken now, not during a step
         self.memory = memoryview(mmap.mmap(self.descriptor, size))
         zeros = bytes(GROW)
         for start in range(0, size, GROW):
             self.memory[start : start + GROW] = zeros
 
 
-def table_of(slots: Sequence[Slot]) -> bytes:
-    """As it stands in the memory."""
+def table_of(slots: Sequence[StagedItem]) -> bytes:
+    """Encode the list of items as it stands in the memory."""
     return msgspec.msgpack.encode(slots)
 
 
 def send(channel: socket.socket, order: Order, arena: Arena) -> int:
-    """Returns the descriptor where the answer will come. WorldError when nobody takes orders."""
+    """Send an order; return the descriptor on which the answer will come.
+
+    WorldError if nobody takes orders.
+    """
     answers, theirs = os.pipe()
     descriptors = array.array("i", [arena.descriptor, theirs])
     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)]
@@ -110,21 +121,21 @@ def send(channel: socket.socket, order: Order, arena: Arena) -> int:
     return answers
 
 
-def read_answer(descriptor: int) -> Answer:
-    """Blocks until it comes; closes the descriptor."""
+def read_answer(descriptor: int) -> SaveAnswer:
+    """Wait for the answer, then close the descriptor."""
     with os.fdopen(descriptor, "rb") as pipe:
         data = pipe.read()
     try:
-        return msgspec.msgpack.decode(data, type=Answer)
+        return msgspec.msgpack.decode(data, type=SaveAnswer)
     except msgspec.MsgspecError:
-        return Answer(problem="the checkpoint writer has died")
+        return SaveAnswer(problem="the checkpoint writer has died")
 
 
 class Delivery:
-    """An order as it arrived, with its memory. Close it when it is carried out."""
+    """Holds an order as it arrived, with its memory. Close it when it is carried out."""
 
     def __init__(self, packet: bytes, descriptors: Sequence[int]) -> None:
-        """Damaged for what no worker sends; the descriptors are closed then."""
+        """Take over the descriptors; Damaged, with these closed, for what no worker sends."""
         self._descriptors = list(descriptors)
         try:
             self.order = msgspec.msgpack.decode(packet, type=Order)
@@ -135,11 +146,11 @@ class Delivery:
             raise Damaged(f"an order for a checkpoint cannot be read: {error}") from None
 
     def items(self) -> list[Item]:
-        """What is to be saved. Damaged."""
+        """Return what is to be saved. Damaged."""
         memory, order = memoryview(self._map), self.order
         try:
             table = memory[order.table_at : order.table_at + order.table_bytes]
-            slots = msgspec.msgpack.decode(table, type=list[Slot])
+            slots = msgspec.msgpack.decode(table, type=list[StagedItem])
         except msgspec.MsgspecError as error:
             raise Damaged(f"a snapshot's table cannot be read: {error}") from None
         if any(not 0 <= slot.start <= slot.start + slot.size <= len(memory) for slot in slots):
@@ -156,7 +167,7 @@ class Delivery:
             for slot in slots
         ]
 
-    def answer(self, answer: Answer) -> None:
+    def answer(self, answer: SaveAnswer) -> None:
         with contextlib.suppress(OSError):  # the worker has gone
             os.write(self._descriptors[1], msgspec.msgpack.encode(answer))
         self._close_descriptors()
@@ -168,7 +179,7 @@ class Delivery:
 
 
 def receive(channel: socket.socket) -> Delivery | None:
-    """The next order; None when nobody can send one any more. Damaged."""
+    """Wait for the next order; None when nobody can send one any more. Damaged."""
     room = socket.CMSG_SPACE(_DESCRIPTORS * array.array("i").itemsize)
     packet, ancillary, _, _ = channel.recvmsg(PACKET_BYTES_MAX, room, socket.MSG_CMSG_CLOEXEC)
     descriptors = array.array("i")

@@ -1,9 +1,8 @@
-"""How an object lies on k + m volumes: stripes of k data shards and m parity shards. Pure.
+"""Computes how an object lies on k + m volumes: in stripes of k data and m parity shards. Pure.
 
-On each volume lie the object's shards of one number, one after the other, then the digests of
-those shards, then a footer. So each volume can say by itself which of its blocks are still what
-they were. Two writes of one name differ in their version, and only shards of one version belong
-together.
+Each volume holds the object's shards of one number, one after the other, then the digests of those
+shards, then a footer. So each volume can say by itself which of its blocks are intact. Two writes
+of one name differ in their version, and only shards of one version belong together.
 """
 
 from __future__ import annotations
@@ -17,27 +16,30 @@ from holdfast.core.errors import Damaged
 from holdfast.store.manifest import DIGEST_BYTES, digest
 
 SHARD_BYTES = 256 << 10
-ALIGN = 64  # a short stripe's shards are of a multiple of it
+ALIGN = 64  # a short stripe's shards have a multiple of this many bytes
 FOOTER_BYTES = 256
 MAGIC = b"HFSHARD1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footer:
-    """Of one volume's object. `version`: nanoseconds since 1970, then chance, of the write."""
+    """Describes one volume's object.
+
+    `version`: nanoseconds since 1970 at the write, and a random number.
+    """
 
     version: tuple[int, int]
     number: int  # which of the k + m
     k: int
     m: int
-    size: int  # of the whole object, bytes
+    size: int  # bytes of the whole object
     shard_bytes: int
     table: bytes  # digest of the table of digests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stripe:
-    """Bytes `start` to `start + size` of the object, on each volume at `offset`."""
+    """Describes bytes `start` to `start + size` of the object, on each volume at `offset`."""
 
     index: int
     start: int
@@ -47,7 +49,7 @@ class Stripe:
 
 
 class Geometry:
-    """Where everything of an object of `size` bytes lies."""
+    """Computes where everything of an object of `size` bytes lies."""
 
     def __init__(self, size: int, k: int, shard_bytes: int) -> None:
         self.size = size
@@ -68,14 +70,14 @@ class Geometry:
         )
 
     def covering(self, offset: int, size: int) -> Iterator[Stripe]:
-        """The stripes that hold a range."""
+        """Return the stripes that hold a range."""
         if size > 0:
             first, last = offset // self.stripe_bytes, (offset + size - 1) // self.stripe_bytes
             yield from (self.stripe(i) for i in range(first, last + 1))
 
     @property
     def shards_bytes(self) -> int:
-        """Of all shards on one volume."""
+        """Return the bytes of all shards on one volume."""
         if not self.count:
             return 0
         last = self.stripe(self.count - 1)
@@ -87,7 +89,7 @@ class Geometry:
 
 
 def shard_of(size: int, k: int, shard_bytes: int) -> int:
-    """Bytes of each shard of a stripe that holds `size` bytes."""
+    """Return the bytes of each shard of a stripe that holds `size` bytes."""
     return min(shard_bytes, -(-size // (k * ALIGN)) * ALIGN)
 
 
@@ -102,7 +104,7 @@ def encode_footer(footer: Footer) -> bytes:
 
 
 def decode_footer(data: bytes, volume_bytes: int, where: str) -> Footer:
-    """Damaged, unless it is a footer that fits a volume's object of this size."""
+    """Decode a footer; Damaged, unless it fits a volume's object of this size."""
     end = len(MAGIC) + 2 + int.from_bytes(data[len(MAGIC) : len(MAGIC) + 2], "little")
     head, found = data[:end], data[end : end + DIGEST_BYTES]
     if not data.startswith(MAGIC) or digest(head) != found:

@@ -1,9 +1,9 @@
-"""A storage over several others, of which any m may be lost or lie.
+"""Implements a storage over several others, of which any m may be lost or return wrong bytes.
 
-Each object is spread with parity over all volumes. What a volume cannot give, or gives otherwise
-than it was written, is computed from the others, and told. A write succeeds while at most m volumes
-refuse it; an object that fewer than k volumes can hold was never whole, and is not there. Where
-volumes do not answer, and it might be there, that is said: nobody takes it for deleted.
+Each object is spread with parity over all volumes. What a volume cannot give, or returns altered,
+is computed from the others and reported. A write succeeds while at most m volumes refuse it; an
+object that fewer than k volumes can hold was never whole, and is not there. If volumes do not
+answer and the object might be there, that is said: nobody takes it for deleted.
 """
 
 from __future__ import annotations
@@ -36,13 +36,16 @@ from holdfast.store.stripes import (
 Version = tuple[int, int]  # see Footer
 
 STRIPES_UNDER_WAY = 8
-LINES_MAX = 1000  # said in all
+LINES_MAX = 1000  # lines said in all
 STRIPES_AT_ONCE = 16  # read from each volume in one go
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """An object as its volumes tell of it. `volumes[number]`: which one holds those shards."""
+    """Describes an object as its volumes report it.
+
+    `volumes[number]`: which volume holds the shards of that number.
+    """
 
     geometry: Geometry
     version: Version
@@ -51,7 +54,7 @@ class Placed:
 
 
 class VolumeStorage:
-    """See `Storage`. `volumes`: k + m of them, best on different disks or machines."""
+    """Implements `Storage` over k + m `volumes`, best on different disks or machines."""
 
     def __init__(
         self,
@@ -77,7 +80,7 @@ class VolumeStorage:
         spread = _Spread(self._code, parts)
         version = (time.time_ns(), secrets.randbits(62))
         order = self._order(name)
-        # Threads of its own: two writes that share a few would wait for each other.
+        # Each write has threads of its own: two that share a few would wait for each other.
         with ThreadPoolExecutor(len(order), "holdfast-volume") as pool:
             writing = [
                 pool.submit(self._put_shards, spread, name, number, volume, version)
@@ -121,9 +124,9 @@ class VolumeStorage:
     # ------------------------------------------------------------ repair
 
     def repair(self, name: str) -> list[str]:
-        """Bring every shard of an object back to what it was; returns what was wrong.
+        """Restore every shard of an object; return what was wrong.
 
-        Missing where too few volumes hold anything of it; Damaged where too much is lost.
+        Missing if too few volumes hold anything of it; Damaged if too much is lost.
         """
         placed = self._find(name)
         order = self._order(name)
@@ -147,7 +150,7 @@ class VolumeStorage:
         return bad
 
     def all_names(self, prefix: str = "") -> list[str]:
-        """Of every object of which any volume holds something, whole or not."""
+        """List every object of which any volume holds something, whole or not."""
         found: set[str] = set()
         failures = 0
         for i, volume in enumerate(self.volumes):
@@ -163,7 +166,7 @@ class VolumeStorage:
     # ------------------------------------------------------------ leaves
 
     def _order(self, name: str) -> list[int]:
-        """Which volume holds which shard: so that not the same ones hold all parity."""
+        """Choose which volume holds which shard, so that parity is not always on the same ones."""
         count = len(self.volumes)
         first = digest(name.encode())[0] % count
         return [(first + number) % count for number in range(count)]
@@ -175,7 +178,7 @@ class VolumeStorage:
             return True
 
     def _find(self, name: str) -> Placed:
-        """The newest version of which enough is there. Missing, if certainly none is whole."""
+        """Find the newest version of which enough is there. Missing, if certainly none is whole."""
         check_name(name)
         order = self._order(name)
         looks = self._pool.map(lambda n: self._look(name, n, order[n]), range(len(order)))
@@ -205,7 +208,7 @@ class VolumeStorage:
     def _look(
         self, name: str, number: int, volume: int
     ) -> tuple[Footer, bytes] | WorldError | None:
-        """What a volume says of an object; None if it has nothing of it."""
+        """Return what a volume says of an object; None if it has nothing of it."""
         storage, where = self.volumes[volume], f"{name} on volume {volume}"
         try:
             size = storage.size(name)
@@ -233,7 +236,7 @@ class VolumeStorage:
     def _stripes(
         self, name: str, placed: Placed, stripes: Sequence[Stripe]
     ) -> Iterator[tuple[Stripe, list[memoryview]]]:
-        """The data shards of neighbouring stripes, each verified or computed."""
+        """Read the data shards of neighbouring stripes, each verified or computed."""
         wanted = [n for n in range(self.k) if n in placed.volumes]
         read = self._pool.map(lambda n: self._blocks(name, placed, n, stripes), wanted)
         blocks = dict(zip(wanted, read, strict=True))
@@ -246,7 +249,7 @@ class VolumeStorage:
     def _blocks(
         self, name: str, placed: Placed, number: int, stripes: Sequence[Stripe]
     ) -> list[memoryview | None]:
-        """One volume's shards of neighbouring stripes; None for each that is not what it was."""
+        """Read one volume's shards of neighbouring stripes; None for each that is not intact."""
         volume = placed.volumes[number]
         first, last = stripes[0], stripes[-1]
         data = memoryview(bytearray(last.offset + last.shard - first.offset))
@@ -273,7 +276,7 @@ class VolumeStorage:
         stripe: Stripe,
         there: dict[int, memoryview],
     ) -> dict[int, memoryview]:
-        """All data shards of a stripe, some of them from parity. Damaged."""
+        """Compute all data shards of a stripe, some of them from parity. Damaged."""
         there = dict(there)
         for number in placed.volumes:
             if len(there) >= self.k:
@@ -291,7 +294,7 @@ class VolumeStorage:
         return there | wanted
 
     def _check_shards(self, name: str, placed: Placed, number: int) -> int:
-        """How many of a volume's blocks are not what they were."""
+        """Count how many of a volume's blocks are not intact."""
         geometry, bad = placed.geometry, 0
         for i in range(0, geometry.count, STRIPES_AT_ONCE):
             last = min(i + STRIPES_AT_ONCE, geometry.count)
@@ -300,7 +303,7 @@ class VolumeStorage:
         return bad
 
     def _rebuilt(self, name: str, placed: Placed, number: int) -> Iterator[memoryview]:
-        """All shards of one number, computed where they cannot be read."""
+        """Yield all shards of one number, computed where they cannot be read."""
         for index in range(placed.geometry.count):
             stripe = placed.geometry.stripe(index)
             blocks = {n: self._blocks(name, placed, n, [stripe])[0] for n in placed.volumes}
@@ -355,7 +358,7 @@ def _entry(table: bytes, index: int) -> bytes:
 
 
 def _copy(stripe: Stripe, shards: Sequence[memoryview], offset: int, into: memoryview) -> None:
-    """What of a stripe lies in the range that begins at `offset`, to its place."""
+    """Copy what the stripe has of the range that begins at `offset` to its destination."""
     for i, shard in enumerate(shards):
         start = stripe.start + i * stripe.shard  # of this shard in the object
         end = min(start + stripe.shard, stripe.start + stripe.size, offset + len(into))
@@ -367,7 +370,7 @@ def _copy(stripe: Stripe, shards: Sequence[memoryview], offset: int, into: memor
 def _closed(
     shards: Iterable[memoryview], footer: Callable[[bytes], Footer]
 ) -> Iterator[bytes | memoryview]:
-    """A volume's object: shards, their digests, the footer made from the digest of these."""
+    """Yield a volume's object: shards, their digests, and the footer with the digest of these."""
     table = bytearray()
     for shard in shards:
         table += digest(shard)
@@ -377,7 +380,7 @@ def _closed(
 
 
 class _Stripe:
-    """One stripe's memory, and who still reads it."""
+    """Holds one stripe's memory, and counts who still reads it."""
 
     def __init__(self, count: int) -> None:
         self.memory = [memoryview(bytearray(SHARD_BYTES)) for _ in range(count)]
@@ -403,7 +406,7 @@ class _Spread:
         self._ended = [False] * count
 
     def run(self) -> int:
-        """Returns the object's size once all parts are handed out."""
+        """Hand out all parts, then return the object's size."""
         try:
             self._fill()
         except BaseException:
@@ -434,7 +437,7 @@ class _Spread:
             self.size += filled
 
     def shards(self, number: int) -> Iterator[memoryview]:
-        """What one volume is given."""
+        """Yield the shards of one volume."""
         while self._next(number):
             stripe = self._held[number]
             yield stripe.memory[number][: stripe.shard]
@@ -442,7 +445,7 @@ class _Spread:
             raise WorldError("the source of what was to be written has failed")
 
     def drain(self, number: int) -> None:
-        """This volume takes no more, perhaps too early: the others go on."""
+        """Release a volume that takes no more, perhaps too early, so that the others go on."""
         while not self._ended[number]:
             self._next(number)
 
@@ -459,7 +462,7 @@ class _Spread:
         return True
 
     def _hand_out_last(self, stripe: _Stripe, filled: int) -> None:
-        """A short stripe: its shards are shorter, and its data lies otherwise."""
+        """Hand out a short last stripe, whose shards are shorter and laid out differently."""
         data = b"".join(bytes(m) for m in stripe.memory[: self._code.k])[:filled]
         shard = shard_of(filled, self._code.k, SHARD_BYTES)
         data = data.ljust(shard * self._code.k, b"\0")

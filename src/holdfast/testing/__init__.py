@@ -1,1 +1,1 @@
-"""The shipped test kit: real runs to hurt, contract suites for the seams."""
+"""Holds the shipped test kit: real runs to disturb, and contract suites for the seams."""

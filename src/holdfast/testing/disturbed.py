@@ -1,9 +1,9 @@
-"""Runs a training script while what a fault script says goes wrong inside its worker.
+"""Runs a training script while the faults of a fault script strike inside its worker.
 
     holdfast run --faults FAULTS [OPTIONS] SCRIPT ARGS...
 
-which starts this file in every worker, with FAULTS, SCRIPT and ARGS. What happens is random only in
-place, from the worker's number and the step, so that a run can be repeated.
+This starts this file in every worker, with FAULTS, SCRIPT and ARGS. Random faults are drawn from
+the worker's number and the step, so that a run can be repeated.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from holdfast.train.step.probe import Probe, current
 
 
 class Disturber(Probe):
-    """Does to one worker what is meant for it.
+    """Does to one worker what the fault script has for it.
 
-    `marks`: a directory where it remembers what has struck once: a step may be done again.
+    `marks`: a directory that records what has struck once, since a step may be done again.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Disturber(Probe):
         self._worker = worker
         self._faults = faults
         self._step = -1
-        self._began = time.perf_counter()  # this task
+        self._began = time.perf_counter()  # when this task began
         self._dice = random.Random(worker)
         self._done: set[tuple[int, str, str]] = set()
 
@@ -91,7 +91,7 @@ class Disturber(Probe):
                     yield fault
 
     def _once(self, action: str, target: str = "") -> Iterator[Disturbance]:
-        """Those that have not struck in this step, which they do by this."""
+        """Select the faults that have not struck in this step, and record that they have."""
         mark = self._step, action, target
         if mark not in self._done:
             for fault in self._now(action, target or None):
@@ -111,7 +111,7 @@ class Disturber(Probe):
 
 
 def flip_bit(dice: random.Random, tensors: Sequence[torch.Tensor]) -> None:
-    """One bit of one of these contiguous tensors."""
+    """Flip one bit of one of these contiguous tensors."""
     (chosen,) = dice.choices(tensors, [t.nbytes for t in tensors])
     with torch.no_grad():
         flat = chosen.detach().view(-1).view(torch.uint8)
@@ -119,7 +119,7 @@ def flip_bit(dice: random.Random, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _tensors(protected: Mapping[str, Any], target: str) -> list[torch.Tensor]:
-    """The parameters, or all tensors of the optimizers' states."""
+    """Collect the parameters, or all tensors of the optimizers' states."""
     found: list[torch.Tensor] = []
     for each in protected.values():
         if target == "parameter" and isinstance(each, torch.nn.Module):
@@ -131,7 +131,7 @@ def _tensors(protected: Mapping[str, Any], target: str) -> list[torch.Tensor]:
 
 
 def main(argv: list[str]) -> None:
-    """`argv`: the fault script, the training script, and its arguments."""
+    """Run a script with faults. `argv`: the fault script, the training script, its arguments."""
     faults, script, *_ = argv
     worker = int(os.environ.get("HOLDFAST_WORKER", "0"))
     run_dir = os.environ.get("HOLDFAST_RUN_DIR")

@@ -1,4 +1,4 @@
-"""Real etcd members under test: started on free ports, hurt on purpose, stopped afterwards."""
+"""Starts real etcd members on free ports for tests, disturbs them on purpose, and stops them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ TRIES = 5  # another process may take a port before etcd does
 
 
 class EtcdCluster:
-    """Use as a context manager, where it is `available`. Members are numbered from 0."""
+    """Runs an etcd cluster, if it is `available`, while used as a context manager.
+
+    Members are numbered from 0.
+    """
 
     def __init__(self, path: Path, size: int = 3, tls: dict[str, str] | None = None) -> None:
         self.endpoints: list[Endpoint] = []
@@ -34,7 +37,7 @@ class EtcdCluster:
 
     @staticmethod
     def available() -> str:
-        """Why there can be none here; empty if there can."""
+        """Tell why there can be no cluster here; empty if there can."""
         return "" if shutil.which("etcd") else "there is no etcd (Debian's package etcd-server)"
 
     def __enter__(self) -> EtcdCluster:
@@ -62,7 +65,7 @@ class EtcdCluster:
         self._members[member].wait()
 
     def restart(self, member: int) -> None:
-        """Again, with the data it had; returns when every member serves."""
+        """Start a member again with its data; return when every member serves."""
         self._members[member] = self._start(member)
         self.until_serving()
 
@@ -73,7 +76,7 @@ class EtcdCluster:
         self._members[member].send_signal(signal.SIGCONT)
 
     def leader(self) -> int:
-        """The member that etcd's own election has chosen."""
+        """Return the member that etcd's own election has chosen."""
         for member, endpoint in enumerate(self.endpoints):
             status = self._client([endpoint], 5.0).request("/v3/maintenance/status", {}, START_S)
             answer = asyncio.run(status)
@@ -138,7 +141,7 @@ class EtcdCluster:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nothing listens on, from below those that the kernel gives to clients."""
+    """Find ports that nothing listens on, below those that the kernel gives to clients."""
     found: list[int] = []
     while len(found) < count:
         port = random.randrange(10_000, 32_000)

@@ -1,8 +1,8 @@
-"""Faults as data: struck at a running job when it has come far enough, and what each one cost.
+"""Describes faults as data, strikes them at a running job, and measures what each one cost.
 
 Everything is driven by what the job shows from outside (its status, its events, the steps that it
-has committed), never by a timer. Which workers are struck depends on the faults' own orders alone,
-as far as those workers live.
+has committed), never by a timer. Which workers are struck depends only on the order given in each
+fault, as long as those workers live.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from holdfast.core.errors import HoldfastError
 from holdfast.testing.local_run import ACTIVE, LocalRun, strike
 
 JOINING = ("spare", "joining")  # started, asking for work or receiving the job's state
-USUAL_STEPS = 12  # before a fault: the median of these is the usual step
+USUAL_STEPS = 12  # before a fault; their median is the usual step
 SETTLED_STEPS = 3  # after a fault, before the next one is struck
 
 
-class Kind(enum.Enum):
-    """What is done to a worker."""
+class FaultKind(enum.Enum):
+    """Says what is done to a worker."""
 
     KILL = "kill"
     FREEZE = "freeze"
@@ -35,24 +35,24 @@ class Kind(enum.Enum):
 
     @property
     def signal(self) -> signal.Signals:
-        return signal.SIGSTOP if self is Kind.FREEZE else signal.SIGKILL
+        return signal.SIGSTOP if self is FaultKind.FREEZE else signal.SIGKILL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
-    """`count` workers at once, the first that live of `order`, once `step` steps are committed."""
+class PlannedFault:
+    """Strikes `count` workers at once, the first live ones of `order`, after `step` steps."""
 
     step: int
-    kind: Kind
+    kind: FaultKind
     order: tuple[int, ...]
     count: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strike:
-    """A fault that has happened, at `time` (seconds since the epoch)."""
+    """Records a fault that has happened, at `time` (seconds since the epoch)."""
 
-    fault: Fault
+    fault: PlannedFault
     victims: tuple[int, ...]
     step: int  # steps committed when it happened
     time: float
@@ -61,16 +61,16 @@ class Strike:
         names = " and ".join(map(str, self.victims))
         workers = "worker" if len(self.victims) == 1 else "workers"
         match self.fault.kind:
-            case Kind.FREEZE:
+            case FaultKind.FREEZE:
                 return f"froze {workers} {names} (SIGSTOP)"
-            case Kind.KILL_JOINING:
+            case FaultKind.KILL_JOINING:
                 return f"killed {workers} {names} (SIGKILL) while joining"
         return f"killed {workers} {names} (SIGKILL){' at once' * (len(self.victims) > 1)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Commit:
-    """A step as the job's leader saw it end, at `time` (seconds since the epoch)."""
+class StepEnd:
+    """Records a step as the job's leader saw it end, at `time` (seconds since the epoch)."""
 
     step: int
     loss: float
@@ -79,7 +79,10 @@ class Commit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
-    """What a strike led to. `next_step_s`: from the strike to the step that had to recover."""
+    """Describes what a strike led to.
+
+    `next_step_s`: from the strike to the end of the step that had to recover.
+    """
 
     strike: Strike
     causes: tuple[str, ...]  # as the job itself understood them
@@ -88,32 +91,32 @@ class Recovery:
     stall_s: float  # the recovering step's gap to the one before it, less a usual step
 
 
-def schedule(steps: int, workers: int, seed: int) -> tuple[Fault, ...]:
-    """One fault of each kind, and two workers at once, over `steps`; `workers` is at least 2."""
+def schedule(steps: int, workers: int, seed: int) -> tuple[PlannedFault, ...]:
+    """Plan one fault of each kind, and two workers at once, over `steps`, for 2 workers or more."""
     dice = random.Random(seed)
 
-    def fault(part: float, kind: Kind, count: int = 1) -> Fault:
+    def fault(part: float, kind: FaultKind, count: int = 1) -> PlannedFault:
         order = tuple(dice.sample(range(workers), workers))
-        return Fault(step=max(1, int(steps * part)), kind=kind, order=order, count=count)
+        return PlannedFault(step=max(1, int(steps * part)), kind=kind, order=order, count=count)
 
     return (
-        fault(0.1, Kind.KILL),
-        fault(0.1, Kind.KILL_JOINING),  # whoever replaces the first
-        fault(0.4, Kind.FREEZE),
-        fault(0.65, Kind.KILL, count=min(2, workers - 1)),
+        fault(0.1, FaultKind.KILL),
+        fault(0.1, FaultKind.KILL_JOINING),  # whoever replaces the first
+        fault(0.4, FaultKind.FREEZE),
+        fault(0.65, FaultKind.KILL, count=min(2, workers - 1)),
     )
 
 
 class Striker:
     """Strikes the faults of a schedule at one run, one at a time; `poll` it often."""
 
-    def __init__(self, run: LocalRun, faults: Sequence[Fault]) -> None:
+    def __init__(self, run: LocalRun, faults: Sequence[PlannedFault]) -> None:
         self.pending = list(faults)
         self.strikes: list[Strike] = []
         self._run = run
 
     def due(self, step: int) -> bool:
-        """Whether `poll` would strike if it found somebody."""
+        """Tell whether `poll` would strike if it found enough workers."""
         return self._settled(step) and any(fault.step <= step for fault in self.pending)
 
     def poll(self, step: int) -> Strike | None:
@@ -135,7 +138,7 @@ class Striker:
         return None
 
     def _settled(self, step: int) -> bool:
-        """The last strike's victims are known to be lost and the job has gone on without them."""
+        """Tell whether the last strike's victims are known to be lost and the job has gone on."""
         if not self.strikes:
             return True
         last = self.strikes[-1]
@@ -143,8 +146,8 @@ class Striker:
         return len(lost) == len(last.victims) and step >= last.step + SETTLED_STEPS
 
 
-def recovery(done: Strike, events: list[dict[str, Any]], commits: list[Commit]) -> Recovery | None:
-    """What `done` cost; None when the job ended before it had to recover.
+def recovery(done: Strike, events: list[dict[str, Any]], commits: list[StepEnd]) -> Recovery | None:
+    """Measure what a strike cost; None if the job ended before it had to recover.
 
     The step that recovered is the slower of the two that ended first after the loss was known: the
     one under way may have got all it needed from the victims before they were struck.
@@ -170,14 +173,14 @@ def recovery(done: Strike, events: list[dict[str, Any]], commits: list[Commit]) 
     )
 
 
-def _median_step_s(commits: list[Commit]) -> float:
+def _median_step_s(commits: list[StepEnd]) -> float:
     gaps = [(b.time - a.time) / (b.step - a.step) for a, b in itertools.pairwise(commits)]
     return statistics.median(gaps) if gaps else 0.0
 
 
-def _victims(fault: Fault, workers: list[dict[str, Any]]) -> dict[int, int]:
-    """worker -> pid; empty when there are not enough, or nobody would survive."""
-    states = JOINING if fault.kind is Kind.KILL_JOINING else ACTIVE
+def _victims(fault: PlannedFault, workers: list[dict[str, Any]]) -> dict[int, int]:
+    """Return worker -> pid; empty if there are not enough, or nobody would survive."""
+    states = JOINING if fault.kind is FaultKind.KILL_JOINING else ACTIVE
     there = {w["id"]: w["pid"] for w in workers if w["state"] in states}
     active = [w["id"] for w in workers if w["state"] in ACTIVE]
     chosen = [worker for worker in fault.order if worker in there][: fault.count]
@@ -186,7 +189,7 @@ def _victims(fault: Fault, workers: list[dict[str, Any]]) -> dict[int, int]:
 
 
 def _losses(done: Strike, events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The first loss of each victim since the strike."""
+    """Find the first loss of each victim since the strike."""
     first: dict[int, dict[str, Any]] = {}
     for event in events:
         if event["kind"] == "lost" and event["time"] >= done.time:

@@ -1,4 +1,4 @@
-"""Fault scripts: what goes wrong inside which worker, at which steps; one line for each fault.
+"""Parses fault scripts: which fault strikes inside which worker, and when; one fault a line.
 
     # who          when             what
     worker 3       steps 10-200     slow 2.0
@@ -6,7 +6,7 @@
     worker 0       step 7           stall 2.5
     any worker     step 30          flip parameter
 
-A step's number is that of `job.steps`. What there is: see ACTIONS.
+Steps are numbered as by `job.steps`. ACTIONS lists what can happen.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _WHAT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disturbance:
-    """One line. `workers`: empty for all. `first` to `last`: steps, both included."""
+    """Describes one line. `workers`: empty for all. `first` to `last`: steps, both included."""
 
     workers: tuple[int, ...]
     first: int
@@ -64,7 +64,7 @@ class Disturbance:
 
 
 def parse(text: str, name: str) -> tuple[Disturbance, ...]:
-    """UserError with the name of the script and the number of the line that makes no sense."""
+    """Parse a script; UserError names the script and the line that makes no sense."""
     found = []
     for number, line in enumerate(text.splitlines(), start=1):
         words = " ".join(line.partition("#")[0].split())

@@ -1,4 +1,4 @@
-"""Jobs of several nodes with networks that can be cut: one host of a `Lab` for each node.
+"""Runs jobs on several nodes with networks that can be cut: one host of a `Lab` for each node.
 
     with Lab(3) as lab, LabRun(lab, tmp_path / "run", ["--virtual", "4"], ["train.py"]) as run:
         run.until_members(3)
@@ -23,7 +23,7 @@ from holdfast.testing.network_lab import Host, Lab
 
 
 class LabRun(LocalRun):
-    """A job on all hosts of a lab, with the same number of workers on each."""
+    """Runs a job on all hosts of a lab, with the same number of workers on each."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class LabRun(LocalRun):
         return node
 
     def last_lines(self) -> set[str]:
-        """The last line that each node has printed; only that of the leader says much."""
+        """Return the last line that each node has printed; only the leader's says much."""
         printed = ["\n".join(self.out), *(path.read_text() for path in self._outputs)]
         return {text.splitlines()[-1] for text in printed if text.strip()}
 

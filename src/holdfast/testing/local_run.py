@@ -1,7 +1,7 @@
-"""Real runs under test: start `holdfast run` as a user would, hurt it from outside, watch it end.
+"""Starts real runs for tests as a user would, disturbs them from outside and watches them end.
 
-Shipped so that users can test their own scripts. Nothing here reaches inside the job: it reads the
-status, the events file and the output, and sends signals to processes.
+It is shipped so that users can test their own scripts. Nothing here reaches inside the job: it
+reads the status, the events file and the output, and sends signals to processes.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ ACTIVE = ("computing", "waiting", "ended")  # states of workers that are members
 
 
 class RunEnded(AssertionError):
-    """The run was over before what was waited for came about."""
+    """Says that the run ended before what was waited for happened."""
 
 
 class LocalRun:
-    """One `holdfast run` in a process of its own. Use as a context manager: it always ends it."""
+    """Runs one `holdfast run` in a process of its own, which ends with the context manager."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class LocalRun:
         tls: Path | None = None,
         command: Sequence[str] = (),
     ) -> None:
-        """`command`: another one than `run`, with its arguments, that works in `run_dir`."""
+        """Prepare a run. `command`: another than `run`, with arguments, that works in `run_dir`."""
         self._command = list(command)
         self.run_dir = RunDir(run_dir)
         self.tls = tls
@@ -81,11 +81,11 @@ class LocalRun:
 
     @property
     def pid(self) -> int:
-        """The launcher's."""
+        """Return the launcher's process id."""
         return self._process().pid
 
     def wait(self, timeout_s: float) -> int:
-        """The exit status. Raises subprocess.TimeoutExpired."""
+        """Wait for the exit status. Raises subprocess.TimeoutExpired."""
         code = self._process().wait(timeout_s)
         for reader in self._readers:
             reader.join(timeout_s)
@@ -95,16 +95,16 @@ class LocalRun:
         return self._process().poll() is None
 
     def signal(self, number: int) -> None:
-        """To the launcher, as a terminal or a scheduler would."""
+        """Send a signal to the launcher, as a terminal or a scheduler would."""
         self._process().send_signal(number)
 
     def status(self) -> dict[str, Any]:
-        """What `holdfast status --json` prints. HoldfastError while nobody answers."""
+        """Return what `holdfast status --json` prints. HoldfastError while nobody answers."""
         tls = client_of(self.tls)
         return fetch(self.run_dir, tls)
 
     def members(self) -> dict[int, int]:
-        """worker -> pid of those that take part in steps now; empty while nobody answers."""
+        """Return worker -> pid of those in the view; empty while nobody answers."""
         with contextlib.suppress(HoldfastError):
             workers = self.status()["workers"]
             return {w["id"]: w["pid"] for w in workers if w["state"] in ACTIVE}
@@ -115,8 +115,8 @@ class LocalRun:
         deadline = time.monotonic() + timeout_s
         while not (found := ready()):
             if not self.running():
-                raise RunEnded(f"the run ended before {what}:\n{self.story()}")
-            assert time.monotonic() < deadline, f"not in {timeout_s} s: {what}\n{self.story()}"
+                raise RunEnded(f"the run ended before {what}:\n{self.log()}")
+            assert time.monotonic() < deadline, f"not in {timeout_s} s: {what}\n{self.log()}"
             time.sleep(POLL_S)
         return found
 
@@ -129,7 +129,7 @@ class LocalRun:
         return found
 
     def events(self, kind: str | None = None) -> list[dict[str, Any]]:
-        """The job's story so far (events.jsonl)."""
+        """Return the job's event log so far (events.jsonl), or its events of one kind."""
         with contextlib.suppress(FileNotFoundError):
             lines = self.run_dir.events.read_text().splitlines()
             found = [json.loads(line) for line in lines]
@@ -137,7 +137,7 @@ class LocalRun:
         return []
 
     def leftovers(self) -> list[int]:
-        """Processes of this run that live: they name its directory in environment or arguments."""
+        """Find live processes of this run: they name its directory in environment or arguments."""
         mark = str(self.run_dir.path.resolve()).encode()
         found = []
         for name in filter(str.isdigit, os.listdir("/proc")):
@@ -152,7 +152,7 @@ class LocalRun:
                     found.append(int(name))
         return found
 
-    def story(self) -> str:
+    def log(self) -> str:
         return "\n".join([*self.err[-40:], *self.out[-10:]])
 
     def _process(self) -> subprocess.Popen[str]:
@@ -162,7 +162,7 @@ class LocalRun:
 
 
 def strike(pid: int, number: int = signal.SIGKILL) -> bool:
-    """Send a signal to a process that may have gone; returns whether it was there."""
+    """Send a signal to a process that may have ended; return whether it existed."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
         return True

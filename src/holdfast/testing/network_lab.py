@@ -1,4 +1,4 @@
-"""A laboratory of hosts with real, separate networks on one machine, whose cables can be cut.
+"""Makes hosts with real, separate networks on one machine, whose cables can be cut.
 
     with Lab(3) as lab:
         server = lab.hosts[0].popen([sys.executable, "server.py", lab.hosts[0].address])
@@ -18,10 +18,10 @@ Frames are lost inside the switch, so a cut is silent for both sides: nothing is
 goes down, and no address becomes unreachable, since every host knows all hardware addresses from
 the start. Delays are not made here but by relays (relay.py), since some kernels lack netem.
 
-The namespaces have no names. Open file descriptors of the owner, the process that made the lab,
-are all that keeps them, so two labs cannot clash, and the kernel removes them with their interfaces
-and rules when the owner dies, however it dies. What may be left are processes; they carry the
-owner's identity in their environment, and the next lab kills those whose owner is gone.
+The namespaces have no names. Open file descriptors of the owner, the process that made the lab, are
+all that keeps them, so two labs cannot clash, and the kernel removes them with their interfaces and
+rules when the owner dies, however it dies. What may be left are processes; they carry the owner's
+identity in their environment, and the next lab kills those whose owner is gone.
 
 Needs root (or a user namespace: `unshare --user --map-root-user --net pytest ...`), `ip` and `nft`.
 `Lab.available()` says what is missing. This module must know nothing about jobs.
@@ -59,7 +59,7 @@ TOOL_PACKAGES = {"ip": "iproute2", "bridge": "iproute2", "nft": "nftables"}
 
 
 class Direction(enum.Enum):
-    """As seen from the host: IN is what is sent to it."""
+    """Names a direction as seen from the host: IN is what is sent to it."""
 
     BOTH = "both"
     IN = "in"
@@ -67,7 +67,7 @@ class Direction(enum.Enum):
 
 
 class Host:
-    """One machine of a lab. Made by the lab; `address` is its IPv4 address there."""
+    """Represents one machine of a lab, which made it; `address` is its IPv4 address there."""
 
     def __init__(self, index: int, namespace_fd: int) -> None:
         self.index = index
@@ -80,12 +80,12 @@ class Host:
 
     @property
     def namespace(self) -> str:
-        """A path that other processes can open, as in `nsenter --net=PATH COMMAND`."""
+        """Return a path that other processes can open, as in `nsenter --net=PATH COMMAND`."""
         return f"/proc/{os.getpid()}/fd/{self.fd}"
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """The calling thread, and no other, is in this host: sockets it makes belong here for good.
+        """Move the calling thread alone into this host; sockets it makes there stay in the host.
 
         Processes started meanwhile run here, too. Nothing else changes; do not `await` inside.
         """
@@ -93,14 +93,14 @@ class Host:
             yield
 
     def socket(self, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.socket:
-        """An IPv4 socket of this host for use by the calling process, which stays where it is."""
+        """Open an IPv4 socket of this host for the calling process, which stays where it is."""
         with self.entered():
             return socket.socket(socket.AF_INET, kind)
 
     def popen(
         self, args: Sequence[str], env: Mapping[str, str] | None = None, **kw: Any
     ) -> subprocess.Popen[Any]:
-        """subprocess.Popen inside this host. Its pid is the process itself, with no wrapper."""
+        """Call subprocess.Popen inside this host. The pid is that of the process itself."""
         # Not a helper thread: a process that wants to die with its parent dies with the *thread*
         # that started it. Not preexec_fn: unsafe where threads run.
         with self.entered():
@@ -112,16 +112,16 @@ class Host:
     def run(
         self, args: Sequence[str], env: Mapping[str, str] | None = None, **kw: Any
     ) -> subprocess.CompletedProcess[Any]:
-        """subprocess.run inside this host, where the calling thread is until it returns."""
+        """Call subprocess.run inside this host, where the calling thread is until it returns."""
         with self.entered():
             return subprocess.run(args, env=_marked(env), check=kw.pop("check", False), **kw)
 
     def pids(self) -> list[int]:
-        """Every process that lives in this host, whoever started it; not the calling process."""
+        """List every process in this host, whoever started it, except the calling process."""
         return [pid for pid in _processes() if self._holds(pid)]
 
     def crash(self) -> int:
-        """SIGKILL every process in this host; returns how many, once none of them lives.
+        """Kill every process in this host with SIGKILL; return how many, once none of them lives.
 
         The kernel survives, so peers see connections close. To take the power away, cut first.
         """
@@ -134,7 +134,7 @@ class Host:
 
 
 class Fault:
-    """Something that is wrong with a lab's network until it is healed; made by the lab.
+    """Represents something wrong with a lab's network until it is healed; made by the lab.
 
     In a with statement it is healed at the end. `final`: what it dropped, once it is healed.
     """
@@ -155,16 +155,16 @@ class Fault:
         self.heal()
 
     def heal(self) -> None:
-        """End it; nothing happens if it has been healed already."""
+        """Heal this fault; nothing happens if it has been healed already."""
         self._lab.heal(self)
 
     def dropped(self) -> int:
-        """Frames lost to it so far. A large TCP segment that is still whole counts as one."""
+        """Count the frames lost to it so far. A large TCP segment still whole counts as one."""
         return self._lab.dropped(self)
 
 
 class Lab:
-    """`size` hosts on one switch. Use as a context manager: it always removes everything.
+    """Connects `size` hosts with one switch, and removes everything when its context ends.
 
     Faults add up: a frame arrives if none of them drops it. A fault is in force when the method
     that made it returns. For use by one thread at a time.
@@ -183,7 +183,7 @@ class Lab:
     @staticmethod
     @functools.cache
     def available() -> str:
-        """Empty if labs work here, otherwise the reason why not. Asked once, by making one."""
+        """Tell why labs do not work here, by making one the first time; empty if they do."""
         if sys.platform != "linux":
             return f"network namespaces need Linux, and this is {sys.platform}"
         try:
@@ -229,8 +229,8 @@ class Lab:
     def drop(self, where: Host | tuple[Host, Host], percent: float) -> Fault:
         """Lose that share of the frames, at random: all of a host's, or those between a pair.
 
-        Each frame meets the dice once. What TCP sends in one burst passes as one large frame (up to
-        64 KiB), so bulk transfers lose whole bursts rather than single packets.
+        Each frame is decided once. What TCP sends in one burst passes as one large frame (up to 64
+        KiB), so bulk transfers lose whole bursts rather than single packets.
         """
         if not 0 < percent <= 100:
             raise UserError(f"a loss of {percent} percent: choose more than 0 and at most 100")
@@ -260,11 +260,11 @@ class Lab:
         self.heal(*self.faults)
 
     def dropped(self, fault: Fault) -> int:
-        """Frames that a fault has dropped so far, or until it was healed."""
+        """Count the frames that a fault has dropped so far, or until it was healed."""
         return self._counts()[fault.table] if fault.final is None else fault.final
 
     def crash_all(self) -> int:
-        """`Host.crash` for all hosts."""
+        """Call `Host.crash` for all hosts."""
         return sum(host.crash() for host in self.hosts)
 
     def _know(self, *hosts: Host) -> None:
@@ -285,7 +285,7 @@ class Lab:
         return fault
 
     def _counts(self) -> dict[str, int]:
-        """Frames dropped, by table."""
+        """Count the frames dropped, by table."""
         counts = {fault.table: 0 for fault in self.faults}
         for item in json.loads(self._nft("-j", "list", "ruleset"))["nftables"]:
             rule = item.get("rule", {"expr": []})
@@ -340,7 +340,7 @@ class Lab:
             _batch(self._switch_fd, "ip", [f"link delete dev {name}" for name in names])
 
     def _forget(self) -> None:
-        """The file descriptors are closed; their numbers will soon mean something else."""
+        """Forget the file descriptors, which are closed and whose numbers will be used again."""
         for host in self.hosts:
             host.fd = -1
         self._switch_fd = -1
@@ -352,12 +352,12 @@ class Lab:
 
 
 def clean_leftovers() -> int:
-    """Kill what runs in labs whose owner is dead; returns how many processes. Every lab does it."""
+    """Kill what runs in labs whose owner is dead; return how many processes. Every lab does it."""
     return _kill_all(_is_leftover)
 
 
 def _identity(pid: int) -> str:
-    """A name that no other process ever has; "" if this one does not live."""
+    """Return a name that no other process ever has; "" if this one does not live."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
         fields = file.read().rpartition(")")[2].split()
         if fields[0] not in "ZX":
@@ -388,7 +388,7 @@ def _processes() -> list[int]:
 
 
 def _kill_all(doomed: Callable[[int], bool]) -> int:
-    """SIGKILL until no doomed process lives; they may go on starting others meanwhile."""
+    """Kill until no doomed process lives; they may go on starting others meanwhile."""
     killed: set[int] = set()
     deadline = time.monotonic() + KILL_S
     while found := [pid for pid in _processes() if doomed(pid)]:
@@ -408,7 +408,7 @@ def _kill_all(doomed: Callable[[int], bool]) -> int:
 
 
 def _port(host: Host) -> str:
-    """The switch's end of the host's cable."""
+    """Name the switch's end of the host's cable."""
     return f"port{host.index}"
 
 
@@ -433,7 +433,7 @@ def _call(name: str, *arguments: int) -> None:
 
 @contextlib.contextmanager
 def _returning() -> Iterator[None]:
-    """Wherever the calling thread goes meanwhile, it comes back to its network namespace."""
+    """Bring the calling thread back to its network namespace, wherever it goes meanwhile."""
     home = os.open(THREAD_NAMESPACE, os.O_RDONLY | os.O_CLOEXEC)
     try:
         _call("setns", home, CLONE_NEWNET)  # the way back, tried first: some may leave for ever
@@ -455,7 +455,7 @@ def _entered(namespace_fd: int) -> Iterator[None]:
 
 
 def _new_namespace(stack: contextlib.ExitStack) -> int:
-    """A file descriptor, closed by `stack`, that keeps a new network namespace."""
+    """Return a file descriptor, closed by `stack`, that keeps a new network namespace."""
     try:
         with _returning():
             _call("unshare", CLONE_NEWNET)
@@ -470,7 +470,7 @@ def _new_namespace(stack: contextlib.ExitStack) -> int:
 
 
 def run_tool(name: str, arguments: Sequence[str], text: str) -> str:
-    """Run a tool of TOOL_PACKAGES where the calling thread is; returns what it says."""
+    """Run a tool of TOOL_PACKAGES where the calling thread is; return its output."""
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
     program = shutil.which(name, path=path)
     if program is None:

@@ -1,6 +1,6 @@
-"""A TCP relay inside a host of a lab: a slow, narrow, frozen or breaking path.
+"""Relays TCP inside a host of a lab, as a slow, narrow, frozen or breaking path.
 
-For delays and narrow paths without netem, which some kernels lack.
+It makes delays and narrow paths without netem, which some kernels lack.
 
     with Relay(host, delay_s=0.05, rate_bytes_s=10e6) as relay:
         ...                     # whatever connects from this host to another now goes through it
@@ -8,8 +8,8 @@ For delays and narrow paths without netem, which some kernels lack.
         relay.resume()
         relay.reset()           # every connection ends with a reset, on both sides
 
-Without a `target` it takes in every TCP connection that processes of its host begin to other hosts,
-unknown to them; those begun by others, or earlier, pass it by. With a target, it takes in what
+Without a `target` it transparently takes in every TCP connection that processes of its host begin
+to other hosts; those begun by others, or earlier, pass it by. With a target, it takes in what
 connects to its address.
 
 A relay ends TCP connections and makes new ones, so a connect succeeds before the target is reached
@@ -46,7 +46,7 @@ SO_ORIGINAL_DST = 80  # <linux/netfilter_ipv4.h>: where a redirected connection 
 
 
 class Relay:
-    """Runs in `host`, listens at `address` and connects onwards to `target`. A context manager.
+    """Runs in `host`, listens at `address` and connects onwards to `target`; a context manager.
 
     What is sent either way arrives `delay_s` later, plus at random up to `jitter_s`. All
     connections share `rate_bytes_s` in each direction; 0 means no limit.
@@ -92,15 +92,15 @@ class Relay:
         self._open.close()
 
     def pause(self) -> None:
-        """From now on nothing is passed on, and new connections reach only the relay."""
+        """Pass nothing on from now; new connections reach only the relay."""
         self._ask(do="pause")
 
     def resume(self) -> None:
-        """End a pause; what waited is passed on."""
+        """End a pause and pass on what waited."""
         self._ask(do="resume")
 
     def reset(self) -> int:
-        """Break every connection as a router that lost its memory would; returns how many."""
+        """Break every connection as a router that lost its memory would; return how many."""
         return int(self._ask(do="reset")["connections"])
 
     def reshape(
@@ -110,7 +110,7 @@ class Relay:
         self._ask(do="reshape", **_checked(delay_s, jitter_s, rate_bytes_s))
 
     def connections(self) -> int:
-        """How many are open through the relay."""
+        """Count the connections open through the relay."""
         return int(self._ask(do="count")["connections"])
 
     def _take_in(self) -> None:
@@ -149,7 +149,7 @@ def _checked(delay_s: float, jitter_s: float, rate_bytes_s: float) -> dict[str, 
 
 
 class _Direction:
-    """One direction of the path, shared by all connections: when does a chunk arrive?"""
+    """Computes when each chunk arrives in one direction of the path, shared by all connections."""
 
     def __init__(self) -> None:
         self.delay_s = self.jitter_s = self.rate_bytes_s = 0.0
@@ -168,7 +168,7 @@ class _Direction:
 
 
 class _Proxy:
-    """The relay's process. One task for each direction of each connection and its two ends."""
+    """Runs the relay's process, with one task for each direction of each connection."""
 
     def __init__(self, target: Address | None) -> None:
         self.target = target
@@ -262,7 +262,7 @@ class _Proxy:
 
 
 async def _all(*works: Awaitable[None]) -> None:
-    """Until all are done; when one fails the others are given up."""
+    """Wait until all are done; if one fails, cancel the others."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         await asyncio.gather(*tasks)

@@ -1,4 +1,4 @@
-"""The contract that every storage keeps, a storage in memory, and a disk that crashes.
+"""Holds the contract of every storage, a storage in memory, and a disk that crashes.
 
     for name, case in STORAGE_CASES.items(): case(make_storage())
 
@@ -23,7 +23,7 @@ LARGE = 20 << 20  # more than a storage's buffers hold
 
 
 class MemoryStorage:
-    """Objects in a dictionary."""
+    """Keeps objects in a dictionary."""
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
@@ -207,11 +207,11 @@ STORAGE_CASES: dict[str, Callable[[Storage], None]] = {
 
 
 class Crash(BaseException):
-    """The machine has lost power: no code of the program runs any more."""
+    """Stands for a loss of power: no code of the program runs any more."""
 
 
 class CrashDisk(RealDisk):
-    """A real folder under the eyes of a crash; `crash_at` is the number of the call that crashes.
+    """Writes to a real folder and crashes; `crash_at` is the number of the call that crashes.
 
     Data that was not synced may be lost or partly there; so may a rename or removal since the last
     sync of its folder, which here `publish` does itself.
@@ -259,7 +259,7 @@ class CrashDisk(RealDisk):
         super().remove(path)
 
     def survive(self) -> None:
-        """After the crash: what was never synced is lost, cut short, or garbage."""
+        """Lose, cut short or corrupt what was never synced before the crash."""
         for path, size in self._unsynced.items():
             if not os.path.exists(path):
                 continue

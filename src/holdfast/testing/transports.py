@@ -1,7 +1,7 @@
-"""The contract of every Transport, as functions that each member of a group runs.
+"""Holds the contract of every Transport, as functions that each member of a group runs.
 
-`run_contract` starts real processes, hands each a rendezvous, and collects what they found wrong.
-A new transport passes all of CONTRACT or is not a transport.
+`run_contract` starts real processes, hands each a rendezvous, and collects what they found wrong. A
+transport must pass all of CONTRACT.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MakeTransport = Callable[[], Transport]
 
 @dataclass(slots=True)
 class SharedRendezvous:
-    """A rendezvous over a dictionary that all test processes share."""
+    """Implements a rendezvous over a dictionary that all test processes share."""
 
     addresses: MutableMapping[str, bytes]
     group: str
@@ -49,8 +49,8 @@ class SharedRendezvous:
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """One process's place in a contract test."""
+class GroupMember:
+    """Represents one process in a contract test."""
 
     rank: int
     size: int
@@ -77,53 +77,56 @@ class Seat:
         return torch.full((numel,), value, dtype=dtype, device=self.device)
 
 
-def delivers(seat: Seat) -> None:
-    """Everyone's tensors reach everyone, of several types and sizes, several under way at once."""
-    transport = seat.open("delivers")
+def delivers(member: GroupMember) -> None:
+    """Check that everyone's tensors reach everyone, of several types and sizes, several at once."""
+    transport = member.open("delivers")
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8):
         for numel in (1, 1000, 300_000):
             waits, got = [], {}
             for tag in (5, 6):
-                got[tag] = {p: seat.full(0, numel, dtype) for p in seat.peers()}
-                sends = [(p, seat.full(seat.rank + tag, numel, dtype)) for p in seat.peers()]
+                got[tag] = {p: member.full(0, numel, dtype) for p in member.peers()}
+                sends = [(p, member.full(member.rank + tag, numel, dtype)) for p in member.peers()]
                 waits.append((transport.exchange(sends, list(got[tag].items()), tag), sends))
             for pending, _ in waits:
                 pending.wait()
             for tag, tensors in got.items():
                 for peer, tensor in tensors.items():
-                    assert torch.equal(tensor, seat.full(peer + tag, numel, dtype)), (dtype, numel)
+                    assert torch.equal(tensor, member.full(peer + tag, numel, dtype)), (
+                        dtype,
+                        numel,
+                    )
     transport.close()
 
 
-def keeps_order(seat: Seat) -> None:
-    """Messages of one pair under one tag arrive in the order sent."""
-    transport = seat.open("order")
-    sends = [(p, seat.full(i, 1000)) for p in seat.peers() for i in range(20)]
-    got = [(p, seat.full(-1, 1000)) for p in seat.peers() for _ in range(20)]
+def keeps_order(member: GroupMember) -> None:
+    """Check that messages of one pair under one tag arrive in the order sent."""
+    transport = member.open("order")
+    sends = [(p, member.full(i, 1000)) for p in member.peers() for i in range(20)]
+    got = [(p, member.full(-1, 1000)) for p in member.peers() for _ in range(20)]
     transport.exchange(sends, got, 9).wait()
-    assert [t[0].item() for _, t in got] == [float(i) for _ in seat.peers() for i in range(20)]
+    assert [t[0].item() for _, t in got] == [float(i) for _ in member.peers() for i in range(20)]
     transport.close()
 
 
-def aborts(seat: Seat) -> None:
-    """A abort on one side ends every wait on all sides, and nothing works afterwards."""
-    transport = seat.open("aborts")
-    seat.meet("aborts")
-    if seat.rank == 0:
+def aborts(member: GroupMember) -> None:
+    """Check that an abort on one side ends every wait on all sides, for good."""
+    transport = member.open("aborts")
+    member.meet("aborts")
+    if member.rank == 0:
         threading.Timer(0.05, transport.abort).start()
-    _must_abort(lambda: _never_sent(seat, transport))
-    _must_abort(lambda: _never_sent(seat, transport))
+    _must_abort(lambda: _never_sent(member, transport))
+    _must_abort(lambda: _never_sent(member, transport))
     transport.close()
 
 
-def aborts_amid_messages(seat: Seat) -> None:
-    """A abort while large messages are half way ends the waits of senders and receivers alike."""
+def aborts_amid_messages(member: GroupMember) -> None:
+    """Check that an abort ends the waits of senders and receivers in the middle of messages."""
     for i in range(4):
-        transport = seat.open(f"amid{i}")
-        got = [(p, seat.full(-1, AMID_NUMEL)) for p in seat.peers() for _ in range(2)]
-        sends = [(p, seat.full(i, AMID_NUMEL)) for p in seat.peers() for _ in range(2)]
-        seat.meet(f"amid{i}")
-        if seat.rank == i % seat.size:
+        transport = member.open(f"amid{i}")
+        got = [(p, member.full(-1, AMID_NUMEL)) for p in member.peers() for _ in range(2)]
+        sends = [(p, member.full(i, AMID_NUMEL)) for p in member.peers() for _ in range(2)]
+        member.meet(f"amid{i}")
+        if member.rank == i % member.size:
             threading.Timer(0.004 * i, transport.abort).start()
         done = threading.Event()
         threading.Thread(target=_look_after, args=(transport, done)).start()
@@ -132,56 +135,56 @@ def aborts_amid_messages(seat: Seat) -> None:
         transport.close()
 
 
-def survives_rebuilding(seat: Seat) -> None:
-    """Group after group works after the one before was aborted."""
+def survives_rebuilding(member: GroupMember) -> None:
+    """Check that group after group works after the one before was aborted."""
     for i in range(4):
-        transport = seat.open(f"rebuilt{i}")
-        got = [(p, seat.full(-1, 1000)) for p in seat.peers()]
-        transport.exchange([(p, seat.full(i, 1000)) for p in seat.peers()], got, 3).wait()
+        transport = member.open(f"rebuilt{i}")
+        got = [(p, member.full(-1, 1000)) for p in member.peers()]
+        transport.exchange([(p, member.full(i, 1000)) for p in member.peers()], got, 3).wait()
         assert all(bool((t == i).all()) for _, t in got)
-        seat.meet(f"rebuilt{i}")
+        member.meet(f"rebuilt{i}")
         transport.abort()
         transport.close()
 
 
-def gives_up_opening(seat: Seat) -> None:
-    """A member that never comes does not hold the others for ever: the rendezvous ends it."""
-    if seat.rank == seat.size - 1:
+def gives_up_opening(member: GroupMember) -> None:
+    """Check that the rendezvous ends the opening of a group if a member never comes."""
+    if member.rank == member.size - 1:
         return
     given_up = threading.Event()
-    rendezvous = SharedRendezvous(seat.addresses, "absent", seat.rank, given_up)
-    transport = seat.make()
+    rendezvous = SharedRendezvous(member.addresses, "absent", member.rank, given_up)
+    transport = member.make()
     threading.Timer(0.05, given_up.set).start()
-    _must_abort(lambda: transport.open(seat.rank, seat.size, rendezvous))
+    _must_abort(lambda: transport.open(member.rank, member.size, rendezvous))
     transport.close()
 
 
-def notices_death(seat: Seat) -> None:
-    """The death of a member in the middle of an exchange ends the waits of those who abort."""
-    transport = seat.open("death")
-    seat.meet("death")
-    if seat.rank == seat.size - 1:
+def notices_death(member: GroupMember) -> None:
+    """Check that a member's death in an exchange ends the waits of those who abort."""
+    transport = member.open("death")
+    member.meet("death")
+    if member.rank == member.size - 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    if seat.rank > 0:  # rank 0 must notice by itself; its own abort then frees the others
+    if member.rank > 0:  # rank 0 must notice by itself; its own abort then frees the others
         threading.Timer(2.0, transport.abort).start()
-    _must_abort(lambda: _never_sent(seat, transport))
+    _must_abort(lambda: _never_sent(member, transport))
     transport.close()
 
 
-def refuses_impostors(seat: Seat) -> None:
-    """A member that cannot prove itself never becomes one: nobody's group opens, and it is named.
+def refuses_impostors(member: GroupMember) -> None:
+    """Check that if a member cannot prove itself, no group opens and it is named.
 
-    Only for a `make_of` whose last rank is an impostor; so it is not in CONTRACT.
+    It needs a `make_of` whose last rank is an impostor, so it is not in CONTRACT.
     """
     try:
-        seat.open("impostor")
+        member.open("impostor")
     except Aborted as error:
-        seat.addresses[f"reason/{seat.rank}"] = str(error)
+        member.addresses[f"reason/{member.rank}"] = str(error)
     else:
         raise AssertionError("a group with an impostor opened")
-    seat.meet("impostor")
-    reasons = [seat.addresses[f"reason/{r}"] for r in range(seat.size - 1)]
-    expected = f"the peer at rank {seat.size - 1} has not proved"
+    member.meet("impostor")
+    reasons = [member.addresses[f"reason/{r}"] for r in range(member.size - 1)]
+    expected = f"the peer at rank {member.size - 1} has not proved"
     assert any(r.startswith(expected) for r in reasons), reasons
 
 
@@ -197,13 +200,13 @@ CONTRACT = [
 
 
 def run_contract(
-    case: Callable[[Seat], None],
+    case: Callable[[GroupMember], None],
     make_of: Callable[[int], MakeTransport],
     size: int,
     device: str = "cpu",
     timeout_s: float = 60.0,
 ) -> list[str]:
-    """Run one case in `size` processes; `make_of(rank)` is pickled to them. Returns complaints."""
+    """Run one case in `size` processes; return complaints. `make_of(rank)` is pickled to them."""
     context = mp.get_context("spawn")
     with context.Manager() as manager:
         addresses = manager.dict()
@@ -224,7 +227,7 @@ def run_contract(
 
 
 def _member(
-    case: Callable[[Seat], None],
+    case: Callable[[GroupMember], None],
     rank: int,
     size: int,
     make_of: Callable[[int], MakeTransport],
@@ -233,7 +236,7 @@ def _member(
 ) -> None:
     torch.set_num_threads(1)
     try:
-        case(Seat(rank, size, make_of(rank), addresses, device))
+        case(GroupMember(rank, size, make_of(rank), addresses, device))
     except BaseException:  # noqa: BLE001 - every complaint counts
         addresses[f"error/{rank}"] = f"rank {rank}: {traceback.format_exc()}"
     os._exit(0)
@@ -248,9 +251,9 @@ def _look_after(transport: Transport, done: threading.Event) -> None:
         transport.lost()
 
 
-def _never_sent(seat: Seat, transport: Transport) -> None:
+def _never_sent(member: GroupMember, transport: Transport) -> None:
     """Wait for messages that nobody sends."""
-    transport.exchange([], [(p, seat.full(0, 1000)) for p in seat.peers()], 77).wait()
+    transport.exchange([], [(p, member.full(0, 1000)) for p in member.peers()], 77).wait()
 
 
 def _must_abort(action: Callable[[], None]) -> None:

@@ -1,1 +1,1 @@
-"""Inside the training process: the only package that imports torch."""
+"""Holds what runs inside the training process: the only package that imports torch."""

@@ -1,7 +1,7 @@
-"""The control thread: this worker's line to its agent, over an inherited socket.
+"""Runs the control thread: this worker's connection to its agent, over an inherited socket.
 
-It answers a few times a second whatever the script is doing, which is also what proves to the agent
-that the process is alive. When the line ends, the agent is gone and with it the right to act.
+It answers a few times a second whatever the script is doing, which also proves to the agent that
+the process is alive. When the connection ends, the agent is gone and with it the right to act.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class AgentLink:
         self._peer = peer
         self._sealer = Sealer(None)
         self._lock = threading.Lock()
-        self._address: Address | None = None  # repeated until the address book comes
+        self._address: Address | None = None  # sent again until the address book comes
 
     def tell(self, status: WorkerStatus) -> None:
         self._send(status)
@@ -76,7 +76,7 @@ class AgentLink:
             except OSError:
                 data = b""
             if not data:
-                os._exit(1)  # the agent is gone: whatever we did now would be unfenced
+                os._exit(1)  # the agent is gone: nobody could fence us any more
             try:
                 for payload in opener.feed(data):
                     self._receive(driver, payload)
@@ -98,7 +98,7 @@ class AgentLink:
 
 
 class SoloLink:
-    """No launcher: a job of one worker, whose only view is installed at once."""
+    """Stands in for an agent in a job of one worker, whose only view is installed at once."""
 
     def __init__(self, worker: WorkerId, vranks: int) -> None:
         self._worker = worker

@@ -19,7 +19,7 @@ from holdfast.core.errors import Aborted, WorldError
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.step.worker import WorkerMachine
-from holdfast.core.types import Peer, View, WorkerStatus
+from holdfast.core.types import Peer, Tick, View, WorkerStatus
 from holdfast.train.monitor import Monitor
 
 LOOK_S = 0.5  # between two looks at a group's links
@@ -40,7 +40,7 @@ class Link(Protocol):
     def publish(self, view: int, address: bytes) -> None: ...
 
 
-class Group(Protocol):
+class ViewGroup(Protocol):
     """What of a view's process group can be used from any thread."""
 
     def abort(self) -> None: ...
@@ -72,7 +72,7 @@ class Driver:
         self._events: deque[ev.WorkerEvent] = deque()
         self._posting = False
         self._rows_of: tuple[int, int] = (0, -1)  # the view and step whose rows may be exchanged
-        self._group: tuple[int, Group] | None = None
+        self._group: tuple[int, ViewGroup] | None = None
         self._look_at = 0.0  # when to look next at the group's links
 
     def serve(self, hands: Hands) -> None:
@@ -103,7 +103,7 @@ class Driver:
             deadline = self._machine.deadline()
             now = time.monotonic()
             if deadline is not None and now >= deadline:
-                self.post(ev.Tick())
+                self.post(Tick())
             view, group = self.view, self._group
             if view is None or group is None or group[0] != view.number or now < self._look_at:
                 return
@@ -182,11 +182,11 @@ class Driver:
         if deadline is None or deadline == float("inf"):
             self.monitor.wait()
         elif deadline <= now or not self.monitor.wait(deadline - now):
-            self.post(ev.Tick())
+            self.post(Tick())
 
     # ------------------------------------------------------------ groups
 
-    def adopt_group(self, view: int, group: Group) -> None:
+    def adopt_group(self, view: int, group: ViewGroup) -> None:
         """From now on aborting `view` cuts `group`. Raises Aborted if that has happened already."""
         with self.monitor:
             self.check_alive(view)

@@ -1,4 +1,4 @@
-"""What one worker writes down of its steps: its copy of the ledger, and events of the job.
+"""Records what one worker's steps were: its copy of the ledger, and events of the job.
 
 Used by the script's thread; doubts come from the engine's.
 """
@@ -22,24 +22,24 @@ from holdfast.train.step.step_table import StepTable
 
 
 class LedgerRecorder:
-    """Of all loops. Without a run directory there is no ledger."""
+    """Writes this worker's copy of the ledger; without a run directory there is none."""
 
     def __init__(self, environment: WorkerEnvironment, seed: int, driver: Driver) -> None:
         self._environment = environment
         self._seed = seed
         self._driver = driver
-        self._plan: SamplePlan  # of the present loop
+        self._plan: SamplePlan  # plan of the present loop
         self._ledger: LedgerWriter | None = None
-        self._header_due = False  # for the present loop
-        self._tally = DropTally()  # of what was dropped in the present loop
-        self._copied = 0  # tasks of others, as told
+        self._header_due = False  # a header must still be written for the present loop
+        self._tally = DropTally()  # what was dropped in the present loop
+        self._copied = 0  # tasks of others that this worker computed, as last told
 
     def begin(self, plan: SamplePlan) -> None:
-        """A loop, whose samples fall into steps like this."""
+        """Begin a loop, whose samples fall into steps like this."""
         self._plan, self._header_due, self._tally = plan, True, DropTally()
 
     def commit(self, index: int, view: int, table: StepTable, loss: float, dropped: int) -> None:
-        """A step, whose gradient became complete in `view` without `dropped` samples."""
+        """Record a step, whose gradient became complete in `view` without `dropped` samples."""
         if dropped:
             self._note_dropped(index, table, dropped)
         ledger = self._open()
@@ -60,13 +60,13 @@ class LedgerRecorder:
         )
 
     def doubt(self, step: int, view: int, again: bool) -> None:
-        """Steps from this one on, as far as they were committed up to `view`, may be wrong."""
+        """Record that steps from this one on, committed up to `view`, may be wrong."""
         if (ledger := self._new()) is not None:
             ledger.doubt(LedgerDoubt(step=step, view=view, again=again))
             ledger.close()
 
     def end(self) -> None:
-        """The loop has no further step."""
+        """End the loop, which has no further step."""
         self._tell_of_dropped()
         copied, self._copied = self._driver.copied - self._copied, self._driver.copied
         if copied:

@@ -1,10 +1,10 @@
-"""The doctor's look at torch, in a process of its own: versions, and exact products on each device.
+"""Tests torch for the doctor, in a process of its own: versions, and exact products on devices.
 
     python -m holdfast.train.selftest PARENT_PID BUDGET_S
 
 It prints JSON lines and says beforehand which device it will try, so that one that hangs is known
-by name. The products have one exact result (core/exact_products.py), also with TF32 and on
-tensor cores.
+by name. The products have one exact result (core/exact_products.py), also with TF32 and on tensor
+cores.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from holdfast.health.checks_trials import ArithmeticSample, TorchLine
 PR_SET_PDEATHSIG = 1
 CPU_NAME = "processors (torch)"
 REPEATS_MIN, REPEATS_MAX = 3, 500
-TILES = 8  # of the narrow product, each way, on a GPU: large enough to use all of it
+TILES = 8  # copies of the narrow product each way: enough to use all of a GPU
 
 
 def facts() -> dict[str, str]:
-    """Versions of torch and its backends; `no` for what it was built without."""
+    """Collect versions of torch and its backends; `no` for what it was built without."""
     nccl = dist.is_nccl_available() if dist.is_available() else False
     gloo = dist.is_gloo_available() if dist.is_available() else False
     cudnn = torch.backends.cudnn.version() if torch.version.cuda else None
@@ -54,7 +54,7 @@ def operands(
 
 
 def is_right(product: ExactProduct, result: torch.Tensor) -> bool:
-    """Judged on the processors, whatever device computed it."""
+    """Check a result on the CPU, whatever device computed it."""
     exact = result.detach().to("cpu", torch.float64)
     whole = exact.to(torch.int32)
     data = bytes(whole.contiguous().view(torch.uint8).numpy().data)
@@ -62,7 +62,7 @@ def is_right(product: ExactProduct, result: torch.Tensor) -> bool:
 
 
 def precisions(device: torch.device) -> Iterator[tuple[ExactProduct, torch.dtype, bool]]:
-    """(product, format of its entries, TF32) for all that this device should compute exactly."""
+    """List (product, format of its entries, TF32) that this device should compute exactly."""
     yield WIDE, torch.float32, False
     yield NARROW, torch.bfloat16, False
     if device.type == "cuda":
@@ -71,7 +71,7 @@ def precisions(device: torch.device) -> Iterator[tuple[ExactProduct, torch.dtype
 
 
 def count_wrong(device: torch.device) -> tuple[int, int, str]:
-    """(products computed, wrong ones, which)."""
+    """Return (products computed, wrong ones, which)."""
     count, wrong, where = 0, 0, ""
     previous = torch.backends.cuda.matmul.allow_tf32
     try:
@@ -88,7 +88,7 @@ def count_wrong(device: torch.device) -> tuple[int, int, str]:
 
 
 def tiled(device: torch.device, tiles: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(left, right, their exact product) in bfloat16, many times the narrow product.
+    """Return (left, right, their exact product) in bfloat16, many times the narrow product.
 
     The left matrix is block-diagonal, so that each sum has as few terms as in the narrow product.
     """
@@ -103,7 +103,7 @@ def tiled(device: torch.device, tiles: int) -> tuple[torch.Tensor, torch.Tensor,
 
 
 def try_device(device: torch.device, budget_s: float) -> ArithmeticSample:
-    """Exact products for `budget_s` seconds, and their speed."""
+    """Compute exact products for `budget_s` seconds, and measure their speed."""
     count, wrong, where = count_wrong(device)
     if device.type == "cuda":
         left, right, wanted = tiled(device, TILES)
@@ -151,7 +151,7 @@ def main(argv: list[str]) -> int:
 
 
 def attempt(device: torch.device, budget_s: float) -> ArithmeticSample:
-    """One device that cannot compute does not keep us from the others."""
+    """Try one device; if it cannot compute, the others are still tried."""
     try:
         return try_device(device, budget_s)
     except RuntimeError as error:

@@ -1,1 +1,1 @@
-"""Bytes and messages: no sockets, nothing unpickled."""
+"""Turns bytes into messages and back, without sockets and without pickle."""

@@ -1,4 +1,4 @@
-"""Bytes of a stream <-> authenticated frames. No sockets here.
+"""Turns the bytes of a stream into authenticated frames and back, without sockets.
 
 A frame is a 4-byte length, a 16-byte tag and the payload. The tag is a keyed BLAKE2b over the
 frame's number and its payload, so a frame that is altered, replayed, reordered or from a stranger
@@ -27,12 +27,12 @@ NONCE_BYTES = 16
 PROOF_BYTES = 32
 TAG_BYTES = 16
 FRAME_BYTES_MAX = 64 << 20
-FIRST_FRAME_BYTES_MAX = 4 << 20  # until a frame has come that could be believed
+FIRST_FRAME_BYTES_MAX = 4 << 20  # until the first frame has been authenticated
 GREETING_BYTES = len(MAGIC) + 2 + NONCE_BYTES
 
 
 class Sealer:
-    """Turns payloads into frames of one direction of one connection."""
+    """Turns payloads into frames, for one direction of one connection."""
 
     def __init__(self, key: bytes | None) -> None:
         self._key = key
@@ -49,8 +49,8 @@ class Sealer:
 class Opener:
     """Collects bytes of one direction and returns the payloads of whole frames.
 
-    It never holds more than one frame of the allowed size and what was fed at once: at first
-    `first_bytes_max`, since a frame's length is read before its tag can be checked.
+    It never holds more than one frame of the allowed size plus what was fed at once. At first that
+    size is `first_bytes_max`, since a frame's length is read before its tag can be checked.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Opener:
         return len(self._buffer)
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Takes `data`; iterate to get the payloads it completes, before feeding again.
+        """Take `data` and yield the payloads it completes; iterate to the end before feeding again.
 
         WireError, after the payloads that came before the bad frame: close the connection.
         """
@@ -101,13 +101,13 @@ def greeting(nonce: bytes) -> bytes:
 
 
 def check_start(data: bytes, whose: str) -> None:
-    """WireError as soon as the first bytes cannot become a greeting of ours."""
+    """Raise WireError as soon as the first bytes cannot become a greeting of ours."""
     if not MAGIC.startswith(data[: len(MAGIC)]):
         raise WireError(f"this is not a Holdfast {whose}: it begins with {bytes(data[:8])!r}")
 
 
 def read_greeting(data: bytes, whose: str) -> bytes:
-    """The nonce in a greeting of the "server" or "client". WireError."""
+    """Return the nonce in a greeting of the "server" or "client". WireError."""
     check_start(data, whose)
     if len(data) != GREETING_BYTES:
         raise WireError(f"the {whose}'s greeting has {len(data)} bytes, not {GREETING_BYTES}")
@@ -132,7 +132,7 @@ def check_proof(
 
 
 def session_key(secret: bytes, sender: str, server_nonce: bytes, client_nonce: bytes) -> bytes:
-    """The key for frames sent by `sender` ("client" or "server")."""
+    """Derive the key for frames sent by `sender` ("client" or "server")."""
     return proof(secret, f"{sender} frames", server_nonce, client_nonce)
 
 

@@ -1,1 +1,1 @@
-"""Who takes part in a job: coordinator, agent, views, leases, restarts. Pure."""
+"""Decides who takes part in a job: coordinator, agent, views, leases, restarts. Pure."""

@@ -1,4 +1,4 @@
-"""Which nodes take part: up to a number, with the places they offer, until they are drained."""
+"""Decides which nodes take part: up to a number, with the slots they offer, until drained."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from holdfast.core.types import AgentId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attendance:
-    """What has been said about nodes; compared with what is, it tells what to say next."""
+    """Remembers what has been said about nodes; the difference to what is so now is news."""
 
-    waiting: tuple[AgentId, ...] = ()  # over the number: they get no places yet
+    waiting: tuple[AgentId, ...] = ()  # over the number: they get no slots yet
     silent: tuple[AgentId, ...] = ()
     not_drained: str = ""  # why nodes that fail their checks are used on
 
 
 def admit(situation: Situation, nodes_max: int) -> tuple[tuple[AgentId, ...], list[str]]:
-    """Give nodes their places; a node that is lost for good makes room for one that waits.
+    """Give nodes their slots; a node that is lost for good makes room for one that waits.
 
     Returns the nodes that have to wait, and a line for each exchange.
     """
@@ -46,20 +46,20 @@ def admit(situation: Situation, nodes_max: int) -> tuple[tuple[AgentId, ...], li
 
 
 def _lost(situation: Situation) -> AgentId | None:
-    """A node with places that will not be heard again, as far as one can wait."""
+    """Find a node with slots that is silent and none of whose members may still return."""
     silent = [n for n in situation.roster.nodes if n in situation.silent]
-    placed = [n for n in silent if situation.roster.here(n)]
-    if not placed:
+    with_slots = [n for n in silent if situation.roster.here(n)]
+    if not with_slots:
         return None
     acting = {m.agent for m in situation.members if not situation.abandoned(m)}
-    return next((n for n in placed if n not in acting), None)
+    return next((n for n in with_slots if n not in acting), None)
 
 
 def choose_drained(situation: Situation) -> str:
-    """Drain the nodes that should be; returns why not all that ask for it.
+    """Drain the nodes that should be; return why not all that ask for it.
 
-    Who is asked to leave does. Of those that fail their checks, which many do at once when what
-    they share has failed, only a part is drained at any time (draining.py).
+    A node that a person asks to leave does. Of those that fail their checks, only a part is drained
+    at any time (draining.py): many fail at once when something they share has failed.
     """
     roster = situation.roster
     nodes = {n: node for n, node in roster.nodes.items() if n not in situation.silent}
@@ -82,7 +82,7 @@ def choose_drained(situation: Situation) -> str:
 def attend(
     situation: Situation, waiting: tuple[AgentId, ...], not_drained: str, before: Attendance
 ) -> tuple[Attendance, Iterator[tuple[str, str]]]:
-    """The attendance now, and what is new about it: kinds and lines for the job's event log."""
+    """Return the attendance now, and what is new: kinds and lines for the job's event log."""
     nodes = situation.roster.nodes
     silent = tuple(sorted(name for name in situation.silent if name in nodes))
     now = Attendance(waiting=waiting, silent=silent, not_drained=not_drained)

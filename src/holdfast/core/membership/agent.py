@@ -1,9 +1,9 @@
-"""The agent machine: one node's workers, their processes, and the lease that lets them act.
+"""Decides for one node: its workers, their processes, and the lease that lets them act.
 
-It does not know sockets, process handles or clocks. The invariants it keeps: at most one process
-of a worker lives at a time; a worker is reported lost only after its process has ended; a worker
-whose right to act has run out (core/membership/lease.py) is paused at once, and wakes only
-when the coordinator still wants it.
+It does not know sockets, process handles or clocks. The invariants it keeps: at most one process of
+a worker lives at a time; a worker is reported lost only after its process has ended; a worker whose
+right to act has run out (core/membership/lease.py) is paused at once, and resumed only if the
+coordinator still wants it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from holdfast.core.types import (
     Incarnation,
     ProcessRole,
     Stage,
+    Tick,
     WorkerDirective,
     WorkerId,
     WorkerStatus,
@@ -60,7 +61,7 @@ class Spawned:
 
 @dataclass(frozen=True, slots=True)
 class ProcessExited:
-    """The process is gone for good. `code` as Python gives it: negative for a signal."""
+    """The process has ended. `code` is as Python gives it: negative for a signal."""
 
     worker: WorkerId
     incarnation: Incarnation
@@ -76,26 +77,28 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
-class Connected:
+class CoordinatorReached:
     """The coordinator can be reached (again): it should hear from us now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """This node is not to be used (any more), or again if the reason is empty."""
+    """This node should be drained, for that reason; if it is empty, the node may be used again."""
 
     reason: str
     failing: str = ""  # the check that failed, unless somebody asks for it
-    leave: bool = False  # for good: quit once nothing runs here
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    pass
+    leave: bool = False  # the node leaves for good: quit once nothing runs here
 
 
 AgentEvent = (
-    DirectiveArrived | WorkerSaid | Spawned | ProcessExited | Sampled | Connected | Drained | Tick
+    DirectiveArrived
+    | WorkerSaid
+    | Spawned
+    | ProcessExited
+    | Sampled
+    | CoordinatorReached
+    | Drained
+    | Tick
 )
 
 # ---------------------------------------------------------------- effects
@@ -133,7 +136,7 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Stop the process and everything it started, as they are: nothing of it may run."""
+    """Stop the process and everything it started with SIGSTOP: nothing of it may run."""
 
     worker: WorkerId
     incarnation: Incarnation
@@ -149,7 +152,7 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class Quit:
-    """Every worker has ended and the job is over."""
+    """End the agent: every worker has ended and the job is over."""
 
 
 AgentEffect = SendReport | SendWorker | Spawn | Kill | Pause | Resume | Quit
@@ -178,7 +181,7 @@ _TOLD = attrgetter("late", "ended", "at_boundary")  # of the phase; the rest is 
 
 
 class AgentMachine:
-    """See the module's docstring; `handle` is the only mutator."""
+    """Decides for one node, as the module describes; `handle` is the only mutator."""
 
     def __init__(
         self,
@@ -204,7 +207,7 @@ class AgentMachine:
         self._next_report = float("-inf")
 
     def handle(self, event: AgentEvent, now: float) -> list[AgentEffect]:
-        """Apply one event at time `now` (seconds); returns effects in order."""
+        """Apply one event at time `now` (seconds); return effects in order."""
         effects: list[AgentEffect] = []
         urgent = False
         match event:
@@ -222,7 +225,7 @@ class AgentMachine:
                 effects += self._reconcile(now)
             case Sampled(worker, incarnation, sample):
                 effects += self._sampled(worker, incarnation, sample)
-            case Connected():
+            case CoordinatorReached():
                 urgent = True
             case Drained(reason, failing, leave):
                 if leave or not self._leaves:
@@ -321,13 +324,13 @@ class AgentMachine:
                 return []
         process.told = told
         if old is not None and old.view is told.view:
-            told = dataclasses.replace(told, view=None)  # it has it: views can be large
+            told = dataclasses.replace(told, view=None)  # the worker has it, and views can be large
         return [SendWorker(worker, process.status.incarnation, told)]
 
     # ------------------------------------------------------------ workers
 
     def _worker_said(self, status: WorkerStatus) -> bool:
-        """Returns whether the coordinator should hear of it before the next heartbeat."""
+        """Take in a status; return whether to report it before the next heartbeat."""
         process = self._current(status.worker, status.incarnation)
         if process is None or not process.status.stage.alive or status.seq <= process.status.seq:
             return False
@@ -379,10 +382,10 @@ class AgentMachine:
     # ------------------------------------------------------------ time
 
     def _fence(self, now: float) -> list[AgentEffect]:
-        """Pause who has lost the right to act; wake who has got it back and is still wanted.
+        """Pause workers that lost the right to act; resume wanted ones that have it back.
 
-        Whoever may act is told what is new. A state that the coordinator has given up by now is of
-        no use: its process ends.
+        Whoever may act is told what is new. A worker whose state the coordinator has given up by
+        now is of no use: its process is killed.
         """
         effects: list[AgentEffect] = []
         self._fence_at = None
@@ -420,7 +423,7 @@ class AgentMachine:
         return acting_until(answered_at, proved_at, self._policy.lease)
 
     def _alone(self) -> bool:
-        """All members of the view run here and, as far as this agent has ever said, act in it."""
+        """Tell whether all members of the view run here and act in it, as reported so far."""
         view = self._directive.view if self._directive else None
         if view is None:
             return False

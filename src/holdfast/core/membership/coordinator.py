@@ -1,11 +1,10 @@
-"""The coordinator machine: who is a member, who hosts what, where to resume, who is replaced.
+"""Decides for the job: who is a member, who hosts what, where to resume, who is replaced.
 
 It does not know sockets, processes, files or clocks. Each event only updates what is known; then
-`_advance` derives from the whole of it what should happen next, so that a lost, late or repeated
-report can delay a decision but never change it. The invariants it keeps: view numbers grow and are
-durable before anyone hears of them; a view is formed only once every member of the one before has
-promised not to act in it, is gone for good, or has lost its right to act; an incarnation is never
-ordered twice.
+`_advance` derives from all of it what should happen next, so that a lost, late or repeated report
+can delay a decision but never change it. The invariants: view numbers grow and are durable before
+anyone hears of them; a view is formed only once every member of the one before has promised not to
+act in it, has ended, or has lost its right to act; an incarnation is never ordered twice.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from holdfast.core.membership.formation import (
     Situation,
     beginners,
     check_view,
+    dirty_candidates,
     discarded,
     initial_view,
     last_view,
@@ -31,7 +31,6 @@ from holdfast.core.membership.formation import (
     next_view,
     present_nodes,
     spans,
-    stained,
     surely_newest,
     survivors_of,
     too_far_behind,
@@ -54,6 +53,7 @@ from holdfast.core.types import (
     JobRecord,
     Member,
     Stage,
+    Tick,
     View,
     ViewNumber,
     WantedProcess,
@@ -74,14 +74,9 @@ class ReportArrived:
 
 @dataclass(frozen=True, slots=True)
 class StopRequested:
-    """The operator ends the job."""
+    """The job should end, as its operator wants."""
 
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    pass
 
 
 CoordinatorEvent = ReportArrived | StopRequested | Tick
@@ -91,7 +86,7 @@ CoordinatorEvent = ReportArrived | StopRequested | Tick
 
 @dataclass(frozen=True, slots=True)
 class Persist:
-    """Durable before any later effect is carried out."""
+    """Write this record; it must be durable before any later effect is carried out."""
 
     record: JobRecord
 
@@ -103,7 +98,7 @@ class SendDirective:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """One line of the job's event log, with its reason, for people and for events.jsonl."""
+    """Write one line of the job's event log, for people and for events.jsonl."""
 
     kind: str
     text: str
@@ -114,7 +109,7 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The job is over and nothing of it runs any more. Empty outcome: success."""
+    """End the coordinator: the job is over and nothing of it runs. Empty outcome: success."""
 
     outcome: str
 
@@ -136,7 +131,7 @@ class CoordinatorSnapshot:
 
 
 class CoordinatorMachine:
-    """See the module's docstring; `handle` is the only mutator.
+    """Decides for the job, as the module describes; `handle` is the only mutator.
 
     `forgotten`: greater with each record that was lost; if not 0, what it said must be learnt from
     the agents first, and numbers that it may have given are passed over.
@@ -170,12 +165,12 @@ class CoordinatorMachine:
         self._attendance = Attendance()
         self._budget = Budget(policy.speculation, policy.virtual_ranks)
         self._agenda = Agenda(policy, self._roster, now)
-        self._story = EventLog(record.slots if record else ())
+        self._event_log = EventLog(record.slots if record else ())
         self._finished = False
         self._checked: View | None = None
 
     def handle(self, event: CoordinatorEvent, now: float) -> list[CoordinatorEffect]:
-        """Apply one event at time `now` (seconds); returns effects in order."""
+        """Apply one event at time `now` (seconds); return effects in order."""
         effects: list[CoordinatorEffect] = []
         reply_to: AgentId | None = None
         match event:
@@ -210,11 +205,11 @@ class CoordinatorMachine:
         return effects
 
     def deadline(self) -> float | None:
-        """The earliest time at which a Tick could change something."""
+        """Return the earliest time at which a Tick could change something."""
         return self._agenda.deadline
 
     def _alarms(self) -> Iterator[float]:
-        """When time alone changes a decision, for reasons of the whole job."""
+        """Yield when time alone changes a decision, for reasons of the whole job."""
         lease = self._policy.lease
         if self._witness_at is not None:
             yield self._witness_at + lease.fence_s
@@ -231,7 +226,7 @@ class CoordinatorMachine:
 
     @property
     def outcome(self) -> str | None:
-        """How the job ends or ended: None while it runs, empty for success."""
+        """Return how the job ends or ended: None while it runs, empty for success."""
         return self._outcome
 
     def snapshot(self) -> CoordinatorSnapshot:
@@ -258,7 +253,7 @@ class CoordinatorMachine:
     # ------------------------------------------------------------ hearing
 
     def _hear(self, report: AgentReport, now: float) -> bool:
-        """Returns whether it is answered now: to a new agent nothing is said before a review."""
+        """Take in a report; return whether to answer now, before a review."""
         roster, learns = self._roster, self._learn_until is not None
         news = roster.hear(report, now)
         if news is News.STALE:
@@ -279,7 +274,7 @@ class CoordinatorMachine:
         for status in report.workers:
             if view is not None and view.includes(status.worker, status.incarnation):
                 if self._progress.reached(status.committed) and view.suspended:
-                    self._agenda.change(now)  # who is suspended falls behind
+                    self._agenda.change(now)  # suspended workers fall further behind
 
     def _is_witness(self, member: Member) -> bool:
         if self._roster.dead(member.worker, member.incarnation):
@@ -288,7 +283,7 @@ class CoordinatorMachine:
         return status is not None and status.promised >= self._number
 
     def _learn(self, report: AgentReport) -> None:
-        """The journal is lost: the newest view that any agent knows is the present one."""
+        """Adopt the newest view that any agent knows, after the journal was lost."""
         if report.view is not None and report.view.number > self._number:
             self._view = report.view
             self._views_used = ViewNumber(max(self._views_used, report.view.number + SKIPPED))
@@ -310,7 +305,7 @@ class CoordinatorMachine:
         policy, restart = self._policy, self._policy.restart
         accused = self._durable.accused()
         effects: list[CoordinatorEffect] = [
-            *(Announce(*news) for news in self._story.news(self._roster.newest.values())),
+            *(Announce(*news) for news in self._event_log.news(self._roster.newest.values())),
             *(
                 Announce("quarantined", line, w)
                 for w, line in quarantine_wrong(situation, accused, restart)
@@ -344,7 +339,7 @@ class CoordinatorMachine:
         return effects
 
     def _learns(self, situation: Situation) -> bool:
-        """Whether something of a lost record may still come from the agents."""
+        """Tell whether something of a lost record may still come from the agents."""
         if self._learn_until is None:
             return False
         behind = any(
@@ -357,11 +352,11 @@ class CoordinatorMachine:
         if situation.now < until or behind:
             return True
         self._learn_until = None
-        self._agenda.stir(situation.now)  # nobody could be told to go on
+        self._agenda.stir(situation.now)  # until now nobody could be told to go on
         return False
 
     def _welcome(self) -> None:
-        """What is ordered on nodes that begin to speak; a forgetful coordinator asks them first."""
+        """Settle what is ordered on nodes that begin to speak; without a record, what they run."""
         for name, node in self._roster.nodes.items():
             if node.fresh:
                 self._roster.welcome(name, self._view, recall=self._forgotten > 0)
@@ -375,17 +370,16 @@ class CoordinatorMachine:
             yield from (Announce(kind, line) for kind, line in news)
 
     def _replace_hung(self, situation: Situation) -> Iterator[CoordinatorEffect]:
-        """A job in which nothing moves for very long, while a member waits for others."""
+        """Replace workers if nothing has moved for very long while a member waits for others."""
         now, members = situation.now, self._members
         if any(m.agent in situation.silent for m in members):
             self._agenda.stir(now)
         if now < self._agenda.still_since + self._policy.hang_s:
             return
-        known = situation.known
-        if any(s.waiting for s in known):
-            for status in known:
-                if not status.waiting and not status.ended and status.stage.alive:
-                    yield self._order_anew(status, f"hung for {self._policy.hang_s:g} s")
+        stuck = any(s.waiting for s in situation.known)
+        for status in situation.known if stuck else ():
+            if not status.waiting and not status.ended and status.stage.alive:
+                yield self._order_anew(status, f"hung for {self._policy.hang_s:g} s")
         self._agenda.stir(now)
 
     def _order_anew(self, status: WorkerStatus, reason: str) -> Announce:
@@ -399,7 +393,7 @@ class CoordinatorMachine:
                 yield Announce("lost", f"worker {worker} was lost: {why}", worker)
 
     def _note_release(self) -> bool:
-        """Let ended workers go once the leader's script is past the loop; True when it is over."""
+        """Let ended workers go once the leader's script is past the loop; return if it is over."""
         view = self._view
         member = view.member(view.leader) if view else None
         leader = self._roster.status(member.worker, member.incarnation) if member else None
@@ -422,7 +416,7 @@ class CoordinatorMachine:
             yield Announce("stop_view", f"view {number} is stopped: {reason}", None, number)
 
     def _form(self, situation: Situation) -> Iterator[CoordinatorEffect]:
-        """The next view, once nobody can act in the present one any more."""
+        """Form the next view, once nobody can act in the present one any more."""
         finishing = self._release_loop == RELEASE_ALL
         survivors = survivors_of(situation)
         if survivors is None:
@@ -436,7 +430,7 @@ class CoordinatorMachine:
             yield from self._go_back(situation)
             return
         if not survivors:
-            # Silent members may hold the state: they are waited for, until that is given up.
+            # Silent members may hold the state: wait for them until it is given up.
             if not finishing and not any(situation.may_return(m) for m in self._members):
                 yield from self._form_initial(situation)
             return
@@ -444,25 +438,23 @@ class CoordinatorMachine:
         if finishing:
             yield self._install(last_view(situation, survivors), situation.now)
             return
-        minds_late = policy.speculation > 0
-        proposal = next_view(
-            situation, survivors, policy.virtual_ranks, policy.workers_min, minds_late
-        )
+        sizes, minds_late = (policy.virtual_ranks, policy.workers_min), policy.speculation > 0
+        proposal = next_view(situation, survivors, *sizes, minds_late)
         if proposal is not None:
             yield self._install(proposal, situation.now)
 
     def _go_back(self, situation: Situation) -> Iterator[CoordinatorEffect]:
-        """What the workers hold is not to be believed: all begin anew, from what is durable."""
+        """Start all workers anew from a checkpoint, since the state they hold is discarded."""
         if self._progress.retreats(self._durable.invalidations):
             yield Announce("back", f"the job goes back to step {self._durable.step}")
         yield from self._form_initial(situation)
 
     def _form_initial(self, situation: Situation) -> Iterator[CoordinatorEffect]:
-        """Nobody holds the state: start, or start again, from what is durable."""
+        """Start the job, or start it again from a checkpoint, when nobody holds the state."""
         now, policy = situation.now, self._policy
         if self._wanting_since is None:
             self._wanting_since = now
-        for status in stained(situation):
+        for status in dirty_candidates(situation):
             yield self._order_anew(status, "its state is neither initial nor the job's")
         if self._view is None and present_nodes(situation) < policy.nodes_min:
             self._wanting_since = now
@@ -482,11 +474,11 @@ class CoordinatorMachine:
         staying = frozenset([*proposal.workers, *(lag.worker for lag in proposal.suspended)])
         self._budget.spend(proposal.redone)
         for member in self._members:
-            place = self._roster.places.get(member.worker)
-            if member.worker in staying or place is None or place.respawn_at is not None:
+            slot = self._roster.slots.get(member.worker)
+            if member.worker in staying or slot is None or slot.respawn_at is not None:
                 continue
-            if place.incarnation == member.incarnation:
-                self._roster.order_anew(member.worker)  # left out: never again as it was
+            if slot.incarnation == member.incarnation:
+                self._roster.order_anew(member.worker)  # only a new incarnation may come back
         for lag in self._view.suspended if self._view is not None else ():
             if lag not in proposal.catching_up and self._roster.wants(lag.worker, lag.incarnation):
                 self._roster.order_anew(lag.worker)  # what it has missed is not kept any longer
@@ -517,7 +509,7 @@ class CoordinatorMachine:
     # ------------------------------------------------------------ telling
 
     def _directives(self, reply_to: AgentId | None) -> Iterator[SendDirective]:
-        """To whoever has something new to hear, and in answer."""
+        """Yield directives to agents with something new to hear, and in answer to reports."""
         common = self._common()
         for name in sorted(self._roster.nodes):
             node = self._roster.nodes[name]
@@ -527,7 +519,7 @@ class CoordinatorMachine:
                 yield self._answer(name)
 
     def _common(self) -> tuple[object, ...]:
-        """What of all directives makes them worth sending, but for the view."""
+        """Return the part of all directives, but for the view, that makes them worth sending."""
         counts = (self._stop_view, self._pending_view, self._number, self._release_loop)
         return *counts, self._learn_until is None, self._outcome is None
 
@@ -587,7 +579,7 @@ class CoordinatorMachine:
             term=self._term,
             view=self._view,
             views_used=self._views_used,
-            slots=self._roster.slots(),
+            slots=self._roster.slot_records(),
             workers_named=self._roster.workers_named,
             forgotten=self._forgotten,
             release_loop=self._release_loop,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 def choose_drains(
     failing: Sequence[tuple[str, str]], share_max: float = 0.25
 ) -> tuple[tuple[str, ...], str]:
-    """Return which nodes to drain, and why not the others.
+    """Choose which nodes to drain, and say why not the others.
 
     `failing`: all nodes in a stable order, each with the check that it fails, or "". At most
     `share_max` of the nodes are drained, but one of two or more. When more nodes than that fail the

@@ -1,4 +1,4 @@
-"""From which step the job can start again when every worker is lost: what workers have saved."""
+"""Knows from which checkpoint the job can start again when every worker is lost."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from holdfast.core.invalidations import Invalidations, is_invalidated, merge
 from holdfast.core.types import NO_VIEW, WorkerId, WorkerStatus
 
-KNOWN_MAX = 128  # checkpoints that are remembered, the newest
+KNOWN_MAX = 128  # the newest checkpoints are remembered
 
 
 def speakers(statuses: Iterable[WorkerStatus]) -> Iterator[WorkerStatus]:
-    """Those that say something of checkpoints: in a large job few of very many."""
+    """Select the workers that say something of checkpoints: in a large job few of very many."""
     return (s for s in statuses if s.saved or s.invalidations or s.unreadable)
 
 
 class Durable:
-    """`steps`: of the checkpoints that one knows, the newest last.
+    """Knows the `steps` of the checkpoints, the newest last.
 
     Only time depends on it, never the result: replaying from an older step gives the same bits.
     """
@@ -29,7 +29,7 @@ class Durable:
 
     @property
     def step(self) -> int:
-        """To begin from; 0 is the initial state."""
+        """Return the step to begin from; 0 is the initial state."""
         return self.steps[-1] if self.steps else 0
 
     def note(self, statuses: Iterable[WorkerStatus]) -> None:
@@ -50,7 +50,7 @@ class Durable:
         self.steps = tuple(sorted(readable))[-KNOWN_MAX:]
 
     def accused(self) -> list[WorkerId]:
-        """Who computes wrongly, as far as that has not been asked for yet."""
+        """Return the workers that compute wrongly and have not been returned before."""
         news = [
             invalidation for invalidation in self.invalidations if invalidation.view > self._judged
         ]
@@ -58,7 +58,7 @@ class Durable:
         return sorted({worker for invalidation in news for worker in invalidation.wrong})
 
     def _counts(self, status: WorkerStatus) -> bool:
-        """Else it speaks of a checkpoint without knowing that it is invalidated."""
+        """Tell whether a worker's word counts: it knows of the invalidations so far."""
         unknown = tuple(
             invalidation
             for invalidation in self.invalidations

@@ -1,4 +1,4 @@
-"""What workers add to the job's event log, each event once, though statuses repeat them. Pure."""
+"""Adds workers' events to the job's event log, each once, though statuses repeat them. Pure."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from holdfast.core.types import Incarnation, Slot, WorkerId, WorkerStatus
 
 
 class EventLog:
-    """`before`: processes that another coordinator has heard: what they say first is told."""
+    """Finds events that are new.
+
+    `before`: processes that another coordinator has heard: what they say first has been told.
+    """
 
     def __init__(self, before: Iterable[Slot]) -> None:
         self._told: dict[WorkerId, tuple[Incarnation, int]] = {}
         self._before = {(slot.worker, slot.incarnation) for slot in before}
 
     def news(self, statuses: Iterable[WorkerStatus]) -> Iterator[tuple[str, str, WorkerId]]:
-        """Kind, text and worker of each event that has not been told yet."""
+        """Yield kind, text and worker of each event that has not been told yet."""
         for status in statuses:
             if not status.events:
                 continue

@@ -1,4 +1,4 @@
-"""Views: when the present one must stop, and what the next one is. Pure verdicts with reasons.
+"""Decides when the present view must stop, and what the next one is. Pure verdicts with reasons.
 
 What is known comes in as a `Situation`; nothing here remembers or changes anything.
 """
@@ -24,13 +24,13 @@ from holdfast.core.types import (
     WorkerStatus,
 )
 
-QUARANTINED_S = 10.0  # who is left out for longer than this is not waited for
-STEPS_MISSED_MAX = 64  # steps that one may miss and still catch up
+QUARANTINED_S = 10.0  # workers quarantined for longer are not waited for
+STEPS_MISSED_MAX = 64  # steps that a worker may miss and still catch up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """The next view, before it has a number."""
+    """Describes the next view, before it has a number."""
 
     workers: tuple[WorkerId, ...]
     owners: tuple[WorkerId, ...]
@@ -39,12 +39,12 @@ class Proposal:
     why: str
     suspended: tuple[LateWorker, ...] = ()
     catching_up: tuple[LateWorker, ...] = ()
-    redone: int = 0  # tasks of those suspended
+    redone: int = 0  # tasks of suspended workers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """The present view, what is known of its members, and how much silence proves what.
+    """Holds the present view, what is known of its members, and how much silence proves what.
 
     `silent`: nodes not heard for a while. `witness_at`: when some member of the view was first
     heard to act in it no more.
@@ -63,7 +63,7 @@ class Situation:
 
     @property
     def known(self) -> list[WorkerStatus]:
-        """Of the members, what has been heard."""
+        """Return the newest statuses of the members that have been heard."""
         found = [self.status(member) for member in self.members]
         return [status for status in found if status is not None]
 
@@ -71,12 +71,12 @@ class Situation:
         return self.roster.status(member.worker, member.incarnation)
 
     def sound(self, member: Member) -> bool:
-        """Whether this process was heard of lately, and lives."""
+        """Tell whether this process was heard of lately, and lives."""
         status = self.status(member)
         return status is not None and status.stage.alive and member.agent not in self.silent
 
     def fenced(self, member: Member) -> bool:
-        """Whether this process can never act in the view again: it died, or its lease ran out."""
+        """Tell whether this process cannot act in the view again: it died, or its lease ran out."""
         if self.sound(member):
             return False
         if self._dead(member):
@@ -90,7 +90,7 @@ class Situation:
         return member.agent in self.silent and not self.abandoned(member)
 
     def abandoned(self, member: Member) -> bool:
-        """Whether the state that this process may hold is given up as well."""
+        """Tell whether the state that this process may hold is given up as well."""
         if self._dead(member):
             return True
         return self.now >= fenced_from(self.roster.heard_at(member.agent), None, self.lease)
@@ -103,7 +103,7 @@ class Situation:
 def silent_nodes(
     roster: Roster, lease: LeasePolicy, now: float, listening_since: float
 ) -> frozenset[AgentId]:
-    """Not heard for a while; one that was just not heard yet is given the time of a whole lease."""
+    """Find the nodes not heard for a while; one never heard yet is given a whole lease."""
     if now < listening_since + lease.suspect_s:
         return frozenset()
     nodes = roster.nodes.items()
@@ -114,7 +114,7 @@ def silent_nodes(
 
 
 def candidates(situation: Situation) -> list[WorkerStatus]:
-    """Workers that could join a view: ready, wanted, heard, and without the job's state."""
+    """Find workers that could join a view: ready, wanted, heard, and without the job's state."""
     view, roster = situation.view, situation.roster
     found = []
     ready = [s for s in roster.newest.values() if s.stage == Stage.READY and not s.has_state]
@@ -125,7 +125,7 @@ def candidates(situation: Situation) -> list[WorkerStatus]:
         if view is not None and view.includes(worker, status.incarnation):
             if status.promised < view.number:
                 continue
-        name = roster.places[worker].agent
+        name = roster.slots[worker].agent
         # One that has begun to catch up, and had to stop, may be anywhere between two steps.
         if name not in situation.silent and not roster.draining(name) and not status.committed:
             found.append(status)
@@ -133,13 +133,13 @@ def candidates(situation: Situation) -> list[WorkerStatus]:
 
 
 def returning(situation: Situation, step: int) -> list[LateWorker]:
-    """Who was suspended, is done with what made it late, and has not missed too much."""
+    """Find suspended workers that are done with what made them late and can still catch up."""
     view, roster, found = situation.view, situation.roster, []
     for lag in view.suspended if view is not None else ():
         status = roster.status(lag.worker, lag.incarnation)
         if status is None or not roster.ordered(status) or step - lag.committed > STEPS_MISSED_MAX:
             continue
-        name = roster.places[lag.worker].agent
+        name = roster.slots[lag.worker].agent
         done = status.waiting or status.at_boundary
         ready = status.stage == Stage.READY and status.has_state and done
         if ready and name not in situation.silent and not roster.draining(name):
@@ -148,7 +148,7 @@ def returning(situation: Situation, step: int) -> list[LateWorker]:
 
 
 def too_far_behind(situation: Situation, step: int) -> list[WorkerStatus]:
-    """Who was suspended and has missed so much that a new process is sooner there."""
+    """Find suspended workers that have missed so much that a new process would be sooner there."""
     view, roster = situation.view, situation.roster
     lags = view.suspended if view is not None else ()
     found = [
@@ -159,7 +159,7 @@ def too_far_behind(situation: Situation, step: int) -> list[WorkerStatus]:
     return [s for s in found if s is not None and s.stage.alive and roster.ordered(s)]
 
 
-def late_ones(survivors: Sequence[WorkerStatus]) -> list[WorkerStatus]:
+def late_workers(survivors: Sequence[WorkerStatus]) -> list[WorkerStatus]:
     """Choose whom to suspend: in the middle of a task, while as many others or more wait."""
     newest = max(s.committed for s in survivors)
     waiting = [s for s in survivors if s.waiting or s.reduced]
@@ -170,7 +170,7 @@ def late_ones(survivors: Sequence[WorkerStatus]) -> list[WorkerStatus]:
 
 
 def spans(workers: Sequence[WorkerId]) -> str:
-    """For people: 0, 1, 4-9."""
+    """Format worker numbers for people: 0, 1, 4-9."""
     ordered = sorted(workers)
     starts = [w for i, w in enumerate(ordered) if i == 0 or w - ordered[i - 1] > 1]
     ends = [w for i, w in enumerate(ordered) if w == ordered[-1] or ordered[i + 1] - w > 1]
@@ -182,7 +182,7 @@ def spans(workers: Sequence[WorkerId]) -> str:
 
 
 def surely_newest(situation: Situation) -> bool:
-    """Whether no later view than this one can be at work, as far as its members say.
+    """Tell whether no later view than this one can exist, as far as its members say.
 
     A later one would need a member of this one that takes part in it, or has died since.
     """
@@ -192,7 +192,7 @@ def surely_newest(situation: Situation) -> bool:
 
 
 def leaving(situation: Situation) -> dict[AgentId, str]:
-    """Nodes that members should leave at the next boundary, and why: others can go on."""
+    """Find nodes that members should leave at the next boundary, and why, if others can go on."""
     nodes = situation.roster.nodes
     if not any(node.draining for node in nodes.values()):
         return {}
@@ -205,10 +205,10 @@ def leaving(situation: Situation) -> dict[AgentId, str]:
 def why_broken(
     situation: Situation, waited_s: float, patience_s: float, minds_late: bool = False
 ) -> str | None:
-    """Why the present view must be stopped, if it must.
+    """Tell why the present view must be stopped, if it must.
 
-    `waited_s`: for how long nothing has moved while a member waits for others. `minds_late`: what
-    is late may be computed by others.
+    `waited_s`: for how long nothing has moved while a member waits for others. `minds_late`: others
+    may compute the tasks of late workers.
     """
     view = situation.view
     if view is None:
@@ -244,7 +244,7 @@ def why_broken(
 def why_change(
     situation: Situation, vranks: int, workers_min: int, step: int
 ) -> tuple[str, str] | None:
-    """A planned change of the view: its kind, and what will happen. None while all is well."""
+    """Choose a planned change of the view: its kind, and what will happen. None if all is well."""
     members = len(situation.members)
     joiners = candidates(situation) if members < vranks else []
     back = returning(situation, step) if members < vranks else []
@@ -259,7 +259,7 @@ def why_change(
 
 
 def survivors_of(situation: Situation) -> list[WorkerStatus] | None:
-    """Members that hold the state and can go on; None while anyone may still act in the view."""
+    """Return the members that hold the state and can go on; None while anyone may still act."""
     view, roster = situation.view, situation.roster
     alive: list[WorkerStatus] = []
     for member in situation.members:
@@ -270,7 +270,7 @@ def survivors_of(situation: Situation) -> list[WorkerStatus] | None:
             return None
         if member.agent in situation.silent:
             return None
-        # Who was to catch up, and has not begun to, holds the state of an older step.
+        # A worker that should catch up, and has not begun to, holds the state of an older step.
         behind = view.late_worker(member.worker) is not None and status.view < view.number
         if roster.ordered(status) and not behind:  # else its agent will end it
             alive.append(status)
@@ -278,7 +278,7 @@ def survivors_of(situation: Situation) -> list[WorkerStatus] | None:
 
 
 def unreachable(situation: Situation) -> list[WorkerId]:
-    """Whom to leave out so that all others reach each other: few, best not the leader.
+    """Choose whom to leave out so that all others reach each other: few, best not the leader.
 
     Each member names the members that its network does not reach. Joiners go first, then whoever
     takes part in most of these pairs, then one of a node with fewer members.
@@ -318,24 +318,24 @@ def next_view(
     workers_min: int,
     minds_late: bool = False,
 ) -> Proposal | None:
-    """The view of these survivors, with joiners if all are at rest; None to wait for more.
+    """Propose the view of these survivors, with joiners if all are at rest; None to wait for more.
 
-    `minds_late`: who is late may be suspended.
+    `minds_late`: late workers may be suspended.
     """
     view = situation.view
     assert view is not None
     owners_now = present_owners(view, survivors)
     step, why = resume_step(survivors, len(survivors) < len(view.members))
     at_rest = all(s.at_boundary for s in survivors)
-    places = situation.roster.places
-    drained = [s.worker for s in survivors if situation.roster.draining(places[s.worker].agent)]
+    slots = situation.roster.slots
+    drained = [s.worker for s in survivors if situation.roster.draining(slots[s.worker].agent)]
     kept = [s.worker for s in survivors if s.worker not in drained]
     room = max(vranks - len(kept), 0)
     back = returning(situation, step)[:room] if at_rest and len(kept) == len(survivors) else []
     if not _all_kept(view, kept):
         back = []
     joiners = candidates(situation)[: room - len(back)] if at_rest else []
-    late = late_ones(survivors) if minds_late and not at_rest else []
+    late = late_workers(survivors) if minds_late and not at_rest else []
     if not at_rest or not kept:
         # A node is left only while no step is under way, and by way of a view in which others
         # have received its state.
@@ -375,12 +375,12 @@ def _late_worker(status: WorkerStatus) -> LateWorker:
 
 
 def _all_kept(view: View, kept: Sequence[WorkerId]) -> bool:
-    """Whether everyone who has kept a share of the steps since is still there."""
+    """Tell whether everyone who has kept a share of the steps since is still there."""
     return set(view.workers) <= set(kept)
 
 
 def present_owners(view: View, survivors: Sequence[WorkerStatus]) -> tuple[WorkerId, ...]:
-    """Who hosts what, as far as the survivors know: they may have agreed on it since the view.
+    """Return who hosts what; survivors may have agreed on a change since the view began.
 
     Whoever is a step ahead has agreed last, and may have begun to compute.
     """
@@ -391,15 +391,15 @@ def present_owners(view: View, survivors: Sequence[WorkerStatus]) -> tuple[Worke
     return tuple(owners)
 
 
-def stained(situation: Situation) -> list[WorkerStatus]:
-    """Candidates whose state is neither the initial one nor the job's."""
+def dirty_candidates(situation: Situation) -> list[WorkerStatus]:
+    """Find candidates whose state is neither the initial one nor the job's."""
     roster = situation.roster
     ready = [s for s in roster.newest.values() if s.stage == Stage.READY and roster.ordered(s)]
     return sorted((s for s in ready if s.dirty or s.has_state), key=lambda s: s.worker)
 
 
 def discarded(situation: Situation) -> bool:
-    """Whether a worker says that the states which the workers hold are not to be believed."""
+    """Tell whether a worker says that the states which the workers hold are discarded."""
     roster = situation.roster
     return any(s.discarded and roster.ordered(s) for s in roster.newest.values())
 
@@ -410,14 +410,14 @@ def present_nodes(situation: Situation) -> int:
 
 
 def beginners(situation: Situation, workers_min: int | None) -> list[WorkerStatus]:
-    """Who begins the job, or begins it again: everybody, or, with `workers_min`, so many.
+    """Choose who begins the job, or begins it again: everybody, or, with `workers_min`, so many.
 
-    Empty while more are waited for.
+    The result is empty while more are waited for.
     """
     roster, known, now = situation.roster, situation.roster.newest, situation.now
     ready = [s for s in candidates(situation) if not s.dirty]
     soon = [
-        w for w, place in roster.places.items() if (place.respawn_at or now) <= now + QUARANTINED_S
+        w for w, slot in roster.slots.items() if (slot.respawn_at or now) <= now + QUARANTINED_S
     ]
     pending = [w for w in soon if w not in known or known[w].stage != Stage.EXITED]
     enough = len(ready) >= len(pending) or (workers_min is not None and len(ready) >= workers_min)
@@ -425,9 +425,9 @@ def beginners(situation: Situation, workers_min: int | None) -> list[WorkerStatu
 
 
 def initial_view(ready: Sequence[WorkerStatus], vranks: int, step: int, again: str) -> Proposal:
-    """Nobody holds the state: it is the initial one, or that of the checkpoint of `step`.
+    """Propose a first view, when nobody holds the state; it starts from the checkpoint of `step`.
 
-    `again`: why this is not the job's beginning.
+    Step 0 is the initial state. `again`: why this is not the job's beginning.
     """
     workers = tuple(s.worker for s in ready)[:vranks]
     where = f"from the checkpoint of step {step}" if step else "from step 0 again"
@@ -441,7 +441,7 @@ def initial_view(ready: Sequence[WorkerStatus], vranks: int, step: int, again: s
 
 
 def last_view(situation: Situation, survivors: Sequence[WorkerStatus]) -> Proposal:
-    """While the job finishes: nobody joins, and nobody is waited for."""
+    """Propose a view while the job finishes: nobody joins, and nobody is waited for."""
     view = situation.view
     assert view is not None
     step, why = resume_step(survivors, len(survivors) < len(view.members))
@@ -456,15 +456,13 @@ def last_view(situation: Situation, survivors: Sequence[WorkerStatus]) -> Propos
 
 
 def make_view(proposal: Proposal, number: ViewNumber, old: View | None, roster: Roster) -> View:
-    """The leader stays, if it survives: what it does alone it must be able to finish alone."""
+    """Make a view; a leader that survives stays, to finish what it alone has begun."""
     workers, joiners = proposal.workers, frozenset(proposal.joiners)
     eligible = [w for w in workers if w not in joiners] or workers
-    places = [(w, roster.places[w]) for w in workers]
+    slots = [(w, roster.slots[w]) for w in workers]
     return View(
         number=number,
-        members=tuple(
-            Member(worker=w, incarnation=p.incarnation, agent=p.agent) for w, p in places
-        ),
+        members=tuple(Member(worker=w, incarnation=p.incarnation, agent=p.agent) for w, p in slots),
         owners=proposal.owners,
         resume_step=proposal.resume_step,
         leader=old.leader if old is not None and old.leader in eligible else eligible[0],

@@ -1,4 +1,4 @@
-"""The right to act: how long a node's workers may go on unheard, and from when they surely do not.
+"""Computes how long a node's workers may go on unheard, and from when they surely do not.
 
 A worker can only commit a step with the votes of all members of its view. So what must end before
 its virtual ranks are given away is its right to act, and there are two ways to renew that:
@@ -22,7 +22,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeasePolicy:
-    """`suspect_s`: silence after which a node's view is stopped, if others can go on without it."""
+    """Holds the times of the lease.
+
+    `suspect_s`: silence after which a node's view is stopped, if others can go on without it.
+    """
 
     lease_s: float = 2.0
     margin_s: float = 0.5
@@ -31,18 +34,18 @@ class LeasePolicy:
 
     @property
     def fence_s(self) -> float:
-        """What the coordinator waits for, where a node waits for `lease_s`."""
+        """Return how long the coordinator waits where a node waits for `lease_s`."""
         return self.lease_s + self.margin_s
 
 
 def acting_until(answered_at: float, proved_at: float, policy: LeasePolicy) -> float:
-    """When a worker must stop acting, by its node's clock; both renewals are times on it."""
+    """Return when a worker must stop acting, by its node's clock, as both renewals are."""
     renewed_at = max(answered_at, proved_at)
     return min(renewed_at + policy.lease_s, answered_at + policy.abandon_s)
 
 
 def fenced_from(heard_at: float, witness_at: float | None, policy: LeasePolicy) -> float:
-    """From when a silent node's workers surely do not act, by the coordinator's clock.
+    """Return from when a silent node's workers surely do not act, by the coordinator's clock.
 
     `heard_at`: when the newest report came, or the coordinator started. `witness_at`: when it
     learned that some member of the view can act in it no more; None while none is known.

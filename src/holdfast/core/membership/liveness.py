@@ -1,4 +1,4 @@
-"""Frozen or busy: a verdict from what the kernel says about a process, never from one timeout.
+"""Tells frozen from busy by what the kernel says about a process, never by one timeout.
 
 A running Holdfast worker always has a control thread that either wakes several times a second or,
 while other code holds the interpreter lock, retries for it every few milliseconds. Either way the
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSample:
-    """One look at a process: the kernel's state letter and a counter that grows when it runs."""
+    """Holds one look at a process: its kernel state letter and a counter that grows as it runs."""
 
     state: str  # as in /proc/PID/stat: R, S, D, T (stopped), t (traced), Z
     progress: int  # CPU ticks plus context switches, summed over all threads
@@ -25,7 +25,7 @@ class ProcessSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FreezePolicy:
-    """How many samples in a row make a freeze: by default 1 s stopped, or 2.5 s silent."""
+    """Says how many samples in a row make a freeze: by default 1 s stopped, or 2.5 s silent."""
 
     sample_s: float = 0.25
     stopped_samples: int = 4

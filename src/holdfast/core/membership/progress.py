@@ -1,4 +1,4 @@
-"""How far the job has come, and how often it has failed to come further. Pure."""
+"""Knows how far the job has come, and how often it has failed to come further. Pure."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ from holdfast.core.invalidations import Invalidations
 
 
 class Progress:
-    """`step`: the next one to be committed, as far as one knows. `losses`: of workers, since."""
+    """Counts the job's progress.
+
+    `step`: the next one to be committed, as far as known. `losses`: workers lost since the last
+    one.
+    """
 
     def __init__(self, step: int) -> None:
         self.step = step
         self.losses = 0
         self._furthest = step
-        self._retreats = 0  # since the job last came further than ever
-        self._invalidations: Invalidations = ()  # for which it has gone back
+        self._retreats = 0  # since the job last reached a new step
+        self._invalidations: Invalidations = ()  # those for which the job has gone back
 
     def reached(self, step: int) -> bool:
-        """A member of the present view has come to a step; whether that is news."""
+        """Note that a member of the present view has come to a step; return whether it is news."""
         if step <= self.step:
             return False
         self.step, self.losses = step, 0
@@ -25,14 +29,14 @@ class Progress:
         return True
 
     def retreats(self, invalidations: Invalidations) -> bool:
-        """Workers have come to different results; whether they had not done so before."""
+        """Note that workers came to different results; return whether that is news."""
         news = invalidations != self._invalidations
         self._invalidations = invalidations
         self._retreats += news
         return news
 
     def hopeless(self, losses_max: int, retreats_max: int) -> str:
-        """Why to give up; empty to go on."""
+        """Tell why to give up; empty to go on."""
         if self.losses > losses_max:
             return (
                 f"{self.losses} workers were lost at step {self.step} with no step committed in "

@@ -1,8 +1,8 @@
-"""Who is started again, and when: losses are counted once, and those that repeat are spaced out.
+"""Decides who is started again and when: losses are counted once, repeated ones spaced out.
 
-A place whose workers keep being lost, or cannot be reached by the others, is left empty for longer
+A slot whose workers keep being lost, or cannot be reached by the others, is left empty for longer
 each time (exponential back-off), and starts afresh after a clean probation. Works on the roster's
-places; every change comes with a line for the job's event log.
+slots; every change comes with a line for the job's event log.
 """
 
 from __future__ import annotations
@@ -11,74 +11,74 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from holdfast.core.membership.formation import Situation
-from holdfast.core.membership.roster import Place, Roster
+from holdfast.core.membership.roster import Roster, SlotState
 from holdfast.core.types import Stage, WorkerId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
     losses_max: int = 30  # workers lost with no step committed in between: then the job gives up
-    strikes_free: int = 2  # losses of one place that are replaced at once
-    backoff_s: float = 0.5  # after the next one; doubled with each further one
+    strikes_free: int = 2  # losses of one slot that are replaced at once
+    backoff_s: float = 0.5  # after the first loss beyond these; doubled with each further one
     backoff_max_s: float = 30.0
     quarantine_s: float = 5.0  # for a worker that others cannot reach; doubled each time
     quarantine_max_s: float = 300.0
     wrong_s: float = 60.0  # for a worker that computes wrongly; doubled each time
     wrong_max_s: float = 86400.0
-    probation_s: float = 60.0  # a member for so long without a loss starts afresh
+    probation_s: float = 60.0  # a member without a loss for this long starts afresh
 
 
 def replace_lost(situation: Situation, policy: RestartPolicy) -> Iterator[tuple[WorkerId, str]]:
-    """Order the next incarnation of what is lost, when its back-off has passed.
+    """Order the next incarnation of lost workers, when their back-off has passed.
 
     Yields each newly counted loss: the worker, and why it was lost.
     """
     now, newest = situation.now, situation.roster.newest
-    for worker, place in situation.roster.places.items():
-        if place.respawn_at is None:
+    for worker, slot in situation.roster.slots.items():
+        if slot.respawn_at is None:
             status = newest.get(worker)
-            if status is not None and status.incarnation == place.incarnation and not place.strikes:
-                if status.stage != Stage.LOST and place.agent not in situation.silent:
-                    continue  # as almost all are, almost always
-            _end_probation(situation, worker, place, policy)
-            lost = _loss(situation, worker, place)
+            if status is not None and status.incarnation == slot.incarnation and not slot.strikes:
+                if status.stage != Stage.LOST and slot.agent not in situation.silent:
+                    continue  # almost all are, almost always
+            _end_probation(situation, worker, slot, policy)
+            lost = _loss(situation, worker, slot)
             if lost is None:
                 continue
-            place.respawn_at = now
-            if place.counted < place.incarnation:
-                place.counted = place.incarnation
-                place.strikes += 1
-                excess = place.strikes - policy.strikes_free
+            slot.respawn_at = now
+            if slot.counted < slot.incarnation:
+                slot.counted = slot.incarnation
+                slot.strikes += 1
+                excess = slot.strikes - policy.strikes_free
                 if excess > 0:
                     wait_s = _doubled(policy.backoff_s, excess, policy.backoff_max_s)
-                    place.respawn_at = now + wait_s
+                    slot.respawn_at = now + wait_s
                 yield worker, lost
-        if now >= place.respawn_at:
+        if now >= slot.respawn_at:
             situation.roster.order_anew(worker)
 
 
 def quarantine(
     roster: Roster, worker: WorkerId, now: float, policy: RestartPolicy, *, wrong: bool = False
 ) -> float:
-    """Leave a worker out that others do not reach, or that is `wrong`; returns for how long (s)."""
-    place = roster.places[worker]
-    place.strikes += 1
-    roster.order_anew(worker)  # its process, with a state that grows old, is of no use
+    """Quarantine a worker that others cannot reach or that is `wrong`; return for how long (s)."""
+    slot = roster.slots[worker]
+    slot.strikes += 1
+    roster.order_anew(worker)  # its process is of no use: the state it holds grows old
     first_s, most_s = policy.quarantine_s, policy.quarantine_max_s
     if wrong:
         first_s, most_s = policy.wrong_s, policy.wrong_max_s
-    wait_s = _doubled(first_s, place.strikes, most_s)
-    place.respawn_at = now + wait_s
+    wait_s = _doubled(first_s, slot.strikes, most_s)
+    slot.respawn_at = now + wait_s
     return wait_s
 
 
 def quarantine_wrong(
     situation: Situation, accused: Sequence[WorkerId], policy: RestartPolicy
 ) -> Iterator[tuple[WorkerId, str]]:
-    """Leave out who computes wrongly; yields a line for each."""
+    """Quarantine those that compute wrongly; yield a line for each."""
     roster = situation.roster
     for worker in accused:
-        if worker in roster.places:
+        if worker in roster.slots:
             wait_s = quarantine(roster, worker, situation.now, policy, wrong=True)
             yield worker, f"worker {worker} is left out for {wait_s:.3g} s: it computes wrongly"
 
@@ -88,28 +88,28 @@ def _doubled(first_s: float, times: int, most_s: float) -> float:
 
 
 def _end_probation(
-    situation: Situation, worker: WorkerId, place: Place, policy: RestartPolicy
+    situation: Situation, worker: WorkerId, slot: SlotState, policy: RestartPolicy
 ) -> None:
     view = situation.view
-    if not place.strikes or view is None or not view.includes(worker, place.incarnation):
-        place.member_since = None
-    elif place.member_since is None:
-        place.member_since = situation.now
-    elif situation.now - place.member_since >= policy.probation_s:
-        place.strikes, place.member_since = 0, None
+    if not slot.strikes or view is None or not view.includes(worker, slot.incarnation):
+        slot.member_since = None
+    elif slot.member_since is None:
+        slot.member_since = situation.now
+    elif situation.now - slot.member_since >= policy.probation_s:
+        slot.strikes, slot.member_since = 0, None
 
 
-def _loss(situation: Situation, worker: WorkerId, place: Place) -> str | None:
-    """Why the ordered incarnation of `worker` is gone, or None while it is not."""
-    node = situation.roster.nodes.get(place.agent)
+def _loss(situation: Situation, worker: WorkerId, slot: SlotState) -> str | None:
+    """Tell why the ordered incarnation of `worker` is gone, or None while it is not."""
+    node = situation.roster.nodes.get(slot.agent)
     member = situation.view.member(worker) if situation.view is not None else None
-    if member is not None and member.incarnation != place.incarnation:
+    if member is not None and member.incarnation != slot.incarnation:
         member = None
-    if node is None or place.agent in situation.silent:
+    if node is None or slot.agent in situation.silent:
         lost = member is not None and situation.abandoned(member)
         return "its node is lost" if lost else None
     status = node.statuses.get(worker)
-    if status is None or status.incarnation < place.incarnation:
+    if status is None or status.incarnation < slot.incarnation:
         # Not started yet, or the agent itself restarted and its workers died with it.
         return "its agent restarted" if member is not None else None
     return status.detail or "gone" if status.stage == Stage.LOST else None

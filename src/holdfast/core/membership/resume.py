@@ -1,4 +1,4 @@
-"""Where a job goes on after a view was stopped: a pure function of the survivors' statuses.
+"""Decides where a job goes on after a view was stopped: a pure function of survivors' statuses.
 
 The vote of step t ends with every member holding the complete reduced gradient of t. So if anyone
 committed t, everyone can. If nobody did but all members live and hold the gradient, committing it

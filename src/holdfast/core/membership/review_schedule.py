@@ -1,8 +1,8 @@
-"""When the coordinator reviews all that it knows: after a change, or when the clock decides.
+"""Decides when the coordinator reviews all that it knows: after a change, or at a time.
 
 Reviews of a large job cost time, and almost all that is heard changes nothing: who speaks is not
-silent, and a job whose steps go on is not stuck. Such a deadline that has moved on by the time it
-comes is only set anew.
+silent, and a job whose steps go on is not stuck. A deadline that has moved on by the time it comes
+is only set anew.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from holdfast.core.membership.formation import silent_nodes
 from holdfast.core.membership.roster import Roster
 from holdfast.core.types import AgentId
 
-REVIEW_S = 2e-5  # least time between two reviews, for each place of the job
+REVIEW_S = 2e-5  # least time between two reviews, for each slot of the job
 NEVER = float("inf")
 
 
 class Agenda:
-    """`deadline`: when to look again. `silent`: the nodes that were so at the last review."""
+    """Keeps the `deadline` of the next review, and the nodes `silent` at the last one."""
 
     def __init__(self, policy: CoordinatorPolicy, roster: Roster, now: float) -> None:
         self.silent: frozenset[AgentId] = frozenset()
@@ -28,32 +28,32 @@ class Agenda:
         self._roster = roster
         self._still_since = now
         self._awake_since = now
-        self._changed = True  # since the last review
+        self._changed = True  # something has changed since the last review
         self._reviewed_at = -NEVER
         self._decide_at = NEVER
 
     @property
     def still_since(self) -> float:
-        """Since when nothing moves in the job, as far as one hears."""
+        """Return since when nothing has moved in the job, as far as one hears."""
         return max(self._still_since, self._roster.moved_at, self._awake_since)
 
     def stir(self, now: float) -> None:
-        """Something moves: the job does not stand still."""
+        """Note that something moves: the job does not stand still."""
         self._still_since = now
 
     def change(self, now: float, *, at_once: bool = False) -> None:
-        """Something that can change a decision. A large job's changes come in floods."""
+        """Note what can change a decision. A large job's changes come in floods."""
         self._changed = True
-        pause_s = len(self._roster.places) * REVIEW_S
+        pause_s = len(self._roster.slots) * REVIEW_S
         due = now if at_once else max(now, self._reviewed_at + pause_s)
         self.deadline = due if self.deadline is None else min(due, self.deadline)
 
     def due(self, now: float) -> bool:
-        """Whether to review now; then `reviewed` must follow."""
+        """Tell whether to review now; then `reviewed` must follow."""
         if self.deadline is None or now < self.deadline:
             return False
         if now > self.deadline + self._policy.lease.suspect_s / 2:
-            self._awake_since = now  # we overslept, and have not listened to anybody
+            self._awake_since = now  # this process stood still and heard nobody
         silent = silent_nodes(self._roster, self._policy.lease, now, self._awake_since)
         still = any(self._reviewed_at < t <= now for t in self._stalls())
         if self._changed or silent != self.silent or now >= self._decide_at or still:
@@ -63,19 +63,19 @@ class Agenda:
         return False
 
     def reviewed(self, now: float, alarms: Iterable[float]) -> None:
-        """`alarms`: when time alone changes a decision, whatever is heard until then."""
+        """Note a review. `alarms`: times that change a decision, whatever is heard until then."""
         lease, roster = self._policy.lease, self._roster
         unheard = [roster.started_at, *(roster.heard_at(name) for name in sorted(self.silent))]
         fences = [t + lease.fence_s for t in unheard]
         losses = [t + lease.abandon_s + lease.margin_s for t in unheard]
-        returns = [p.respawn_at for p in roster.places.values() if p.respawn_at is not None]
+        returns = [p.respawn_at for p in roster.slots.values() if p.respawn_at is not None]
         times = [*alarms, *fences, *losses, *returns]
         self._decide_at = min((t for t in times if t > now), default=NEVER)
         self._reviewed_at = now
         self._set_deadline(now)
 
     def _stalls(self) -> tuple[float, float]:
-        """When the job will have stood still for too long, unless something moves by then."""
+        """Return when the job will have stood still for too long, if nothing moves by then."""
         return self.still_since + self._policy.patience_s, self.still_since + self._policy.hang_s
 
     def _set_deadline(self, now: float) -> None:

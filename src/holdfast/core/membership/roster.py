@@ -1,4 +1,4 @@
-"""What the coordinator knows of nodes, of places for workers and of processes. It never decides.
+"""Knows the nodes, the slots for workers and the processes, for the coordinator. It never decides.
 
 A report is cheap to hear: only a change that could lead to a decision is reported as one. Silence
 is counted from the newest report or, for a node that has not spoken yet, from the start.
@@ -29,7 +29,7 @@ from holdfast.core.types import (
 
 
 class News(enum.Enum):
-    """What a report brings."""
+    """Says what a report brings."""
 
     STALE = "stale"  # it is not the newest: nothing was taken from it
     NOTHING = "nothing"  # nothing that could change a decision
@@ -37,8 +37,8 @@ class News(enum.Enum):
 
 
 @dataclass(slots=True)
-class Node:
-    """An agent that has spoken, with what its newest report said."""
+class NodeState:
+    """Holds what is known of an agent that has spoken, with its newest report."""
 
     incarnation: Incarnation
     seq: int
@@ -46,7 +46,7 @@ class Node:
     offered: int = 0  # slots
     pid: int = 0
     asks: str = ""  # why it asks to be drained
-    failing: str = ""  # the check that it asks for, unless a person does
+    failing: str = ""  # the failed check for which it asks, unless a person does
     draining: str = ""  # why it is drained
     fresh: bool = True  # nothing has been decided yet since it first spoke
     view_known: ViewNumber = NO_VIEW
@@ -56,8 +56,8 @@ class Node:
 
 
 @dataclass(slots=True)
-class Place:
-    """A slot for one worker on one node, and the incarnation that should run there."""
+class SlotState:
+    """Holds a slot for one worker on one node, and the incarnation that should run there."""
 
     agent: AgentId
     incarnation: Incarnation
@@ -78,9 +78,9 @@ class NodeSnapshot:
 
 
 class Roster:
-    """Nodes by name and places by worker.
+    """Knows nodes by name and slots by worker.
 
-    `newest`: the newest status heard of each place's worker, of whichever incarnation. `moved_at`:
+    `newest`: the newest status heard of each slot's worker, of whichever incarnation. `moved_at`:
     when a worker was last heard to have come further, or to have begun or ended to wait.
     """
 
@@ -89,16 +89,16 @@ class Roster:
     ) -> None:
         self.started_at = self.moved_at = now
         self.first = first  # incarnation that may be ordered
-        self.nodes: dict[AgentId, Node] = {}
-        self.places: dict[WorkerId, Place] = {}
+        self.nodes: dict[AgentId, NodeState] = {}
+        self.slots: dict[WorkerId, SlotState] = {}
         self.newest: dict[WorkerId, WorkerStatus] = {}
         self.workers_named = record.workers_named if record else 0
-        self._slots: tuple[Slot, ...] | None = None  # as long as they are as they were
+        self._records: tuple[Slot, ...] | None = None  # cached until a slot changes
         self._by_node: dict[AgentId, list[WorkerId]] = {}
         for slot in record.slots if record else ():
             counted = Incarnation(slot.incarnation - 1)
-            place = Place(slot.agent, slot.incarnation, counted=counted, role=slot.role)
-            self.place(slot.worker, place)
+            state = SlotState(slot.agent, slot.incarnation, counted=counted, role=slot.role)
+            self.add_slot(slot.worker, state)
 
     # ------------------------------------------------------------ hearing
 
@@ -107,7 +107,7 @@ class Roster:
         if node is not None and (report.incarnation, report.seq) <= (node.incarnation, node.seq):
             return News.STALE
         if node is None or node.incarnation != report.incarnation:
-            node = self.nodes[report.agent] = Node(report.incarnation, report.seq, now)
+            node = self.nodes[report.agent] = NodeState(report.incarnation, report.seq, now)
         old, statuses = node.statuses, {s.worker: s for s in report.workers}
         before = (node.offered, node.asks, node.failing)
         offers = (report.slots, report.draining, report.failing)
@@ -125,7 +125,7 @@ class Roster:
         return News.CHANGE if changed else News.NOTHING
 
     def welcome(self, name: AgentId, view: View | None, recall: bool) -> None:
-        """An agent begins to speak: what it does not know, although it was ordered, is invalidated.
+        """Replace what an agent that begins to speak should run and does not know, unless it acts.
 
         `recall`: what it runs may have been ordered without our knowing.
         """
@@ -134,7 +134,7 @@ class Roster:
         if recall:
             self.recall(name, node.statuses.values(), None)
         for worker in self.here(name):
-            acting = view is not None and view.includes(worker, self.places[worker].incarnation)
+            acting = view is not None and view.includes(worker, self.slots[worker].incarnation)
             if worker not in node.statuses and not acting:
                 self.order_anew(worker)
 
@@ -146,74 +146,74 @@ class Roster:
             else:
                 self.newest.pop(worker, None)
 
-    # ------------------------------------------------------------ places
+    # ------------------------------------------------------------ slots
 
     def here(self, name: AgentId) -> list[WorkerId]:
         return self._by_node.get(name, [])
 
-    def place(self, worker: WorkerId, place: Place) -> None:
-        self._slots = None
-        self.places[worker] = place
-        self._by_node.setdefault(place.agent, []).append(worker)
+    def add_slot(self, worker: WorkerId, slot: SlotState) -> None:
+        self._records = None
+        self.slots[worker] = slot
+        self._by_node.setdefault(slot.agent, []).append(worker)
         self.workers_named = max(self.workers_named, worker + 1)
-        if place.agent in self.nodes:
-            self._note_newest(place.agent)
+        if slot.agent in self.nodes:
+            self._note_newest(slot.agent)
 
     def admit(self, name: AgentId) -> None:
-        """Give a node the places that it offers; it keeps those it has."""
+        """Give a node the slots that it offers; it keeps those it has."""
         for _ in range(self.nodes[name].offered - len(self.here(name))):
-            self.place(WorkerId(self.workers_named), Place(name, self.first))
+            self.add_slot(WorkerId(self.workers_named), SlotState(name, self.first))
 
     def drain(self, name: AgentId, view: View | None) -> None:
-        """Who takes no part here is not wanted now, and never again as the same incarnation."""
+        """Replace the processes here that take no part; nothing starts while the node drains."""
         for worker in self.here(name):
-            if view is None or not view.includes(worker, self.places[worker].incarnation):
+            if view is None or not view.includes(worker, self.slots[worker].incarnation):
                 self.order_anew(worker)
 
     def dismiss(self, name: AgentId) -> None:
-        self._slots = None
+        self._records = None
         for worker in self._by_node.pop(name, []):
-            del self.places[worker]
+            del self.slots[worker]
             self.newest.pop(worker, None)
 
     def order_anew(self, worker: WorkerId) -> None:
-        """The next incarnation should run here, at once; the present one should end."""
-        self._slots = None
-        place = self.places[worker]
-        place.incarnation = Incarnation(max(place.incarnation + 1, self.first))
-        place.respawn_at = None
+        """Order the next incarnation to run here at once, and the present one to end."""
+        self._records = None
+        slot = self.slots[worker]
+        slot.incarnation = Incarnation(max(slot.incarnation + 1, self.first))
+        slot.respawn_at = None
 
     def recall(self, name: AgentId, statuses: Iterable[WorkerStatus], view: View | None) -> None:
-        """Without a record: what agents run, and who is a member, tells which places there are."""
-        self._slots = None
+        """Restore slots from what agents run, and who is a member, when the record is lost."""
+        self._records = None
         members = [(m.worker, m.agent, m.incarnation) for m in view.members] if view else []
         running = [(s.worker, name, s.incarnation) for s in statuses]
         for worker, agent, incarnation in [*members, *running]:
-            place = self.places.get(worker)
-            if place is None:
-                self.place(worker, Place(agent, incarnation))
-            elif place.agent == agent:
-                place.incarnation = max(place.incarnation, incarnation)
+            slot = self.slots.get(worker)
+            if slot is None:
+                self.add_slot(worker, SlotState(agent, incarnation))
+            elif slot.agent == agent:
+                slot.incarnation = max(slot.incarnation, incarnation)
 
-    def slots(self) -> tuple[Slot, ...]:
-        if self._slots is None:
-            self._slots = tuple(
+    def slot_records(self) -> tuple[Slot, ...]:
+        if self._records is None:
+            self._records = tuple(
                 Slot(worker=w, agent=p.agent, incarnation=p.incarnation, role=p.role)
-                for w, p in self.places.items()
+                for w, p in self.slots.items()
             )
-        return self._slots
+        return self._records
 
     def wanted(self, name: AgentId, view: View | None) -> Iterator[WantedProcess]:
-        """Find what should run on a node; a lost one never again as the same incarnation.
+        """Find what should run on a node; a lost process never again as the same incarnation.
 
-        On a node that is being drained, only members of the view: nothing starts there.
+        On a node that is being drained these are only members of the view: nothing starts there.
         """
         draining = self.draining(name)
         for worker in self.here(name):
-            place = self.places[worker]
-            stays = not draining or (view is not None and view.includes(worker, place.incarnation))
-            if place.respawn_at is None and stays:
-                yield self._wanted_as(worker, place.incarnation)
+            slot = self.slots[worker]
+            stays = not draining or (view is not None and view.includes(worker, slot.incarnation))
+            if slot.respawn_at is None and stays:
+                yield self._wanted_as(worker, slot.incarnation)
 
     def leaving(self, name: AgentId, view: View | None) -> Iterator[WantedProcess]:
         """Find what may finish on a node as the job ends: living members of the view."""
@@ -223,7 +223,7 @@ class Roster:
                 yield self._wanted_as(worker, member.incarnation)
 
     def _wanted_as(self, worker: WorkerId, incarnation: Incarnation) -> WantedProcess:
-        role = self.places[worker].role
+        role = self.slots[worker].role
         return WantedProcess(worker=worker, incarnation=incarnation, role=role)
 
     # ------------------------------------------------------------ knowing
@@ -233,7 +233,7 @@ class Roster:
         return node.draining if node is not None else ""
 
     def unheard(self) -> list[AgentId]:
-        """Nodes that have places here and have not spoken yet."""
+        """List nodes that have slots and have not spoken yet."""
         return [name for name in self._by_node if name not in self.nodes]
 
     def heard_at(self, name: AgentId) -> float:
@@ -243,25 +243,25 @@ class Roster:
     def status(
         self, worker: WorkerId, incarnation: Incarnation | None = None
     ) -> WorkerStatus | None:
-        """The newest status heard; None unless it is of this incarnation, where one is given."""
+        """Return the newest status; None unless it is of this incarnation, if one is given."""
         status = self.newest.get(worker)
         other = status is not None and incarnation not in (None, status.incarnation)
         return None if other else status
 
     def ordered(self, status: WorkerStatus) -> bool:
-        """Whether this very process should run; else its agent has been told to end it."""
+        """Tell whether this very process should run; else its agent has been told to end it."""
         return self.wants(status.worker, status.incarnation)
 
     def wants(self, worker: WorkerId, incarnation: Incarnation) -> bool:
-        """Whether this incarnation is the one that should run."""
-        place = self.places.get(worker)
-        return place is not None and place.incarnation == incarnation and place.respawn_at is None
+        """Tell whether this incarnation is the one that should run."""
+        slot = self.slots.get(worker)
+        return slot is not None and slot.incarnation == incarnation and slot.respawn_at is None
 
     def dead(self, worker: WorkerId, incarnation: Incarnation) -> bool:
-        """Whether the agent has said that the process is gone for good."""
-        place = self.places.get(worker)
-        if place is None or place.agent not in self.nodes:
-            return place is None
+        """Tell whether the agent has said that the process has ended."""
+        slot = self.slots.get(worker)
+        if slot is None or slot.agent not in self.nodes:
+            return slot is None
         status = self.newest.get(worker)
         if status is None or status.incarnation > incarnation:
             return True
@@ -280,9 +280,9 @@ class Roster:
         )
 
     def over(self, now: float, fence_s: float) -> bool:
-        """Whether all that may still run has ended: nodes that are silent end it by themselves."""
+        """Tell whether all that may run has ended; silent nodes end it by themselves."""
         if now < self.started_at + fence_s:
-            if any(place.agent not in self.nodes for place in self.places.values()):
+            if any(slot.agent not in self.nodes for slot in self.slots.values()):
                 return False
         return not any(
             status.stage.alive
@@ -293,7 +293,7 @@ class Roster:
 
     def all_exited(self) -> bool:
         newest = self.newest
-        everyone = 0 < len(newest) == len(self.places)
+        everyone = 0 < len(newest) == len(self.slots)
         return everyone and all(s.stage == Stage.EXITED for s in newest.values())
 
 
@@ -307,7 +307,7 @@ _RESTING = attrgetter("committed", "reduced", "waiting")
 
 
 def differs(old: WorkerStatus, new: WorkerStatus) -> bool:
-    """Whether something changed that is not mere progress within a view."""
+    """Tell whether something changed that is not mere progress within a view."""
     if _DECISIVE(old) != _DECISIVE(new):
         return True
     stopped = new.promised >= new.view
@@ -315,6 +315,6 @@ def differs(old: WorkerStatus, new: WorkerStatus) -> bool:
 
 
 def moved(old: WorkerStatus, new: WorkerStatus) -> bool:
-    """Whether this process has come further, or has begun or ended to wait for others."""
+    """Tell whether this process has come further, or has begun or ended to wait for others."""
     same = old.incarnation == new.incarnation
     return same and (old.committed, old.waiting) != (new.committed, new.waiting)

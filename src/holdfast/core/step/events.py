@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 
 from holdfast.core.step.link_detector import NO_WAIT, Wait
-from holdfast.core.types import ViewNumber, WorkerDirective, WorkerId
+from holdfast.core.types import Tick, ViewNumber, WorkerDirective, WorkerId
 
 Digest = int | tuple[float, ...]  # of a task's gradient: 63 bits, or a sketch where bits vary
 Row = tuple[float, ...]  # what one member says in a gather: whole numbers, or sketches
@@ -121,11 +121,6 @@ class EventNoted:
 
     kind: str
     text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time has passed: the right to act may have ended, or others may be late."""
 
 
 # ---------------------------------------------------------------- events: the view's group

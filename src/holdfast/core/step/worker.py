@@ -29,6 +29,7 @@ from holdfast.core.types import (
     Phase,
     Stage,
     StateCopy,
+    Tick,
     View,
     ViewNumber,
     WorkerDirective,
@@ -166,7 +167,7 @@ class WorkerMachine:
                 self._change(unreadable=step, saved=older, state=StateCopy.DIRTY)
                 told = self._note_event("rot", event.reason) if event.reason else []
                 return [*told, *(self._promise(view) or [self._tell()])]
-            case ev.Tick():
+            case Tick():
                 return self._expire()
             case _:
                 return self._group_said(event) if self._acting_in(event.view) else []

@@ -1,1 +1,1 @@
-"""The coordinator process, its journal and its election."""
+"""Runs the coordinator: its process, its journal and its election."""

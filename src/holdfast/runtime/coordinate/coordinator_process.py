@@ -1,13 +1,13 @@
-"""The coordinator process: who it is, when it may act, and how it ends.
+"""Runs the coordinator process: who it is, when it may act, and how it ends.
 
     python -m holdfast.runtime.coordinate.coordinator_process RUN_DIR LISTEN_FD PARENT_PID ...
 
-It listens on a socket that it inherits, so that a restarted coordinator has the same address.
-Alone it keeps its journal in the run directory; with an election it first stands by until it is in
-office, and its journal is in etcd.
+It listens on a socket that it inherits, so that a restarted coordinator has the same address. Alone
+it keeps its journal in the run directory; with an election it first stands by until it leads, and
+its journal is in etcd.
 
 Exit status: 0 the job succeeded, 1 it failed (result.json says why) or cannot be run as asked,
-DEPOSED (or SIGALRM) it was in office and is no longer; anything else is a crash.
+DEPOSED (or SIGALRM) it led the job and does no longer; anything else is a crash.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from holdfast.runtime.coordinate.coordinator_server import (
     CRASHED,
     DEPOSED,
     CoordinatorServer,
-    Seat,
+    CoordinatorSetup,
     leave,
     tell,
 )
-from holdfast.runtime.coordinate.election import Election, EtcdJournal, Office, open_election
+from holdfast.runtime.coordinate.election import Election, EtcdJournal, Leadership, open_election
 from holdfast.runtime.coordinate.journal import FileJournal, Loaded
 from holdfast.runtime.rundir import RunDir
 from holdfast.wire.messages import StopRequest
 
-LOOK_S = 0.5  # between two looks for a job that nobody has begun
+LOOK_S = 0.5  # between two checks for a job that nobody has begun yet
 
 
 def main(argv: list[str]) -> int:
@@ -56,10 +56,12 @@ def main(argv: list[str]) -> int:
     run_dir = RunDir(options.run_dir)
     try:
         secret = load_secret(os.environ, file=options.secret_file, run_dir=run_dir.path)
-        seat = Seat(run_dir=run_dir, secret=secret, listener=listener, host=host, tls=options.tls)
+        setup = CoordinatorSetup(
+            run_dir=run_dir, secret=secret, listener=listener, host=host, tls=options.tls
+        )
         if options.election is None:
-            return 1 if asyncio.run(work_alone(seat, options.resume)) else 0
-        return Candidate(open_election(options.election), seat, options.guest).run()
+            return 1 if asyncio.run(work_alone(setup, options.resume)) else 0
+        return Candidate(open_election(options.election), setup, options.guest).run()
     except HoldfastError as error:
         leave(error)
 
@@ -91,19 +93,19 @@ def make_machine(spec: JobSpec, loaded: Loaded) -> machine.CoordinatorMachine:
     )
 
 
-async def work_alone(seat: Seat, resume: bool = False) -> str:
-    """Coordinate as the only one of the job, as the lock of its journal says; its outcome.
+async def work_alone(setup: CoordinatorSetup, resume: bool = False) -> str:
+    """Coordinate as the job's only coordinator, ensured by its journal's lock; return the outcome.
 
     `resume`: how the job ended before does not count.
     """
-    journal = FileJournal(seat.run_dir.journal)
+    journal = FileJournal(setup.run_dir.journal)
     loaded = await journal.load()
     if resume and loaded.record is not None:
         record = dataclasses.replace(loaded.record, outcome=None)
         loaded = dataclasses.replace(loaded, record=record)
-    spec = seat.run_dir.spec()
+    spec = setup.run_dir.spec()
     core = make_machine(spec, loaded)
-    server = CoordinatorServer(seat, spec, core, journal)
+    server = CoordinatorServer(setup, spec, core, journal)
     if loaded.damage:
         server.say("journal", loaded.damage)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.stop, "interrupted")
@@ -111,44 +113,44 @@ async def work_alone(seat: Seat, resume: bool = False) -> str:
 
 
 class Candidate:
-    """Stands by until it is in office, then coordinates until the job or its term is over.
+    """Stands by until it leads, then coordinates until the job or its term is over.
 
-    Each of the three parts of its life (standing by, office, resigning) is an event loop of its
+    Each of the three parts of its life (standing by, leading, resigning) has an event loop of its
     own, so nothing of one can act in the next.
     """
 
-    def __init__(self, election: Election, seat: Seat, guest: bool) -> None:
+    def __init__(self, election: Election, setup: CoordinatorSetup, guest: bool) -> None:
         self._election = election
-        self._seat = seat
+        self._setup = setup
         self._guest = guest
         self._stopping: asyncio.Task[None] | None = None
 
     def run(self) -> int:
-        spec, office = asyncio.run(self._stand_by())
-        # The kernel ends this process with the office, whatever it is doing or if it is stopped.
+        spec, leadership = asyncio.run(self._stand_by())
+        # The kernel ends this process when its term ends, even if it hangs or is stopped.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        office.on_prolonged(_end_after)
+        leadership.on_prolonged(_end_after)
         outcome: str | None = None
         with contextlib.suppress(asyncio.CancelledError):
-            outcome = asyncio.run(self._coordinate(spec, office))
-        with contextlib.suppress(WorldError):  # then its lease runs out
-            asyncio.run(office.resign())
+            outcome = asyncio.run(self._coordinate(spec, leadership))
+        with contextlib.suppress(WorldError):  # the lease then runs out by itself
+            asyncio.run(leadership.resign())
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         return DEPOSED if outcome is None else 1 if outcome else 0
 
-    async def _stand_by(self) -> tuple[JobSpec, Office]:
+    async def _stand_by(self) -> tuple[JobSpec, Leadership]:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._terminate)
         turning_away = asyncio.ensure_future(self._turn_away())
         spec = await self._find_spec()
-        port = self._seat.listener.getsockname()[1]
-        office = await self._election.campaign(self._seat.host, port, tell)
+        port = self._setup.listener.getsockname()[1]
+        leadership = await self._election.campaign(self._setup.host, port, tell)
         turning_away.cancel()
-        return spec, office
+        return spec, leadership
 
     async def _find_spec(self) -> JobSpec:
-        """The first coordinator finds it in its run directory, the others in etcd."""
-        run_dir, secret, election = self._seat.run_dir, self._seat.secret, self._election
+        """Find the job: the first coordinator has it in its run directory, the others in etcd."""
+        run_dir, secret, election = self._setup.run_dir, self._setup.secret, self._election
         if run_dir.job.exists():
             spec = run_dir.spec()
             await election.patiently(lambda: election.publish(spec, secret), tell)
@@ -162,8 +164,8 @@ class Candidate:
         return found
 
     async def _turn_away(self) -> None:
-        """Who connects to a standby learns at once that it is not in office."""
-        listener = self._seat.listener
+        """Close every connection at once, so that clients learn that a standby does not lead."""
+        listener = self._setup.listener
         listener.setblocking(False)
         while True:
             stranger, _ = await asyncio.get_running_loop().sock_accept(listener)
@@ -175,27 +177,27 @@ class Candidate:
         self._stopping = asyncio.ensure_future(self._pass_on_stop())
 
     async def _pass_on_stop(self) -> None:
-        """Our operator ends the job, which another coordinator must do."""
+        """Ask the coordinator that leads to end the job, as our operator wants."""
         try:
-            found = await self._election.incumbent()
+            found = await self._election.leader()
             if found is not None:
-                seat = self._seat
-                tls = client_of(seat.tls)
-                channel = await connect(found.host, found.port, seat.secret, tls=tls)
+                setup = self._setup
+                tls = client_of(setup.tls)
+                channel = await connect(found.host, found.port, setup.secret, tls=tls)
                 channel.send(StopRequest(reason="interrupted"))
                 await channel.finish()
         except (OSError, WorldError) as error:
-            tell(f"cannot reach the coordinator in office to stop the job: {error}")
+            tell(f"cannot reach the leader to stop the job: {error}")
 
-    async def _coordinate(self, spec: JobSpec, office: Office) -> str:
-        seat, journal = self._seat, EtcdJournal(office)
-        holding = asyncio.ensure_future(office.hold())
+    async def _coordinate(self, spec: JobSpec, leadership: Leadership) -> str:
+        setup, journal = self._setup, EtcdJournal(leadership)
+        holding = asyncio.ensure_future(leadership.hold())
         holding.add_done_callback(_fall)
         loaded = await journal.load()
         core = make_machine(spec, loaded)
-        server = CoordinatorServer(seat, spec, core, journal, office.check)
-        port = seat.listener.getsockname()[1]
-        server.say("elected", f"{seat.host}:{port} coordinates in term {loaded.term}")
+        server = CoordinatorServer(setup, spec, core, journal, leadership.check)
+        port = setup.listener.getsockname()[1]
+        server.say("elected", f"{setup.host}:{port} coordinates in term {loaded.term}")
         if loaded.damage:
             server.say("journal", loaded.damage)
         loop = asyncio.get_running_loop()
@@ -204,7 +206,7 @@ class Candidate:
             loop.add_signal_handler(signal.SIGTERM, lambda: me and me.cancel())
         else:
             loop.add_signal_handler(signal.SIGTERM, server.stop, "interrupted")
-            if self._stopping is not None:  # it came while nobody was in office
+            if self._stopping is not None:  # the signal came while there was no leader
                 server.stop("interrupted")
         return await server.run()
 
@@ -214,7 +216,7 @@ def _end_after(left_s: float) -> None:
 
 
 def _fall(holding: asyncio.Task[None]) -> None:
-    """The lease could not be renewed."""
+    """End this process, since its lease could not be renewed."""
     if holding.cancelled():
         return
     error = holding.exception()

@@ -1,8 +1,8 @@
-"""The coordinator's server: sockets, clock and journal around the pure machine.
+"""Serves the coordinator: sockets, clock and journal around the pure machine.
 
 It carries out the machine's effects in order: nothing that follows a record is sent before that
-record is durable, and nothing at all when another coordinator may be in office. It does not know
-how one gets into office, nor where the journal is.
+record is durable, and nothing at all when another coordinator may lead. It does not know how a
+coordinator becomes leader, nor where the journal is.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from holdfast.core.types import (
     JobRecord,
     Peer,
     Stage,
+    Tick,
     View,
     WorkerStatus,
 )
@@ -58,14 +59,14 @@ FAREWELL_S = 2.0  # how long agents may take to hear that the job is over
 GRACE_S = 25.0  # for a last checkpoint; schedulers give 30 s between the signal and the kill
 POLL_S = 0.1
 CRASHED = 70  # exit status of a coordinator that met a bug of ours
-DEPOSED = 75  # of one that is not in office any more: start it again, and it stands by
+DEPOSED = 75  # its term is over: started again, it stands by
 
 
 class EffectPipe:
-    """Effects on their way out, in order.
+    """Queues effects on their way out, in order.
 
-    What waits for a slow journal stays bounded: directives and records tell the whole of what they
-    tell, so of several that wait only the newest is kept, at the newest's place.
+    What waits for a slow journal stays bounded: directives and records are complete in themselves,
+    so of several that wait only the newest is kept, at its own position.
     """
 
     def __init__(self) -> None:
@@ -84,7 +85,7 @@ class EffectPipe:
             self._waiting[key] = effect
 
     def pop(self) -> machine.CoordinatorEffect | None:
-        """The next; a Persist already carries the newest record that waits."""
+        """Return the next effect; a Persist already carries the newest record that waits."""
         key = next(iter(self._waiting), None)
         if key is None:
             return None
@@ -97,8 +98,8 @@ class EffectPipe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
-    """What a coordinator process is given for its life."""
+class CoordinatorSetup:
+    """Holds what a coordinator process is given for its whole life."""
 
     run_dir: RunDir
     secret: bytes
@@ -115,20 +116,20 @@ class CoordinatorServer:
 
     def __init__(
         self,
-        seat: Seat,
+        setup: CoordinatorSetup,
         spec: JobSpec,
         core: machine.CoordinatorMachine,
         journal: Journal,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        self._seat = seat
-        self._run_dir = seat.run_dir
+        self._setup = setup
+        self._run_dir = setup.run_dir
         self._spec = spec
         self._core = core
         self._journal = journal
         self._check = check
         self._agents: dict[AgentId, Channel] = {}
-        self._addresses: dict[Peer, bytes] = {}  # of the members of `_addressed`
+        self._addresses: dict[Peer, bytes] = {}  # addresses of `_addressed`'s members
         self._addressed = 0
         self._pipe = EffectPipe()
         self._stopping: asyncio.Task[None] | None = None
@@ -136,18 +137,18 @@ class CoordinatorServer:
         self._finished = asyncio.Event()
         self._outcome = ""
         self._timer: asyncio.TimerHandle | None = None
-        self._timer_for: float | None = None  # the deadline that it is set for
+        self._timer_for: float | None = None  # the deadline for which the timer is set
 
     async def run(self) -> str:
-        """Serve until the job is over; returns its outcome. UserError for bad certificates."""
-        seat = self._seat
-        tls = server_of(seat.tls)
-        gate = Gate(seat.secret, self._serve, lambda line: self.say("refused", line), tls)
-        gate.open(seat.listener)
-        port = seat.listener.getsockname()[1]
-        where = {"host": seat.host, "port": port, "pid": os.getpid()}
+        """Serve until the job is over; return its outcome. UserError for bad certificates."""
+        setup = self._setup
+        tls = server_of(setup.tls)
+        gate = Gate(setup.secret, self._serve, lambda line: self.say("refused", line), tls)
+        gate.open(setup.listener)
+        port = setup.listener.getsockname()[1]
+        where = {"host": setup.host, "port": port, "pid": os.getpid()}
         write_json(self._run_dir.coordinator, where)
-        self._feed(machine.Tick())
+        self._feed(Tick())
         await self._finished.wait()
         step = self._core.snapshot().step
         write_json(self._run_dir.result, {"outcome": self._outcome, "step": step})
@@ -157,7 +158,7 @@ class CoordinatorServer:
         return self._outcome
 
     def stop(self, reason: str) -> None:
-        """End the job, after a last checkpoint if it keeps any; asked again, at once."""
+        """End the job after a last checkpoint, if it keeps any; when asked again, at once."""
         again = self._stopping is not None
         if again or not (self._spec.checkpoints.store and self._agents):
             self._feed(machine.StopRequested(reason))
@@ -203,8 +204,8 @@ class CoordinatorServer:
                     case _:
                         assert_never(message)
         except (WireError, OSError):
-            raise  # the gate tells
-        except Exception:  # noqa: BLE001 - asyncio would keep it to itself: crash, be restarted
+            raise  # the gate logs it
+        except Exception:  # noqa: BLE001 - asyncio would hide it: crash and be restarted
             crash()
         finally:
             if agent is not None and self._agents.get(agent) is channel:
@@ -212,7 +213,7 @@ class CoordinatorServer:
                 self._agent_left()
 
     def _pass_on(self, message: DrainRequest) -> str:
-        """The node itself is asked to leave, and says so in its reports; returns why it is not."""
+        """Pass a drain on to the node, which then reports it; return why it cannot be done."""
         channel = self._agents.get(message.agent)
         if channel is None:
             names = ", ".join(sorted(self._agents)) or "none"
@@ -221,7 +222,7 @@ class CoordinatorServer:
         return ""
 
     def _agent_left(self) -> None:
-        """An agent leaves an ended job when its workers are gone; its last word may be lost."""
+        """Note that an agent left an ended job after its workers; its last report may be lost."""
         outcome = self._core.outcome
         if outcome is not None and not self._agents:
             self._carry_out([machine.Finish(outcome)])
@@ -230,7 +231,7 @@ class CoordinatorServer:
         now = time.monotonic()
         self._carry_out(self._core.handle(event, now))
         deadline = self._core.deadline()
-        if deadline == self._timer_for and not isinstance(event, machine.Tick):
+        if deadline == self._timer_for and not isinstance(event, Tick):
             return
         if self._timer is not None:
             self._timer.cancel()
@@ -243,12 +244,15 @@ class CoordinatorServer:
 
     def _tick(self) -> None:
         try:
-            self._feed(machine.Tick())
-        except Exception:  # noqa: BLE001 - asyncio would keep it to itself: crash, be restarted
+            self._feed(Tick())
+        except Exception:  # noqa: BLE001 - asyncio would hide it: crash and be restarted
             crash()
 
     def _carry_out(self, effects: Sequence[machine.CoordinatorEffect]) -> None:
-        """In order; what follows a Persist waits until that is durable, and events go on."""
+        """Carry out effects in order; what follows a Persist waits until that is durable.
+
+        Events go on meanwhile.
+        """
         self._pipe.push(effects)
         try:
             # What is acknowledged below had arrived before this look at the clock.
@@ -278,7 +282,7 @@ class CoordinatorServer:
             self._carry_out([])
         except HoldfastError as error:  # without a journal nothing may be decided
             leave(error)
-        except Exception:  # noqa: BLE001 - asyncio would keep it to itself: crash, be restarted
+        except Exception:  # noqa: BLE001 - asyncio would hide it: crash and be restarted
             crash()
 
     def _note_address(self, message: Address, channel: Channel) -> None:
@@ -296,7 +300,7 @@ class CoordinatorServer:
             each.send(book)
 
     def say(self, kind: str, text: str, announced: machine.Announce | None = None) -> None:
-        """One line of the job's event log, for people and for events.jsonl."""
+        """Write one line of the job's event log, for people and for events.jsonl."""
         event = {"time": time.time(), "kind": kind, "text": text}
         if announced is not None:
             found = {"worker": announced.worker, "view": announced.view, "step": announced.step}
@@ -321,7 +325,7 @@ class CoordinatorServer:
 
 
 def _agents(snapshot: machine.CoordinatorSnapshot) -> list[dict[str, object]]:
-    """Those of the view as well that this coordinator, a new one, has not heard yet."""
+    """List agents, including those of the view that a new coordinator has not heard yet."""
     view = snapshot.record.view
     members = collections.Counter(m.agent for m in view.members) if view else {}
     heard = {node.agent: node for node in snapshot.agents}
@@ -347,7 +351,7 @@ def _workers(snapshot: machine.CoordinatorSnapshot) -> list[dict[str, object]]:
     found = []
     for status in snapshot.workers:
         member = view is not None and view.includes(status.worker, status.incarnation)
-        agreed = view is not None and status.view == view.number  # it knows best
+        agreed = view is not None and status.view == view.number  # the worker knows best
         vranks = status.hosted if agreed else hosted.get(status.worker, ())
         found.append(
             {
@@ -393,13 +397,13 @@ def _state(status: WorkerStatus, member: bool, view: View | None) -> str:
 
 
 def leave(error: HoldfastError) -> NoReturn:
-    """End this process at once, in one sentence; what it does not send now is never sent."""
+    """End this process at once, in one sentence; what it has not sent is never sent."""
     tell(str(error))
     os._exit(DEPOSED if isinstance(error, WorldError) else 1)
 
 
 def crash() -> NoReturn:
-    """End this process with the story of a bug, to be started again."""
+    """End this process with the traceback of a bug, to be started again."""
     traceback.print_exc()
     os._exit(CRASHED)
 

@@ -1,15 +1,15 @@
-"""One coordinator at a time for a job: an office in etcd, held by a lease, numbered by terms.
+"""Elects one coordinator at a time for a job; its leadership is a lease in etcd, for one term.
 
 What a job keeps there, under /holdfast/JOB/: `spec` (what the job is, proved with its secret, which
-itself is never there), `term` (the last one), `office` (who is in office and where; dies with its
-lease) and `record` (the journal).
+itself is never there), `term` (the last one), `leader` (who leads and where; dies with its lease)
+and `record` (the journal).
 
-The invariant: a coordinator that acts is in office. Two clocks keep it. etcd lets a lease end its
+The invariant: a coordinator that acts is the leader. Two clocks keep it. etcd lets a lease end its
 seconds to live after it *received* the last renewal; we count from when we *sent* it, and a little
-less. So a coordinator knows that its office is over before anyone else can take it. Whatever it
-sends, it first looks at its clock; what it acknowledges had arrived before that look, so no agent's
-lease is prolonged beyond the office either. The record needs no clock: it is only written in a
-transaction which finds that this very hold of the office still exists.
+less. So a coordinator knows that its leadership is over before anyone else can take it. Before it
+sends anything, it looks at its clock; what it acknowledges had arrived before that look, so no
+agent's lease is prolonged beyond the leadership either. The record needs no clock: it is only
+written in a transaction which finds that this very leadership still exists.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from holdfast.core.job_spec import JobSpec
 from holdfast.core.types import JobRecord
 from holdfast.runtime.coordinate.etcd import (
     Endpoint,
-    Entry,
     EtcdClient,
+    KeyValue,
     created_at,
     modified_at,
     put,
@@ -45,12 +45,12 @@ from holdfast.wire.job_document import decode_job, encode_job
 
 PORT = 2379
 TTL_S = 2  # the least that etcd grants with its default settings
-RENEWALS = 4  # in each time to live
-SURE = 0.95  # of the time to live; the rest is for clocks that run at different speeds
-POLLS = 8  # looks of a standby in each time to live
-POLL_S_MAX = 0.5  # who resigns does not wait for the lease to end
+RENEWALS = 4  # renewals in each time to live
+SURE = 0.95  # share of the time to live that is relied on, as clocks differ in speed
+POLLS = 8  # checks by a standby in each time to live
+POLL_S_MAX = 0.5  # a standby notices a resignation within this, before the lease ends
 PAUSE_S = 0.05
-ATTEMPT_S = 0.5  # for one server, of those that only look
+ATTEMPT_S = 0.5  # for one server, when only reading
 ATTEMPT_S_MAX = 2.0
 SCHEMES = ("etcd://", "etcds://")
 FORM = "etcd://HOST[:PORT][,HOST[:PORT]...]/JOB[?ttl=SECONDS]"
@@ -63,7 +63,7 @@ T = TypeVar("T")
 
 
 def clock() -> float:
-    """Seconds that only grow, and that also pass while the machine is suspended."""
+    """Return seconds that only grow, and that also pass while the machine is suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -72,7 +72,7 @@ def clock() -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElectionUrl:
-    """Where a job's coordinators are elected; the same for every candidate."""
+    """Names where a job's coordinators are elected; the same for every candidate."""
 
     endpoints: tuple[Endpoint, ...]
     job: str
@@ -86,7 +86,7 @@ class ElectionUrl:
         return EtcdClient(self.endpoints, attempt_s, self._context() if self.tls else None)
 
     def _context(self) -> ssl.SSLContext:
-        """UserError when its files cannot be used."""
+        """Make the TLS context; UserError if its files cannot be used."""
         try:
             found = ssl.create_default_context(cafile=self.ca)
             if self.cert is not None:
@@ -101,14 +101,14 @@ class ElectionUrl:
 
 
 def parse_election(text: str) -> ElectionUrl:
-    """Of the form FORM. UserError says what is wrong."""
+    """Parse a URL of the form FORM. UserError says what is wrong."""
 
     def wrong(what: str) -> UserError:
         return UserError(f"--election {text}: {what}; the form is {FORM}, or {TLS_FORM}")
 
     try:
         parts = urlsplit(text)
-        endpoints = tuple(_endpoint(place) for place in parts.netloc.split(","))
+        endpoints = tuple(_endpoint(part) for part in parts.netloc.split(","))
     except ValueError as error:
         raise wrong(str(error)) from None
     if parts.scheme not in ("etcd", "etcds"):
@@ -131,53 +131,53 @@ def parse_election(text: str) -> ElectionUrl:
     )
 
 
-def _endpoint(place: str) -> Endpoint:
-    """HOST, HOST:PORT or [IPV6]:PORT. ValueError."""
-    parts = urlsplit(f"//{place}")
-    if not parts.hostname or "@" in place:
-        raise ValueError(f"{place!r} is no HOST:PORT")
+def _endpoint(text: str) -> Endpoint:
+    """Parse HOST, HOST:PORT or [IPV6]:PORT. ValueError."""
+    parts = urlsplit(f"//{text}")
+    if not parts.hostname or "@" in text:
+        raise ValueError(f"{text!r} is not HOST:PORT")
     return Endpoint(parts.hostname, PORT if parts.port is None else parts.port)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Incumbent:
-    """The coordinator in office, and where it listens."""
+class Leader:
+    """Names the coordinator that leads, and where it listens."""
 
     term: int
     host: str
     port: int
 
 
-async def locate(election: str, within_s: float = 5.0) -> Incumbent | None:
-    """Who is in office now; None while nobody is. UserError, Unreachable, Refused."""
+async def locate(election: str, within_s: float = 5.0) -> Leader | None:
+    """Find the leader; None while there is none. UserError, Unreachable, Refused."""
     url = parse_election(election)
-    return _incumbent(await url.client(ATTEMPT_S).read(url.key("office"), within_s))
+    return _leader_of(await url.client(ATTEMPT_S).read(url.key("leader"), within_s))
 
 
-def _incumbent(entry: Entry | None) -> Incumbent | None:
+def _leader_of(entry: KeyValue | None) -> Leader | None:
     if entry is None:
         return None
     try:
-        return msgspec.json.decode(entry.value, type=Incumbent)
+        return msgspec.json.decode(entry.value, type=Leader)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         raise Refused(f"etcd holds no coordinator's address but {entry.value[:60]!r}") from None
 
 
-# ---------------------------------------------------------------- the office
+# ---------------------------------------------------------------- leadership
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hold:
-    """One coordinator's hold of the office, as etcd noted it."""
+    """Identifies one coordinator's leadership in etcd."""
 
     term: int
-    created: int  # the revision at which it began: of this hold and of no other
+    created: int  # the revision at which it began, which identifies it
     lease: int
     ttl_s: float
 
 
-class Office:
-    """What an elected coordinator has: whether it still may act, and for how long it may."""
+class Leadership:
+    """Tells an elected coordinator whether it still may act, and for how long."""
 
     def __init__(
         self, etcd: EtcdClient, url: ElectionUrl, hold: Hold, sure_until: float, now: Clock
@@ -195,11 +195,11 @@ class Office:
         call(self.left_s())
 
     def left_s(self) -> float:
-        """How much longer it is certain that nobody else is in office."""
+        """Return for how much longer it is certain that nobody else leads."""
         return self._sure_until - self._now()
 
     def check(self) -> None:
-        """Deposed unless it is certain now; before anything is sent."""
+        """Raise Deposed unless nobody else can lead; call it before sending anything."""
         if self.left_s() <= 0:
             raise self.over(f"its lease was not renewed for {self.held.ttl_s * SURE:.2g} s")
 
@@ -216,18 +216,18 @@ class Office:
                 await asyncio.sleep(min(PAUSE_S, max(self.left_s(), 0.0)))
 
     async def resign(self) -> None:
-        """Let another take office at once. Nothing may be sent any more."""
+        """Let another coordinator lead at once. Nothing may be sent any more."""
         within_s, self._sure_until = self.left_s(), -math.inf
         await self.etcd.revoke(self.held.lease, within_s)
 
     async def _renew(self) -> str:
-        """Why it could not be done, or an empty string. Deposed when there is nothing to renew."""
+        """Renew the lease; return why it failed, or an empty string. Deposed if it is gone."""
         sent, within_s = self._now(), self.held.ttl_s / RENEWALS
         try:
             ttl_s = await self.etcd.keep_alive(self.held.lease, within_s)
             if ttl_s <= 0:
                 raise self.over("its lease has ended")
-            found = await self.etcd.read(self.url.key("office"), within_s)
+            found = await self.etcd.read(self.url.key("leader"), within_s)
         except (Unreachable, Refused) as error:
             return str(error)
         if found is None or found.created != self.held.created:
@@ -239,7 +239,7 @@ class Office:
 
 
 class Election:
-    """One candidate of one job; `open_election` makes one."""
+    """Represents one candidate of one job; `open_election` makes one."""
 
     def __init__(self, url: ElectionUrl, etcd: EtcdClient, now: Clock) -> None:
         self._url = url
@@ -251,7 +251,9 @@ class Election:
         return self._url.job
 
     async def patiently(self, what: Callable[[], Awaitable[T]], say: Say) -> T:
-        """Its result, however long etcd is away; `say` tells, once, what is being waited for."""
+        """Return the result of `what`, however long etcd is away; `say` tells once what
+        is wrong.
+        """
         told = ""
         while True:
             try:
@@ -262,30 +264,31 @@ class Election:
                     say(f"standing by: {told}")
             await asyncio.sleep(min(self._url.ttl_s / POLLS, POLL_S_MAX))
 
-    async def campaign(self, host: str, port: int, say: Say) -> Office:
-        """Wait for the office, for as long as it takes, and take it; `say` tells what it waits for.
+    async def campaign(self, host: str, port: int, say: Say) -> Leadership:
+        """Wait for the leadership for as long as it takes, and take it.
 
-        `host` and `port` are where this candidate will listen once it is in office.
+        `say` tells what it waits for. `host` and `port` are where this candidate will listen as
+        leader.
         """
-        before: Incumbent | None = None
+        before: Leader | None = None
         while True:
-            incumbent = await self.patiently(self.incumbent, say)
-            if incumbent is None:
-                office = await self.patiently(lambda: self._try(host, port), say)
-                if office is not None:
-                    return office
-            elif incumbent != before:
-                before = incumbent
-                where = f"{incumbent.host}:{incumbent.port}"
-                say(f"standing by: {where} is in office, term {incumbent.term}")
+            leader = await self.patiently(self.leader, say)
+            if leader is None:
+                leadership = await self.patiently(lambda: self._try(host, port), say)
+                if leadership is not None:
+                    return leadership
+            elif leader != before:
+                before = leader
+                where = f"{leader.host}:{leader.port}"
+                say(f"standing by: {where} is the leader, term {leader.term}")
             await asyncio.sleep(min(self._url.ttl_s / POLLS, POLL_S_MAX))
 
-    async def incumbent(self) -> Incumbent | None:
-        """Who is in office now."""
-        return _incumbent(await self._etcd.read(self._url.key("office"), self._url.ttl_s))
+    async def leader(self) -> Leader | None:
+        """Find the leader; None while there is none."""
+        return _leader_of(await self._etcd.read(self._url.key("leader"), self._url.ttl_s))
 
-    async def _try(self, host: str, port: int) -> Office | None:
-        """The office, unless another candidate was faster."""
+    async def _try(self, host: str, port: int) -> Leadership | None:
+        """Take the leadership, unless another candidate was faster."""
         url, within_s = self._url, float(self._url.ttl_s)
         last = await self._etcd.read(url.key("term"), within_s)
         term = (_count(last, url) if last else 0) + 1
@@ -294,22 +297,24 @@ class Election:
         value = json.dumps({"term": term, "host": host, "port": port}).encode()
         done = await self._etcd.transact(
             [
-                created_at(url.key("office"), 0),
+                created_at(url.key("leader"), 0),
                 modified_at(url.key("term"), last.modified if last else 0),
             ],
-            [put(url.key("office"), value, lease), put(url.key("term"), str(term).encode())],
-            [read(url.key("office"))],
+            [put(url.key("leader"), value, lease), put(url.key("term"), str(term).encode())],
+            [read(url.key("leader"))],
             within_s,
         )
         created = done.revision
         if not done.succeeded:
             found = done.entries[0]
-            if found is None or found.lease != lease:  # else an earlier try did it, unheard
+            if (
+                found is None or found.lease != lease
+            ):  # else an earlier try did it, and its answer was lost
                 return None
             created = found.created
         held = Hold(term=term, created=created, lease=lease, ttl_s=ttl_s)
-        office = Office(self._etcd, url, held, sent + ttl_s * SURE, self._now)
-        return office if office.left_s() > 0 else None
+        leadership = Leadership(self._etcd, url, held, sent + ttl_s * SURE, self._now)
+        return leadership if leadership.left_s() > 0 else None
 
     # ------------------------------------------------------------ what the job is
 
@@ -329,7 +334,7 @@ class Election:
             )
 
     async def known(self, secret: bytes) -> JobSpec | None:
-        """What the job is; None while nobody has published it. UserError: not with this secret."""
+        """Read what the job is; None while it is unpublished. UserError for another secret."""
         entry = await self._etcd.read(self._url.key("spec"), float(self._url.ttl_s))
         if entry is None:
             return None
@@ -354,19 +359,19 @@ class Election:
 
 
 def open_election(text: str, now: Clock = clock) -> Election:
-    """A candidate of the job that the URL names. UserError."""
+    """Make a candidate for the job that the URL names. UserError."""
     url = parse_election(text)
     return Election(url, url.client(min(url.ttl_s / RENEWALS, ATTEMPT_S_MAX)), now)
 
 
-def _count(entry: Entry, url: ElectionUrl) -> int:
+def _count(entry: KeyValue, url: ElectionUrl) -> int:
     if not entry.value.isdigit():
         raise Refused(f"{url.key('term')} in etcd should be a number, not {entry.value[:60]!r}")
     return int(entry.value)
 
 
 def _proof(secret: bytes, text: str) -> str:
-    """Only who knows the secret can make it, and it does not help to guess a random one."""
+    """Compute what only a holder of the secret can; guessing a random secret is hopeless."""
     return hmac.new(secret, b"holdfast spec|" + text.encode(), hashlib.sha256).hexdigest()
 
 
@@ -374,69 +379,72 @@ def _proof(secret: bytes, text: str) -> str:
 
 
 class EtcdJournal:
-    """The record in etcd, written only by who is in office; several may try, one term at a time."""
+    """Keeps the record in etcd, where only the leader writes, one term at a time."""
 
-    def __init__(self, office: Office) -> None:
-        self._office = office
-        self._key = office.url.key("record")
-        self._modified = 0  # the revision of what is to be replaced: no late copy of an older save
+    def __init__(self, leadership: Leadership) -> None:
+        self._leadership = leadership
+        self._key = leadership.url.key("record")
+        self._modified = 0  # revision of what is replaced, so that no late copy of an older save is
 
     async def load(self) -> Loaded:
-        office = self._office
-        entry = await self._insist(lambda s: office.etcd.read(self._key, s))
+        leadership = self._leadership
+        entry = await self._insist(lambda s: leadership.etcd.read(self._key, s))
         record, damage = None, NO_DAMAGE
         if entry is not None:
             self._modified = entry.modified
             try:
                 record = unseal(entry.value)
             except Damaged as error:
-                kept = office.url.key(f"damaged-{office.held.term}")
+                kept = leadership.url.key(f"damaged-{leadership.held.term}")
                 await self._insist(lambda s: self._keep(kept, entry.value, s))
                 damage = (
                     f"the journal {self._key} in etcd is damaged: {error}; it is kept as {kept}"
                 )
-        if record is not None and record.term >= office.held.term:
+        if record is not None and record.term >= leadership.held.term:
             raise UserError(
                 f"{self._key}, a record in etcd, is of term {record.term}, yet this term is "
-                f"{office.held.term}: {office.url.key('term')} was lost, so put {record.term} there"
+                f"{leadership.held.term}: {leadership.url.key('term')} was lost, so put "
+                f"{record.term} there"
             )
-        return Loaded(term=office.held.term, record=record, damage=damage)
+        return Loaded(term=leadership.held.term, record=record, damage=damage)
 
     async def save(self, record: JobRecord) -> None:
         data = seal(record)
-        compare = [self._in_office(), modified_at(self._key, self._modified)]
-        otherwise = [read(self._office.url.key("office")), read(self._key)]
+        compare = [self._still_leads(), modified_at(self._key, self._modified)]
+        otherwise = [read(self._leadership.url.key("leader")), read(self._key)]
 
         async def replace(within_s: float) -> None:
             then = [put(self._key, data)]
-            done = await self._office.etcd.transact(compare, then, otherwise, within_s)
+            done = await self._leadership.etcd.transact(compare, then, otherwise, within_s)
             if done.succeeded:
                 self._modified = done.revision
                 return
-            office, found = done.entries
-            if office is None or office.created != self._office.held.created:
-                raise self._office.over("another is in office")
-            if found is None or found.value != data:  # else an earlier try did it, unheard
-                raise self._office.over(f"something else has changed {self._key} in etcd")
+            leader, found = done.entries
+            if leader is None or leader.created != self._leadership.held.created:
+                raise self._leadership.over("another coordinator leads")
+            if (
+                found is None or found.value != data
+            ):  # else an earlier try did it, and its answer was lost
+                raise self._leadership.over(f"something else has changed {self._key} in etcd")
             self._modified = found.modified
 
         await self._insist(replace)
 
     def close(self) -> None:
-        """Nothing to do: `Office.resign` ends the hold."""
+        """Do nothing, since `Leadership.resign` ends the leadership."""
 
-    def _in_office(self) -> dict[str, Any]:
-        return created_at(self._office.url.key("office"), self._office.held.created)
+    def _still_leads(self) -> dict[str, Any]:
+        return created_at(self._leadership.url.key("leader"), self._leadership.held.created)
 
     async def _keep(self, key: str, value: bytes, within_s: float) -> None:
-        await self._office.etcd.transact([self._in_office()], [put(key, value)], [], within_s)
+        await self._leadership.etcd.transact([self._still_leads()], [put(key, value)], [], within_s)
 
     async def _insist(self, what: Callable[[float], Awaitable[T]]) -> T:
-        """Try for as long as the office lasts, which is being prolonged meanwhile."""
+        """Try for as long as the leadership lasts, which is being prolonged meanwhile."""
         while True:
-            self._office.check()
+            self._leadership.check()
             try:
-                return await what(self._office.left_s())
+                return await what(self._leadership.left_s())
             except Unreachable as error:
-                if self._office.left_s() <= 0:
-                    raise self._office.over(str(error)) from None
+                if self._leadership.left_s() <= 0:
+                    raise self._leadership.over(str(error)) from None

@@ -1,8 +1,8 @@
-"""A small asyncio client of etcd v3, over the JSON gateway that every etcd serves.
+"""Talks to etcd v3 with asyncio, over the JSON gateway that every etcd serves.
 
-Only what an election and a journal need: leases, reads, and transactions. Each request opens its
-own connection, so nothing is shared between requests and a dead server costs one attempt. HTTP/1.0
-keeps answers free of chunks and ends them with the connection.
+It does only what an election and a journal need: leases, reads and transactions. Each request opens
+its own connection, so nothing is shared between requests and a dead server costs one attempt.
+HTTP/1.0 keeps answers free of chunks and ends them with the connection.
 
 Requests are tried at one server after the other until their time is up, so a transaction may be
 carried out although its answer was lost, even after a later one: callers compare what they replace.
@@ -22,7 +22,7 @@ from holdfast.core.errors import Refused, Unreachable
 
 ANSWER_BYTES_MAX = 16 << 20
 ROUND_S_MIN = 0.05  # between two rounds over all servers
-# Codes of gRPC that another server, or this one a little later, may answer differently.
+# gRPC status codes for which another server, or this one a little later, may answer otherwise.
 PASSING = (1, 2, 4, 13, 14)  # cancelled, unknown, deadline exceeded, internal, unavailable
 
 Compare = dict[str, Any]
@@ -39,8 +39,8 @@ class Endpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """A key's value. Revisions count the changes of the whole etcd: they only ever grow."""
+class KeyValue:
+    """Holds a key's value. Revisions count the changes of the whole etcd: they only ever grow."""
 
     value: bytes
     created: int  # revision at which the key came to be
@@ -50,16 +50,18 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a transaction did."""
+    """Tells what a transaction did."""
 
     succeeded: bool
-    revision: int  # of etcd after it, so also of every key that it has put
-    entries: tuple[Entry | None, ...]  # one for each `read`, in order
+    revision: int  # of etcd after it, and of every key that it has put
+    entries: tuple[KeyValue | None, ...]  # one for each `read`, in order
 
 
 class EtcdClient:
-    """Requests raise Unreachable when no server carried them out within `within_s`, Refused when
-    one said no."""
+    """Sends requests to etcd's servers.
+
+    Each raises Unreachable if no server carried it out within `within_s`, Refused if one said no.
+    """
 
     def __init__(
         self,
@@ -68,12 +70,12 @@ class EtcdClient:
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._endpoints = tuple(endpoints)
-        self._attempt_s = attempt_s  # for one server, before the next is tried
+        self._attempt_s = attempt_s  # time for one server, before the next is tried
         self._tls = tls
         self._current = 0  # the server that answered last
 
-    async def read(self, key: str, within_s: float) -> Entry | None:
-        """The newest value of `key`, as a majority knows it."""
+    async def read(self, key: str, within_s: float) -> KeyValue | None:
+        """Return the newest value of `key`, as a majority knows it."""
         return _entry(await self.request("/v3/kv/range", {"key": _text(key)}, within_s))
 
     async def transact(
@@ -83,7 +85,7 @@ class EtcdClient:
         otherwise: Sequence[Operation],
         within_s: float,
     ) -> Outcome:
-        """All of `then` if all comparisons hold, else all of `otherwise`."""
+        """Do all of `then` if all comparisons hold, else all of `otherwise`."""
         body = {"compare": list(compare), "success": list(then), "failure": list(otherwise)}
         answer = await self.request("/v3/kv/txn", body, within_s)
         responses = [r["response_range"] for r in answer.get("responses", ()) if _is_read(r)]
@@ -94,21 +96,21 @@ class EtcdClient:
         )
 
     async def grant(self, ttl_s: int, within_s: float) -> tuple[int, float]:
-        """A new lease and its seconds to live, which etcd may have raised."""
+        """Return a new lease and its seconds to live, which etcd may have raised."""
         answer = await self.request("/v3/lease/grant", {"TTL": str(ttl_s)}, within_s)
         return int(answer["ID"]), float(answer["TTL"])
 
     async def keep_alive(self, lease: int, within_s: float) -> float:
-        """Renew a lease: its seconds to live from now, 0 when it has ended."""
+        """Renew a lease; return its seconds to live from now, 0 if it has ended."""
         answer = await self.request("/v3/lease/keepalive", {"ID": str(lease)}, within_s)
         return float(answer.get("TTL", 0))
 
     async def revoke(self, lease: int, within_s: float) -> None:
-        """End a lease and delete its keys. Refused when it has ended already."""
+        """End a lease and delete its keys. Refused if it has ended already."""
         await self.request("/v3/lease/revoke", {"ID": str(lease)}, within_s)
 
     async def request(self, path: str, body: Mapping[str, Any], within_s: float) -> Any:
-        """One request of the gateway, as its documentation has it; returns the answer's JSON."""
+        """Make one request of the gateway, as etcd documents it; return the answer's JSON."""
         data = json.dumps(body).encode()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + within_s
@@ -132,7 +134,7 @@ class EtcdClient:
                 said[endpoint] = error.strerror or repr(error)
             except _Unusable as error:
                 said[endpoint] = str(error)
-            if self._current == at:  # else a request beside this one has found a better server
+            if self._current == at:  # else a concurrent request has found a better server
                 self._current = (at + 1) % len(self._endpoints)
             if tries % len(self._endpoints) == 0:
                 await asyncio.sleep(min(ROUND_S_MIN, max(deadline - loop.time(), 0.0)))
@@ -140,7 +142,7 @@ class EtcdClient:
         raise Unreachable(f"etcd did not carry out {path} within {within_s:.2g} s: {tried}")
 
     async def _post(self, endpoint: Endpoint, path: str, data: bytes) -> tuple[int, bytes]:
-        """The status and the body of the answer."""
+        """Send a request; return the status and the body of the answer."""
         reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port, ssl=self._tls)
         try:
             head = (
@@ -162,17 +164,17 @@ class EtcdClient:
 
 
 def created_at(key: str, revision: int) -> Compare:
-    """The key exists since `revision`; 0: it does not exist."""
+    """Make the comparison that the key exists since `revision`; 0: it does not exist."""
     return _compare(key, "CREATE", "create_revision", revision)
 
 
 def modified_at(key: str, revision: int) -> Compare:
-    """The key was last put at `revision`; 0: it does not exist."""
+    """Make the comparison that the key was last put at `revision`; 0: it does not exist."""
     return _compare(key, "MOD", "mod_revision", revision)
 
 
 def put(key: str, value: bytes, lease: int = 0) -> Operation:
-    """With a lease the key is deleted when that ends."""
+    """Put a value; with a lease, the key is deleted when that ends."""
     return {"request_put": {"key": _text(key), "value": _base64(value), "lease": str(lease)}}
 
 
@@ -196,7 +198,7 @@ def _base64(data: bytes) -> str:
 
 
 class _Unusable(Exception):
-    """This server's answer does not help, another's may; the message continues its name."""
+    """Says that this server's answer does not help; another's may. It continues its name."""
 
 
 def _split(answer: bytes) -> tuple[int, bytes]:
@@ -213,7 +215,7 @@ def _split(answer: bytes) -> tuple[int, bytes]:
 
 
 def _judge(path: str, status: int, body: bytes) -> Any:
-    """The answer's JSON, out of its stream; _Unusable and Refused as for the client."""
+    """Return the answer's JSON, out of its stream; _Unusable and Refused as for the client."""
     try:
         answer = json.loads(body)
     except ValueError:
@@ -236,9 +238,9 @@ def _is_read(response: Mapping[str, Any]) -> bool:
     return "response_range" in response
 
 
-def _entry(answer: Mapping[str, Any]) -> Entry | None:
+def _entry(answer: Mapping[str, Any]) -> KeyValue | None:
     for found in answer.get("kvs", ()):
-        return Entry(
+        return KeyValue(
             value=base64.b64decode(found.get("value", "")),
             created=int(found["create_revision"]),
             modified=int(found["mod_revision"]),

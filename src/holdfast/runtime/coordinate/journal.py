@@ -1,4 +1,4 @@
-"""The coordinator's journal: the one record that must never be forgotten, and the term it counts.
+"""Keeps the coordinator's journal: the one record that must never be forgotten, and the term count.
 
 A journal hands out terms and keeps the newest record; it does not know what a record means. Its
 invariants: a term is handed out once, and is greater than all before it; what `save` was given is
@@ -37,27 +37,33 @@ NOTE_BYTES = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """What a coordinator begins with."""
+    """Holds what a coordinator begins with."""
 
-    term: int  # its own: greater than that of any coordinator before it
+    term: int  # greater than that of any coordinator before
     record: JobRecord | None  # None: the job has not begun, or there is damage
-    damage: str = NO_DAMAGE  # what was lost and why; then the job may be running all the same
+    damage: str = NO_DAMAGE  # what was lost and why; the job may be running all the same
 
 
 class Journal(Protocol):
-    """`load` once, then `save` at will. All implementations pass one suite, in test_journal.py."""
+    """Declares a journal: `load` once, then `save` at will.
+
+    All implementations pass one suite, in test_journal.py.
+    """
 
     async def load(self) -> Loaded:
         """Begin a new term. UserError if another coordinator has this journal."""
         ...
 
     async def save(self, record: JobRecord) -> None:
-        """Durable on return. HoldfastError: it may or may not be, so nothing may be decided now;
-        Deposed: another coordinator may have begun a term."""
+        """Save a record, durably on return.
+
+        HoldfastError: it may or may not be durable, so nothing may be decided now. Deposed: another
+        coordinator may have begun a term.
+        """
         ...
 
     def close(self) -> None:
-        """Let another coordinator have it."""
+        """Let another coordinator have the journal."""
         ...
 
 
@@ -65,13 +71,13 @@ class Journal(Protocol):
 
 
 def seal(record: JobRecord) -> bytes:
-    """The record as bytes in which any change shows; names repeat, so it is compressed."""
+    """Encode the record so that any change shows; it is compressed, since names repeat."""
     body = zlib.compress(msgspec.msgpack.encode(record), 1)
     return MAGIC + len(body).to_bytes(8, "big") + xxhash.xxh3_128(body).digest() + body
 
 
 def unseal(data: bytes) -> JobRecord:
-    """The record. Damaged says what is wrong, and nothing else is ever raised."""
+    """Decode the record. Damaged says what is wrong, and nothing else is ever raised."""
     if not data:
         raise Damaged("it is empty")
     if data[: len(MAGIC)] != MAGIC[: len(data)]:
@@ -95,7 +101,7 @@ def unseal(data: bytes) -> JobRecord:
 
 
 class FileJournal:
-    """A file, replaced whole at each save, beside a lock that one coordinator can hold at a time.
+    """Keeps the record in a file, replaced whole at each save, and locks it for one coordinator.
 
     The lock file also keeps the last term and whether a record has ever been written, so that a
     record which is damaged or has vanished is never taken for a job that has not begun.
@@ -103,7 +109,7 @@ class FileJournal:
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         self._path = path
-        self._clock = clock  # for a term after the loss of everything: no count comes near it
+        self._clock = clock  # gives a term after the loss of everything: far above any count
         self._lock_path = path.with_name(path.name + ".lock")
         self._lock = -1
         self._term = 0
@@ -121,7 +127,7 @@ class FileJournal:
             raise self._unusable(error) from None
 
     def held(self) -> bool:
-        """Whether a coordinator has it, and so runs the job. UserError."""
+        """Tell whether a coordinator holds the journal, and so runs the job. UserError."""
         try:
             free = self._take_lock()
         except OSError as error:
@@ -159,7 +165,7 @@ class FileJournal:
         noted = _parse_note(os.pread(self._lock, NOTE_BYTES, 0))
         record, damage = self._read()
         if damage:
-            damage = f"{damage}; it is kept as {self._suspended().name}"
+            damage = f"{damage}; it is kept as {self._move_aside().name}"
         elif record is None and noted is not None and noted.recorded:
             damage = f"the journal {self._path} is gone, though coordinators have written to it"
         terms = [noted.term] if noted else []
@@ -174,14 +180,14 @@ class FileJournal:
         return Loaded(term=self._term, record=record, damage=damage)
 
     def _read(self) -> tuple[JobRecord | None, str]:
-        """The record and what is wrong with it; neither when there is no file."""
+        """Return the record and what is wrong with it; neither if there is no file."""
         try:
             return read_record(self._path), NO_DAMAGE
         except Damaged as error:
             return None, str(error)
 
-    def _suspended(self) -> Path:
-        """Out of the way and never deleted: it may help to find out what happened."""
+    def _move_aside(self) -> Path:
+        """Rename the damaged file and keep it: it may help to find out what happened."""
         number = 1
         while (kept := self._path.with_name(f"{self._path.name}.damaged-{number}")).exists():
             number += 1
@@ -190,7 +196,7 @@ class FileJournal:
         return kept
 
     def _write_note(self) -> None:
-        """In place, since a replaced file would be another lock; one sector holds it."""
+        """Write the note in place, as a new file would be another lock; one sector holds it."""
         text = f"term {self._term} {'recorded' if self._recorded else 'fresh'}"
         note = f"{text} {xxhash.xxh3_64_hexdigest(text.encode())}\n".encode().ljust(NOTE_BYTES)
         if os.pwrite(self._lock, note, 0) < len(note):
@@ -219,14 +225,14 @@ class FileJournal:
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """The lock file's text, padded so that a new one always covers the old."""
+    """Formats the lock file's text, padded so that a new one always covers the old."""
 
     term: int
     recorded: bool
 
 
 def _parse_note(data: bytes) -> _Note | None:
-    """None when it is damaged; a file that was just made counts no term."""
+    """Parse the note; None if it is damaged. A file that was just made counts no term."""
     if not data:
         return _Note(0, recorded=False)
     words = data.decode(errors="replace").split()
@@ -238,7 +244,7 @@ def _parse_note(data: bytes) -> _Note | None:
 
 
 def read_record(path: Path) -> JobRecord | None:
-    """The record in a journal file, only to look at it; None when there is no file. Damaged."""
+    """Read the record in a journal file, only to look at it; None if there is no file. Damaged."""
     try:
         return unseal(path.read_bytes())
     except FileNotFoundError:
@@ -270,7 +276,7 @@ def _sync_directory(path: Path) -> None:
 
 @dataclass(slots=True)
 class MemoryStore:
-    """What several MemoryJournals share, as coordinators share a file; tests change `data`."""
+    """Holds what several MemoryJournals share, as coordinators share a file, for tests."""
 
     data: bytes | None = None
     term: int = 0
@@ -278,7 +284,7 @@ class MemoryStore:
 
 
 class MemoryJournal:
-    """The shipped fake: a journal over a MemoryStore."""
+    """Implements a journal over a MemoryStore, for tests."""
 
     def __init__(self, store: MemoryStore) -> None:
         self._store = store

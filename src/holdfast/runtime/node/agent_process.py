@@ -21,7 +21,7 @@ from pathlib import Path
 
 from holdfast.core.errors import WorldError, assert_never
 from holdfast.core.membership import agent as machine
-from holdfast.core.types import AgentId, Directive, Incarnation, WorkerId, WorkerStatus
+from holdfast.core.types import AgentId, Directive, Incarnation, Tick, WorkerId, WorkerStatus
 from holdfast.health.external_checks import ExternalCheck, load_checks
 from holdfast.health.history import Health, Watch
 from holdfast.health.measure.lifetime import die_with_parent
@@ -88,7 +88,7 @@ class AgentServer:
         while True:
             try:
                 self._coordinator = await contact.connect(secret)
-                self._feed(machine.Connected())
+                self._feed(machine.CoordinatorReached())
                 while (m := await self._coordinator.receive(*FROM_COORDINATOR)) is not None:
                     if isinstance(m, Directive):
                         self._feed(machine.DirectiveArrived(m))
@@ -146,7 +146,7 @@ class AgentServer:
         if deadline is not None:
             delay_s = max(deadline - time.monotonic(), TICK_S_MIN)
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(delay_s, self._feed, machine.Tick())
+            self._timer = loop.call_later(delay_s, self._feed, Tick())
 
     def _carry_out(self, effect: machine.AgentEffect) -> None:
         match effect:

@@ -1,1 +1,1 @@
-"""The job's state: captured, staged, sent to joiners, restored."""
+"""Captures the job's state, stages it, sends it to joiners and restores it."""

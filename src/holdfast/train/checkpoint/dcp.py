@@ -1,12 +1,12 @@
-"""Checkpoints of `torch.distributed.checkpoint` in a Holdfast store, by changing one argument.
+"""Lets `torch.distributed.checkpoint` use a Holdfast store, by changing one argument.
 
     dcp.save(state, storage_writer=HoldfastWriter("/ckpt", step=100))
     dcp.load(state, storage_reader=HoldfastReader("/ckpt"))          # the newest one
 
-They are incremental and verified, repaired where the store has parity, and can be loaded on any
-number of ranks: of a tensor only the chunks are read that hold what is asked for. DCP's metadata is
-kept as plain data. (What a planner makes of objects that are no tensors is the planner's: PyTorch's
-own pickles them.)
+Its checkpoints are incremental and verified, repaired where the store has parity, and can be loaded
+on any number of ranks: of a tensor only the chunks are read that hold what is asked for. DCP's
+metadata is kept as plain data. (What a planner makes of objects that are not tensors is the
+planner's: PyTorch's own pickles them.)
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from holdfast.store.checkpoint_reading import OneEntry, load, load_range
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.manifest import Entry, Manifest
 from holdfast.store.open import open_storage
-from holdfast.store.saving import Item, Part, Saving
+from holdfast.store.saving import Item, SavedPart, Saving
 from holdfast.store.storage import Storage
 from holdfast.train.checkpoint.formats import bytes_of
 
@@ -58,7 +58,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Turn:
-    """What the coordinator tells each rank of a save."""
+    """Holds what the coordinator tells each rank of a save."""
 
     step: int
     token: str
@@ -73,7 +73,7 @@ class HoldfastWriter(StorageWriter):
         super().__init__()
         self._store = Checkpoints(open_storage(store, say), say)
         self._step = step
-        self._saving: list[Saving] = []  # at the coordinator: none or one
+        self._saving: list[Saving] = []  # on the coordinator: none or one
         self._ranks = 0
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -124,7 +124,7 @@ class HoldfastWriter(StorageWriter):
         try:
             data = memoryview(_encode(metadata))
             own = saving.write([Item(name=METADATA, data=data)], self._ranks)
-            parts: list[Part] = [rank[0].storage_data for rank in results if rank]
+            parts: list[SavedPart] = [rank[0].storage_data for rank in results if rank]
             saving.commit([*parts, own], {"by": "torch.distributed.checkpoint"})
         except BaseException:
             saving.abandon()
@@ -132,7 +132,7 @@ class HoldfastWriter(StorageWriter):
 
 
 class HoldfastReader(StorageReader):
-    """Loads one checkpoint: of `step`, else the newest that can be read."""
+    """Loads one checkpoint: that of `step`, else the newest that can be read."""
 
     def __init__(self, store: str, step: int | None = None, say: Say = lambda line: None) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ class HoldfastReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """In place where the whole of what was saved goes into host memory without gaps."""
+        """Read in place if all that was saved goes into host memory without gaps."""
         with self._store.reading() as storage:
             self._read(storage, plan, planner)
         done: Future[None] = Future()
@@ -243,7 +243,7 @@ def _fits(item: ReadItem, entry: Entry, target: torch.Tensor) -> bool:
 def _narrowed(
     storage: Storage, manifest: Manifest, entry: Entry, item: ReadItem, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The part of a saved tensor that is asked for; only its rows are read."""
+    """Return the part of a saved tensor that is asked for, reading only its rows."""
     saved = getattr(torch, entry.dtype, dtype)
     if not entry.shape:
         rows = torch.empty((), dtype=saved)
@@ -272,14 +272,14 @@ class _Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Described:
-    """DCP's Metadata. A name without a tensor is of bytes."""
+    """Describes a checkpoint as DCP's Metadata does. A name without a tensor is of bytes."""
 
     tensors: dict[str, _Tensor | None]
-    flattened: dict[str, tuple[str | int, ...]] | None  # of DCP's own planners: names to paths
+    flattened: dict[str, tuple[str | int, ...]] | None  # names to paths, from DCP's own planners
 
 
 def _encode(metadata: Metadata) -> bytes:
-    """UserError for what a planner of other makes has added."""
+    """Encode the metadata; UserError for what another library's planner has added."""
     flattened = metadata.planner_data
     if flattened is not None and not isinstance(flattened, dict):
         raise UserError(f"planner_data of type {type(flattened).__name__} cannot be kept")

@@ -1,4 +1,4 @@
-"""Checkpoints as files of other formats, and back. Nothing that is read is unpickled."""
+"""Converts checkpoints to files of other formats and back, without unpickling anything."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holdfast.store.saving import Item
 
 
 def read_tensors(store: Checkpoints, step: int, only: str = "") -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint whose name contains `only`; nothing else is read.
+    """Read all tensors of a checkpoint whose name contains `only`, and nothing else.
 
     Raises Missing, Damaged, and UserError for a dtype that this PyTorch does not know.
     """
@@ -40,7 +40,7 @@ def read_tensors(store: Checkpoints, step: int, only: str = "") -> dict[str, tor
 
 
 def write_file(tensors: dict[str, torch.Tensor], file: Path, kind: str) -> None:
-    """As "safetensors" or "torch", or "dcp": then `file` becomes a folder. UserError."""
+    """Write "safetensors", "torch", or "dcp", which makes `file` a folder. UserError."""
     failures: tuple[type[BaseException], ...] = (OSError, RuntimeError, ValueError)
     try:
         if kind == "torch":
@@ -48,7 +48,7 @@ def write_file(tensors: dict[str, torch.Tensor], file: Path, kind: str) -> None:
         elif kind == "dcp":
             import torch.distributed.checkpoint as dcp
 
-            failures += (dcp.CheckpointException,)  # no Exception
+            failures += (dcp.CheckpointException,)  # it is not an Exception
             dcp.save(tensors, checkpoint_id=file, no_dist=True)
         else:
             library = _safetensors()
@@ -59,7 +59,7 @@ def write_file(tensors: dict[str, torch.Tensor], file: Path, kind: str) -> None:
 
 
 def read_file(file: Path) -> list[Item]:
-    """The tensors of a safetensors file, by name, to be saved. UserError."""
+    """Read the tensors of a safetensors file, by name, to be saved. UserError."""
     library = _safetensors()
     try:
         tensors: dict[str, torch.Tensor] = library.torch.load_file(str(file))
@@ -69,7 +69,7 @@ def read_file(file: Path) -> list[Item]:
 
 
 def item_of(name: str, tensor: torch.Tensor) -> Item:
-    """A host tensor to be saved; it must not change until it is."""
+    """Make an item of a host tensor to be saved; it must not change until it is."""
     return Item(
         name=name,
         data=bytes_of(tensor.detach().contiguous()),
@@ -79,7 +79,7 @@ def item_of(name: str, tensor: torch.Tensor) -> Item:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous host tensor."""
+    """Return the memory of a contiguous host tensor."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 

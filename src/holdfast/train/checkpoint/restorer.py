@@ -1,4 +1,4 @@
-"""Beginning from a checkpoint: every member of a view reads its share, and they exchange them.
+"""Starts from a checkpoint: every member of a view reads its share, and they exchange them.
 
 What is read is verified by the store, and what is exchanged by a digest of each part; nothing of
 the script's is overwritten before all of the state is here.
@@ -62,9 +62,7 @@ class Restorer:
     def older_than(self, step: int, invalidations: Sequence[Invalidation]) -> int:
         """Find the newest checkpoint before `step` that is valid and every byte of which is right.
 
-        Returns 0 if there is none.
-
-        WorldError when the store does not answer.
+        Returns 0 if there is none. WorldError when the store does not answer.
         """
         for other in reversed([s for s in self._store.steps() if s < step]):
             try:
@@ -95,7 +93,7 @@ class Restorer:
         begin: int,
         end: int,
     ) -> None:
-        """Bytes `begin` to `end` of the state's memory."""
+        """Read bytes `begin` to `end` of the state's memory."""
         whole = []
         for entry, start in places:
             first, last = max(start, begin), min(start + entry.size, end)
@@ -109,7 +107,7 @@ class Restorer:
 
 
 def _lay_out(metas: Sequence[state.Meta]) -> tuple[torch.Tensor, list[torch.Tensor], list[int]]:
-    """One memory for the whole state; the tensors in it, and where each of them begins."""
+    """Allocate one memory for the whole state; return its tensors, and where each begins."""
     sizes = [state.empty(meta).nbytes for meta in metas]
     starts, at = [], 0
     for size in sizes:
@@ -126,7 +124,7 @@ def _lay_out(metas: Sequence[state.Meta]) -> tuple[torch.Tensor, list[torch.Tens
 def _places(
     entries: Sequence[Entry], tensors: Sequence[torch.Tensor], starts: Sequence[int]
 ) -> list[tuple[Entry, int]] | None:
-    """Where in the memory the entries belong, in their order; None if they do not fit."""
+    """Find where in the memory the entries belong, in their order; None if they do not fit."""
     places: list[tuple[Entry, int]] = []
     supply = iter(entries)
     for tensor, start in zip(tensors, starts, strict=True):
@@ -153,7 +151,7 @@ def _parts(flat: torch.Tensor, rank: int, size: int) -> Iterator[torch.Tensor]:
 
 
 def _exchange(flat: torch.Tensor, transport: Transport, layout: Layout) -> None:
-    """Everybody's share to everybody. Aborted."""
+    """Exchange shares, so that everybody has all. Aborted."""
     sends, receives = [], []
     for part in _parts(flat, layout.rank, layout.size):
         digest = digest_of(part)

@@ -1,4 +1,4 @@
-"""How the workers of a view share the saving of a state that all of them hold.
+"""Decides how the workers of a view share the saving of a state that all of them hold.
 
 The tensors' bytes, one tensor after the other, fall into one contiguous share for each rank, cut
 between rows (the first dimension). So the shares, in the order of the ranks, are the state again.
@@ -14,7 +14,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Rows `start` to `stop` of a tensor; all of it, if it is not `cut`."""
+    """Names rows `start` to `stop` of a tensor; all of it, if it is not `cut`."""
 
     tensor: int
     start: int
@@ -23,7 +23,7 @@ class Slice:
 
 
 def share_of(tensors: Sequence[torch.Tensor], rank: int, size: int) -> list[Slice]:
-    """What rank `rank` of `size` saves; every row of every tensor is in exactly one share."""
+    """Return what rank `rank` of `size` saves; every row of every tensor is in just one share."""
     total = sum(t.nbytes for t in tensors)
     begin, end = total * rank // size, total * (rank + 1) // size
     found: list[Slice] = []

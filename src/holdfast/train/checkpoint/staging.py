@@ -1,8 +1,8 @@
 """Copies tensors into a snapshot's memory: from the host at once, from a GPU beside training.
 
-From a GPU the copies run in a stream of their own into pinned memory. Whatever training changes
-next must wait for them: module buffers before the next forward pass, the rest before the next
-update. `hold` makes the GPU wait, not the host.
+Copies from a GPU run in a stream of their own into pinned memory. Whatever training changes next
+must wait for them: module buffers before the next forward pass, the rest before the next update.
+`hold` makes the GPU wait, not the host.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from holdfast.core.errors import WorldError
 
 
 class Copier:
-    """`protected`: the job's objects, whose modules' buffers change already in a forward pass."""
+    """Copies the job's objects, `protected`; their modules' buffers change in a forward pass."""
 
     def __init__(self, protected: Mapping[str, Any]) -> None:
         self._protected = protected
@@ -25,7 +25,7 @@ class Copier:
         self._pinned: memoryview = memoryview(b"")
 
     def copy(self, memory: memoryview, places: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Each tensor's bytes to its place. Those on GPUs arrive by the time `arrived` returns."""
+        """Copy each tensor's bytes to its place. Those on GPUs arrive before `arrived` returns."""
         on_gpu = []
         for start, tensor in places:
             if tensor.is_cuda:
@@ -48,16 +48,16 @@ class Copier:
 
     @property
     def busy(self) -> bool:
-        """Whether copies may be under way."""
+        """Tell whether copies may be under way."""
         return not all(event.query() for event in self._under_way)
 
     def hold(self) -> None:
-        """What is put on the GPUs' present streams from now on waits for the copies."""
+        """Make what is queued on the GPUs' present streams from now on wait for the copies."""
         for event in self._under_way:
             torch.cuda.current_stream(event.device).wait_event(event)
 
     def arrived(self) -> None:
-        """Blocks until all copies are complete. WorldError when a GPU has failed."""
+        """Wait until all copies are complete. WorldError if a GPU has failed."""
         try:
             for event in self._under_way:
                 event.synchronize()
@@ -65,7 +65,7 @@ class Copier:
             raise WorldError(f"a copy from the GPU has failed: {error}") from None
 
     def release(self) -> None:
-        """The memory is about to be given back."""
+        """Prepare for giving the memory back."""
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(_address(self._pinned))
         self._pinned = memoryview(b"")
@@ -87,7 +87,7 @@ class Copier:
             self._under_way.append(event)
 
     def _pin(self, memory: memoryview) -> None:
-        """Else the copies are slower, and hold up the host."""
+        """Pin the memory; otherwise the copies are slower, and hold up the host."""
         self._under_way = []
         if not self._pinned:
             failed = torch.cuda.cudart().cudaHostRegister(_address(memory), len(memory), 0)

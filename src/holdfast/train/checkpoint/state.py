@@ -1,6 +1,6 @@
-"""The job's state as bytes and tensors: no pickle, nothing executable, one fingerprint.
+"""Turns the job's state into bytes and tensors: no pickle, nothing executable, one fingerprint.
 
-`flatten` takes what `state_dict()` of every protected object returned apart into a skeleton
+`flatten` separates what `state_dict()` of every protected object returned into a skeleton
 (MessagePack of plain values, with numbered places for tensors) and the list of tensors; `restore`
 does the reverse. Equal states give equal skeletons and so equal fingerprints.
 """
@@ -35,7 +35,7 @@ _SEQUENCES: dict[str, Callable[[list], Any]] = {
 
 
 def flatten(state: object, name: str) -> tuple[bytes, list[torch.Tensor]]:
-    """The skeleton and the tensors of `state`. UserError names what cannot travel."""
+    """Return the skeleton and the tensors of `state`. UserError names what cannot be sent."""
     skeleton, _, tensors = _flatten_named(state, name)
     return skeleton, tensors
 
@@ -47,20 +47,20 @@ def _flatten_named(state: object, name: str) -> tuple[bytes, list[str], list[tor
 
 
 def metas(skeleton: bytes) -> list[Meta]:
-    """dtype and shape of every tensor of a skeleton, in order."""
+    """Return dtype and shape of every tensor of a skeleton, in order."""
     found: list[Meta] = []
     _decode(_parse(skeleton), found.append)
     return found
 
 
 def restore(skeleton: bytes, tensors: list[torch.Tensor]) -> Any:
-    """The inverse of `flatten`. WireError when the skeleton is malformed."""
+    """Reverse `flatten`. WireError if the skeleton is malformed."""
     supply = iter(tensors)
     return _decode(_parse(skeleton), lambda meta: next(supply))
 
 
 def empty(meta: Meta) -> torch.Tensor:
-    """An uninitialised host tensor for one place of a skeleton."""
+    """Allocate an uninitialised host tensor for one place of a skeleton."""
     dtype = getattr(torch, meta[0], None)
     if not isinstance(dtype, torch.dtype) or any(n < 0 for n in meta[1]):
         raise WireError(f"a state skeleton names an impossible tensor {meta}")
@@ -68,12 +68,12 @@ def empty(meta: Meta) -> torch.Tensor:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A flat uint8 view of a tensor (of a host copy, if it lives elsewhere or has gaps)."""
+    """View a tensor as flat uint8 (a host copy of it, if it is elsewhere or has gaps)."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def fingerprint(skeleton: bytes, tensors: list[torch.Tensor]) -> int:
-    """63 bits over every value of the state (xxh3: against accidents, not attackers)."""
+    """Compute 63 bits over every value of the state (xxh3: against accidents, not attackers)."""
     digest = xxhash.xxh3_64(skeleton)
     for tensor in tensors:
         digest.update(as_bytes(tensor).numpy().data)
@@ -81,12 +81,12 @@ def fingerprint(skeleton: bytes, tensors: list[torch.Tensor]) -> int:
 
 
 def capture(protected: Mapping[str, Any]) -> tuple[bytes, list[torch.Tensor]]:
-    """The state of all protected objects together."""
+    """Capture the state of all protected objects together."""
     return flatten({name: obj.state_dict() for name, obj in protected.items()}, "state")
 
 
 def capture_named(protected: Mapping[str, Any]) -> tuple[bytes, list[str], list[torch.Tensor]]:
-    """The same, with the path of each tensor."""
+    """Capture the same state, with the path of each tensor."""
     return _flatten_named({name: obj.state_dict() for name, obj in protected.items()}, "state")
 
 

@@ -1,4 +1,4 @@
-"""Bringing joiners up to date, and proving that every member holds the same state.
+"""Brings joiners up to date, and proves that every member holds the same state.
 
 The state travels striped over all donors: donor d sends the d-th share of the bytes, each part with
 a digest that the joiner checks before anything is loaded. After loading, every member shows the
@@ -25,7 +25,7 @@ DIGEST_WORDS = 2
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A range of one tensor's bytes, sent by one donor."""
+    """Describes a range of one tensor's bytes, sent by one donor."""
 
     donor: int
     tensor: int
@@ -34,7 +34,7 @@ class _Part:
 
 
 class StateSync:
-    """One view's synchronisation. `loading` is called just before any object is overwritten."""
+    """Synchronises one view. `loading` is called just before any object is overwritten."""
 
     def __init__(
         self,
@@ -51,10 +51,11 @@ class StateSync:
     def run(
         self, donors: list[int], joiners: list[int], back: Sequence[int] = ()
     ) -> dict[int, int]:
-        """Ranks of donors and joiners. Without donors the first member's state is the job's.
+        """Send the state from donors to joiners, both given as ranks.
 
-        `back`: ranks that have caught up by themselves. Returns the fingerprints of all that hold
-        the state already where these are not the same; then nothing is sent.
+        Without donors the first member's state is the job's. `back`: ranks that have caught up by
+        themselves. Returns the fingerprints of all that hold the state already if these differ;
+        then nothing is sent.
         """
         skeleton, tensors = state.capture(self._protected)
         mine = state.fingerprint(skeleton, tensors)

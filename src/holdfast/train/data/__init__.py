@@ -1,1 +1,1 @@
-"""Batches for tasks: which samples, which random numbers, loaded ahead."""
+"""Makes batches for tasks: which samples, which random numbers, loaded ahead."""

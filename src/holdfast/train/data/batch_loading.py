@@ -1,4 +1,4 @@
-"""Batches for the virtual ranks that this worker hosts, loaded ahead by processes of their own.
+"""Loads batches for the virtual ranks that this worker hosts, ahead, in processes of their own.
 
 Must not know views, peers or models: it is told which tasks to `follow` and asked for one batch at
 a time. Invariant: `batch(step, vrank)` has the same bits however it was loaded: ahead or just now,
@@ -33,7 +33,7 @@ from holdfast.train.data.sampling import SamplePlan
 
 Task = tuple[int, int]  # (step, vrank)
 
-RESTARTS_MAX = 3  # of the data workers, in a row, without one batch in between
+RESTARTS_MAX = 3  # restarts of the data workers without one batch in between
 POLL_S = 0.2  # how soon the death of a data worker is noticed by somebody waiting for it
 _TIMED_OUT = "DataLoader timed out"  # how PyTorch's message begins when only the poll ran out
 _PR_SET_PDEATHSIG = 1
@@ -41,7 +41,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """How batches are loaded. With `num_workers=0` they are loaded inline, when asked for."""
+    """Says how batches are loaded. With `num_workers=0` they are loaded inline, when asked for."""
 
     num_workers: int = 0
     collate_fn: Callable[[list[Any]], Any] = default_collate
@@ -58,16 +58,16 @@ class LoadOptions:
 
 @dataclass(slots=True)
 class LoadStats:
-    """What a source has done so far, for metrics and tests."""
+    """Counts what a source has done so far, for metrics and tests."""
 
     ahead: int = 0  # batches handed out that data workers had loaded
     inline: int = 0  # batches loaded by the training process itself
     discarded: int = 0  # loaded ahead for an assignment that changed
-    restarts: int = 0  # of the data workers, after one was killed
+    restarts: int = 0  # restarts of the data workers, after one was killed
 
 
 def dataset_length(dataset: Any) -> int:
-    """The number of samples; UserError unless the dataset is map-style and knows its length."""
+    """Return the number of samples; UserError unless the dataset is map-style and has a length."""
     name = type(dataset).__name__
     if isinstance(dataset, IterableDataset):
         raise UserError(
@@ -82,10 +82,10 @@ def dataset_length(dataset: Any) -> int:
 
 
 class BatchSource:
-    """The batches of one dataset, for the virtual ranks that this worker hosts.
+    """Provides the batches of one dataset, for the virtual ranks that this worker hosts.
 
-    Use from one thread, which must live as long as the source: the kernel kills data workers when
-    the thread that started them ends.
+    Use it from one thread, which must live as long as the source: the kernel kills data workers
+    when the thread that started them ends.
     """
 
     def __init__(self, dataset: Any, plan: SamplePlan, options: LoadOptions | None = None) -> None:
@@ -99,7 +99,7 @@ class BatchSource:
         self._failures = 0  # restarts since a data worker last delivered anything
 
     def follow(self, vranks: Sequence[int], from_step: int, until: int) -> None:
-        """From now on this worker hosts `vranks`, for the steps from_step .. until-1.
+        """Prepare for hosting `vranks` from now on, for the steps from_step .. until-1.
 
         Called at the start and at every change of assignment; the first call starts the data
         workers. What was loaded ahead and is still wanted is kept. May go back to earlier steps.
@@ -120,11 +120,11 @@ class BatchSource:
             self._refresh(len(self._pipeline.sent), idle_only=True)
 
     def batch(self, step: int, vrank: int) -> Any:
-        """The collated batch of a task, or None where the task has no samples.
+        """Return the collated batch of a task, or None if the task has no samples.
 
         May load it in this process, which enters the stream (seed, step, vrank, "data") and leaves
-        the global generators there: enter the model's stream after this call, not before.
-        What a dataset raises comes through as it is. WorldError: the data workers keep dying.
+        the global generators there: enter the model's stream after this call, not before. What a
+        dataset raises comes through as it is. WorldError: the data workers keep dying.
         """
         task = (step, vrank)
         self._advance(step)
@@ -150,7 +150,7 @@ class BatchSource:
         return {t for t in self._pipeline.sent if t is not None} | set(self._ready)
 
     def _advance(self, step: int) -> None:
-        """Asking for a step means that those before it are over."""
+        """Treat the steps before the one asked for as over."""
         if step > self._feed.step:
             self._feed.step = step
             self._feed.held = {t for t in self._feed.held if t[0] >= step}
@@ -181,7 +181,7 @@ class BatchSource:
             self._ready[task] = batch
 
     def _replay(self, task: Task, failure: str) -> None:
-        """A dataset raised in a data worker: load the task here.
+        """Load a task here after the dataset raised in a data worker.
 
         Loading is pure, so this raises the same exception, with its own frames for a person to read
         or debug; and when it does not, the trouble was the data worker's and the batch is good.
@@ -194,7 +194,7 @@ class BatchSource:
         )
 
     def _restart(self, lost: _DataWorkerLost) -> None:
-        """A killed data worker is a machine fault: its tasks are sent to new ones.
+        """Send the tasks of a killed data worker, which is a machine fault, to new ones.
 
         They are not loaded here: one of them may be what kills (a crash in a decoder, memory).
         """
@@ -214,8 +214,8 @@ class BatchSource:
     def _refresh(self, count_max: int, *, idle_only: bool) -> None:
         """Receive up to `count_max` results, so that what is wanted sooner can be sent instead.
 
-        At the front of the queue may be no task, one that is no longer wanted, or (after going
-        back to an earlier step) one that is wanted later.
+        The front of the queue may hold no task, one that is no longer wanted, or (after going back
+        to an earlier step) one that is wanted later.
         """
         sent = self._pipeline.sent
         for _ in range(count_max):
@@ -237,8 +237,11 @@ class BatchSource:
 
 
 class _Tasks:
-    """A dataset whose items are whole batches, keyed by task. Lives in this process and in every
-    data worker; None stands for no task, which keeps a data worker's turn in the queue."""
+    """Presents a dataset whose items are whole batches, keyed by task.
+
+    It lives in this process and in every data worker; None stands for no task, which keeps a data
+    worker's turn in the queue.
+    """
 
     def __init__(self, dataset: Any, plan: SamplePlan, collate: Callable[[list[Any]], Any]) -> None:
         self.dataset = dataset
@@ -246,7 +249,7 @@ class _Tasks:
         self._collate = collate
 
     def __getitem__(self, task: Task | None) -> tuple[Task | None, str, Any]:
-        """(task, traceback or "", batch)."""
+        """Return (task, traceback or "", batch)."""
         if task is None:
             return None, "", None
         try:
@@ -267,7 +270,7 @@ class _Tasks:
 
 
 class _Feed:
-    """Which task is to be loaded next: the DataLoader's sampler, read one task at a time.
+    """Decides which task is loaded next: the DataLoader's sampler, read one task at a time.
 
     It never ends: with nothing to load it gives None, so that a change of assignment finds the data
     workers running and their queue full, and needs no new iterator.
@@ -291,7 +294,7 @@ class _Feed:
         self._next = (from_step, 0)
 
     def forget(self, keep: Any) -> None:
-        """The data workers are gone: send again whatever was under way."""
+        """Send again whatever was under way, since the data workers are gone."""
         self.held -= {t for t in self.sent if t is not None and t not in keep}
         self.sent.clear()
         self._next = (self.step, 0)
@@ -300,7 +303,7 @@ class _Feed:
         return self.step <= task[0] < self._until and task[1] in self._vranks
 
     def peek(self) -> Task | None:
-        """The next task, or None when there is nothing to load."""
+        """Return the next task, or None if there is nothing to load."""
         step, position = max(self._next, (self.step, 0))
         while self._vranks and step < self._until:
             for index in range(position, len(self._vranks)):
@@ -324,11 +327,11 @@ class _Feed:
 
 
 class _DataWorkerLost(WorldError):
-    """A data worker was killed, or what it sent cannot be received."""
+    """Says that a data worker was killed, or what it sent cannot be received."""
 
 
 class _Pipeline:
-    """PyTorch's data workers around one feed: start, receive in order, stop."""
+    """Runs PyTorch's data workers around one feed: start, receive in order, stop."""
 
     def __init__(self, tasks: _Tasks, feed: _Feed, options: LoadOptions) -> None:
         self._tasks = tasks
@@ -338,7 +341,7 @@ class _Pipeline:
 
     @property
     def sent(self) -> deque[Task | None]:
-        """What the data workers were given and have not delivered, in order."""
+        """Return what the data workers were given and have not delivered, in order."""
         return self._feed.sent
 
     @property
@@ -374,7 +377,7 @@ class _Pipeline:
         _disarm(self._iterator)
 
     def receive(self) -> tuple[Task | None, str, Any]:
-        """The oldest result under way; waits for it. Raises _DataWorkerLost."""
+        """Wait for the oldest result under way. Raises _DataWorkerLost."""
         while True:
             try:
                 result = next(self._iterator)
@@ -419,8 +422,8 @@ def _disarm(iterator: Any) -> None:
 def _enter_data_worker(_index: int) -> None:
     """Run first in a data worker: never outlive the training process, never take its Ctrl-C.
 
-    Outliving it would do harm: a forked process holds copies of its sockets, whose closing is how
-    peers learn of its death.
+    A data worker that outlived it would do harm: a forked process holds copies of its sockets,
+    whose closing is how peers learn of its death.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":

@@ -1,4 +1,4 @@
-"""Random streams: every task's randomness is a function of (seed, step, virtual rank, purpose).
+"""Makes every task's randomness a function of (seed, step, virtual rank, purpose).
 
 Must not know workers, data or models. Invariant: after `enter_stream`, what the global generators
 of Python, NumPy and torch give does not depend on anything that happened before.
@@ -17,16 +17,16 @@ _WORD = (1 << 32) - 1
 
 
 def stream_seed(seed: int, step: int, vrank: int, purpose: str) -> int:
-    """64 bits: blake2b over little-endian (seed, step, vrank) as u64, then `purpose` in UTF-8.
+    """Hash little-endian (seed, step, vrank) as u64, then `purpose` in UTF-8, to 64 bits (blake2b).
 
-    A cryptographic hash, so that neighbouring steps and vranks have unrelated streams, and one from
-    the standard library, so that it is the same on every machine and for ever.
+    It is a cryptographic hash, so that neighbouring steps and vranks have unrelated streams, and
+    from the standard library, so that it is the same on every machine and for ever.
     """
     return int.from_bytes(_words(seed, step, vrank, purpose)[:8], "little")
 
 
 def enter_stream(seed: int, step: int, vrank: int, purpose: str) -> None:
-    """Key the global generators of Python, NumPy, torch's CPU and, if in use, every CUDA device.
+    """Seed the global generators of Python, NumPy, torch's CPU and every CUDA device in use.
 
     CUDA is never initialised by this: `torch.manual_seed` would instead queue one more call for the
     day it is, at every task. PyTorch's CPU generator uses the low 32 bits of its seed only. Costs

@@ -1,9 +1,9 @@
-"""Which samples a task reads: a pure function of (plan, step, virtual rank), never of the worker.
+"""Decides which samples a task reads: a pure function of (plan, step, virtual rank).
 
-Must not know workers, views, datasets or torch. Every epoch visits the dataset in the order of a
-keyed bijection on [0, length), computed a task at a time, so that nothing here grows with the
-dataset. Invariant: over the steps of one epoch every sample is used exactly once (with `drop_last`,
-at most once, and the same number in every epoch).
+The worker has no influence. Must not know workers, views, datasets or torch. Every epoch visits the
+dataset in the order of a keyed bijection on [0, length), computed a task at a time, so that nothing
+here grows with the dataset. Invariant: over the steps of one epoch every sample is used exactly
+once (with `drop_last`, at most once, and the same number in every epoch).
 
 The order is part of a job's meaning: changing any constant here changes every trajectory, so it
 must come with a new ORDER, by which old ledgers and checkpoints are told apart.
@@ -29,19 +29,19 @@ ORDER = "feistel-1"  # names the bijection in ledgers and checkpoints
 LENGTH_MAX = 1 << 48
 SEED_MAX = 1 << 64
 TABLE_LENGTH_MAX = 1 << 16  # up to here an epoch's order is a sorted table of 512 KiB at most
-ROUNDS = 8  # of the Feistel network; four already mix, eight leave a margin
+ROUNDS = 8  # rounds of the Feistel network; four already mix, eight leave a margin
 
 Indices = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplePlan:
-    """How one dataset is cut into epochs, steps and virtual ranks. `batch_size` is per vrank.
+    """Cuts one dataset into epochs, steps and virtual ranks. `batch_size` is per vrank.
 
     Steps are the job's; the plan's first epoch begins at step `first_step`. In the last step of an
     epoch without `drop_last` the remaining samples are spread over all vranks, sizes differing by
-    at most one, larger first; a vrank may have none. `weight` makes the mean over vranks of
-    weight * (mean over the vrank's samples) the mean over the step's samples.
+    at most one, larger first; a vrank may have none. `weight` makes the mean over vranks of weight
+    * (mean over the vrank's samples) the mean over the step's samples.
     """
 
     length: int
@@ -82,44 +82,44 @@ class SamplePlan:
 
     @property
     def epoch_samples(self) -> int:
-        """Samples used in every whole epoch."""
+        """Return how many samples are used in every whole epoch."""
         return min(self.length, self.steps_per_epoch * self._full_step)
 
     def epoch_of(self, step: int) -> tuple[int, int]:
-        """(epoch, step within that epoch) of a step of the job."""
+        """Return (epoch, step within that epoch) of a step of the job."""
         require(step >= self.first_step, f"step {step} is before the first, {self.first_step}")
         return divmod(step - self.first_step, self.steps_per_epoch)
 
     def step_samples(self, step: int) -> int:
-        """How many samples the step uses over all virtual ranks."""
+        """Count the samples that the step uses over all virtual ranks."""
         start = self.epoch_of(step)[1] * self._full_step
         return min(self._full_step, self.length - start)
 
     def task_samples(self, step: int, vrank: int) -> int:
-        """How many samples the task uses; 0 is possible in the last step of an epoch."""
+        """Count the samples that the task uses; 0 is possible in the last step of an epoch."""
         start, stop = self._share(self.step_samples(step), vrank)
         return stop - start
 
     def samples_before(self, step: int) -> int:
-        """How many samples the steps first_step .. step-1 use together, without counting them."""
+        """Compute how many samples the steps first_step .. step-1 use together."""
         epoch, within = self.epoch_of(step)
         return epoch * self.epoch_samples + within * self._full_step
 
     def weight(self, step: int, vrank: int) -> float:
-        """The task's share of the step, times V; exactly 1.0 in every full step."""
+        """Return the task's share of the step, times V; exactly 1.0 in every full step."""
         return self.task_samples(step, vrank) * self.virtual_ranks / self.step_samples(step)
 
     def indices(self, step: int, vrank: int) -> Indices:
-        """The dataset indices of one task, in the order in which they are collated."""
+        """Return the dataset indices of one task, in the order in which they are collated."""
         start, stop = self._share(self.step_samples(step), vrank)
         return self._read(step, start, stop)
 
     def step_indices(self, step: int) -> Indices:
-        """The indices of all tasks of the step, one after the other in order of vrank."""
+        """Return the indices of all tasks of the step, one after the other in order of vrank."""
         return self._read(step, 0, self.step_samples(step))
 
     def step_tasks(self, step: int) -> list[Indices]:
-        """`indices(step, v)` for every vrank v, in one pass."""
+        """Return `indices(step, v)` for every vrank v, in one pass."""
         total, whole = self.step_samples(step), self.step_indices(step)
         return [whole[slice(*self._share(total, v))] for v in range(self.virtual_ranks)]
 
@@ -128,16 +128,16 @@ class SamplePlan:
 
     @staticmethod
     def digest_of(indices: Indices) -> int:
-        """xxh3_64 over the indices as little-endian int64."""
+        """Compute xxh3_64 over the indices as little-endian int64."""
         return xxhash.xxh3_64_intdigest(indices.astype("<i8", copy=False).tobytes())
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan in plain values, for ledgers and checkpoints."""
+        """Return the plan in plain values, for ledgers and checkpoints."""
         return {"order": ORDER, **asdict(self)}
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> SamplePlan:
-        """The inverse of `to_dict`; believes nothing: UserError unless the plan is one of ours."""
+        """Reverse `to_dict`; trusts nothing: UserError unless the plan is one of ours."""
         if plain.get("order") != ORDER:
             raise UserError(
                 f"sample order {plain.get('order')!r} is not {ORDER!r}: "
@@ -155,7 +155,7 @@ class SamplePlan:
         return cls(**values)
 
     def _share(self, total: int, vrank: int) -> tuple[int, int]:
-        """Where vrank's part of a step of `total` samples starts and stops."""
+        """Return where vrank's part of a step of `total` samples starts and stops."""
         require(0 <= vrank < self.virtual_ranks, f"vrank {vrank} of {self.virtual_ranks}")
         base, extra = divmod(total, self.virtual_ranks)
         start = vrank * base + min(vrank, extra)
@@ -180,7 +180,7 @@ _FIELDS = {
 
 
 def permute(positions: Indices, length: int, seed: int, epoch: int) -> Indices:
-    """The images of `positions` under the bijection on [0, length) keyed by (seed, epoch)."""
+    """Return the images of `positions` under the bijection on [0, length) for (seed, epoch)."""
     if length <= TABLE_LENGTH_MAX:
         return _table(length, seed, epoch)[positions]
     keys = _round_keys(seed, epoch)
@@ -198,7 +198,7 @@ def permute(positions: Indices, length: int, seed: int, epoch: int) -> Indices:
 def _feistel(
     values: NDArray[np.uint64], rows: int, columns: int, keys: tuple[np.uint64, ...]
 ) -> NDArray[np.uint64]:
-    """A bijection on [0, rows * columns): each coordinate is shifted by a hash of the other."""
+    """Map [0, rows * columns) to itself: each coordinate is shifted by a hash of the other."""
     high, low = np.uint64(rows), np.uint64(columns)
     row: NDArray[np.uint64] = values // low
     column: NDArray[np.uint64] = values % low
@@ -209,7 +209,7 @@ def _feistel(
 
 
 def _hash(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """48 well-mixed bits: multiplying mixes upwards, so the high half is folded back in between."""
+    """Return 48 well-mixed bits: multiplying mixes upwards, so the high half is folded back."""
     values = values * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(32))) * np.uint64(0x94D049BB133111EB)
     return values >> np.uint64(16)
@@ -225,9 +225,9 @@ def _round_keys(seed: int, epoch: int) -> tuple[np.uint64, ...]:
 
 @functools.lru_cache(maxsize=4)
 def _table(length: int, seed: int, epoch: int) -> Indices:
-    """A small epoch's whole order: its positions sorted by keyed hashes.
+    """Return a small epoch's whole order: its positions sorted by keyed hashes.
 
-    numpy's own shuffles may change between versions; a stable sort of given numbers cannot.
+    The order of numpy's own shuffles may change between versions; a stable sort's cannot.
     """
     keys = _round_keys(seed, epoch)
     hashes = np.arange(length, dtype=np.uint64)

@@ -1,1 +1,1 @@
-"""How tensors travel between the members of a view."""
+"""Carries tensors between the members of a view."""

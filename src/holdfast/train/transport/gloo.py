@@ -1,9 +1,9 @@
-"""The gloo transport: host tensors over TCP, aborted by cutting the group's own sockets.
+"""Carries host tensors over TCP with gloo, and aborts by cutting the group's own sockets.
 
 Every wait carries its own (long) timeout, because a timeout of the group itself would poison it;
 nothing is ever detected here by waiting: peers' deaths close sockets, and the control plane aborts.
-Aborting cuts the sockets and aborts what is under way, as gloo does not end every wait by itself.
-A group is only handed out once every peer has proved that it belongs to the job (see proof.py).
+Aborting cuts the sockets and aborts what is under way, as gloo does not end every wait by itself. A
+group is only handed out once every peer has proved that it belongs to the job (see proof.py).
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from holdfast.train.transport.seam import Message, Pending, Rendezvous
 
 FOREVER = timedelta(days=365)
 ENDED_S = 5.0  # how long a group stays whole though one of its connections has ended
-LOST_S = 2.0  # of unanswered packets: four attempts of TCP on a network with usual delays
+LOST_S = 2.0  # of unanswered packets: four TCP attempts on a usual network
 TAG_PROOF = 9
 _DEVICE_LOCK = threading.Lock()
 
 
 class GlooDevice:
-    """The listening endpoint shared by all groups of this process, and the job's peer key."""
+    """Holds the endpoint on which all groups of this process listen, and the job's peer key."""
 
     def __init__(self, host: str, peer_key: bytes = b"") -> None:
         self.peer_key = peer_key
         self._host = host
         self._device: object | None = None
         self._port = 0
-        self.address = ""  # ours, as others connect to it
+        self.address = ""  # our address, as others connect to it
 
     def get(self) -> tuple[object, int]:
-        """The gloo device and its port; made on first use."""
+        """Return the gloo device and its port; made on first use."""
         with _DEVICE_LOCK:
             if self._device is None:
                 self.aborter = Aborter()
@@ -57,7 +57,7 @@ class GlooDevice:
 
 
 class _AddressStore(dist.Store):
-    """Gloo's rendezvous on ours: each rank sets one address and reads every other's.
+    """Serves gloo's rendezvous with ours: each rank sets one address and reads every other's.
 
     What is published is the port, the host as 16 bytes, a nonce for the proof, and gloo's address.
     """
@@ -88,7 +88,7 @@ class _AddressStore(dist.Store):
             self.get(key)
 
     def ranks_at(self, hosts: Collection[str]) -> list[int]:
-        """Ranks on these hosts, of those whose address is known by now."""
+        """Return the ranks on these hosts whose address is known by now."""
         packed = {_packed(host) for host in hosts}
         known = list(self.published.items())
         return sorted(rank for rank, address in known if address[2:18] in packed)
@@ -100,11 +100,11 @@ def _packed(host: str) -> bytes:
 
 
 class _GlooPending:
-    """Messages under way; the works are also what keeps gloo writing into their tensors."""
+    """Holds messages under way; the works also keep gloo writing into their tensors."""
 
     def __init__(self, works: list[dist.Work], transport: GlooTransport) -> None:
         self.works = works
-        self.senders: list[int] = []  # ranks; what they send are the first of the works
+        self.senders: list[int] = []  # ranks whose messages are the first of the works
         self._transport = transport
 
     def wait(self, waits: Waits | None = None) -> None:
@@ -127,7 +127,7 @@ def wait_for(work: dist.Work, limit: timedelta) -> None:
 
 
 class GlooTransport:
-    """One view's gloo group; see `Transport` for the contract."""
+    """Implements `Transport` for one view's gloo group."""
 
     ordered = False
 
@@ -195,14 +195,14 @@ class GlooTransport:
         return pending
 
     def ended(self, pending: _GlooPending) -> None:
-        """Its messages have all arrived."""
+        """Forget an exchange whose messages have all arrived."""
         with self._lock:
             self._under_way.discard(pending)
             if self.aborted:
                 raise Aborted("the view was given up")
 
     def _prove(self, rank: int, size: int, group: bytes) -> None:
-        """Show every peer our token and see theirs, within the time for building the group."""
+        """Show every peer our token and check theirs, within the time for building the group."""
         key, deadline = self._device.peer_key, time.monotonic() + self._build_s
         peers = [r for r in range(size) if r != rank]
         mine = {p: bytearray(proof.token(key, group, rank, p)) for p in peers}
@@ -269,5 +269,5 @@ class GlooTransport:
             each.close()
         for pending in under_way:  # until its work is gone gloo may write into a tensor
             pending.works.clear()
-        # Tearing a gloo group down can block for hundreds of milliseconds: off everyone's path.
+        # Tearing down a gloo group can block for hundreds of milliseconds: do it in a thread.
         threading.Thread(target=held.clear, daemon=True).start()

@@ -1,6 +1,6 @@
-"""Ending a wait of PyTorch's gloo from another thread.
+"""Ends a wait of PyTorch's gloo from another thread.
 
-When a connection ends, gloo wakes everyone who waits for a message on it, but for the one whose
+When a connection ends, gloo wakes everyone who waits for a message on it, except the one whose
 message is half read: its buffer has left every queue by then, and its wait would last for ever
 (gloo's tcp/pair.cc: `signalException` passes over `rx_`). PyTorch has the remedy, `Work.abort`, but
 not in Python. So it is called by its exported name, on the object that the Python one holds.
@@ -22,7 +22,10 @@ _VTABLE_HEAD = 2 * ctypes.sizeof(ctypes.c_void_p)
 
 
 class Aborter:
-    """Made once for a process. UserError where this build of PyTorch hides what is needed."""
+    """Aborts what gloo still waits for; made once for a process.
+
+    UserError if this build of PyTorch lacks what it needs.
+    """
 
     def __init__(self) -> None:
         path = os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so")
@@ -38,14 +41,14 @@ class Aborter:
             raise _unsupported() from None
 
     def check(self, work: dist.Work) -> None:
-        """UserError unless this work is one that `abort` can end."""
+        """Raise UserError unless `abort` can end this work."""
         if _vtable(work) not in self._abort_of:
             raise _unsupported()
 
     def abort(self, work: dist.Work) -> None:
-        """The wait for it, under way or else the next one, returns False."""
+        """Make the wait for it, under way or else the next one, return False."""
         abort = self._abort_of.get(_vtable(work))
-        if abort is not None:  # else `check` has said so
+        if abort is not None:  # otherwise `check` has raised
             abort(ctypes.c_void_p.from_address(_address(work)))
 
 
@@ -60,7 +63,7 @@ def _address(work: dist.Work) -> int:
 
 
 def _vtable(work: dist.Work) -> int:
-    """By which its class is known: the first word of a C++ object with virtual methods."""
+    """Return what identifies its class: the first word of a C++ object with virtual methods."""
     held = ctypes.c_void_p.from_address(_address(work)).value
     return (ctypes.c_void_p.from_address(held).value or 0) if held else 0
 

@@ -1,9 +1,9 @@
-"""The NCCL transport: device tensors between GPUs, host tensors through a gloo group beside it.
+"""Carries device tensors between GPUs with NCCL, and host tensors through a gloo group beside it.
 
-NCCL runs one communicator's operations in the order of their issue and ignores tags, so all
-members must issue the same exchanges in the same order: `ordered` tells the engine to reduce its
-buckets one after the other. Aborting aborts the communicator, which ends its kernels on this side;
-the gloo group, cut at the same moment, carries the news to the peers.
+NCCL runs one communicator's operations in the order of their issue and ignores tags, so all members
+must issue the same exchanges in the same order: `ordered` tells the engine to reduce its buckets
+one after the other. Aborting aborts the communicator, which ends its kernels on this side; the gloo
+group, cut at the same moment, carries the news to the peers.
 
 Needs a GPU for each worker; the contract suite skips without two of them.
 """
@@ -29,7 +29,7 @@ UNIQUE_ID_BYTES_MAX = 4096
 
 
 class _UniqueIdStore(dist.Store):
-    """All that NCCL wants of a store: rank 0 sets the communicator's id, the others get it."""
+    """Provides all that NCCL wants of a store: rank 0 sets the communicator's id, others get it."""
 
     def __init__(self, rank: int, size: int, host: Transport) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class _NcclPending:
     def wait(self, waits: Waits | None = None) -> None:
         # `waits` is told nothing: NCCL does not say which peer's messages have arrived, and what
         # comes through the host is no measure of the links between GPUs.
-        # Polled, so that a abort is noticed even when an aborted kernel never signals its event.
+        # Polled, so that an abort is noticed even when an aborted kernel never signals its event.
         pause = threading.Event()
         while not self.done.query():
             if self.transport.aborted:
@@ -85,7 +85,7 @@ class _NcclPending:
 
 
 class NcclTransport:
-    """One view's NCCL communicator with its gloo companion; see `Transport` for the contract."""
+    """Implements `Transport` for one view: an NCCL communicator with its gloo companion."""
 
     ordered = True
 
@@ -118,7 +118,7 @@ class NcclTransport:
         return _NcclPending(self._on_device(device_sends, device_receives), self, host)
 
     def lost(self) -> Sequence[int]:
-        return self._host.lost()  # NCCL itself does not tell
+        return self._host.lost()  # NCCL itself cannot tell
 
     def abort(self) -> None:
         self.aborted = True

@@ -1,4 +1,4 @@
-"""What workers show each other before they exchange anything: that they belong to one job.
+"""Makes the tokens by which workers prove, before they exchange anything, that they are of one job.
 
 Gloo connects to whoever comes. So each member of a fresh group sends every other a token that only
 a holder of the job's peer key can make. It is bound to its sender, its receiver and the group: to
@@ -19,7 +19,7 @@ NONCE_BYTES = 16
 
 
 def group_name(addresses: Sequence[bytes]) -> bytes:
-    """A digest that only this group has; `addresses` by rank, each with its owner's nonce."""
+    """Digest a group's `addresses` by rank, each with its owner's nonce: no other group has it."""
     digest = hashlib.sha256(b"holdfast group 1")
     for address in addresses:
         digest.update(len(address).to_bytes(4, "big") + address)
@@ -27,11 +27,11 @@ def group_name(addresses: Sequence[bytes]) -> bytes:
 
 
 def token(key: bytes, group: bytes, sender: int, receiver: int) -> bytes:
-    """What rank `sender` shows to rank `receiver`."""
+    """Make what rank `sender` shows to rank `receiver`."""
     text = b"holdfast peer 1|%s|%d|%d" % (group, sender, receiver)
     return hmac.digest(key, text, hashlib.sha256)
 
 
 def is_token(claim: bytes, key: bytes, group: bytes, sender: int, receiver: int) -> bool:
-    """Compared in constant time."""
+    """Compare tokens in constant time."""
     return hmac.compare_digest(claim, token(key, group, sender, receiver))

@@ -1,4 +1,4 @@
-"""How tensors travel between the members of one view: the seam that gloo and NCCL fill.
+"""Declares how tensors travel between the members of one view: gloo and NCCL implement it.
 
 A transport knows ranks (positions in the view's members), tensors and tags; it does not know steps,
 virtual ranks or why anything is sent. The invariant every implementation keeps: `abort` may be
@@ -21,12 +21,12 @@ Message = tuple[int, torch.Tensor]  # (peer's rank in the view, contiguous tenso
 
 
 class Rendezvous(Protocol):
-    """How members of a view find each other: an all-gather of opaque addresses by rank."""
+    """Lets members of a view find each other: an all-gather of opaque addresses by rank."""
 
     def publish(self, address: bytes) -> None: ...
 
     def lookup(self, rank: int) -> bytes:
-        """Blocks until that member has published; raises Aborted when the view is given up."""
+        """Wait until that member has published; raises Aborted when the view is given up."""
         ...
 
 
@@ -34,13 +34,13 @@ class Pending(Protocol):
     def wait(self, waits: Waits | None = None) -> None:
         """Block until every send and receive of the exchange is done; raises Aborted.
 
-        `waits` is told of each peer's messages as they arrive, where they can be told apart.
+        `waits` is told of each peer's messages as they arrive, if they can be told apart.
         """
         ...
 
 
 class Transport(Protocol):
-    """One view's group. `open` blocks until all members are connected.
+    """Carries messages of one view's group. `open` blocks until all members are connected.
 
     `ordered`: tags are ignored, so all members must start the same exchanges in the same order.
     """
@@ -58,10 +58,10 @@ class Transport(Protocol):
         ...
 
     def lost(self) -> Sequence[int]:
-        """Ranks that the network does not reach any more, as far as the kernel knows.
+        """Return ranks that the network does not reach any more, as far as the kernel knows.
 
-        Called now and then from another thread, also while the group is being built. A peer that
-        is merely frozen or busy is never among them. A group with a connection that has ended, and
+        Called now and then from another thread, also while the group is being built. A peer that is
+        merely frozen or busy is never among them. A group with a connection that has ended, and
         that nobody aborts, is aborted here.
         """
         ...
@@ -75,14 +75,14 @@ class Transport(Protocol):
 
 @dataclass(slots=True)
 class NothingPending:
-    """The exchange of a view with a single member."""
+    """Represents the exchange of a view with a single member, which is done at once."""
 
     def wait(self, waits: Waits | None = None) -> None:
         return
 
 
 class AloneTransport:
-    """The transport of a view with one member: nothing to send, nobody to lose."""
+    """Implements `Transport` for a view with one member: nothing to send, nobody to lose."""
 
     ordered = False
 

@@ -1,4 +1,4 @@
-"""Finding and cutting the TCP connections of a process group that another library made.
+"""Finds and cuts the TCP connections of a process group that another library made.
 
 Gloo offers no way to abort: its `abort` and `shutdown` do nothing. But a socket that is shut down
 fails at once on both sides, which is exactly what aborting a view needs. The sockets of a group are
@@ -22,12 +22,12 @@ _COUNTS = struct.Struct("=2x2B")
 _AGES_MS = struct.Struct("=2I")
 _AGES_AT = 8 + 11 * 4
 _ESTABLISHED = 1  # the first byte of struct tcp_info
-PROBE_S = 1  # between two probes of a connection that is idle
-PROBES_MAX = 100  # it is for us to decide when a link is lost
+PROBE_S = 1  # between probes of an idle connection
+PROBES_MAX = 100  # high, as we decide when a link is lost
 
 
 def socket_inodes() -> dict[int, int]:
-    """inode -> file descriptor of every socket of this process."""
+    """Return inode -> file descriptor of every socket of this process."""
     found: dict[int, int] = {}
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -38,7 +38,7 @@ def socket_inodes() -> dict[int, int]:
 
 
 def listening_port(inodes: Collection[int]) -> int:
-    """The TCP port on which one of these sockets listens; 0 when none does."""
+    """Return the TCP port on which one of these sockets listens; 0 if none does."""
     for family in ("tcp", "tcp6"):
         with contextlib.suppress(OSError), open(f"/proc/self/net/{family}") as table:
             for line in list(table)[1:]:
@@ -49,7 +49,7 @@ def listening_port(inodes: Collection[int]) -> int:
 
 
 def keep_group_sockets(old: Collection[int], ports: Collection[int]) -> list[socket.socket]:
-    """Duplicates of the connected sockets that are not in `old` and end in one of `ports`.
+    """Duplicate the connected sockets that are not in `old` and end in one of `ports`.
 
     A duplicate stays valid when the library closes its own descriptor, so cutting can never hit
     another file that was given the same number.
@@ -94,7 +94,7 @@ def probe(each: socket.socket) -> None:
 
 
 def any_ended(sockets: Collection[socket.socket]) -> bool:
-    """True when one of these connections is not one any more, in one direction at least."""
+    """Tell whether one of these connections has ended, in one direction at least."""
     for each in sockets:
         with contextlib.suppress(OSError):
             if each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] != _ESTABLISHED:
@@ -103,7 +103,7 @@ def any_ended(sockets: Collection[socket.socket]) -> bool:
 
 
 def silent_peers(sockets: Collection[socket.socket], silence_s: float) -> set[str]:
-    """Addresses of peers whose kernel has answered nothing for `silence_s` though it was asked.
+    """Return addresses of peers whose kernel has not answered for `silence_s` though asked.
 
     A frozen process's kernel answers; so silence is the network's, or the whole machine's.
     """
@@ -119,7 +119,7 @@ def silent_peers(sockets: Collection[socket.socket], silence_s: float) -> set[st
 
 
 def unanswered(old: Collection[int]) -> set[str]:
-    """Addresses to which sockets that are not in `old` are still trying to connect."""
+    """Return addresses to which sockets that are not in `old` are still trying to connect."""
     mine = socket_inodes().keys()
     found = set()
     for family in ("tcp", "tcp6"):
@@ -133,7 +133,7 @@ def unanswered(old: Collection[int]) -> set[str]:
 
 
 def _address(digits: str) -> str:
-    """From the kernel's tables: 32-bit words in the machine's byte order, as hexadecimal."""
+    """Decode the kernel's tables: 32-bit words in the machine's byte order, as hexadecimal."""
     words = [bytes.fromhex(digits[i : i + 8]) for i in range(0, len(digits), 8)]
     packed = b"".join(w[::-1] if sys.byteorder == "little" else w for w in words)
     address = ipaddress.ip_address(packed)

@@ -1,6 +1,6 @@
-"""A made-up exchange of gradients, in virtual time, by the rules of the engine.
+"""Simulates exchanges of gradients in virtual time, by the engine's own rules.
 
-For trying what is said of waits in the votes: which links are slow is known here.
+It serves to test what votes say of waits: which links are slow is known here.
 """
 
 from __future__ import annotations
@@ -14,20 +14,24 @@ from holdfast.train.step.waits import Waits
 
 BUCKETS = 3
 COMPUTE_S = 0.1
-NOISE, MESSAGE_NOISE = 0.03, 0.2  # of the time that computing and messages take
+NOISE, MESSAGE_NOISE = 0.03, 0.2  # relative, of computing and of messages
 ODD = 0.01  # share of both that takes 1.3 to 3 times as long
 VOTE_S = 0.002  # the end of a vote is not seen by all at the same time
 
 
 class MadeUpExchange:
-    """A made-up job: what each member's vote would tell of its waits, by the engine's own rules.
+    """Simulates a job, and what each member's vote would say of its waits.
 
     A member fills its buckets during the last part of its computing, sends each to all others, and
     cannot begin with further ones while it waits. The messages of a link go one after the other.
     """
 
     def __init__(self, size: int, dice: random.Random, message_s: float, overlap: float) -> None:
-        """`message_s`: of a bucket, from one to another. `overlap`: of computing and sending."""
+        """Set up a job of `size` members.
+
+        `message_s`: time of one bucket from one member to another. `overlap`: of computing and
+        sending.
+        """
         self._dice = dice
         self._message_s = message_s
         self._overlap = overlap
@@ -42,7 +46,7 @@ class MadeUpExchange:
         return usual * odd * math.exp(self._dice.gauss(0, noise))
 
     def step(self, slow: Callable[[int], float], link: Callable[[int, int], float]) -> list[Wait]:
-        """Factors of each member's computing, and of each message from one to another."""
+        """Simulate a step, given factors for each member's computing and for each message."""
         members = range(len(self._now))
         self.took_s = [self._varied(COMPUTE_S * slow(m), NOISE) for m in members]
         self._arrivals.clear()
@@ -61,7 +65,7 @@ class MadeUpExchange:
         return [waits.told() for waits in self._waits]
 
     def _member(self, me: int) -> Iterator[tuple[int, int, int]]:
-        """Yields the messages that it waits for."""
+        """Run one member, and yield the messages that it waits for."""
         waits, begun = self._waits[me], 0
         peers = [(me + i) % len(self._now) for i in range(1, len(self._now))]
         left = [1 - self._overlap * b / BUCKETS for b in reversed(range(BUCKETS))]
