@@ -30,6 +30,7 @@ class CoordinatorPolicy:
     lease: LeasePolicy = field(default_factory=LeasePolicy)
     settle_s: float = 120.0  # start with workers_min once the others are this late
     patience_s: float = 5.0  # a planned stop that keeps a worker waiting longer is no longer one
+    grace_s: float = 25.0  # for a last checkpoint; schedulers give 30 s between signal and kill
     hang_s: float = 1800.0  # a member others wait for, with nothing moving, is replaced after this
     speculation: float = 0.0  # share of all tasks that may be computed again for being late
     retreats_max: int = 3  # times that the job goes back without coming further in between

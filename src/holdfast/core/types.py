@@ -301,6 +301,7 @@ class Directive:
     release_loop: int = 0
     undecided: bool = False  # the coordinator still learns what there is: go on as before
     shutdown: bool = False
+    save_wanted: bool = False  # the job ends: the state at the next boundary should be saved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -311,6 +312,7 @@ class WorkerDirective:
     pending_view: ViewNumber = NO_VIEW
     view: View | None = None
     release_loop: int = 0
+    save_wanted: bool = False
     acting_until: float = float("inf")  # its node's clock: it promises its view then
 
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from holdfast.sim.workers import Process
 
 STEPS_UNHEARD = 40  # that may be committed before the coordinator hears of it and acts
+STOPPED = "its operator has stopped it"
 REPLACED = "the coordinator replaced it"  # as the agent machine words it
 
 
@@ -81,6 +82,9 @@ class Truth:
         self._shares: dict[tuple[int, ViewNumber], dict[int, Copy]] = {}  # by rank
         self.invalidations: Invalidations = ()  # what is withdrawn from the store
         self.restores = 0
+        self.loops = options.loops
+        self._stop_in = 0  # the view in which the job was stopped
+        self._stop_at: int | None = None  # the step to which the job had come when it was stopped
         self.drops: dict[tuple[int, int], bool] = {}  # sums of steps without what came too late
         self.again: dict[tuple[int, int], bool] = {}  # steps that a view computes again
         self.count: Counter[str] = Counter()  # of what has happened
@@ -130,7 +134,29 @@ class Truth:
         if self._options.backup.workers:
             self.errors.hidden = True  # who is left may drop something else in the last steps
 
+    def stop_asked(self, step: int) -> None:
+        """The operator ends the job, which has come to this step."""
+        if self._stop_at is None:
+            self._stop_at, self._stop_in = step, self.newest
+
+    def _stopped(self) -> None:
+        """A job that is stopped in good health has saved what it had come to."""
+        step, processes = self._stop_at, list(self.processes.values())
+        ill = any(p.ailing or p.stopped or p.silent or p.paused or p.stuck for p in processes)
+        at_end = step is None or step >= self.steps - 1 or step in (e - 1 for e in self.loops)
+        # Who commits by a view and not by its votes has not heard that a save was agreed on.
+        changes = self.newest > self._stop_in
+        if not self._options.save_every or ill or at_end or changes or self.completed:
+            return
+        if max(self.saved, default=0) < (step or 0):
+            raise Violation(f"the job is stopped at step {step}, and has saved only {self.saved}")
+
     def finished(self, outcome: str) -> None:
+        """The coordinator says that the job is over."""
+        if outcome == STOPPED and self._stop_at is not None:
+            self.count["stopped"] += 1
+            self._stopped()
+            return
         if outcome:
             raise Violation(f"the job gave up: {outcome}")
         if not self.completed:

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 
 from holdfast.core.membership import agent as ag
 from holdfast.core.membership import coordinator as co
+from holdfast.core.membership import coordinator_events as ce
 from holdfast.core.membership.liveness import ProcessSample
 from holdfast.core.types import AgentId, AgentReport, Directive, Incarnation, Tick, WorkerStatus
+from holdfast.sim.checkers import STOPPED
 from holdfast.sim.workers import Process
 from holdfast.sim.writers import WriterHost
 
@@ -31,7 +33,7 @@ class CoordinatorHost:
         self.offset_s = 0.0
         self.outcome: str | None = None
         self.frozen = False
-        self._backlog: deque[co.CoordinatorEvent] = deque()
+        self._backlog: deque[ce.CoordinatorEvent] = deque()
         self._wake_at: float | None = None
 
     def start(self) -> None:
@@ -56,6 +58,17 @@ class CoordinatorHost:
         )
         self.handle(Tick())
 
+    def stop(self) -> None:
+        """The operator ends the job; while no coordinator is there, it is asked again."""
+        world = self.world
+        if self.outcome is not None:
+            return
+        if self.machine is None or self.frozen or self.machine.snapshot().record.view is None:
+            world.at(1.0, self.stop)
+            return
+        world.truth.stop_asked(self.machine.snapshot().step)
+        self.handle(ce.StopRequested(STOPPED, saves=world.options.save_every > 0))
+
     def crash(self) -> None:
         self.machine = None
         self.frozen = False
@@ -68,9 +81,9 @@ class CoordinatorHost:
             self.handle(self._backlog.popleft())
 
     def hear(self, report: AgentReport) -> None:
-        self.handle(co.ReportArrived(report))
+        self.handle(ce.ReportArrived(report))
 
-    def handle(self, event: co.CoordinatorEvent) -> None:
+    def handle(self, event: ce.CoordinatorEvent) -> None:
         machine, world = self.machine, self.world
         if machine is None:
             return
@@ -86,20 +99,20 @@ class CoordinatorHost:
             self._carry_out(effect)
         self._sleep()
 
-    def _carry_out(self, effect: co.CoordinatorEffect) -> None:
+    def _carry_out(self, effect: ce.CoordinatorEffect) -> None:
         world = self.world
         match effect:
-            case co.Persist(record):
+            case ce.Persist(record):
                 world.truth.persisted(record)
-            case co.SendDirective(directive):
+            case ce.SendDirective(directive):
                 world.truth.directed(directive)
                 host = world.hosts[directive.agent]
                 world.truth.read(directive)
                 world.transmit(host.name, False, host.hear, directive)
-            case co.Announce(kind, _, worker):
+            case ce.Announce(kind, _, worker):
                 if kind == "replaced" and "hung" in effect.text and worker is not None:
                     world.truth.replaced(worker)
-            case co.Finish(outcome):
+            case ce.Finish(outcome):
                 world.truth.finished(outcome)
                 self.outcome = outcome
                 self.machine = None

@@ -94,6 +94,7 @@ class Options:
     audit: float = 0.0  # share of tasks computed twice
     cycle: int = 0  # steps in which all of the state is compared; 0: it never is
     backup: BackupPolicy = BackupPolicy()  # noqa: RUF009 - it never changes
+    stop_s: float = 0.0  # when the operator ends the job; 0: never
     restore_s: float = 300.0  # for which a store may stay silent when the job begins from it
 
     @property
@@ -198,7 +199,8 @@ def _with_stores(options: Options, rng: Random) -> Options:
         kinds.append("poison")
     if options.audit == 1.0 and rng.random() < 0.5:
         kinds.append("sum_wrongly")
-    options = dataclasses.replace(options, faults=(*options.faults, *kinds))
+    stop_s = options.faults_end_s + rng.uniform(0.0, 2.0) if rng.random() < 0.1 else 0.0
+    options = dataclasses.replace(options, faults=(*options.faults, *kinds), stop_s=stop_s)
     if options.audit or options.slots * options.agents < 3 or rng.random() < 0.85:
         return options
     patience = dataclasses.replace(options.patience, copies=0.0)

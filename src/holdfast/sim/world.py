@@ -138,6 +138,8 @@ class World:
             span_s = options.faults_end_s if late else 0.5
             self.at(self.rng.uniform(0.0, span_s), self.hosts[name].start)
         self.at(self.rng.uniform(0.0, 0.5), self.coordinator.start)
+        if options.stop_s:
+            self.at(options.stop_s, self.coordinator.stop)
 
     # ------------------------------------------------------------ the control network
 

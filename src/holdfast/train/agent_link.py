@@ -14,7 +14,7 @@ import threading
 import time
 
 from holdfast.core.errors import WireError
-from holdfast.core.step.events import Directed, SaveWanted
+from holdfast.core.step.events import Directed
 from holdfast.core.types import (
     RELEASE_ALL,
     AgentId,
@@ -28,7 +28,7 @@ from holdfast.core.types import (
 )
 from holdfast.train.driver import Driver
 from holdfast.wire.frames import Opener, Sealer
-from holdfast.wire.messages import Address, AddressBook, SaveRequest, decode, encode
+from holdfast.wire.messages import Address, AddressBook, decode, encode
 
 HEARTBEAT_S = 0.5
 POLL_S = 0.1
@@ -84,12 +84,8 @@ class AgentLink:
                 driver.fail(error)
 
     def _receive(self, driver: Driver, payload: bytes) -> None:
-        message: WorkerDirective | AddressBook | SaveRequest = decode(
-            payload, WorkerDirective, AddressBook, SaveRequest
-        )
-        if isinstance(message, SaveRequest):
-            driver.post(SaveWanted())
-        elif isinstance(message, AddressBook):
+        message: WorkerDirective | AddressBook = decode(payload, WorkerDirective, AddressBook)
+        if isinstance(message, AddressBook):
             if self._address is not None and self._address.view == message.view:
                 self._address = None
                 driver.learn_addresses(message.view, dict(message.addresses))

@@ -92,11 +92,6 @@ class DrainReply:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SaveRequest:
-    """The state at the next step boundary should be saved; by way of the agents to all workers."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PeerRequest:
     """A measurement between two machines (`holdfast doctor --peer`); no part of any job."""
 
@@ -138,7 +133,6 @@ KINDS: dict[int, type] = {
     12: ViewedDirective,
     13: DrainRequest,
     14: DrainReply,
-    15: SaveRequest,
     20: PeerRequest,
     21: PeerReply,
 }

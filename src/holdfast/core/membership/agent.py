@@ -315,6 +315,7 @@ class AgentMachine:
             pending_view=directive.pending_view,
             view=directive.view,
             release_loop=directive.release_loop,
+            save_wanted=directive.save_wanted,
             acting_until=until,
         )
         old = process.told

@@ -16,6 +16,16 @@ from dataclasses import dataclass
 from holdfast.core.errors import assert_never, require
 from holdfast.core.job_spec import CoordinatorPolicy
 from holdfast.core.membership.admission import Attendance, admit, attend, choose_drained
+from holdfast.core.membership.coordinator_events import (
+    Announce,
+    CoordinatorEffect,
+    CoordinatorEvent,
+    Finish,
+    Persist,
+    ReportArrived,
+    SendDirective,
+    StopRequested,
+)
 from holdfast.core.membership.durable import Durable, speakers
 from holdfast.core.membership.event_log import EventLog
 from holdfast.core.membership.formation import (
@@ -42,6 +52,7 @@ from holdfast.core.membership.progress import Progress
 from holdfast.core.membership.restart import quarantine, quarantine_wrong, replace_lost
 from holdfast.core.membership.review_schedule import Agenda
 from holdfast.core.membership.roster import News, NodeSnapshot, Roster
+from holdfast.core.membership.stopping import Stopping
 from holdfast.core.step.speculation import Budget
 from holdfast.core.types import (
     NO_VIEW,
@@ -57,66 +68,10 @@ from holdfast.core.types import (
     View,
     ViewNumber,
     WantedProcess,
-    WorkerId,
     WorkerStatus,
 )
 
 SKIPPED = 1000  # numbers passed over after the loss of the journal: more than were given unheard
-
-
-# ---------------------------------------------------------------- events
-
-
-@dataclass(frozen=True, slots=True)
-class ReportArrived:
-    report: AgentReport
-
-
-@dataclass(frozen=True, slots=True)
-class StopRequested:
-    """The job should end, as its operator wants."""
-
-    reason: str
-
-
-CoordinatorEvent = ReportArrived | StopRequested | Tick
-
-# ---------------------------------------------------------------- effects
-
-
-@dataclass(frozen=True, slots=True)
-class Persist:
-    """Write this record; it must be durable before any later effect is carried out."""
-
-    record: JobRecord
-
-
-@dataclass(frozen=True, slots=True)
-class SendDirective:
-    directive: Directive
-
-
-@dataclass(frozen=True, slots=True)
-class Announce:
-    """Write one line of the job's event log, for people and for events.jsonl."""
-
-    kind: str
-    text: str
-    worker: WorkerId | None = None
-    view: ViewNumber | None = None
-    step: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """End the coordinator: the job is over and nothing of it runs. Empty outcome: success."""
-
-    outcome: str
-
-
-CoordinatorEffect = Persist | SendDirective | Announce | Finish
-
-# ---------------------------------------------------------------- the machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +108,7 @@ class CoordinatorMachine:
         self._views_used = record.views_used if record else ViewNumber(passed_over)
         self._release_loop = record.release_loop if record else 0
         self._outcome = record.outcome if record else None
+        self._stopping: Stopping | None = None  # what its operator has asked for
         self._durable = Durable(record.saved, record.invalidations) if record else Durable()
         self._roster = Roster(record, now, Incarnation(passed_over + 1))
         self._learn_until = now + policy.lease.fence_s if forgotten else None
@@ -177,10 +133,9 @@ class CoordinatorMachine:
             case ReportArrived(report):
                 if self._hear(report, now):
                     reply_to = report.agent
-            case StopRequested(reason):
+            case StopRequested(reason, saves):
                 if self._outcome is None:
-                    effects.append(Announce("stop", reason))
-                    self._outcome = reason
+                    effects.append(self._stop(reason, saves, now))
                     self._agenda.change(now, at_once=True)
             case Tick():
                 pass
@@ -189,6 +144,13 @@ class CoordinatorMachine:
         if self._agenda.due(now):
             return [*effects, *self._review(reply_to, now)]
         return [self._answer(reply_to)] if reply_to is not None else []
+
+    def _stop(self, reason: str, saves: bool, now: float) -> Announce:
+        if saves and self._stopping is None:
+            self._stopping = Stopping(reason, self._progress.step, now + self._policy.grace_s)
+            return Announce("stop", "the job stops after a last checkpoint")
+        self._outcome = reason
+        return Announce("stop", reason)
 
     def _review(self, reply_to: AgentId | None, now: float) -> list[CoordinatorEffect]:
         """Decide on all that is known, and tell whoever should act on it."""
@@ -217,6 +179,8 @@ class CoordinatorMachine:
             yield self._wanting_since + self._policy.settle_s
         if self._learn_until is not None:
             yield self._learn_until
+        if self._stopping is not None:
+            yield self._stopping.until
         if self._outcome is not None:
             yield from (n.heard_at + lease.fence_s for n in self._roster.nodes.values())
 
@@ -322,6 +286,9 @@ class CoordinatorMachine:
         elif why := self._progress.hopeless(restart.losses_max, policy.retreats_max):
             self._outcome = why
             effects.append(Announce("failed", why))
+        elif self._stopping is not None and self._stopping.over(self._durable.step, now):
+            self._outcome = self._stopping.reason
+            effects.append(Announce("stop", self._outcome))
         elif self._note_release():
             left = [situation.status(m) for m in self._members if not situation.fenced(m)]
             if not left:
@@ -545,6 +512,7 @@ class CoordinatorMachine:
             release_loop=self._release_loop,
             undecided=self._learn_until is not None,
             shutdown=self._outcome is not None,
+            save_wanted=self._stopping is not None,
         )
 
     def _wanted(self, name: AgentId) -> Iterable[WantedProcess]:

@@ -96,11 +96,6 @@ class Directed:
 
 
 @dataclass(frozen=True, slots=True)
-class SaveWanted:
-    """An operator ends the job, and wants the state at the next boundary saved before."""
-
-
-@dataclass(frozen=True, slots=True)
 class SaveEnded:
     """The writer has answered for a share. `durable`: the whole checkpoint is, as of now.
 
@@ -270,7 +265,6 @@ WorkerEvent = (
     | LoopFinishing
     | LoopEnded
     | Directed
-    | SaveWanted
     | SaveEnded
     | EventNoted
     | Tick

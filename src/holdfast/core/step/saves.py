@@ -36,6 +36,7 @@ class Saves:
         self._pace: Pace | None = None
         self._last: int | None = None  # step that was saved, or that this worker began with
         self._wanted = False  # at the next boundary, by an operator
+        self._stops = False  # the job ends
         self._settled = False  # nobody will compare what is saved: it counts as it is
         self._busy: int | None = None  # the step whose share is being saved
         self._durable: list[SaveEnded] = []  # not compared yet
@@ -48,7 +49,9 @@ class Saves:
 
     def want(self, committed: int) -> list[Outcome]:
         """An operator ends the job: save at the next boundary, and let it count at once."""
-        self._wanted = self._settled = True
+        if self._stops:
+            return []
+        self._wanted = self._settled = self._stops = True
         return self.compared(committed)
 
     def opinion(self, step: int, now: float, leads: bool) -> tuple[bool, bool]:
@@ -104,7 +107,7 @@ class Saves:
 
     def loop_entered(self) -> None:
         """Further steps compare what is saved again."""
-        self._settled = self._wanted
+        self._settled = self._stops
 
     def compared(self, committed: int) -> list[Outcome]:
         """Return the checkpoints that count by now."""

@@ -149,8 +149,6 @@ class WorkerMachine:
                 return [self._tell(), *self._release(), *self._step.catch_up()]
             case ev.Directed(directive):
                 return self._directed(directive)
-            case ev.SaveWanted():
-                return self._step.saves.want(self._status.committed)
             case ev.SaveEnded():
                 return self._step.saves.ended(event, self._status.committed)
             case ev.EventNoted(kind, text):
@@ -340,6 +338,8 @@ class WorkerMachine:
         self._pending_view = max(self._pending_view, directive.pending_view)
         if directive.stop_view > self._status.promised:
             outcomes += self._promise(directive.stop_view)
+        if directive.save_wanted:
+            outcomes += self._step.saves.want(self._status.committed)
         view = directive.view
         if view is not None and view.number > max(self._status.view, self._status.promised):
             me = view.member(self._status.worker)

@@ -24,6 +24,7 @@ from typing import NoReturn
 from holdfast.core.errors import Deposed, HoldfastError, WireError, WorldError, assert_never
 from holdfast.core.job_spec import JobSpec
 from holdfast.core.membership import coordinator as machine
+from holdfast.core.membership import coordinator_events as ce
 from holdfast.core.types import (
     RELEASE_ALL,
     AgentId,
@@ -46,7 +47,6 @@ from holdfast.wire.messages import (
     DrainRequest,
     JoinReply,
     JoinRequest,
-    SaveRequest,
     StatusReply,
     StatusRequest,
     StopRequest,
@@ -56,8 +56,6 @@ Incoming = AgentReport | Address | JoinRequest | StatusRequest | StopRequest | D
 INCOMING = (AgentReport, Address, JoinRequest, StatusRequest, StopRequest, DrainRequest)
 TICK_S_MIN = 0.002
 FAREWELL_S = 2.0  # how long agents may take to hear that the job is over
-GRACE_S = 25.0  # for a last checkpoint; schedulers give 30 s between the signal and the kill
-POLL_S = 0.1
 CRASHED = 70  # exit status of a coordinator that met a bug of ours
 DEPOSED = 75  # its term is over: started again, it stands by
 
@@ -70,13 +68,13 @@ class EffectPipe:
     """
 
     def __init__(self) -> None:
-        self._waiting: dict[object, machine.CoordinatorEffect] = {}
+        self._waiting: dict[object, ce.CoordinatorEffect] = {}
         self._count = 0
 
-    def push(self, effects: Sequence[machine.CoordinatorEffect]) -> None:
+    def push(self, effects: Sequence[ce.CoordinatorEffect]) -> None:
         for effect in effects:
             key: object
-            if isinstance(effect, machine.SendDirective):
+            if isinstance(effect, ce.SendDirective):
                 key = ("directive", effect.directive.agent)
                 self._waiting.pop(key, None)
             else:
@@ -84,14 +82,14 @@ class EffectPipe:
                 key = self._count
             self._waiting[key] = effect
 
-    def pop(self) -> machine.CoordinatorEffect | None:
+    def pop(self) -> ce.CoordinatorEffect | None:
         """Return the next effect; a Persist already carries the newest record that waits."""
         key = next(iter(self._waiting), None)
         if key is None:
             return None
         effect = self._waiting.pop(key)
-        if isinstance(effect, machine.Persist):
-            later = [k for k, e in self._waiting.items() if isinstance(e, machine.Persist)]
+        if isinstance(effect, ce.Persist):
+            later = [k for k, e in self._waiting.items() if isinstance(e, ce.Persist)]
             for key in later:
                 effect = self._waiting.pop(key)
         return effect
@@ -132,7 +130,6 @@ class CoordinatorServer:
         self._addresses: dict[Peer, bytes] = {}  # addresses of `_addressed`'s members
         self._addressed = 0
         self._pipe = EffectPipe()
-        self._stopping: asyncio.Task[None] | None = None
         self._saving: asyncio.Task[None] | None = None
         self._finished = asyncio.Event()
         self._outcome = ""
@@ -158,21 +155,9 @@ class CoordinatorServer:
         return self._outcome
 
     def stop(self, reason: str) -> None:
-        """End the job after a last checkpoint, if it keeps any; when asked again, at once."""
-        again = self._stopping is not None
-        if again or not (self._spec.checkpoints.store and self._agents):
-            self._feed(machine.StopRequested(reason))
-        else:
-            self._stopping = asyncio.ensure_future(self._save_and_stop(reason))
-
-    async def _save_and_stop(self, reason: str) -> None:
-        self.say("stop", "the job stops after a last checkpoint")
-        step, deadline = self._core.snapshot().step, time.monotonic() + GRACE_S
-        for channel in self._agents.values():
-            channel.send(SaveRequest())
-        while self._core.snapshot().record.saved[-1:] < (step,) and time.monotonic() < deadline:
-            await asyncio.sleep(POLL_S)
-        self._feed(machine.StopRequested(reason))
+        """End the job, after a last checkpoint if it keeps any; asked again, at once."""
+        saves = bool(self._spec.checkpoints.store and self._agents)
+        self._feed(ce.StopRequested(reason, saves))
 
     async def _agents_gone(self) -> None:
         while self._agents:
@@ -189,7 +174,7 @@ class CoordinatorServer:
                     case AgentReport():
                         agent = message.agent
                         self._agents[agent] = channel
-                        self._feed(machine.ReportArrived(message))
+                        self._feed(ce.ReportArrived(message))
                     case Address():
                         self._note_address(message, channel)
                     case JoinRequest():
@@ -225,9 +210,9 @@ class CoordinatorServer:
         """Note that an agent left an ended job after its workers; its last report may be lost."""
         outcome = self._core.outcome
         if outcome is not None and not self._agents:
-            self._carry_out([machine.Finish(outcome)])
+            self._carry_out([ce.Finish(outcome)])
 
-    def _feed(self, event: machine.CoordinatorEvent) -> None:
+    def _feed(self, event: ce.CoordinatorEvent) -> None:
         now = time.monotonic()
         self._carry_out(self._core.handle(event, now))
         deadline = self._core.deadline()
@@ -248,7 +233,7 @@ class CoordinatorServer:
         except Exception:  # noqa: BLE001 - asyncio would hide it: crash and be restarted
             crash()
 
-    def _carry_out(self, effects: Sequence[machine.CoordinatorEffect]) -> None:
+    def _carry_out(self, effects: Sequence[ce.CoordinatorEffect]) -> None:
         """Carry out effects in order; what follows a Persist waits until that is durable.
 
         Events go on meanwhile.
@@ -261,15 +246,15 @@ class CoordinatorServer:
             leave(error)
         while self._saving is None and (effect := self._pipe.pop()) is not None:
             match effect:
-                case machine.Persist(record):
+                case ce.Persist(record):
                     self._saving = asyncio.ensure_future(self._save(record))
-                case machine.SendDirective(directive):
+                case ce.SendDirective(directive):
                     channel = self._agents.get(directive.agent)
                     if channel is not None:
                         channel.send(directive)
-                case machine.Announce():
+                case ce.Announce():
                     self.say(effect.kind, effect.text, effect)
-                case machine.Finish(outcome):
+                case ce.Finish(outcome):
                     self._outcome = outcome
                     self._finished.set()
                 case _:
@@ -299,7 +284,7 @@ class CoordinatorServer:
         for each in self._agents.values() if known < len(self._addresses) else [channel]:
             each.send(book)
 
-    def say(self, kind: str, text: str, announced: machine.Announce | None = None) -> None:
+    def say(self, kind: str, text: str, announced: ce.Announce | None = None) -> None:
         """Write one line of the job's event log, for people and for events.jsonl."""
         event = {"time": time.time(), "kind": kind, "text": text}
         if announced is not None:

@@ -33,9 +33,9 @@ from holdfast.net.tls import client_of
 from holdfast.runtime.contact import Contact, contact_by
 from holdfast.runtime.node.worker_process import WorkerProcess, WorkerTemplate
 from holdfast.runtime.rundir import RunDir
-from holdfast.wire.messages import Address, AddressBook, DrainRequest, SaveRequest
+from holdfast.wire.messages import Address, AddressBook, DrainRequest
 
-FROM_COORDINATOR = (Directive, AddressBook, DrainRequest, SaveRequest)
+FROM_COORDINATOR = (Directive, AddressBook, DrainRequest)
 RECONNECT_S = 0.1
 HEALTH_S = 10.0  # between two rounds of light checks
 TICK_S_MIN = 0.01

@@ -1,0 +1,67 @@
+"""The events and effects of the coordinator machine, as values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast.core.types import AgentReport, Directive, JobRecord, Tick, ViewNumber, WorkerId
+
+# ---------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class ReportArrived:
+    """An agent has told of its node."""
+
+    report: AgentReport
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequested:
+    """The job should end, as its operator wants; asked again, at once.
+
+    `saves`: it keeps checkpoints, so one is made before.
+    """
+
+    reason: str
+    saves: bool = False
+
+
+CoordinatorEvent = ReportArrived | StopRequested | Tick
+
+# ---------------------------------------------------------------- effects
+
+
+@dataclass(frozen=True, slots=True)
+class Persist:
+    """Write this record; it must be durable before any later effect is carried out."""
+
+    record: JobRecord
+
+
+@dataclass(frozen=True, slots=True)
+class SendDirective:
+    """Tell an agent what its node should be doing."""
+
+    directive: Directive
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """Write one line of the job's event log, for people and for events.jsonl."""
+
+    kind: str
+    text: str
+    worker: WorkerId | None = None
+    view: ViewNumber | None = None
+    step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """End the coordinator: the job is over and nothing of it runs. Empty outcome: success."""
+
+    outcome: str
+
+
+CoordinatorEffect = Persist | SendDirective | Announce | Finish

@@ -1,0 +1,18 @@
+"""Ending a job as its operator wants, after a last checkpoint. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """A stop that waits for a checkpoint of step `after` or a later one, at most until `until`."""
+
+    reason: str
+    after: int
+    until: float
+
+    def over(self, durable: int, now: float) -> bool:
+        """Tell whether the job may end: `durable` is the step of the newest checkpoint."""
+        return durable >= self.after or now >= self.until
