@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from holdfast.core.errors import Aborted, Damaged, WireError
+from holdfast.core.partition import part_of
 from holdfast.core.types import Invalidation
 from holdfast.store.checkpoint_reading import OneEntry, load, load_range
 from holdfast.store.checkpoints import Checkpoints
@@ -53,7 +54,7 @@ class Restorer:
         places = _places(entries, tensors, starts)
         if places is None:
             raise Damaged(f"the checkpoint of step {step} contradicts itself")
-        begin, end = _share(flat.numel(), layout.rank, layout.size)
+        begin, end = part_of(flat.numel(), layout.rank, layout.size, ALIGN)
         self._read(manifest, places, bytes_of(flat), begin, end)
         _exchange(flat, transport, layout)
         loading()
@@ -139,13 +140,8 @@ def _places(
     return places if next(supply, None) is None else None
 
 
-def _share(total: int, rank: int, size: int) -> tuple[int, int]:
-    begin, end = (total * r // size // ALIGN * ALIGN for r in (rank, rank + 1))
-    return begin, total if rank == size - 1 else end
-
-
 def _parts(flat: torch.Tensor, rank: int, size: int) -> Iterator[torch.Tensor]:
-    begin, end = _share(flat.numel(), rank, size)
+    begin, end = part_of(flat.numel(), rank, size, ALIGN)
     for start in range(begin, end, PART_BYTES):
         yield flat[start : min(start + PART_BYTES, end)]
 

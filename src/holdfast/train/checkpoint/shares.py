@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from holdfast.core.partition import part_of
+
 
 @dataclass(frozen=True, slots=True)
 class Slice:
@@ -25,7 +27,7 @@ class Slice:
 def share_of(tensors: Sequence[torch.Tensor], rank: int, size: int) -> list[Slice]:
     """Return what rank `rank` of `size` saves; every row of every tensor is in just one share."""
     total = sum(t.nbytes for t in tensors)
-    begin, end = total * rank // size, total * (rank + 1) // size
+    begin, end = part_of(total, rank, size)
     found: list[Slice] = []
     at = 0
     for index, tensor in enumerate(tensors):

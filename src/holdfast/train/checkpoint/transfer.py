@@ -15,6 +15,7 @@ import torch
 import xxhash
 
 from holdfast.core.errors import Aborted, StateMismatch
+from holdfast.core.partition import part_of
 from holdfast.train.checkpoint import state
 from holdfast.train.step.reduction import TAG_STATE, Layout, all_gather
 from holdfast.train.transport.seam import Transport
@@ -126,19 +127,15 @@ class StateSync:
 
 def _parts(sizes: list[int], donors: list[int]) -> list[_Part]:
     """Cut all tensors' bytes into one contiguous share per donor, in parts of bounded size."""
-    total = sum(sizes)
-    share = max(-(-total // len(donors)), 1)
     parts: list[_Part] = []
-    offset = 0
-    for index, size in enumerate(sizes):
-        start = 0
-        while start < size:
-            donor = (offset + start) // share
-            end_of_share = (donor + 1) * share - offset
-            stop = min(size, start + PART_BYTES, end_of_share)
-            parts.append(_Part(donors[donor], index, start, stop))
-            start = stop
-        offset += size
+    for number, donor in enumerate(donors):
+        begin, end = part_of(sum(sizes), number, len(donors))
+        at = 0
+        for index, size in enumerate(sizes):
+            first, last = max(begin - at, 0), min(end - at, size)
+            starts = range(first, last, PART_BYTES)
+            parts += [_Part(donor, index, s, min(s + PART_BYTES, last)) for s in starts]
+            at += size
     return parts
 
 

@@ -18,6 +18,7 @@ import torch
 
 from holdfast.core import tree
 from holdfast.core.errors import InvariantError
+from holdfast.core.partition import part_of
 from holdfast.core.step.events import FINITE, NOBODYS, SOMEBODYS
 from holdfast.core.types import Peer, View, WorkerId
 from holdfast.train.checkpoint.state import as_bytes
@@ -75,10 +76,8 @@ class Layout:
 
 
 def piece_of(rank: int, size: int, numel: int) -> slice:
-    """The elements of a flat buffer that fall to one of `size` members."""
-    share = -(-numel // size)
-    share = -(-share // PIECE_ALIGN) * PIECE_ALIGN
-    return slice(min(rank * share, numel), min((rank + 1) * share, numel))
+    """Return the elements of a flat buffer that fall to one of `size` members."""
+    return slice(*part_of(numel, rank, size, PIECE_ALIGN))
 
 
 class Operation(Protocol):
