@@ -57,3 +57,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
         return known[steps]
 
     return digest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let stories be written anew: `pytest tests/test_stories.py --rewrite-stories`."""
+    parser.addoption("--rewrite-stories", action="store_true", dest="rewrite_stories")

@@ -147,7 +147,10 @@ class CoordinatorMachine:
 
     def _stop(self, reason: str, saves: bool, now: float) -> Announce:
         if saves and self._stopping is None:
-            self._stopping = Stopping(reason, self._progress.step, now + self._policy.grace_s)
+            after = max(
+                self._progress.step, 1
+            )  # as far as it is known: reports may be on their way
+            self._stopping = Stopping(reason, after, now + self._policy.grace_s)
             return Announce("stop", "the job stops after a last checkpoint")
         self._outcome = reason
         return Announce("stop", reason)
@@ -488,7 +491,8 @@ class CoordinatorMachine:
     def _common(self) -> tuple[object, ...]:
         """Return the part of all directives, but for the view, that makes them worth sending."""
         counts = (self._stop_view, self._pending_view, self._number, self._release_loop)
-        return *counts, self._learn_until is None, self._outcome is None
+        ending = self._stopping is not None, self._outcome is None
+        return *counts, self._learn_until is None, *ending
 
     def _answer(self, name: AgentId) -> SendDirective:
         node, directive = self._roster.nodes[name], self._directive(name)

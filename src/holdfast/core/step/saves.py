@@ -98,7 +98,7 @@ class Saves:
         often = "" if self._policy.every else f"; {self._pace}"
         text = f"step {save.step} is saved, in {save.took_s:.2f} s{often}"
         self._durable.append(save)
-        return [*self.compared(committed), EventNoted("save", text)]
+        return [EventNoted("save", text), *self.compared(committed)]
 
     def finishing(self, committed: int) -> list[Outcome]:
         """The loop has no further step in which anything could be compared."""

@@ -1,0 +1,407 @@
+"""A tiny cluster around the machines of the core: nothing moves unless a story says so.
+
+What machines send each other waits until it is delivered; tasks, sums and copies are done when the
+story says that they are. There is no chance, and the clock only moves with what is delivered, or by
+a story's word.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from holdfast.core.job_spec import CoordinatorPolicy
+from holdfast.core.membership import agent as ag
+from holdfast.core.membership import coordinator as co
+from holdfast.core.membership.agent import AgentMachine, AgentPolicy
+from holdfast.core.membership.coordinator import CoordinatorMachine
+from holdfast.core.step import effects as ef
+from holdfast.core.step import events as ev
+from holdfast.core.step.step_policy import StepPolicy
+from holdfast.core.step.worker import WorkerMachine
+from holdfast.core.types import (
+    AgentId,
+    AgentReport,
+    Directive,
+    Incarnation,
+    JobRecord,
+    View,
+    WorkerDirective,
+    WorkerId,
+)
+from story_data import Group, Work
+from story_text import Block, Scribe
+
+HEARTBEAT_S = 0.5  # between two statuses that a worker sends anyhow
+INSTANT_S = 0.001  # by so much the clock moves with each event
+ROUNDS_MAX = 400  # of deliveries, until a story counts as stuck
+
+
+class StoryError(Exception):
+    """A story says something that cannot be."""
+
+
+@dataclass(frozen=True)
+class Machines:
+    """What is built; a test puts faulty ones in their places."""
+
+    coordinator: Callable[..., CoordinatorMachine] = CoordinatorMachine
+    agent: Callable[..., AgentMachine] = AgentMachine
+    worker: Callable[..., WorkerMachine] = WorkerMachine
+
+
+@dataclass(kw_only=True)
+class Setting:
+    """What a story's first command says of its job."""
+
+    workers: int
+    virtual: int
+    nodes: int
+    until: int = 100
+    coordinator: CoordinatorPolicy
+    step: StepPolicy = field(default_factory=StepPolicy)
+
+
+class Host:
+    """One node: its agent, and what waits to be heard by it."""
+
+    def __init__(self, name: AgentId, slots: int) -> None:
+        self.name = name
+        self.slots = slots
+        self.incarnation = 0
+        self.machine: AgentMachine | None = None
+        self.frozen = False
+        self.cut_off = False
+        self.inbox: deque[Directive] = deque()
+        self.local: deque[ag.AgentEvent] = deque()  # from its workers and their processes
+
+    @property
+    def runs(self) -> bool:
+        """Whether its agent is there and handles what comes."""
+        return self.machine is not None and not self.frozen
+
+
+class Process:
+    """One process of a worker: its machine, and what its script and its exchanges wait for."""
+
+    def __init__(self, host: Host, machine: WorkerMachine, until: int) -> None:
+        status = machine.snapshot()
+        self.host = host
+        self.machine = machine
+        self.worker = status.worker
+        self.incarnation = status.incarnation
+        self.until = until
+        self.alive = True
+        self.paused = False
+        self.frozen = False
+        self.inbox: deque[WorkerDirective] = deque()
+        self.work = Work()
+
+    @property
+    def name(self) -> str:
+        """What stories call it."""
+        return f"worker {self.worker}"
+
+    @property
+    def runs(self) -> bool:
+        """Whether it is there and handles what comes."""
+        return self.alive and not self.paused and not self.frozen
+
+
+class Cluster:
+    """See the module's docstring. `blocks`: what the machines did since it was last looked at."""
+
+    def __init__(self, setting: Setting, machines: Machines) -> None:
+        self.setting = setting
+        self.now = 0.0
+        self._beat_at = HEARTBEAT_S
+        self.blocks: list[Block] = []
+        self.groups: dict[int, Group] = {}
+        self.shares: dict[tuple[int, int], set[int]] = {}  # written, by step and view: ranks
+        self.processes: dict[WorkerId, Process] = {}  # the newest of each
+        self.coordinator: CoordinatorMachine | None = None
+        self.reports: deque[AgentReport] = deque()
+        self.record: JobRecord | None = None  # in the journal
+        self.term = 0
+        self.forgotten = 0
+        self._machines = machines
+        self._scribe = Scribe()
+        self.hosts: dict[AgentId, Host] = {}
+        places, more = divmod(setting.workers, setting.nodes)
+        for i in range(setting.nodes):
+            self.hosts[AgentId(f"node{i}")] = Host(AgentId(f"node{i}"), places + (i < more))
+
+    # ------------------------------------------------------------ the coordinator and the agents
+
+    def start_coordinator(self, *, journal: bool = True) -> None:
+        """A coordinator begins, from what the journal says if there is one."""
+        self.term += 1
+        if not journal:
+            self.record, self.forgotten = None, self.forgotten + 1
+        self.coordinator = self._machines.coordinator(
+            self.setting.coordinator, self.term, self.record, self.now, self.forgotten
+        )
+        self.tell_coordinator(co.Tick())
+
+    def tell_coordinator(self, event: co.CoordinatorEvent) -> None:
+        """Hand the coordinator an event and carry out what follows."""
+        machine = self.coordinator
+        if machine is None:
+            return
+        effects = machine.handle(event, self._tick())
+        machine.check()
+        self.blocks.append(("coordinator", self._scribe.coordinator(effects)))
+        for effect in effects:
+            if isinstance(effect, co.Persist):
+                self.record = effect.record
+            elif isinstance(effect, co.SendDirective):
+                host = self.hosts[effect.directive.agent]
+                if not host.cut_off:
+                    host.inbox.append(effect.directive)
+            elif isinstance(effect, co.Finish):
+                self.coordinator = None
+
+    def start_agent(self, host: Host) -> None:
+        """A node's agent begins."""
+        host.incarnation += 1
+        host.frozen = False
+        host.inbox.clear()
+        host.local.clear()
+        number = Incarnation(host.incarnation)
+        host.machine = self._machines.agent(host.name, number, host.slots, AgentPolicy())
+        self.tell_agent(host, ag.Tick())
+
+    def tell_agent(self, host: Host, event: ag.AgentEvent) -> None:
+        """Hand an agent an event and carry out what follows."""
+        machine = host.machine
+        if machine is None:
+            return
+        effects = machine.handle(event, self._tick())
+        machine.check()
+        self.blocks.append((host.name, self._scribe.agent(host.name, effects)))
+        for effect in effects:
+            self._agent_does(host, effect)
+
+    def _agent_does(self, host: Host, effect: ag.AgentEffect) -> None:
+        match effect:
+            case ag.SendReport(report):
+                if not host.cut_off and self.coordinator is not None:
+                    self.reports.append(report)
+            case ag.Spawn(worker, incarnation):
+                machine = self._machines.worker(worker, incarnation, self.setting.step)
+                process = Process(host, machine, self.setting.until)
+                self.processes[worker] = process
+            case ag.Quit():
+                host.machine = None
+            case _:
+                self._agent_acts_on(effect)
+
+    def _agent_acts_on(self, effect: ag.SendWorker | ag.Kill | ag.Pause | ag.Resume) -> None:
+        process = self.processes[effect.worker]
+        if process.incarnation != effect.incarnation or not process.alive:
+            return
+        match effect:
+            case ag.SendWorker(_, _, directive):
+                process.inbox.append(directive)
+            case ag.Kill(_, _, reason):
+                self.end(process, -9, reason)
+            case ag.Pause():
+                process.paused = True
+            case ag.Resume():
+                process.paused = False
+
+    # ------------------------------------------------------------ workers
+
+    def end(self, process: Process, code: int, detail: str = "") -> None:
+        """A process ends; its agent has yet to hear of it."""
+        if not process.alive:
+            return
+        process.alive = False
+        process.inbox.clear()
+        group = self.groups.get(process.work.view)
+        if group is not None:
+            group.closed.add(process.worker)
+        event = ag.ProcessExited(process.worker, process.incarnation, code, detail)
+        process.host.local.append(event)
+
+    def feed(self, process: Process, event: ev.WorkerEvent) -> None:
+        """Hand a worker an event and carry out what follows, and what follows from that."""
+        events, lines = deque([event]), list[str]()
+        while events and process.alive:
+            effects = process.machine.handle(events.popleft(), self._tick())
+            process.machine.check()
+            view = process.machine.view
+            lines += self._scribe.worker(effects, len(view.members) if view else 0)
+            for effect in effects:
+                events.extend(self._worker_does(process, effect))
+            events.extend(self._script_goes_on(process))
+        self.blocks.append((process.name, ("; ".join(lines),) if lines else ()))
+
+    def go_on(self, process: Process) -> None:
+        """A script is done with something of which its machine does not hear."""
+        for event in list(self._script_goes_on(process)):
+            self.feed(process, event)
+
+    def _worker_does(self, process: Process, effect: ef.WorkerEffect) -> Iterator[ev.WorkerEvent]:
+        work = process.work
+        match effect:
+            case ef.Tell(status):
+                process.host.local.append(ag.WorkerSaid(status))
+            case ef.Abort(number):
+                for older in (g for n, g in self.groups.items() if n <= number):
+                    older.closed.add(process.worker)
+            case ef.Install(view):
+                self.groups.setdefault(view.number, Group(view)).here.add(process.worker)
+                work.install(view)
+            case ef.Exit():
+                self.end(process, -9, "computes wrongly")
+            case ef.GiveUp(reason):
+                self.end(process, 1, reason)
+            case ef.Commit():
+                work.script = deque(e for e in work.script if not isinstance(e, ef.Compute))
+                work.script.append(effect)
+            case ef.Begin() | ef.Compute() | ef.SaveShare() | ef.Release():
+                work.script.append(effect)
+            case ef.LookWhoIsLate(number, step):
+                awaited = self.groups[number].awaited(process.worker)
+                yield ev.StillAwaited(number, step, awaited)
+            case _:
+                group = self.groups.get(work.view)
+                if group is not None and process.worker not in group.closed:
+                    group.said(process.worker, work, effect)
+
+    def _script_goes_on(self, process: Process) -> Iterator[ev.WorkerEvent]:
+        """The script begins what takes time; what takes none it does at once."""
+        work = process.work
+        while work.doing is None and work.script:
+            effect = work.script.popleft()
+            if isinstance(effect, ef.Begin):
+                work.open(effect)
+                if effect.step >= process.until:
+                    yield ev.LoopFinishing()
+                    yield ev.LoopEnded()
+                else:
+                    yield ev.StepOpened(effect.step)
+            else:
+                work.doing = effect
+
+    # ------------------------------------------------------------ delivering
+
+    def hear_reports(self, host: Host | None = None) -> bool:
+        """The coordinator hears the reports under way, or those of one node."""
+        found = [r for r in self.reports if host is None or r.agent == host.name]
+        self.reports = deque(r for r in self.reports if r not in found)
+        for report in found:
+            self.tell_coordinator(co.ReportArrived(report))
+        return bool(found)
+
+    def hear_directives(self, host: Host) -> bool:
+        """An agent hears what the coordinator has sent it."""
+        if not host.runs or not host.inbox:
+            return False
+        while host.inbox:
+            self.tell_agent(host, ag.DirectiveArrived(host.inbox.popleft()))
+        return True
+
+    def hear_workers(self, host: Host) -> bool:
+        """An agent hears what its workers have said, and which processes have ended."""
+        if not host.runs or not host.local:
+            return False
+        while host.local:
+            self.tell_agent(host, host.local.popleft())
+        return True
+
+    def be_directed(self, process: Process) -> bool:
+        """A worker hears what its agent has sent it."""
+        if not process.runs or not process.inbox:
+            return False
+        while process.inbox and process.runs:
+            self.feed(process, ev.Directed(process.inbox.popleft()))
+        return True
+
+    def settle(self) -> None:
+        """Deliver all control messages, and what follows from them, until none is left."""
+        for _ in range(ROUNDS_MAX):
+            moved = [self.hear_workers(host) for host in self.hosts.values()]
+            moved.append(self.hear_reports())
+            moved += [self.hear_directives(host) for host in self.hosts.values()]
+            moved += [self.be_directed(process) for process in self.newest()]
+            if not any(moved):
+                if not self.review():
+                    return
+        raise StoryError("control messages never end")
+
+    def review(self) -> bool:
+        """The coordinator looks at floods of changes only now and then."""
+        machine = self.coordinator
+        deadline = machine.deadline() if machine is not None else None
+        if deadline is None or deadline > self.now + INSTANT_S:
+            return False
+        self.tell_coordinator(co.Tick())
+        return True
+
+    def newest(self) -> list[Process]:
+        """The newest process of each worker, in order."""
+        return [process for _, process in sorted(self.processes.items())]
+
+    # ------------------------------------------------------------ time
+
+    def wait(self, seconds: float, *, heard: bool) -> None:
+        """Let time pass; `heard`: control messages are delivered meanwhile."""
+        until = self.now + seconds
+        if heard:
+            self.settle()
+        while (at := min([*self._deadlines(), self._beat_at])) < until:
+            self.now = max(self.now, at)
+            self._beat()
+            for tick in list(self._due()):
+                tick()
+            if heard:
+                self.settle()
+        self.now = max(self.now, until)
+
+    def _beat(self) -> None:
+        """Workers repeat what they have said, which tells how far they have come."""
+        if self.now >= self._beat_at:
+            self._beat_at = self.now + HEARTBEAT_S
+            for process in self.newest():
+                if process.runs:
+                    process.host.local.append(ag.WorkerSaid(process.machine.snapshot()))
+
+    def _deadlines(self) -> Iterator[float]:
+        hosts = [host.machine for host in self.hosts.values() if host.machine and host.runs]
+        workers = [process.machine for process in self.newest() if process.runs]
+        for machine in (self.coordinator, *hosts, *workers):
+            deadline = machine.deadline() if machine is not None else None
+            if deadline is not None:
+                yield deadline
+
+    def _due(self) -> Iterable[Callable[[], Any]]:
+        """Those whose time has come; each by itself, since one may end another."""
+        machine = self.coordinator
+        if machine is not None and _is_due(machine.deadline(), self.now):
+            yield partial(self.tell_coordinator, co.Tick())
+        for host in self.hosts.values():
+            if host.machine and host.runs and _is_due(host.machine.deadline(), self.now):
+                yield partial(self.tell_agent, host, ag.Tick())
+        for process in self.newest():
+            if process.runs and _is_due(process.machine.deadline(), self.now):
+                yield partial(self.feed, process, ev.Tick())
+
+    def _tick(self) -> float:
+        self.now += INSTANT_S
+        return self.now
+
+    # ------------------------------------------------------------ looking
+
+    def view(self) -> View | None:
+        """The newest view that anybody has installed."""
+        numbers = [p.machine.view for p in self.newest() if p.machine.view is not None]
+        return max(numbers, key=lambda v: v.number, default=None)
+
+
+def _is_due(deadline: float | None, now: float) -> bool:
+    return deadline is not None and deadline <= now

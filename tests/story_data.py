@@ -1,0 +1,233 @@
+"""What the workers of a story exchange, and what their scripts compute: numbers in which all shows.
+
+A group hears what each member says; it is handed on when the story says that it is there, and only
+once all members have said it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from holdfast.core.step import effects as ef
+from holdfast.core.step import events as ev
+from holdfast.core.step.events import FINITE, SOMEBODYS, Purpose, Row, Topic
+from holdfast.core.types import View, WorkerId
+
+SOUND = 7  # the fingerprint of a state in which no bit is wrong
+
+
+class Work:
+    """What one process's script does, and what may be wrong with it."""
+
+    def __init__(self) -> None:
+        self.view = 0  # newest group
+        self.script: deque[ef.ScriptEffect] = deque()
+        self.doing: ef.ScriptEffect | None = None
+        self.open_step = -1
+        self.whole = False  # all of the state is looked at in this step
+        self.tokens: dict[int, int] = {}
+        self.copies: dict[int, int] = {}
+        self.saving: list[tuple[int, View]] = []  # shares that its writer has
+        self.flipped = 0  # what a wrong bit makes of its state
+        self.lies = 0  # tasks that it computes wrongly from now on
+        self.told_lies = 0
+        self.poisons = False  # its next task is not finite
+        self.sums_wrongly = False
+        self.left = False  # it has left its loop
+        self.receiving: int | None = None  # the missed step that it waits for
+
+    def install(self, view: View) -> None:
+        """A view is installed."""
+        self.view, self.receiving = view.number, None
+
+    def open(self, begin: ef.Begin) -> None:
+        """A step begins."""
+        self.open_step, self.whole = begin.step, begin.whole
+        self.tokens, self.copies = {}, {}
+
+    def computed(self, task: ef.Compute) -> ev.TaskDone | None:
+        """The task under way is done; nothing follows if its step is over."""
+        self.doing = None
+        if task.step != self.open_step:
+            return None
+        token = 10 * task.step + task.vrank + 1000 * self.flipped
+        if self.lies:
+            self.lies -= 1
+            self.told_lies += 1
+            token += 500 + self.told_lies
+        if self.poisons:
+            self.poisons, token = False, -1
+        if task.purpose is Purpose.HOSTED:
+            self.tokens[task.vrank] = token
+        elif task.purpose is Purpose.SPECULATIVE:
+            self.copies[task.vrank] = token
+        digest = token if task.digest else None
+        return ev.TaskDone(task.step, task.vrank, task.purpose, 1, digest)
+
+    @property
+    def fingerprint(self) -> int:
+        """Of its state."""
+        return SOUND + self.flipped
+
+
+class Group:
+    """What the members of one view have said, until it is handed on."""
+
+    def __init__(self, view: View) -> None:
+        self.view = view
+        self.here: set[WorkerId] = set()  # who has installed it
+        self.connected: set[WorkerId] = set()
+        self.closed: set[WorkerId] = set()  # who has left it
+        self.reduces: dict[WorkerId, ef.Reduce] = {}
+        self._rows: dict[str, list[dict[WorkerId, object]]] = {}  # by exchange, each turn
+        self._heard: dict[tuple[str, WorkerId], int] = {}  # turns that a member has heard
+        self.sent: dict[WorkerId, list[int]] = {}  # missed steps under way
+        self.notes: dict[WorkerId, list[ev.WorkerEvent]] = {}  # who is done, who counts
+
+    # ------------------------------------------------------------ saying
+
+    def said(self, worker: WorkerId, work: Work, effect: ef.WorkerEffect) -> None:
+        """Take in what a member tells the others."""
+        match effect:
+            case ef.Gather(_, topic, row):
+                told = (*row, float(work.fingerprint)) if topic is Topic.CONFESS else row
+                self._say(topic.value, worker, told)
+            case ef.Reduce():
+                self.reduces[worker] = effect
+            case ef.ShareRows():
+                self._say("sum", worker, self._part(worker, work))
+            case ef.CheckSum(_, bucket, run):
+                right = 100 * bucket + (self.view.rank(worker) + run) % len(self.view.members)
+                wrong, work.sums_wrongly = work.sums_wrongly, False
+                self._say("check", worker, (bucket, run, right + (900 if wrong else 0)))
+            case ef.SyncState():
+                self._say("states", worker, work.fingerprint)
+            case ef.Restore(_, step):
+                self._say("checkpoint", worker, step)
+            case ef.SendMissed(_, lag):
+                steps = range(lag.committed, self.view.resume_step)
+                self.sent.setdefault(lag.worker, []).extend(steps)
+            case ef.SendDone(view, step, samples):
+                done = ev.MemberDone(view, self.view.rank(worker), step, samples)
+                self.notes.setdefault(self.view.workers[0], []).append(done)
+            case ef.SendCounted(view, step, ranks):
+                for other in self.view.workers[1:]:
+                    event = ev.CountSettled(view, step, ranks)
+                    self.notes.setdefault(other, []).append(event)
+            case _:
+                self._attend(worker, work, effect)
+
+    def _attend(self, worker: WorkerId, work: Work, effect: ef.WorkerEffect) -> None:
+        """What concerns one member alone."""
+        if isinstance(effect, ef.Redo):
+            work.tokens, work.copies = {}, {}
+        elif isinstance(effect, ef.Adopt):
+            work.tokens[effect.vrank] = work.copies.pop(effect.vrank)
+        elif isinstance(effect, ef.ReceiveMissed):
+            work.receiving = effect.step
+
+    def _part(self, worker: WorkerId, work: Work) -> dict[str, object]:
+        counts = self.view.rank(worker) in self.reduces[worker].counted
+        return {
+            "tokens": dict(work.tokens) if counts else {},
+            "print": work.fingerprint,
+            "whole": work.fingerprint if work.whole else 0,
+            "step": self.reduces[worker].step,
+        }
+
+    def _say(self, kind: str, worker: WorkerId, what: object) -> None:
+        turns = self._rows.setdefault(kind, [])
+        for turn in turns:
+            if worker not in turn:
+                turn[worker] = what
+                return
+        turns.append({worker: what})
+
+    # ------------------------------------------------------------ hearing
+
+    def missing(self, kind: str, worker: WorkerId) -> list[WorkerId] | None:
+        """Who has not said what this member waits for; None if it waits for nothing."""
+        turn = self._turn(kind, worker)
+        if turn is None or worker not in turn:
+            return None
+        return [w for w in self.view.workers if w not in turn]
+
+    def hear(self, kind: str, worker: WorkerId) -> list[object]:
+        """What all have said, by rank, for a member that has not heard it yet."""
+        turn = self._turn(kind, worker)
+        assert turn is not None, "nothing was said"
+        self._heard[kind, worker] = self._heard.get((kind, worker), 0) + 1
+        return [turn[w] for w in self.view.workers]
+
+    def drop(self, kind: str, worker: WorkerId) -> None:
+        """A member is not told of what it waits for."""
+        self._heard[kind, worker] = self._heard.get((kind, worker), 0) + 1
+
+    def _turn(self, kind: str, worker: WorkerId) -> dict[WorkerId, object] | None:
+        turns, number = self._rows.get(kind, []), self._heard.get((kind, worker), 0)
+        return turns[number] if number < len(turns) else None
+
+    def awaited(self, me: WorkerId) -> tuple[int, ...]:
+        """The ranks whose part of the present sum is not here."""
+        turn = self._turn("sum", me) or {}
+        return tuple(r for r, w in enumerate(self.view.workers) if w not in turn and w != me)
+
+    # ------------------------------------------------------------ what follows
+
+    def summed(self, worker: WorkerId, work: Work, *, compares: bool) -> ev.Summed:
+        """The buckets are summed: the first member sums what is not finite, if anything is."""
+        parts: list[dict[str, object]] = self.hear("sum", worker)  # type: ignore[assignment]
+        tokens = [(rank, v, t) for rank, part in enumerate(parts) for v, t in _tokens(part)]
+        bad = [rank for rank, _, token in tokens if token < 0]
+        first = self.view.rank(worker) == 0
+        return ev.Summed(
+            view=self.view.number,
+            step=self.reduces[worker].step,
+            parts=tuple(_number(part["print"]) for part in parts) if compares else (),
+            wholes=tuple(_number(part["whole"]) for part in parts) if compares else (),
+            doubt=SOMEBODYS + min(bad) if bad and first else FINITE,
+            unlike=tuple(v for _, v, token in tokens if work.copies.get(v, token) != token),
+            compute_us=1000 * len(work.tokens),
+        )
+
+    def checked(self, worker: WorkerId) -> ev.SumChecked:
+        """All have told of the piece that they have summed."""
+        rows: list[tuple[int, int, int]] = self.hear("check", worker)  # type: ignore[assignment]
+        (bucket, run, _), size = rows[0], len(rows)
+        table = tuple(rows[(piece - run) % size][2] for piece in range(size))
+        return ev.SumChecked(self.view.number, bucket, (table,) * size)
+
+    def gathered(self, topic: Topic, worker: WorkerId) -> ev.Gathered:
+        """All have said something of a topic."""
+        rows: list[Row] = self.hear(topic.value, worker)  # type: ignore[assignment]
+        return ev.Gathered(self.view.number, topic, tuple(rows))
+
+    def compared(self, worker: WorkerId, work: Work) -> Iterator[ev.WorkerEvent]:
+        """Those who hold the state compare theirs; then joiners have it, if they are the same."""
+        prints: list[int] = self.hear("states", worker)  # type: ignore[assignment]
+        view = self.view
+        late = [lag.worker for lag in view.catching_up]
+        held = {
+            w: each
+            for w, each in zip(view.workers, prints, strict=True)
+            if w not in view.joiners or w in late
+        }
+        if len(set(held.values())) > 1:
+            yield ev.StatesCompared(view.number, tuple(sorted(held.items())))
+            return
+        if worker in view.joiners and worker not in late and view.donors:
+            yield ev.Loading()
+            work.flipped = next(iter(held.values())) - SOUND
+        yield ev.StatesCompared(view.number)
+
+
+def _tokens(part: dict[str, object]) -> list[tuple[int, int]]:
+    tokens = part["tokens"]
+    assert isinstance(tokens, dict)
+    return sorted(tokens.items())
+
+
+def _number(value: object) -> int:
+    assert isinstance(value, int)
+    return value

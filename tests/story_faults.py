@@ -1,0 +1,231 @@
+"""The commands of stories by which something fails, stops, or is ended by an operator."""
+
+from __future__ import annotations
+
+from holdfast.core.membership import agent as ag
+from holdfast.core.membership import coordinator_events as ce
+from holdfast.core.membership.liveness import ProcessSample
+from holdfast.core.step import events as ev
+from holdfast.core.types import AgentId, WorkerId
+from story_cluster import Cluster, Host, Process, StoryError
+from story_commands import (
+    COMMANDS,
+    NODE,
+    WHO,
+    WORKER,
+    command,
+    each_of,
+    host_of,
+    numbers_of,
+    process_of,
+)
+
+# ---------------------------------------------------------------- faults of workers
+
+
+@command(rf"{WORKER} dies")
+def dies(cluster: Cluster, worker: str) -> None:
+    """A process is killed; nobody has heard of it yet."""
+    cluster.end(process_of(cluster, worker), -9)
+
+
+@command(rf"{WORKER} (?P<how>freezes|thaws)")
+def freezes(cluster: Cluster, worker: str, how: str) -> None:
+    """A process does nothing, or does again."""
+    process = process_of(cluster, worker)
+    process.frozen = how == "freezes"
+    if process.runs:
+        cluster.feed(process, ev.Tick())
+
+
+@command(rf"{NODE} sees {WORKER} stopped (?P<times>\d+) times")
+def sampled(cluster: Cluster, node: str, worker: str, times: str) -> None:
+    """An agent looks at a process that the kernel has stopped."""
+    process = process_of(cluster, worker)
+    for _ in range(int(times)):
+        sample = ProcessSample(state="T", progress=1)
+        cluster.tell_agent(
+            host_of(cluster, node), ag.Sampled(process.worker, process.incarnation, sample)
+        )
+
+
+@command(WHO + "the group breaks")
+def breaks(cluster: Cluster, who: str) -> None:
+    """Exchanges fail."""
+
+    def break_(process: Process) -> bool:
+        group = cluster.groups.get(process.work.view)
+        if group is None or process.worker in group.closed:
+            return False
+        cluster.feed(process, ev.GroupBroken(group.view.number, "a peer is gone"))
+        return True
+
+    each_of(cluster, who, break_, "is in no group")
+
+
+@command(rf"{WORKER} cannot reach (?P<peers>workers? [\d, -]+)")
+def link_lost(cluster: Cluster, worker: str, peers: str) -> None:
+    """The network gives connections up."""
+    process = process_of(cluster, worker)
+    lost = tuple(WorkerId(n) for n in numbers_of(peers.split(maxsplit=1)[1]))
+    view = process.machine.snapshot().view
+    cluster.feed(process, ev.LinkLost(view, lost))
+
+
+@command(rf"{WORKER}: (?P<what>computes wrongly (?:once|always)|a bit of its state flips)")
+def wrong(cluster: Cluster, worker: str, what: str) -> None:
+    """A machine's bits are wrong from now on."""
+    work = process_of(cluster, worker).work
+    if "flips" in what:
+        work.flipped = 1
+    else:
+        work.lies = 1 if what.endswith("once") else 1 << 30
+
+
+@command(rf"{WORKER}: (?P<what>its next gradient is not finite|its next sum is wrong)")
+def wrong_once(cluster: Cluster, worker: str, what: str) -> None:
+    """Something goes wrong once."""
+    work = process_of(cluster, worker).work
+    work.poisons = work.poisons or "finite" in what
+    work.sums_wrongly = work.sums_wrongly or "sum" in what
+
+
+# ---------------------------------------------------------------- faults of stores and writers
+
+
+@command(rf"the writer of {WORKER} dies")
+def writer_dies(cluster: Cluster, worker: str) -> None:
+    """A node's writer loses the shares that it has not written yet."""
+    process = process_of(cluster, worker)
+    if not process.work.saving:
+        raise StoryError("it has no share to lose")
+    step, view = process.work.saving.pop(0)
+    first = view.rank(process.worker) == 0
+    event = ev.SaveEnded(step, view.number, problem="the writer died", first=first)
+    cluster.feed(process, event)
+
+
+@command(rf"the writer of {WORKER} waits in vain")
+def writer_waits(cluster: Cluster, worker: str) -> None:
+    """The first share has waited long enough for the others."""
+    process = process_of(cluster, worker)
+    if not process.work.saving:
+        raise StoryError("it waits for nothing")
+    step, view = process.work.saving.pop(0)
+    problem = "a share did not come"
+    cluster.feed(process, ev.SaveEnded(step, view.number, problem=problem, first=True))
+
+
+@command(WHO + "the store does not answer")
+def store_silent(cluster: Cluster, who: str) -> None:
+    """A checkpoint cannot be read just now."""
+
+    def fail(process: Process) -> bool:
+        group = cluster.groups.get(process.work.view)
+        if group is None or group.missing("checkpoint", process.worker) is None:
+            return False
+        group.drop("checkpoint", process.worker)
+        cluster.feed(process, ev.StoreSilent(group.view.number, "the store does not answer"))
+        return True
+
+    each_of(cluster, who, fail, "reads nothing")
+
+
+@command(rf"{WORKER} finds step (?P<step>\d+) damaged, and step (?P<older>\d+) readable")
+def unreadable(cluster: Cluster, worker: str, step: str, older: str) -> None:
+    """A checkpoint turns out to be damaged."""
+    process = process_of(cluster, worker)
+    event = ev.Unreadable(
+        process.machine.snapshot().view, int(step), int(older), f"step {step} is damaged"
+    )
+    cluster.feed(process, event)
+
+
+# ---------------------------------------------------------------- nodes and the coordinator
+
+
+@command(rf"{NODE} dies")
+def node_dies(cluster: Cluster, node: str) -> None:
+    """A machine is gone with all that runs on it."""
+    host = host_of(cluster, node)
+    host.machine = None
+    for process in cluster.newest():
+        if process.host is host:
+            cluster.end(process, -9)
+
+
+@command(rf"{NODE} comes back")
+def node_back(cluster: Cluster, node: str) -> None:
+    """A node's agent is started again, and nothing of what ran there."""
+    cluster.start_agent(host_of(cluster, node))
+
+
+@command(rf"{NODE} joins with (?P<places>\d+) places?")
+def node_joins(cluster: Cluster, node: str, places: str) -> None:
+    """Another node comes."""
+    host = cluster.hosts[AgentId(node)] = Host(AgentId(node), int(places))
+    cluster.start_agent(host)
+
+
+@command(rf"{NODE} (?P<how>freezes|thaws)")
+def node_freezes(cluster: Cluster, node: str, how: str) -> None:
+    """A whole machine stands still, or goes on: timers come first."""
+    host = host_of(cluster, node)
+    host.frozen = how == "freezes"
+    here = [p for p in cluster.newest() if p.host is host and p.alive]
+    for process in here:
+        process.frozen = host.frozen
+    if not host.frozen:
+        cluster.tell_agent(host, ag.Tick())
+        for process in here:
+            if process.runs:
+                cluster.feed(process, ev.Tick())
+
+
+@command(rf"{NODE} is (?P<how>cut off|reached again)")
+def cut_off(cluster: Cluster, node: str, how: str) -> None:
+    """The control network loses a node, with all that is under way, or finds it again."""
+    host = host_of(cluster, node)
+    host.cut_off = how == "cut off"
+    if host.cut_off:
+        host.inbox.clear()
+        cluster.reports = type(cluster.reports)(r for r in cluster.reports if r.agent != node)
+    else:
+        cluster.tell_agent(host, ag.CoordinatorReached())
+
+
+@command(rf"{NODE} is drained: (?P<why>.+)")
+def drained(cluster: Cluster, node: str, why: str) -> None:
+    """An operator wants a node to be left."""
+    cluster.tell_agent(host_of(cluster, node), ag.Drained(why))
+
+
+@command(rf"{NODE} is well again")
+def well_again(cluster: Cluster, node: str) -> None:
+    """A node may be used again."""
+    cluster.tell_agent(host_of(cluster, node), ag.Drained(""))
+
+
+@command("the coordinator dies")
+def coordinator_dies(cluster: Cluster) -> None:
+    """What was under way to it is lost; what it has sent arrives."""
+    cluster.coordinator = None
+    cluster.reports.clear()
+
+
+@command("the coordinator comes back(?P<lost> without its journal)?")
+def coordinator_back(cluster: Cluster, lost: str | None) -> None:
+    """Another coordinator begins, and the agents find it."""
+    cluster.start_coordinator(journal=lost is None)
+    for host in cluster.hosts.values():
+        if host.runs and not host.cut_off:
+            cluster.tell_agent(host, ag.CoordinatorReached())
+
+
+@command("the operator stops the job: (?P<why>.+)")
+def stopped(cluster: Cluster, why: str) -> None:
+    """An operator ends the job."""
+    cluster.tell_coordinator(ce.StopRequested(why, saves=cluster.setting.step.saves.enabled))
+
+
+ALL_COMMANDS = COMMANDS  # those of story_commands.py, and by now those above
