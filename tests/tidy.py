@@ -70,25 +70,6 @@ FILE_LINES_MAX = 600
 LINE_COLUMNS_MAX = 100
 CONSTRUCTOR_PARAMETERS_MAX = 7
 
-# Packages and modules whose docstrings keep docstring-sentence already.
-DOCSTRING_PACKAGES = (  # "holdfast" alone, once every package keeps it
-    *"holdfast.coding holdfast.net holdfast.observe holdfast.store holdfast.testing".split(),
-    *"holdfast.core.membership holdfast.train.data holdfast.train.transport".split(),
-    *"holdfast.runtime.coordinate holdfast.runtime.contact holdfast.runtime.supervise".split(),
-    *(f"holdfast.core.{m}" for m in "assignment errors exact_products invalidations tree".split()),
-    *(f"holdfast.train.{m}" for m in "agent_link ledger_recorder selftest".split()),
-    *(
-        f"holdfast.train.checkpoint.{m}"
-        for m in "dcp formats restorer shares staging state transfer".split()
-    ),
-    *(
-        f"holdfast.cli.{m}_command"
-        for m in "agent ckpt coordinator demo drain ledger resume sim status".split()
-    ),
-    "holdfast.cli.shared_options",
-    "holdfast.wire.frames",
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Module:
@@ -331,10 +312,9 @@ def find_docstring_riddles(modules: list[Module]) -> Iterator[Finding]:
     for _ in range(3):  # the tree of exceptions is no deeper
         errors |= {c.name for c in classes if errors & {ast.unparse(b) for b in c.bases}}
     for module in in_src(modules):
-        if any(f"{module.name}.".startswith(f"{p}.") for p in DOCSTRING_PACKAGES):
-            for line, name, text in tidy_docstrings.docstrings(module.tree):
-                if why := tidy_docstrings.riddle(text, frozenset(errors)):
-                    yield Finding(module, line, f"the docstring of {name}: {why}")
+        for line, name, text in tidy_docstrings.docstrings(module.tree):
+            if why := tidy_docstrings.riddle(text, frozenset(errors)):
+                yield Finding(module, line, f"the docstring of {name}: {why}")
 
 
 def find_names_used_twice(modules: list[Module]) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Holdfast: fault-tolerant distributed training whose result depends on the job alone.
+"""Holdfast is fault-tolerant distributed training whose result depends on the job alone.
 
     import holdfast
 

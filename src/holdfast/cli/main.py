@@ -1,4 +1,4 @@
-"""The `holdfast` command: one small parser per sub-command, imported only when it is asked for."""
+"""Runs the `holdfast` command: one small parser per sub-command, imported only when asked for."""
 
 from __future__ import annotations
 

@@ -231,7 +231,7 @@ class JobSpec:
 
     @property
     def virtual_ranks(self) -> int:
-        """Return V: into how many fixed shares every step falls."""
+        """Return V, the number of fixed shares into which every step falls."""
         virtual = self.workers.virtual
         return self.workers_at_start if virtual is None else virtual
 

@@ -1,4 +1,4 @@
-"""Describes settings: a dataclass field carries its own help, command-line flag and limits.
+"""Describes each setting once: a dataclass field carries its own help, flag and limits.
 
 The command line, the configuration file and every check are generated from these descriptions, so
 that nothing about a setting is written twice. Knows no job: core/job_spec.py says which settings

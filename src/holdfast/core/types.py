@@ -1,4 +1,4 @@
-"""The words of the protocol as values: ids, statuses, views and the records that travel.
+"""Defines the words of the protocol as values: ids, statuses, views and records that travel.
 
 Everything here is immutable. Both control protocols are level-triggered: each record says what its
 sender's whole state is, never what has just changed, so that a lost, repeated or late record does
@@ -43,7 +43,7 @@ class ProcessRole(enum.Enum):
 
 
 class Stage(enum.Enum):
-    """Where a worker process is in its life."""
+    """Says where a worker process is in its life."""
 
     BOOTING = "booting"  # started; its script has not asked for steps yet
     READY = "ready"  # wants to be, or is, a member of views
@@ -57,7 +57,7 @@ class Stage(enum.Enum):
 
 
 class StateCopy(enum.Enum):
-    """What a worker process holds of the job's state."""
+    """Says what a worker process holds of the job's state."""
 
     INITIAL = "initial"  # as the script made it
     DIRTY = "dirty"  # neither initial nor the job's: a load has begun and is not verified
@@ -66,7 +66,7 @@ class StateCopy(enum.Enum):
 
 
 class Phase(enum.Enum):
-    """What a worker's script is doing, as far as steps are concerned."""
+    """Says what a worker's script is doing, as far as steps are concerned."""
 
     SCRIPT = "script"  # its own code: before, between or after steps
     BOUNDARY = "boundary"  # held between two steps, its state at rest
@@ -78,7 +78,7 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEvent:
-    """One event that a worker adds to the job's event log; `number` grows within a worker."""
+    """Describes an event that a worker adds to the job's log; `number` grows within a worker."""
 
     number: int
     kind: str
@@ -99,7 +99,7 @@ class Invalidation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStatus:
-    """All that the control plane knows of one incarnation of a worker.
+    """Holds all that the control plane knows of one incarnation of a worker.
 
     `promised` is the heart of every view change: the worker will never again act in a view numbered
     `promised` or less, so what it says of `committed` and `reduced` only changes in a later view.
@@ -128,49 +128,49 @@ class WorkerStatus:
 
     @property
     def has_state(self) -> bool:
-        """Whether it holds the job's state after `committed` steps."""
+        """Tell whether it holds the job's state after `committed` steps."""
         return self.state is StateCopy.CURRENT
 
     @property
     def dirty(self) -> bool:
-        """Whether what it holds is neither the initial state nor the job's."""
+        """Tell whether what it holds is neither the initial state nor the job's."""
         return self.state in (StateCopy.DIRTY, StateCopy.DISCARDED)
 
     @property
     def discarded(self) -> bool:
-        """Whether it has given its state up, since something wrong was used."""
+        """Tell whether it has given its state up, since something wrong was used."""
         return self.state is StateCopy.DISCARDED
 
     @property
     def at_boundary(self) -> bool:
-        """Whether it rests between two steps and acts in no view: it can donate its state."""
+        """Tell whether it rests between two steps and acts in no view: it can donate its state."""
         resting = self.phase is Phase.BOUNDARY and self.promised >= self.view
         return resting and self.has_state
 
     @property
     def in_step(self) -> bool:
-        """Whether its script is in the middle of a step."""
+        """Tell whether its script is in the middle of a step."""
         return self.phase in (Phase.COMPUTING, Phase.WAITING, Phase.OVERDUE)
 
     @property
     def waiting(self) -> bool:
-        """Whether its own tasks of the step are done, and it waits for others."""
+        """Tell whether its own tasks of the step are done, and it waits for others."""
         return self.phase in (Phase.WAITING, Phase.OVERDUE)
 
     @property
     def late(self) -> bool:
-        """Whether it has waited for others for longer than steps take."""
+        """Tell whether it has waited for others for longer than steps take."""
         return self.phase is Phase.OVERDUE
 
     @property
     def ended(self) -> bool:
-        """Whether its current loop has run all its steps."""
+        """Tell whether its current loop has run all its steps."""
         return self.phase is Phase.ENDED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One incarnation of a worker as a member of a view."""
+    """Names one incarnation of a worker as a member of a view."""
 
     worker: WorkerId
     incarnation: Incarnation
@@ -179,7 +179,7 @@ class Member:
 
     @property
     def peers(self) -> tuple[Peer, ...]:
-        """Its processes, in the order of their shards."""
+        """Return its processes, in the order of their shards."""
         return tuple(Peer(self.worker, shard) for shard in range(self.shards))
 
 
@@ -197,7 +197,7 @@ class LateWorker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """A numbered membership decision. `members` are sorted by worker.
+    """Records a numbered membership decision. `members` are sorted by worker.
 
     `owners[v]` hosts virtual rank v at first; while the view lasts its members may agree otherwise
     (core/step/balance.py).
@@ -233,11 +233,11 @@ class View:
         return tuple(v for v, owner in enumerate(self.owners) if owner == worker)
 
     def late_worker(self, worker: WorkerId) -> LateWorker | None:
-        """What a member has to catch up with."""
+        """Return what a member has to catch up with; None if nothing."""
         return next((each for each in self.catching_up if each.worker == worker), None)
 
     def hosted(self) -> dict[WorkerId, tuple[int, ...]]:
-        """What `hosted_by` says of each member, for all at once."""
+        """Return what `hosted_by` says of each member, for all at once."""
         found: dict[WorkerId, list[int]] = {w: [] for w in self.workers}
         for vrank, owner in enumerate(self.owners):
             found[owner].append(vrank)
@@ -249,11 +249,11 @@ class View:
         return found if found is not None and found.worker == worker else None
 
     def rank(self, worker: WorkerId) -> int:
-        """A member's position among the members."""
+        """Return a member's position among the members."""
         return bisect.bisect_left(self.members, worker, key=lambda m: m.worker)
 
     def includes(self, worker: WorkerId, incarnation: Incarnation) -> bool:
-        """Whether this very process is a member."""
+        """Tell whether this very process is a member."""
         member = self.member(worker)
         return member is not None and member.incarnation == incarnation
 
@@ -328,7 +328,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRecord:
-    """What the coordinator must never forget: written to its journal before anyone is told."""
+    """Holds what the coordinator must never forget: journalled before anyone is told."""
 
     term: int
     view: View | None = None

@@ -60,7 +60,7 @@ class CpuSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PressureSample:
-    """A pressure sample tells for how many percent of the last minute tasks waited for it."""
+    """Tells for how many percent of the last minute tasks waited for each resource."""
 
     cpu_some: float | None = None  # None where it is not told
     memory_full: float | None = None

@@ -24,7 +24,7 @@ from holdfast.health.limits import GIB, MIB, Limits, Pair, limit_text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArithmeticSample:
-    """An arithmetic sample tells how many exact products one device got wrong."""
+    """Tells how many exact products one device got wrong."""
 
     device: str
     repeats: int
@@ -61,7 +61,7 @@ class DiskSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelLogSample:
-    """A kernel log sample counts the kernel's lines on each kind of trouble, with the newest."""
+    """Counts the kernel's lines on each kind of trouble, and keeps the newest."""
 
     unreadable: str = ""
     counts: tuple[tuple[str, int, str], ...] = ()  # kind, how many, newest line

@@ -111,7 +111,7 @@ def measure(name: str, arguments: dict[str, Any], limit_s: float) -> ChildAnswer
 
 
 class Doctor:
-    """A doctor makes one examination, collecting facts and speeds that later steps compare."""
+    """Makes one examination, collecting facts and speeds that later steps compare."""
 
     def __init__(
         self, wanted: Examination, limits: Limits, reader: HostReader, measure: Measure

@@ -1,4 +1,4 @@
-"""External checks: commands of the site's own, whose exit status and first line are the verdict.
+"""Runs the site's own commands as checks: exit status and first line are the verdict.
 
 This is the one seam for DCGM, a node-problem-detector plugin or a script. It follows the
 convention of the Monitoring Plugins (their Development Guidelines): exit status 0 is ok, 1 a
@@ -138,7 +138,7 @@ def judge_command(check: ExternalCheck, sample: CommandSample) -> Finding:
 
 
 class RepeatedCheck:
-    """A repeated check runs its command again and again; `round` never waits for it."""
+    """Runs its command again and again; `round` never waits for it."""
 
     def __init__(self, check: ExternalCheck, watcher: Watcher) -> None:
         self.check = check

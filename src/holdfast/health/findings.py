@@ -1,4 +1,4 @@
-"""What a check says of a machine: a graded finding, and how several findings are summed up.
+"""Grades what a check says of a machine, and sums several findings up.
 
 It knows nothing of how anything was measured.
 """

@@ -37,7 +37,7 @@ class HealthVerdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchPolicy:
-    """A watch policy says how much evidence changes a verdict: samples, counted *and* timed.
+    """Says how much evidence changes a verdict: samples, counted *and* timed.
 
     Counting alone would let three quick calls drain a node; time alone would take a pause of the
     observer for evidence.
@@ -63,7 +63,7 @@ class WatchPolicy:
 
 @dataclass(slots=True)
 class _CheckTrack:
-    """A track holds the recent grades of one check of one thing."""
+    """Holds the recent grades of one check of one thing."""
 
     recent: deque[tuple[float, Grade]]
     suspect: bool = False

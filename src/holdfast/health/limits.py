@@ -1,4 +1,4 @@
-"""The limits that separate ok, warn and fail, as one value; docs/doctor.md says where from.
+"""Holds the limits between ok, warn and fail, as one value; docs/doctor.md says where from.
 
 A pair is (warn, fail).
 """

@@ -1,4 +1,4 @@
-"""The launchers: of a job with its coordinator and first node, of a further node, of a standby.
+"""Launches a job with its coordinator and first node, a further node, or a standby.
 
 Whoever launches a coordinator holds its listening socket, so that one that dies comes back at the
 same address.
@@ -27,7 +27,7 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One machine's part in a job.
+    """Describes one machine's part in a job.
 
     `join`: HOST:PORT of the coordinator, or the URL where it is elected. `host`: this machine's
     address as other nodes know it. `tls`: directory of the certificates.
@@ -42,7 +42,7 @@ class Node:
     first_incarnation: int = 1
 
     def processes(self, spec: JobSpec) -> list[Kept]:
-        """The agent first; and who writes checkpoints, if the job has any."""
+        """Return the processes to keep running: the agent, and a writer if there is a store."""
         if not spec.checkpoints.store:
             return [self.agent(None)]
         orders, taken = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -68,7 +68,7 @@ class Node:
         return [self.agent(orders), writer]
 
     def agent(self, orders: socket.socket | None) -> Kept:
-        """`orders`: where its workers order checkpoints."""
+        """Describe the agent's process; its workers order checkpoints through `orders`."""
 
         def command(starts: int) -> list[str]:
             return [
@@ -90,7 +90,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorSite:
-    """Where a coordinator works: its socket, and its name for others."""
+    """Says where a coordinator works: its socket, and its name for others."""
 
     run_dir: RunDir
     listener: socket.socket
@@ -98,7 +98,7 @@ class CoordinatorSite:
     tls: Path | None = None
 
     def coordinator(self, arguments: Sequence[str], at_first: Sequence[str] = ()) -> Kept:
-        """`at_first`: arguments of the first process only, not of those that replace it."""
+        """Describe the coordinator's process; those that replace it do not get `at_first`."""
 
         def command(starts: int) -> list[str]:
             return [
@@ -180,5 +180,5 @@ def launch_standby(site: CoordinatorSite, arguments: Sequence[str]) -> int:
 
 
 def incarnation_now() -> int:
-    """For a node whose earlier incarnations nobody remembers: greater than any of them."""
+    """Return an incarnation greater than the earlier ones of the node, which nobody remembers."""
     return int(time.time())

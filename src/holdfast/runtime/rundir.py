@@ -1,4 +1,4 @@
-"""The run directory: what is where, and writing it so that a reader never sees half a file."""
+"""Says what is where in the run directory, and writes so that no reader sees half a file."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class RunDir:
         return read_run_dir(self.path)
 
     def address(self) -> tuple[str, int]:
-        """Where the coordinator listens."""
+        """Return the host and port at which the coordinator listens."""
         found = self._read_json("coordinator.json")
         try:
             return str(found["host"]), int(found["port"])
@@ -103,7 +103,7 @@ class RunDir:
             raise UserError(f"{self.coordinator} is damaged: {found!r}") from None
 
     def outcome(self) -> str | None:
-        """How the run ended; None while it has not."""
+        """Return how the run ended; None while it has not."""
         try:
             return str(json.loads(self.result.read_text())["outcome"])
         except (OSError, ValueError, KeyError, TypeError):

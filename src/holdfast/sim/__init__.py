@@ -1,4 +1,4 @@
-"""Deterministic simulation: the real machines, a simulated world, faults and clocks from one seed.
+"""Simulates jobs deterministically: the real machines in a world whose faults come from one seed.
 
 Nothing here decides anything of the protocol, and nothing here knows tensors, sockets or threads.
 """

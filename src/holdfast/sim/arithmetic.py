@@ -1,4 +1,4 @@
-"""The arithmetic of a simulated job: tasks, sums and updates, as numbers in which all shows."""
+"""Computes simulated tasks, sums and updates, as numbers in which every deviation shows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ INITIAL_STATE = 1
 
 
 def task(state: int, step: int, vrank: int) -> int:
-    """The content of one gradient: a pure function, like the real one."""
+    """Return the content of one gradient: a pure function, like the real one."""
     return hash((state, step, vrank, 17))
 
 
@@ -28,7 +28,7 @@ def not_finite(place: int) -> int:
 
 
 def is_not_finite(token: int) -> bool:
-    """Whether a gradient or a sum is not finite."""
+    """Tell whether a gradient or a sum is not finite."""
     return token <= _NOT_FINITE
 
 

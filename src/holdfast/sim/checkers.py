@@ -44,7 +44,7 @@ REPLACED = "the coordinator replaced it"  # as the agent machine words it
 
 
 def out_of_time(process: Process) -> bool:
-    """Its right to act has ended by its own clock, which it reads before it acts."""
+    """Tell whether its right to act has ended by its own clock, which it reads before it acts."""
     return process.host.clock() >= process.machine.acting_until
 
 
@@ -125,7 +125,7 @@ class Truth:
         self.errors.died(process)
 
     def left(self, process: Process) -> None:
-        """A script ran to its end: it must hold the result of the job."""
+        """Check that a script that ran to its end holds the result of the job."""
         wrong = process.state != self.states[self.steps] and not self.errors.hidden
         if process.step != self.steps or wrong:
             raise Violation(f"worker {process.key} finished at step {process.step} of {self.steps}")
@@ -163,7 +163,7 @@ class Truth:
             raise Violation("the job was declared done and no script ever reached its end")
 
     def killed(self, process: Process, reason: str) -> None:
-        """An agent says that the coordinator replaced a worker: the journal must say so too."""
+        """Check that the journal, too, replaces a worker that an agent ends as replaced."""
         disk = self.disk
         if disk is None or reason != REPLACED or disk.outcome is not None:
             return
@@ -181,7 +181,7 @@ class Truth:
             raise Violation(f"worker {process.key} is ended for a directive that does not hold")
 
     def replaced(self, worker: int) -> None:
-        """A worker counts as hung: then something must be wrong with its process."""
+        """Check that something is wrong with the process of a worker that counts as hung."""
         for process in self.live.values():
             if process.worker == worker and not process.ailing:
                 raise Violation(f"worker {process.key} is replaced as hung: nothing ails it")
@@ -199,7 +199,7 @@ class Truth:
             self._formed(record.view)
 
     def directed(self, directive: Directive) -> None:
-        """The coordinator speaks: what it says must be durable."""
+        """Check that what the coordinator says is durable."""
         if self.forgotten:
             return
         for each in directive.wanted:
@@ -254,7 +254,7 @@ class Truth:
         self._balanced(view)
 
     def _discarded(self, view: View) -> bool:
-        """Whether a member knows that the states of all are not to be believed."""
+        """Tell whether a member knows that the states of all are not to be believed."""
         members = (self.processes[(m.worker, m.incarnation)] for m in view.members)
         return any(member.machine.snapshot().discarded for member in members)
 
@@ -263,7 +263,7 @@ class Truth:
         self._shares.setdefault((step, view.number), {})[rank] = copy
 
     def shares_complete(self, step: int, view: View) -> bool:
-        """Whether all shares of a checkpoint are written."""
+        """Tell whether all shares of a checkpoint are written."""
         return len(self._shares.get((step, view.number), {})) == len(view.members)
 
     def made_durable(self, step: int, view: View) -> bool:
@@ -279,7 +279,7 @@ class Truth:
         return True
 
     def said(self, process: Process, before: WorkerStatus, status: WorkerStatus) -> None:
-        """A worker tells its agent of itself."""
+        """Check what a worker tells its agent of itself."""
         if status.saved and status.saved != before.saved:
             self._said_saved(process, status.saved)
         if status.invalidations != before.invalidations and process.group is not None:
@@ -297,7 +297,7 @@ class Truth:
         self.errors.hidden = True  # all of them were wrong
 
     def _said_saved(self, process: Process, step: int) -> None:
-        """A worker says that a checkpoint counts."""
+        """Check that a checkpoint exists which a worker says is saved."""
         found = [key for key in self.durable if key[0] == step]
         known = [key for key in found if not is_invalidated(self.invalidations, step, key[1])]
         if not found:
@@ -315,7 +315,7 @@ class Truth:
                 del self.saved[step], self.saved_in[step]
 
     def restored(self, step: int) -> tuple[int, int | None]:
-        """What is read back."""
+        """Check what is read back of a checkpoint; return it, and what a flip has made of it."""
         state, flipped = self.saved[step]
         if self._options.backup.workers:  # it may be of a history in which other tasks were dropped
             self.states[step] = state or 0
@@ -351,14 +351,14 @@ class Truth:
             raise Violation(f"worker {process.key} donates a state that is not the job's")
 
     def hosted(self, view: int, step: int, owners: tuple[WorkerId, ...]) -> None:
-        """All members of a view agree who hosts what in a step, whenever they come to it."""
+        """Check that all members of a view agree who hosts what in a step."""
         known = self.owners.setdefault((view, step), owners)
         if known != owners:
             raise Violation(f"in view {view} two assignments hold for step {step}")
         self.reassigned += known is owners and self.owners.get((view, step - 1), owners) != owners
 
     def put_together(self, process: Process, step: int, shares: list[Share]) -> None:
-        """What a late worker has missed comes in as many pieces as there were members."""
+        """Check that what a late worker missed comes in as many pieces as there were members."""
         if [(share.rank, share.size) for share in shares] != list(
             zip(range(len(shares)), [len(shares)] * len(shares), strict=True)
         ):
@@ -404,7 +404,7 @@ class Truth:
             raise Violation(f"step {step} counts {counted} members of {len(view.members)}")
 
     def opened(self, process: Process, step: int) -> None:
-        """A script begins to compute a step."""
+        """Check that a script begins to compute the step that its state is of."""
         if process.step != step:
             raise Violation(
                 f"worker {process.key} opens step {step}, its state is of {process.step}"
@@ -415,7 +415,7 @@ class Truth:
         self.errors.looks_at_all(step)
 
     def redone(self, process: Process) -> None:
-        """A worker computes its step once more."""
+        """Count that a worker computes its step once more."""
         self.count["redone"] += 1
 
     def voted(self, process: Process, step: int, by_vote: bool) -> None:
@@ -433,7 +433,7 @@ class Truth:
             self.reduced(summed_in, step, parts, process.total)
 
     def committed(self, process: Process, step: int, total: int | None) -> None:
-        """A worker applies a step."""
+        """Check that a worker applies a step of the job, and to the right state."""
         self.commits += 1
         self.left_aside(process, step)
         if step >= self.steps:
@@ -443,7 +443,7 @@ class Truth:
             raise Violation(f"worker {process.key} applies step {step} to another state")
 
     def left_aside(self, process: Process, step: int) -> None:
-        """Who was suspended comes back, or is replaced."""
+        """Check that a worker that was suspended comes back, or is replaced."""
         view = self.views.get(process.machine.snapshot().view)
         for lag in view.suspended if view is not None else ():
             key = (int(lag.worker), int(lag.incarnation))
@@ -461,19 +461,19 @@ class Truth:
             raise Violation(f"worker {process.key} diverged at step {process.step}")
 
     def woken(self, process: Process) -> None:
-        """An agent lets a paused worker go on: it must not act in a view of the past."""
+        """Check that a paused worker that its agent lets go on acts in no view of the past."""
         status = process.machine.snapshot()
         if self.newest > status.view > status.promised:
             raise Violation(f"worker {process.key} wakes in view {status.view} of {self.newest}")
         self.acted(process)
 
     def read(self, directive: Directive) -> None:
-        """Whoever asks after a view was formed must hear of that view: views are linearizable."""
+        """Check that whoever asks after a view was formed hears of it: views are linearizable."""
         if directive.view_number < self.newest and self.newest > self.newest_lost:
             raise Violation(f"view {self.newest} was formed, {directive.view_number} was answered")
 
     def acted(self, process: Process) -> None:
-        """After every event of a worker: no two may believe that they lead."""
+        """Check after every event of a worker that no two workers believe that they lead."""
         machine = process.machine
         leads = machine.leads(process.host.clock()) and not process.paused
         if not leads or machine.snapshot().promised >= machine.snapshot().view:

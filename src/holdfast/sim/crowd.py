@@ -1,4 +1,4 @@
-"""What makes a world of ten thousand workers affordable.
+"""Makes a world of ten thousand workers affordable.
 
 All members of a view share what follows from the view alone. In a large group an all-gather is one
 meeting instead of a message for each pair: each member has what all have given once the last one
@@ -23,7 +23,7 @@ TELLERS = 3  # of a group's closing ends, whose peers may notice: beyond these n
 
 
 class Shape:
-    """What follows from a view."""
+    """Holds what follows from a view."""
 
     def __init__(self, view: View) -> None:
         self.view = view
@@ -35,7 +35,7 @@ class Shape:
 
 
 class Shapes:
-    """The newest views' shapes."""
+    """Keeps the shapes of the newest views."""
 
     def __init__(self) -> None:
         self._kept: dict[int, Shape] = {}
@@ -76,6 +76,6 @@ class Meetings:
             member.post(world.delay(world.options.data_s), gathered, member, what, bodies)
 
     def may_tell(self, number: int) -> bool:
-        """Whether one more closing end matters to the other members."""
+        """Count one more closing end; tell whether it matters to the other members."""
         self._tellers[number] = self._tellers.get(number, 0) + 1
         return self._tellers[number] <= TELLERS

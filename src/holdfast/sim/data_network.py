@@ -1,4 +1,4 @@
-"""The data plane between simulated workers: groups, what they send each other, and what is lost.
+"""Simulates the data plane between workers: groups, what they send each other, and what is lost.
 
 Per view, connections are reliable and keep order while both ends live and neither has aborted. What
 was under way when an end closes arrives or is lost, and the other end hears of it or never does, by
@@ -27,7 +27,7 @@ What = tuple[str, int]  # the kind of a message, and which one of its kind
 
 
 class Group:
-    """One worker's end of the process group of a view: what has come, by kind and sender."""
+    """Holds one worker's end of a view's process group: what has come, by kind and sender."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -110,7 +110,7 @@ class DataNetwork:
             p.post(world.rng.uniform(0.2, 1.0) * world.options.build_s, p.connected, group.number)
 
     def counting(self, view: View, balance: BalancePolicy | None) -> Counting:
-        """What counts the votes of a view: a member's own, or that of all in a large group."""
+        """Return what counts a view's votes: a member's own, or that of all in a large group."""
         if len(view.members) <= CROWD:
             return Counting(view, balance)
         if view.number not in self._crowd:
@@ -193,7 +193,7 @@ class DataNetwork:
     # ------------------------------------------------------------ ends and cuts
 
     def members(self, group: Group) -> list[Process]:
-        """Who has come to build this group."""
+        """Return the members that have come to build this group."""
         return self._arrived[group.number]
 
     def close(self, process: Process, group: Group, reason: str) -> None:
@@ -234,7 +234,7 @@ class DataNetwork:
             process.post(delay_s, link_lost, process, number, peer.worker)
 
     def part(self, a: str, b: str) -> None:
-        """Two nodes' data networks lose each other; groups across them break."""
+        """Cut two nodes' data networks from each other; groups across them break."""
         self._apart[(a, b)] = self._apart[(b, a)] = True
         live = self._world.live()
         for p in live:
@@ -244,12 +244,12 @@ class DataNetwork:
                         self.silence(p, q, p.group.number)
 
     def join(self, a: str, b: str) -> None:
-        """Two nodes' data networks find each other again."""
+        """Join two nodes' data networks again."""
         self._apart.pop((a, b), None)
         self._apart.pop((b, a), None)
 
     def _unbuilt(self, process: Process, number: int) -> None:
-        """The group takes long: whom does the network not reach?"""
+        """Tell a member whose group takes long to build whom the network does not reach."""
         group = process.open_group(number)
         if group is None or process.is_connected:
             return
@@ -268,7 +268,7 @@ class DataNetwork:
 
 
 def link_lost(process: Process, number: int, peer: WorkerId) -> None:
-    """The kernel gives a connection up."""
+    """Tell a process that the kernel has given up a connection."""
     group = process.open_group(number)
     if group is not None:
         process.feed(LinkLost(group.view.number, (peer,)))

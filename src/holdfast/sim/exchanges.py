@@ -1,4 +1,4 @@
-"""One simulated worker's exchanges with the members of its view: it carries out what it is told.
+"""Carries out one simulated worker's exchanges with the members of its view, as it is told.
 
 It mirrors the engine of a real worker, and like that one decides nothing: when something has come
 from all members, the machine hears of it.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What a member adds to a sum, with fingerprints of its state; and whether it sums wrongly."""
+    """Holds what a member adds to a sum, fingerprints of its state, and whether it sums wrongly."""
 
     tokens: tuple[tuple[int, int], ...]  # virtual rank and token
     part: int
@@ -36,7 +36,7 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Share:
-    """What member `rank` of `size` keeps of a step's sum."""
+    """Holds what member `rank` of `size` keeps of a step's sum."""
 
     rank: int
     size: int
@@ -45,7 +45,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """What the members of a view come to: who sent what, the right total, and who sums wrongly."""
+    """Holds what a view's members come to: who sent what, the right total, who sums wrongly."""
 
     parts: Parts
     total: int
@@ -54,7 +54,7 @@ class Sums:
 
 
 class Exchanges:
-    """One process's exchanges in its present view."""
+    """Carries out one process's exchanges in its present view."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -110,7 +110,7 @@ class Exchanges:
                 self._bring_up_to_date(effect, group)
 
     def told(self, what: What, group: Group) -> None:
-        """Something has come from a member: from all by now?"""
+        """Note that something has come from a member; go on if by now all have sent it."""
         process, (kind, number) = self._process, what
         view = group.view.number
         match kind:
@@ -191,7 +191,7 @@ class Exchanges:
         return Sums(parts, total, wrongly, bad)
 
     def _doubt(self, sums: Sums, group: Group) -> int:
-        """Whether the piece that this member sums is finite, or whose part of it is not."""
+        """Say whether the piece that this member sums is finite, or whose part of it is not."""
         if not sums.poisoned:
             return FINITE
         rank, size = group.view.rank(self._process.worker), len(group.keys)

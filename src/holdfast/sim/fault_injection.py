@@ -1,4 +1,4 @@
-"""What goes wrong in a run, and when: chosen by the seed while the run unfolds.
+"""Chooses what goes wrong in a run, and when, by the seed while the run unfolds.
 
 Faults strike until `faults_end_s`; then everything heals, and what is left must finish the job.
 """
@@ -40,7 +40,7 @@ class Faults:
         self._next()
 
     def _stop(self) -> None:
-        """The world heals: what is stopped runs again, what is cut is joined, by its own timer."""
+        """Let the world heal: what is stopped or cut comes back by its own timer."""
         self.active = self._inside_worker = self._inside_coordinator = False
 
     def _next(self) -> None:
@@ -52,7 +52,7 @@ class Faults:
     # ------------------------------------------------------------ in the middle of things
 
     def strikes_inside(self, process: Process) -> bool:
-        """Whether this process dies here, between two effects."""
+        """Tell whether this process dies here, between two effects; if so, end it."""
         world = self._world
         if not self._inside_worker or world.rng.random() >= world.options.crash_inside:
             return False
@@ -70,9 +70,9 @@ class Faults:
         return True
 
     def loses_journal(self) -> bool:
-        """Whether a coordinator that starts finds its journal damaged.
+        """Tell whether a coordinator that starts finds its journal damaged.
 
-        Not once it says that the job is over: then nobody may be left to tell of it.
+        It never does once it says that the job is over: nobody may be left to tell of it then.
         """
         disk = self._world.truth.disk
         if disk is not None and disk.outcome is not None:
@@ -162,7 +162,7 @@ class Faults:
                 world.at(rng.uniform(1.0, 20.0), self._hasten, process)
 
     def _spoil(self, kind: str, process: Process) -> None:
-        """Its bits are wrong from here on, or once; one process at a time."""
+        """Make the bits of a process wrong, from here on or once; one process at a time."""
         world, rng = self._world, self._world.rng
         if any(p.spoiling.spoiled for p in world.live()):
             return
@@ -242,7 +242,7 @@ class Faults:
         return min(rng.choice((0.2, 1.0, 10.0)) * rng.uniform(0.2, 2.0), self._left_s() + 1)
 
     def _cut(self, host: AgentHost, directions: tuple[bool, ...], duration_s: float) -> None:
-        """`directions`: True towards the coordinator, False from it."""
+        """Cut a host off from the coordinator; `directions`: True towards it, False from it."""
         cut = self._world.cut
         for up in directions:
             cut[(host.name, up)] = cut.get((host.name, up), 0) + 1
@@ -254,7 +254,7 @@ class Faults:
             process.silent = True  # with the whole machine: nobody there sees it stopped
 
     def _thaw(self, host: AgentHost) -> None:
-        """Who runs first on a machine that wakes is not known."""
+        """Wake a frozen machine; it is not known who runs first on it."""
         processes = list(host.processes.values())
         if self._world.rng.random() < 0.5:
             host.thaw()

@@ -1,4 +1,4 @@
-"""The coordinator's and the agents' processes, and the control network between them.
+"""Simulates the coordinator's and the agents' processes, and the control network between them.
 
 The network loses, repeats, delays and reorders; partitions cut either direction or both. A host
 that crashes loses its memory; only the coordinator's journal is durable.
@@ -75,7 +75,7 @@ class CoordinatorHost:
         self._backlog.clear()
 
     def thaw(self) -> None:
-        """What came meanwhile is handled now, in order."""
+        """Go on, and handle in order what came meanwhile."""
         self.frozen = False
         while self._backlog and not self.frozen:
             self.handle(self._backlog.popleft())
@@ -138,7 +138,7 @@ class CoordinatorHost:
 
 
 class AgentHost:
-    """One node: its agent's machine and the worker processes, which die with the agent."""
+    """Simulates a node: its agent's machine and its worker processes, which die with the agent."""
 
     def __init__(self, world: World, name: AgentId) -> None:
         self.world = world
@@ -172,7 +172,7 @@ class AgentHost:
         self.handle(Tick())
 
     def crash(self) -> None:
-        """The agent dies, and the kernel takes its workers and its writer with it."""
+        """Let the agent die; the kernel takes its workers and its writer with it."""
         self.machine = None
         self.writer.crash()
         self._backlog.clear()
@@ -245,7 +245,7 @@ class AgentHost:
     # ------------------------------------------------------------ workers
 
     def worker_said(self, process: Process, status: WorkerStatus) -> None:
-        """Also what a process said just before it died may still be read."""
+        """Pass on what a process said, even just before it died, to the agent."""
         current = self.processes.get(process.worker)
         if current is not None and current.key == process.key:
             self.handle(ag.WorkerSaid(status))
@@ -285,7 +285,7 @@ class AgentHost:
             self.handle(event)
 
     def clock(self) -> float:
-        """This node's monotonic clock, which its workers read as well."""
+        """Return the time of this node's monotonic clock, which its workers read as well."""
         return self.world.now * self.rate + self.offset_s
 
     def world_time(self, clock: float) -> float:

@@ -1,4 +1,4 @@
-"""What one simulated run is made of: sizes, speeds and fault kinds, all drawn from its seed.
+"""Draws from its seed what one simulated run is made of: sizes, speeds and fault kinds.
 
 Swarm testing: each seed switches on only some kinds of faults, because a run with every kind at
 once spends its life in the same few recovery paths.
@@ -49,7 +49,7 @@ RACK_SHARE = 250  # of a large job, one in so many nodes is in the same rack
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """One run. Durations in seconds of simulated time; `loops` are the steps each loop ends at."""
+    """Describes a run. Durations: simulated seconds; `loops`: the step at which each loop ends."""
 
     seed: int
     agents: int
@@ -99,11 +99,11 @@ class Options:
 
     @property
     def exact(self) -> bool:
-        """Nothing wrong is ever used."""
+        """Tell whether nothing wrong is ever used."""
         return self.audit == 1.0 or not {*WRONG_KINDS, "sum_wrongly"} & set(self.faults)
 
     def step_policy(self) -> StepPolicy:
-        """What of these options the machines of workers are given."""
+        """Return those of these options that the machines of workers are given."""
         saves = self.save_every > 0
         return StepPolicy(
             seed=self.seed,
@@ -123,7 +123,7 @@ class Options:
 
     @property
     def finish_by_s(self) -> float:
-        """When a run whose faults have ended must be over: every wait it may meet, twice."""
+        """Return when a run whose faults have ended must be over: every wait it may meet, twice."""
         work_s = self.steps * (self.vranks * self.task_s * 4 + self.optimizer_s + 40 * self.data_s)
         waits_s = self.lease_s + self.lease_margin_s + self.settle_s + self.hang_s + self.abandon_s
         return self.faults_end_s + 60 + 4 * waits_s + 2 * work_s + 4 * self.build_timeout_s
@@ -211,7 +211,7 @@ def _with_stores(options: Options, rng: Random) -> Options:
 
 
 def _with_wrong_bits(options: Options, rng: Random) -> Options:
-    """In a third of the runs some machines compute wrongly, or forget."""
+    """Let some machines compute wrongly, or forget, in a third of the runs."""
     if rng.random() < 0.67:
         return options
     audit = rng.choice((1.0, 0.3))
@@ -244,7 +244,7 @@ def _draw_patience(rng: Random) -> dict[str, Any]:
 
 
 def draw_large(seed: int, nodes: int) -> Options:
-    """A job of one worker on each of many nodes, whose racks, nodes and coordinator fail."""
+    """Draw a job with one worker on each of many nodes; racks, nodes and coordinator fail."""
     rng = Random(f"large {seed} {nodes}")
     steps = rng.randint(6, 10)
     return Options(

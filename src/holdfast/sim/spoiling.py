@@ -1,4 +1,4 @@
-"""What makes one simulated worker compute wrongly, or forget: and the numbers that come of it."""
+"""Makes one simulated worker compute wrongly, or forget, with the numbers that come of it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Spoiling:
 
     @property
     def spoiled(self) -> bool:
-        """Whether anything is wrong with it."""
+        """Tell whether anything is wrong with it."""
         wrong = self.lies or self.lies_once or self.poisons_once or self.sums_wrongly
         return self.flipped is not None or bool(wrong)
 

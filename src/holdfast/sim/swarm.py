@@ -1,4 +1,4 @@
-"""Run seeds: one to a result, many to a summary."""
+"""Runs the seeds: one to a result, many to a summary."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holdfast.sim.wrong_bits import Violation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What one seed came to. `failure` is empty when nothing was found."""
+    """Holds what one seed came to. `failure` is empty when nothing was found."""
 
     options: Options
     small: bool
@@ -81,7 +81,7 @@ def run_seed(
 
 @dataclass(slots=True)
 class Summary:
-    """What many seeds came to; a run that met no faults and no view change proves nothing."""
+    """Sums up what many seeds came to; a run without faults and view changes proves nothing."""
 
     seeds: int = 0
     failures: int = 0

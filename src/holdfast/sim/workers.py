@@ -1,4 +1,4 @@
-"""One simulated worker process: its script, its control thread and the driver of its machine.
+"""Simulates one worker process: its script, its control thread and the driver of its machine.
 
 It mirrors the real driver: the machine decides, and this carries out. A process can be stopped (it
 handles nothing until it is resumed), silent (the same, but its counters move), or end at any point,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Process:
-    """A process of one incarnation of a worker. `state` is None while it is being written."""
+    """Simulates the process of one incarnation of a worker. `state`: None while it is written."""
 
     def __init__(
         self, world: World, host: AgentHost, worker: WorkerId, incarnation: Incarnation
@@ -96,7 +96,7 @@ class Process:
 
     @property
     def running(self) -> bool:
-        """Whether the process is neither stopped nor silent nor paused."""
+        """Tell whether the process is neither stopped nor silent nor paused."""
         return not (self.stopped or self.silent or self.paused)
 
     def resume(self) -> None:
@@ -212,12 +212,12 @@ class Process:
             self.feed(ev.Connected(group.view.number))
 
     def told(self, what: What) -> None:
-        """Something that other members said is here."""
+        """Take in something that other members said."""
         if self.group is not None and self.group.open:
             self.exchanges.told(what, self.group)
 
     def directed(self, directive: WorkerDirective) -> None:
-        """The agent passes a directive on."""
+        """Take in a directive that the agent passes on."""
         self.feed(ev.Directed(directive))
 
     def _tell(self, status: WorkerStatus) -> None:
@@ -237,7 +237,7 @@ class Process:
 
     @property
     def until(self) -> int:
-        """Where the present loop of its script ends."""
+        """Return the step at which the present loop of its script ends."""
         return self.world.options.loops[max(self.loop, 1) - 1]
 
     def _enter_loop(self) -> None:
@@ -330,7 +330,7 @@ class Process:
         self._script_next()
 
     def _copied(self, step: int, view: View, began: float) -> None:
-        """Its share of the state is copied: the node's writer saves it."""
+        """Go on once its share of the state is copied: the node's writer saves it."""
         self._busy = False
         self.host.writer.save(self, step, view)
         self.feed(ev.ShareCopied(step, self.world.now - began))

@@ -1,6 +1,7 @@
-"""The simulated world: one heap of events, one source of chance, and everything that lives in it.
+"""Simulates the world: one heap of events, one source of chance, and everything that lives in it.
 
-Same options, same trace, whatever the hash seed: nothing here iterates over a set or reads a clock.
+The same options give the same trace, whatever the hash seed: nothing here iterates over a set or
+reads a clock.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ EVENTS_MAX = 400_000  # of a job of a few nodes, which takes a few thousand
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machines:
-    """Which machines the world runs; tests put faulty ones here."""
+    """Says which machines the world runs; tests put faulty ones here."""
 
     coordinator: type[CoordinatorMachine] = CoordinatorMachine
     agent: type[AgentMachine] = AgentMachine
@@ -100,7 +101,7 @@ class World:
     # ------------------------------------------------------------ time
 
     def run(self) -> None:
-        """From the start to the end of the job; raises whatever a checker or a machine finds."""
+        """Run the job from start to end; raises whatever a checker or a machine finds."""
         self.truth.start()
         self._start()
         deadline = self.options.finish_by_s
@@ -191,7 +192,7 @@ class World:
 
 
 def tell(now: float, who: object, event: object, effects: Any) -> str:
-    """One line (and one per effect) of the story."""
+    """Write one line of the story, and one more for each effect."""
     match who:
         case Process():
             name = f"worker {who.key[0]}.{who.key[1]}"
@@ -207,7 +208,7 @@ def tell(now: float, who: object, event: object, effects: Any) -> str:
 
 
 def _short(value: object) -> str:
-    """A dataclass without the noise: names of types and whatever is not a default."""
+    """Write a dataclass without the noise: names of types and whatever is not a default."""
     if isinstance(value, tuple):
         return "(" + ", ".join(_short(v) for v in value) + ")"
     fields = getattr(value, "__dataclass_fields__", None)

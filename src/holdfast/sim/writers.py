@@ -1,4 +1,4 @@
-"""The checkpoint writers of simulated nodes, and the store in which they put shares together.
+"""Simulates the nodes' checkpoint writers, and the store in which they put shares together.
 
 A writer that dies loses the shares that it has not written yet. The share of rank 0 waits for the
 others, which may come from other nodes, and then the checkpoint is durable.

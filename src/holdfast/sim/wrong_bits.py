@@ -1,4 +1,4 @@
-"""What becomes of wrong gradients and flipped bits in a simulated run: the checkers' part of it.
+"""Checks what becomes of wrong gradients and flipped bits in a simulated run.
 
 A run is exact if everything is audited: then nothing wrong is ever committed. Otherwise the job may
 use something wrong for a while; but it must find out, and go back to before it.
@@ -48,7 +48,7 @@ class Errors:
         self._right = list(self._truth.states), list(self._truth.sums)
 
     def used(self, view: View, step: int, sender: tuple[int, int], vrank: int, token: int) -> None:
-        """Something wrong goes into a sum that is committed."""
+        """Check whether something wrong may go into a sum that is committed, and note it."""
         members = [self._truth.processes[(m.worker, m.incarnation)] for m in view.members]
         flips = {member.spoiling.flipped for member in members}
         if is_not_finite(token) and len(members) > 1:
@@ -62,11 +62,11 @@ class Errors:
         self._by_flip = self._by_flip or self._truth.processes[sender].spoiling.flipped is not None
 
     def looks_at_all(self, step: int) -> None:
-        """Everything is audited and compared in this step."""
+        """Note that everything is audited and compared in this step."""
         self._looks[step] = True
 
     def _seen_by(self, step: int) -> bool:
-        """Whether what is wrong must have been seen before this step was committed."""
+        """Tell whether what is wrong must have been seen before this step was committed."""
         if self.since is None or self.hidden:
             return False
         if self._by_flip and step > self.since + self._cycle:
@@ -117,7 +117,7 @@ class Errors:
             self.hidden = True
 
     def began(self, view: View) -> None:
-        """All begin from a checkpoint, or from the beginning."""
+        """Check that all begin from a state that is right: a checkpoint, or the beginning."""
         for step in [s for s in self._decided if s >= view.resume_step]:
             del self._decided[step]
         if self.since is not None and not self.hidden:

@@ -1,4 +1,4 @@
-"""Where a worker is put together: everything that it consists of, and who is given what."""
+"""Puts a worker together: everything that it consists of, and who is given what."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The worker machine's driver: events in under one lock, effects out to the threads they are for.
+"""Drives the worker machine: events in under one lock, effects out to the threads they are for.
 
 Three threads meet here: the script's own (computes), the engine (exchanges) and the control thread
 (talks to the agent). Whatever they see becomes an event of the pure machine; each takes its own
@@ -33,7 +33,7 @@ EngineOrder = ef.EngineEffect | ef.SendDone | ef.SendCounted
 
 
 class Link(Protocol):
-    """The way to the agent. Neither call blocks."""
+    """Sends to the agent. Neither call blocks."""
 
     def tell(self, status: WorkerStatus) -> None: ...
 
@@ -41,7 +41,7 @@ class Link(Protocol):
 
 
 class ViewGroup(Protocol):
-    """What of a view's process group can be used from any thread."""
+    """Offers what any thread may use of a view's process group."""
 
     def abort(self) -> None: ...
 
@@ -49,7 +49,7 @@ class ViewGroup(Protocol):
 
 
 class Hands(Protocol):
-    """What carries out effects that concern gradients, at once and with the monitor held."""
+    """Carries out effects that concern gradients, at once and with the monitor held."""
 
     def carry_out(self, effect: ef.WorkerEffect) -> Sequence[ev.WorkerEvent]:
         """Returns what the machine is to be told of it."""
@@ -57,7 +57,7 @@ class Hands(Protocol):
 
 
 class Driver:
-    """See the module's docstring. Public attributes are read with the monitor held."""
+    """Drives a worker machine, as the module describes. Public attributes need the monitor held."""
 
     def __init__(self, machine: WorkerMachine, link: Link, monitor: Monitor) -> None:
         self.monitor = monitor
@@ -98,7 +98,7 @@ class Driver:
             self.monitor.notify_all()
 
     def tick(self) -> None:
-        """Called several times a second: has the right to act ended, is a link lost?"""
+        """Look whether the right to act ended or a link is lost; called several times a second."""
         with self.monitor:
             deadline = self._machine.deadline()
             now = time.monotonic()
@@ -127,25 +127,25 @@ class Driver:
 
     @property
     def view(self) -> View | None:
-        """The newest view installed."""
+        """Return the newest view installed."""
         with self.monitor:
             return self._machine.view
 
     @property
     def leads(self) -> bool:
-        """Whether this worker is the one that acts for the job."""
+        """Tell whether this worker is the one that acts for the job."""
         with self.monitor:
             return self._machine.leads(time.monotonic())
 
     @property
     def pending(self) -> bool:
-        """Whether it knows of a planned change of the view."""
+        """Tell whether it knows of a planned change of the view."""
         with self.monitor:
             return self._machine.pending
 
     @property
     def copied(self) -> int:
-        """How many tasks of others this worker has computed because they were late."""
+        """Return how many tasks of others this worker has computed because they were late."""
         with self.monitor:
             return self._machine.lateness.copied
 
@@ -176,7 +176,7 @@ class Driver:
             self._rows_of = (0, -1)
 
     def _wait(self) -> None:
-        """For a change, or for the time to say that others are late."""
+        """Wait for a change, or for the time to say that others are late."""
         deadline = self._machine.deadline()
         now = time.monotonic()
         if deadline is None or deadline == float("inf"):
@@ -187,7 +187,7 @@ class Driver:
     # ------------------------------------------------------------ groups
 
     def adopt_group(self, view: int, group: ViewGroup) -> None:
-        """From now on aborting `view` cuts `group`. Raises Aborted if that has happened already."""
+        """Let an abort of `view` cut `group` from now on. Aborted if that has happened already."""
         with self.monitor:
             self.check_alive(view)
             self._group = (view, group)
@@ -240,7 +240,7 @@ class Driver:
 
 
 class ViewRendezvous:
-    """How the members of one view exchange addresses: through the agent and the coordinator."""
+    """Exchanges the addresses of one view's members through the agent and the coordinator."""
 
     def __init__(self, driver: Driver, link: Link, view: View, peers: Sequence[Peer]) -> None:
         self._driver = driver

@@ -1,4 +1,4 @@
-"""The public face of training: `join`, `Job` and `Step`.
+"""Offers training to scripts: `join`, `Job` and `Step`.
 
 The script's thread lives here. It computes tasks, waits for what the engine and the machine decide,
 and never takes part in the exchange itself.
@@ -42,7 +42,7 @@ def join(*, seed: int | None = None) -> Job:
 
 
 class Batches:
-    """A dataset and the way its samples fall into steps; made by `Job.batches`."""
+    """Holds a dataset and the way its samples fall into steps; made by `Job.batches`."""
 
     def __init__(
         self, dataset: Any, options: LoadOptions, plan: SamplePlan, first_step: int | None = None
@@ -54,12 +54,12 @@ class Batches:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps in which every sample is used once (but for a dropped tail)."""
+        """Return the steps in which every sample is used once (but for a dropped tail)."""
         return self.plan.steps_per_epoch
 
 
 class Job:
-    """One worker's handle on the whole job. Made by `join`, never directly."""
+    """Connects one worker's script with the whole job. Made by `join`, never directly."""
 
     def __init__(self, control: Control) -> None:
         self.seed = control.seed
@@ -72,12 +72,12 @@ class Job:
 
     @property
     def virtual_ranks(self) -> int:
-        """V: into how many fixed shares every step falls, for the life of the job."""
+        """Return V, the number of shares into which every step falls for the life of the job."""
         return self._environment.spec.virtual_ranks
 
     @property
     def worker(self) -> int:
-        """This worker's number; a restarted worker keeps it."""
+        """Return this worker's number; a restarted worker keeps it."""
         return self._environment.worker
 
     @property
@@ -87,7 +87,7 @@ class Job:
 
     @property
     def run_dir(self) -> Path | None:
-        """The run's directory; None without a launcher."""
+        """Return the run's directory; None without a launcher."""
         return self._environment.run_dir
 
     def protect(self, **objects: Any) -> None:
@@ -138,7 +138,7 @@ class Job:
         return Batches(dataset, options, plan)
 
     def steps(self, data: Batches, until: int) -> Iterator[Step]:
-        """The job's steps from where it stands up to (not including) number `until`.
+        """Yield the job's steps from where it stands up to (not including) number `until`.
 
         The loop's end is a meeting point: the leader leaves it first; the others follow once the
         leader's script has ended or asked for steps again, so that one of them can take its place.
@@ -168,7 +168,7 @@ class Job:
 
 
 class Step:
-    """One step of the job as its script sees it: iterate over it, then use `.grad` and `loss`."""
+    """Runs one step of the job in its script: iterate over it, then use `.grad` and `loss`."""
 
     def __init__(self, script: ScriptThread, source: BatchSource, index: int, until: int) -> None:
         self.index = index
@@ -183,7 +183,7 @@ class Step:
         self._task_loss = 0.0
 
     def __iter__(self) -> Iterator[Any]:
-        """This worker's batches. There are more after another worker has failed in this step."""
+        """Yield this worker's batches; there are more if another worker fails in this step."""
         for task in self._script.tasks(self._source, self._until):
             yield from self._task(task)
         self.loss = self._script.finish(self.index)

@@ -1,4 +1,4 @@
-"""The monitor of a worker: the one lock of its threads, and the one way in which they wait."""
+"""Defines a worker's monitor: the one lock of its threads, and the one way in which they wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the script's own thread does between `job.steps` and its end: loops, steps and tasks.
+"""Runs the script's own thread between `job.steps` and its end: loops, steps and tasks.
 
 It computes tasks, applies committed gradients and copies its share of the state when it is told to;
 it never takes part in the exchange itself.

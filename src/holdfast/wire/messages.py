@@ -29,7 +29,7 @@ VIEW_BYTES_MAX = 64 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Where one process of a view can be reached by the others' transports (opaque to all else)."""
+    """Says where others' transports reach one process of a view (opaque to all else)."""
 
     view: int
     peer: Peer
@@ -46,12 +46,12 @@ class AddressBook:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatusRequest:
-    """An operator's question."""
+    """Asks how the job stands, for an operator."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatusReply:
-    """The answer as JSON text, ready to print."""
+    """Answers with JSON text, ready to print."""
 
     text: str
 
@@ -71,7 +71,7 @@ class JoinReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRequest:
-    """An operator's order to end the job."""
+    """Orders that the job end, for an operator."""
 
     reason: str
 
@@ -86,14 +86,14 @@ class DrainRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainReply:
-    """Whether it was passed on: empty, or why not."""
+    """Answers whether a drain was passed on: empty, or why not."""
 
     problem: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerRequest:
-    """A measurement between two machines (`holdfast doctor --peer`); no part of any job."""
+    """Asks for a measurement between two machines (`holdfast doctor --peer`), not in a job."""
 
     number: int
     stream: str = ""  # "up" or "down": open a port for a stream of plain bytes that way
@@ -101,7 +101,7 @@ class PeerRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerReply:
-    """Its answer, with the times of the server's clock at which it came and went."""
+    """Answers a PeerRequest, with the times of the server's clock at which it came and went."""
 
     number: int
     received_s: float
@@ -112,7 +112,7 @@ class PeerReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ViewedDirective:
-    """How a Directive with a view travels: the view, the same for all agents, is encoded once."""
+    """Holds a Directive with its view, which is the same for all agents, as encoded once."""
 
     directive: Directive
     view: bytes  # compressed
@@ -170,7 +170,7 @@ def decode(payload: bytes, *accepted: type) -> Any:
 
 
 def _pack(view: View) -> bytes:
-    """A large job's view goes to a thousand agents: one is remembered."""
+    """Encode a view, and remember the last: a large job's view goes to a thousand agents."""
     if not _PACKED or _PACKED[0][0] is not view:
         _PACKED[:] = [(view, zlib.compress(_ENCODER.encode(view), 1))]
     return _PACKED[0][1]

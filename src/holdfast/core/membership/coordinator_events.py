@@ -1,4 +1,4 @@
-"""The events and effects of the coordinator machine, as values."""
+"""Names what the coordinator machine is told, and what it wants done, as values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ending a job as its operator wants, after a last checkpoint. Pure."""
+"""Decides when a job may end that its operator stops: after a last checkpoint. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Stopping:
-    """A stop that waits for a checkpoint of step `after` or a later one, at most until `until`."""
+    """Waits for a checkpoint of step `after` or a later one, at most until `until`."""
 
     reason: str
     after: int

@@ -1,1 +1,1 @@
-"""What a worker does between two step boundaries: vote, commit, audits, copies, saves. Pure."""
+"""Decides what a worker does between two step boundaries: vote, commit, audits, saves. Pure."""

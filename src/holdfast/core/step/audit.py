@@ -1,4 +1,4 @@
-"""Which tasks are computed twice, and who was wrong when the bits differ. Pure.
+"""Decides which tasks are computed twice, and who was wrong when the bits differ. Pure.
 
 A task is a pure function, so two workers must come to the same bits. Every member of a view makes
 the same plan for a step; what differs is computed again by everybody, and the majority decides.
@@ -23,7 +23,7 @@ Sketch = Sequence[float]  # of a gradient: its norm, and sums over parts of it w
 
 
 class Alike(enum.IntEnum):
-    """What audits ask of two runs of the same task. Goes up only."""
+    """Says what audits ask of two runs of the same task. A job's value only ever goes up."""
 
     BITS = 0  # the same bits
     NEAR = 1  # numbers within a tolerance
@@ -45,7 +45,7 @@ class Audit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """`right`: the majority's digest; None when there is no majority. `wrong`: who has another."""
+    """Holds `right`, the majority's digest (None without a majority), and `wrong`, who differs."""
 
     right: int | None
     wrong: tuple[WorkerId, ...] = ()
@@ -54,9 +54,9 @@ class Judgement:
 def plan(
     seed: int, step: int, owners: Sequence[WorkerId], workers: Sequence[WorkerId], share: float
 ) -> tuple[Audit, ...]:
-    """A `share` of the step's tasks, on average over many steps.
+    """Choose which of the step's tasks to audit: a `share` of them, on average over many steps.
 
-    With all of them every worker takes part, also one that hosts none.
+    If `share` is 1, every worker takes part, also one that hosts no virtual rank.
     """
     if share <= 0 or len(workers) < 2:
         return ()
@@ -79,7 +79,7 @@ def owed(audits: Sequence[Audit], worker: WorkerId, done: Container[int]) -> lis
 
 
 def plan_sums(seed: int, step: int, buckets: int, share: float) -> tuple[int, ...]:
-    """Which buckets of the step are summed twice, by different workers each time."""
+    """Choose the buckets of the step that are summed twice, by different workers each time."""
     limit = int(share * (1 << 32))
     dice = (_mix(_mix(_mix(seed ^ 1) ^ step) ^ bucket) for bucket in range(buckets))
     return tuple(b for b, each in enumerate(dice) if each & 0xFFFFFFFF < limit)
@@ -91,7 +91,7 @@ def by_all(audit: Audit, workers: Sequence[WorkerId]) -> Audit:
 
 
 def judge(digests: Mapping[WorkerId, int]) -> Judgement:
-    """Of one task, as each of these workers has computed it."""
+    """Find the majority among the digests of one task, as each of these workers has computed it."""
     (most, count), *_ = Counter(digests.values()).most_common(1)
     if 2 * count <= len(digests):
         return Judgement(right=None)
@@ -100,7 +100,7 @@ def judge(digests: Mapping[WorkerId, int]) -> Judgement:
 
 
 def near(a: Sketch, b: Sketch, tolerance: float) -> bool:
-    """Whether two gradients differ by at most `tolerance` of their norm, as their sketches say.
+    """Tell whether two gradients differ by at most `tolerance` of their norm, by their sketches.
 
     The distance of two sketches is about that of the gradients (a count sketch: Charikar, Chen and
     Farach-Colton 2002); one element that is off by more shows always.
@@ -131,7 +131,7 @@ class Classes:
 
 
 class Sentence(enum.Enum):
-    """What becomes of a step whose audits have been heard."""
+    """Says what becomes of a step whose audits have been heard."""
 
     USE = "use"  # the sums are right
     AGAIN = "again"  # the step is computed again
@@ -142,7 +142,10 @@ class Sentence(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ruling:
-    """`wrong`: who has computed which virtual rank wrongly. `audits`: of the next attempt."""
+    """Rules on an attempt at a step.
+
+    `wrong`: who has computed which virtual rank wrongly. `audits`: those of the next attempt.
+    """
 
     sentence: Sentence
     wrong: tuple[tuple[WorkerId, int], ...] = ()
@@ -162,7 +165,7 @@ class Court:
         owners: Sequence[WorkerId],
         workers: Sequence[WorkerId],
     ) -> Ruling:
-        """`digests`: of what was audited in the next attempt at the step."""
+        """Rule on the next attempt at the step; `digests` are of what was audited in it."""
         self._heard.append(digests)
         attempts = len(self._heard)
         differing = [v for v, each in digests.items() if len(set(each.values())) > 1]
@@ -180,7 +183,7 @@ class Court:
         return Ruling(sentence=Sentence.AGAIN, audits=again)
 
     def _wrong(self, attempts: Sequence[Digests]) -> tuple[tuple[WorkerId, int], ...]:
-        """Who has come in these to other bits than the majority of the last one; and where."""
+        """Find who came to other bits in these attempts than the last one's majority, and where."""
         found = []
         for vrank, each in self._heard[-1].items():
             right = judge(each).right
@@ -190,7 +193,7 @@ class Court:
         return tuple(found)
 
     def _undecided(self) -> Ruling:
-        """Nobody has a majority: who contradicts itself is wrong, unless all do."""
+        """Rule without a majority: a worker that contradicts itself is wrong, unless all do."""
         said: dict[tuple[WorkerId, int], set[int]] = {}
         for attempt in self._heard:
             for vrank, each in attempt.items():

@@ -1,4 +1,4 @@
-"""What is computed twice in a step, by whom, and what came out. Pure.
+"""Keeps what is computed twice in a step, by whom, and what came out. Pure.
 
 Which tasks are audited follows from the step alone; who computes them, from the view. So what was
 computed in the view before still counts.
@@ -26,7 +26,7 @@ SKETCH_WORDS = 9  # the norm's square, and eight sums with random signs
 
 
 class Audits:
-    """One worker's audits: of the step under way, as they are planned in the present view."""
+    """Keeps one worker's audits of the step under way, as the present view plans them."""
 
     def __init__(self, seed: int, share: float, tolerance: float) -> None:
         self.alike = Alike.BITS  # what two runs of a task must be
@@ -43,7 +43,7 @@ class Audits:
         self.alike, self.whole_step = alike, whole_step
 
     def ask_less(self) -> None:
-        """Every worker contradicts itself: compare within the tolerance, or nothing."""
+        """Compare within the tolerance, or nothing, since every worker contradicts itself."""
         near = self.alike is Alike.BITS and self._classes.tolerance
         self.alike = Alike.NEAR if near else Alike.NOTHING
 
@@ -85,7 +85,7 @@ class Audits:
         return plan_sums(self._seed, step, buckets, self.share_of(step))
 
     def wants_digest(self, vrank: int) -> bool:
-        """Whether the digest of a task may be asked for; nobody knows before there is a plan."""
+        """Tell whether a task's digest may be asked for: without a plan yet, any one's may be."""
         if self._planned_in is None:
             return bool(self._share)
         return any(audit.vrank == vrank for audit in self.planned)

@@ -1,4 +1,4 @@
-"""Whose results of a step count, when it does not wait for all. Pure.
+"""Decides whose results of a step count, when it does not wait for all. Pure.
 
 With backup workers a step is complete once all but so many members are done with all their tasks;
 what the others compute of it is dropped (Chen, Monga, Bengio, Jozefowicz, "Revisiting Distributed
@@ -16,17 +16,17 @@ from holdfast.core.types import WorkerId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackupPolicy:
-    """`workers`: how many members a step may do without; 0: none.
+    """Bounds how many members a step may do without: `workers`, none if it is 0.
 
-    `results_min`: from how many members it wants results, if there are as many: after a failure
-    there is nobody to spare.
+    `results_min`: a step waits for results of at least so many members, or of all if there are
+    fewer, as after a failure.
     """
 
     workers: int = 0
     results_min: int = 1
 
     def needed(self, members: int) -> int:
-        """From how many of them results are waited for."""
+        """Return from how many of the view's members a step waits for results."""
         return max(members - self.workers, min(self.results_min, members))
 
 
@@ -40,7 +40,7 @@ def who_counts(policy: BackupPolicy, members: int, done: Mapping[int, int]) -> t
 
 
 class DropTally:
-    """What was dropped in a loop, as far as one worker took part in it, for the job's event log."""
+    """Counts what was dropped in a loop, as far as one worker took part, for the event log."""
 
     def __init__(self) -> None:
         self.steps = 0  # in which something was
@@ -49,7 +49,7 @@ class DropTally:
         self._steps_of: Counter[WorkerId] = Counter()
 
     def note(self, step: int, workers: Collection[WorkerId], samples: int) -> bool:
-        """What these computed of a step was dropped; whether to tell of it: ever more rarely."""
+        """Count a step that dropped these workers' results; tell whether to report it (seldom)."""
         if not self.steps:
             self._first = step
         self.steps += 1
@@ -91,7 +91,7 @@ class Settlement:
         return self._counted.get(step)
 
     def drops(self, step: int) -> bool:
-        """Whether it is known that this member's results of the step do not count."""
+        """Tell whether it is known that this member's results of the step do not count."""
         return step in self._counted and self._rank not in self._counted[step]
 
     def says_done(self, step: int) -> bool:

@@ -1,4 +1,4 @@
-"""Which worker hosts how many virtual ranks, from how fast each of them was. Pure.
+"""Decides which worker hosts how many virtual ranks, from how fast each of them was. Pure.
 
 All members of a view hear the same times in the votes and come to the same decision, so a change of
 the assignment needs no view of its own: it holds from the next step on. Whole numbers only, so that
@@ -31,7 +31,7 @@ WINDOW_TIMES_MAX = 8  # by so much a window grows
 
 
 class Balancer:
-    """Of one view. `owners[v]`: who hosts virtual rank v, as of the next step."""
+    """Balances the workers of one view. `owners[v]`: who hosts virtual rank v in the next step."""
 
     def __init__(
         self, policy: BalancePolicy, workers: Sequence[WorkerId], owners: Sequence[WorkerId]
@@ -74,7 +74,7 @@ class Balancer:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """How many virtual ranks each worker hosts."""
+        """Return how many virtual ranks each worker hosts."""
         return tuple(self._counts)
 
     @property
@@ -122,7 +122,7 @@ def _count(workers: Sequence[WorkerId], owners: Sequence[WorkerId]) -> list[int]
 
 
 def _makespan(paces: Sequence[int], tasks: int) -> int:
-    """The shortest time for all tasks: each goes to whoever would have it done first."""
+    """Return the shortest time for all tasks: each goes to whoever would have it done first."""
     free = [(pace, i) for i, pace in enumerate(paces)]
     heapq.heapify(free)
     end = 0

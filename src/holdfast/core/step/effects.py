@@ -1,4 +1,4 @@
-"""The effects of the worker machine: what its driver carries out, in order; as values.
+"""Defines the effects of the worker machine as values, which its driver carries out in order.
 
 Effects for the engine are carried out one after the other by whoever owns the view's group, those
 for the script by the script's thread; all others at once. Decisions pass from the step machine to
@@ -62,7 +62,7 @@ class PutRight:
 
 @dataclass(frozen=True, slots=True)
 class NoteDoubt:
-    """The ledger says: what was committed from `step` on may be wrong; `again`: it is redone."""
+    """Note in the ledger: what was committed from `step` on may be wrong; `again`: it is redone."""
 
     step: int
     view: ViewNumber
@@ -175,7 +175,7 @@ class SyncState:
 
 @dataclass(frozen=True, slots=True)
 class ForgetMissed:
-    """Nobody needs what was kept of earlier steps any more."""
+    """Forget what was kept of earlier steps: nobody needs it any more."""
 
     view: ViewNumber
 
@@ -280,7 +280,7 @@ WorkerEffect = ScriptEffect | EngineEffect | PromptEffect
 
 @dataclass(frozen=True, slots=True)
 class BecameSynced:
-    """Every member of the view holds the state, and all agree on what audits ask."""
+    """The view is synced: every member holds the state, and all agree on what audits ask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +299,7 @@ class BecameIdle:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """All members commit the step.
+    """All members have decided to commit the step.
 
     `pending`: one knows of a planned change. `owners`: of the next step. `dropped`: what this
     worker computes of the step does not count and is not complete.

@@ -1,4 +1,4 @@
-"""The events of the worker machine: what its driver tells it, as values."""
+"""Defines the events of the worker machine, as values: what its driver tells it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FINITE, RIGHTLY, NOBODYS, CONTRADICTED, SOMEBODYS = 0, 1, 2, 3, 4
 
 
 class Purpose(enum.Enum):
-    """What a worker computes a task for."""
+    """Says what a worker computes a task for."""
 
     HOSTED = "hosted"  # it hosts the virtual rank
     AUDITED = "audited"  # another one does, and the bits are compared
@@ -22,7 +22,7 @@ class Purpose(enum.Enum):
 
 
 class Topic(enum.Enum):
-    """What the members of a view tell each other in a gather."""
+    """Names what the members of a view tell each other in a gather."""
 
     AGREE = "agree"  # what audits ask, and of which step all is looked at
     AUDIT = "audit"  # digests of the audited tasks
@@ -35,14 +35,14 @@ class Topic(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class LoopEntered:
-    """The script asks for steps up to (not including) `until`; at first it becomes a candidate."""
+    """The script has asked for steps up to (not including) `until`; this makes it a candidate."""
 
     until: int = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
 class AtBoundary:
-    """The script finished with the last step and asks for the next: the state is at rest."""
+    """The script has finished its last step and asks for the next: the state is at rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class LoopEnded:
 
 @dataclass(frozen=True, slots=True)
 class Directed:
-    """The agent passes on what of a directive concerns this worker."""
+    """The agent has passed on what concerns this worker in a directive."""
 
     directive: WorkerDirective
 
@@ -112,7 +112,7 @@ class SaveEnded:
 
 @dataclass(frozen=True, slots=True)
 class EventNoted:
-    """Something happened that belongs into the job's event log."""
+    """The driver has noticed what belongs in the job's event log."""
 
     kind: str
     text: str
@@ -130,7 +130,7 @@ class Connected:
 
 @dataclass(frozen=True, slots=True)
 class GroupBroken:
-    """An exchange of this view failed here."""
+    """An exchange of this view has failed here."""
 
     view: ViewNumber
     reason: str
@@ -146,7 +146,7 @@ class LinkLost:
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """The driver starts to overwrite the script's state with the job's."""
+    """The driver is beginning to overwrite the script's state with the job's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +184,7 @@ class MissedHeard:
 
 @dataclass(frozen=True, slots=True)
 class StatesCompared:
-    """All members hold the same state; or `prints` tells whose fingerprints differ."""
+    """All members have compared their states and hold the same, or `prints` tells whose differ."""
 
     view: ViewNumber
     prints: tuple[tuple[WorkerId, int], ...] = ()
@@ -192,7 +192,7 @@ class StatesCompared:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """What every member has said, by rank."""
+    """Every member has spoken on the topic; `rows` holds what each said, by rank."""
 
     view: ViewNumber
     topic: Topic
@@ -240,7 +240,7 @@ class MemberDone:
 
 @dataclass(frozen=True, slots=True)
 class CountSettled:
-    """Only what these ranks compute of `step` counts."""
+    """The first member has settled that only what these ranks compute of `step` counts."""
 
     view: ViewNumber
     step: int

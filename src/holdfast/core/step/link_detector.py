@@ -1,4 +1,4 @@
-"""Which links between workers are slow: verdicts, with reasons, from the waits in the votes. Pure.
+"""Finds slow links between workers: verdicts, with reasons, from the waits in the votes. Pure.
 
 When a member has begun to send the last of its gradients, nothing is left for it to do but to wait
 for those of the others. Its vote says whose came last, and when. Counted from when that peer began
@@ -29,7 +29,7 @@ NOBODY = -1
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """What a member tells of the end of its exchange in a step.
+    """Tells how a member's exchange of gradients ended in a step.
 
     `ready_us`: when it began to send its last gradients, after the last vote. `peer`: the rank
     whose gradients came last, `waited_us` after its own were sent; NOBODY if all were there.
@@ -45,7 +45,10 @@ NO_WAIT = Wait()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkVerdict:
-    """`to`: at the other end of the link; None if it is the worker's network. `late_us`: a step."""
+    """Says that the link from `worker` to `to` is slow, or not any more.
+
+    `to`: None if it is the worker's whole network. `late_us`: how late it was in a step.
+    """
 
     worker: WorkerId
     to: WorkerId | None
@@ -62,7 +65,7 @@ class LinkVerdict:
 
 
 class LinkDetector:
-    """Of the workers of one view, by rank. `observe` is the only mutator."""
+    """Finds the slow links between the workers of one view. `observe` is the only mutator."""
 
     def __init__(self, workers: Sequence[WorkerId]) -> None:
         self._workers = tuple(workers)
@@ -72,7 +75,7 @@ class LinkDetector:
         self._slow: dict[tuple[int, int | None], None] = {}  # told: peers, who waits (None: most)
 
     def observe(self, waits: Sequence[Wait], compute_us: Sequence[int]) -> list[LinkVerdict]:
-        """What each member tells of a step, by rank. Returns what is new."""
+        """Take in what each member tells of a step, by rank; return the verdicts that are new."""
         if len(waits) < 2:
             return []
         row = _counting(waits, max(COSTS_MIN_US, COSTS_MIN * max(compute_us)))
@@ -99,9 +102,9 @@ class LinkDetector:
                 del self._hits[peer, rank]
 
     def _chance(self, peer: int, rank: int) -> float:
-        """That it is by chance that this member has waited so often for that peer.
+        """Return how probable it is that chance made this member wait so often for that peer.
 
-        By Chernoff's bound, if all waits are as frequent as those for other peers are.
+        It is Chernoff's bound, for waits that are as frequent as those for other peers are.
         """
         others = self._hits_of.total() - self._hits_of[peer]
         pairs = (len(self._workers) - 1) ** 2  # with another peer
@@ -155,7 +158,7 @@ class LinkDetector:
 
 
 def _counting(waits: Sequence[Wait], worth_us: float) -> dict[int, tuple[int, int]]:
-    """Of each member that waited for the network as long as counts: for which peer, how long."""
+    """Find who waited for the network for so long that it counts: for which peer, how long."""
     if max(wait.waited_us for wait in waits) < worth_us:
         return {}
     # Who waited for nobody had even those in time that were sent last.

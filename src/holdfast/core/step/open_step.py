@@ -1,4 +1,4 @@
-"""The step that a worker's script computes: what is done of it, and what comes next. Pure."""
+"""Keeps the step that a worker's script computes: what is done, and what comes next. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is wrong, and what follows: the record that one member of a view keeps of all. Pure.
+"""Rules on who is wrong, and what follows, from one member's record of all in its view. Pure.
 
 All members hear the same, so all come to the same ruling. Who is wrong leaves the job; and where
 something wrong may have been used already, all discard their state and begin from a checkpoint.
@@ -40,12 +40,12 @@ class Rulings:
         self._confessed: Row = ()  # what this worker tells of it
 
     def enter(self, view: View) -> None:
-        """A view begins."""
+        """Note that a view begins."""
         self._view = view
         self._doubted = -1
 
     def synced(self, *, compared: bool) -> None:
-        """All members hold the state; `compared`: as their fingerprints say."""
+        """Note that all members hold the state; `compared`: their fingerprints say so."""
         if self._looks:
             self._trust.enter(self._view, compared=compared)
 
@@ -57,7 +57,7 @@ class Rulings:
     # ------------------------------------------------------------ sums that are not finite
 
     def lately_not_finite(self, step: int) -> bool:
-        """Whether a sum was rightly not finite a short while ago."""
+        """Tell whether a sum was not finite a short while ago, and rightly so."""
         return step < self._not_finite_at + CALM_STEPS
 
     def doubted(self, step: int, suspects: Iterable[WorkerId]) -> None:

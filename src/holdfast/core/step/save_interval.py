@@ -1,4 +1,4 @@
-"""How often to save: what checkpoints cost against what they save.
+"""Chooses how often to save, by weighing what checkpoints cost against what they save.
 
 Young's interval (J. W. Young, "A first order approximation to the optimum checkpoint interval",
 CACM 1974) with Daly's further terms (J. T. Daly, "A higher order estimate of the optimum checkpoint
@@ -31,7 +31,7 @@ def best_interval_s(cost_s: float, mtbf_s: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class PacePolicy:
-    """The operator's bounds of the interval, in seconds."""
+    """Bounds the interval, as the operator wants, in seconds."""
 
     least_s: float = 10.0
     most_s: float = 1800.0
@@ -55,7 +55,7 @@ class Pace:
         self._losses = 0
 
     def members(self, workers: Iterable[object]) -> None:
-        """The processes of a new view."""
+        """Note the processes of a new view; those that are not in it any more count as lost."""
         before, self._workers = self._workers, frozenset(workers)
         self._losses += len(before - self._workers)
 

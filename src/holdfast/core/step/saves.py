@@ -1,4 +1,4 @@
-"""When a worker saves its share of the state, and when a checkpoint counts. Pure.
+"""Decides when a worker saves its share of the state, and when a checkpoint counts. Pure.
 
 All members agree in their votes that the next boundary is to be saved. A checkpoint counts once the
 state that was copied has been compared with that of others, which happens in the next step.
@@ -16,8 +16,9 @@ from holdfast.core.types import View
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavePolicy:
-    """`every`: steps between checkpoints; 0: as often as `pace` says. `enabled`: there is a writer.
+    """Says how often to save, if there is anything that saves.
 
+    `every`: steps between checkpoints; 0: as often as `pace` says. `enabled`: there is a writer.
     `compared`: fingerprints are compared, so a checkpoint waits for that before it counts.
     """
 
@@ -48,7 +49,7 @@ class Saves:
         self._pace.members((m.worker, m.incarnation) for m in view.members)
 
     def want(self, committed: int) -> list[Outcome]:
-        """An operator ends the job: save at the next boundary, and let it count at once."""
+        """Save at the next boundary and let it count at once: an operator ends the job."""
         if self._stops:
             return []
         self._wanted = self._settled = self._stops = True
@@ -70,7 +71,7 @@ class Saves:
         return (due and leads) or self._wanted, busy
 
     def agree(self, after: int, view: View) -> None:
-        """All members save the state after so many steps."""
+        """Note that all members save the state after `after` steps."""
         self.agreed, self._wanted = (after, view), False
 
     def at_boundary(self, step: int) -> list[Outcome]:

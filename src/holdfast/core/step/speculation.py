@@ -1,4 +1,4 @@
-"""When others are late, and how much may be computed again because of that. Pure.
+"""Decides when others are late, and how much may be computed again because of that. Pure.
 
 A worker that is done with its tasks waits for others in nearly every step. How long it does so
 usually, and how much that varies, says when somebody is late: first its tasks are copied by those
@@ -21,7 +21,7 @@ SPREADS = 6.0  # beyond the usual: chance is no explanation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """What a worker that waits does, and when, beyond the usual and its spread.
+    """Says what a worker that waits does, and when, beyond the usual wait and its spread.
 
     It copies tasks once it has waited for as long as that takes, and says that somebody is late
     after a step's duration and `least_s` (or what the building of the group took, if longer).
@@ -34,7 +34,7 @@ class Patience:
 
 
 class Lateness:
-    """Of one worker. Times are its node's, in seconds."""
+    """Tells one worker when others are late. Times are its node's, in seconds."""
 
     def __init__(self, patience: Patience) -> None:
         self.began_at = 0.0  # when the step under way, or its view, began here
@@ -48,20 +48,20 @@ class Lateness:
         self._task_s: deque[float] = deque(maxlen=STEPS_TIMED)
 
     def view(self, now: float) -> None:
-        """Another view begins, perhaps in the middle of a step."""
+        """Note that another view begins, perhaps in the middle of a step."""
         self.began_at = self._since = now
 
     def built(self, now: float) -> None:
-        """The view's group works, and its joiners hold the state, which takes longer."""
+        """Note that the view's group works and that its joiners hold the state."""
         took_s = now - self.began_at
         self.group_s = min(self.group_s, took_s) if self.group_s else took_s
 
     def copy_done(self) -> None:
-        """It has computed a task that another worker is late with."""
+        """Count a task that this worker has computed since another one is late with it."""
         self.copied += 1
 
     def done(self, now: float) -> None:
-        """It waits for others from now on."""
+        """Note that this worker waits for others from now on."""
         self._since = now
 
     def step(self, now: float, tasks: int) -> None:
@@ -74,14 +74,14 @@ class Lateness:
 
     @property
     def copy_at(self) -> float:
-        """When to begin with copies, if the others are not done by then."""
+        """Return when to begin with copies, if the others are not done by then."""
         if self.copied > self._patience.copies * self._tasks or not self._patience.copies:
             return float("inf")
         return self._after(self._patience.times * _middle(self._task_s))
 
     @property
     def late_at(self) -> float:
-        """When to say that others are late."""
+        """Return when to say that others are late."""
         patience = self._patience
         after = self._after(patience.times * _middle(self._steps))
         return after + max(patience.least_s, self.group_s)
@@ -95,10 +95,10 @@ class Lateness:
 
 
 class Budget:
-    """For suspending workers. `share`: of all tasks; 0: none. `tasks`: in each step.
+    """Limits what suspending workers may cost. `share`: of all tasks; 0: none. `tasks`: in a step.
 
-    A little in advance; and one attempt at most in each step, for a stop after which nobody turns
-    out to be late has cost something, too.
+    A little may be spent in advance. Each step allows one attempt at most, since a stop after
+    which nobody turns out to be late has cost something, too.
     """
 
     def __init__(self, share: float, tasks: int) -> None:
@@ -109,7 +109,7 @@ class Budget:
         self._since: int | None = None  # the step from which tasks are counted
 
     def allows(self, step: int) -> bool:
-        """Whether what is late in this step may be computed by others."""
+        """Tell whether others may compute what is late in this step."""
         if self._since is None:
             self._since = step
         if not self._share or step == self._tried_in:
@@ -118,11 +118,11 @@ class Budget:
         return self.spent <= self._share * committed
 
     def tried(self, step: int) -> None:
-        """A view is stopped for this."""
+        """Note that a view is stopped for what is late in this step."""
         self._tried_in = step
 
     def spend(self, tasks: int) -> None:
-        """So many are computed again."""
+        """Count tasks that are computed again."""
         self.spent += tasks
 
 

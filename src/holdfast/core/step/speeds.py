@@ -1,4 +1,4 @@
-"""What the members of a view make of each step's times: who is slow, who hosts what. Pure.
+"""Judges each step's times, as all members of a view do: who is slow, who hosts what. Pure.
 
 Every member observes the same numbers in the same order, so all of them hold the same assignment;
 only the leader looks for slow workers, and tells the job's event log of them.
@@ -15,7 +15,7 @@ from holdfast.core.types import View, WorkerId
 
 
 class Speeds:
-    """Of one view. Without a `policy` the assignment stays as it is."""
+    """Judges the workers of one view. Without a `policy` the assignment stays as it is."""
 
     def __init__(self, view: View, policy: BalancePolicy | None) -> None:
         self._view = view
@@ -27,13 +27,13 @@ class Speeds:
 
     @property
     def owners(self) -> tuple[WorkerId, ...]:
-        """Who hosts each virtual rank from the next step on."""
+        """Return who hosts each virtual rank from the next step on."""
         return self._balancer.owners
 
     def observe(
         self, compute_us: Sequence[int], leads: bool, waits: Sequence[Wait] = ()
     ) -> list[tuple[str, str]]:
-        """What each member's own tasks of a step took, and for whom it waited (not simulated).
+        """Take in how long each member's own tasks took, and for whom it waited (not simulated).
 
         Returns events: kinds and texts.
         """

@@ -1,4 +1,4 @@
-"""The step machine: what a member of a view does from one step boundary to the next.
+"""Runs a member of a view from one step boundary to the next.
 
 It decides what the script computes, when sums begin, whom to believe, when to compute again, what
 to vote and what follows from the votes. It does not know membership: what changes that, or the
@@ -72,7 +72,7 @@ FIRST = 0  # the rank of the member that hears who is done
 
 
 class Round(enum.Enum):
-    """What the members of a view do together, one after the other."""
+    """Names what the members of a view do together, one after the other."""
 
     CLOSED = "closed"  # no view, or one that was given up
     CONNECT = "connect"
@@ -98,7 +98,7 @@ STEPPING = (
 
 
 class StepMachine:
-    """See the module's docstring. Every method that changes it returns outcomes in order."""
+    """Runs a member's steps, as the module describes. What changes it returns outcomes in order."""
 
     def __init__(
         self,
@@ -225,13 +225,13 @@ class StepMachine:
         return [BecameSynced()]
 
     def synced(self, step: int, hosted: tuple[int, ...]) -> list[Outcome]:
-        """All members hold the state after so many steps: the next one may be summed."""
+        """Begin the steps: all members hold the state after `step` of them."""
         self.step, self.hosted = step, hosted
         return self.advance()
 
     @property
     def is_synced(self) -> bool:
-        """Whether the view has come to its steps."""
+        """Tell whether the view has come to its steps."""
         return self.round in STEPPING
 
     # ------------------------------------------------------------ the script
@@ -273,7 +273,7 @@ class StepMachine:
         return out
 
     def _script(self) -> list[Outcome]:
-        """What the script computes next, if it computes nothing now."""
+        """Have the script compute what comes next, if it computes nothing now."""
         step = self._open
         if step is None or step.index != self.step:
             return []
@@ -338,7 +338,7 @@ class StepMachine:
         return self.member_done(MemberDone(self._view.number, FIRST, self.step, used))
 
     def member_done(self, event: MemberDone) -> list[Outcome]:
-        """At the first member: another one is done with all its tasks, perhaps too late."""
+        """Hear, as the first member, that another is done with all its tasks, perhaps too late."""
         if self._settlement is None:
             return []
         counted = self._settlement.heard(event.rank, event.step, event.samples)
@@ -378,7 +378,7 @@ class StepMachine:
         return self.advance()
 
     def _audit(self) -> list[Outcome]:
-        """Once this member owes nothing any more, what was audited is told."""
+        """Tell what was audited, once this member owes nothing any more."""
         step = self._open
         if step is None or self._audits.owed(self._me, step):
             return []
@@ -388,7 +388,7 @@ class StepMachine:
         return [Gather(self._view.number, Topic.AUDIT, self._audits.row(step))]
 
     def gathered(self, event: Gathered) -> list[Outcome]:
-        """What all members have said of one topic is here."""
+        """Go on with what all members have said of one topic."""
         match event.topic:
             case Topic.AGREE if self.round is Round.AGREE:
                 return self._agreed(event.rows)
@@ -471,7 +471,7 @@ class StepMachine:
 
     @property
     def doubt(self) -> int:
-        """What this member's vote says of the sums: finite, rightly not, or whose part is not."""
+        """Return what the vote says of the sums: finite, rightly not, or whose part is not."""
         sums, audits = self._sums, self._audits
         if sums is None:
             return FINITE
@@ -546,7 +546,7 @@ class StepMachine:
     # ------------------------------------------------------------ again, or not at all
 
     def _redo(self, audits: Sequence[Audit]) -> list[Outcome]:
-        """The script computes the step once more; what it computes now it computes to the end."""
+        """Have the step computed once more, after the script has ended what it computes now."""
         self._again, self.round, self._sums = tuple(audits), Round.REDO, None
         if self._open is not None and self._open.running is not None:
             return [BecameReduced(False)]
@@ -566,7 +566,7 @@ class StepMachine:
         return [*out, *self._leave(wrong, diverged=True)]
 
     def _leave(self, wrong: Sequence[WorkerId], *, diverged: bool) -> list[Outcome]:
-        """Who is wrong leaves, once all have heard so; nobody named: nobody knows who it is."""
+        """Have those who are wrong leave, once all have heard so; () if nobody knows who it is."""
         self.round = Round.CONFESS
         row = self._rulings.confess(self.step, wrong, diverged=diverged)
         return [Gather(self._view.number, Topic.CONFESS, row)]

@@ -1,4 +1,4 @@
-"""What a step machine is given: the job's settings, and the seams to its surroundings. Pure."""
+"""Defines what a step machine is given: the job's settings, and its surroundings. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from holdfast.core.types import View, WorkerId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPolicy:
-    """What of a job's settings matters within a step; the same on all workers of a job.
+    """Holds the settings of a job that matter within a step; the same on all its workers.
 
     `audit`: share of tasks computed twice. `cycle`: steps in which all of the state is compared;
     0: never. `keeps`: there are checkpoints to go back to. `restore_s`: how long a store may stay
@@ -38,12 +38,12 @@ class StepPolicy:
 
     @property
     def looks(self) -> bool:
-        """Whether anything is compared at all."""
+        """Tell whether anything is compared at all."""
         return bool(self.audit or self.cycle)
 
 
 class Surroundings(Protocol):
-    """What the step machine asks of the worker machine around it."""
+    """Says what the step machine asks of the worker machine around it."""
 
     @property
     def now(self) -> float: ...
@@ -53,24 +53,24 @@ class Surroundings(Protocol):
 
     @property
     def pending(self) -> bool:
-        """Whether this worker knows of a planned change of the view."""
+        """Tell whether this worker knows of a planned change of the view."""
         ...
 
     @property
     def at_rest(self) -> bool:
-        """Whether the script has applied all that is committed, and waits."""
+        """Tell whether the script has applied all that is committed, and waits."""
         ...
 
 
 class Counting:
-    """What follows from the votes of a view's members, step after step: the same on all of them."""
+    """Draws the conclusions from a view's votes, step after step: the same on all its members."""
 
     def __init__(self, view: View, balance: BalancePolicy | None) -> None:
         self._speeds = Speeds(view, balance)
 
     @property
     def owners(self) -> tuple[WorkerId, ...]:
-        """Who hosts each virtual rank from the next step on."""
+        """Return who hosts each virtual rank from the next step on."""
         return self._speeds.owners
 
     def count(self, rows: Sequence[Row]) -> Tally:

@@ -1,4 +1,4 @@
-"""Which workers compute slower than they should: verdicts, with reasons, from votes' times. Pure.
+"""Finds workers that compute too slowly: verdicts, with reasons, from the votes' times. Pure.
 
 Only the time of a worker's own computing is looked at, per virtual rank, never that of its waiting;
 so one slow worker does not make the others look slow. Each worker is held against its peers of the
@@ -46,7 +46,10 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """`factor`: of the usual time, in its slow steps. `confidence`: that chance is no reason."""
+    """Says how a worker is slow, or that it is not any more.
+
+    `factor`: of the usual time, in its slow steps. `confidence`: that chance is no reason.
+    """
 
     worker: WorkerId
     kind: Kind
@@ -62,7 +65,7 @@ class Verdict:
 
 @dataclass(slots=True)
 class _Track:
-    """What is remembered of one worker."""
+    """Holds what is remembered of one worker."""
 
     evidence: float = 0.0
     since: int = 0  # steps in which the evidence was not zero
@@ -78,7 +81,7 @@ class _Track:
 
 
 class Detector:
-    """Of the workers of one view. `observe` is the only mutator."""
+    """Finds the slow workers of one view. `observe` is the only mutator."""
 
     def __init__(self, workers: Sequence[WorkerId]) -> None:
         self._workers = tuple(workers)
@@ -90,7 +93,7 @@ class Detector:
 
     @property
     def noise(self) -> float:
-        """Of one worker's time in one step, as a share of it."""
+        """Return the noise of one worker's time in one step, as a share of that time."""
         return self._noise
 
     def observe(self, task_s: Sequence[float]) -> list[Verdict]:
@@ -130,9 +133,9 @@ class Detector:
         return found
 
     def _learn_noise(self, times: Sequence[float | None], reference: float) -> None:
-        """From how much each worker's excess differs from its last: a lasting one does not count.
+        """Learn from how much each worker's excess has changed: one that lasts does not count.
 
-        The middle one of all workers' differences; of fewer than three, their mean.
+        What counts is the median of all workers' changes; of fewer than three, their mean.
         """
         changes = []
         for track, time in zip(self._tracks, times, strict=True):
@@ -181,7 +184,7 @@ class Detector:
         return late > clearly and sum(each > clearly for each in track.recent) >= OFTEN
 
     def _once_more(self, worker: WorkerId, track: _Track, alone: bool) -> Verdict | None:
-        """After some more steps its slowness may look otherwise than at first."""
+        """Look again after some more steps: the slowness may look otherwise than at first."""
         if track.told != RECENT:
             return None
         verdict = self._slow(worker, track, RECENT, alone)
@@ -253,7 +256,7 @@ class Detector:
 
 
 def _kind(window: Sequence[float], least: float) -> Kind:
-    """How the slowness of these steps looks, of which those above `least` are the slow ones."""
+    """Classify the slowness of these steps, of which those above `least` are the slow ones."""
     third = len(window) // 3
     parts = [sum(window[i * third : (i + 1) * third]) for i in range(3)]
     if third > 2 and parts[2] > 1.2 * parts[1] > 1.44 * max(parts[0], 0.0):

@@ -1,4 +1,4 @@
-"""Which sum of a bucket is right, when members have summed it more than once. Pure.
+"""Finds which sum of a bucket is right, when members have summed it more than once. Pure.
 
 Each piece of a bucket is summed by one member, and in each further run by another one; every member
 then shows digests of all pieces as it has them.

@@ -1,4 +1,4 @@
-"""Since when a member's work, or its copy of the state, may be wrong. Pure.
+"""Knows since when a member's work, or its copy of the state, may be wrong. Pure.
 
 Audits see gradients, fingerprints see the state, each of them only a share in a step. So when a
 member turns out to be wrong, it may have been so for a while, and the others have used its work.
@@ -15,7 +15,9 @@ from holdfast.core.types import Incarnation, View, WorkerId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Doubt:
-    """`sums`: the first step whose sum may be wrong; None if all were audited.
+    """Says since when something may be wrong.
+
+    `sums`: the first step whose sum may be wrong; None if all were audited.
 
     `saved`: the first step after which a copy of the state may be wrong.
     """
@@ -26,7 +28,7 @@ class Doubt:
 
 @dataclass(slots=True)
 class _Seen:
-    """Of one member."""
+    """Holds what audits and comparisons have seen of one member."""
 
     incarnation: Incarnation
     joined: int  # with a state that all have compared
@@ -36,14 +38,14 @@ class _Seen:
 
 
 class Trust:
-    """Of the members of the present view. `cycle`: every byte is compared in so many steps."""
+    """Keeps what was seen of the view's members. `cycle`: steps in which every byte is compared."""
 
     def __init__(self, cycle: int) -> None:
         self._cycle = cycle
         self._seen: dict[WorkerId, _Seen] = {}
 
     def enter(self, view: View, *, compared: bool) -> None:
-        """A new view; `compared`: the whole states of its members were, and are the same."""
+        """Enter a view; `compared`: the whole states of its members were, and are the same."""
         before, step = self._seen, view.resume_step
         self._seen = {}
         for member in view.members:

@@ -1,4 +1,4 @@
-"""The vote: one member's opinion at the end of a step, and what follows from those of all. Pure."""
+"""Defines the vote, a member's opinion at the end of a step, and counts those of all. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from holdfast.core.types import ViewNumber
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vote:
-    """What a member says at the end of a step.
+    """Holds what a member says at the end of a step.
 
     `pending`: it knows of a planned change. `save`: the state after this step should be saved.
     `busy`: it still saves another one. `alike`: what audits ask from the next step on. `doubt`:
@@ -56,7 +56,7 @@ class Vote:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tally:
-    """What follows from the votes of all members, the same on each of them."""
+    """Holds what follows from the votes of all members, the same on each of them."""
 
     alien: bool  # one is of another view or step
     pending: bool

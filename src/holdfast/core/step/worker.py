@@ -1,4 +1,4 @@
-"""The worker machine: what one incarnation of a worker may do, and what it must have promised.
+"""Decides what one incarnation of a worker may do, and knows what it has promised.
 
 It does not know tensors, sockets, threads or time. Its driver feeds it what happened and carries
 out the effects in order. What happens between two step boundaries is decided by the step machine
@@ -42,7 +42,7 @@ _FOREVER = float("inf")
 
 
 class WorkerMachine:
-    """See the module's docstring; `handle` is the only mutator."""
+    """Decides for one worker, as the module describes; `handle` is the only mutator."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class WorkerMachine:
         return self._carry(self._respond(event))
 
     def deadline(self) -> float | None:
-        """When its right to act ends, or others will be late; None while it does not act."""
+        """Return when its right to act ends, or others will be late; None while it does not act."""
         if not self._acting_in(self._status.view):
             return None
         return min(self.acting_until, self._late_at(), self._look_at())
@@ -84,12 +84,12 @@ class WorkerMachine:
 
     @property
     def view(self) -> View | None:
-        """The newest view installed."""
+        """Return the newest view installed."""
         return self._view
 
     @property
     def owners(self) -> tuple[WorkerId, ...]:
-        """Who hosts each virtual rank in the step to be committed next."""
+        """Return who hosts each virtual rank in the step to be committed next."""
         return self._step.owners
 
     @property
@@ -99,21 +99,21 @@ class WorkerMachine:
 
     @property
     def at_rest(self) -> bool:
-        """Whether the script has applied all that is committed, and waits."""
+        """Tell whether the script has applied all that is committed, and waits."""
         return self._status.phase in (Phase.BOUNDARY, Phase.ENDED)
 
     @property
     def pending(self) -> bool:
-        """Whether it knows of a planned change of the view, as it says in its votes."""
+        """Tell whether it knows of a planned change of the view, as it says in its votes."""
         return self._view is not None and self._pending_view >= self._view.number
 
     @property
     def leads_now(self) -> bool:
-        """Whether it leads as the event that is being handled comes."""
+        """Tell whether it leads at the time of the event that is being handled."""
         return self.leads(self._now)
 
     def leads(self, now: float) -> bool:
-        """Whether this worker is the one that acts for the job."""
+        """Tell whether this worker is the one that acts for the job."""
         view = self._view
         return (
             view is not None
@@ -209,7 +209,7 @@ class WorkerMachine:
         | ev.CountSettled
         | ev.StillAwaited,
     ) -> Sequence[Outcome]:
-        """Something of the view in which it acts."""
+        """Handle an event of the view in which it acts."""
         step = self._step
         match event:
             case ev.Connected():
@@ -428,7 +428,7 @@ class WorkerMachine:
         return self._begin()
 
     def _store_silent(self, view: ViewNumber, reason: str) -> Sequence[Outcome]:
-        """The next view tries again; but not for ever."""
+        """Let the next view ask the store again; but give up after `restore_s`."""
         if self._store_silent_since is None:
             self._store_silent_since = self._now
             told = self._note_event("store", f"{reason}; it is asked again")
@@ -461,11 +461,11 @@ class WorkerMachine:
         return outcomes
 
     def _late_at(self) -> float:
-        """When it says that others are late, if nothing happens until then."""
+        """Return when it says that others are late, if nothing happens until then."""
         return self.lateness.late_at if self._status.phase is Phase.WAITING else _FOREVER
 
     def _look_at(self) -> float:
-        """When its script may copy what others are late with."""
+        """Return when its script may copy what others are late with."""
         waits = self._status.waiting and self._step.is_synced
         return self.lateness.copy_at if waits and self._looked_in < 0 else _FOREVER
 
@@ -478,7 +478,7 @@ class WorkerMachine:
         return self._promise(view) or [self._tell()]
 
     def _avoid(self, more: Invalidations) -> None:
-        """What it has said to be saved may be invalidated, too."""
+        """Take in invalidations, which may cover what it has said to be saved."""
         news = [each for each in more if each not in self._status.invalidations]
         if news:
             least, saved = min(each.after for each in news), self._status.saved
@@ -501,7 +501,7 @@ class WorkerMachine:
         return []
 
     def _catches_up(self, view: View) -> bool:
-        """Whether it has yet to apply steps that it has missed."""
+        """Tell whether it has yet to apply steps that it has missed."""
         late = view.late_worker(self._status.worker) is not None
         return late and self._status.committed < view.resume_step
 

@@ -122,7 +122,7 @@ def copy_rate(source: Matrix, target: Matrix, budget_s: float, threads: int) -> 
 
 
 def fill(words: Matrix, start: int, pattern: int) -> None:
-    """Fill words: 0 alternating bits; 1 the same, inverted; 2 each another, from its place."""
+    """Fill words by `pattern`: 0 alternating bits; 1 inverted ones; 2 a word for each place."""
     if pattern < 2:
         words[:] = np.uint64(0x5555555555555555 << pattern & 0xFFFFFFFFFFFFFFFF)
         return

@@ -23,7 +23,7 @@ XID_AGE_S = 1800.0  # for so long: an error is over when the GPU was reset and w
 
 
 class GpuReader:
-    """A GPU reader asks the driver about all GPUs: `open`, then `read` as often as wanted."""
+    """Asks the driver about all GPUs: `open`, then `read` as often as wanted."""
 
     def __init__(self, nvml: Any) -> None:
         self._nvml = nvml

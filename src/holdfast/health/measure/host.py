@@ -28,7 +28,7 @@ CGROUP_LEVELS_MAX = 32
 
 @dataclass(frozen=True, slots=True)
 class HostReader:
-    """A host reader reads the kernel's files under `root`."""
+    """Reads the kernel's files under `root`."""
 
     root: Path = Path("/")
 

@@ -22,7 +22,7 @@ XIDS_MAX = 64  # remembered
 
 @dataclass(slots=True)
 class KernelLogTally:
-    """A tally counts the lines of each kind of trouble, and keeps the newest."""
+    """Counts the lines of each kind of trouble, and keeps the newest."""
 
     counts: dict[str, tuple[int, str]] = field(default_factory=dict)
     xids: list[tuple[str, int]] = field(default_factory=list)
@@ -53,7 +53,7 @@ def parse_record(record: str) -> tuple[float, str] | None:
 
 
 class KernelLog:
-    """A kernel log follows the kernel's lines as they come."""
+    """Follows the kernel's lines as they come."""
 
     def __init__(self, device: Path = DEVICE) -> None:
         self._device = device

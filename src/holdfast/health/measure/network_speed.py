@@ -27,7 +27,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServePolicy:
-    """A serve policy bounds what one server gives to others."""
+    """Bounds what one server gives to others."""
 
     connections_max: int = 16
     connection_s: float = 60.0
@@ -36,7 +36,7 @@ class ServePolicy:
 
 
 class PeerServer:
-    """A peer server answers the measurements of peers that know the secret."""
+    """Answers the measurements of peers that know the secret."""
 
     def __init__(
         self,

@@ -1,1 +1,1 @@
-"""The processes of one node: agent, workers, checkpoint writer."""
+"""Runs the processes of one node: agent, workers, checkpoint writer."""

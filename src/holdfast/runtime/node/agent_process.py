@@ -1,4 +1,4 @@
-"""The agent process: starts, watches, fences and serves the workers of one node.
+"""Runs the agent process, which starts, watches, fences and serves the workers of one node.
 
     python -m holdfast.runtime.node.agent_process RUN_DIR --join HOST:PORT --name NAME ...
 

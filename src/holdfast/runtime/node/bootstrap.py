@@ -1,4 +1,4 @@
-"""The first code of every worker process: runs the user's script as __main__.
+"""Runs the user's script as __main__: the first code of every worker process.
 
     python -m holdfast.runtime.node.bootstrap SCRIPT ARGS...
 

@@ -1,10 +1,10 @@
-"""The checkpoint writer of a node: saves what its workers have copied, while they train on.
+"""Runs a node's checkpoint writer, which saves what its workers have copied while they train on.
 
     python -m holdfast.runtime.node.checkpoint_writer RUN_DIR FD PARENT_PID
 
 It takes orders from a socket that it inherits (see store/snapshot.py). Each is carried out in a
 thread of its own: share 0 of a checkpoint waits for the others, which may come from other nodes,
-and commits. Nice to everything else. SIGTERM asks it to finish what it has begun.
+and commits. It runs at a low priority. SIGTERM asks it to finish what it has begun.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OTHERS_TIMES = 4.0  # what this share has taken
 
 
 class Writer:
-    """See the module's docstring."""
+    """Carries out orders, as the module describes."""
 
     def __init__(self, store: Checkpoints, keep: Retention) -> None:
         self._store = store
@@ -47,7 +47,7 @@ class Writer:
         self._under_way: list[threading.Thread] = []
 
     def serve(self, channel: socket.socket) -> None:
-        """Until no worker and no agent is left that could order anything."""
+        """Serve orders until no worker and no agent is left that could give any."""
         while True:
             try:
                 delivery = receive(channel)
@@ -61,12 +61,12 @@ class Writer:
             self._under_way = [t for t in self._under_way if t.is_alive()] + [thread]
 
     def finish(self) -> None:
-        """What has been ordered is carried out."""
+        """Wait until everything that was ordered is carried out."""
         for thread in self._under_way:
             thread.join()
 
     def scrub(self, rate: float, pause: Callable[[float], object] = time.sleep) -> None:
-        """For ever: verify slowly what is kept, if it is this writer that commits."""
+        """Verify what is kept, slowly and for ever, if it is this writer that commits."""
         seen = 0
         while True:
             pause(SCRUB_S)
@@ -88,7 +88,7 @@ class Writer:
             delivery.answer(answer)
 
     def _save(self, delivery: Delivery) -> bool:
-        """Whether the whole checkpoint is durable now, and not this share only."""
+        """Save a share; tell whether the whole checkpoint is durable now, not just this share."""
         order, began = delivery.order, time.monotonic()
         for before in self._take_older(order.step):
             before.abandon()

@@ -89,7 +89,7 @@ OnExit = Callable[["WorkerProcess", int, str], None]
 
 
 class WorkerProcess:
-    """Started once by `start`; afterwards its callbacks tell everything."""
+    """Runs one process of a worker; after `start`, its callbacks tell everything."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class WorkerProcess:
         self._signal(signal.SIGCONT)
 
     def note(self, text: str) -> None:
-        """A line of ours in the worker's log."""
+        """Write a line of ours to the worker's log."""
         self._write_log(text.encode() + b"\n")
 
     def _signal(self, number: int) -> None:
@@ -178,7 +178,7 @@ class WorkerProcess:
                 os.killpg(self.pid, number)
 
     async def drained(self) -> None:
-        """Everything that the process printed has been passed on."""
+        """Wait until everything that the process printed has been passed on."""
         if self._pipes:
             await asyncio.wait(self._pipes, timeout=DRAIN_S)
 
@@ -279,7 +279,7 @@ def _set_once(future: asyncio.Future[None]) -> None:
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
-    """To our own console; a reader that has gone (a closed pipe) is not our problem."""
+    """Write to our own console; a reader that has gone (a closed pipe) is not our problem."""
     with contextlib.suppress(OSError):
         while data:
             data = data[os.write(descriptor, data) :]

@@ -144,7 +144,7 @@ class Saver:
 
 
 def _readable(paths: list[str]) -> list[str]:
-    """state['model']['layer.weight'] as model.layer.weight, unless two would be the same."""
+    """Write state['model']['layer.weight'] as model.layer.weight, unless two would be the same."""
     found = [_PLACE.sub(r".\2", path).removeprefix("state.") for path in paths]
     times = Counter(found)
     return [name if times[name] == 1 else path for name, path in zip(found, paths, strict=True)]
@@ -168,5 +168,5 @@ def _slot(name: str, tensor: torch.Tensor, each: Slice, at: int) -> Slot:
 
 
 def say(text: str) -> None:
-    """To the worker's log."""
+    """Write a line to the worker's log."""
     sys.stderr.write(f"holdfast: {text}\n")

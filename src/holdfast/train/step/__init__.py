@@ -1,1 +1,1 @@
-"""One step in a worker: buckets, reduction, and the driver of the pure step."""
+"""Carries out steps in a worker: buckets, reduction, and the driver of the pure step."""

@@ -1,6 +1,6 @@
-"""How members of a view tell each other whose results of a step count (core/step/backup.py).
+"""Lets members of a view tell each other whose results of a step count (core/step/backup.py).
 
-That comes at any time, also while this worker's script still computes the step before, so a thread
+They do so at any time, also while this worker's script still computes the step before, so a thread
 listens to each member that may say something.
 """
 

@@ -1,4 +1,4 @@
-"""Bringing the members of a view to the same state: from donors, checkpoints or missed steps."""
+"""Brings the members of a view to the same state: from donors, checkpoints or missed steps."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class BringingUp:
                 return self._sync(view, layout, transport, donors)
 
     def forget(self) -> None:
-        """Nobody needs what was kept of earlier steps any more."""
+        """Forget what was kept of earlier steps: nobody needs it any more."""
         self._missed.forget()
 
     def withdraw(self, invalidations: Invalidations) -> None:
@@ -96,7 +96,7 @@ class BringingUp:
     def _restore(
         self, step: int, view: View, layout: Layout, transport: Transport
     ) -> ev.WorkerEvent:
-        """Nobody holds the state any more: all members read it together."""
+        """Read the state from a checkpoint together with all members: nobody holds it any more."""
         restorer, number = self._restorer, view.number
         if restorer is None:
             raise UserError(f"the job is to begin at step {step}, and has no --store")

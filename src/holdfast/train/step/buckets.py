@@ -25,7 +25,7 @@ BUCKET_BYTES = 8 << 20
 
 
 class Flat:
-    """One flat buffer with a view of it for every parameter of the bucket."""
+    """Holds one flat buffer with a view of it for every parameter of the bucket."""
 
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
         total = sum(p.numel() for p in params)
@@ -38,7 +38,7 @@ class Flat:
 
 
 class Bucket:
-    """Some parameters, their partial sums of the present step, and the reduced result."""
+    """Holds some parameters, their partial sums of the present step, and the reduced result."""
 
     def __init__(self, index: int, params: list[torch.nn.Parameter], places: list[int]) -> None:
         self.index = index
@@ -52,13 +52,13 @@ class Bucket:
         self._scratch = self.result.data[:0]
 
     def scratch(self, numel: int) -> torch.Tensor:
-        """At least `numel` elements to receive into; reused, so that its pages stay touched."""
+        """Return at least `numel` elements to receive into; reused, so its pages stay touched."""
         if self._scratch.numel() < numel:
             self._scratch = self.result.data.new_zeros(numel)
         return self._scratch
 
     def leaf(self) -> Flat:
-        """The gradients now in `.grad`, moved to a flat buffer; a missing one counts as 0."""
+        """Move the gradients now in `.grad` to a flat buffer; a missing one counts as 0."""
         leaf = self._spare.pop() if self._spare else Flat(self.params)
         grads = [p.grad for p in self.params if p.grad is not None]
         if len(grads) == len(self.params):
@@ -81,7 +81,7 @@ class Bucket:
         return found
 
     def reuse(self, leaf: Flat) -> None:
-        """It is not needed; its memory is."""
+        """Take back a buffer that is not needed any more, to use its memory again."""
         self._spare.append(leaf)
 
     def reset(self) -> None:
@@ -127,7 +127,7 @@ class Gradients:
 
     @property
     def used(self) -> torch.Tensor:
-        """[parameters] bool: which ones this worker's tasks of the step have used so far."""
+        """Return which parameters this worker's tasks of the step have used: [parameters] bool."""
         if not self._used:
             return torch.zeros(0, dtype=torch.bool)
         return torch.frombuffer(bytearray(self._used), dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""The engine thread: carries out, one after the other, what concerns the group of the present view.
+"""Carries out, one after the other in its own thread, what concerns the present view's group.
 
 It builds the group, brings joiners up to date, sums buckets and lets all members hear each other.
 It decides nothing: each thing that is done becomes an event, and what fails is told as a broken
@@ -42,7 +42,7 @@ from holdfast.train.transport.seam import AloneTransport, Rendezvous, Transport
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """How this process meets others: as whom, by which transport, showing which fingerprint."""
+    """Says how this process meets others: as whom, by which transport, with which fingerprint."""
 
     me: Peer
     make_transport: Callable[[], Transport]
@@ -51,7 +51,7 @@ class Exchange:
 
 
 class Membership:
-    """This worker's part in one view: who is where, and the connections to the others."""
+    """Holds this worker's part in one view: who is where, and the connections to the others."""
 
     def __init__(self, view: View, layout: Layout, transport: Transport) -> None:
         self.view = view
@@ -61,7 +61,7 @@ class Membership:
 
 
 class Engine(threading.Thread):
-    """See the module's docstring. `start` it once everything is protected."""
+    """Runs the thread that the module describes. `start` it once everything is protected."""
 
     def __init__(
         self,
@@ -283,7 +283,7 @@ class Engine(threading.Thread):
         return lambda: self._driver.check_alive(view)
 
     def _closing_operations(self, at: Membership, order: ef.Reduce) -> list[Operation]:
-        """What can only be exchanged once this worker's own tasks are complete, or dropped."""
+        """List what can only be exchanged once this worker's own tasks are complete, or dropped."""
         driver, data, layout = self._driver, self._data, at.layout
         mine = layout.hosted[layout.rank]
         driver.await_rows(order.view, order.step)

@@ -1,4 +1,4 @@
-"""Which buckets hold all that this worker contributes, so that they can be exchanged."""
+"""Knows which buckets hold all that this worker contributes, so that they can be exchanged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class FilledBuckets:
         self._ready: deque[Bucket] = deque()
 
     def begin(self, hosted: Iterable[int], buckets: Iterable[Bucket]) -> None:
-        """Sums begin: of these virtual ranks all must be in a bucket before it is exchanged."""
+        """Begin the sums: a bucket can be exchanged once all of these virtual ranks are in it."""
         with self._monitor:
             self._hosted = wanted = set(hosted)
             self._ready = deque(b for b in buckets if wanted <= b.contributed)
@@ -29,7 +29,7 @@ class FilledBuckets:
             self._hosted, self._ready = None, deque(buckets)
 
     def end(self) -> None:
-        """Nothing is summed any more."""
+        """Stop handing out buckets: nothing is summed any more."""
         with self._monitor:
             self._hosted = None
             self._ready.clear()

@@ -20,7 +20,9 @@ Chunk = tuple[torch.Tensor, int, int]
 
 
 class Fingerprints:
-    """`cycle`: steps in which all of the state is seen; 0: none of it ever is.
+    """Digests parts of the protected state, which all workers must hold alike.
+
+    `cycle`: steps in which all of the state is seen; 0: none of it ever is.
 
     `buffers`: those of the modules as they were at the step's beginning.
     """
@@ -31,14 +33,14 @@ class Fingerprints:
         self._parts: tuple[int, list[list[Chunk]]] = (-1, [])  # with so many buffers
 
     def of_step(self, step: int, buffers: Sequence[torch.Tensor]) -> int:
-        """63 bits of this step's part; 0 if nothing is to be compared."""
+        """Return 63 bits of this step's part; 0 if nothing is to be compared."""
         if not self.cycle:
             return 0
         parts = self._plan(buffers)
         return self._digest(parts[step % len(parts)]) if parts else 0
 
     def of_all(self, buffers: Sequence[torch.Tensor]) -> int:
-        """63 bits of all that is covered; 0 if nothing is to be compared."""
+        """Return 63 bits of all that is covered; 0 if nothing is to be compared."""
         if not self.cycle:
             return 0
         return self._digest([chunk for part in self._plan(buffers) for chunk in part])
@@ -103,7 +105,7 @@ def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[Chunk]:
 
 
 def _sum_of_bits(flat: torch.Tensor) -> torch.Tensor:
-    """Of all elements, taken as whole numbers: one flipped bit changes it. Stays on the device."""
+    """Sum the elements as whole numbers: one flipped bit changes the sum. Stays on the device."""
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     return flat.view(_WHOLE_NUMBERS[flat.element_size()]).sum(dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""What carries out at once what the step machine decides about gradients and checkpoints."""
+"""Carries out at once what the step machine decides about gradients and checkpoints."""
 
 from __future__ import annotations
 

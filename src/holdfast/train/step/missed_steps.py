@@ -24,7 +24,7 @@ KEPT_STEPS_MIN = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kept:
-    """A step as one member keeps it."""
+    """Holds a step as one member keeps it."""
 
     view: int
     pieces: tuple[torch.Tensor, ...]  # of each bucket's sum
@@ -34,7 +34,7 @@ class _Kept:
 
 
 class MissedSteps:
-    """What one member keeps, or receives. `step`: what the script and the engine share."""
+    """Keeps steps that others miss, and receives such. `step`: what script and engine share."""
 
     def __init__(self, step: StepData) -> None:
         self._step = step
@@ -68,7 +68,7 @@ class MissedSteps:
         self._bytes = 0
 
     def send(self, transport: Transport, to: int, steps: range, *, first: bool) -> None:
-        """To rank `to`; the `first` of those who send adds what all of them have. Aborted."""
+        """Send steps to rank `to`; the `first` sender adds what all of them have. Aborted."""
         for index in steps:
             kept = self._kept.get(index)
             if kept is None:
@@ -81,7 +81,7 @@ class MissedSteps:
             transport.exchange(sends, [], TAG_STATE).wait()
 
     def receive(self, transport: Transport, donors: list[int]) -> None:
-        """One step, into the place of its result. Aborted."""
+        """Receive one step, into the place of its result. Aborted."""
         step = self._step
         for number, donor in enumerate(donors):
             receives: list[Message] = []

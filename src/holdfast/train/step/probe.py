@@ -24,7 +24,7 @@ class Probe:
         """A partial sum that has come from another worker."""
 
     def sending(self, peer: int, size: int) -> None:
-        """So many bytes of a bucket are about to be sent to a rank."""
+        """The engine is about to send `size` bytes of a bucket to rank `peer`."""
 
 
 class _Current:

@@ -1,8 +1,8 @@
-"""The exact reduction of one step among the members of one view.
+"""Reduces the gradients of one step exactly, among the members of one view.
 
-Reduce-scatter by direct exchange: member i owns the i-th piece of every bucket, receives everyone's
-partial sums for that piece and folds them along the canonical tree; then the pieces are gathered by
-all. It moves the bytes of a ring all-reduce when each member holds one node of the tree. Every
+It is a reduce-scatter by direct exchange: member i owns the i-th piece of every bucket, receives
+everyone's partial sums for that piece and folds them along the canonical tree; then all gather the
+pieces. It moves the bytes of a ring all-reduce when each member holds one node of the tree. Every
 operation has two phases (gather, spread) so that many can be under way at once.
 """
 
@@ -35,7 +35,7 @@ PIECE_ALIGN = 64  # elements; pieces start on cache lines
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Who holds which nodes of the tree in one view, seen from one member."""
+    """Says who holds which nodes of the tree in one view, seen from one member."""
 
     rank: int
     size: int
@@ -47,7 +47,7 @@ class Layout:
 
     @classmethod
     def of(cls, view: View, me: Peer, owners: Sequence[WorkerId] = ()) -> Layout:
-        """`owners`: who hosts each virtual rank, if not as at the beginning of the view."""
+        """Lay a view out; `owners`: who hosts each virtual rank, if not as when the view began."""
         now = dataclasses.replace(view, owners=tuple(owners)) if owners else view
         hosted = tuple(now.hosted().values())
         vranks = len(view.owners)
@@ -67,11 +67,11 @@ class Layout:
 
     @property
     def others(self) -> list[int]:
-        """Every other rank, starting after one's own, so that not all send to rank 0 first."""
+        """Return every other rank, starting after one's own, so that not all send to 0 first."""
         return [(self.rank + i) % self.size for i in range(1, self.size)]
 
     def piece(self, rank: int, numel: int, turned: int = 0) -> slice:
-        """The elements of a flat buffer that `rank` sums, if each takes those of a later one."""
+        """Return which elements of a flat buffer `rank` sums; `turned`: those of a later rank."""
         return piece_of((rank + turned) % self.size, self.size, numel)
 
 
@@ -93,7 +93,7 @@ class Operation(Protocol):
 
 
 class BucketSum:
-    """The sum of one bucket over all virtual ranks, into its `result`.
+    """Sums one bucket over all virtual ranks, into its `result`.
 
     With `into`, another buffer, and `turned`, the same sum is computed again by other members.
     """
@@ -145,7 +145,7 @@ class BucketSum:
         _wait(self._pending)
 
     def doubt(self) -> int:
-        """Of the piece that was summed here: FINITE, or whose part of it is not."""
+        """Judge the piece that was summed here: FINITE, or whose part of it is not."""
         if self._total is None or cmath.isfinite(self._total.item()):
             return FINITE
         owner = {node: rank for rank, nodes in enumerate(self._layout.nodes) for node in nodes}
@@ -155,7 +155,7 @@ class BucketSum:
         return NOBODYS if not wrong else SOMEBODYS + min(wrong)
 
     def agrees(self, vrank: int, leaf: torch.Tensor) -> bool:
-        """Whether a virtual rank's part is bit for bit that of `leaf`, as far as seen here."""
+        """Tell whether a virtual rank's part is bit for bit that of `leaf`, as far as seen here."""
         piece = self._piece(self._layout.rank)
         for (start, width), part in self._received.items():
             if start == vrank and min(width, self._layout.vranks - start) == 1:
@@ -226,9 +226,9 @@ class TableGather:
 
 
 class BuffersSpread:
-    """The buffers that virtual rank 0 left, from its host to all: first their size, then they.
+    """Spreads the buffers that virtual rank 0 left, from its host to all: first their size.
 
-    Of the first virtual rank hosted by a rank in `counted`, if that of rank 0 does not count.
+    If rank 0's do not count, the first virtual rank that a rank in `counted` hosts takes its place.
     """
 
     def __init__(self, buffers: Buffers, layout: Layout, counted: Iterable[int]) -> None:
@@ -265,7 +265,7 @@ class BuffersSpread:
 
 
 def all_gather(transport: Transport, layout: Layout, mine: torch.Tensor, tag: int) -> torch.Tensor:
-    """[size, *mine.shape]: every member's small record, by rank. Blocks; raises Aborted."""
+    """Return every member's small record, by rank: [size, *mine.shape]. Blocks; raises Aborted."""
     table = torch.empty((layout.size, *mine.shape), dtype=mine.dtype)
     table[layout.rank] = mine
     transport.exchange(

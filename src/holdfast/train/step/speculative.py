@@ -1,4 +1,4 @@
-"""Speculative tasks: what others are late with, computed by a worker that waits for them.
+"""Keeps speculative tasks: what others are late with, computed by a worker that waits for them.
 
 If this worker comes to host their virtual ranks they are used as they are; if a late worker is done
 first, what it has sent is compared with them. Used with the monitor held.
@@ -18,7 +18,7 @@ from holdfast.train.step.step_table import Buffers, StepTable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedTask:
-    """A task besides its gradient. `left`: the buffers, if it is that of virtual rank 0."""
+    """Holds what a task leaves besides its gradient. `left`: the buffers, for virtual rank 0."""
 
     loss: float
     count: int
@@ -36,7 +36,7 @@ class SpeculativeTasks:
         self._done: dict[int, FinishedTask] = {}  # by virtual rank
 
     def forget(self) -> None:
-        """Another step begins, or the same one anew."""
+        """Forget the tasks, since another step begins, or the same one anew."""
         self._done.clear()
 
     def keep(self, vrank: int, task: FinishedTask) -> None:
@@ -44,7 +44,7 @@ class SpeculativeTasks:
         self._done[vrank] = task
 
     def adopt(self, vrank: int, host: tuple[int, int]) -> None:
-        """This worker hosts the virtual rank now: its speculative task is the task."""
+        """Use the speculative task as the task itself: this worker hosts its virtual rank now."""
         task = self._done.pop(vrank)
         self._table.put(vrank, task.loss, task.count, task.digest, host)
         if task.left is not None:

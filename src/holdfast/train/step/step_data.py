@@ -1,4 +1,4 @@
-"""What the script's thread and the engine share of the step under way: tensors, rows, digests.
+"""Holds what the script's thread and the engine share of a step: tensors, rows, digests.
 
 Its parts are filled by one of them and read by the other, with the monitor held; nothing here waits
 or decides.

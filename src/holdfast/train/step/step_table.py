@@ -1,4 +1,4 @@
-"""What a step leaves behind besides gradients: one row per virtual rank, and module buffers.
+"""Keeps what a step leaves besides gradients: one row per virtual rank, and module buffers.
 
 Rows hold each task's loss, sample count, sample digest and host; with them travels which parameters
 were used. Module buffers (BatchNorm's statistics) are defined as those left by virtual rank 0:
@@ -18,25 +18,25 @@ LOSS, COUNT, DIGEST, WORKER, INCARNATION, COLUMNS = 0, 1, 2, 3, 4, 5
 
 
 class StepTable:
-    """One int64 row per virtual rank (the loss as the bits of a float64) and the used flags."""
+    """Holds an int64 row per virtual rank (the loss as a float64's bits) and the used flags."""
 
     def __init__(self, vranks: int, params: int) -> None:
         self.rows = torch.zeros(vranks, COLUMNS, dtype=torch.int64)
         self.used = torch.zeros(params, dtype=torch.bool)
 
     def put(self, vrank: int, loss: float, count: int, digest: int, host: tuple[int, int]) -> None:
-        """One task's row; `host` is the (worker, incarnation) that computed it."""
+        """Write one task's row; `host` is the (worker, incarnation) that computed it."""
         bits = torch.tensor([loss], dtype=torch.float64).view(torch.int64)
         signed = digest - (1 << 64) if digest >= 1 << 63 else digest
         self.rows[vrank] = torch.tensor([int(bits[0]), count, signed, *host])
 
     def take(self, vranks: Iterable[int], own: StepTable) -> None:
-        """These rows from the table of the worker that hosts them."""
+        """Take these rows from the table of the worker that hosts them."""
         hosted = list(vranks)
         self.rows[hosted] = own.rows[hosted]
 
     def drop(self, vranks: Iterable[int], host: tuple[int, int]) -> None:
-        """What `host` computes of these does not count: no loss, no samples."""
+        """Record that what `host` computes of these does not count: no loss, no samples."""
         for vrank in vranks:
             self.put(vrank, 0.0, 0, 0, host)
 
@@ -53,7 +53,7 @@ class StepTable:
         return [d & (2**64 - 1) for d in self.rows[:, DIGEST].tolist()]
 
     def pack(self, vranks: Iterable[int], used: torch.Tensor) -> torch.Tensor:
-        """The rows of `vranks` and this worker's used flags as one flat int64 message."""
+        """Pack the rows of `vranks` and this worker's used flags into one flat int64 message."""
         rows = self.rows[list(vranks)].flatten()
         return torch.cat([rows, used.to(torch.int64)])
 
@@ -64,12 +64,12 @@ class StepTable:
         self.used |= message[split:].bool()
 
     def message(self, hosted: int) -> torch.Tensor:
-        """An empty message of the size that a worker with that many virtual ranks sends."""
+        """Return an empty message of the size that a worker with that many virtual ranks sends."""
         return torch.empty(hosted * COLUMNS + len(self.used), dtype=torch.int64)
 
 
 class Buffers:
-    """The buffers of the protected models, with their values at the start of the step.
+    """Holds the buffers of the protected models, with their values at the start of the step.
 
     Changes are found by comparing bytes: autograd's version counters do not notice BatchNorm's.
     """
@@ -91,7 +91,7 @@ class Buffers:
 
     @property
     def start(self) -> list[torch.Tensor]:
-        """As they were at the step's beginning."""
+        """Return the buffers as they were at the step's beginning."""
         return self._start
 
     def remember(self) -> None:
@@ -110,7 +110,7 @@ class Buffers:
                 torch._foreach_copy_(self._values(), self._start)
 
     def changes(self) -> torch.Tensor:
-        """What a task has left, as a message."""
+        """Return what a task has left, as a message."""
         flags = torch.zeros(len(self), dtype=torch.uint8)
         parts: list[torch.Tensor] = []
         for i, (value, start) in enumerate(zip(self._values(), self._start, strict=True)):
@@ -121,18 +121,18 @@ class Buffers:
         return torch.cat([flags, *parts])
 
     def keep(self, vrank: int, left: torch.Tensor) -> None:
-        """What this virtual rank's task has left, unless one before it has been kept."""
+        """Keep what this virtual rank's task has left, unless one before it has been kept."""
         if self._kept is None or vrank <= self._kept[0]:
             self._kept = vrank, left
 
     @property
     def kept(self) -> torch.Tensor | None:
-        """What the first virtual rank computed here has left, as a message."""
+        """Return what the first virtual rank computed here has left, as a message."""
         return None if self._kept is None else self._kept[1]
 
     @property
     def left(self) -> torch.Tensor | None:
-        """The message to send: one changed flag per buffer, then the changed ones' bytes."""
+        """Return the message to send: one changed flag per buffer, then the changed ones' bytes."""
         return self._left
 
     def receive(self, message: torch.Tensor) -> None:
@@ -140,7 +140,7 @@ class Buffers:
         self._left = message
 
     def share(self) -> None:
-        """What this worker's first virtual rank has left is what all take."""
+        """Make what this worker's first virtual rank has left that which all take."""
         self._left = self.kept
 
     def apply(self) -> None:

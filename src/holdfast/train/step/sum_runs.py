@@ -1,4 +1,4 @@
-"""The same bucket summed more than once, each piece by another member, to find wrong sums."""
+"""Sums a bucket more than once, each piece by another member, to find wrong sums."""
 
 from __future__ import annotations
 

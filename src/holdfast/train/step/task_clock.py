@@ -1,6 +1,6 @@
-"""How long a worker's own tasks of a step take: on the host, or on the GPU where they run there.
+"""Times a worker's own tasks of a step: on the host, or on the GPU where they run there.
 
-Waiting for others is not in it: it is compared between workers to find slow ones.
+Waiting for others does not count: the times are compared between workers to find slow ones.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 
 
 class TaskClock:
-    """`device`: a GPU, or None for the host. One task at a time; `step_us` once all are done."""
+    """Times one task at a time. `device`: a GPU, or None for the host. `step_us` after the last."""
 
     def __init__(self, device: torch.device | None) -> None:
         self._device = device
@@ -20,7 +20,7 @@ class TaskClock:
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def reset(self) -> None:
-        """A new step begins."""
+        """Begin a new step."""
         self._host_s = 0.0
         self._events.clear()
 

@@ -1,7 +1,7 @@
-"""What stands for a task's gradient when it is compared with another run of it.
+"""Digests a task's gradient, to compare it with that of another run of the task.
 
-63 bits of its bytes; or, where two runs of a task never have the same bits, a count sketch
-(Charikar, Chen and Farach-Colton 2002): sums with random signs, near for near gradients.
+A digest is 63 bits of its bytes; or, where two runs of a task never have the same bits, a count
+sketch (Charikar, Chen and Farach-Colton 2002): sums with random signs, near for near gradients.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class TaskDigest:
         self._sketch: torch.Tensor | None = None
 
     def begin(self, wanted: bool, near: bool) -> None:
-        """A task begins; `near`: its sketch is wanted, not its bits."""
+        """Begin a task; `near`: its sketch is wanted, not its bits."""
         self._bits = 0 if wanted and not near else None
         zeros = torch.zeros(SKETCH_WORDS, dtype=torch.float64)
         self._sketch = zeros if wanted and near else None

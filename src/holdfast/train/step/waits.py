@@ -1,7 +1,7 @@
-"""When a member's own gradients were sent, and whose came last: what its votes tell of links.
+"""Notes when a member's own gradients were sent, and whose came last, to tell it in its votes.
 
-It waits for one peer after another. A wait that is not short ends when that peer's gradients come:
-later than those of all peers before it.
+A member waits for one peer after another. A wait that is not short ends when that peer's gradients
+come: later than those of all peers before it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ SHORT_S = 0.001  # not taken for waiting
 
 
 class Waits:
-    """Of one view. `clock`: seconds. `begin` when a vote is complete: for all at about one time."""
+    """Times the waits in one view. `clock`: seconds. Call `begin` when a vote is complete."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -28,7 +28,7 @@ class Waits:
         self._until = 0.0  # its gradients came
 
     def begin(self) -> None:
-        """A step begins."""
+        """Note that a step begins."""
         self._began = self._ready = self._clock()
         self._sending_s = 0.0
 
@@ -42,17 +42,17 @@ class Waits:
         self._sending_s += self._sent - began
 
     def awaits(self) -> None:
-        """From now on it waits for messages."""
+        """Note that it waits for messages from now on."""
         self._since = self._clock()
 
     def arrived(self, peer: int) -> None:
-        """The one that it waited for is there, and it waits for the next."""
+        """Note that the peer it waited for is there, and that it waits for the next."""
         began, self._since = self._since, self._clock()
         if self._since - began > SHORT_S:
             self._last, self._until = peer, self._since
 
     def told(self) -> Wait:
-        """What the vote says of the step."""
+        """Return what the vote says of the step."""
         ready_us = int((self._ready - self._began) * 1e6)
         if self._last == NOBODY:
             return Wait(ready_us)
