@@ -27,7 +27,7 @@ class Tick:
 
 
 class Peer(NamedTuple):
-    """One process of a worker, as other workers' processes address it; a worker may have several.
+    """Names one process of a worker, as others' processes address it; a worker may have several.
 
     `shard`: which part of the model it holds; the processes of one shard exchange gradients.
     """
@@ -185,7 +185,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LateWorker:
-    """A worker that the others have gone on without, in the middle of step `committed`.
+    """Names a worker that the others have gone on without, in the middle of step `committed`.
 
     It keeps its state, to catch up by the gradients of the steps that it has missed.
     """
@@ -220,7 +220,7 @@ class View:
 
     @property
     def peers(self) -> tuple[Peer, ...]:
-        """All processes of all members, each of which must be reached before the group works."""
+        """Return all processes of all members; each must be reached before the group works."""
         return tuple(peer for member in self.members for peer in member.peers)
 
     @property

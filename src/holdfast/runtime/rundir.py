@@ -110,7 +110,7 @@ class RunDir:
             return None
 
     def load_record(self) -> JobRecord | None:
-        """The newest record, only to look at it; None when there is none or it is damaged."""
+        """Return the newest record, only to look at it; None if there is none or it is damaged."""
         with contextlib.suppress(OSError, Damaged):
             return read_record(self.journal)
         return None

@@ -16,7 +16,7 @@ def task(state: int, step: int, vrank: int) -> int:
 
 
 def add(left: int, right: int) -> int:
-    """Neither commutative nor associative, so that any other order of summation shows."""
+    """Add neither commutatively nor associatively, so that any other order of summation shows."""
     if is_not_finite(left) or is_not_finite(right):
         return _NOT_FINITE
     return hash((left, right, 5))
@@ -37,7 +37,7 @@ def apply(state: int, step: int, total: int) -> int:
 
 
 def expected_sum(state: int, step: int, vranks: int) -> int:
-    """Pairs, then pairs of pairs: the definition of the canonical tree, level by level."""
+    """Sum pairs, then pairs of pairs: the definition of the canonical tree, level by level."""
     level = [task(state, step, v) for v in range(vranks)]
     while len(level) > 1:
         pairs = [add(level[i], level[i + 1]) for i in range(0, len(level) - 1, 2)]

@@ -1,4 +1,4 @@
-"""The ground truth of a simulated run, and everything that must never be seen in it.
+"""Knows the ground truth of a simulated run, and everything that must never be seen in it.
 
 It looks only at facts of the world (which processes live, which bytes were summed, what is on the
 coordinator's disk, which promises were given), never at what a machine believes of another one.
@@ -95,7 +95,7 @@ class Truth:
         self.errors.start()
 
     def goes_on(self, step: int, total: int) -> None:
-        """All that follows, if this is the sum of a step."""
+        """Work out all that follows, if this is the sum of a step."""
         del self.sums[step:], self.states[step + 1 :]
         for later in range(step, self.steps):
             state = self.states[-1]
@@ -259,7 +259,7 @@ class Truth:
         return any(member.machine.snapshot().discarded for member in members)
 
     def share_written(self, step: int, view: View, rank: int, copy: Copy) -> None:
-        """A writer has written a share of a checkpoint."""
+        """Note that a writer has written a share of a checkpoint."""
         self._shares.setdefault((step, view.number), {})[rank] = copy
 
     def shares_complete(self, step: int, view: View) -> bool:
@@ -290,7 +290,7 @@ class Truth:
                 self._unlike(process)
 
     def _unlike(self, process: Process) -> None:
-        """The members of a view hold that their hardware is not deterministic."""
+        """Check that members that take their hardware for not deterministic are all wrong."""
         keys = process.group.keys if process.group is not None else ()
         if any(self.processes[key].spoiling.lied_in < process.step for key in keys):
             raise Violation("deterministic machines are taken for others")
@@ -308,7 +308,7 @@ class Truth:
             self.errors.saved(step)
 
     def withdrawn(self, invalidations: Invalidations) -> None:
-        """A worker removes the checkpoints that are invalidated."""
+        """Note that a worker removes the checkpoints that are invalidated."""
         self.invalidations = merge(self.invalidations, invalidations)
         for step, made_in in list(self.saved_in.items()):
             if is_invalidated(self.invalidations, step, made_in):
@@ -374,7 +374,7 @@ class Truth:
                 raise Violation(f"worker {worker} starts view {view.number} from a wrong state")
 
     def reduced(self, view: View, step: int, parts: Parts, total: int) -> None:
-        """A sum is about to be committed, which these members' tokens went into."""
+        """Check a sum that is about to be committed, which these members' tokens went into."""
         if parts is self._reduced:
             return  # all members of a large group share them
         self._reduced = parts
@@ -398,7 +398,7 @@ class Truth:
         self._enough(view, step, len(counted), {sender for sender, _, _ in parts})
 
     def _enough(self, view: View, step: int, counted: int, hosts: set[Key]) -> None:
-        """A step may do without the results of so many members only."""
+        """Check that a step does without the results of so many members only."""
         needed = self._options.backup.needed(len(view.members))
         if counted < needed - (len(view.members) - len(hosts)):
             raise Violation(f"step {step} counts {counted} members of {len(view.members)}")
@@ -411,7 +411,7 @@ class Truth:
             )
 
     def copied(self, step: int) -> None:
-        """A share of the state was copied: all is looked at in the step that follows."""
+        """Note that a share of the state was copied: all is looked at in the step that follows."""
         self.errors.looks_at_all(step)
 
     def redone(self, process: Process) -> None:
@@ -419,7 +419,7 @@ class Truth:
         self.count["redone"] += 1
 
     def voted(self, process: Process, step: int, by_vote: bool) -> None:
-        """A worker learns that a step is committed; it has yet to apply it."""
+        """Check the committing of a step that a worker learns of and has yet to apply."""
         if by_vote and process.machine.snapshot().view < self.newest:
             raise Violation(
                 f"worker {process.key} commits step {step} by a vote of view "
@@ -452,7 +452,7 @@ class Truth:
                 raise Violation(f"worker {key} was suspended in step {lag.committed} and forgotten")
 
     def begun(self, process: Process) -> None:
-        """A vote that announces a change is the last of its view, for everyone."""
+        """Check that a vote that announces a change is the last of its view, for everyone."""
         if process.machine.snapshot().view == process.last_step_of:
             raise Violation(f"worker {process.key} begins another step after an announced change")
 

@@ -130,7 +130,7 @@ class Options:
 
 
 def draw(seed: int, small: bool = False) -> Options:
-    """The options of a seed; `small` keeps runs short, for tests that need many of them."""
+    """Draw the options of a seed; `small` keeps runs short, for tests that need many of them."""
     rng = Random(seed * 2 + small)
     agents = rng.randint(1, 3 if small else 4)
     slots = rng.randint(1 if agents > 1 else 2, 2 if small else 4)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Spoiling:
-    """The ways in which one process's bits are wrong; set by faults."""
+    """Holds the ways in which one process's bits are wrong; set by faults."""
 
     def __init__(self, world: World) -> None:
         self.flipped: int | None = None  # the part of its state in which a bit is wrong

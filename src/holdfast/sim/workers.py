@@ -76,7 +76,7 @@ class Process:
     # ------------------------------------------------------------ life
 
     def start(self) -> None:
-        """The process was started: its script boots."""
+        """Boot the script: the process was started."""
         options = self.world.options
         self.post(self.world.rng.uniform(0.5, 1.5) * options.boot_s, self._enter_loop)
         self.post(self.world.rng.uniform(0.0, options.heartbeat_s), self._heartbeat)
@@ -100,7 +100,7 @@ class Process:
         return not (self.stopped or self.silent or self.paused)
 
     def resume(self) -> None:
-        """No longer frozen: what piled up is handled at once, unless its agent paused it."""
+        """Go on, no longer frozen: handle what piled up at once, unless its agent paused it."""
         self.stopped = self.silent = False
         self.wake()
 
@@ -111,7 +111,7 @@ class Process:
             call(*args)
 
     def end(self, code: int, detail: str = "") -> None:
-        """The process is gone at this very moment; its agent hears of it a little later."""
+        """End the process at this very moment; its agent hears of it a little later."""
         if not self.alive:
             return
         self.alive = False
@@ -205,7 +205,7 @@ class Process:
                     self.exchanges.carry_out(effect, self.group)
 
     def connected(self, number: int) -> None:
-        """All members of the view's group have come."""
+        """Note that all members of the view's group have come."""
         group = self.open_group(number)
         if group is not None:
             self.is_connected = True

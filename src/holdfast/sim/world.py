@@ -44,7 +44,7 @@ class Machines:
 
 
 class World:
-    """One run; see `swarm.run_seed` for how it is used."""
+    """Runs one job; see `swarm.run_seed` for how it is used."""
 
     def __init__(
         self, options: Options, machines: Machines, listener: Callable[[str], None] | None

@@ -20,7 +20,7 @@ LOOK_S = 0.1  # between two looks for the other shares
 
 
 class WriterHost:
-    """One node's writer; it is started again at once when it dies."""
+    """Runs one node's writer; it is started again at once when it dies."""
 
     def __init__(self, world: World) -> None:
         self._world = world

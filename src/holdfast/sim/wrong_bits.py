@@ -91,7 +91,7 @@ class Errors:
             raise Violation(f"nobody sees until step {step} what is wrong since {self.since}")
 
     def saved(self, step: int) -> None:
-        """No wrong gradient is part of two consecutive checkpoints without an event."""
+        """Check that no wrong gradient is part of two checkpoints in a row without an event."""
         if self.since is not None and step > self.since and not self.hidden:
             self._saved_wrong += 1
             if self._saved_wrong > 1 and not self._noticed:
@@ -100,11 +100,11 @@ class Errors:
                 )
 
     def noticed(self, wrong: Iterable[tuple[int, int]]) -> None:
-        """A member of a view knows that something is wrong; and who."""
+        """Note that a member of a view knows that something is wrong; and who."""
         self._noticed.update(wrong)
 
     def doubted(self, again: bool) -> None:
-        """The ledger says that results may be wrong; without checkpoints they stay so."""
+        """Check that, if the ledger doubts results and keeps them, there are no checkpoints."""
         if not again:
             if self._keeps:
                 raise Violation("the job keeps checkpoints, and does not go back to one")
@@ -137,6 +137,6 @@ class Errors:
         self._noticed.clear()
 
     def ended(self) -> None:
-        """A script has come to its end: only what came after the last look may be unseen."""
+        """Check, at a script's end, that only what came after the last look is unseen."""
         if self._seen_by(self._truth.steps):
             raise Violation(f"the job ends with what is wrong since step {self.since}")

@@ -45,7 +45,7 @@ from holdfast.train.transport.seam import Transport
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Control:
-    """A worker that is part of a job, and has nothing to train yet."""
+    """Holds a worker's part in a job before there is anything to train."""
 
     environment: WorkerEnvironment
     seed: int

@@ -76,7 +76,7 @@ class Driver:
         self._look_at = 0.0  # when to look next at the group's links
 
     def serve(self, hands: Hands) -> None:
-        """The worker has something to train: from now on views may come."""
+        """Let views come from now on: the worker has something to train."""
         with self.monitor:
             self._hands = hands
 
@@ -199,7 +199,7 @@ class Driver:
                 raise Aborted(f"view {view} was given up")
 
     def learn_addresses(self, view: int, addresses: dict[Peer, bytes]) -> None:
-        """The agent tells where the members of a view can be reached."""
+        """Take in where the members of a view can be reached, as the agent tells."""
         with self.monitor:
             self.books = {view: addresses}
             self.monitor.notify_all()

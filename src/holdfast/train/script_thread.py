@@ -38,7 +38,7 @@ class TaskRunner:
         self._keeps_all = keeps_all_buffers  # virtual rank 0 may be dropped
 
     def begin(self, task: ef.Compute) -> None:
-        """The script is about to compute a task."""
+        """Note that the script is about to compute a task."""
         data = self._data
         if task.purpose is Purpose.HOSTED:
             data.clock.begin()
@@ -47,7 +47,7 @@ class TaskRunner:
         data.gradients.begin_task(task.vrank, task.purpose)
 
     def end(self, task: ef.Compute, finished: FinishedTask) -> None:
-        """The script has computed it."""
+        """Note that the script has computed its task."""
         data, driver, vrank = self._data, self._driver, task.vrank
         data.gradients.end_task()
         if task.purpose is Purpose.HOSTED:
@@ -73,7 +73,7 @@ class TaskRunner:
             data.buffers.keep(vrank, finished.left)
 
     def adopt(self, vrank: int) -> None:
-        """A speculative task is this worker's own task now."""
+        """Note that a speculative task is this worker's own task now."""
         me = self._driver.status()
         with self._driver.monitor:
             self._data.speculative.adopt(vrank, (me.worker, me.incarnation))
@@ -136,7 +136,7 @@ class ScriptThread:
                     raise InvariantError(f"{order} came in the middle of a step")
 
     def finish(self, index: int) -> float:
-        """The step is committed: hand its gradient and buffers to the script; return its loss."""
+        """Hand the committed step's gradient and buffers to the script; return its loss."""
         data, plan = self._data, self._plan
         if self._saver is not None:
             self._saver.before_update()

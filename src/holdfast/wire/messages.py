@@ -38,7 +38,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddressBook:
-    """The addresses of all processes of a view, once the last has come."""
+    """Lists the addresses of all processes of a view, once the last has come."""
 
     view: int
     addresses: tuple[tuple[Peer, bytes], ...]
@@ -58,12 +58,12 @@ class StatusReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinRequest:
-    """A node asks what the job is."""
+    """Asks what the job is, for a node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinReply:
-    """The job, and the address by which the asker is seen from here."""
+    """Answers with the job, and the address by which the asker is seen from here."""
 
     spec: JobSpec
     seen_as: str
@@ -78,7 +78,7 @@ class StopRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainRequest:
-    """An operator's order that a node be left; the coordinator passes it on to the node."""
+    """Orders that a node be left, for an operator; the coordinator passes it on to the node."""
 
     agent: AgentId
     reason: str
@@ -153,7 +153,7 @@ def encode(message: object) -> bytes:
 
 
 def decode(payload: bytes, *accepted: type) -> Any:
-    """The message, which is of one of the `accepted` types. WireError says what was wrong."""
+    """Decode a message, which is of one of the `accepted` types. WireError says what was wrong."""
     kind = KINDS.get(payload[0]) if payload else None
     if kind is None or (Directive if kind is ViewedDirective else kind) not in accepted:
         names = ", ".join(cls.__name__ for cls in accepted)

@@ -86,7 +86,7 @@ def plan_sums(seed: int, step: int, buckets: int, share: float) -> tuple[int, ..
 
 
 def by_all(audit: Audit, workers: Sequence[WorkerId]) -> Audit:
-    """The same task, to be computed by everybody."""
+    """Return an audit of the same task by all workers."""
     return Audit(audit.vrank, audit.owner, tuple(w for w in workers if w != audit.owner))
 
 

@@ -59,7 +59,7 @@ class Audits:
         return 1.0 if self._share and self.whole_step == step else self._share
 
     def enter(self) -> None:
-        """A view begins, whose members have yet to agree on what audits ask."""
+        """Enter a view, whose members have yet to agree on what audits ask."""
         self._planned_in = None
         self._court = Court()
         self._classes.forget()
@@ -73,7 +73,7 @@ class Audits:
         self.planned = plan(self._seed, step, owners, view.workers, self.share_of(step))
 
     def plan_again(self, audits: Sequence[Audit]) -> None:
-        """The step is computed once more, with these audits."""
+        """Note that the step is computed once more, with these audits."""
         self.planned = tuple(audits)
 
     def all_twice(self, view: View, step: int, owners: Sequence[WorkerId]) -> tuple[Audit, ...]:
@@ -122,7 +122,7 @@ class Audits:
         return self._court.rule(digests, self.planned, owners, view.workers)
 
     def accepted(self) -> None:
-        """The step's sums are used; the next one is judged on its own."""
+        """Note that the step's sums are used; the next one is judged on its own."""
         self._court = Court()
 
     def _number(self, vrank: int, row: Row, index: int) -> int:

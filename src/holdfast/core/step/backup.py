@@ -31,7 +31,7 @@ class BackupPolicy:
 
 
 def who_counts(policy: BackupPolicy, members: int, done: Mapping[int, int]) -> tuple[int, ...]:
-    """The ranks whose results count, once enough members are done; empty: more are waited for.
+    """Return the ranks whose results count, once enough members are done; () until then.
 
     `done`: how many samples each of them has used. A step without a sample would be none.
     """
@@ -101,7 +101,7 @@ class Settlement:
         return news
 
     def heard(self, rank: int, step: int, samples: int) -> tuple[int, ...]:
-        """A member is done; returns who counts if that is settled by it. Asked at rank 0 only."""
+        """Note that a member is done; return who counts if that settles it. At rank 0 only."""
         if step < self._step or step in self._counted:
             return ()
         done = self._done.setdefault(step, {})

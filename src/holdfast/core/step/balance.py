@@ -49,7 +49,7 @@ class Balancer:
         self._changed_at = 0
 
     def observe(self, compute_us: Sequence[int]) -> bool:
-        """A step's compute time of each worker, in their order; whether `owners` has changed."""
+        """Take in each worker's compute time of a step, in order; tell whether `owners` changed."""
         self._steps += 1
         if self._steps <= self._policy.warm_up or len(self._workers) == 1:
             return False
@@ -101,7 +101,7 @@ class Balancer:
         return _fitted(paces, counts, best)
 
     def _retry(self) -> list[int] | None:
-        """One task for a worker that has had none for long, from whoever has most to do."""
+        """Give one task to a worker that has had none for long, from whoever has most to do."""
         for i, count in enumerate(self._counts):
             if not count and self._steps - self._idle_since[i] >= self._retries[i]:
                 self._retries[i] *= 2

@@ -50,7 +50,7 @@ class Rulings:
             self._trust.enter(self._view, compared=compared)
 
     def summed(self, step: int, owners: Sequence[WorkerId], audited: Iterable[int]) -> None:
-        """The sums of a step are used from here on; these virtual ranks were audited."""
+        """Note that a step's sums are used from here on; these virtual ranks were audited."""
         if self._looks:
             self._trust.summed(step, owners, audited)
 
@@ -61,11 +61,11 @@ class Rulings:
         return step < self._not_finite_at + CALM_STEPS
 
     def doubted(self, step: int, suspects: Iterable[WorkerId]) -> None:
-        """The step is computed again, since its sum is not finite, or a copy differs."""
+        """Note that the step is computed again: its sum is not finite, or a copy differs."""
         self._doubted, self._suspects = step, tuple(sorted(set(suspects)))
 
     def settled(self, step: int, *, rightly: bool) -> list[Outcome]:
-        """No member doubts the sums any more; `rightly`: though they are not finite."""
+        """Note that no member doubts the sums any more; `rightly`: though they are not finite."""
         out: list[Outcome] = []
         if rightly:
             if self._doubted == step:
@@ -85,7 +85,7 @@ class Rulings:
     def blame(
         self, step: int, wrong: Collection[tuple[WorkerId, int]], leaves: bool
     ) -> list[Outcome]:
-        """These workers have computed these virtual ranks wrongly."""
+        """Note that these workers have computed these virtual ranks wrongly."""
         out: list[Outcome] = []
         for worker, vrank in wrong:
             out += self.tell(
@@ -99,7 +99,7 @@ class Rulings:
         return out
 
     def summed_wrongly(self, step: int, wrong: Iterable[WorkerId]) -> list[Outcome]:
-        """These workers have summed a bucket wrongly, which was put right."""
+        """Note that these workers have summed a bucket wrongly, which was put right."""
         out: list[Outcome] = []
         for worker in wrong:
             out += self.tell(

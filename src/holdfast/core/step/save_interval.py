@@ -38,7 +38,7 @@ class PacePolicy:
 
 
 class Pace:
-    """One worker's measure of the job; times are seconds of any one clock.
+    """Measures the job for one worker; times are seconds of any one clock.
 
     The cost of a save is how long training stands still for it, and how much longer than usual the
     steps take while it is written.
@@ -60,7 +60,7 @@ class Pace:
         self._losses += len(before - self._workers)
 
     def step(self, now: float, busy: bool) -> None:
-        """A step has ended, with a save under way or not."""
+        """Note that a step has ended, with a save under way or not."""
         step_s = now - self._step_at
         self._step_at = now
         self._worker_s += step_s * len(self._workers)
@@ -72,7 +72,7 @@ class Pace:
             self._cost_s, self._under_way = self._under_way, None
 
     def began(self, now: float, stall_s: float) -> None:
-        """A save was begun after the newest step, for which training stood still so long."""
+        """Note that a save was begun after the newest step; training stood still for it so long."""
         self._saved_at = self._step_at = now
         self._under_way = stall_s
 

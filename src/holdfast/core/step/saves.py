@@ -29,7 +29,7 @@ class SavePolicy:
 
 
 class Saves:
-    """One worker's part in saving; `until` is where the present loop of its script ends."""
+    """Decides one worker's part in saving; `until` is where the present loop of its script ends."""
 
     def __init__(self, policy: SavePolicy) -> None:
         self.agreed: tuple[int, View] | None = None  # after so many steps, as that view agreed
@@ -83,7 +83,7 @@ class Saves:
         return [SaveShare(step, agreed[1])]
 
     def copied(self, step: int, now: float, stall_s: float, problem: str) -> None:
-        """The script stood still for a copy; what was copied is being saved from here on."""
+        """Note that the script stood still for a copy, which is being saved from here on."""
         if self._pace is not None:  # or it would be due, and cost a copy, after every step
             self._pace.began(now, stall_s)
         self._busy = None if problem else step
@@ -102,7 +102,7 @@ class Saves:
         return [EventNoted("save", text), *self.compared(committed)]
 
     def finishing(self, committed: int) -> list[Outcome]:
-        """The loop has no further step in which anything could be compared."""
+        """Note that the loop has no further step in which anything could be compared."""
         self._settled = True
         return self.compared(committed)
 

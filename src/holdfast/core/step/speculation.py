@@ -65,7 +65,7 @@ class Lateness:
         self._since = now
 
     def step(self, now: float, tasks: int) -> None:
-        """The step is over, of which it has computed so many tasks."""
+        """Note that the step is over, of which it has computed so many tasks."""
         self._steps.append(now - self.began_at)
         self._waits.append(now - self._since)
         self._task_s.append((self._since - self.began_at) / max(tasks, 1))

@@ -97,7 +97,7 @@ class Detector:
         return self._noise
 
     def observe(self, task_s: Sequence[float]) -> list[Verdict]:
-        """Each worker's time for one virtual rank in this step, in seconds; 0 where it had none.
+        """Take in each worker's seconds for one virtual rank in this step; 0 where it had none.
 
         Returns what is new: who has become slow, who was late once, who is not slow any more.
         """
@@ -209,7 +209,7 @@ class Detector:
         )
 
     def _against_past(self, worker: WorkerId, track: _Track, late: float) -> Verdict | None:
-        """A fast one that has become slower, though not slower than the others."""
+        """Judge a fast one that has become slower, though not slower than the others."""
         track.past = max(0.0, track.past + min(late, STEP_MAX) - self._allowed)
         if track.past <= self._needed:
             return None

@@ -60,7 +60,7 @@ class Trust:
                 self._seen[lag.worker] = dataclasses.replace(seen, left=lag.committed)
 
     def summed(self, step: int, owners: Sequence[WorkerId], audited: Iterable[int]) -> None:
-        """The step's sums are used from here on; the tasks of these virtual ranks were audited."""
+        """Note that the step's sums are used from here on; `audited`: virtual ranks."""
         looked = set(audited)
         for vrank, worker in enumerate(owners):
             if vrank in looked:  # it may have become wrong just after
@@ -72,9 +72,9 @@ class Trust:
                 seen.agreed = step + 1
 
     def doubt(self, workers: Iterable[WorkerId], step: int, *, diverged: bool) -> Doubt:
-        """These turn out to be wrong in step `step`, which is not committed.
+        """Find since when workers may be wrong that turn out to be so in the uncommitted `step`.
 
-        Of a member that a view has brought nothing is known here yet; others know it.
+        Nothing is known here yet of a member that has just joined; others know it.
         `diverged`: their states are; else their gradients, for whatever reason.
         """
         sums, saved = [], [step]

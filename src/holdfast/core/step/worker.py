@@ -94,7 +94,7 @@ class WorkerMachine:
 
     @property
     def now(self) -> float:
-        """The time of the event that is being handled."""
+        """Return the time of the event that is being handled."""
         return self._now
 
     @property
@@ -269,7 +269,7 @@ class WorkerMachine:
         return effects
 
     def _idle(self, idle: bool) -> Sequence[Outcome]:
-        """The script waits for others from now on, or has something to compute again."""
+        """Note that the script waits for others from now on, or has something to compute again."""
         self._change(phase=Phase.WAITING if idle else Phase.COMPUTING)
         self.lateness.done(self._now)
         self._looked_in = -1
@@ -443,9 +443,9 @@ class WorkerMachine:
     # ------------------------------------------------------------ time
 
     def _expire(self) -> Sequence[Outcome]:
-        """The second fence, for when the agent itself was too late to pause this process.
+        """Fence this worker a second time, in case the agent was too late to pause the process.
 
-        And the time to copy what others are late with, or to say that they are.
+        It is also the time to copy what others are late with, or to say that they are late.
         """
         if not self._acting_in(self._status.view):
             return []

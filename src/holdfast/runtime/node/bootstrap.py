@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
 
 
 def describe(error: BaseException) -> str:
-    """One sentence for what the user can mend, else the traceback from the script's own frames."""
+    """Return one sentence for what the user can mend, else the traceback of the script's frames."""
     if isinstance(error, HoldfastError):
         return f"{type(error).__name__}: {error}"
     lines = traceback.format_exception(type(error), error, _script_frames(error.__traceback__))

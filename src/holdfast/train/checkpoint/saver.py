@@ -62,7 +62,7 @@ class Saver:
         self._thread: list[threading.Thread] = []  # the save under way: none or one
 
     def copy(self, step: int, view: View, me: WorkerId) -> str:
-        """The state is that after `step` steps: copy this worker's share, and have it saved.
+        """Copy this worker's share of the state after `step` steps, and have it saved.
 
         Returns why there is no copy, or "". The script stands still meanwhile.
         """
@@ -89,7 +89,7 @@ class Saver:
         return ""
 
     def before_update(self) -> None:
-        """The state is about to change: copies under way come first."""
+        """Let copies under way come first: the state is about to change."""
         self._copier.hold()
 
     def finish(self, timeout_s: float) -> None:

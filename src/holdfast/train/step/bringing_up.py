@@ -25,7 +25,7 @@ STORE_PAUSE_S = 1.0  # before a store that does not answer is asked again
 
 
 class BringingUp:
-    """One worker's part in it; `restorer` is None without a store."""
+    """Brings one worker up to date, or helps others; `restorer` is None without a store."""
 
     def __init__(
         self,

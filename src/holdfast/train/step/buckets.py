@@ -75,7 +75,7 @@ class Bucket:
         self.contributed.add(vrank)
 
     def without_share(self, nodes: Iterable[tree.Node]) -> Bucket:
-        """The same bucket with zeros for these partial sums, which may still be written."""
+        """Return the bucket with zeros for these partial sums, which may still be written."""
         found = copy.copy(self)
         found.partials = dict.fromkeys(nodes, Flat(self.params))
         return found
@@ -160,7 +160,7 @@ class Gradients:
             p.grad = None
 
     def begin_task(self, vrank: int, purpose: Purpose = Purpose.HOSTED) -> None:
-        """A task begins; gradients of audited and speculative ones are not added to the sums."""
+        """Begin a task; gradients of audited and speculative ones are not added to the sums."""
         self._vrank, self._purpose = vrank, purpose
         self._reached.clear()
         for bucket in self.buckets:
@@ -176,11 +176,11 @@ class Gradients:
                 self._fill(bucket, vrank)
 
     def copy_of(self, vrank: int) -> dict[int, torch.Tensor]:
-        """The gradient of a task that was copied, by bucket."""
+        """Return the gradient of a task that was copied, by bucket."""
         return {bucket: leaf.data for bucket, leaf in self._copies[vrank].items()}
 
     def adopt(self, vrank: int) -> None:
-        """The copy of this task is what this worker contributes."""
+        """Contribute the copy of this task to the sums."""
         leaves = self._copies.pop(vrank)
         for bucket in self.buckets:
             bucket.contribute(vrank, leaves[bucket.index], self._vranks)

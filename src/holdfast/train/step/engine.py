@@ -221,7 +221,7 @@ class Engine(threading.Thread):
     # ------------------------------------------------------------ sums
 
     def _reduce(self, at: Membership, order: ef.Reduce) -> None:
-        """All operations of the step; those that are ready overlap with the script's backward."""
+        """Run all operations of the step; those that are ready overlap with the backward pass."""
         at.layout = layout = at.layout.with_owners(at.view, order.owners)
         buckets = self._data.gradients.buckets
         counts = layout.rank in order.counted

@@ -24,7 +24,7 @@ class FilledBuckets:
             self._ready = deque(b for b in buckets if wanted <= b.contributed)
 
     def begin_without(self, buckets: Iterable[Bucket]) -> None:
-        """Sums begin to which this worker adds nothing: these are ready as they are."""
+        """Begin sums to which this worker adds nothing: these buckets are ready as they are."""
         with self._monitor:
             self._hosted, self._ready = None, deque(buckets)
 
@@ -35,7 +35,7 @@ class FilledBuckets:
             self._ready.clear()
 
     def note(self, bucket: Bucket) -> None:
-        """A task has contributed to a bucket; called with the monitor held."""
+        """Note that a task has contributed to a bucket; called with the monitor held."""
         if self._hosted is not None and self._hosted <= bucket.contributed:
             self._ready.append(bucket)
             self._monitor.notify_all()

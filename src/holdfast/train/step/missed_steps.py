@@ -1,4 +1,4 @@
-"""Steps that a late worker has missed: kept by those who went on, and applied when it comes back.
+"""Keeps steps that a late worker has missed, on those who went on, and applies them on it later.
 
 While somebody is suspended, each member keeps its piece of every reduced gradient, so that together
 they hold them all. The one that returns hands them to its script one by one, as if it had taken

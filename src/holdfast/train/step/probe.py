@@ -18,10 +18,10 @@ class Probe:
         """A task was computed; what happens here counts as a part of it."""
 
     def gradient(self, vrank: int, flat: torch.Tensor) -> None:
-        """A bucket of a task's gradient, before it is added to anything."""
+        """A bucket of a task's gradient has been computed, and is not added to anything yet."""
 
     def received(self, flat: torch.Tensor) -> None:
-        """A partial sum that has come from another worker."""
+        """A partial sum has come from another worker."""
 
     def sending(self, peer: int, size: int) -> None:
         """The engine is about to send `size` bytes of a bucket to rank `peer`."""

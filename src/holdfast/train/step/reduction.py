@@ -81,7 +81,7 @@ def piece_of(rank: int, size: int, numel: int) -> slice:
 
 
 class Operation(Protocol):
-    """One thing to be agreed on by all members before the vote."""
+    """Settles one thing that all members must agree on before the vote."""
 
     def gather(self, transport: Transport) -> None: ...
 

@@ -16,7 +16,7 @@ from holdfast.train.step.task_digest import TaskDigest
 
 
 class StepData:
-    """The open step of one worker; the table and the reduced buckets are of the whole job."""
+    """Holds a worker's open step; the table and the reduced buckets are of the whole job."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class StepData:
         self.reduced_in = 0  # the view in which its gradient became complete
 
     def open(self, prints: Prints) -> None:
-        """A step begins; its gradients and buffers have been reset."""
+        """Begin a step; its gradients and buffers have been reset."""
         self.prints = prints
         self.reset()
 
@@ -48,7 +48,7 @@ class StepData:
         self.table.used.zero_()
 
     def became_reduced(self, view: int) -> None:
-        """The step's gradient is complete, by an exchange in this view."""
+        """Note that the step's gradient is complete, by an exchange in this view."""
         self.reduced_in = view
 
     def taken_digest(self) -> Digest | None:

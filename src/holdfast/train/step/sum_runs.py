@@ -15,7 +15,7 @@ from holdfast.train.transport.seam import Transport
 
 
 class SumRuns:
-    """The runs of one bucket's sum, as one member has them; the first is its result."""
+    """Holds the runs of one bucket's sum, as one member has them; the first is its result."""
 
     def __init__(self, bucket: Bucket, layout: Layout) -> None:
         self._bucket = bucket

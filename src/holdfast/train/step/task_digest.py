@@ -15,7 +15,7 @@ from holdfast.train.checkpoint.state import as_bytes
 
 
 class TaskDigest:
-    """The digest of the task that is being computed; buckets may come in any order."""
+    """Digests the task that is being computed; buckets may come in any order."""
 
     def __init__(self) -> None:
         self._bits: int | None = None

@@ -34,7 +34,7 @@ class Waits:
 
     @contextlib.contextmanager
     def sending(self) -> Iterator[None]:
-        """Around the start of each exchange: where sending takes time, that is the network's."""
+        """Surround the start of each exchange: where sending takes time, that is the network's."""
         began = self._clock()
         self._ready = began - self._sending_s
         yield
