@@ -22,14 +22,22 @@ from torch import nn
 from conftest import RUN_S
 from holdfast.core import tree
 from holdfast.core.errors import Aborted, StateMismatch, UserError, WireError
+from holdfast.core.step.sum_trial import SumTrial
 from holdfast.testing.disturbed import flip_bit
 from holdfast.train.checkpoint import state
 from holdfast.train.checkpoint.transfer import StateSync
-from holdfast.train.step.auditing import check_sum
 from holdfast.train.step.buckets import Bucket, Flat, Gradients
 from holdfast.train.step.fingerprints import Fingerprints
-from holdfast.train.step.reduction import FINITE, SOMEBODYS, BucketSum, Layout
+from holdfast.train.step.reduction import (
+    FINITE,
+    SOMEBODYS,
+    TAG_AUDIT,
+    BucketSum,
+    Layout,
+    all_gather,
+)
 from holdfast.train.step.step_table import Buffers
+from holdfast.train.step.sum_runs import SumRuns
 from holdfast.train.transport.seam import Message, NothingPending, Pending
 
 
@@ -144,6 +152,23 @@ def summed_by(size: int) -> tuple[list[Mailbox], list[Layout], list[Bucket], tor
     for bucket in buckets:
         bucket.result.data.copy_(total)
     return mailboxes(size), layouts, buckets, total
+
+
+def check_sum(bucket: Bucket, transport: Mailbox, layout: Layout) -> list[int] | None:
+    """Have a trial judge the runs of a bucket's sum, as a worker's machine and engine do."""
+    trial, runs = SumTrial(bucket.index), SumRuns(bucket, layout)
+    while True:
+        mine = torch.tensor(runs.digests(), dtype=torch.int64)
+        rows = all_gather(transport, layout, mine, TAG_AUDIT).tolist()
+        verdict = trial.hear(tuple(tuple(row) for row in rows))
+        if verdict is None:
+            runs.add(transport)
+            continue
+        if verdict.undecided:
+            return None
+        if verdict.amended:
+            runs.put_right(verdict.right)
+        return list(verdict.wrong)
 
 
 def checked(size: int, damage: Callable[[list[Bucket]], None]) -> list[list[int] | None]:

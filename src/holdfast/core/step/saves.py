@@ -75,14 +75,15 @@ class Saves:
         agreed = self.agreed
         if not self._policy.enabled or agreed is None or agreed[0] != step:
             return []
-        self._last = step
+        self._last = self._busy = step
         return [SaveShare(step, agreed[1])]
 
     def copied(self, step: int, now: float, stall_s: float, problem: str) -> None:
-        """The script stood still for a copy; what was copied is being saved from here on."""
+        """The script stood still for a copy; the writer may have answered for it by now."""
         if self._pace is not None:  # or it would be due, and cost a copy, after every step
             self._pace.began(now, stall_s)
-        self._busy = None if problem else step
+        if problem and self._busy == step:
+            self._busy = None
 
     def ended(self, save: SaveEnded, committed: int) -> list[Outcome]:
         """Take the writer's answer in; only share 0 learns that the whole checkpoint is durable."""
