@@ -118,7 +118,7 @@ def test_the_sum_does_not_depend_on_who_hosts_what(
             leaf.data.copy_(leaves[v])
             bucket.contribute(v, leaf, vranks)
         buckets.append(bucket)
-        sums.append(BucketSum(bucket, Layout(rank, size, vranks, hosted, nodes)))
+        sums.append(BucketSum(bucket, Layout(rank, size, vranks, hosted, nodes, tuple(hosts))))
 
     def reduce(rank: int) -> None:
         sums[rank].gather(boxes[rank])
@@ -140,7 +140,7 @@ def summed_by(size: int) -> tuple[list[Mailbox], list[Layout], list[Bucket], tor
     leaves = torch.randn(size, 1000, generator=dice)
     hosted = tuple((v,) for v in range(size))
     nodes = tuple(tree.maximal_nodes(h, size) for h in hosted)
-    layouts = [Layout(rank, size, size, hosted, nodes) for rank in range(size)]
+    layouts = [Layout(rank, size, size, hosted, nodes, tuple(range(size))) for rank in range(size)]
     buckets = []
     for leaf in leaves:
         bucket = Bucket(0, [nn.Parameter(torch.zeros(1000))], [0])
@@ -216,7 +216,7 @@ def test_of_two_who_sum_otherwise_each_time_nobody_is_believed(
     monkeypatch.setattr(BucketSum, "_fold", fold)
 
     def as_it_was(buckets: list[Bucket]) -> None:
-        half = Layout(0, 2, 2, (), ()).piece(1, 1000)
+        half = Layout(0, 2, 2, (), (), ()).piece(1, 1000)
         for bucket in buckets:
             bucket.result.data[half] += 1
 
@@ -421,7 +421,8 @@ def test_a_damaged_skeleton_is_refused() -> None:
 def sync_pair(donor: nn.Module, joiner: nn.Module, damage: bool) -> list[BaseException]:
     boxes = mailboxes(2)
     boxes[0].damage = damage
-    layouts = [Layout(rank, 2, 2, ((0,), (1,)), (((0, 1),), ((1, 1),))) for rank in (0, 1)]
+    nodes = (((0, 1),), ((1, 1),))
+    layouts = [Layout(rank, 2, 2, ((0,), (1,)), nodes, (0, 1)) for rank in (0, 1)]
     loads: list[int] = []
     syncs = [
         StateSync(box, layout, {"m": module}, lambda: loads.append(1))
