@@ -31,10 +31,11 @@ from holdfast.sim.arithmetic import (
     expected_sum,
     task,
 )
-from holdfast.sim.run_options import Options
+from holdfast.sim.run_options import STORE_LOST, Options
 from holdfast.sim.wrong_bits import Errors, Violation
 
 if TYPE_CHECKING:
+    from holdfast.core.step.effects import Reduce
     from holdfast.sim.exchanges import Share
     from holdfast.sim.workers import Process
 
@@ -73,6 +74,7 @@ class Truth:
         self.completed = False
         self.commits = 0
         self.owners: dict[tuple[int, int], tuple[WorkerId, ...]] = {}  # by view and step
+        self.counted: dict[tuple[int, int], tuple[int, ...]] = {}  # the same: ranks
         self.reassigned = 0  # times that the assignment changed within a view
         self.saved: dict[int, Copy] = {}  # checkpoints by step
         self.rotten: dict[int, bool] = {}  # those that cannot be read
@@ -81,6 +83,8 @@ class Truth:
         self._shares: dict[tuple[int, ViewNumber], dict[int, Copy]] = {}  # by rank
         self.invalidations: Invalidations = ()  # what is withdrawn from the store
         self.restores = 0
+        self.store_silent_since: float | None = None
+        self.store_answers_again = STORE_LOST not in options.faults
         self.drops: dict[tuple[int, int], bool] = {}  # sums of steps without what came too late
         self.again: dict[tuple[int, int], bool] = {}  # steps that a view computes again
         self.count: Counter[str] = Counter()  # of what has happened
@@ -130,9 +134,13 @@ class Truth:
         if self._options.backup.workers:
             self.errors.hidden = True  # who is left may drop something else in the last steps
 
-    def finished(self, outcome: str) -> None:
+    def finished(self, outcome: str, now: float) -> None:
         if outcome:
-            raise Violation(f"the job gave up: {outcome}")
+            silent_s = 0.0 if self.store_silent_since is None else now - self.store_silent_since
+            hopeless = not self.store_answers_again and silent_s >= self._options.restore_s
+            if not hopeless or "given up after" not in outcome or "\n" in outcome:
+                raise Violation(f"the job gave up: {outcome}")
+            return
         if not self.completed:
             raise Violation("the job was declared done and no script ever reached its end")
 
@@ -330,6 +338,36 @@ class Truth:
             raise Violation(f"in view {view} two assignments hold for step {step}")
         self.reassigned += known is owners and self.owners.get((view, step - 1), owners) != owners
 
+    def summing(self, view: View, reduce: Reduce) -> None:
+        """All members of a view sum a step alike: who hosts what, and whose results count."""
+        self.hosted(view.number, reduce.step, reduce.owners)
+        counted = tuple(reduce.counted)
+        if self.counted.setdefault((view.number, reduce.step), counted) != counted:
+            raise Violation(f"in view {view.number} step {reduce.step} counts other members")
+
+    def adopted(self, process: Process, vrank: int) -> None:
+        """A speculative task becomes a worker's own: it must be there, once, and be hosted."""
+        self.count["adopted"] += 1
+        view = process.exchanges.view
+        hosts = view is not None and process.worker == view.owners[vrank]
+        if vrank not in process.copies or vrank in process.tokens or not hosts:
+            raise Violation(f"worker {process.key} adopts virtual rank {vrank} wrongly")
+
+    def copies(self, process: Process, step: int, vrank: int) -> None:
+        """A worker copies a task: its owner must have been seen to be late with it."""
+        view, looked = process.exchanges.view, process.exchanges.looked
+        if view is None or looked[:2] != (view.number, step):
+            raise Violation(f"worker {process.key} copies virtual rank {vrank} without a look")
+
+    def contradicted(self, process: Process, step: int, parts: Parts) -> None:
+        """What is wrong is not committed if a sound worker has come to something else."""
+        if process.spoiling.spoiled or self.errors.hidden or "poison" in self._options.faults:
+            return
+        for sender, vrank, token in parts:
+            unlike = process.copies.get(vrank, token) != token
+            if unlike and token not in (DROPPED, task(self.states[step], step, vrank)):
+                raise Violation(f"step {step} is committed with virtual rank {vrank} of {sender}")
+
     def put_together(self, process: Process, step: int, shares: list[Share]) -> None:
         """What a late worker has missed comes in as many pieces as there were members."""
         if [(share.rank, share.size) for share in shares] != list(
@@ -403,6 +441,8 @@ class Truth:
             summed_in = process.exchanges.summed_in or view
             if len(summed_in.members) == 1 and process.exchanges.wrongly:
                 self.errors.hidden = True  # nobody else was there to sum it
+            if by_vote:
+                self.contradicted(process, step, parts)
             self.reduced(summed_in, step, parts, process.total)
 
     def committed(self, process: Process, step: int, total: int | None) -> None:

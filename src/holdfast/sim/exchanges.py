@@ -57,6 +57,8 @@ class Exchanges:
 
     def __init__(self, process: Process) -> None:
         self._process = process
+        self.view: View | None = None
+        self.looked: tuple[int, int, tuple[int, ...]] = (-1, -1, ())  # in a view's step: who is late
         self._kept: dict[int, Share] = {}  # sums of steps that others may have missed
         self._reduce: ef.Reduce | None = None
         self._check: ef.CheckSum | None = None
@@ -69,6 +71,7 @@ class Exchanges:
 
     def enter(self, view: View) -> None:
         """A view is installed."""
+        self.view = view
         self._reduce = self._check = self._receiving = None
         self._syncing = ""
         if not view.catching_up:
@@ -84,6 +87,7 @@ class Exchanges:
                 data.tell_all(process, group, group.turn(topic.value), row)
                 self.told(group.present(topic.value), group)
             case ef.Reduce():
+                process.world.truth.summing(group.view, effect)
                 self._reduce = effect
                 group.heard.pop(group.present("part"), None)
                 group.turn("part")
@@ -104,7 +108,9 @@ class Exchanges:
                 for key in group.keys[1:]:
                     data.send(process, group, key, ("counted", step), ranks)
             case ef.LookWhoIsLate(_, step):
-                process.feed(ev.StillAwaited(group.view.number, step, self._awaited(group)))
+                late = self._awaited(group)
+                self.looked = (group.view.number, step, late)
+                process.feed(ev.StillAwaited(group.view.number, step, late))
             case _:
                 self._bring_up_to_date(effect, group)
 

@@ -100,7 +100,7 @@ class CoordinatorHost:
                 if kind == "replaced" and "hung" in effect.text and worker is not None:
                     world.truth.replaced(worker)
             case co.Finish(outcome):
-                world.truth.finished(outcome)
+                world.truth.finished(outcome, world.now)
                 self.outcome = outcome
                 self.machine = None
 

@@ -185,8 +185,8 @@ class Process:
                 self.tokens, self.copies = {}, {}
                 world.truth.redone(self)
             case ef.Adopt(vrank):
+                world.truth.adopted(self, vrank)
                 self.tokens[vrank] = self.copies.pop(vrank)
-                world.truth.count["adopted"] += 1
             case ef.Withdraw(invalidations):
                 world.truth.withdrawn(invalidations)
             case ef.NoteDoubt(_, _, again):
@@ -198,6 +198,8 @@ class Process:
                 world.truth.voted(self, effect.step, by_vote=isinstance(event, ev.Gathered))
                 self._script_next()
             case ef.Begin() | ef.Compute() | ef.SaveShare() | ef.Release():
+                if isinstance(effect, ef.Compute) and effect.purpose is Purpose.SPECULATIVE:
+                    world.truth.copies(self, effect.step, effect.vrank)
                 self._script.append(effect)
                 self._script_next()
             case _:
