@@ -80,6 +80,7 @@ class Truth:
         self.rotten: dict[int, bool] = {}  # those that cannot be read
         self.saved_in: dict[int, ViewNumber] = {}  # their views
         self.durable: dict[tuple[int, ViewNumber], Copy] = {}  # whether or not they count yet
+        self.unlike: dict[tuple[int, ViewNumber], bool] = {}  # of these: some flipped, some not
         self._shares: dict[tuple[int, ViewNumber], dict[int, Copy]] = {}  # by rank
         self.invalidations: Invalidations = ()  # what is withdrawn from the store
         self.restores = 0
@@ -255,7 +256,9 @@ class Truth:
         states = {state for state, _ in copies.values()}
         if len(states) > 1:
             raise Violation(f"the shares of the checkpoint of step {step} do not fit: {copies}")
-        flip = next((flip for _, flip in copies.values() if flip is not None), None)
+        flips = [flip for _, flip in copies.values()]
+        flip = next((flip for flip in flips if flip is not None), None)
+        self.unlike[step, view.number] = len(set(flips)) > 1
         self.durable[step, view.number] = states.pop(), flip
         return True
 
@@ -281,6 +284,9 @@ class Truth:
         """A worker says that a checkpoint counts."""
         found = [key for key in self.durable if key[0] == step]
         known = [key for key in found if not is_invalidated(self.invalidations, step, key[1])]
+        if any(self.unlike[key] for key in known[-1:]) and step not in self._options.loops:
+            if self._options.cycle and not self.errors.hidden:
+                raise Violation(f"the checkpoint of step {step} counts, and its shares are unlike")
         if not found:
             raise Violation(f"worker {process.key} says that step {step} is saved: it is not")
         if known and self.saved_in.get(step, -1) < known[-1][1]:
@@ -355,8 +361,8 @@ class Truth:
 
     def copies(self, process: Process, step: int, vrank: int) -> None:
         """A worker copies a task: its owner must have been seen to be late with it."""
-        view, looked = process.exchanges.view, process.exchanges.looked
-        if view is None or looked[:2] != (view.number, step):
+        view = process.exchanges.view
+        if view is None or process.exchanges.looked != (view.number, step):
             raise Violation(f"worker {process.key} copies virtual rank {vrank} without a look")
 
     def contradicted(self, process: Process, step: int, parts: Parts) -> None:

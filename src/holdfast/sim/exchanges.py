@@ -58,7 +58,7 @@ class Exchanges:
     def __init__(self, process: Process) -> None:
         self._process = process
         self.view: View | None = None
-        self.looked: tuple[int, int, tuple[int, ...]] = (-1, -1, ())  # in a view's step: who is late
+        self.looked = (-1, -1)  # the view and the step in which it looked for who is late
         self._kept: dict[int, Share] = {}  # sums of steps that others may have missed
         self._reduce: ef.Reduce | None = None
         self._check: ef.CheckSum | None = None
@@ -109,7 +109,7 @@ class Exchanges:
                     data.send(process, group, key, ("counted", step), ranks)
             case ef.LookWhoIsLate(_, step):
                 late = self._awaited(group)
-                self.looked = (group.view.number, step, late)
+                self.looked = (group.view.number, step)
                 process.feed(ev.StillAwaited(group.view.number, step, late))
             case _:
                 self._bring_up_to_date(effect, group)
