@@ -116,6 +116,7 @@ SUMS = {
     "fault_every_s": 0.3,
     "data_s": 0.02,
     "cut_in_flight": 1.0,
+    "backup": BackupPolicy(),
 }
 BACKUP = {
     **_THIRTY_STEPS,
@@ -125,7 +126,10 @@ BACKUP = {
     "fault_every_s": 0.7,
     "backup": BackupPolicy(workers=1, results_min=2),
 }
-COPIES = LATE | {"patience": Patience(steps=1, times=1.2, least_s=0.01, copies=1.0)}
+COPIES = LATE | {
+    "backup": BackupPolicy(),
+    "patience": Patience(steps=1, times=1.2, least_s=0.01, copies=1.0),
+}
 TUNED: dict[str, dict[str, object]] = {
     "nobody_fences_without_a_lease": PARTITIONS,
     "lease_runs_from_when_the_answer_came": PARTITIONS,
@@ -173,7 +177,7 @@ TUNED: dict[str, dict[str, object]] = {
     "a_sum_that_is_not_finite_is_committed": SUMS | {"faults": ("poison",)},
     "a_wrong_sum_is_not_put_right": SUMS | {"faults": ("sum_wrongly",), "audit": 1.0},
     "the_redo_is_forgotten_when_a_task_is_under_way": COPIES
-    | {"faults": ("poison", "slow", "busy"), "fault_every_s": 0.3},
+    | {"faults": ("poison", "slow", "busy")},
     "a_contradicted_speculative_task_is_ignored": COPIES
     | {"faults": ("lie_once", "slow", "busy"), "fault_every_s": 0.3, "save_every": 0},
     "a_speculative_task_is_adopted_twice": COPIES,

@@ -430,6 +430,9 @@ def an_unreadable_checkpoint_is_tried_again(patch: pytest.MonkeyPatch) -> Machin
 
 # Where to begin looking, so that the rare ones do not take long; any later seed may find them too.
 FIRST_SEED = {
+    "the_redo_is_forgotten_when_a_task_is_under_way": 25,
+    "commits_although_a_member_was_lost_before_its_vote": 10,
+    "a_checkpoint_counts_although_who_saved_it_left_uncompared": 10,
     "a_discarded_state_is_begun_from": 25,
     "worker_installs_a_view_it_gave_up": 60,
     "what_died_with_a_member_is_taken_for_kept": 130,

@@ -278,7 +278,7 @@ class Truth:
         keys = process.group.keys if process.group is not None else ()
         if any(self.processes[key].spoiling.lied_in < process.step for key in keys):
             raise Violation("deterministic machines are taken for others")
-        self.errors.hidden = True  # all of them were wrong
+        self.errors.hidden = self.errors.compares_nothing = True  # all of them were wrong
 
     def _said_saved(self, process: Process, step: int) -> None:
         """A worker says that a checkpoint counts."""
@@ -316,7 +316,12 @@ class Truth:
         if len(view.owners) != self.vranks or owned != self.vranks:
             raise Violation(f"view {view.number} hosts {owned} of {self.vranks} virtual ranks")
 
-    def installed(self, process: Process, view: View, before: int) -> None:
+    def installed(self, process: Process, view: View, before: int, promised: int) -> None:
+        """A worker builds the group of a view; `promised`: what it has told until now."""
+        if promised >= view.number:
+            raise Violation(f"worker {process.key} installs view {view.number}: it gave that up")
+        if process.group is not None and process.group.open:
+            raise Violation(f"worker {process.key} leaves view {process.group.number} unaborted")
         if self.views.get(view.number) != view:
             raise Violation(f"worker {process.key} installs a view that was never formed: {view}")
         if view.number <= before:

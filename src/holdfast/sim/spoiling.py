@@ -39,5 +39,6 @@ class Spoiling:
         if self.poisons_once:
             self.poisons_once, self.lied_in = False, step
             self._world.truth.count["poisoned"] += 1
-            token = not_finite(self._world.rng.randrange(64))
+            count = self._world.truth.count["poisoned"]  # no two have the same bits by chance
+            token = not_finite(64 * count + self._world.rng.randrange(64))
         return token
