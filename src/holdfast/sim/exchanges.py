@@ -18,6 +18,7 @@ from holdfast.core.step.events import FINITE, NOBODYS, SOMEBODYS, Topic
 from holdfast.core.types import View, WorkerId
 from holdfast.sim.arithmetic import DROPPED, Key, Parts, add, is_not_finite
 from holdfast.sim.crowd import CROWD
+from holdfast.sim.wrong_bits import Violation
 
 if TYPE_CHECKING:
     from holdfast.sim.data_network import Group, What
@@ -187,6 +188,8 @@ class Exchanges:
     def _fold(self, group: Group, found: dict[Key, Any]) -> Sums:
         parts = tuple((key, v, token) for key in group.keys for v, token in found[key].tokens)
         values = {(v, 1): token for _, v, token in parts}
+        if len(values) < self._process.world.options.vranks:
+            raise Violation(f"only virtual ranks {sorted(v for v, _ in values)} are summed")
         total: int = tree.fold(values, self._process.world.options.vranks, add)
         wrongly = tuple(rank for rank, key in enumerate(group.keys) if found[key].sums_wrongly)
         return Sums(parts, total, wrongly)
