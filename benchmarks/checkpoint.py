@@ -30,7 +30,7 @@ import torch.distributed.checkpoint as dcp
 
 from holdfast.cli.run_command import make_spec, parser
 from holdfast.core.errors import Damaged
-from holdfast.core.step.save_interval import Pace, PacePolicy
+from holdfast.core.step.events import SaveEnded
 from holdfast.core.types import AgentId, Incarnation, Member, View, ViewNumber, WorkerId
 from holdfast.runtime.rundir import RunDir
 from holdfast.store.checkpoints import Checkpoints
@@ -92,10 +92,8 @@ class RunningJob:
         )
         taken.close()
         self._orders = orders
-        pace, protected = Pace(PacePolicy(), 0.0), {"model": Protected(state)}
-        self._savers = [
-            Saver(orders, "job", 1, pace, protected, self._durable.append) for _ in range(workers)
-        ]
+        protected = {"model": Protected(state)}
+        self._savers = [Saver(orders, "job", protected, self._ended) for _ in range(workers)]
         names = [WorkerId(i) for i in range(workers)]
         node = AgentId("node0")
         self._view = View(
@@ -112,7 +110,7 @@ class RunningJob:
         stalls = []
         for worker, saver in zip(self._view.workers, self._savers, strict=True):
             began = time.perf_counter()
-            saver.at_boundary(self._step, self._view, worker)
+            saver.copy(self._step, self._view, worker)
             stalls.append(time.perf_counter() - began)
         return max(stalls)
 
@@ -121,6 +119,10 @@ class RunningJob:
         for saver in self._savers:
             saver.finish(600.0)
         assert self._durable[-1] == self._step
+
+    def _ended(self, save: SaveEnded) -> None:
+        if save.durable:
+            self._durable.append(save.step)
 
     def close(self) -> None:
         self._orders.close()

@@ -30,6 +30,7 @@ from holdfast.core.types import (
     Directive,
     Incarnation,
     Stage,
+    StateCopy,
     View,
     ViewNumber,
     WorkerId,
@@ -100,9 +101,8 @@ class FakeAgent:
     def _next(self, status: WorkerStatus, stop_view: ViewNumber) -> WorkerStatus:
         view = self.view
         if view is not None and status.view < view.number and status.promised < view.number:
-            return replace(
-                status, view=view.number, has_state=True, committed=max(view.resume_step, 0)
-            )
+            step = max(view.resume_step, 0)
+            return replace(status, view=view.number, state=StateCopy.CURRENT, committed=step)
         if stop_view >= status.view > status.promised:
             return replace(status, promised=stop_view)
         return status

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.train.step import judging
+from holdfast.core.step import rulings
 
 
 def main() -> None:
     steps, task_s, out = int(sys.argv[1]), float(sys.argv[2]), Path(sys.argv[3])
-    judging.MISTAKES_MAX = int(sys.argv[4])
+    rulings.MISTAKES_MAX = int(sys.argv[4])
     job = holdfast.join()
     model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64))
     optimizer = torch.optim.AdamW(model.parameters())

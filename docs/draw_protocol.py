@@ -11,15 +11,19 @@ import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import get_args
 
 from holdfast.core.membership import agent, coordinator
-from holdfast.core.step import worker
+from holdfast.core.step import effects as ef
+from holdfast.core.step import events as ev
+from holdfast.core.step.step_machine import Round
+from holdfast.core.step.vote import Vote
+from holdfast.core.step.worker import WorkerMachine
 from holdfast.core.types import (
     AgentId,
     Incarnation,
     Member,
+    Phase,
     View,
     ViewNumber,
     WorkerDirective,
@@ -29,7 +33,13 @@ from holdfast.core.types import (
 PAGE = Path(__file__).with_name("protocol.md")
 BEGIN, END = "<!-- drawn: {} -->", "<!-- end -->"
 ME, OTHER = WorkerId(0), WorkerId(1)
-DEPTH = 10  # events from the start; every situation is reached well before
+SAVED = 8  # the step of a checkpoint
+DEPTH = 24  # events from the start; every situation is reached well before
+PHASES = {
+    Phase.BOUNDARY: "held at a boundary",
+    Phase.WAITING: "its tasks done",
+    Phase.ENDED: "loop ended",
+}
 
 
 def kinds(title: str, union: object) -> Iterator[str]:
@@ -44,19 +54,19 @@ def kinds(title: str, union: object) -> Iterator[str]:
         yield f"| `{cls.__name__}` | {fields} | {meaning} |"
 
 
-def tables(module: ModuleType) -> Iterator[str]:
-    name = module.__name__.rpartition(".")[2].capitalize()
-    yield from kinds("event", getattr(module, f"{name}Event"))
+def tables(events: object, effects: object) -> Iterator[str]:
+    """The tables of one machine: what it is told, and what it has done."""
+    yield from kinds("event", events)
     yield ""
-    yield from kinds("effect", getattr(module, f"{name}Effect"))
+    yield from kinds("effect", effects)
 
 
 def view(number: int, step: int, *, joining: bool, changed: bool) -> View:
-    """A view of two workers in which worker 0 joins, or stays; `changed`: the other one joins."""
+    """Return a view of two workers: worker 0 joins, or stays; `changed`: the other one joins."""
     members = tuple(
         Member(worker=w, incarnation=Incarnation(1), agent=AgentId("a")) for w in (ME, OTHER)
     )
-    joiners = (ME,) if joining else (OTHER,) if changed else ()
+    joiners = ((ME,) if joining else ()) + ((OTHER,) if changed else ())
     return View(
         number=ViewNumber(number),
         members=members,
@@ -67,65 +77,98 @@ def view(number: int, step: int, *, joining: bool, changed: bool) -> View:
     )
 
 
-def situation(machine: worker.WorkerMachine) -> str:
+def situation(machine: WorkerMachine) -> str:
     """What matters of a worker's state, in words."""
     status = machine.snapshot()
     if status.view == 0:
         return "waiting for its first view" if status.loop else "booting"
-    words = []
     if status.promised >= status.view:
-        words.append("stopped at a boundary" if status.at_boundary else "stopped in a step")
+        words = ["stopped at a boundary" if status.at_boundary else "stopped in a step"]
+    elif not status.has_state:
+        words = [f"joining: {machine._step.round.value}"]
     else:
-        words.append("acting" if status.has_state else "joining")
-        if status.has_state and machine._held:
-            words.append("held until joiners are synced")
+        words = [f"acting: {machine._step.round.value}"]
+    if not status.at_boundary and status.phase in (Phase.BOUNDARY, Phase.WAITING, Phase.ENDED):
+        words.append(PHASES[status.phase])
     if status.reduced:
         words.append("gradient complete")
-    if status.ended:
-        words.append("loop ended")
     return ", ".join(words)
 
 
-def moves(machine: worker.WorkerMachine) -> Iterator[tuple[str, worker.WorkerEvent]]:
+def moves(machine: WorkerMachine) -> Iterator[tuple[str, ev.WorkerEvent]]:
     """Every event that the driver could deliver now, with a name for the table."""
     status = machine.snapshot()
-    now, step = status.view, status.committed
-    if status.loop == 0 or status.ended:
-        yield "LoopEntered", worker.LoopEntered()
-        if status.loop == 0:
-            return
-    elif not status.reduced and not machine._held:  # else the script waits for the engine
-        yield "AtBoundary", worker.AtBoundary()
-    if now:
-        yield "GroupBroken", worker.GroupBroken(now, "a peer died")
-        yield "Synced", worker.Synced(now)
-        if status.has_state and not status.ended and not machine._held:
-            yield "Reduced", worker.Reduced(now, step)
+    if status.loop == 0:
+        yield "LoopEntered", ev.LoopEntered()
+        return
+    yield from _script(machine)
+    now = status.view
+    if now > status.promised:
+        yield "GroupBroken", ev.GroupBroken(now, "a peer died")
+        yield "Directed: stop", ev.Directed(WorkerDirective(stop_view=now))
+        yield from _group(machine)
+    elif now == 0 or not status.has_state:
+        joining = view(now + 1, status.committed, joining=True, changed=False)
+        yield "Directed: view as joiner", ev.Directed(WorkerDirective(view=joining))
+        again = view(now + 1, SAVED, joining=True, changed=True)
+        yield "Directed: view from a checkpoint", ev.Directed(WorkerDirective(view=again))
+    else:
+        redo = view(now + 1, status.committed, joining=False, changed=status.at_boundary)
+        yield "Directed: view, same step", ev.Directed(WorkerDirective(view=redo))
         if status.reduced:
-            yield "Voted", worker.Voted(now, step, pending=False)
-            yield "Voted, change pending", worker.Voted(now, step, pending=True)
-        stop = WorkerDirective(stop_view=now)
-        yield "Directed: stop", worker.Directed(stop)
-        if status.has_state and not (status.ended or status.reduced or machine._held):
-            yield "LoopEnded", worker.LoopEnded()
-    if now == 0 or (status.promised >= now and not status.has_state):
-        joining = view(now + 1, step, joining=True, changed=False)
-        yield "Directed: view as joiner", worker.Directed(WorkerDirective(view=joining))
-    elif status.promised >= now:
-        redo = view(now + 1, step, joining=False, changed=status.at_boundary)
-        yield "Directed: view, same step", worker.Directed(WorkerDirective(view=redo))
-        if status.reduced:
-            go = view(now + 1, step + 1, joining=False, changed=False)
-            yield "Directed: view, next step", worker.Directed(WorkerDirective(view=go))
+            go = view(now + 1, status.committed + 1, joining=False, changed=False)
+            yield "Directed: view, next step", ev.Directed(WorkerDirective(view=go))
+
+
+def _script(machine: WorkerMachine) -> Iterator[tuple[str, ev.WorkerEvent]]:
+    """What the script may say, which does one thing after the other."""
+    status, step = machine.snapshot(), machine._step
+    task = step._open.running if step._open is not None else None
+    if status.ended:
+        yield "LoopEntered", ev.LoopEntered()
+    elif status.phase is Phase.SCRIPT:
+        yield "AtBoundary", ev.AtBoundary()
+        if status.has_state and status.committed:
+            yield "LoopEnded", ev.LoopEnded()
+    elif status.phase is Phase.COMPUTING and machine._opened < status.committed:
+        yield "StepOpened", ev.StepOpened(status.committed)
+    elif task is not None:
+        assert step._open is not None
+        yield "TaskDone", ev.TaskDone(step._open.index, *task)
+
+
+def _group(machine: WorkerMachine) -> Iterator[tuple[str, ev.WorkerEvent]]:
+    """What the engine may say: the answer to what it was told last."""
+    status, now, step = machine.snapshot(), machine.snapshot().view, machine._step
+    task = step._open.running if step._open is not None else None
+    match step.round:
+        case Round.CONNECT:
+            yield "Connected", ev.Connected(now)
+        case Round.RESTORE:
+            yield "Restored", ev.Restored(now)
+            yield "StoreSilent", ev.StoreSilent(now, "no answer")
+        case Round.COMPARE:
+            yield "StatesCompared", ev.StatesCompared(now)
+        case Round.AGREE:
+            yield "Gathered: agree", ev.Gathered(now, ev.Topic.AGREE, ((0, 0),) * 2)
+        case Round.SUM if task is None and step._open is not None:
+            yield "Summed", ev.Summed(view=now, step=step.step)
+            yield "Summed, not finite", ev.Summed(view=now, step=step.step, doubt=ev.NOBODYS)
+        case Round.VOTE:
+            doubt = ev.FINITE if status.reduced else ev.NOBODYS
+            for pending in (False, True):
+                vote = Vote(view=now, step=step.step, pending=pending, doubt=doubt)
+                name = "Gathered: vote, change pending" if pending else "Gathered: vote"
+                yield name, ev.Gathered(now, ev.Topic.VOTE, (vote.row(),) * 2)
 
 
 def transitions() -> Iterator[str]:
     """situation x event -> situation and effects, for all that is reachable."""
     rows: dict[tuple[str, str], set[tuple[str, str]]] = {}
     seen: set[str] = set()
-    paths: list[tuple[worker.WorkerEvent, ...]] = [()]
+    paths: list[tuple[ev.WorkerEvent, ...]] = [()]
     for _ in range(DEPTH):
-        longer: list[tuple[worker.WorkerEvent, ...]] = []
+        longer: list[tuple[ev.WorkerEvent, ...]] = []
         for path in paths:
             machine = _run(path)
             before = situation(machine)
@@ -133,11 +176,11 @@ def transitions() -> Iterator[str]:
                 after = _run(path)
                 effects = after.handle(event, 0.0)
                 names = ", ".join(type(e).__name__ for e in effects) or "-"
-                rows.setdefault((before, name), set()).add((situation(after), names))
-                status = dataclasses.replace(after.snapshot(), seq=0)
-                inside = vars(after) | {"_status": status, "lateness": None}  # no time passes here
-                mark = repr(sorted(inside.items()))
-                if mark not in seen:
+                found = rows.setdefault((before, name), set())
+                new = (situation(after), names) not in found
+                found.add((situation(after), names))
+                mark = f"{situation(after)} {after.snapshot().phase} {len(after._status.hosted)}"
+                if new or mark not in seen:
                     seen.add(mark)
                     longer.append((*path, event))
         paths = longer
@@ -150,8 +193,8 @@ def transitions() -> Iterator[str]:
                 yield f"| {before} | {name} | {after_text} | {names} |"
 
 
-def _run(path: tuple[worker.WorkerEvent, ...]) -> worker.WorkerMachine:
-    machine = worker.WorkerMachine(ME, Incarnation(1))
+def _run(path: tuple[ev.WorkerEvent, ...]) -> WorkerMachine:
+    machine = WorkerMachine(ME, Incarnation(1))
     for event in path:
         machine.handle(event, 0.0)
         machine.check()
@@ -161,10 +204,12 @@ def _run(path: tuple[worker.WorkerEvent, ...]) -> worker.WorkerMachine:
 def drawn(text: str) -> str:
     """The page with every marked section drawn anew."""
     sections = {
-        "worker": "\n".join(tables(worker)),
+        "worker": "\n".join(tables(ev.WorkerEvent, ef.WorkerEffect)),
         "worker transitions": "\n".join(transitions()),
-        "agent": "\n".join(tables(agent)),
-        "coordinator": "\n".join(tables(coordinator)),
+        "agent": "\n".join(tables(agent.AgentEvent, agent.AgentEffect)),
+        "coordinator": "\n".join(
+            tables(coordinator.CoordinatorEvent, coordinator.CoordinatorEffect)
+        ),
     }
     for name, body in sections.items():
         begin = BEGIN.format(name)

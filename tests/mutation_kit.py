@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from holdfast.core.step.backup import BackupPolicy
 from holdfast.core.step.balance import BalancePolicy
 from holdfast.core.step.speculation import Patience
 from holdfast.sim.world import Machines
@@ -94,7 +95,41 @@ WRONG = {
     "cycle": 3,
     "save_every": 3,
 }
+FLIPS = {  # most of them while an update runs, so that what is saved next is not right
+    "slots": 1,
+    "loops": (20,),
+    "faults": ("flip",),
+    "fault_every_s": 2.0,
+    "faults_end_s": 30.0,
+    "audit": 1.0,
+    "save_every": 1,
+    "load_s": 0.01,
+    "task_s": 0.15,
+    "optimizer_s": 1.0,
+}
 SAVES = {"agents": 1, "slots": 2, "save_every": 2, "faults": ("worker_crash", "rot")}
+LOST = {"agents": 1, "slots": 2, "agents_late": 0, "nodes_min": 1, "nodes_max": 1, "vranks": 4}
+SUMS = {
+    **_THIRTY_STEPS,
+    "slots": 1,
+    "boot_s": 0.1,
+    "fault_every_s": 0.3,
+    "data_s": 0.02,
+    "cut_in_flight": 1.0,
+    "backup": BackupPolicy(),
+}
+BACKUP = {
+    **_THIRTY_STEPS,
+    "slots": 2,
+    "boot_s": 0.1,
+    "faults": ("slow", "busy", "worker_crash"),
+    "fault_every_s": 0.7,
+    "backup": BackupPolicy(workers=1, results_min=2),
+}
+COPIES = LATE | {
+    "backup": BackupPolicy(),
+    "patience": Patience(steps=1, times=1.2, least_s=0.01, copies=1.0),
+}
 TUNED: dict[str, dict[str, object]] = {
     "nobody_fences_without_a_lease": PARTITIONS,
     "lease_runs_from_when_the_answer_came": PARTITIONS,
@@ -128,12 +163,44 @@ TUNED: dict[str, dict[str, object]] = {
     | {"control_s": 0.2, "channel_s": 0.02, "cut_in_flight": 1.0},
     "a_committed_step_counts_as_saved": SAVES,
     "an_unreadable_checkpoint_is_tried_again": SAVES,
+    "commits_although_a_member_was_lost_before_its_vote": SUMS
+    | {"faults": ("poison", "worker_crash"), "data_s": 0.2, "fault_every_s": 0.2},
+    "a_checkpoint_counts_although_a_share_is_lost": SAVES
+    | {"faults": ("worker_crash", "writer_crash"), "fault_every_s": 0.5},
+    "a_checkpoint_counts_before_its_state_was_compared": WRONG | FLIPS,
+    "a_checkpoint_counts_although_who_saved_it_left_uncompared": WRONG
+    | FLIPS
+    | {"faults": ("flip", "worker_crash"), "fault_every_s": 0.8},
+    "a_step_does_not_wait_for_enough": BACKUP,
+    "two_members_read_the_settlement_differently": BACKUP,
+    "who_is_dropped_adds_its_tasks": BACKUP,
+    "a_sum_that_is_not_finite_is_committed": SUMS | {"faults": ("poison",)},
+    "a_wrong_sum_is_not_put_right": SUMS | {"faults": ("sum_wrongly",), "audit": 1.0},
+    "the_redo_is_forgotten_when_a_task_is_under_way": COPIES
+    | {"faults": ("poison", "slow", "busy")},
+    "a_contradicted_speculative_task_is_ignored": COPIES
+    | {"faults": ("lie_once", "slow", "busy"), "fault_every_s": 0.3, "save_every": 0},
+    "a_speculative_task_is_adopted_twice": COPIES,
+    "a_speculative_task_is_adopted_by_who_does_not_host_it": COPIES,
+    "what_was_looked_for_in_an_old_view_is_copied_in_a_new_one": COPIES,
+    "a_store_that_refuses_for_ever_is_asked_for_ever": SAVES
+    | LOST
+    | {"faults": ("agent_crash", "store_lost"), "restore_s": 5.0, "loops": (30,)},
     "agent_obeys_an_older_term": JOINS
     | {"faults": ("coordinator_crash", "lossy"), "loss": 0.1, "duplicate": 0.3},
     "dirty_worker_counts_as_fresh": JOINS,
     "joiner_never_says_that_it_loads": JOINS,
     "pending_change_is_read_from_the_own_vote": JOINS
-    | {"control_s": 0.2, "data_s": 0.02, "unheard_break": 1.0, "optimizer_s": 0.0},
+    | {
+        "control_s": 0.2,
+        "data_s": 0.02,
+        "unheard_break": 1.0,
+        "optimizer_s": 0.0,
+        "fault_every_s": 3.0,
+        "load_s": 0.01,
+        "loops": (150,),
+        "boot_s": 2.0,
+    },
     "deposed_agent_is_believed": JOINS
     | {"faults": ("agent_crash", "lossy"), "loss": 0.1, "duplicate": 0.3, "control_s": 0.05},
     "worker_installs_a_view_it_gave_up": JOINS

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from holdfast.core.membership import coordinator, formation
-from holdfast.core.step import worker as wo
+from holdfast.core.step import effects as ef
+from holdfast.core.step.link_detector import Wait
 from holdfast.core.step.speeds import Speeds
 from holdfast.core.step.worker import WorkerMachine
-from holdfast.core.types import LateWorker, View, ViewNumber, WorkerStatus
+from holdfast.core.types import LateWorker, StateCopy, View, ViewNumber, WorkerStatus
 from holdfast.sim.world import Machines
 from mutation_kit import mutation
 
@@ -60,9 +62,11 @@ def who_is_behind_is_believed_about_assignments(patch: pytest.MonkeyPatch) -> Ma
 def members_hear_different_times(patch: pytest.MonkeyPatch) -> Machines:
     plain, calls = Speeds.observe, itertools.count()
 
-    def observe(self: Speeds, compute_us: list[int], leads: bool) -> list[tuple[str, str]]:
+    def observe(
+        self: Speeds, compute_us: Sequence[int], leads: bool, waits: Sequence[Wait] = ()
+    ) -> list[tuple[str, str]]:
         heard = compute_us if next(calls) % 2 else [*compute_us[:-1], 9 * compute_us[-1]]
-        return plain(self, heard, leads)
+        return plain(self, heard, leads, waits)
 
     patch.setattr(Speeds, "observe", observe)
     return Machines()
@@ -98,10 +102,10 @@ def nobody_knows_who_is_behind(patch: pytest.MonkeyPatch) -> Machines:
 @mutation
 def who_catches_up_holds_the_state_already(patch: pytest.MonkeyPatch) -> Machines:
     class Hasty(WorkerMachine):
-        def _install(self, view: View, now: float) -> list[wo.WorkerEffect]:
-            effects = super()._install(view, now)
+        def _install(self, view: View) -> Sequence[ef.Outcome]:
+            effects = super()._install(view)
             if view.late_worker(self._status.worker) is not None:
-                self._change(has_state=True, dirty=False)
+                self._change(state=StateCopy.CURRENT)
             return effects
 
     return Machines(worker=Hasty)
@@ -110,11 +114,11 @@ def who_catches_up_holds_the_state_already(patch: pytest.MonkeyPatch) -> Machine
 @mutation
 def the_late_one_goes_on_in_the_old_view(patch: pytest.MonkeyPatch) -> Machines:
     class Deaf(WorkerMachine):
-        def _promise(self, number: ViewNumber) -> list[wo.WorkerEffect]:
+        def _promise(self, number: ViewNumber) -> Sequence[ef.Outcome]:
             if self._status.in_step and not self._status.waiting and self.lateness.began_at:
                 self._change(promised=number)
                 self._change(promised=ViewNumber(number - 1))
-                return [wo.Tell(dataclasses.replace(self._status, promised=number))]
+                return [ef.Tell(dataclasses.replace(self._status, promised=number))]
             return super()._promise(number)
 
     return Machines(worker=Deaf)

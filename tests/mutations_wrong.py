@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from holdfast.core.step import audit
-from holdfast.core.step import worker as wo
+from holdfast.core.step import effects as ef
 from holdfast.core.step.audit import Court, Ruling, Sentence
 from holdfast.core.step.trust import Trust
 from holdfast.core.step.worker import WorkerMachine
-from holdfast.core.types import Invalidation, View, WorkerId
+from holdfast.core.types import Invalidation, StateCopy, View, WorkerId
 from holdfast.sim.world import Machines
 from mutation_kit import mutation
 
@@ -49,7 +50,7 @@ def a_joiner_vouches_for_all(patch: pytest.MonkeyPatch) -> Machines:
 @mutation
 def wrong_sums_are_kept(patch: pytest.MonkeyPatch) -> Machines:
     class Stubborn(WorkerMachine):
-        def _doubted(self, invalidation: Invalidation, discarded: bool) -> list[wo.WorkerEffect]:
+        def _doubted(self, invalidation: Invalidation, discarded: bool) -> Sequence[ef.Outcome]:
             return super()._doubted(invalidation, False)
 
     return Machines(worker=Stubborn)
@@ -58,12 +59,9 @@ def wrong_sums_are_kept(patch: pytest.MonkeyPatch) -> Machines:
 @mutation
 def a_discarded_state_is_begun_from(patch: pytest.MonkeyPatch) -> Machines:
     class Forgetful(WorkerMachine):
-        def _install(self, view: View, now: float) -> list[wo.WorkerEffect]:
-            self._change(discarded=False)
-            return super()._install(view, now)
-
-        def _directed(self, directive: Any, now: float) -> list[wo.WorkerEffect]:
-            self._change(discarded=False)
-            return super()._directed(directive, now)
+        def _directed(self, directive: Any) -> Sequence[ef.Outcome]:
+            if self._status.discarded:
+                self._change(state=StateCopy.DIRTY)
+            return super()._directed(directive)
 
     return Machines(worker=Forgetful)

@@ -36,7 +36,7 @@ from holdfast.core.types import (
     WorkerId,
     WorkerStatus,
 )
-from holdfast.train.step.auditing import sketch
+from holdfast.train.step.task_digest import sketch
 
 WORKERS = [WorkerId(i) for i in range(4)]
 OWNERS = [WorkerId(i // 4) for i in range(16)]

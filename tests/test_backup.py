@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from conftest import RUN_S, Start, finish
 from holdfast.cli.ledger_command import render
-from holdfast.core.step.backup import BackupPolicy, Tally, who_counts
+from holdfast.core.step.backup import BackupPolicy, DropTally, Settlement, who_counts
 from holdfast.core.types import WorkerId
 from holdfast.observe.ledger import LedgerReport, verify
 from holdfast.testing.local_run import LocalRun
@@ -46,11 +46,38 @@ def test_the_first_that_are_done_count(members: int, backup: int, data: st.DataO
 
 
 def test_the_story_tells_ever_more_rarely() -> None:
-    tally = Tally()
+    tally = DropTally()
     told = [i for i in range(1, 20) if tally.note(6 + i, [WorkerId(i % 2)], 3)]
     assert told == [1, 2, 4, 8, 16]
     text = "57 samples were dropped since step 7, in 19 steps (of worker 0 in 9, of worker 1 in 10)"
     assert str(tally) == text
+
+
+def test_all_members_settle_alike_and_only_rank_0_decides() -> None:
+    first, second, third = (Settlement(BackupPolicy(workers=1), rank, 3) for rank in range(3))
+    for each in (first, second, third):
+        each.begin(7)
+    assert (first.counted(7), second.says_done(7), second.says_done(7)) == (None, True, False)
+    assert first.heard(1, 7, 4) == ()
+    assert first.heard(0, 7, 4) == (0, 1)
+    assert first.heard(2, 7, 4) == ()  # too late: what is settled stays so
+    assert (first.counted(7), first.drops(7)) == ((0, 1), False)
+    for each in (second, third):
+        each.settled(7, (0, 1))
+    assert (second.drops(7), third.drops(7), third.says_done(7)) == (False, True, False)
+
+
+def test_what_is_settled_of_a_later_step_is_kept_and_of_older_ones_forgotten() -> None:
+    """Who is late in a step hears who counts in the next one before it begins that."""
+    member = Settlement(BackupPolicy(workers=1), 1, 3)
+    member.begin(4)
+    for step in (4, 5):
+        member.settled(step, (0, 2))
+    member.begin(5)
+    assert (member.counted(4), member.counted(5), member.drops(5)) == (None, (0, 2), True)
+    first = Settlement(BackupPolicy(workers=1), 0, 3)
+    first.begin(5)
+    assert first.heard(1, 4, 9) == first.heard(2, 4, 9) == ()  # of a step that is over
 
 
 # ---------------------------------------------------------------- real jobs

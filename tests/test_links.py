@@ -122,7 +122,7 @@ def test_the_fault_kit_is_told_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(current, "probe", probe)
     bucket = Bucket(0, [torch.nn.Parameter(torch.zeros(1000))], [0])
     bucket.contribute(0, bucket.leaf(), 2)
-    layout = Layout(0, 2, 2, ((0,), (1,)), (((0, 1),), ((1, 1),)))
+    layout = Layout(0, 2, 2, ((0,), (1,)), (((0, 1),), ((1, 1),)), (0, 1))
     sent: list[Message] = []
 
     class Sink(AloneTransport):

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -25,7 +24,10 @@ from hypothesis import strategies as st
 from conftest import RUN_S
 from holdfast.cli.run_command import make_spec, parser
 from holdfast.core.errors import Aborted, Damaged, WorldError
-from holdfast.core.step.save_interval import Pace, PacePolicy
+from holdfast.core.step.effects import SaveShare
+from holdfast.core.step.events import SaveEnded
+from holdfast.core.step.save_interval import PacePolicy
+from holdfast.core.step.saves import SavePolicy, Saves
 from holdfast.core.types import (
     AgentId,
     Incarnation,
@@ -145,14 +147,15 @@ def a_saver(
     saved: list[int],
     told: list[str] | None = None,
 ) -> Saver:
-    """Of every tenth step. `saved`, `told`: what it says goes there."""
-    pace = Pace(PacePolicy(), 0.0)
-    tell = [] if told is None else told
+    """`saved`, `told`: the steps that are durable, and why others are not, go there."""
 
-    def note(step: int, view: int) -> None:
-        saved.append(step)
+    def tell(save: SaveEnded) -> None:
+        if save.durable:
+            saved.append(save.step)
+        if save.problem and told is not None:
+            told.append(save.problem)
 
-    return Saver(orders, "job", 10, pace, protected, note, tell.append)
+    return Saver(orders, "job", protected, tell)
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
@@ -164,10 +167,9 @@ def test_what_several_workers_save_any_one_restores(
     store = Checkpoints(FileStorage(tmp_path))
     for number, step in enumerate((10, 20, 30, 40), start=1):
         for rank, saver in enumerate(savers):
-            saver.at_boundary(step, view(size, number), WorkerId(rank))
+            assert saver.copy(step, view(size, number), WorkerId(rank)) == ""
         for saver in savers:
             saver.finish(RUN_S)
-            assert not saver.busy
     assert saved == [10, 20, 30, 40]
     assert store.steps() == [20, 30, 40]
     for readers in (1, 2, 3):
@@ -234,16 +236,18 @@ def test_a_checkpoint_that_cannot_be_read_gives_way_to_the_newest_other_one(
     saver = a_saver(orders, thing, saved)
     for number, step in enumerate((30, 10, 20), start=1):
         thing["thing"].state["scalar"] = torch.tensor(step)
-        saver.at_boundary(step, view(1, number), WorkerId(0))
+        saver.copy(step, view(1, number), WorkerId(0))
         saver.finish(RUN_S)
     store = Checkpoints(FileStorage(tmp_path))
     restorer = Restorer(store, thing)
-    assert restorer.other_than(10, ()) == 30
-    assert restorer.other_than(30, ()) == 20
+    assert restorer.older_than(40, ()) == 30
+    assert restorer.older_than(30, ()) == 20
+    assert restorer.older_than(20, ()) == 10  # never one that is newer than what was agreed on
+    assert restorer.older_than(10, ()) == 0
     manifest = tmp_path / manifest_name(30)
     manifest.write_bytes(manifest.read_bytes()[:-1])
-    assert restorer.other_than(10, ()) == 20
-    assert Restorer(Checkpoints(FileStorage(tmp_path / "none")), thing).other_than(10, ()) == 0
+    assert restorer.older_than(40, ()) == 20
+    assert Restorer(Checkpoints(FileStorage(tmp_path / "none")), thing).older_than(10, ()) == 0
 
 
 def test_what_is_invalidated_is_neither_begun_from_nor_saved(
@@ -259,13 +263,13 @@ def test_what_is_invalidated_is_neither_begun_from_nor_saved(
 
     def save(step: int, number: int) -> None:
         thing["thing"].state["scalar"] = torch.tensor(1000 * number + step)
-        saver.at_boundary(step, view(1, number), WorkerId(0))
+        saver.copy(step, view(1, number), WorkerId(0))
         saver.finish(RUN_S)
 
     for step in (10, 20, 30):
         save(step, 1)
     invalidation = Invalidation(after=10, view=ViewNumber(1))
-    assert restorer.other_than(99, (invalidation,)) == 10
+    assert restorer.older_than(99, (invalidation,)) == 10
     restorer.withdraw((invalidation,))
     assert store.steps() == [10]
     save(40, 1)
@@ -281,7 +285,7 @@ def test_a_skeleton_that_cannot_be_loaded_here_is_damage_and_not_a_store_that_is
 ) -> None:
     saved: list[int] = []
     saver = a_saver(orders, {"thing": Thing(1)}, saved)
-    saver.at_boundary(10, view(1), WorkerId(0))
+    saver.copy(10, view(1), WorkerId(0))
     saver.finish(RUN_S)
     things = [Thing(2)]
     monkeypatch.delattr(torch, "bfloat16")  # as if an older PyTorch met a newer one's state
@@ -302,7 +306,7 @@ class Alike:
 def test_every_tensor_has_a_name_of_its_own(tmp_path: Path, orders: socket.socket) -> None:
     saved: list[int] = []
     saver = a_saver(orders, {"x": Alike()}, saved)
-    saver.at_boundary(10, view(1), WorkerId(0))
+    saver.copy(10, view(1), WorkerId(0))
     saver.finish(RUN_S)
     names = [e.name for e in Checkpoints(FileStorage(tmp_path)).manifest(10).entries]
     assert len(set(names)) == len(names) == 3
@@ -311,7 +315,7 @@ def test_every_tensor_has_a_name_of_its_own(tmp_path: Path, orders: socket.socke
 def test_nothing_wrong_is_restored(tmp_path: Path, orders: socket.socket) -> None:
     saved: list[int] = []
     saver = a_saver(orders, {"thing": Thing(1)}, saved)
-    saver.at_boundary(10, view(1), WorkerId(0))
+    saver.copy(10, view(1), WorkerId(0))
     saver.finish(RUN_S)
     store, things = Checkpoints(FileStorage(tmp_path)), [Thing(2), Thing(2)]
     with pytest.raises(Aborted, match="that rank 0 read arrived damaged"):
@@ -393,14 +397,21 @@ def test_without_a_writer_no_more_is_copied_than_with_one() -> None:
     """A copy costs time, so one that nobody took is not made again after every step."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     theirs.close()
-    pace = Pace(PacePolicy(least_s=3600.0, most_s=3600.0), 0.0)
-    saver = Saver(ours, "job", 0, pace, {"thing": Thing(1)}, lambda step: None)
-    pace.began(time.monotonic() - 7200.0, 0.0)
-    assert saver.due(10)
-    saver.at_boundary(10, view(1), WorkerId(0))
-    assert not saver.busy
-    assert not saver.due(11)
+    told: list[SaveEnded] = []
+    saver = Saver(ours, "job", {"thing": Thing(1)}, told.append)
+    problem = saver.copy(10, view(1), WorkerId(0))
+    assert "takes no orders" in problem
+    saver.finish(RUN_S)
+    assert told == []
     ours.close()
+    pace = PacePolicy(least_s=3600.0, most_s=3600.0)
+    saves = Saves(SavePolicy(enabled=True, pace=pace))
+    saves.enter(view(1), 0.0)
+    assert saves.opinion(9, 7200.0, leads=True) == (True, False)
+    saves.agree(10, view(1))
+    assert saves.at_boundary(10) == [SaveShare(10, view(1))]
+    saves.copied(10, 7200.0, 0.5, problem)
+    assert saves.opinion(10, 7201.0, leads=True) == (False, False)
 
 
 def test_without_a_writer_an_order_says_so() -> None:

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from holdfast.train.step.auditing import check_sum
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -25,14 +24,23 @@ from conftest import RUN_S
 from holdfast.core import tree
 from holdfast.core.errors import Aborted, StateMismatch, UserError, WireError
 from holdfast.core.job_spec import with_settings
+from holdfast.core.step.sum_trial import SumTrial
 from holdfast.runtime.rundir import RunDir
 from holdfast.testing.disturbed import flip_bit
 from holdfast.train.checkpoint import state
 from holdfast.train.checkpoint.transfer import StateSync
 from holdfast.train.step.buckets import Bucket, Flat, Gradients
 from holdfast.train.step.fingerprints import Fingerprints
-from holdfast.train.step.reduction import FINITE, SOMEBODYS, BucketSum, Layout
+from holdfast.train.step.reduction import (
+    FINITE,
+    SOMEBODYS,
+    TAG_AUDIT,
+    BucketSum,
+    Layout,
+    all_gather,
+)
 from holdfast.train.step.step_table import Buffers
+from holdfast.train.step.sum_runs import SumRuns
 from holdfast.train.transport.seam import Message, NothingPending, Pending
 from support import SPEC
 
@@ -114,7 +122,7 @@ def test_the_sum_does_not_depend_on_who_hosts_what(
             leaf.data.copy_(leaves[v])
             bucket.contribute(v, leaf, vranks)
         buckets.append(bucket)
-        sums.append(BucketSum(bucket, Layout(rank, size, vranks, hosted, nodes)))
+        sums.append(BucketSum(bucket, Layout(rank, size, vranks, hosted, nodes, tuple(hosts))))
 
     def reduce(rank: int) -> None:
         sums[rank].gather(boxes[rank])
@@ -136,7 +144,7 @@ def summed_by(size: int) -> tuple[list[Mailbox], list[Layout], list[Bucket], tor
     leaves = torch.randn(size, 1000, generator=dice)
     hosted = tuple((v,) for v in range(size))
     nodes = tuple(tree.maximal_nodes(h, size) for h in hosted)
-    layouts = [Layout(rank, size, size, hosted, nodes) for rank in range(size)]
+    layouts = [Layout(rank, size, size, hosted, nodes, tuple(range(size))) for rank in range(size)]
     buckets = []
     for leaf in leaves:
         bucket = Bucket(0, [nn.Parameter(torch.zeros(1000))], [0])
@@ -148,6 +156,23 @@ def summed_by(size: int) -> tuple[list[Mailbox], list[Layout], list[Bucket], tor
     for bucket in buckets:
         bucket.result.data.copy_(total)
     return mailboxes(size), layouts, buckets, total
+
+
+def check_sum(bucket: Bucket, transport: Mailbox, layout: Layout) -> list[int] | None:
+    """Have a trial judge the runs of a bucket's sum, as a worker's machine and engine do."""
+    trial, runs = SumTrial(bucket.index), SumRuns(bucket, layout)
+    while True:
+        mine = torch.tensor(runs.digests(), dtype=torch.int64)
+        rows = all_gather(transport, layout, mine, TAG_AUDIT).tolist()
+        verdict = trial.hear(tuple(tuple(row) for row in rows))
+        if verdict is None:
+            runs.add(transport)
+            continue
+        if verdict.undecided:
+            return None
+        if verdict.amended:
+            runs.put_right(verdict.right)
+        return list(verdict.wrong)
 
 
 def checked(size: int, damage: Callable[[list[Bucket]], None]) -> list[list[int] | None]:
@@ -195,7 +220,7 @@ def test_of_two_who_sum_otherwise_each_time_nobody_is_believed(
     monkeypatch.setattr(BucketSum, "_fold", fold)
 
     def as_it_was(buckets: list[Bucket]) -> None:
-        half = Layout(0, 2, 2, (), ()).piece(1, 1000)
+        half = Layout(0, 2, 2, (), (), ()).piece(1, 1000)
         for bucket in buckets:
             bucket.result.data[half] += 1
 
@@ -400,7 +425,8 @@ def test_a_damaged_skeleton_is_refused() -> None:
 def sync_pair(donor: nn.Module, joiner: nn.Module, damage: bool) -> list[BaseException]:
     boxes = mailboxes(2)
     boxes[0].damage = damage
-    layouts = [Layout(rank, 2, 2, ((0,), (1,)), (((0, 1),), ((1, 1),))) for rank in (0, 1)]
+    nodes = (((0, 1),), ((1, 1),))
+    layouts = [Layout(rank, 2, 2, ((0,), (1,)), nodes, (0, 1)) for rank in (0, 1)]
     loads: list[int] = []
     syncs = [
         StateSync(box, layout, {"m": module}, lambda: loads.append(1))

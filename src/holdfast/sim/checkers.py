@@ -31,10 +31,11 @@ from holdfast.sim.arithmetic import (
     expected_sum,
     task,
 )
-from holdfast.sim.run_options import Options
+from holdfast.sim.run_options import STORE_LOST, Options
 from holdfast.sim.wrong_bits import Errors, Violation
 
 if TYPE_CHECKING:
+    from holdfast.core.step.effects import Reduce
     from holdfast.sim.exchanges import Share
     from holdfast.sim.workers import Process
 
@@ -74,17 +75,21 @@ class Truth:
         self.completed = False
         self.commits = 0
         self.owners: dict[tuple[int, int], tuple[WorkerId, ...]] = {}  # by view and step
+        self.counted: dict[tuple[int, int], tuple[int, ...]] = {}  # the same: ranks
         self.reassigned = 0  # times that the assignment changed within a view
         self.saved: dict[int, Copy] = {}  # checkpoints by step
         self.rotten: dict[int, bool] = {}  # those that cannot be read
         self.saved_in: dict[int, ViewNumber] = {}  # their views
         self.durable: dict[tuple[int, ViewNumber], Copy] = {}  # whether or not they count yet
+        self.unlike: dict[tuple[int, ViewNumber], bool] = {}  # of these: some flipped, some not
         self._shares: dict[tuple[int, ViewNumber], dict[int, Copy]] = {}  # by rank
         self.invalidations: Invalidations = ()  # what is withdrawn from the store
         self.restores = 0
         self.loops = options.loops
         self._stop_in = 0  # the view in which the job was stopped
         self._stop_at: int | None = None  # the step to which the job had come when it was stopped
+        self.store_silent_since: float | None = None
+        self.store_answers_again = STORE_LOST not in options.faults
         self.drops: dict[tuple[int, int], bool] = {}  # sums of steps without what came too late
         self.again: dict[tuple[int, int], bool] = {}  # steps that a view computes again
         self.count: Counter[str] = Counter()  # of what has happened
@@ -151,14 +156,18 @@ class Truth:
         if max(self.saved, default=0) < (step or 0):
             raise Violation(f"the job is stopped at step {step}, and has saved only {self.saved}")
 
-    def finished(self, outcome: str) -> None:
+    def finished(self, outcome: str, now: float) -> None:
         """The coordinator says that the job is over."""
         if outcome == STOPPED and self._stop_at is not None:
             self.count["stopped"] += 1
             self._stopped()
             return
         if outcome:
-            raise Violation(f"the job gave up: {outcome}")
+            silent_s = 0.0 if self.store_silent_since is None else now - self.store_silent_since
+            hopeless = not self.store_answers_again and silent_s >= self._options.restore_s
+            if not hopeless or "given up after" not in outcome or "\n" in outcome:
+                raise Violation(f"the job gave up: {outcome}")
+            return
         if not self.completed:
             raise Violation("the job was declared done and no script ever reached its end")
 
@@ -274,7 +283,9 @@ class Truth:
         states = {state for state, _ in copies.values()}
         if len(states) > 1:
             raise Violation(f"the shares of the checkpoint of step {step} do not fit: {copies}")
-        flip = next((flip for _, flip in copies.values() if flip is not None), None)
+        flips = [flip for _, flip in copies.values()]
+        flip = next((flip for flip in flips if flip is not None), None)
+        self.unlike[step, view.number] = len(set(flips)) > 1
         self.durable[step, view.number] = states.pop(), flip
         return True
 
@@ -294,12 +305,15 @@ class Truth:
         keys = process.group.keys if process.group is not None else ()
         if any(self.processes[key].spoiling.lied_in < process.step for key in keys):
             raise Violation("deterministic machines are taken for others")
-        self.errors.hidden = True  # all of them were wrong
+        self.errors.hidden = self.errors.compares_nothing = True  # all of them were wrong
 
     def _said_saved(self, process: Process, step: int) -> None:
         """Check that a checkpoint exists which a worker says is saved."""
         found = [key for key in self.durable if key[0] == step]
         known = [key for key in found if not is_invalidated(self.invalidations, step, key[1])]
+        if any(self.unlike[key] for key in known[-1:]) and step not in self._options.loops:
+            if self._options.cycle and not self.errors.hidden:
+                raise Violation(f"the checkpoint of step {step} counts, and its shares are unlike")
         if not found:
             raise Violation(f"worker {process.key} says that step {step} is saved: it is not")
         if known and self.saved_in.get(step, -1) < known[-1][1]:
@@ -329,7 +343,12 @@ class Truth:
         if len(view.owners) != self.vranks or owned != self.vranks:
             raise Violation(f"view {view.number} hosts {owned} of {self.vranks} virtual ranks")
 
-    def installed(self, process: Process, view: View, before: int) -> None:
+    def installed(self, process: Process, view: View, before: int, promised: int) -> None:
+        """Check a view whose group a worker builds; `promised`: what it has told until now."""
+        if promised >= view.number:
+            raise Violation(f"worker {process.key} installs view {view.number}: it gave that up")
+        if process.group is not None and process.group.open:
+            raise Violation(f"worker {process.key} leaves view {process.group.number} unaborted")
         if self.views.get(view.number) != view:
             raise Violation(f"worker {process.key} installs a view that was never formed: {view}")
         if view.number <= before:
@@ -356,6 +375,36 @@ class Truth:
         if known != owners:
             raise Violation(f"in view {view} two assignments hold for step {step}")
         self.reassigned += known is owners and self.owners.get((view, step - 1), owners) != owners
+
+    def summing(self, view: View, reduce: Reduce) -> None:
+        """Check that all members of a view sum a step alike: who hosts what, and who counts."""
+        self.hosted(view.number, reduce.step, reduce.owners)
+        counted = tuple(reduce.counted)
+        if self.counted.setdefault((view.number, reduce.step), counted) != counted:
+            raise Violation(f"in view {view.number} step {reduce.step} counts other members")
+
+    def adopted(self, process: Process, vrank: int) -> None:
+        """Check a speculative task that becomes a worker's own: it is there, once, and hosted."""
+        self.count["adopted"] += 1
+        view = process.exchanges.view
+        hosts = view is not None and process.worker == view.owners[vrank]
+        if vrank not in process.copies or vrank in process.tokens or not hosts:
+            raise Violation(f"worker {process.key} adopts virtual rank {vrank} wrongly")
+
+    def copies(self, process: Process, step: int, vrank: int) -> None:
+        """Check that whoever owns a task that is copied was seen to be late with it."""
+        view = process.exchanges.view
+        if view is None or process.exchanges.looked != (view.number, step):
+            raise Violation(f"worker {process.key} copies virtual rank {vrank} without a look")
+
+    def contradicted(self, process: Process, step: int, parts: Parts) -> None:
+        """Check that nothing wrong is committed if a sound worker has come to something else."""
+        if process.spoiling.spoiled or self.errors.hidden or "poison" in self._options.faults:
+            return
+        for sender, vrank, token in parts:
+            unlike = process.copies.get(vrank, token) != token
+            if unlike and token not in (DROPPED, task(self.states[step], step, vrank)):
+                raise Violation(f"step {step} is committed with virtual rank {vrank} of {sender}")
 
     def put_together(self, process: Process, step: int, shares: list[Share]) -> None:
         """Check that what a late worker missed comes in as many pieces as there were members."""
@@ -430,6 +479,8 @@ class Truth:
             summed_in = process.exchanges.summed_in or view
             if len(summed_in.members) == 1 and process.exchanges.wrongly:
                 self.errors.hidden = True  # nobody else was there to sum it
+            if by_vote:
+                self.contradicted(process, step, parts)
             self.reduced(summed_in, step, parts, process.total)
 
     def committed(self, process: Process, step: int, total: int | None) -> None:

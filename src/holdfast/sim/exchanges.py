@@ -18,6 +18,7 @@ from holdfast.core.step.events import FINITE, SOMEBODYS, Topic
 from holdfast.core.types import View, WorkerId
 from holdfast.sim.arithmetic import DROPPED, Key, Parts, add, is_not_finite
 from holdfast.sim.crowd import CROWD
+from holdfast.sim.wrong_bits import Violation
 
 if TYPE_CHECKING:
     from holdfast.sim.data_network import Group, What
@@ -58,6 +59,8 @@ class Exchanges:
 
     def __init__(self, process: Process) -> None:
         self._process = process
+        self.view: View | None = None
+        self.looked = (-1, -1)  # the view and the step in which it looked for who is late
         self._kept: dict[int, Share] = {}  # sums of steps that others may have missed
         self._reduce: ef.Reduce | None = None
         self._check: ef.CheckSum | None = None
@@ -70,6 +73,7 @@ class Exchanges:
 
     def enter(self, view: View) -> None:
         """A view is installed."""
+        self.view = view
         self._reduce = self._check = self._receiving = None
         self._syncing = ""
         if not view.catching_up:
@@ -85,6 +89,7 @@ class Exchanges:
                 data.tell_all(process, group, group.turn(topic.value), row)
                 self.told(group.present(topic.value), group)
             case ef.Reduce():
+                process.world.truth.summing(group.view, effect)
                 self._reduce = effect
                 group.heard.pop(group.present("part"), None)
                 group.turn("part")
@@ -105,7 +110,9 @@ class Exchanges:
                 for key in group.keys[1:]:
                     data.send(process, group, key, ("counted", step), ranks)
             case ef.LookWhoIsLate(_, step):
-                process.feed(ev.StillAwaited(group.view.number, step, self._awaited(group)))
+                late = self._awaited(group)
+                self.looked = (group.view.number, step)
+                process.feed(ev.StillAwaited(group.view.number, step, late))
             case _:
                 self._bring_up_to_date(effect, group)
 
@@ -184,6 +191,8 @@ class Exchanges:
     def _fold(self, group: Group, found: dict[Key, Any]) -> Sums:
         parts = tuple((key, v, token) for key in group.keys for v, token in found[key].tokens)
         values = {(v, 1): token for _, v, token in parts}
+        if len(values) < self._process.world.options.vranks:
+            raise Violation(f"only virtual ranks {sorted(v for v, _ in values)} are summed")
         total: int = tree.fold(values, self._process.world.options.vranks, add)
         wrongly = tuple(rank for rank, key in enumerate(group.keys) if found[key].sums_wrongly)
         owners = {key: rank for rank, key in enumerate(group.keys)}

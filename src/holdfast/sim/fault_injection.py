@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from holdfast.core.membership import agent as ag
-from holdfast.sim.run_options import RACK_SHARE
+from holdfast.sim.run_options import RACK_SHARE, STORE_LOST
 
 if TYPE_CHECKING:
     from holdfast.sim.hosts import AgentHost
@@ -109,11 +109,13 @@ class Faults:
                     world.truth.rotten[max(world.truth.saved)] = True
             case "link_break":
                 self._break_link()
-            case "store_silent":
+            case "store_silent" | "store_lost":
                 if not world.store_silent:
                     self._note(kind)
                     world.store_silent = True
-                    world.at(self._duration_s(), self._store_answers)
+                    world.truth.store_silent_since = world.now
+                    if kind != STORE_LOST:
+                        world.at(self._duration_s(), self._store_answers)
             case _:
                 if live:
                     self._note(kind)
@@ -121,6 +123,7 @@ class Faults:
 
     def _store_answers(self) -> None:
         self._world.store_silent = False
+        self._world.truth.store_silent_since = None
 
     def _break_link(self) -> None:
         world = self._world
@@ -169,6 +172,8 @@ class Faults:
         match kind:
             case "flip":
                 process.spoiling.flipped = rng.randrange(max(world.options.cycle, 1))
+                # What it computes again comes out otherwise.
+                process.spoiling.lied_in = process.step
             case "liar":
                 process.spoiling.lies = rng.choice((7, -1))
             case "lie_once":

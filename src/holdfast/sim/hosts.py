@@ -113,7 +113,7 @@ class CoordinatorHost:
                 if kind == "replaced" and "hung" in effect.text and worker is not None:
                     world.truth.replaced(worker)
             case ce.Finish(outcome):
-                world.truth.finished(outcome)
+                world.truth.finished(outcome, world.now)
                 self.outcome = outcome
                 self.machine = None
 

@@ -43,6 +43,7 @@ LATER_KINDS = (*RACK_KINDS, "coordinator_freeze", "rot")
 WRONG_KINDS = ("flip", "liar", "lie_once")
 SAVE_KINDS = ("writer_crash", "store_silent")
 SUM_KINDS = ("poison", "sum_wrongly")
+STORE_LOST = "store_lost"  # for good, so the job may have to end: never drawn
 LARGE_KINDS = (*RACK_KINDS, "worker_crash", "agent_crash", "coordinator_crash", "partition")
 RACK_SHARE = 250  # of a large job, one in so many nodes is in the same rack
 
@@ -126,6 +127,8 @@ class Options:
         """Return when a run whose faults have ended must be over: every wait it may meet, twice."""
         work_s = self.steps * (self.vranks * self.task_s * 4 + self.optimizer_s + 40 * self.data_s)
         waits_s = self.lease_s + self.lease_margin_s + self.settle_s + self.hang_s + self.abandon_s
+        if STORE_LOST in self.faults:
+            waits_s += self.restore_s
         return self.faults_end_s + 60 + 4 * waits_s + 2 * work_s + 4 * self.build_timeout_s
 
 

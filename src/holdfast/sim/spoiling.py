@@ -17,7 +17,7 @@ class Spoiling:
         self.flipped: int | None = None  # the part of its state in which a bit is wrong
         self.lies = 0  # what it adds to its tokens; negative: each time something else
         self.lies_once = False
-        self.lied_in = -1  # the last step in which it did
+        self.lied_in = -1  # the last step in which it came to other numbers than before
         self.poisons_once = False  # its next gradient is not finite
         self.sums_wrongly = False  # in the next step
         self._world = world
@@ -37,7 +37,8 @@ class Spoiling:
             self.lies_once, self.lied_in = False, step
             token += self.lies if self.lies > 0 else self._world.rng.randint(1, 1000)
         if self.poisons_once:
-            self.poisons_once = False
+            self.poisons_once, self.lied_in = False, step
             self._world.truth.count["poisoned"] += 1
-            token = not_finite(self._world.rng.randrange(64))
+            count = self._world.truth.count["poisoned"]  # no two have the same bits by chance
+            token = not_finite(64 * count + self._world.rng.randrange(64))
         return token

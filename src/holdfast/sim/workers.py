@@ -15,6 +15,7 @@ from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.step.effects import WorkerEffect
 from holdfast.core.step.events import Purpose, WorkerEvent
+from holdfast.core.step.vote import Vote
 from holdfast.core.types import Incarnation, Tick, View, WorkerDirective, WorkerId, WorkerStatus
 from holdfast.sim.arithmetic import INITIAL_STATE, Key, apply
 from holdfast.sim.exchanges import Exchanges
@@ -171,7 +172,7 @@ class Process:
                 if self.group is not None and self.group.number <= number:
                     world.data.close(self, self.group, "peer aborted")
             case ef.Install(view):
-                world.truth.installed(self, view, before)
+                world.truth.installed(self, view, before, self._said.promised)
                 world.truth.hosted(view.number, view.resume_step, view.owners)
                 self.is_connected = False
                 self.exchanges.enter(view)
@@ -185,8 +186,8 @@ class Process:
                 self.tokens, self.copies = {}, {}
                 world.truth.redone(self)
             case ef.Adopt(vrank):
+                world.truth.adopted(self, vrank)
                 self.tokens[vrank] = self.copies.pop(vrank)
-                world.truth.count["adopted"] += 1
             case ef.Withdraw(invalidations):
                 world.truth.withdrawn(invalidations)
             case ef.NoteDoubt(_, _, again):
@@ -195,9 +196,13 @@ class Process:
                 # What was to be computed of it and has not begun is not computed any more.
                 kept = [each for each in self._script if not isinstance(each, ef.Compute)]
                 self._script = deque([*kept, effect])
+                if isinstance(event, ev.Gathered) and any(Vote.of(r).pending for r in event.rows):
+                    self.last_step_of = event.view
                 world.truth.voted(self, effect.step, by_vote=isinstance(event, ev.Gathered))
                 self._script_next()
             case ef.Begin() | ef.Compute() | ef.SaveShare() | ef.Release():
+                if isinstance(effect, ef.Compute) and effect.purpose is Purpose.SPECULATIVE:
+                    world.truth.copies(self, effect.step, effect.vrank)
                 self._script.append(effect)
                 self._script_next()
             case _:

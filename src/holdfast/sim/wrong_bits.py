@@ -31,6 +31,7 @@ class Errors:
 
     def __init__(self, truth: Truth, options: Options) -> None:
         self.hidden = False
+        self.compares_nothing = False  # all were wrong in one step: nothing is compared from there
         self.since: int | None = None  # the first step of this history that is committed wrongly
         self._truth = truth
         self._exact = options.exact
@@ -51,7 +52,7 @@ class Errors:
         """Check whether something wrong may go into a sum that is committed, and note it."""
         members = [self._truth.processes[(m.worker, m.incarnation)] for m in view.members]
         flips = {member.spoiling.flipped for member in members}
-        if is_not_finite(token) and len(members) > 1:
+        if is_not_finite(token) and len(members) > 1 and not self.compares_nothing:
             raise Violation(f"step {step} is committed, and is not finite by {sender}'s fault")
         alike = len(flips) == 1 and None not in flips
         if len(members) == 1 or alike or not self._truth.processes[sender].alive:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from holdfast.core.errors import require
 from holdfast.core.step.audit import (
     Alike,
     Audit,
@@ -114,6 +115,9 @@ class Audits:
 
     def rule(self, rows: Sequence[Row], view: View, owners: Sequence[WorkerId]) -> Ruling:
         """Judge what all members have come to; `rows` by rank."""
+        words = len(self.planned) * (SKETCH_WORDS if self.alike is Alike.NEAR else 1)
+        told = [len(row) for row in rows]
+        require(told == [words] * len(view.workers), f"{words} words are audited, told are {told}")
         rank = {worker: i for i, worker in enumerate(view.workers)}
         digests = {
             audit.vrank: {w: self._number(audit.vrank, rows[rank[w]], i) for w in audit.workers}

@@ -1,7 +1,8 @@
 """Decides when a worker saves its share of the state, and when a checkpoint counts. Pure.
 
 All members agree in their votes that the next boundary is to be saved. A checkpoint counts once the
-state that was copied has been compared with that of others, which happens in the next step.
+state that was copied has been compared with that of others, which happens in the next step: by all
+who have saved a share of it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from holdfast.core.step.effects import Outcome, SavedUpTo, SaveShare
 from holdfast.core.step.events import EventNoted, SaveEnded
 from holdfast.core.step.save_interval import Pace, PacePolicy
-from holdfast.core.types import View
+from holdfast.core.types import Member, View, ViewNumber
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +42,19 @@ class Saves:
         self._settled = False  # nobody will compare what is saved: it counts as it is
         self._busy: int | None = None  # the step whose share is being saved
         self._durable: list[SaveEnded] = []  # not compared yet
+        self._savers: dict[tuple[int, ViewNumber], tuple[Member, ...]] = {}  # of what may count
 
     def enter(self, view: View, now: float) -> None:
         """Note who the members of a new view are."""
         if self._pace is None:
             self._pace = Pace(self._policy.pace, now)
         self._pace.members((m.worker, m.incarnation) for m in view.members)
+
+    def left(self, view: View, committed: int) -> None:
+        """Forget what was not compared in time with somebody who has saved a share of it."""
+        for (step, number), savers in list(self._savers.items()):
+            if step >= committed and any(each not in view.members for each in savers):
+                del self._savers[step, number]
 
     def want(self, committed: int) -> list[Outcome]:
         """Save at the next boundary and let it count at once: an operator ends the job."""
@@ -79,14 +87,16 @@ class Saves:
         agreed = self.agreed
         if not self._policy.enabled or agreed is None or agreed[0] != step:
             return []
-        self._last = step
+        self._last = self._busy = step
+        self._savers[step, agreed[1].number] = agreed[1].members
         return [SaveShare(step, agreed[1])]
 
     def copied(self, step: int, now: float, stall_s: float, problem: str) -> None:
-        """Note that the script stood still for a copy, which is being saved from here on."""
+        """Note that the script stood still for a copy; the writer may have answered by now."""
         if self._pace is not None:  # or it would be due, and cost a copy, after every step
             self._pace.began(now, stall_s)
-        self._busy = None if problem else step
+        if problem and self._busy == step:
+            self._busy = None
 
     def ended(self, save: SaveEnded, committed: int) -> list[Outcome]:
         """Take the writer's answer in; only share 0 learns that the whole checkpoint is durable."""
@@ -95,6 +105,7 @@ class Saves:
         if save.problem and save.first:
             return [EventNoted("save", f"step {save.step} is not saved: {save.problem}")]
         if not save.durable:
+            self._savers.pop((save.step, save.view), None)
             return []
         often = "" if self._policy.every else f"; {self._pace}"
         text = f"step {save.step} is saved, in {save.took_s:.2f} s{often}"
@@ -115,4 +126,8 @@ class Saves:
         waits = self._policy.compared and not self._settled
         ready = [save for save in self._durable if not waits or committed > save.step]
         self._durable = [save for save in self._durable if save not in ready]
-        return [SavedUpTo(save.step, save.view) for save in ready]
+        found: list[Outcome] = []
+        for save in ready:
+            savers = self._savers.pop((save.step, save.view), ())
+            found += [SavedUpTo(save.step, save.view)] if savers or not waits else []
+        return found

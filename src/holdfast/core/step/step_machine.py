@@ -145,6 +145,7 @@ class StepMachine:
         self._audits.enter()
         self._rulings.enter(view)
         self.saves.enter(view, now)
+        self.saves.left(view, step)
         return self._script()
 
     def close(self) -> list[Outcome]:

@@ -1,0 +1,197 @@
+"""Planted bugs within a step: what counts, what is saved, copied, redone and asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from holdfast.core.step import backup, worker
+from holdfast.core.step import effects as ef
+from holdfast.core.step import events as ev
+from holdfast.core.step.audit import Audit
+from holdfast.core.step.backup import BackupPolicy, Settlement
+from holdfast.core.step.open_step import OpenStep
+from holdfast.core.step.saves import Saves
+from holdfast.core.step.step_machine import Round, StepMachine
+from holdfast.core.step.worker import WorkerMachine
+from holdfast.core.types import View, ViewNumber
+from holdfast.sim.world import Machines
+from mutation_kit import mutation
+
+
+def machines_with(patch: pytest.MonkeyPatch, step_machine: type[StepMachine]) -> Machines:
+    """Workers whose steps are decided by this machine."""
+    patch.setattr(worker, "StepMachine", step_machine)
+    return Machines()
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+@mutation
+def a_checkpoint_counts_although_a_share_is_lost(patch: pytest.MonkeyPatch) -> Machines:
+    plain = Saves.ended
+
+    def ended(self: Saves, save: ev.SaveEnded, committed: int) -> list[ef.Outcome]:
+        return plain(self, dataclasses.replace(save, durable=True, problem=""), committed)
+
+    patch.setattr(Saves, "ended", ended)
+    return Machines()
+
+
+@mutation
+def a_checkpoint_counts_before_its_state_was_compared(patch: pytest.MonkeyPatch) -> Machines:
+    plain = Saves.compared
+
+    def compared(self: Saves, committed: int) -> list[ef.Outcome]:
+        return plain(self, 1 << 60)
+
+    patch.setattr(Saves, "compared", compared)
+    return Machines()
+
+
+@mutation
+def a_checkpoint_counts_although_who_saved_it_left_uncompared(
+    patch: pytest.MonkeyPatch,
+) -> Machines:
+    patch.setattr(Saves, "left", lambda self, view, step: None)
+    return Machines()
+
+
+# ---------------------------------------------------------------- who counts
+
+
+@mutation
+def a_step_does_not_wait_for_enough(patch: pytest.MonkeyPatch) -> Machines:
+    def hasty(policy: BackupPolicy, members: int, done: Mapping[int, int]) -> tuple[int, ...]:
+        return tuple(sorted(done))
+
+    patch.setattr(backup, "who_counts", hasty)
+    return Machines()
+
+
+@mutation
+def two_members_read_the_settlement_differently(patch: pytest.MonkeyPatch) -> Machines:
+    plain = Settlement.settled
+
+    def settled(self: Settlement, step: int, ranks: tuple[int, ...]) -> None:
+        plain(self, step, ranks[:-1] if self._rank % 2 else ranks)
+
+    patch.setattr(Settlement, "settled", settled)
+    return Machines()
+
+
+@mutation
+def who_is_dropped_adds_its_tasks(patch: pytest.MonkeyPatch) -> Machines:
+    """In place of zeros."""
+    plain = Settlement.counted
+
+    def counted(self: Settlement, step: int) -> tuple[int, ...] | None:
+        ranks = plain(self, step)
+        return None if ranks is None else tuple(sorted({*ranks, self._rank}))
+
+    patch.setattr(Settlement, "counted", counted)
+    return Machines()
+
+
+# ---------------------------------------------------------------- sums
+
+
+@mutation
+def a_sum_that_is_not_finite_is_committed(patch: pytest.MonkeyPatch) -> Machines:
+    patch.setattr(StepMachine, "doubt", property(lambda self: ev.FINITE))
+    return Machines()
+
+
+@mutation
+def a_wrong_sum_is_not_put_right(patch: pytest.MonkeyPatch) -> Machines:
+    class Seeing(StepMachine):
+        def sum_checked(self, event: ev.SumChecked) -> list[ef.Outcome]:
+            outcomes = super().sum_checked(event)
+            return [each for each in outcomes if not isinstance(each, ef.PutRight)]
+
+    return machines_with(patch, Seeing)
+
+
+@mutation
+def the_redo_is_forgotten_when_a_task_is_under_way(patch: pytest.MonkeyPatch) -> Machines:
+    class Forgetful(StepMachine):
+        def _redo(self, audits: Sequence[Audit]) -> list[ef.Outcome]:
+            outcomes = super()._redo(audits)
+            if self.round is Round.REDO:
+                self.round = Round.TASKS
+            return outcomes
+
+    return machines_with(patch, Forgetful)
+
+
+# ---------------------------------------------------------------- speculative tasks
+
+
+@mutation
+def a_contradicted_speculative_task_is_ignored(patch: pytest.MonkeyPatch) -> Machines:
+    class Trusting(StepMachine):
+        def summed(self, event: ev.Summed) -> list[ef.Outcome]:
+            return super().summed(dataclasses.replace(event, unlike=()))
+
+    return machines_with(patch, Trusting)
+
+
+@mutation
+def a_speculative_task_is_adopted_twice(patch: pytest.MonkeyPatch) -> Machines:
+    def adopt(self: OpenStep, hosted: Iterable[int]) -> list[int]:
+        found = [vrank for vrank in hosted if vrank in self.speculative]
+        self.samples.update((vrank, self.speculative[vrank]) for vrank in found)
+        return found
+
+    patch.setattr(OpenStep, "adopt", adopt)
+    return Machines()
+
+
+@mutation
+def a_speculative_task_is_adopted_by_who_does_not_host_it(patch: pytest.MonkeyPatch) -> Machines:
+    plain = OpenStep.adopt
+
+    def adopt(self: OpenStep, hosted: Iterable[int]) -> list[int]:
+        return plain(self, tuple(self.speculative))
+
+    patch.setattr(OpenStep, "adopt", adopt)
+    return Machines()
+
+
+@mutation
+def what_was_looked_for_in_an_old_view_is_copied_in_a_new_one(
+    patch: pytest.MonkeyPatch,
+) -> Machines:
+    class Mindful(StepMachine):
+        def enter(
+            self, view: View, step: int, hosted: tuple[int, ...], now: float
+        ) -> list[ef.Outcome]:
+            late = self._late
+            outcomes = super().enter(view, step, hosted, now)
+            self._late = late
+            return outcomes
+
+        def close(self) -> list[ef.Outcome]:
+            late = self._late
+            outcomes = super().close()
+            self._late = late
+            return outcomes
+
+    return machines_with(patch, Mindful)
+
+
+# ---------------------------------------------------------------- stores
+
+
+@mutation
+def a_store_that_refuses_for_ever_is_asked_for_ever(patch: pytest.MonkeyPatch) -> Machines:
+    class Hopeful(WorkerMachine):
+        def _store_silent(self, view: ViewNumber, reason: str) -> Sequence[Any]:
+            self._store_silent_since = None
+            return super()._store_silent(view, reason)
+
+    return Machines(worker=Hopeful)
