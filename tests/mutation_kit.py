@@ -192,8 +192,14 @@ TUNED: dict[str, dict[str, object]] = {
     "joiner_never_says_that_it_loads": JOINS,
     "pending_change_is_read_from_the_own_vote": JOINS
     | {
-        **{"control_s": 0.2, "data_s": 0.02, "unheard_break": 1.0, "optimizer_s": 0.0},
-        **{"fault_every_s": 3.0, "load_s": 0.01, "loops": (150,), "boot_s": 2.0},
+        "control_s": 0.2,
+        "data_s": 0.02,
+        "unheard_break": 1.0,
+        "optimizer_s": 0.0,
+        "fault_every_s": 3.0,
+        "load_s": 0.01,
+        "loops": (150,),
+        "boot_s": 2.0,
     },
     "deposed_agent_is_believed": JOINS
     | {"faults": ("agent_crash", "lossy"), "loss": 0.1, "duplicate": 0.3, "control_s": 0.05},
