@@ -23,6 +23,7 @@ from holdfast.core.types import (
     Incarnation,
     Member,
     Stage,
+    StateCopy,
     View,
     ViewNumber,
     WorkerId,
@@ -139,7 +140,7 @@ def survivor(worker: int, committed: int, reduced: bool) -> WorkerStatus:
     return WorkerStatus(
         worker=WorkerId(worker),
         incarnation=Incarnation(1),
-        has_state=True,
+        state=StateCopy.CURRENT,
         committed=committed,
         reduced=reduced,
     )
@@ -149,15 +150,18 @@ def survivor(worker: int, committed: int, reduced: bool) -> WorkerStatus:
 def test_uncommitted_step_is_committed_only_if_all_hold_its_gradient(
     step: int, reduced: list[bool]
 ) -> None:
-    resumed, why = resume_step([survivor(i, step, r) for i, r in enumerate(reduced)])
+    survivors = [survivor(i, step, r) for i, r in enumerate(reduced)]
+    resumed, why = resume_step(survivors, lost=False)
     assert resumed == step + all(reduced)
     assert why
+    assert resume_step(survivors, lost=True)[0] == step  # who is lost may have doubted the sum
 
 
 @given(step=st.integers(1, 9), committed=st.lists(st.booleans(), min_size=1, max_size=6))
 def test_commit_of_one_is_the_commit_of_all(step: int, committed: list[bool]) -> None:
     survivors = [survivor(i, step - (not c), not c) for i, c in enumerate([*committed, True])]
-    assert resume_step(survivors)[0] == step
+    for lost in (False, True):  # a commit takes the votes of all, also of one that is lost
+        assert resume_step(survivors, lost)[0] == step
 
 
 @pytest.mark.parametrize(
@@ -169,8 +173,9 @@ def test_commit_of_one_is_the_commit_of_all(step: int, committed: list[bool]) ->
     ],
 )
 def test_impossible_reports_are_refused(survivors: list[WorkerStatus]) -> None:
-    with pytest.raises(InvariantError):
-        resume_step(survivors)
+    for lost in (False, True):
+        with pytest.raises(InvariantError):
+            resume_step(survivors, lost)
 
 
 # ---------------------------------------------------------------- frozen or busy
@@ -273,7 +278,7 @@ def situation(pairs: list[tuple[int, int]], joiners: set[int], workers: int) -> 
             stage=Stage.READY,
             view=view.number,
             promised=view.number,
-            has_state=member.worker not in joiners,
+            state=StateCopy.INITIAL if member.worker in joiners else StateCopy.CURRENT,
             unreached=tuple(WorkerId(b) for a, b in pairs if a == member.worker),
         )
         report = AgentReport(

@@ -435,7 +435,7 @@ FIRST_SEED = {
     "a_checkpoint_counts_although_who_saved_it_left_uncompared": 10,
     "a_discarded_state_is_begun_from": 25,
     "worker_installs_a_view_it_gave_up": 60,
-    "what_died_with_a_member_is_taken_for_kept": 130,
+    "what_died_with_a_member_is_taken_for_kept": 178,
     "who_is_behind_is_believed_about_assignments": 190,
     "planned_stop_is_awaited_for_ever": 100,
     "frozen_worker_is_never_noticed": 60,

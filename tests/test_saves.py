@@ -76,20 +76,36 @@ def test_a_worker_is_busy_from_the_order_to_the_answer(early: bool) -> None:
     assert saves.opinion(12, 3.0, leads=True) == (False, False)
 
 
+def copied(saves: Saves, step: int) -> SaveEnded:
+    """Copy the state after so many steps, as two members agreed; return the writer's answer."""
+    saves.agree(step, view(2))
+    saves.at_boundary(step)
+    saves.copied(step, float(step), 0.1, "")
+    return answered(step)
+
+
 def test_a_checkpoint_counts_once_its_state_was_compared() -> None:
     saves = saving(compared=True)
     saves.loop_entered()
-    assert counting(saves.ended(answered(10), 10)) == []
+    assert counting(saves.ended(copied(saves, 10), 10)) == []
     assert counting(saves.compared(10)) == []
     assert counting(saves.compared(11)) == [10]
     assert counting(saves.compared(12)) == []
-    assert counting(saves.ended(answered(20), 25)) == [20]  # it took long
-    assert counting(saves.ended(answered(30), 30)) == []
+    assert counting(saves.ended(copied(saves, 20), 25)) == [20]  # it took long
+    assert counting(saves.ended(copied(saves, 30), 30)) == []
     assert counting(saves.finishing(30)) == [30]  # nothing follows in which it would be compared
     saves.loop_entered()
-    assert counting(saves.ended(answered(40), 40)) == []
+    assert counting(saves.ended(copied(saves, 40), 40)) == []
     assert counting(saves.want(40)) == [40]  # the job ends
-    assert counting(saving().ended(answered(10), 10)) == [10]  # nothing is ever compared
+    other = saving()
+    assert counting(other.ended(copied(other, 10), 10)) == [10]  # nothing is ever compared
+
+
+def test_a_checkpoint_does_not_count_if_a_saver_left_before_it_was_compared() -> None:
+    saves = saving(compared=True)
+    assert counting(saves.ended(copied(saves, 10), 10)) == []
+    saves.left(view(1), 10)  # the state of the one that is gone was never compared
+    assert counting(saves.compared(11)) == []
 
 
 def test_only_the_whole_checkpoint_counts_and_one_worker_tells_why_it_does_not() -> None:

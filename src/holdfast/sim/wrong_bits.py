@@ -40,7 +40,8 @@ class Errors:
         self._right: tuple[list[int], list[int]] = ([], [])
         self._used: set[int] = set()  # steps in which something wrong went into a sum
         self._decided: dict[int, int | None] = {}  # what was committed, in this history
-        self._noticed: set[tuple[int, int]] = set()  # who was found to be wrong
+        self._noticed: set[tuple[int, int]] = set()  # who was found to be wrong, or may be
+        self._noticed_ill: set[tuple[int, int]] = set()  # those of them that were so by then
         self._saved_wrong = 0  # one after the other, and nobody has noticed
         self._by_flip = False  # what was used came from a wrong state
         self._looks: dict[int, bool] = {}  # steps in which all is looked at
@@ -101,8 +102,12 @@ class Errors:
                 )
 
     def noticed(self, wrong: Iterable[tuple[int, int]]) -> None:
-        """Note that a member of a view knows that something is wrong; and who."""
-        self._noticed.update(wrong)
+        """A member of a view knows that something is wrong; and who, or that it is one of these."""
+        for key in wrong:
+            self._noticed.add(key)
+            spoiling = self._truth.processes[key].spoiling
+            if spoiling.flipped is not None or spoiling.lies:
+                self._noticed_ill.add(key)
 
     def doubted(self, again: bool) -> None:
         """Check that, if the ledger doubts results and keeps them, there are no checkpoints."""
@@ -114,7 +119,7 @@ class Errors:
     def died(self, process: Process) -> None:
         ill = process.spoiling.flipped is not None or process.spoiling.lies
         used = self.since is not None or self._used
-        if ill and used and process.key not in self._noticed:
+        if ill and used and process.key not in self._noticed_ill:
             self.hidden = True
 
     def began(self, view: View) -> None:
@@ -136,6 +141,7 @@ class Errors:
             self._looks.clear()
         self._saved_wrong = 0
         self._noticed.clear()
+        self._noticed_ill.clear()
 
     def ended(self) -> None:
         """Check, at a script's end, that only what came after the last look is unseen."""

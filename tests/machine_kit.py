@@ -1,0 +1,231 @@
+"""Walks worker machines through views and steps: one of them, or several in lock-step.
+
+The kit carries effects out as an engine and a script would, with nothing in between: what a machine
+has computed is told at once, and what all members have said is heard by all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from holdfast.core.step import effects as ef
+from holdfast.core.step import events as ev
+from holdfast.core.step.events import Purpose, Topic, WorkerEvent
+from holdfast.core.step.step_policy import StepPolicy
+from holdfast.core.step.worker import WorkerMachine
+from holdfast.core.types import (
+    AgentId,
+    Incarnation,
+    Member,
+    Phase,
+    View,
+    ViewNumber,
+    WorkerDirective,
+    WorkerId,
+    WorkerStatus,
+)
+
+E = TypeVar("E")
+STEPS_UNTIL = 1000
+
+
+def a_view(
+    number: int,
+    workers: Sequence[int],
+    step: int = 0,
+    *,
+    joiners: Sequence[int] = (),
+    vranks: int = 0,
+) -> View:
+    """Return a view of these workers, which host the virtual ranks in turn; the first one leads."""
+    owners = tuple(WorkerId(workers[v % len(workers)]) for v in range(vranks or len(workers)))
+    return View(
+        number=ViewNumber(number),
+        members=tuple(
+            Member(worker=WorkerId(w), incarnation=Incarnation(1), agent=AgentId("a"))
+            for w in workers
+        ),
+        owners=owners,
+        resume_step=step,
+        leader=WorkerId(next((w for w in workers if w not in joiners), workers[0])),
+        joiners=tuple(map(WorkerId, joiners)),
+    )
+
+
+class Walker:
+    """One worker: its machine, and what it was ordered that nobody has carried out yet."""
+
+    def __init__(self, worker: int, policy: StepPolicy | None = None) -> None:
+        self.machine = WorkerMachine(WorkerId(worker), Incarnation(1), policy)
+        self.now = 0.0
+        self.done: list[ef.WorkerEffect] = []  # all effects, in order
+        self.waiting: list[ef.WorkerEffect] = []  # those that the others have a part in
+        self.holds: Callable[[ef.Compute], bool] = lambda task: False  # which tasks take long
+        self.held: list[ef.Compute] = []
+        self.digest: Callable[[int], int] = lambda vrank: 100 + vrank  # of a task's gradient
+        self.feed(ev.LoopEntered(STEPS_UNTIL))
+        self.feed(ev.AtBoundary())
+
+    @property
+    def status(self) -> WorkerStatus:
+        """What it tells of itself."""
+        return self.machine.snapshot()
+
+    def feed(self, event: WorkerEvent) -> list[ef.WorkerEffect]:
+        """Hand over one event, and do at once what needs nobody else."""
+        effects = self.machine.handle(event, self.now)
+        self.machine.check()
+        self.done += effects
+        for effect in effects:
+            self._carry_out(effect)
+        return effects
+
+    def install(self, view: View) -> list[ef.WorkerEffect]:
+        """The agent passes a view on."""
+        return self.feed(ev.Directed(WorkerDirective(view=view)))
+
+    def finish_held(self) -> None:
+        """The task that takes long is done."""
+        task = self.held.pop(0)
+        self._compute(task)
+
+    def orders(self, kind: type[E]) -> list[E]:
+        """Return all effects of a kind that it was given so far."""
+        return [effect for effect in self.done if isinstance(effect, kind)]
+
+    def take(self, kind: type[E]) -> E | None:
+        """Take the first order of a kind that waits to be carried out."""
+        found = next((each for each in self.waiting if isinstance(each, kind)), None)
+        if found is not None:
+            self.waiting.remove(found)  # type: ignore[arg-type]
+        return found
+
+    def _carry_out(self, effect: ef.WorkerEffect) -> None:
+        match effect:
+            case ef.Begin(step):
+                self.feed(ev.StepOpened(step))
+            case ef.Compute() if self.holds(effect):
+                self.held.append(effect)
+            case ef.Compute():
+                self._compute(effect)
+            case ef.SaveShare(step, _):
+                self.feed(ev.ShareCopied(step))
+            case ef.Abort():
+                self.waiting.clear()
+            case ef.Tell() | ef.Install() | ef.Commit():
+                pass
+            case _:
+                self.waiting.append(effect)
+
+    def _compute(self, task: ef.Compute) -> None:
+        digest = self.digest(task.vrank) if task.digest else None
+        self.feed(ev.TaskDone(task.step, task.vrank, task.purpose, 1, digest))
+
+
+class Company:
+    """Several workers in one view: what all have said or done is heard by all at once."""
+
+    def __init__(self, workers: int, policy: StepPolicy | None = None) -> None:
+        self.walkers = [Walker(worker, policy) for worker in range(workers)]
+        self.view: View
+        self.summed: Callable[[int, ev.Summed], ev.Summed] = lambda rank, event: event
+        self.stops_at: Topic | None = None  # this gather hangs
+
+    def enter(self, view: View) -> None:
+        """All members install a view and connect."""
+        self.view = view
+        for walker in self.members:
+            walker.waiting.clear()
+            walker.install(view)
+        for walker in self.members:
+            walker.feed(ev.Connected(view.number))
+        self.settle()
+
+    @property
+    def members(self) -> list[Walker]:
+        """The walkers of the view, by rank."""
+        return [self.walkers[worker] for worker in self.view.workers]
+
+    def settle(self) -> None:
+        """Go on until somebody is waited for."""
+        while self._sync() or self._gather() or self._sum() or self._check():
+            pass
+
+    def until(self, step: int) -> None:
+        """Let the members take steps, one after the other, until so many are committed."""
+        for _ in range(step):
+            for walker in self.members:
+                if walker.status.phase is Phase.SCRIPT and walker.status.committed < step:
+                    walker.feed(ev.AtBoundary())
+            self.settle()
+        reached = [walker.status.committed for walker in self.members]
+        assert reached == [step] * len(reached), f"step {step} is not reached: {reached}"
+
+    def _all_take(self, kind: type[E]) -> list[E]:
+        if not all(any(isinstance(e, kind) for e in w.waiting) for w in self.members):
+            return []
+        found = [walker.take(kind) for walker in self.members]
+        return [each for each in found if each is not None]
+
+    def _sync(self) -> bool:
+        if not self._all_take(ef.SyncState):
+            return False
+        for walker in self.members:
+            if walker.status.worker in self.view.joiners:
+                walker.feed(ev.Loading())
+            walker.feed(ev.StatesCompared(self.view.number))
+        return True
+
+    def _gather(self) -> bool:
+        for walker in self.members:
+            first = next((e for e in walker.waiting if isinstance(e, ef.Gather)), None)
+            if first is None or first.topic is self.stops_at:
+                return False
+        gathers = self._all_take(ef.Gather)
+        topics = {each.topic for each in gathers}
+        assert len(topics) == 1, f"members gather {topics} together"
+        topic = gathers[0].topic
+        # A fingerprint of the state goes with what is confessed.
+        extra = (7,) if topic is Topic.CONFESS else ()
+        rows = tuple((*each.row, *extra) for each in gathers)
+        for walker in self.members:
+            walker.feed(ev.Gathered(self.view.number, topic, rows))
+        return True
+
+    def _sum(self) -> bool:
+        reduces = [
+            next((e for e in w.waiting if isinstance(e, ef.Reduce)), None) for w in self.members
+        ]
+        shared = [any(isinstance(e, ef.ShareRows) for e in w.waiting) for w in self.members]
+        if None in reduces or not all(shared):
+            return False
+        self._all_take(ef.Reduce)
+        self._all_take(ef.ShareRows)
+        for rank, (walker, reduce) in enumerate(zip(self.members, reduces, strict=True)):
+            assert reduce is not None
+            event = ev.Summed(view=reduce.view, step=reduce.step)
+            walker.feed(self.summed(rank, event))
+        return True
+
+    def _check(self) -> bool:
+        checks = self._all_take(ef.CheckSum)
+        table = ((5,) * len(self.members),) * len(self.members)
+        for walker, check in zip(self.members, checks, strict=False):
+            walker.feed(ev.SumChecked(check.view, check.bucket, table))
+        return bool(checks)
+
+
+def purposes(walker: Walker, purpose: Purpose) -> list[int]:
+    """Return the virtual ranks that a worker was told to compute for this purpose."""
+    return [task.vrank for task in walker.orders(ef.Compute) if task.purpose is purpose]
+
+
+def doubts(rank: int) -> Callable[[int, ev.Summed], ev.Summed]:
+    """Have one member see that its piece of the sum is not finite."""
+
+    def summed(member: int, event: ev.Summed) -> ev.Summed:
+        return dataclasses.replace(event, doubt=ev.NOBODYS) if member == rank else event
+
+    return summed

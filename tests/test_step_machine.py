@@ -1,0 +1,291 @@
+"""What a worker's machine decides from one step boundary to the next; and the kit that walks it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from holdfast.core.membership.resume import resume_step
+from holdfast.core.step import effects as ef
+from holdfast.core.step import events as ev
+from holdfast.core.step.backup import BackupPolicy
+from holdfast.core.step.events import Purpose, Topic
+from holdfast.core.step.saves import SavePolicy
+from holdfast.core.step.speculation import Patience
+from holdfast.core.step.step_policy import StepPolicy
+from holdfast.core.types import Phase, StateCopy, ViewNumber, WorkerDirective, WorkerId
+from machine_kit import Company, Walker, a_view, doubts, purposes
+
+EAGER = Patience(steps=1, times=0.0, least_s=0.0, copies=1.0)
+
+
+def walked(workers: int, policy: StepPolicy | None = None, vranks: int = 0) -> Company:
+    """Return a company whose members have just begun, as joiners that nobody gives a state."""
+    company = Company(workers, policy)
+    company.stops_at = Topic.VOTE
+    everyone = range(workers)
+    company.enter(a_view(1, everyone, joiners=everyone, vranks=vranks))
+    return company
+
+
+# ---------------------------------------------------------------- the kit
+
+
+def test_members_walk_in_lock_step() -> None:
+    company = walked(3)
+    assert [w.status.committed for w in company.walkers] == [0, 0, 0]
+    assert [w.status.phase for w in company.walkers] == [Phase.WAITING] * 3
+    company.stops_at = None
+    company.settle()
+    company.until(5)
+    for rank, walker in enumerate(company.walkers):
+        assert [commit.step for commit in walker.orders(ef.Commit)] == [0, 1, 2, 3, 4]
+        assert purposes(walker, Purpose.HOSTED) == [rank] * 5
+        assert walker.status.state is StateCopy.CURRENT
+
+
+def test_the_kit_says_so_when_a_step_is_not_reached() -> None:
+    company = walked(2)
+    with pytest.raises(AssertionError, match="step 3 is not reached"):
+        company.until(3)
+
+
+# ---------------------------------------------------------------- commits and promises
+
+
+def test_after_a_promise_nothing_of_the_view_changes_what_is_committed() -> None:
+    company = walked(2)
+    rows = tuple(w.take(ef.Gather).row for w in company.walkers)
+    first, second = company.walkers
+    first.feed(ev.Directed(WorkerDirective(stop_view=ViewNumber(1))))
+    before = first.status
+    assert (before.promised, before.committed, before.reduced) == (1, 0, True)
+    assert first.feed(ev.Gathered(ViewNumber(1), Topic.VOTE, rows)) == []
+    assert first.status == before
+    assert ef.Commit(0) in second.feed(ev.Gathered(ViewNumber(1), Topic.VOTE, rows))
+    assert resume_step([first.status, second.status], lost=False)[0] == 1
+    company.stops_at = Topic.AGREE
+    second.feed(ev.GroupBroken(ViewNumber(1), "a peer died"))
+    company.enter(a_view(2, range(2), step=1))
+    assert first.orders(ef.Commit) == second.orders(ef.Commit) == [ef.Commit(0)]
+
+
+def test_a_member_lost_before_its_vote_may_have_seen_a_sum_that_is_not_finite() -> None:
+    """Two hold the gradient; the third does not believe it, and is lost before it says so."""
+    company = Company(3)
+    company.summed, company.stops_at = doubts(2), Topic.VOTE
+    company.enter(a_view(1, range(3), joiners=range(3)))
+    statuses = [walker.status for walker in company.walkers]
+    assert [s.reduced for s in statuses] == [True, True, False]
+    assert resume_step(statuses, lost=False)[0] == 0
+    assert resume_step(statuses[:2], lost=True)[0] == 0
+    for walker in company.walkers[:2]:
+        walker.feed(ev.GroupBroken(ViewNumber(1), "a peer died"))
+    company.summed, company.stops_at = (lambda rank, event: event), None
+    company.enter(a_view(2, range(2), vranks=3))
+    assert [w.status.committed for w in company.members] == [1, 1]
+    assert purposes(company.walkers[0], Purpose.HOSTED) == [0, 2]  # its own is not computed again
+
+
+def test_votes_that_do_not_match_break_the_view() -> None:
+    company = walked(2)
+    first = company.walkers[0]
+    row = first.take(ef.Gather).row
+    effects = first.feed(ev.Gathered(ViewNumber(1), Topic.VOTE, (row, (1, 7, *row[2:]))))
+    assert ef.Abort(ViewNumber(1)) in effects
+    assert first.orders(ef.Commit) == []
+
+
+def test_a_change_that_one_knows_of_is_announced_to_all() -> None:
+    company = walked(2)
+    first, second = company.walkers
+    assert [w.take(ef.Gather).row[2] for w in company.walkers] == [0, 0]
+    company = Company(2)
+    company.stops_at = Topic.AGREE
+    company.enter(a_view(1, range(2), joiners=range(2)))
+    first, second = company.walkers
+    first.feed(ev.Directed(WorkerDirective(pending_view=ViewNumber(1))))
+    company.stops_at = None
+    company.settle()
+    assert (first.status.committed, second.status.committed) == (1, 1)
+    for walker in company.walkers:
+        assert ef.Abort(ViewNumber(1)) in walker.feed(ev.AtBoundary())
+        assert walker.status.at_boundary
+
+
+# ---------------------------------------------------------------- again
+
+
+def test_a_sum_that_somebody_doubts_is_computed_again_with_every_task_twice() -> None:
+    company = Company(2, StepPolicy(audit=0.01, cycle=1))
+    company.summed, company.stops_at = doubts(1), Topic.AUDIT
+    company.enter(a_view(1, range(2), joiners=range(2)))
+    for walker in company.walkers:
+        assert walker.orders(ef.Redo) == [ef.Redo(0)]
+        assert walker.status.committed == 0
+    company.summed, company.stops_at = (lambda rank, event: event), None
+    company.settle()
+    for rank, walker in enumerate(company.walkers):
+        assert purposes(walker, Purpose.HOSTED) == [rank, rank]
+        assert purposes(walker, Purpose.AUDITED) == [1 - rank]
+        assert walker.status.committed == 1
+
+
+def test_a_redo_waits_for_the_task_under_way_and_is_not_forgotten() -> None:
+    company = Company(3, StepPolicy(patience=EAGER))
+    first = company.walkers[0]
+    first.holds = lambda task: task.purpose is Purpose.SPECULATIVE
+    company.walkers[2].holds = lambda task: task.purpose is Purpose.HOSTED
+    company.stops_at = Topic.VOTE
+    company.enter(a_view(1, range(3), joiners=range(3)))
+    first.feed(ev.StillAwaited(ViewNumber(1), 0, (2,)))
+    assert [task.vrank for task in first.held] == [2]
+    company.walkers[2].holds = lambda task: False
+    company.walkers[2].finish_held()
+    company.summed, company.stops_at = doubts(1), None
+    company.settle()
+    assert first.orders(ef.Redo) == []
+    assert company.walkers[1].orders(ef.Redo) == [ef.Redo(0)]
+    company.summed = lambda rank, event: event
+    first.finish_held()
+    assert first.orders(ef.Redo) == [ef.Redo(0)]
+    company.settle()
+    assert [w.status.committed for w in company.walkers] == [1, 1, 1]
+    assert purposes(first, Purpose.HOSTED) == [0, 0]
+
+
+def test_who_computes_wrongly_twice_leaves_and_nothing_of_it_is_committed() -> None:
+    company = Company(3, StepPolicy(audit=1.0, cycle=1))
+    liar = company.walkers[2]
+    liar.digest = lambda vrank: 7
+    company.enter(a_view(1, range(3), joiners=range(3)))
+    assert ef.Exit() in liar.done
+    for walker in company.walkers[:2]:
+        assert ef.Exit() not in walker.done
+        assert (walker.status.committed, walker.status.promised) == (0, 1)
+        assert [i.wrong for i in walker.status.invalidations] == [(2,)]
+
+
+# ---------------------------------------------------------------- speculative tasks
+
+
+def late_one() -> tuple[Company, Walker, Walker]:
+    """Three workers, the last of which is late; the first copies its task."""
+    company = Company(3, StepPolicy(patience=EAGER))
+    first, last = company.walkers[0], company.walkers[2]
+    last.holds = lambda task: True
+    company.enter(a_view(1, range(3), joiners=range(3)))
+    first.feed(ev.StillAwaited(ViewNumber(1), 0, (2,)))
+    assert purposes(first, Purpose.SPECULATIVE) == [2]
+    return company, first, last
+
+
+def test_a_copy_is_adopted_once_and_only_by_who_hosts_the_virtual_rank() -> None:
+    company, first, _ = late_one()
+    for walker in company.walkers[:2]:
+        walker.feed(ev.GroupBroken(ViewNumber(1), "a peer died"))
+    company.enter(a_view(2, range(2), vranks=3))
+    assert first.orders(ef.Adopt) == [ef.Adopt(2)]
+    assert company.walkers[1].orders(ef.Adopt) == []
+    assert purposes(first, Purpose.HOSTED) == [0]
+    assert [w.status.committed for w in company.members] == [1, 1]
+
+
+def test_who_was_late_in_an_old_view_is_looked_at_anew() -> None:
+    company, first, last = late_one()
+    last.holds = lambda task: False
+    for walker in company.walkers:
+        walker.feed(ev.GroupBroken(ViewNumber(1), "a link broke"))
+    last.finish_held()
+    company.stops_at = Topic.VOTE
+    company.enter(a_view(2, range(3)))
+    assert purposes(first, Purpose.SPECULATIVE) == [2]
+
+
+def test_a_contradicted_copy_has_the_step_computed_again() -> None:
+    company = Company(2, StepPolicy(patience=EAGER))
+    company.summed = lambda rank, event: dataclasses.replace(event, unlike=(1,) * (1 - rank))
+    company.stops_at = Topic.VOTE
+    company.enter(a_view(1, range(2), joiners=range(2)))
+    assert [w.status.reduced for w in company.walkers] == [False, True]
+    company.summed, company.stops_at = (lambda rank, event: event), None
+    company.settle()
+    for walker in company.walkers:
+        assert walker.orders(ef.Redo) == [ef.Redo(0)]
+        assert walker.status.committed == 1
+    story = [event.text for event in company.walkers[0].status.events]
+    assert any("copy of virtual rank 1 of step 0 came to other bits" in text for text in story)
+
+
+# ---------------------------------------------------------------- who counts, saves, stores
+
+
+def test_what_is_dropped_is_zeros_and_all_members_agree_on_it() -> None:
+    policy = StepPolicy(backup=BackupPolicy(workers=1))
+    company = Company(3, policy)
+    last = company.walkers[2]
+    last.holds = lambda task: True
+    company.enter(a_view(1, range(3), joiners=range(3)))
+    first, second = company.walkers[:2]
+    done = second.take(ef.SendDone)
+    assert done is not None
+    first.feed(ev.MemberDone(ViewNumber(1), 1, 0, done.samples))
+    assert first.take(ef.SendCounted) == ef.SendCounted(ViewNumber(1), 0, (0, 1))
+    for walker in (second, last):
+        walker.feed(ev.CountSettled(ViewNumber(1), 0, (0, 1)))
+    company.settle()
+    assert {walker.orders(ef.Reduce)[0].counted for walker in company.walkers} == {(0, 1)}
+    assert [w.status.committed for w in company.walkers] == [1, 1, 1]
+    assert last.status.phase is Phase.COMPUTING  # what it computes of the step is not complete
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_checkpoint_counts_if_all_who_saved_it_have_compared(leaves: bool) -> None:
+    saves = SavePolicy(enabled=True, every=1, compared=True)
+    company = Company(3, StepPolicy(saves=saves, keeps=True, cycle=1, audit=0.0))
+    company.enter(a_view(1, range(3), joiners=range(3)))
+    company.stops_at = Topic.VOTE
+    for walker in company.walkers:
+        walker.feed(ev.AtBoundary())
+        assert [order.step for order in walker.orders(ef.SaveShare)] == [1]
+    first = company.walkers[0]
+    first.feed(ev.SaveEnded(1, ViewNumber(1), durable=True, first=True))
+    assert first.status.saved == 0
+    for walker in company.walkers:
+        walker.feed(ev.GroupBroken(ViewNumber(1), "a peer died"))
+    company.stops_at = None
+    company.enter(a_view(2, range(2 if leaves else 3), step=1, vranks=3))
+    assert first.status.committed == 2
+    assert first.status.saved == (0 if leaves else 1)
+
+
+def test_a_store_that_stays_silent_is_given_up_with_one_sentence() -> None:
+    walker = Walker(0, StepPolicy(keeps=True, restore_s=10.0))
+    everyone = [WorkerId(0)]
+    for number in range(1, 20):
+        walker.install(a_view(number, everyone, step=8, joiners=everyone))
+        walker.feed(ev.Connected(ViewNumber(number)))
+        assert walker.take(ef.Restore) == ef.Restore(ViewNumber(number), 8)
+        walker.now += 2.0
+        walker.feed(ev.StoreSilent(ViewNumber(number), "the store does not answer"))
+        if walker.orders(ef.GiveUp):
+            break
+    assert number == 6  # 10 s after the first silence
+    (given_up,) = walker.orders(ef.GiveUp)
+    assert given_up.reason.startswith("the store does not answer: given up after 10 s")
+    assert [event.kind for event in walker.status.events] == ["store"]
+
+
+def test_a_store_that_has_answered_meanwhile_is_asked_as_long_again() -> None:
+    walker = Walker(0, StepPolicy(keeps=True, restore_s=10.0))
+    everyone = [WorkerId(0)]
+    for number, silent in enumerate((True, False, True, True), start=1):
+        view = ViewNumber(number)
+        walker.install(a_view(number, everyone, step=8, joiners=everyone))
+        walker.feed(ev.Connected(view))
+        walker.now += 6.0
+        walker.feed(ev.StoreSilent(view, "silent") if silent else ev.Restored(view))
+        if not silent:
+            walker.feed(ev.GroupBroken(view, "a peer died"))
+    assert walker.orders(ef.GiveUp) == []
