@@ -24,10 +24,7 @@ from hypothesis import strategies as st
 from conftest import RUN_S
 from holdfast.cli.run_command import make_spec, parser
 from holdfast.core.errors import Aborted, Damaged, WorldError
-from holdfast.core.step.effects import SavedUpTo, SaveShare
-from holdfast.core.step.events import EventNoted, SaveEnded
-from holdfast.core.step.save_interval import PacePolicy
-from holdfast.core.step.saves import SavePolicy, Saves
+from holdfast.core.step.events import SaveEnded
 from holdfast.core.types import (
     AgentId,
     Incarnation,
@@ -394,7 +391,7 @@ def test_orders_end_with_those_who_give_them() -> None:
 
 
 def test_without_a_writer_no_more_is_copied_than_with_one() -> None:
-    """A copy costs time, so one that nobody took is not made again after every step."""
+    """How often it is tried again is decided in the core: tests/test_saves.py."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     theirs.close()
     told: list[SaveEnded] = []
@@ -404,99 +401,6 @@ def test_without_a_writer_no_more_is_copied_than_with_one() -> None:
     saver.finish(RUN_S)
     assert told == []
     ours.close()
-    pace = PacePolicy(least_s=3600.0, most_s=3600.0)
-    saves = Saves(SavePolicy(enabled=True, pace=pace))
-    saves.enter(view(1), 0.0)
-    assert saves.opinion(9, 7200.0, leads=True) == (True, False)
-    saves.agree(10, view(1))
-    assert saves.at_boundary(10) == [SaveShare(10, view(1))]
-    saves.copied(10, 7200.0, 0.5, problem)
-    assert saves.opinion(10, 7201.0, leads=True) == (False, False)
-
-
-# ---------------------------------------------------------------- when it is saved, and counts
-
-
-def saving(every: int = 10, *, compared: bool = False) -> Saves:
-    saves = Saves(SavePolicy(enabled=True, every=every, compared=compared))
-    saves.enter(view(2), 0.0)
-    return saves
-
-
-def answered(step: int, number: int = 1) -> SaveEnded:
-    return SaveEnded(step, ViewNumber(number), durable=True, first=True)
-
-
-def test_every_so_many_steps_the_leader_wants_one_and_once_for_each() -> None:
-    saves, wanted = saving(), []
-    for step in range(4, 40):
-        due, _ = saves.opinion(step, float(step), leads=True)
-        if due:
-            saves.agree(step + 1, view(2))
-            assert saves.at_boundary(step + 1) == [SaveShare(step + 1, view(2))]
-            saves.copied(step + 1, float(step), 0.1, "")
-            saves.ended(answered(step + 1), step + 1)
-            wanted.append(step + 1)
-    assert wanted == [10, 20, 30, 40]
-    assert saving().opinion(9, 0.0, leads=False) == (False, False)
-    assert Saves(SavePolicy()).opinion(9, 0.0, leads=True) == (False, False)
-
-
-def test_only_what_was_agreed_on_is_copied() -> None:
-    saves = saving()
-    assert saves.at_boundary(10) == []
-    saves.agree(10, view(2, 3))
-    assert saves.at_boundary(9) == saves.at_boundary(11) == []
-    assert saves.at_boundary(10) == [SaveShare(10, view(2, 3))]
-
-
-@pytest.mark.parametrize("early", [False, True])
-def test_a_worker_is_busy_from_the_order_to_the_answer(early: bool) -> None:
-    """Also if the answer is here before the script says that it has copied."""
-    saves = saving()
-    saves.agree(10, view(2))
-    saves.at_boundary(10)
-    assert saves.opinion(10, 1.0, leads=True) == (False, True)
-    failed = SaveEnded(10, ViewNumber(1), problem="the writer died")
-    if early:
-        saves.ended(failed, 10)
-    saves.copied(10, 1.0, 0.1, "")
-    if not early:
-        assert saves.opinion(11, 2.0, leads=True) == (False, True)
-        saves.ended(failed, 10)
-    assert saves.opinion(12, 3.0, leads=True) == (False, False)
-
-
-def test_a_checkpoint_counts_once_its_state_was_compared() -> None:
-    saves = saving(compared=True)
-    saves.loop_entered()
-    assert counting(saves.ended(answered(10), 10)) == []
-    assert counting(saves.compared(10)) == []
-    assert counting(saves.compared(11)) == [10]
-    assert counting(saves.compared(12)) == []
-    assert counting(saves.ended(answered(20), 25)) == [20]  # it took long
-    assert counting(saves.ended(answered(30), 30)) == []
-    assert counting(saves.finishing(30)) == [30]  # nothing follows in which it would be compared
-    saves.loop_entered()
-    assert counting(saves.ended(answered(40), 40)) == []
-    assert counting(saves.want(40)) == [40]  # the job ends
-    assert counting(saving().ended(answered(10), 10)) == [10]  # nothing is ever compared
-
-
-def test_only_the_whole_checkpoint_counts_and_one_worker_tells_why_it_does_not() -> None:
-    saves = saving()
-    share = SaveEnded(10, ViewNumber(1))  # it is written, and others may not be
-    assert saves.ended(share, 20) == saves.compared(20) == []
-    failed = SaveEnded(10, ViewNumber(1), problem="no space left")
-    assert saves.ended(failed, 20) == []
-    assert saves.ended(replace(failed, first=True), 20) == [
-        EventNoted("save", "step 10 is not saved: no space left")
-    ]
-    assert saves.compared(20) == []
-
-
-def counting(outcomes: list[Any]) -> list[int]:
-    return [each.step for each in outcomes if isinstance(each, SavedUpTo)]
 
 
 def test_without_a_writer_an_order_says_so() -> None:

@@ -172,7 +172,7 @@ class Faults:
         match kind:
             case "flip":
                 process.spoiling.flipped = rng.randrange(max(world.options.cycle, 1))
-                process.spoiling.lied_in = process.step  # what it computes again comes out otherwise
+                process.spoiling.lied_in = process.step
             case "liar":
                 process.spoiling.lies = rng.choice((7, -1))
             case "lie_once":
