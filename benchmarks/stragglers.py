@@ -16,7 +16,7 @@ from pathlib import Path
 from holdfast.core.step.balance import BalancePolicy
 from holdfast.core.step.speeds import Speeds
 from holdfast.core.step.stragglers import Detector, Kind
-from holdfast.core.types import AgentId, Incarnation, Member, View, ViewNumber, WorkerId
+from holdfast.core.types import AgentId, Incarnation, Member, Peer, View, ViewNumber, WorkerId
 from holdfast.observe.ledger import verify
 from holdfast.testing.local_run import LocalRun
 from holdfast.train.data.sampling import SamplePlan
@@ -146,7 +146,7 @@ def change_ms(workers: int, vranks: int) -> float:
             took[1] *= 2
             began = time.perf_counter()
             speeds.observe(took, leads=False)
-        Layout.of(view, names[0], speeds.owners)
+        Layout.of(view, Peer(names[0]), speeds.owners)
         times.append(time.perf_counter() - began)
     return statistics.median(times) * 1e3
 

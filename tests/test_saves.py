@@ -1,4 +1,4 @@
-"""When a worker saves its share of the state, and when a checkpoint counts."""
+"""When a share of the state is saved, and when a checkpoint counts: decisions of the core."""
 
 from __future__ import annotations
 
@@ -9,27 +9,24 @@ import pytest
 
 from holdfast.core.step.effects import SavedUpTo, SaveShare
 from holdfast.core.step.events import EventNoted, SaveEnded
+from holdfast.core.step.save_interval import PacePolicy
 from holdfast.core.step.saves import SavePolicy, Saves
-from holdfast.core.types import AgentId, Incarnation, Member, View, ViewNumber, WorkerId
-
-
-def view(size: int, number: int = 1) -> View:
-    workers = [WorkerId(i) for i in range(size)]
-    return View(
-        number=ViewNumber(number),
-        members=tuple(
-            Member(worker=w, incarnation=Incarnation(1), agent=AgentId("node0")) for w in workers
-        ),
-        owners=tuple(workers),
-        resume_step=0,
-        leader=workers[0],
-    )
+from holdfast.core.types import ViewNumber
+from machine_kit import a_view
 
 
 def saving(every: int = 10, *, compared: bool = False) -> Saves:
     saves = Saves(SavePolicy(enabled=True, every=every, compared=compared))
-    saves.enter(view(2), 0.0)
+    saves.enter(a_view(1, range(2)), 0.0)
     return saves
+
+
+def saved(saves: Saves, step: int, committed: int) -> list[Any]:
+    """Have a checkpoint agreed on, copied, and made durable once so many steps are committed."""
+    saves.agree(step, a_view(1, range(2)))
+    saves.at_boundary(step)
+    saves.copied(step, 0.0, 0.1, "")
+    return saves.ended(answered(step), committed)
 
 
 def answered(step: int, number: int = 1) -> SaveEnded:
@@ -41,8 +38,8 @@ def test_every_so_many_steps_the_leader_wants_one_and_once_for_each() -> None:
     for step in range(4, 40):
         due, _ = saves.opinion(step, float(step), leads=True)
         if due:
-            saves.agree(step + 1, view(2))
-            assert saves.at_boundary(step + 1) == [SaveShare(step + 1, view(2))]
+            saves.agree(step + 1, a_view(1, range(2)))
+            assert saves.at_boundary(step + 1) == [SaveShare(step + 1, a_view(1, range(2)))]
             saves.copied(step + 1, float(step), 0.1, "")
             saves.ended(answered(step + 1), step + 1)
             wanted.append(step + 1)
@@ -54,16 +51,16 @@ def test_every_so_many_steps_the_leader_wants_one_and_once_for_each() -> None:
 def test_only_what_was_agreed_on_is_copied() -> None:
     saves = saving()
     assert saves.at_boundary(10) == []
-    saves.agree(10, view(2, 3))
+    saves.agree(10, a_view(3, range(2)))
     assert saves.at_boundary(9) == saves.at_boundary(11) == []
-    assert saves.at_boundary(10) == [SaveShare(10, view(2, 3))]
+    assert saves.at_boundary(10) == [SaveShare(10, a_view(3, range(2)))]
 
 
 @pytest.mark.parametrize("early", [False, True])
 def test_a_worker_is_busy_from_the_order_to_the_answer(early: bool) -> None:
     """Also if the answer is here before the script says that it has copied."""
     saves = saving()
-    saves.agree(10, view(2))
+    saves.agree(10, a_view(1, range(2)))
     saves.at_boundary(10)
     assert saves.opinion(10, 1.0, leads=True) == (False, True)
     failed = SaveEnded(10, ViewNumber(1), problem="the writer died")
@@ -76,36 +73,20 @@ def test_a_worker_is_busy_from_the_order_to_the_answer(early: bool) -> None:
     assert saves.opinion(12, 3.0, leads=True) == (False, False)
 
 
-def copied(saves: Saves, step: int) -> SaveEnded:
-    """Copy the state after so many steps, as two members agreed; return the writer's answer."""
-    saves.agree(step, view(2))
-    saves.at_boundary(step)
-    saves.copied(step, float(step), 0.1, "")
-    return answered(step)
-
-
 def test_a_checkpoint_counts_once_its_state_was_compared() -> None:
     saves = saving(compared=True)
     saves.loop_entered()
-    assert counting(saves.ended(copied(saves, 10), 10)) == []
+    assert counting(saved(saves, 10, 10)) == []
     assert counting(saves.compared(10)) == []
     assert counting(saves.compared(11)) == [10]
     assert counting(saves.compared(12)) == []
-    assert counting(saves.ended(copied(saves, 20), 25)) == [20]  # it took long
-    assert counting(saves.ended(copied(saves, 30), 30)) == []
+    assert counting(saved(saves, 20, 25)) == [20]  # it took long
+    assert counting(saved(saves, 30, 30)) == []
     assert counting(saves.finishing(30)) == [30]  # nothing follows in which it would be compared
     saves.loop_entered()
-    assert counting(saves.ended(copied(saves, 40), 40)) == []
+    assert counting(saved(saves, 40, 40)) == []
     assert counting(saves.want(40)) == [40]  # the job ends
-    other = saving()
-    assert counting(other.ended(copied(other, 10), 10)) == [10]  # nothing is ever compared
-
-
-def test_a_checkpoint_does_not_count_if_a_saver_left_before_it_was_compared() -> None:
-    saves = saving(compared=True)
-    assert counting(saves.ended(copied(saves, 10), 10)) == []
-    saves.left(view(1), 10)  # the state of the one that is gone was never compared
-    assert counting(saves.compared(11)) == []
+    assert counting(saved(saving(), 10, 10)) == [10]  # nothing is ever compared
 
 
 def test_only_the_whole_checkpoint_counts_and_one_worker_tells_why_it_does_not() -> None:
@@ -122,3 +103,35 @@ def test_only_the_whole_checkpoint_counts_and_one_worker_tells_why_it_does_not()
 
 def counting(outcomes: list[Any]) -> list[int]:
     return [each.step for each in outcomes if isinstance(each, SavedUpTo)]
+
+
+def test_a_copy_that_nobody_took_is_not_made_again_after_every_step() -> None:
+    """It costs time, as one that is saved does."""
+    pace = PacePolicy(least_s=3600.0, most_s=3600.0)
+    saves = Saves(SavePolicy(enabled=True, pace=pace))
+    saves.enter(a_view(1, [0]), 0.0)
+    assert saves.opinion(9, 7200.0, leads=True) == (True, False)
+    saves.agree(10, a_view(1, [0]))
+    assert saves.at_boundary(10) == [SaveShare(10, a_view(1, [0]))]
+    saves.copied(10, 7200.0, 0.5, "the writer takes no orders")
+    assert saves.opinion(10, 7201.0, leads=True) == (False, False)
+
+
+@pytest.mark.parametrize("durable_first", [False, True])
+def test_what_a_worker_saved_that_left_uncompared_does_not_count(durable_first: bool) -> None:
+    """Whether or not it is durable by then; who comes in addition does no harm."""
+    for others, counts in ((range(3), True), ([0], False)):
+        saves = saving(compared=True)
+        saves.loop_entered()
+        saves.agree(10, a_view(1, range(2)))
+        saves.at_boundary(10)
+        if durable_first:
+            assert counting(saves.ended(answered(10), 10)) == []
+        saves.left(a_view(2, others), 10)
+        if not durable_first:
+            assert counting(saves.ended(answered(10), 10)) == []
+        assert counting(saves.compared(11)) == ([10] if counts else [])
+    late = saving(compared=True)
+    assert counting(saved(late, 10, 10)) == []
+    late.left(a_view(2, [0]), 11)  # that was compared in the step before
+    assert counting(late.compared(11)) == [10]

@@ -24,15 +24,13 @@ from hypothesis import strategies as st
 from conftest import RUN_S
 from holdfast.cli.run_command import make_spec, parser
 from holdfast.core.errors import Aborted, Damaged, WorldError
-from holdfast.core.step.effects import SaveShare
 from holdfast.core.step.events import SaveEnded
-from holdfast.core.step.save_interval import PacePolicy
-from holdfast.core.step.saves import SavePolicy, Saves
 from holdfast.core.types import (
     AgentId,
     Incarnation,
     Invalidation,
     Member,
+    Peer,
     View,
     ViewNumber,
     WorkerId,
@@ -220,7 +218,7 @@ def restore_together(
 
     def restore(rank: int) -> None:
         transport: Any = mail(boxes, rank)
-        layout = Layout.of(view(size), WorkerId(rank))
+        layout = Layout.of(view(size), Peer(WorkerId(rank)))
         Restorer(store, {"thing": things[rank]}).restore(step, transport, layout, lambda: None)
 
     with ThreadPoolExecutor(size) as pool:
@@ -394,7 +392,7 @@ def test_orders_end_with_those_who_give_them() -> None:
 
 
 def test_without_a_writer_no_more_is_copied_than_with_one() -> None:
-    """A copy costs time, so one that nobody took is not made again after every step."""
+    """How often it is tried again is decided in the core: tests/test_saves.py."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     theirs.close()
     told: list[SaveEnded] = []
@@ -404,14 +402,6 @@ def test_without_a_writer_no_more_is_copied_than_with_one() -> None:
     saver.finish(RUN_S)
     assert told == []
     ours.close()
-    pace = PacePolicy(least_s=3600.0, most_s=3600.0)
-    saves = Saves(SavePolicy(enabled=True, pace=pace))
-    saves.enter(view(1), 0.0)
-    assert saves.opinion(9, 7200.0, leads=True) == (True, False)
-    saves.agree(10, view(1))
-    assert saves.at_boundary(10) == [SaveShare(10, view(1))]
-    saves.copied(10, 7200.0, 0.5, problem)
-    assert saves.opinion(10, 7201.0, leads=True) == (False, False)
 
 
 def test_without_a_writer_an_order_says_so() -> None:

@@ -40,6 +40,7 @@ class Errors:
         self._right: tuple[list[int], list[int]] = ([], [])
         self._used: set[int] = set()  # steps in which something wrong went into a sum
         self._decided: dict[int, int | None] = {}  # what was committed, in this history
+        self._committers: dict[int, list[tuple[int, int]]] = {}  # of the same
         self._noticed: set[tuple[int, int]] = set()  # who was found to be wrong, or may be
         self._noticed_ill: set[tuple[int, int]] = set()  # those of them that were so by then
         self._saved_wrong = 0  # one after the other, and nobody has noticed
@@ -79,7 +80,11 @@ class Errors:
         truth = self._truth
         last = truth.completed and bool(truth.drops)  # nobody goes on from what it commits
         if self._decided.setdefault(step, total) != total and not last:
-            raise Violation(f"step {step} is committed with two sums")
+            living = [key for key in self._committers[step] if truth.processes[key].alive]
+            if living or not self.hidden:
+                raise Violation(f"step {step} is committed with two sums")
+            self._decided[step] = total  # who committed the other one died before it told anybody
+        self._committers.setdefault(step, []).append(process.key)
         if self.hidden:
             return
         if total is not None and (step, total) in truth.drops and total != truth.sums[step]:
@@ -125,7 +130,7 @@ class Errors:
     def began(self, view: View) -> None:
         """Check that all begin from a state that is right: a checkpoint, or the beginning."""
         for step in [s for s in self._decided if s >= view.resume_step]:
-            del self._decided[step]
+            del self._decided[step], self._committers[step]
         if self.since is not None and not self.hidden:
             if view.resume_step > self.since:
                 if self._noticed:

@@ -477,11 +477,12 @@ class StepMachine:
         if sums is None:
             return FINITE
         every = len(audits.planned) == len(self.owners)
+        if sums.doubt != FINITE:
+            alone, given_up = len(self._view.members) == 1, audits.alike is Alike.NOTHING
+            lately = self._rulings.lately_not_finite(self.step)
+            return RIGHTLY if alone or given_up or every or lately else sums.doubt
         compares = audits.alike is Alike.BITS and not every
-        doubt = sums.doubt or (CONTRADICTED if sums.unlike and compares else FINITE)
-        alone, given_up = len(self._view.members) == 1, audits.alike is Alike.NOTHING
-        sure = alone or given_up or every or self._rulings.lately_not_finite(self.step)
-        return RIGHTLY if doubt != FINITE and sure else doubt
+        return CONTRADICTED if sums.unlike and compares else FINITE
 
     def _contradicted(self) -> list[Outcome]:
         """Tell that speculative tasks came to other bits than the tasks that they copy."""
