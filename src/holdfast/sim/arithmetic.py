@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 Key = tuple[int, int]  # worker, incarnation
 Copy = tuple[int | None, int | None]  # of a state, and of what a flip has made of it
 Parts = tuple[tuple[Key, int, int], ...]  # of a sum: sender, virtual rank and token
@@ -43,3 +45,12 @@ def expected_sum(state: int, step: int, vranks: int) -> int:
         pairs = [add(level[i], level[i + 1]) for i in range(0, len(level) - 1, 2)]
         level = pairs + level[len(pairs) * 2 :]
     return level[0]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Share:
+    """Holds what member `rank` of `size` keeps of a step's sum."""
+
+    rank: int
+    size: int
+    total: int

@@ -8,10 +8,10 @@ The oracle is written apart from the product's own summation.
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
 from holdfast.core.invalidations import Invalidations, is_invalidated, merge
 from holdfast.core.membership.formation import STEPS_MISSED_MAX
+from holdfast.core.step.effects import Reduce
 from holdfast.core.types import (
     RELEASE_ALL,
     Directive,
@@ -27,24 +27,21 @@ from holdfast.sim.arithmetic import (
     Copy,
     Key,
     Parts,
+    Share,
     apply,
     expected_sum,
     task,
 )
 from holdfast.sim.run_options import STORE_LOST, Options
+from holdfast.sim.seams import Actor
 from holdfast.sim.wrong_bits import Errors, Violation
-
-if TYPE_CHECKING:
-    from holdfast.core.step.effects import Reduce
-    from holdfast.sim.exchanges import Share
-    from holdfast.sim.workers import Process
 
 STEPS_UNHEARD = 40  # that may be committed before the coordinator hears of it and acts
 STOPPED = "its operator has stopped it"
 REPLACED = "the coordinator replaced it"  # as the agent machine words it
 
 
-def out_of_time(process: Process) -> bool:
+def out_of_time(process: Actor) -> bool:
     """Tell whether its right to act has ended by its own clock, which it reads before it acts."""
     return process.host.clock() >= process.machine.acting_until
 
@@ -61,9 +58,9 @@ class Truth:
         self.errors = Errors(self, options)
         self.views: dict[int, View] = {}
         self.newest = 0
-        self.processes: dict[Key, Process] = {}
-        self.live: dict[Key, Process] = {}
-        self.live_of: dict[int, list[Process]] = {}  # by worker
+        self.processes: dict[Key, Actor] = {}
+        self.live: dict[Key, Actor] = {}
+        self.live_of: dict[int, list[Actor]] = {}  # by worker
         self.ordered: dict[int, int] = {}  # by worker: the incarnation that the journal orders
         self._slots: object = ()  # of the journal, as they were noted
         self._synced: object = None  # what was checked last
@@ -109,7 +106,7 @@ class Truth:
 
     # ------------------------------------------------------------ processes
 
-    def spawned(self, process: Process) -> None:
+    def spawned(self, process: Actor) -> None:
         key = process.key
         if key in self.processes:
             raise Violation(f"worker {key[0]} was started twice as incarnation {key[1]}")
@@ -123,13 +120,13 @@ class Truth:
         self.processes[key] = process
         self.live[key] = process
 
-    def died(self, process: Process) -> None:
+    def died(self, process: Actor) -> None:
         del self.live[process.key]
         self.live_of[int(process.worker)].remove(process)
         self.leading.pop(process.key, None)
         self.errors.died(process)
 
-    def left(self, process: Process) -> None:
+    def left(self, process: Actor) -> None:
         """Check that a script that ran to its end holds the result of the job."""
         wrong = process.state != self.states[self.steps] and not self.errors.hidden
         if process.step != self.steps or wrong:
@@ -171,7 +168,7 @@ class Truth:
         if not self.completed:
             raise Violation("the job was declared done and no script ever reached its end")
 
-    def killed(self, process: Process, reason: str) -> None:
+    def killed(self, process: Actor, reason: str) -> None:
         """Check that the journal, too, replaces a worker that an agent ends as replaced."""
         disk = self.disk
         if disk is None or reason != REPLACED or disk.outcome is not None:
@@ -289,7 +286,7 @@ class Truth:
         self.durable[step, view.number] = states.pop(), flip
         return True
 
-    def said(self, process: Process, before: WorkerStatus, status: WorkerStatus) -> None:
+    def said(self, process: Actor, before: WorkerStatus, status: WorkerStatus) -> None:
         """Check what a worker tells its agent of itself."""
         if status.saved and status.saved != before.saved:
             self._said_saved(process, status.saved)
@@ -300,14 +297,14 @@ class Truth:
             if event.number > told and "other numbers each time" in event.text:
                 self._unlike(process)
 
-    def _unlike(self, process: Process) -> None:
+    def _unlike(self, process: Actor) -> None:
         """Check that members that take their hardware for not deterministic are all wrong."""
         keys = process.group.keys if process.group is not None else ()
         if any(self.processes[key].spoiling.lied_in < process.step for key in keys):
             raise Violation("deterministic machines are taken for others")
         self.errors.hidden = self.errors.compares_nothing = True  # all of them were wrong
 
-    def _said_saved(self, process: Process, step: int) -> None:
+    def _said_saved(self, process: Actor, step: int) -> None:
         """Check that a checkpoint exists which a worker says is saved."""
         found = [key for key in self.durable if key[0] == step]
         known = [key for key in found if not is_invalidated(self.invalidations, step, key[1])]
@@ -343,7 +340,7 @@ class Truth:
         if len(view.owners) != self.vranks or owned != self.vranks:
             raise Violation(f"view {view.number} hosts {owned} of {self.vranks} virtual ranks")
 
-    def installed(self, process: Process, view: View, before: int, promised: int) -> None:
+    def installed(self, process: Actor, view: View, before: int, promised: int) -> None:
         """Check a view whose group a worker builds; `promised`: what it has told until now."""
         if promised >= view.number:
             raise Violation(f"worker {process.key} installs view {view.number}: it gave that up")
@@ -363,7 +360,7 @@ class Truth:
 
     # ------------------------------------------------------------ content
 
-    def donated(self, process: Process, view: View) -> None:
+    def donated(self, process: Actor, view: View) -> None:
         if not process.at_rest:
             raise Violation(f"worker {process.key} donates in the middle of a step")
         if process.state != self.states[view.resume_step] and not self.errors.hidden:
@@ -383,7 +380,7 @@ class Truth:
         if self.counted.setdefault((view.number, reduce.step), counted) != counted:
             raise Violation(f"in view {view.number} step {reduce.step} counts other members")
 
-    def adopted(self, process: Process, vrank: int) -> None:
+    def adopted(self, process: Actor, vrank: int) -> None:
         """Check a speculative task that becomes a worker's own: it is there, once, and hosted."""
         self.count["adopted"] += 1
         view = process.exchanges.view
@@ -391,13 +388,13 @@ class Truth:
         if vrank not in process.copies or vrank in process.tokens or not hosts:
             raise Violation(f"worker {process.key} adopts virtual rank {vrank} wrongly")
 
-    def copies(self, process: Process, step: int, vrank: int) -> None:
+    def copies(self, process: Actor, step: int, vrank: int) -> None:
         """Check that whoever owns a task that is copied was seen to be late with it."""
         view = process.exchanges.view
         if view is None or process.exchanges.looked != (view.number, step):
             raise Violation(f"worker {process.key} copies virtual rank {vrank} without a look")
 
-    def contradicted(self, process: Process, step: int, parts: Parts) -> None:
+    def contradicted(self, process: Actor, step: int, parts: Parts) -> None:
         """Check that nothing wrong is committed if a sound worker has come to something else."""
         if process.spoiling.spoiled or self.errors.hidden or "poison" in self._options.faults:
             return
@@ -406,14 +403,14 @@ class Truth:
             if unlike and token not in (DROPPED, task(self.states[step], step, vrank)):
                 raise Violation(f"step {step} is committed with virtual rank {vrank} of {sender}")
 
-    def put_together(self, process: Process, step: int, shares: list[Share]) -> None:
+    def put_together(self, process: Actor, step: int, shares: list[Share]) -> None:
         """Check that what a late worker missed comes in as many pieces as there were members."""
         if [(share.rank, share.size) for share in shares] != list(
             zip(range(len(shares)), [len(shares)] * len(shares), strict=True)
         ):
             raise Violation(f"worker {process.key} gets pieces {shares} of step {step}")
 
-    def synced(self, process: Process, view: View, digests: dict[int, Copy]) -> None:
+    def synced(self, process: Actor, view: View, digests: dict[int, Copy]) -> None:
         if digests is self._synced:
             return  # all members of a large group share them
         self._synced = digests
@@ -452,7 +449,7 @@ class Truth:
         if counted < needed - (len(view.members) - len(hosts)):
             raise Violation(f"step {step} counts {counted} members of {len(view.members)}")
 
-    def opened(self, process: Process, step: int) -> None:
+    def opened(self, process: Actor, step: int) -> None:
         """Check that a script begins to compute the step that its state is of."""
         if process.step != step:
             raise Violation(
@@ -463,11 +460,11 @@ class Truth:
         """Note that a share of the state was copied: all is looked at in the step that follows."""
         self.errors.looks_at_all(step)
 
-    def redone(self, process: Process) -> None:
+    def redone(self, process: Actor) -> None:
         """Count that a worker computes its step once more."""
         self.count["redone"] += 1
 
-    def voted(self, process: Process, step: int, by_vote: bool) -> None:
+    def voted(self, process: Actor, step: int, by_vote: bool) -> None:
         """Check the committing of a step that a worker learns of and has yet to apply."""
         if by_vote and process.machine.snapshot().view < self.newest:
             raise Violation(
@@ -483,7 +480,7 @@ class Truth:
                 self.contradicted(process, step, parts)
             self.reduced(summed_in, step, parts, process.total)
 
-    def committed(self, process: Process, step: int, total: int | None) -> None:
+    def committed(self, process: Actor, step: int, total: int | None) -> None:
         """Check that a worker applies a step of the job, and to the right state."""
         self.commits += 1
         self.left_aside(process, step)
@@ -493,7 +490,7 @@ class Truth:
         if process.state != self.states[step] and not self.errors.hidden:
             raise Violation(f"worker {process.key} applies step {step} to another state")
 
-    def left_aside(self, process: Process, step: int) -> None:
+    def left_aside(self, process: Actor, step: int) -> None:
         """Check that a worker that was suspended comes back, or is replaced."""
         view = self.views.get(process.machine.snapshot().view)
         for lag in view.suspended if view is not None else ():
@@ -502,16 +499,16 @@ class Truth:
             if wanted and step - lag.committed > STEPS_MISSED_MAX + STEPS_UNHEARD:
                 raise Violation(f"worker {key} was suspended in step {lag.committed} and forgotten")
 
-    def begun(self, process: Process) -> None:
+    def begun(self, process: Actor) -> None:
         """Check that a vote that announces a change is the last of its view, for everyone."""
         if process.machine.snapshot().view == process.last_step_of:
             raise Violation(f"worker {process.key} begins another step after an announced change")
 
-    def applied(self, process: Process) -> None:
+    def applied(self, process: Actor) -> None:
         if process.state != self.states[process.step] and not self.errors.hidden:
             raise Violation(f"worker {process.key} diverged at step {process.step}")
 
-    def woken(self, process: Process) -> None:
+    def woken(self, process: Actor) -> None:
         """Check that a paused worker that its agent lets go on acts in no view of the past."""
         status = process.machine.snapshot()
         if self.newest > status.view > status.promised:
@@ -523,7 +520,7 @@ class Truth:
         if directive.view_number < self.newest and self.newest > self.newest_lost:
             raise Violation(f"view {self.newest} was formed, {directive.view_number} was answered")
 
-    def acted(self, process: Process) -> None:
+    def acted(self, process: Actor) -> None:
         """Check after every event of a worker that no two workers believe that they lead."""
         machine = process.machine
         leads = machine.leads(process.host.clock()) and not process.paused

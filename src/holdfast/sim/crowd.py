@@ -8,59 +8,26 @@ has given, after a delay of its own, or never.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-from holdfast.core.types import View
-
-if TYPE_CHECKING:
-    from holdfast.sim.arithmetic import Key
-    from holdfast.sim.workers import Process
-    from holdfast.sim.world import World
+from holdfast.sim.arithmetic import Key
+from holdfast.sim.seams import Actor, Clock
 
 CROWD = 64  # members from which on a group's exchanges are meetings
-VIEWS_KEPT = 8
 TELLERS = 3  # of a group's closing ends, whose peers may notice: beyond these nobody is left
-
-
-class Shape:
-    """Holds what follows from a view."""
-
-    def __init__(self, view: View) -> None:
-        self.view = view
-        self.keys: tuple[Key, ...] = tuple(
-            (int(m.worker), int(m.incarnation)) for m in view.members
-        )
-        self.joiners = frozenset(view.joiners)
-        self.donors = len(view.donors)
-
-
-class Shapes:
-    """Keeps the shapes of the newest views."""
-
-    def __init__(self) -> None:
-        self._kept: dict[int, Shape] = {}
-
-    def of(self, view: View) -> Shape:
-        shape = self._kept.get(view.number)
-        if shape is None or shape.view is not view:
-            shape = self._kept[view.number] = Shape(view)
-            if len(self._kept) > VIEWS_KEPT:
-                del self._kept[min(self._kept)]
-        return shape
 
 
 class Meetings:
     """All-gathers under way, by view, kind and step."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: Clock) -> None:
         self._world = world
         self._under_way: dict[tuple[int, str, int], dict[Key, object]] = {}
         self._tellers: dict[int, int] = {}
 
     def give(
         self,
-        process: Process,
-        members: list[Process],
+        process: Actor,
+        members: list[Actor],
         what: tuple[int, str, int],
         body: object,
         gathered: Callable[..., None],

@@ -8,7 +8,7 @@ the seed. It carries; what is sent and when is decided by the step machines.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from holdfast.core.step.balance import BalancePolicy
 from holdfast.core.step.events import GroupBroken, LinkLost, Row
@@ -16,41 +16,11 @@ from holdfast.core.step.step_policy import Counting
 from holdfast.core.step.vote import Tally
 from holdfast.core.types import View, WorkerId
 from holdfast.sim.arithmetic import Key
-from holdfast.sim.crowd import CROWD, Meetings, Shape, Shapes
-
-if TYPE_CHECKING:
-    from holdfast.sim.workers import Process
-    from holdfast.sim.world import World
+from holdfast.sim.crowd import CROWD, Meetings
+from holdfast.sim.groups import Group, Shapes, What
+from holdfast.sim.seams import Actor, ProcessWorld
 
 T = TypeVar("T")
-What = tuple[str, int]  # the kind of a message, and which one of its kind
-
-
-class Group:
-    """Holds one worker's end of a view's process group: what has come, by kind and sender."""
-
-    def __init__(self, shape: Shape) -> None:
-        self.shape = shape
-        self.view = shape.view
-        self.number = shape.view.number
-        self.keys = shape.keys
-        self.open = True
-        self.heard: dict[What, dict[Key, Any]] = {}
-        self.turns: dict[str, int] = {}  # exchanges begun, by kind
-
-    def turn(self, kind: str) -> What:
-        """Begin the next exchange of this kind; all members begin the same ones in order."""
-        self.turns[kind] = self.turns.get(kind, -1) + 1
-        return kind, self.turns[kind]
-
-    def present(self, kind: str) -> What:
-        """Return the exchange of this kind that was begun last."""
-        return kind, self.turns.get(kind, -1)
-
-    def all_heard(self, what: What) -> dict[Key, Any] | None:
-        """Return what every member has said, once it is here."""
-        found = self.heard.get(what, {})
-        return found if len(found) == len(self.keys) else None
 
 
 class SharedCounting(Counting):
@@ -78,11 +48,11 @@ class SharedCounting(Counting):
 class DataNetwork:
     """Connections between workers, and the place where the members of a view meet."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: ProcessWorld) -> None:
         self.shapes = Shapes()
         self.meetings = Meetings(world)
         self._world = world
-        self._arrived: dict[int, list[Process]] = {}
+        self._arrived: dict[int, list[Actor]] = {}
         self._last: dict[tuple[int, Key, Key], float] = {}
         self._cut_links: dict[tuple[int, Key, Key], bool] = {}
         self._apart: dict[tuple[str, str], bool] = {}
@@ -92,7 +62,7 @@ class DataNetwork:
         self._summed: tuple[object, Any] = (None, None)
         self._named: tuple[object, dict[int, Any]] = (None, {})
 
-    def install(self, process: Process, view: View) -> None:
+    def install(self, process: Actor, view: View) -> None:
         """Begin to build the group of `view`, and give up if the others do not come."""
         world = self._world
         group = process.group = Group(self.shapes.of(view))
@@ -119,7 +89,7 @@ class DataNetwork:
 
     # ------------------------------------------------------------ messages
 
-    def tell_all(self, process: Process, group: Group, what: What, body: object) -> None:
+    def tell_all(self, process: Actor, group: Group, what: What, body: object) -> None:
         """Say something to all members, oneself included; `process.told` hears it."""
         if len(group.keys) > CROWD:
             name = (int(group.number), *what)
@@ -133,7 +103,7 @@ class DataNetwork:
 
     def send(
         self,
-        sender: Process,
+        sender: Actor,
         group: Group,
         key: Key,
         what: What,
@@ -154,8 +124,8 @@ class DataNetwork:
     def _deliver(
         self,
         link: tuple[int, Key, Key],
-        sender: Process,
-        receiver: Process,
+        sender: Actor,
+        receiver: Actor,
         what: What,
         body: object,
     ) -> None:
@@ -192,11 +162,11 @@ class DataNetwork:
 
     # ------------------------------------------------------------ ends and cuts
 
-    def members(self, group: Group) -> list[Process]:
+    def members(self, group: Group) -> list[Actor]:
         """Return the members that have come to build this group."""
         return self._arrived[group.number]
 
-    def close(self, process: Process, group: Group, reason: str) -> None:
+    def close(self, process: Actor, group: Group, reason: str) -> None:
         """Close one end: what it had under way and what its peers notice is up to the seed."""
         if not group.open:
             return
@@ -212,7 +182,7 @@ class DataNetwork:
             delay_s = world.delay(options.data_s) * world.rng.choice((1, 1, 20))
             peer.post(delay_s, broken, peer, group.number, reason)
 
-    def cut_link(self, a: Process, b: Process, number: int) -> None:
+    def cut_link(self, a: Actor, b: Actor, number: int) -> None:
         """Break a connection between two live workers; at least one of them is told."""
         rng = self._world.rng
         self._cut_links[(number, a.key, b.key)] = self._cut_links[(number, b.key, a.key)] = True
@@ -220,7 +190,7 @@ class DataNetwork:
         for process in told:
             process.post(rng.uniform(0.0, 0.5), broken, process, number, "link broke")
 
-    def silence(self, a: Process, b: Process, number: int) -> None:
+    def silence(self, a: Actor, b: Actor, number: int) -> None:
         """Let nothing pass between two workers; in time the kernel says so, to one or both.
 
         What was never sent on a link that is healed again in time goes unnoticed, as it may.
@@ -248,7 +218,7 @@ class DataNetwork:
         self._apart.pop((a, b), None)
         self._apart.pop((b, a), None)
 
-    def _unbuilt(self, process: Process, number: int) -> None:
+    def _unbuilt(self, process: Actor, number: int) -> None:
         """Tell a member whose group takes long to build whom the network does not reach."""
         group = process.open_group(number)
         if group is None or process.is_connected:
@@ -258,30 +228,30 @@ class DataNetwork:
         if lost:
             process.feed(LinkLost(group.view.number, lost))
 
-    def _build_timeout(self, process: Process, number: int) -> None:
+    def _build_timeout(self, process: Actor, number: int) -> None:
         group = process.open_group(number)
         if group is not None and not process.is_connected:
             process.feed(GroupBroken(group.view.number, "the group could not be built in time"))
 
-    def _is_apart(self, a: Process, b: Process) -> bool:
+    def _is_apart(self, a: Actor, b: Actor) -> bool:
         return (a.agent, b.agent) in self._apart
 
 
-def link_lost(process: Process, number: int, peer: WorkerId) -> None:
+def link_lost(process: Actor, number: int, peer: WorkerId) -> None:
     """Tell a process that the kernel has given up a connection."""
     group = process.open_group(number)
     if group is not None:
         process.feed(LinkLost(group.view.number, (peer,)))
 
 
-def broken(process: Process, number: int, reason: str) -> None:
+def broken(process: Actor, number: int, reason: str) -> None:
     """A connection of the group has ended."""
     group = process.open_group(number)
     if group is not None:
         process.feed(GroupBroken(group.view.number, reason))
 
 
-def received(process: Process, number: int, what: What, sender: Key, body: object) -> None:
+def received(process: Actor, number: int, what: What, sender: Key, body: object) -> None:
     """A message has come."""
     group = process.open_group(number)
     if group is not None:
@@ -289,7 +259,7 @@ def received(process: Process, number: int, what: What, sender: Key, body: objec
         process.told(what)
 
 
-def gathered(process: Process, what: tuple[int, str, int], bodies: dict[Key, Any]) -> None:
+def gathered(process: Actor, what: tuple[int, str, int], bodies: dict[Key, Any]) -> None:
     """An all-gather of a large group is done."""
     number, kind, turn = what
     group = process.open_group(number)

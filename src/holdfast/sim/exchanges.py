@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from holdfast.core import tree
 from holdfast.core.step import effects as ef
@@ -16,13 +16,13 @@ from holdfast.core.step import events as ev
 from holdfast.core.step.effects import WorkerEffect
 from holdfast.core.step.events import FINITE, SOMEBODYS, Topic
 from holdfast.core.types import View, WorkerId
-from holdfast.sim.arithmetic import DROPPED, Key, Parts, add, is_not_finite
+from holdfast.sim.arithmetic import DROPPED, Key, Parts, Share, add, is_not_finite
+from holdfast.sim.checkers import Truth
 from holdfast.sim.crowd import CROWD
+from holdfast.sim.data_network import DataNetwork
+from holdfast.sim.groups import Group, What
+from holdfast.sim.seams import Actor, Clock
 from holdfast.sim.wrong_bits import Violation
-
-if TYPE_CHECKING:
-    from holdfast.sim.data_network import Group, What
-    from holdfast.sim.workers import Process
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +35,6 @@ class Contribution:
     sums_wrongly: bool
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Share:
-    """Holds what member `rank` of `size` keeps of a step's sum."""
-
-    rank: int
-    size: int
-    total: int
-
-
 @dataclass(frozen=True, slots=True)
 class Sums:
     """Holds what a view's members come to: who sent what, the right total, who sums wrongly."""
@@ -54,11 +45,24 @@ class Sums:
     poisoned: tuple[tuple[int, int], ...]  # ranks and tokens that are not finite
 
 
+class ExchangeWorld(Clock, Protocol):
+    """Is the world around a process's exchanges."""
+
+    store_silent: bool
+
+    @property
+    def data(self) -> DataNetwork: ...
+
+    @property
+    def truth(self) -> Truth: ...
+
+
 class Exchanges:
     """Carries out one process's exchanges in its present view."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: Actor, world: ExchangeWorld) -> None:
         self._process = process
+        self._world = world
         self.view: View | None = None
         self.looked = (-1, -1)  # the view and the step in which it looked for who is late
         self._kept: dict[int, Share] = {}  # sums of steps that others may have missed
@@ -81,7 +85,7 @@ class Exchanges:
 
     def carry_out(self, effect: WorkerEffect, group: Group) -> None:
         """Begin what the machine wants of the group."""
-        process, data = self._process, self._process.world.data
+        process, data = self._process, self._world.data
         match effect:
             case ef.Gather(_, topic, row):
                 if topic is Topic.CONFESS:
@@ -89,7 +93,7 @@ class Exchanges:
                 data.tell_all(process, group, group.turn(topic.value), row)
                 self.told(group.present(topic.value), group)
             case ef.Reduce():
-                process.world.truth.summing(group.view, effect)
+                self._world.truth.summing(group.view, effect)
                 self._reduce = effect
                 group.heard.pop(group.present("part"), None)
                 group.turn("part")
@@ -137,7 +141,7 @@ class Exchanges:
                 found = group.all_heard(what)
                 if found is not None and what == group.present(kind):
                     del group.heard[what]
-                    rows = process.world.data.in_order(group, found)
+                    rows = self._world.data.in_order(group, found)
                     if kind == "piece":
                         self._checked(rows, group)
                     else:
@@ -148,7 +152,7 @@ class Exchanges:
     def _contribute(self, group: Group) -> None:
         process, reduce = self._process, self._reduce
         assert reduce is not None, "rows of a step that is not being summed"
-        spoiling, cycle = process.spoiling, process.world.options.cycle
+        spoiling, cycle = process.spoiling, self._world.options.cycle
         rank = group.view.rank(process.worker)
         hosted = process.machine.snapshot().hosted
         counts = rank in reduce.counted
@@ -158,7 +162,7 @@ class Exchanges:
         whole = flip if process.whole and cycle > 1 else 0
         wrongly, spoiling.sums_wrongly = spoiling.sums_wrongly, False
         mine = Contribution(tokens, part, whole, wrongly)
-        process.world.data.tell_all(process, group, group.present("part"), mine)
+        self._world.data.tell_all(process, group, group.present("part"), mine)
         self._sum(group)
 
     def _sum(self, group: Group) -> None:
@@ -168,11 +172,11 @@ class Exchanges:
         if found is None or reduce is None or process.key not in found:
             return
         self._reduce, self.summed_in = None, group.view
-        mine = process.world.data.summed(group, found, self._fold)
+        mine = self._world.data.summed(group, found, self._fold)
         self.parts, self._true_total, self.wrongly = mine.parts, mine.total, mine.wrongly
         process.total = hash((mine.total, mine.wrongly)) if mine.wrongly else mine.total
         process.total_step = reduce.step
-        looks = bool(process.world.options.cycle)
+        looks = bool(self._world.options.cycle)
         copies = process.copies
         sent = {v: token for _, v, token in mine.parts} if copies else {}
         unlike = [vrank for vrank, token in sorted(copies.items()) if sent[vrank] != token]
@@ -191,9 +195,9 @@ class Exchanges:
     def _fold(self, group: Group, found: dict[Key, Any]) -> Sums:
         parts = tuple((key, v, token) for key in group.keys for v, token in found[key].tokens)
         values = {(v, 1): token for _, v, token in parts}
-        if len(values) < self._process.world.options.vranks:
+        if len(values) < self._world.options.vranks:
             raise Violation(f"only virtual ranks {sorted(v for v, _ in values)} are summed")
-        total: int = tree.fold(values, self._process.world.options.vranks, add)
+        total: int = tree.fold(values, self._world.options.vranks, add)
         wrongly = tuple(rank for rank, key in enumerate(group.keys) if found[key].sums_wrongly)
         owners = {key: rank for rank, key in enumerate(group.keys)}
         bad = tuple((owners[key], token) for key, _, token in parts if is_not_finite(token))
@@ -235,7 +239,7 @@ class Exchanges:
 
     def _bring_up_to_date(self, effect: WorkerEffect, group: Group) -> None:
         process, view = self._process, group.view
-        data = process.world.data
+        data = self._world.data
         match effect:
             case ef.Restore(_, step):
                 self._restore(step, group)
@@ -266,14 +270,14 @@ class Exchanges:
         if len(shares) == len(group.view.donors):
             self._receiving = None
             kept = [shares[key] for key in sorted(shares)]
-            process.world.truth.put_together(process, receiving.step, kept)
+            self._world.truth.put_together(process, receiving.step, kept)
             process.total, process.total_step = kept[0].total, receiving.step
             self.parts = ()
             process.feed(ev.MissedHeard(group.view.number, receiving.step))
 
     def _restore(self, step: int, group: Group) -> None:
         """Begin from a checkpoint: each reads its share, and one of them finds what is wrong."""
-        process, view, world = self._process, group.view, self._process.world
+        process, view, world = self._process, group.view, self._world
         if world.store_silent:
             pause_s, number = 1.0, view.number
             event = ev.StoreSilent(number, f"the checkpoint of step {step} cannot be read just now")
@@ -294,12 +298,12 @@ class Exchanges:
         process, group = self._process, self._process.open_group(number)
         if group is not None:
             process.step = group.view.resume_step
-            process.state, process.spoiling.flipped = process.world.truth.restored(process.step)
+            process.state, process.spoiling.flipped = self._world.truth.restored(process.step)
             process.feed(ev.Restored(group.view.number))
 
     def _compare(self, group: Group) -> None:
         """First all who hold the state compare it; then joiners receive it, and all compare."""
-        process, view, data = self._process, group.view, self._process.world.data
+        process, view, data = self._process, group.view, self._world.data
         if self._syncing == "print" and (prints := group.all_heard(("print", 0))) is not None:
             back = frozenset(lag.worker for lag in view.catching_up)
             held = {
@@ -321,15 +325,15 @@ class Exchanges:
             elif len(states) == len(view.donors):
                 self._syncing = "storing"
                 process.post(
-                    process.world.delay(process.world.options.load_s), self._store, group.number
+                    self._world.delay(self._world.options.load_s), self._store, group.number
                 )
         if self._syncing == "digest" and (digests := group.all_heard(("digest", 0))) is not None:
             self._syncing = ""
-            process.world.truth.synced(process, view, data.by_worker(digests))
+            self._world.truth.synced(process, view, data.by_worker(digests))
             process.feed(ev.StatesCompared(view.number))
 
     def _donate(self, group: Group, back: frozenset[WorkerId]) -> None:
-        process, view, world = self._process, group.view, self._process.world
+        process, view, world = self._process, group.view, self._world
         if process.worker not in view.joiners:
             world.truth.donated(process, view)
             body = (process.state, process.step, process.spoiling.flipped)
@@ -352,5 +356,5 @@ class Exchanges:
     def _show(self, group: Group) -> None:
         """Tell everyone the digest of this worker's state."""
         self._syncing = "digest"
-        data = self._process.world.data
+        data = self._world.data
         data.tell_all(self._process, group, ("digest", 0), self._digest())

@@ -5,21 +5,28 @@ Faults strike until `faults_end_s`; then everything heals, and what is left must
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from holdfast.core.membership import agent as ag
+from holdfast.sim.hosts import AgentHost, HostWorld
 from holdfast.sim.run_options import RACK_SHARE, STORE_LOST
+from holdfast.sim.workers import Process
 
-if TYPE_CHECKING:
-    from holdfast.sim.hosts import AgentHost
-    from holdfast.sim.workers import Process
-    from holdfast.sim.world import World
+
+class FaultyWorld(HostWorld, Protocol):
+    """Is the world that faults strike."""
+
+    cut: dict[tuple[str, bool], int]
+
+    def live(self) -> list[Process]: ...
+
+    def mark(self, text: str) -> None: ...
 
 
 class Faults:
     """Injects the kinds of faults that the options of this seed allow."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: FaultyWorld) -> None:
         self._world = world
         self._inside_worker = False
         self._inside_coordinator = False

@@ -7,25 +7,72 @@ that crashes loses its memory; only the coordinator's journal is durable.
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
+from holdfast.core.job_spec import CoordinatorPolicy
 from holdfast.core.membership import agent as ag
 from holdfast.core.membership import coordinator as co
 from holdfast.core.membership import coordinator_events as ce
 from holdfast.core.membership.liveness import ProcessSample
 from holdfast.core.types import AgentId, AgentReport, Directive, Incarnation, Tick, WorkerStatus
 from holdfast.sim.checkers import STOPPED
-from holdfast.sim.workers import Process
+from holdfast.sim.workers import InsideStriker, Process, WorkerMaker, WorkerWorld
 from holdfast.sim.writers import WriterHost
 
-if TYPE_CHECKING:
-    from holdfast.sim.world import World
+
+class HostStriker(InsideStriker, Protocol):
+    """Ends coordinators between two effects, and loses their journals."""
+
+    def strikes_coordinator(self) -> bool: ...
+
+    def loses_journal(self) -> bool: ...
+
+
+class HostMaker(WorkerMaker, Protocol):
+    """Makes the machines of coordinators and agents, perhaps faulty ones."""
+
+    @property
+    def coordinator(self) -> type[co.CoordinatorMachine]: ...
+
+    @property
+    def agent(self) -> type[ag.AgentMachine]: ...
+
+
+class HostWorld(WorkerWorld, Protocol):
+    """Is the world around coordinator and agents."""
+
+    count: dict[str, int]
+
+    @property
+    def machines(self) -> HostMaker: ...
+
+    @property
+    def faults(self) -> HostStriker: ...
+
+    @property
+    def coordinator(self) -> CoordinatorHost: ...
+
+    @property
+    def hosts(self) -> Mapping[AgentId, AgentHost]: ...
+
+    @property
+    def agent_policy(self) -> ag.AgentPolicy: ...
+
+    @property
+    def coordinator_policy(self) -> CoordinatorPolicy: ...
+
+    def spawned(self, process: Process) -> None: ...
+
+    def transmit(
+        self, agent: str, up: bool, hear: Callable[[Any], None], message: object
+    ) -> None: ...
 
 
 class CoordinatorHost:
     """Runs one CoordinatorMachine at a time; the journal outlives them."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: HostWorld) -> None:
         self.world = world
         self.machine: co.CoordinatorMachine | None = None
         self.term = 0
@@ -140,7 +187,7 @@ class CoordinatorHost:
 class AgentHost:
     """Simulates a node: its agent's machine and its worker processes, which die with the agent."""
 
-    def __init__(self, world: World, name: AgentId) -> None:
+    def __init__(self, world: HostWorld, name: AgentId) -> None:
         self.world = world
         self.name = name
         self.machine: ag.AgentMachine | None = None
@@ -151,7 +198,7 @@ class AgentHost:
         self.offset_s = 0.0
         self.frozen = False  # the agent's process; its workers run on
         self.drained = False  # now or before
-        self.writer = WriterHost(world)
+        self.writer = WriterHost(world, world.truth)
         self._backlog: deque[ag.AgentEvent] = deque()
         self._channel_free: dict[int, float] = {}
         self._watched: dict[int, Process] = {}

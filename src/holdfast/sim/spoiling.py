@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections import Counter
+from random import Random
 
 from holdfast.sim.arithmetic import not_finite, task
-
-if TYPE_CHECKING:
-    from holdfast.sim.world import World
 
 
 class Spoiling:
     """Holds the ways in which one process's bits are wrong; set by faults."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, rng: Random, count: Counter[str]) -> None:
         self.flipped: int | None = None  # the part of its state in which a bit is wrong
         self.lies = 0  # what it adds to its tokens; negative: each time something else
         self.lies_once = False
         self.lied_in = -1  # the last step in which it came to other numbers than before
         self.poisons_once = False  # its next gradient is not finite
         self.sums_wrongly = False  # in the next step
-        self._world = world
+        self._rng = rng
+        self._count = count
 
     @property
     def spoiled(self) -> bool:
@@ -35,10 +34,10 @@ class Spoiling:
             token = hash((token, self.flipped, 41))
         if self.lies or self.lies_once:
             self.lies_once, self.lied_in = False, step
-            token += self.lies if self.lies > 0 else self._world.rng.randint(1, 1000)
+            token += self.lies if self.lies > 0 else self._rng.randint(1, 1000)
         if self.poisons_once:
             self.poisons_once, self.lied_in = False, step
-            self._world.truth.count["poisoned"] += 1
-            count = self._world.truth.count["poisoned"]  # no two have the same bits by chance
-            token = not_finite(64 * count + self._world.rng.randrange(64))
+            self._count["poisoned"] += 1
+            count = self._count["poisoned"]  # no two have the same bits by chance
+            token = not_finite(64 * count + self._rng.randrange(64))
         return token

@@ -9,29 +9,81 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.step.effects import WorkerEffect
 from holdfast.core.step.events import Purpose, WorkerEvent
 from holdfast.core.step.vote import Vote
-from holdfast.core.types import Incarnation, Tick, View, WorkerDirective, WorkerId, WorkerStatus
+from holdfast.core.step.worker import WorkerMachine
+from holdfast.core.types import (
+    AgentId,
+    Incarnation,
+    Tick,
+    View,
+    WorkerDirective,
+    WorkerId,
+    WorkerStatus,
+)
 from holdfast.sim.arithmetic import INITIAL_STATE, Key, apply
-from holdfast.sim.exchanges import Exchanges
+from holdfast.sim.exchanges import Exchanges, ExchangeWorld
+from holdfast.sim.groups import Group, What
+from holdfast.sim.seams import ProcessNode
 from holdfast.sim.spoiling import Spoiling
+from holdfast.sim.writers import WriterHost
 
-if TYPE_CHECKING:
-    from holdfast.sim.data_network import Group, What
-    from holdfast.sim.hosts import AgentHost
-    from holdfast.sim.world import World
+
+class InsideStriker(Protocol):
+    """Ends processes between two effects."""
+
+    def strikes_inside(self, process: Process) -> bool: ...
+
+
+class WorkerMaker(Protocol):
+    """Makes the machines of workers, perhaps faulty ones."""
+
+    @property
+    def worker(self) -> type[WorkerMachine]: ...
+
+
+class WorkerWorld(ExchangeWorld, Protocol):
+    """Is the world around a process."""
+
+    @property
+    def machines(self) -> WorkerMaker: ...
+
+    @property
+    def faults(self) -> InsideStriker: ...
+
+    def ended(self, process: Process) -> None: ...
+
+    def note(self, who: object, event: object, effects: list[Any]) -> None: ...
+
+
+class WorkerNode(ProcessNode, Protocol):
+    """Is the node that a process runs on."""
+
+    @property
+    def name(self) -> AgentId: ...
+
+    @property
+    def writer(self) -> WriterHost: ...
+
+    def world_time(self, clock: float) -> float: ...
+
+    def worker_said(self, process: Process, status: WorkerStatus) -> None: ...
+
+    def process_ended(self, process: Process, code: int, detail: str) -> None: ...
+
+    def watch(self, process: Process) -> None: ...
 
 
 class Process:
     """Simulates the process of one incarnation of a worker. `state`: None while it is written."""
 
     def __init__(
-        self, world: World, host: AgentHost, worker: WorkerId, incarnation: Incarnation
+        self, world: WorkerWorld, host: WorkerNode, worker: WorkerId, incarnation: Incarnation
     ) -> None:
         self.world = world
         self.host = host
@@ -51,8 +103,8 @@ class Process:
         self.backlog: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self.state: int | None = INITIAL_STATE
         self.step = 0  # steps applied to `state`
-        self.spoiling = Spoiling(world)
-        self.exchanges = Exchanges(self)
+        self.spoiling = Spoiling(world.rng, world.truth.count)
+        self.exchanges = Exchanges(self, world)
         self.tokens: dict[int, int] = {}  # of the tasks that it hosts
         self.copies: dict[int, int] = {}  # of its speculative tasks
         self.compute_us = 0  # of the step's tasks so far

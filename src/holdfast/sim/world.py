@@ -170,7 +170,7 @@ class World:
         self.truth.died(process)
 
     def live(self) -> list[Process]:
-        return [p for _, p in sorted(self.truth.live.items())]
+        return [self.processes[key] for key in sorted(self.truth.live)]
 
     # ------------------------------------------------------------ the story
 

@@ -6,15 +6,11 @@ others, which may come from other nodes, and then the checkpoint is durable.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from holdfast.core.step.events import SaveEnded
 from holdfast.core.types import View
 from holdfast.sim.arithmetic import Copy
-
-if TYPE_CHECKING:
-    from holdfast.sim.workers import Process
-    from holdfast.sim.world import World
+from holdfast.sim.checkers import Truth
+from holdfast.sim.seams import Actor, Clock
 
 LOOK_S = 0.1  # between two looks for the other shares
 
@@ -22,10 +18,11 @@ LOOK_S = 0.1  # between two looks for the other shares
 class WriterHost:
     """Runs one node's writer; it is started again at once when it dies."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: Clock, truth: Truth) -> None:
         self._world = world
+        self._truth = truth
         self._starts = 0
-        self._under_way: list[tuple[Process, int, View]] = []
+        self._under_way: list[tuple[Actor, int, View]] = []
 
     def crash(self) -> None:
         """Lose what is not written yet; workers learn of it by their sockets."""
@@ -35,21 +32,21 @@ class WriterHost:
             event = SaveEnded(step, view.number, problem="the writer died")
             process.post(self._world.delay(0.01), process.feed, event)
 
-    def save(self, process: Process, step: int, view: View) -> None:
+    def save(self, process: Actor, step: int, view: View) -> None:
         """Write a worker's share of the state after so many steps."""
         world = self._world
         copy: Copy = (process.state, process.spoiling.flipped)
         order = (process, step, view)
         self._under_way.append(order)
-        world.truth.copied(step)
+        self._truth.copied(step)
         delay_s = world.delay(world.options.load_s)
         world.at(delay_s, self._written, self._starts, order, copy)
 
-    def _written(self, starts: int, order: tuple[Process, int, View], copy: Copy) -> None:
+    def _written(self, starts: int, order: tuple[Actor, int, View], copy: Copy) -> None:
         if starts != self._starts:
             return
         process, step, view = order
-        rank, truth = view.rank(process.worker), self._world.truth
+        rank, truth = view.rank(process.worker), self._truth
         truth.share_written(step, view, rank, copy)
         if rank == 0:
             self._await_others(starts, order, self._world.now + 4 * self._world.options.load_s + 1)
@@ -57,13 +54,13 @@ class WriterHost:
             self._under_way.remove(order)
             process.post(0.001, process.feed, SaveEnded(step, view.number))
 
-    def _await_others(self, starts: int, order: tuple[Process, int, View], until: float) -> None:
+    def _await_others(self, starts: int, order: tuple[Actor, int, View], until: float) -> None:
         if starts != self._starts:
             return
         process, step, view = order
         world = self._world
-        if world.truth.shares_complete(step, view):
-            durable = world.truth.made_durable(step, view)
+        if self._truth.shares_complete(step, view):
+            durable = self._truth.made_durable(step, view)
             event = SaveEnded(step, view.number, durable, "" if durable else "it is invalidated")
         elif world.now > until:
             event = SaveEnded(step, view.number, problem="a share did not come")

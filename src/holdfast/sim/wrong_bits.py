@@ -7,19 +7,29 @@ use something wrong for a while; but it must find out, and go back to before it.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from holdfast.core.types import View
-from holdfast.sim.arithmetic import is_not_finite
+from holdfast.sim.arithmetic import Key, is_not_finite
 from holdfast.sim.run_options import Options
-
-if TYPE_CHECKING:
-    from holdfast.sim.checkers import Truth
-    from holdfast.sim.workers import Process
+from holdfast.sim.seams import Actor
 
 
 class Violation(AssertionError):
     """The machines did something that must never happen."""
+
+
+class History(Protocol):
+    """Keeps the undisturbed run, and the processes of this one."""
+
+    steps: int
+    states: list[int]
+    sums: list[int]
+    completed: bool
+    drops: dict[tuple[int, int], bool]
+    processes: dict[Key, Actor]
+
+    def goes_on(self, step: int, total: int) -> None: ...
 
 
 class Errors:
@@ -29,7 +39,7 @@ class Errors:
     whoever had it died first. Contents prove nothing from there on.
     """
 
-    def __init__(self, truth: Truth, options: Options) -> None:
+    def __init__(self, truth: History, options: Options) -> None:
         self.hidden = False
         self.compares_nothing = False  # all were wrong in one step: nothing is compared from there
         self.since: int | None = None  # the first step of this history that is committed wrongly
@@ -76,7 +86,7 @@ class Errors:
             return True
         return any(self.since < look < step for look in self._looks)
 
-    def committed(self, process: Process, step: int, total: int | None) -> None:
+    def committed(self, process: Actor, step: int, total: int | None) -> None:
         truth = self._truth
         last = truth.completed and bool(truth.drops)  # nobody goes on from what it commits
         if self._decided.setdefault(step, total) != total and not last:
@@ -121,7 +131,7 @@ class Errors:
                 raise Violation("the job keeps checkpoints, and does not go back to one")
             self.hidden = True
 
-    def died(self, process: Process) -> None:
+    def died(self, process: Actor) -> None:
         ill = process.spoiling.flipped is not None or process.spoiling.lies
         used = self.since is not None or self._used
         if ill and used and process.key not in self._noticed_ill:

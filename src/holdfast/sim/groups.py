@@ -1,0 +1,65 @@
+"""Holds the end of one worker in the process group of a view, and what follows from the view."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from holdfast.core.types import View
+from holdfast.sim.arithmetic import Key
+
+VIEWS_KEPT = 8
+What = tuple[str, int]  # the kind of a message, and which one of its kind
+
+
+class Shape:
+    """Holds what follows from a view."""
+
+    def __init__(self, view: View) -> None:
+        self.view = view
+        self.keys: tuple[Key, ...] = tuple(
+            (int(m.worker), int(m.incarnation)) for m in view.members
+        )
+        self.joiners = frozenset(view.joiners)
+        self.donors = len(view.donors)
+
+
+class Shapes:
+    """Keeps the shapes of the newest views."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, Shape] = {}
+
+    def of(self, view: View) -> Shape:
+        shape = self._kept.get(view.number)
+        if shape is None or shape.view is not view:
+            shape = self._kept[view.number] = Shape(view)
+            if len(self._kept) > VIEWS_KEPT:
+                del self._kept[min(self._kept)]
+        return shape
+
+
+class Group:
+    """Holds one worker's end of a view's process group: what has come, by kind and sender."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        self.view = shape.view
+        self.number = shape.view.number
+        self.keys = shape.keys
+        self.open = True
+        self.heard: dict[What, dict[Key, Any]] = {}
+        self.turns: dict[str, int] = {}  # exchanges begun, by kind
+
+    def turn(self, kind: str) -> What:
+        """Begin the next exchange of this kind; all members begin the same ones in order."""
+        self.turns[kind] = self.turns.get(kind, -1) + 1
+        return kind, self.turns[kind]
+
+    def present(self, kind: str) -> What:
+        """Return the exchange of this kind that was begun last."""
+        return kind, self.turns.get(kind, -1)
+
+    def all_heard(self, what: What) -> dict[Key, Any] | None:
+        """Return what every member has said, once it is here."""
+        found = self.heard.get(what, {})
+        return found if len(found) == len(self.keys) else None

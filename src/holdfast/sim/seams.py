@@ -1,0 +1,111 @@
+"""Says what parts of the simulated world ask of each other, so that none imports its importer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from random import Random
+from typing import Any, Protocol
+
+from holdfast.core.step.events import WorkerEvent
+from holdfast.core.step.worker import WorkerMachine
+from holdfast.core.types import AgentId, View, WorkerId
+from holdfast.sim.arithmetic import Key, Parts
+from holdfast.sim.groups import Group, What
+from holdfast.sim.run_options import Options
+from holdfast.sim.spoiling import Spoiling
+
+
+class Clock(Protocol):
+    """Tells the time of a world, and is its one source of chance."""
+
+    @property
+    def now(self) -> float: ...
+
+    @property
+    def rng(self) -> Random: ...
+
+    @property
+    def options(self) -> Options: ...
+
+    def at(self, delay_s: float, call: Callable[..., None], *args: Any) -> None: ...
+
+    def delay(self, typical_s: float) -> float: ...
+
+
+class ProcessNode(Protocol):
+    """Is the node of a process: it has a clock, and may have been drained."""
+
+    drained: bool
+
+    def clock(self) -> float: ...
+
+
+class SeenSums(Protocol):
+    """Shows the checkers what went into the newest sum of a process."""
+
+    parts: Parts
+    view: View | None
+    summed_in: View | None
+    wrongly: tuple[int, ...]
+    looked: tuple[int, int]
+
+
+class Actor(Protocol):
+    """Is one worker process, as all but itself see it."""
+
+    worker: WorkerId
+    key: Key
+    agent: AgentId
+    alive: bool
+    stopped: bool
+    silent: bool
+    paused: bool
+    stuck: bool
+    ailing: bool
+    at_rest: bool
+    whole: bool
+    state: int | None
+    step: int
+    open_step: int
+    tokens: dict[int, int]
+    copies: dict[int, int]
+    compute_us: int
+    total: int | None
+    total_step: int
+    last_step_of: int
+    cut_through: int
+    is_connected: bool
+    group: Group | None
+
+    @property
+    def machine(self) -> WorkerMachine: ...
+
+    @property
+    def host(self) -> ProcessNode: ...
+
+    @property
+    def spoiling(self) -> Spoiling: ...
+
+    @property
+    def exchanges(self) -> SeenSums: ...
+
+    def post(self, delay_s: float, call: Callable[..., None], *args: Any) -> None: ...
+
+    def deliver(self, call: Callable[..., None], args: tuple[Any, ...]) -> None: ...
+
+    def feed(self, event: WorkerEvent) -> None: ...
+
+    def open_group(self, number: int) -> Group | None: ...
+
+    def connected(self, number: int) -> None: ...
+
+    def told(self, what: What) -> None: ...
+
+
+class ProcessWorld(Clock, Protocol):
+    """Is a world with processes in it."""
+
+    @property
+    def processes(self) -> Mapping[Key, Actor]: ...
+
+    def live(self) -> Sequence[Actor]: ...
