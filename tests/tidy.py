@@ -33,7 +33,7 @@ LAYERS = (
     ("wire", "coding"),
     ("core",),
 )
-FORBIDDEN = {("sim", "train")}  # although the rows would allow it
+FORBIDDEN = {("sim", "train"), ("testing", "cli")}  # although the rows would allow it
 PUBLIC_API_USERS = ("cli",)  # may `import holdfast` as a user would
 TORCH_USERS = ("train", "testing")
 
@@ -163,10 +163,10 @@ def row(package: str) -> int | None:
 
 def import_refused(importer: str, imported: str) -> str | None:
     """Why `importer` (a package of holdfast) may not import `imported`, or None."""
-    if importer == imported or row(importer) == 0:
-        return None
     if (importer, imported) in FORBIDDEN:
         return f"{importer} must never import {imported}"
+    if importer == imported or row(importer) == 0:
+        return None
     if imported == "" and importer in PUBLIC_API_USERS:
         return None
     above, below = row(importer), row(imported)

@@ -11,11 +11,10 @@ from pathlib import Path
 from rich.console import Console
 
 from holdfast.cli.shared_options import add_tls
-from holdfast.cli.status_command import fetch
 from holdfast.core.errors import UserError
 from holdfast.core.types import AgentId
 from holdfast.net.tls import client_of
-from holdfast.runtime.contact import ask, contact_of
+from holdfast.runtime.contact import ask, contact_of, job_status
 from holdfast.runtime.rundir import RunDir
 from holdfast.wire.messages import DrainReply, DrainRequest
 
@@ -27,7 +26,7 @@ def main(argv: list[str]) -> int:
     """Return 0 once the node is empty, or the job is over; 130 after Ctrl-C."""
     options = parser().parse_args(argv)
     run_dir, tls, node = RunDir(options.run_dir), client_of(options.tls), AgentId(options.node)
-    fetch(run_dir, tls)  # raises UserError if the run is over
+    job_status(run_dir, tls)  # raises UserError if the run is over
     order = DrainRequest(agent=node, reason=options.reason)
     reply = ask(contact_of(run_dir, tls), run_dir.secret(), order, DrainReply)
     if reply.problem:
@@ -65,7 +64,7 @@ def _wait(run_dir: RunDir, tls: ssl.SSLContext | None, node: AgentId) -> None:
     answered_at = time.monotonic()
     while run_dir.outcome() is None:
         try:
-            if not _members(fetch(run_dir, tls), node):
+            if not _members(job_status(run_dir, tls), node):
                 return
             answered_at = time.monotonic()
         except UserError:  # the coordinator is being replaced, or the run has just ended

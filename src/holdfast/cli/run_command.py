@@ -13,15 +13,16 @@ from pathlib import Path
 
 from holdfast.cli.job_config import JobConfig, read_config, write_config
 from holdfast.cli.job_options import add_settings, given_settings
-from holdfast.cli.shared_options import add_secret, add_tls
+from holdfast.cli.shared_options import add_checks, add_secret, add_tls
 from holdfast.core.errors import UserError, WorldError
 from holdfast.core.job_spec import JobSpec, as_flag, as_key, find_problem, with_settings
 from holdfast.core.settings import Setting
+from holdfast.health.external_checks import parse_checks, save_checks
 from holdfast.net.secret import SECRET_BYTES_MIN, VARIABLE, load_secret
 from holdfast.net.tcp import listen
 from holdfast.net.tls import server_of
 from holdfast.runtime.coordinate.election import parse_election
-from holdfast.runtime.launcher import Desk, launch_job
+from holdfast.runtime.launcher import FIRST_NODE, CoordinatorSite, launch_job
 from holdfast.runtime.rundir import RunDir
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.open import absolute_store, open_storage
@@ -86,6 +87,7 @@ def _add_launch(found: argparse.ArgumentParser) -> None:
     group.add_argument("--port", type=int, default=0, help="listen here (default: a free port)")
     add_secret(group, "HOLDFAST_SECRET, or a new one in the run directory")
     add_tls(group)
+    add_checks(found)
     group.add_argument(
         "--faults",
         type=Path,
@@ -105,11 +107,15 @@ def main(argv: list[str]) -> int:
     name = time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
     run_dir = RunDir(options.run_dir or Path("holdfast-runs") / name)
     server_of(options.tls)  # says what is wrong with it
+    checks = parse_checks(options.check, options.check_limit_s)
     with listen(options.host, options.port) as listener:
         run_dir.create(spec, make_secret(options))
+        save_checks(run_dir.path, FIRST_NODE, checks)
         print(f"holdfast: run directory {run_dir.path}", file=sys.stderr, flush=True)
-        desk = Desk(run_dir=run_dir, listener=listener, host=options.host, tls=options.tls)
-        return launch_job(desk, spec)
+        site = CoordinatorSite(
+            run_dir=run_dir, listener=listener, host=options.host, tls=options.tls
+        )
+        return launch_job(site, spec)
 
 
 def write_new(path: Path, text: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import ssl
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from holdfast.cli.shared_options import add_tls
-from holdfast.core.errors import UserError
 from holdfast.net.tls import client_of
-from holdfast.runtime.contact import ask, contact_of
+from holdfast.runtime.contact import job_status
 from holdfast.runtime.rundir import RunDir
-from holdfast.wire.messages import StatusReply, StatusRequest
 
 
 def main(argv: list[str]) -> int:
@@ -27,24 +24,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
     add_tls(parser)
     options = parser.parse_args(argv)
-    status = fetch(RunDir(options.run_dir), client_of(options.tls))
+    status = job_status(RunDir(options.run_dir), client_of(options.tls))
     if options.json:
         print(json.dumps(status, indent=2))
     else:
         show(status)
     return 0
-
-
-def fetch(run_dir: RunDir, tls: ssl.SSLContext | None = None) -> dict[str, Any]:
-    """Ask the coordinator. UserError if there is no run, or it is over or unreachable."""
-    secret = run_dir.secret()
-    outcome = run_dir.outcome()
-    if outcome is not None:
-        how = "it succeeded" if outcome == "" else f"it failed: {outcome.splitlines()[0]}"
-        raise UserError(f"the run in {run_dir.path} is over: {how}")
-    reply = ask(contact_of(run_dir, tls), secret, StatusRequest(), StatusReply)
-    found: dict[str, Any] = json.loads(reply.text)
-    return found
 
 
 def _agent(agent: dict[str, Any]) -> str:

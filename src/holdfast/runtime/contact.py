@@ -6,16 +6,18 @@ A contact names an address, or an election, whose leader at the time of asking i
 from __future__ import annotations
 
 import asyncio
+import json
 import ssl
 import sys
 import time
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from holdfast.core.errors import UserError, WorldError
 from holdfast.net.channel import Channel, connect
 from holdfast.runtime.coordinate.election import SCHEMES, locate, parse_election
 from holdfast.runtime.rundir import RunDir
+from holdfast.wire.messages import StatusReply, StatusRequest
 
 ANSWER_S = 5.0
 AGAIN_S = 0.5
@@ -113,3 +115,15 @@ def ask(
             told = True
             print(f"holdfast: {problem}; trying for {patience_s:g} s", file=sys.stderr, flush=True)
         time.sleep(AGAIN_S)
+
+
+def job_status(run_dir: RunDir, tls: ssl.SSLContext | None = None) -> dict[str, Any]:
+    """Ask the coordinator what the job does. UserError if it is over or cannot be reached."""
+    secret = run_dir.secret()
+    outcome = run_dir.outcome()
+    if outcome is not None:
+        how = "it succeeded" if outcome == "" else f"it failed: {outcome.splitlines()[0]}"
+        raise UserError(f"the run in {run_dir.path} is over: {how}")
+    reply = ask(contact_of(run_dir, tls), secret, StatusRequest(), StatusReply)
+    found: dict[str, Any] = json.loads(reply.text)
+    return found

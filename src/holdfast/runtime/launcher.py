@@ -125,9 +125,6 @@ class CoordinatorSite:
         )
 
 
-Desk = CoordinatorSite  # the name by which cli/run_command.py still imports it
-
-
 def launch_job(site: CoordinatorSite, spec: JobSpec, *, resume: bool = False) -> int:
     """Run a job to its end. Returns the exit status: 0 success, 1 failure, 130 after Ctrl-C.
 

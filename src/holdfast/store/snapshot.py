@@ -69,11 +69,6 @@ class SaveAnswer:
     durable: bool = False
 
 
-# The names by which other modules still import these.
-Slot = StagedItem
-Answer = SaveAnswer
-
-
 def token_for(job: str, view: int, step: int) -> str:
     """Compute 16 hexadecimal digits that all members of a view share, and no other job."""
     return digest(f"{job} {view} {step}".encode()).hex()[:16]

@@ -18,9 +18,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast.cli.status_command import fetch
 from holdfast.core.errors import HoldfastError
 from holdfast.net.tls import client_of
+from holdfast.runtime.contact import job_status
 from holdfast.runtime.rundir import RunDir
 
 POLL_S = 0.01
@@ -101,7 +101,7 @@ class LocalRun:
     def status(self) -> dict[str, Any]:
         """Return what `holdfast status --json` prints. HoldfastError while nobody answers."""
         tls = client_of(self.tls)
-        return fetch(self.run_dir, tls)
+        return job_status(self.run_dir, tls)
 
     def members(self) -> dict[int, int]:
         """Return worker -> pid of those in the view; empty while nobody answers."""

@@ -27,7 +27,7 @@ from holdfast.store.open import open_storage
 from holdfast.store.retention import Retention
 from holdfast.store.saving import Saving
 from holdfast.store.scrub import Pacer, scrub
-from holdfast.store.snapshot import Answer, Delivery, receive
+from holdfast.store.snapshot import Delivery, SaveAnswer, receive
 
 NICENESS = 10
 SCRUB_S = 3600.0  # between two passes over all that is kept
@@ -79,11 +79,11 @@ class Writer:
                     _say(f"what is kept cannot be verified: {error}")
 
     def _carry_out(self, delivery: Delivery) -> None:
-        answer = Answer(problem="the checkpoint writer has failed, and says why on its console")
+        answer = SaveAnswer(problem="the checkpoint writer has failed, and says why on its console")
         try:
-            answer = Answer(durable=self._save(delivery))
+            answer = SaveAnswer(durable=self._save(delivery))
         except HoldfastError as error:
-            answer = Answer(problem=str(error))
+            answer = SaveAnswer(problem=str(error))
         finally:
             delivery.answer(answer)
 

@@ -23,10 +23,10 @@ from holdfast.core.step.events import SaveEnded
 from holdfast.core.types import View, ViewNumber, WorkerId
 from holdfast.store.snapshot import (
     ALIGN,
-    Answer,
     Arena,
     Order,
-    Slot,
+    SaveAnswer,
+    StagedItem,
     read_answer,
     send,
     table_of,
@@ -102,10 +102,10 @@ class Saver:
         skeleton, names, tensors = state.capture_named(self._protected)
         readable = _readable(names)
         slices = share_of(tensors, rank, size)
-        slots: list[Slot] = []
+        slots: list[StagedItem] = []
         at = 0
         if rank == 0:
-            slots.append(Slot(name=SKELETON, start=0, size=len(skeleton)))
+            slots.append(StagedItem(name=SKELETON, start=0, size=len(skeleton)))
             at = len(skeleton)
         places = []
         for each in slices:
@@ -132,7 +132,7 @@ class Saver:
                 answers = send(self._orders, order, self._arena)
             answer = read_answer(answers)
         except WorldError as error:
-            answer = Answer(problem=str(error))
+            answer = SaveAnswer(problem=str(error))
         took_s = time.monotonic() - began
         if answer.problem:
             say(f"step {order.step} is not saved: {answer.problem}")
@@ -154,9 +154,9 @@ def _part(tensor: torch.Tensor, each: Slice) -> torch.Tensor:
     return tensor.detach()[each.start : each.stop] if each.cut else tensor.detach()
 
 
-def _slot(name: str, tensor: torch.Tensor, each: Slice, at: int) -> Slot:
+def _slot(name: str, tensor: torch.Tensor, each: Slice, at: int) -> StagedItem:
     part, below = _part(tensor, each), (0,) * (tensor.dim() - 1)
-    return Slot(
+    return StagedItem(
         name=name,
         start=at,
         size=part.nbytes,
