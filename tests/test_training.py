@@ -346,7 +346,7 @@ def test_every_task_starts_from_the_buffers_of_the_steps_start() -> None:
             each.restore()
             module(first if vrank == 0 else second)
             each.keep(vrank, each.changes())
-        each.left = each.kept
+        each.share()
         each.apply()
     expected = nn.BatchNorm1d(4)
     expected(first)
