@@ -30,6 +30,7 @@ REGRESSIONS = (
     (False, 431),  # a node without a lease started a worker that nobody could fence or end
     (False, 78),  # members lost at the end of the job were started again as the same incarnation
     (False, 224),  # a coordinator that had been frozen took the silence for a job that hangs
+    (False, 564),  # who had to stop while it caught up was waited for, and others replaced as hung
     (False, 377),  # a coordinator without its journal began a view while unheard members acted
 )
 

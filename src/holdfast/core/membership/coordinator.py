@@ -36,6 +36,7 @@ from holdfast.core.membership.formation import (
     dirty_candidates,
     discarded,
     initial_view,
+    interrupted,
     last_view,
     make_view,
     next_view,
@@ -408,6 +409,8 @@ class CoordinatorMachine:
         if finishing:
             yield self._install(last_view(situation, survivors), situation.now)
             return
+        for status in interrupted(situation):
+            yield self._order_anew(status, "it had to stop while it caught up")
         sizes, minds_late = (policy.virtual_ranks, policy.workers_min), policy.speculation > 0
         proposal = next_view(situation, survivors, *sizes, minds_late)
         if proposal is not None:

@@ -391,6 +391,14 @@ def present_owners(view: View, survivors: Sequence[WorkerStatus]) -> tuple[Worke
     return tuple(owners)
 
 
+def interrupted(situation: Situation) -> list[WorkerStatus]:
+    """List members that had to stop while they caught up: they may be between any two steps."""
+    view = situation.view
+    late = [lag.worker for lag in view.catching_up] if view is not None else []
+    known = [s for s in situation.known if s.worker in late and s.stage == Stage.READY]
+    return [s for s in known if s.dirty and s.promised >= s.view and situation.roster.ordered(s)]
+
+
 def dirty_candidates(situation: Situation) -> list[WorkerStatus]:
     """Find candidates whose state is neither the initial one nor the job's."""
     roster = situation.roster
