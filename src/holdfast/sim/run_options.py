@@ -42,7 +42,6 @@ RACK_KINDS = ("rack_crash", "rack_partition")  # several nodes at the same momen
 LATER_KINDS = (*RACK_KINDS, "coordinator_freeze", "rot")
 WRONG_KINDS = ("flip", "liar", "lie_once")
 SAVE_KINDS = ("writer_crash", "store_silent")
-SUM_KINDS = ("poison", "sum_wrongly")
 STORE_LOST = "store_lost"  # for good, so the job may have to end: never drawn
 LARGE_KINDS = (*RACK_KINDS, "worker_crash", "agent_crash", "coordinator_crash", "partition")
 RACK_SHARE = 250  # of a large job, one in so many nodes is in the same rack

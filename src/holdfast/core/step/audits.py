@@ -33,6 +33,7 @@ class Audits:
         self.alike = Alike.BITS  # what two runs of a task must be
         self.whole_step = -1  # of which all is looked at: the first after a checkpoint
         self.planned: tuple[Audit, ...] = ()
+        self._audited: frozenset[int] = frozenset()  # the virtual ranks of these
         self._seed = seed
         self._share = share  # of all tasks and sums
         self._classes = Classes(tolerance)
@@ -71,11 +72,12 @@ class Audits:
             return
         self._classes.forget()
         self._planned_in = (view.number, step)
-        self.planned = plan(self._seed, step, owners, view.workers, self.share_of(step))
+        self.plan_again(plan(self._seed, step, owners, view.workers, self.share_of(step)))
 
     def plan_again(self, audits: Sequence[Audit]) -> None:
         """Note that the step is computed once more, with these audits."""
         self.planned = tuple(audits)
+        self._audited = frozenset(audit.vrank for audit in self.planned)
 
     def all_twice(self, view: View, step: int, owners: Sequence[WorkerId]) -> tuple[Audit, ...]:
         """Return audits of every task of the step."""
@@ -89,7 +91,7 @@ class Audits:
         """Tell whether a task's digest may be asked for: without a plan yet, any one's may be."""
         if self._planned_in is None:
             return bool(self._share)
-        return any(audit.vrank == vrank for audit in self.planned)
+        return vrank in self._audited
 
     def owed(self, me: WorkerId, step: OpenStep) -> list[int]:
         """Return the virtual ranks that this worker has yet to compute for audits.

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from holdfast.core.types import WorkerId
 
+FIRST = 0  # the rank of the member that hears who is done
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackupPolicy:

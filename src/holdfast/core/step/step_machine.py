@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from holdfast.core.step.audit import Alike, Audit, Sentence
 from holdfast.core.step.audits import Audits
-from holdfast.core.step.backup import Settlement
+from holdfast.core.step.backup import FIRST, Settlement
 from holdfast.core.step.balance import BalancePolicy
 from holdfast.core.step.effects import (
     Adopt,
@@ -68,8 +68,6 @@ from holdfast.core.step.sum_trial import SumTrial
 from holdfast.core.step.vote import Vote
 from holdfast.core.types import View, WorkerId
 
-FIRST = 0  # the rank of the member that hears who is done
-
 
 class Round(enum.Enum):
     """Names what the members of a view do together, one after the other."""
@@ -78,6 +76,7 @@ class Round(enum.Enum):
     CONNECT = "connect"
     RESTORE = "restore"
     CATCH_UP = "catch up"  # this member applies steps that it has missed
+    RECEIVE = "receive"  # one of these is on its way
     COMPARE = "compare"  # joiners receive the state, and all compare theirs
     AGREE = "agree"
     TASKS = "tasks"  # the step is not open here, or it is not settled who counts
@@ -182,13 +181,13 @@ class StepMachine:
     def catch_up(self) -> list[Outcome]:
         """Receive the next missed step once the script waits for it."""
         view = self._view
-        if self.round is not Round.CATCH_UP or self._sums is not None:
+        if self.round is not Round.CATCH_UP:
             return []
         if self.step < view.resume_step:
             opened = self._open is not None and self._open.index == self.step
             if not (opened and self._idle):
                 return []
-            self._sums = Summed(view=view.number, step=self.step)  # it is on its way
+            self.round = Round.RECEIVE
             return [ReceiveMissed(view.number, self.step)]
         if not self._around.at_rest:
             return []
@@ -197,7 +196,7 @@ class StepMachine:
 
     def missed_heard(self) -> None:
         """A missed step is here, and is committed."""
-        self._sums = None
+        self.round = Round.CATCH_UP
 
     def compared(self, event: StatesCompared) -> list[Outcome]:
         """The joiners have the state, if all who held it already hold the same."""

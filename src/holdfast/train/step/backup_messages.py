@@ -11,6 +11,7 @@ import threading
 import torch
 
 from holdfast.core.errors import Aborted
+from holdfast.core.step.backup import FIRST
 from holdfast.core.step.events import CountSettled, MemberDone
 from holdfast.core.types import View
 from holdfast.train.driver import Driver
@@ -18,7 +19,6 @@ from holdfast.train.step.reduction import Layout
 from holdfast.train.transport.seam import Transport
 
 TAG_BACKUP = 10
-FIRST = 0  # the rank of the member that hears who is done
 
 
 class BackupMessages:

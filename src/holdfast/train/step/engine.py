@@ -18,6 +18,7 @@ import torch
 from holdfast.core.errors import Aborted, assert_never
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
+from holdfast.core.step.backup import FIRST
 from holdfast.core.step.events import FINITE, Topic
 from holdfast.core.types import Peer, View
 from holdfast.train.driver import Driver, EngineOrder, Link, ViewRendezvous
@@ -129,7 +130,7 @@ class Engine(threading.Thread):
             case ef.CheckSum():
                 self._check_sum(at, order)
             case ef.SendDone(_, step, samples):
-                BackupMessages.send(at.transport, at.layout, [0], step, [samples])
+                BackupMessages.send(at.transport, at.layout, [FIRST], step, [samples])
             case ef.SendCounted(_, step, ranks):
                 flags = [int(rank in ranks) for rank in range(at.layout.size)]
                 BackupMessages.send(at.transport, at.layout, at.layout.others, step, flags)
