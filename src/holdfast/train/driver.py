@@ -235,8 +235,11 @@ class Driver:
             case ef.GiveUp(reason):
                 self.failure = self.failure or WorldError(reason)
             case _:
-                if self._hands is not None:
-                    self._events.extend(self._hands.carry_out(effect))
+                try:
+                    if self._hands is not None:
+                        self._events.extend(self._hands.carry_out(effect))
+                except Exception as error:  # noqa: BLE001 - whichever thread this is, the script raises it
+                    self.fail(error)
 
 
 class ViewRendezvous:
