@@ -238,7 +238,7 @@ class Driver:
                 try:
                     if self._hands is not None:
                         self._events.extend(self._hands.carry_out(effect))
-                except Exception as error:  # noqa: BLE001 - whichever thread this is, the script raises it
+                except Exception as error:  # noqa: BLE001 - the script raises it, from its thread
                     self.fail(error)
 
 
