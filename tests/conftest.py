@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from holdfast.runtime.node import fork_server
 from holdfast.testing.local_run import LocalRun
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -57,6 +58,19 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
         return known[steps]
 
     return digest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Let the agents of all tests fork their workers, since importing torch is most of a start.
+
+    The server imports it when the first worker is asked for. A test of the ordinary start removes
+    HOLDFAST_FORK_SERVER from its environment.
+    """
+    path = tmp_path_factory.mktemp("fork") / "server"
+    with pytest.MonkeyPatch.context() as patch, fork_server.started(path):
+        patch.setenv(fork_server.VARIABLE, str(path))
+        yield
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

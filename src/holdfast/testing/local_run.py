@@ -137,19 +137,15 @@ class LocalRun:
         return []
 
     def leftovers(self) -> list[int]:
-        """Find live processes of this run: they name its directory in environment or arguments."""
-        mark = str(self.run_dir.path.resolve()).encode()
+        """Find live processes of this run.
+
+        They name its directory in environment or arguments, or hold it, or a file in it, open.
+        """
+        mark = str(self.run_dir.path.resolve())
         found = []
         for name in filter(str.isdigit, os.listdir("/proc")):
-            if int(name) in (os.getpid(), self.pid):
-                continue
-            with contextlib.suppress(OSError):
-                text = b""
-                for part in ("environ", "cmdline"):
-                    with open(f"/proc/{name}/{part}", "rb") as file:
-                        text += file.read()
-                if mark in text:
-                    found.append(int(name))
+            if int(name) not in (os.getpid(), self.pid) and _names(Path("/proc", name), mark):
+                found.append(int(name))
         return found
 
     def log(self) -> str:
@@ -159,6 +155,19 @@ class LocalRun:
         if self._popen is None:
             raise RuntimeError("the run has not been started: use it in a with statement")
         return self._popen
+
+
+def _names(process: Path, mark: str) -> bool:
+    """Tell whether a process, a directory of /proc, names `mark`; False once it has ended."""
+    with contextlib.suppress(OSError):
+        for part in ("environ", "cmdline"):
+            if mark.encode() in (process / part).read_bytes():
+                return True
+        for descriptor in os.listdir(process / "fd"):
+            with contextlib.suppress(FileNotFoundError):
+                if os.readlink(process / "fd" / descriptor).startswith(mark):
+                    return True
+    return False
 
 
 def strike(pid: int, number: int = signal.SIGKILL) -> bool:

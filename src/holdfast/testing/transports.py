@@ -207,7 +207,8 @@ def run_contract(
     timeout_s: float = 60.0,
 ) -> list[str]:
     """Run one case in `size` processes; return complaints. `make_of(rank)` is pickled to them."""
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")  # it imports torch once
+    context.set_forkserver_preload([__name__])
     with context.Manager() as manager:
         addresses = manager.dict()
         processes = [

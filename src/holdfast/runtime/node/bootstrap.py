@@ -15,9 +15,12 @@ import runpy
 import sys
 import traceback
 from types import TracebackType
+from typing import NoReturn
 
 from holdfast.core.errors import HoldfastError
 from holdfast.health.measure.lifetime import die_with_parent
+
+MODULE = "holdfast.runtime.node.bootstrap"
 
 
 def main(argv: list[str]) -> int:
@@ -44,6 +47,14 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def environment_of_threads(threads: int) -> dict[str, str]:
+    """Return the variables that give a process so many CPU threads, whatever machine it is on.
+
+    Sums inside kernels depend on their number.
+    """
+    return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+
+
 def describe(error: BaseException) -> str:
     """Return one sentence for what the user can mend, else the traceback of the script's frames."""
     if isinstance(error, HoldfastError):
@@ -66,7 +77,7 @@ def _tell(failure_fd: int, text: str) -> None:
         os.write(failure_fd, text.encode(errors="replace")[-(12 << 10) :])
 
 
-def leave(code: int) -> None:
+def leave(code: int) -> NoReturn:
     """Run what was registered for the end, then go without tearing native threads down."""
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()

@@ -22,6 +22,8 @@ from holdfast.core.errors import WireError, assert_never
 from holdfast.core.job_spec import JobSpec
 from holdfast.core.types import Incarnation, ProcessRole, WorkerId, WorkerStatus
 from holdfast.net import secret
+from holdfast.runtime.node import bootstrap, fork_server
+from holdfast.runtime.node.fork_server import ForkedProcess
 from holdfast.runtime.rundir import RunDir
 from holdfast.wire.frames import Opener, Sealer
 from holdfast.wire.messages import Address, decode, encode
@@ -45,14 +47,13 @@ class WorkerTemplate:
         return () if self.orders_fd is None else (self.orders_fd,)
 
     def command(self, role: ProcessRole) -> list[str]:
-        """Return the command line of a process in this role."""
+        """Return the module that a process in this role runs, and its arguments."""
         match role:
             case ProcessRole.WORKER:
-                module = "holdfast.runtime.node.bootstrap"
-                arguments = (self.spec.script, *self.spec.args)
+                command = [bootstrap.MODULE, self.spec.script, *self.spec.args]
             case _:
                 assert_never(role)
-        return [sys.executable, "-m", module, *arguments]
+        return command
 
     def environment(
         self,
@@ -63,13 +64,10 @@ class WorkerTemplate:
         role: ProcessRole = ProcessRole.WORKER,
     ) -> dict[str, str]:
         """Return the environment of one process; the two descriptors lead to its agent."""
-        threads = str(self.spec.workers.threads)
         inherited = {k: v for k, v in os.environ.items() if k != secret.VARIABLE}
         return {
             **inherited,
-            # A fixed number of threads keeps sums inside kernels the same on every machine.
-            "OMP_NUM_THREADS": threads,
-            "MKL_NUM_THREADS": threads,
+            **bootstrap.environment_of_threads(self.spec.workers.threads),
             "PYTHONUNBUFFERED": "1",
             "HOLDFAST_FD": str(channel_fd),
             "HOLDFAST_FAILURE_FD": str(failure_fd),
@@ -86,6 +84,11 @@ class WorkerTemplate:
 
 OnMessage = Callable[["WorkerProcess", "WorkerStatus | Address"], None]
 OnExit = Callable[["WorkerProcess", int, str], None]
+
+
+class _Popen(subprocess.Popen[bytes]):
+    def ended_fd(self) -> int:
+        return os.pidfd_open(self.pid)
 
 
 class WorkerProcess:
@@ -105,7 +108,7 @@ class WorkerProcess:
         self.running = False
         self.killed_early = False
         self._template = template
-        self._popen: subprocess.Popen[bytes] | None = None
+        self._popen: _Popen | ForkedProcess | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._sealer = Sealer(None)
         self._pipes: list[asyncio.Task[None]] = []
@@ -118,17 +121,7 @@ class WorkerProcess:
         ours, theirs = socket.socketpair()
         failure_read, failure_write = os.pipe()
         try:
-            self._popen = subprocess.Popen(  # noqa: ASYNC220 - must not leave the main thread
-                self._template.command(self.role),
-                env=self._template.environment(
-                    self.worker, self.incarnation, theirs.fileno(), failure_write, self.role
-                ),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                pass_fds=(theirs.fileno(), failure_write, *self._template.pass_fds),
-                start_new_session=True,
-            )
+            self._popen = await self._start(theirs.fileno(), failure_write)
         except OSError:
             ours.close()
             os.close(failure_read)
@@ -149,6 +142,28 @@ class WorkerProcess:
             asyncio.ensure_future(self._listen(reader, on_message)),
             asyncio.ensure_future(self._reap(on_exit)),
         ]
+
+    async def _start(self, channel_fd: int, failure_fd: int) -> _Popen | ForkedProcess:
+        command = self._template.command(self.role)
+        environment = self._template.environment(
+            self.worker, self.incarnation, channel_fd, failure_fd, self.role
+        )
+        pass_fds = (channel_fd, failure_fd, *self._template.pass_fds)
+        if (path := os.environ.get(fork_server.VARIABLE)) and command[0] == bootstrap.MODULE:
+            forked = await asyncio.to_thread(
+                fork_server.fork, path, command[1:], environment, pass_fds
+            )
+            if forked is not None:
+                return forked
+        return _Popen(  # in the main thread, by whose end the process dies
+            [sys.executable, "-m", *command],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=pass_fds,
+            start_new_session=True,
+        )
 
     def send(self, message: object) -> None:
         if self._writer is not None and not self._writer.is_closing():
@@ -186,7 +201,7 @@ class WorkerProcess:
         popen = self._popen
         assert popen is not None
         gone = asyncio.get_running_loop().create_future()
-        descriptor = os.pidfd_open(popen.pid)
+        descriptor = popen.ended_fd()
         asyncio.get_running_loop().add_reader(descriptor, _set_once, gone)
         await gone
         asyncio.get_running_loop().remove_reader(descriptor)
