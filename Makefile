@@ -15,6 +15,7 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 SEEDS ?= 0:200
 COUNT ?= 1000000
+PYTEST_OPTIONS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -38,11 +39,12 @@ check: $(STAMP)
 	$(PYTEST) tests/test_tidy.py
 
 # Two processes: enough to halve the time, few enough that the tests' own workers are not starved.
+# PYTEST_OPTIONS=--fail-on-missing-packages fails if a test is skipped for lack of a Debian package.
 test: $(STAMP)
-	$(PYTEST) -n 2
+	$(PYTEST) -n 2 $(PYTEST_OPTIONS)
 
 test-all: $(STAMP)
-	$(PYTEST) -n 2 -m ""
+	$(PYTEST) -n 2 -m "" $(PYTEST_OPTIONS)
 
 # The same as the slow tests of tests/test_fuzz.py; COUNT=N inputs for each of the two fuzzers.
 fuzz: $(STAMP)

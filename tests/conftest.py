@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import collections
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from holdfast.runtime.node import fork_server
 from holdfast.testing.local_run import LocalRun
 
+MISSING_PACKAGE = re.compile(r"\(package ([\w.+-]+)\)")  # so reasons name Debian's packages
 SCRIPTS = Path(__file__).parent / "scripts"
 RUN_S = 100.0  # bounds a hang; a run takes a few seconds
 
@@ -33,6 +36,15 @@ def start(tmp_path: Path) -> Start:
         return LocalRun(tmp_path / f"run{count}", flags, [str(SCRIPTS / script), *args])
 
     return make
+
+
+def describe_skips(reasons: Sequence[str]) -> str:
+    """One sentence for all that was skipped: most frequent first, packages by name."""
+    counts = collections.Counter(reason.removeprefix("Skipped: ") for reason in reasons)
+    packages = sorted({m[1] for m in map(MISSING_PACKAGE.search, counts) if m is not None})
+    parts = [f"{count}: {reason}" for reason, count in counts.most_common()]
+    advice = f"; to run more of them: apt-get install {' '.join(packages)}" if packages else ""
+    return f"{sum(counts.values())} skipped ({'; '.join(parts)}){advice}"
 
 
 def finish(run: LocalRun) -> str:
@@ -74,5 +86,24 @@ def forked_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let stories be written anew: `pytest tests/test_stories.py --rewrite-stories`."""
+    """Let stories be written anew, and let what only lacks a package here fail."""
     parser.addoption("--rewrite-stories", action="store_true", dest="rewrite_stories")
+    parser.addoption("--fail-on-missing-packages", action="store_true", dest="packages_required")
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say in one line what was skipped, and which package brings it."""
+    reasons = [report.longrepr[2] for report in terminalreporter.stats.get("skipped", [])]
+    if reasons:
+        terminalreporter.write_line(describe_skips(reasons), yellow=True)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail if a test was skipped for lack of a package, where that is asked for."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or not session.config.option.packages_required:
+        return
+    reasons = [report.longrepr[2] for report in reporter.stats.get("skipped", [])]
+    if session.exitstatus == 0 and any(map(MISSING_PACKAGE.search, reasons)):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED

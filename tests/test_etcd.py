@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
-import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+import trustme
 
 from holdfast.core.errors import Refused, Unreachable, UserError
 from holdfast.runtime.coordinate.election import (
@@ -98,7 +97,7 @@ def test_a_refusal_is_told_from_an_outage(cluster: EtcdCluster) -> None:
 
 def test_etcd_behind_tls(tmp_path: Path) -> None:
     tls = make_certificate(tmp_path)
-    files = "ca={ca}&cert={ca}&key={key}".format(**tls)
+    files = "ca={ca}&cert={cert}&key={key}".format(**tls)
     with start_etcd(tmp_path, size=1, tls=tls) as cluster:
         url = cluster.url("job").replace("etcd://", "etcds://")
 
@@ -116,13 +115,11 @@ def test_etcd_behind_tls(tmp_path: Path) -> None:
 
 
 def make_certificate(path: Path) -> dict[str, str]:
-    """Files of a certificate for this machine that signs itself."""
-    if shutil.which("openssl") is None:
-        pytest.skip("there is no openssl here")
-    found = {"ca": str(path / "cert.pem"), "key": str(path / "key.pem")}
-    kind = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "9")
-    subject = ("-subj", "/CN=test", "-addext", f"subjectAltName=IP:{HOST}")
-    command = ("openssl", "req", "-x509", *kind, *subject)
-    files = ("-keyout", found["key"], "-out", found["ca"])
-    subprocess.run([*command, *files], check=True, capture_output=True, timeout=WAIT_S)
+    """Files of an authority, and of a certificate by it for this machine."""
+    authority = trustme.CA()
+    certificate = authority.issue_cert(HOST)
+    found = {name: str(path / f"{name}.pem") for name in ("ca", "cert", "key")}
+    authority.cert_pem.write_to_path(found["ca"])
+    certificate.cert_chain_pems[0].write_to_path(found["cert"])
+    certificate.private_key_pem.write_to_path(found["key"])
     return found

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -409,17 +410,52 @@ def test_no_bytes_crash_the_state_reader(data: bytes) -> None:
         return
 
 
-def test_a_damaged_skeleton_is_refused() -> None:
-    skeleton, _ = state.flatten(PLAIN, "state")
-    for position in range(len(skeleton)):
+def test_a_damaged_skeleton_is_refused_or_has_another_fingerprint() -> None:
+    skeleton, tensors = state.flatten(PLAIN, "state")
+    whole, refused = state.fingerprint(skeleton, tensors), 0
+    for bit in range(8 * len(skeleton)):
         damaged = bytearray(skeleton)
-        damaged[position] ^= 0x11
+        damaged[bit // 8] ^= 1 << bit % 8
+        assert state.fingerprint(bytes(damaged), tensors) != whole
         try:
-            for meta in state.metas(bytes(damaged)):
-                if np.prod(meta[1], dtype=float) < 1e6:
-                    state.empty(meta)
+            state.metas(bytes(damaged))
+            state.restore(bytes(damaged), tensors)
         except WireError:
-            continue
+            refused += 1
+    assert refused > 4 * len(skeleton), refused  # the rest are other values, well formed
+
+
+BROKEN_SKELETONS = {
+    "cut off": lambda whole: whole[:-1],
+    "continued": lambda whole: whole + b"\x00",
+    "nothing": lambda whole: b"",
+    "no tag": lambda whole: msgspec.msgpack.encode([]),
+    "an unknown tag": lambda whole: msgspec.msgpack.encode(["x", 1]),
+    "an unknown mapping": lambda whole: msgspec.msgpack.encode(["m", "ChainMap", []]),
+    "an unknown sequence": lambda whole: msgspec.msgpack.encode(["s", "deque", []]),
+    "not a number": lambda whole: msgspec.msgpack.encode(["i", "seven"]),
+    "not a dtype": lambda whole: msgspec.msgpack.encode(["d", "nn"]),
+    "a key that cannot be one": lambda whole: msgspec.msgpack.encode(
+        ["m", "dict", [[["s", "list", []], ["v", 1]]]]
+    ),
+    "fewer tensors than there are": lambda whole: msgspec.msgpack.encode(["v", None]),
+    "more tensors than there are": lambda whole: msgspec.msgpack.encode(
+        ["s", "list", [["t", "float32", [1]]] * 99]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_SKELETONS)
+def test_a_broken_skeleton_is_refused(name: str) -> None:
+    skeleton, tensors = state.flatten(PLAIN, "state")
+    with pytest.raises(WireError, match="skeleton"):
+        state.restore(BROKEN_SKELETONS[name](skeleton), tensors)
+
+
+@pytest.mark.parametrize("meta", [("nn", (1,)), ("float33", ()), ("float32", (2, -1))])
+def test_an_impossible_tensor_is_refused(meta: state.Meta) -> None:
+    with pytest.raises(WireError, match="impossible tensor"):
+        state.empty(meta)
 
 
 def sync_pair(donor: nn.Module, joiner: nn.Module, damage: bool) -> list[BaseException]:

@@ -31,14 +31,14 @@ class EtcdCluster:
         self.endpoints: list[Endpoint] = []
         self._path = path
         self._size = size
-        self._tls = tls  # files: "ca" (our certificate, which signs itself) and "key"
+        self._tls = tls  # files: "ca", and "cert" and "key" by it, for all members
         self._commands: list[list[str]] = []
         self._members: list[subprocess.Popen[bytes]] = []
 
     @staticmethod
     def available() -> str:
         """Tell why there can be no cluster here; empty if there can."""
-        return "" if shutil.which("etcd") else "there is no etcd (Debian's package etcd-server)"
+        return "" if shutil.which("etcd") else "`etcd` is not installed (package etcd-server)"
 
     def __enter__(self) -> EtcdCluster:
         for attempt in range(TRIES):
@@ -100,7 +100,7 @@ class EtcdCluster:
         if self._tls is None:
             return EtcdClient(endpoints, attempt_s)
         context = ssl.create_default_context(cafile=self._tls["ca"])
-        context.load_cert_chain(self._tls["ca"], self._tls["key"])
+        context.load_cert_chain(self._tls["cert"], self._tls["key"])
         return EtcdClient(endpoints, attempt_s, context)
 
     def _plan(self, path: Path) -> None:
@@ -111,8 +111,8 @@ class EtcdCluster:
         ours = [f"http{'s' if self._tls else ''}://{endpoint}" for endpoint in self.endpoints]
         tls = []
         if self._tls is not None:
-            ca, key = self._tls["ca"], self._tls["key"]
-            tls = ["--cert-file", ca, "--key-file", key, "--trusted-ca-file", ca]
+            tls = ["--cert-file", self._tls["cert"], "--key-file", self._tls["key"]]
+            tls += ["--trusted-ca-file", self._tls["ca"]]
             tls.append("--client-cert-auth")
         everyone = ",".join(f"m{i}={peer}" for i, peer in enumerate(peers))
         self._commands = [

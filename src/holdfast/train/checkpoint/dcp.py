@@ -45,9 +45,9 @@ from torch.futures import Future
 from holdfast.core.errors import Damaged, UserError
 from holdfast.store.checkpoint_reading import OneEntry, load, load_range
 from holdfast.store.checkpoints import Checkpoints
-from holdfast.store.manifest import Entry, Manifest
+from holdfast.store.manifest import Entry, Manifest, SavedPart
 from holdfast.store.open import open_storage
-from holdfast.store.saving import Item, SavedPart, Saving
+from holdfast.store.saving import Item, Saving
 from holdfast.store.storage import Storage
 from holdfast.train.checkpoint.formats import bytes_of
 

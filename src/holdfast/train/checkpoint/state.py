@@ -54,9 +54,12 @@ def metas(skeleton: bytes) -> list[Meta]:
 
 
 def restore(skeleton: bytes, tensors: list[torch.Tensor]) -> Any:
-    """Reverse `flatten`. WireError if the skeleton is malformed."""
-    supply = iter(tensors)
-    return _decode(_parse(skeleton), lambda meta: next(supply))
+    """Reverse `flatten`. WireError if the skeleton is malformed, or the tensors are not its own."""
+    supply = list(reversed(tensors))
+    found = _decode(_parse(skeleton), lambda meta: supply.pop())
+    if supply:
+        raise WireError(f"a state skeleton names {len(supply)} tensors fewer than there are")
+    return found
 
 
 def empty(meta: Meta) -> torch.Tensor:
