@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Callable
@@ -10,13 +11,16 @@ import pytest
 import torch
 
 from holdfast.core.errors import Aborted, UserError
+from holdfast.testing.memory_transport import MemoryNetwork, MemoryTransport
 from holdfast.testing.transports import (
     CONTRACT,
     GroupMember,
     MakeTransport,
     SharedRendezvous,
+    aborts,
     refuses_impostors,
     run_contract,
+    run_contract_in_threads,
 )
 from holdfast.train.environment import WorkerEnvironment, take_channel
 from holdfast.train.transport import proof, sockets
@@ -79,6 +83,53 @@ def nccl(rank: int) -> MakeTransport:
 @pytest.mark.parametrize("case", CONTRACT, ids=lambda case: case.__name__)
 def test_gloo(case: Callable[[GroupMember], None]) -> None:
     assert run_contract(case, gloo, size=3) == []
+
+
+@pytest.mark.parametrize("case", CONTRACT, ids=lambda case: case.__name__)
+def test_memory(case: Callable[[GroupMember], None]) -> None:
+    assert run_contract_in_threads(case, MemoryNetwork().transport, size=3) == []
+
+
+class Deaf(MemoryTransport):
+    """A broken transport: it does not hear that others gave the group up."""
+
+    def check(self, peer: int = -1) -> None:
+        return
+
+
+def test_the_contract_finds_a_broken_transport() -> None:
+    network = MemoryNetwork()
+    numbers = itertools.count()
+    complaints = run_contract_in_threads(
+        aborts, lambda: Deaf(network, b"%d" % next(numbers)), size=3, timeout_s=1.0
+    )
+    assert complaints
+
+
+def test_the_fake_notices_a_tensor_that_is_touched_too_early() -> None:
+    def touches(member: GroupMember) -> None:
+        transport = member.open("touched")
+        sent = [(p, member.full(1, 1000)) for p in member.peers()]
+        got = [(p, member.full(0, 1000)) for p in member.peers()]
+        pending = transport.exchange(sent, got, 1)
+        sent[0][1][3] = 2.0
+        pending.wait()
+
+    complaints = run_contract_in_threads(touches, MemoryNetwork().transport, size=2)
+    assert "was touched before the wait" in complaints[0]
+
+
+def test_the_fake_tells_who_is_unplugged() -> None:
+    def unplugged(member: GroupMember) -> None:
+        transport = member.open("unplugged")
+        assert transport.lost() == []
+        member.meet("open")
+        if member.rank == 1:
+            transport.unplug()
+        member.meet("unplugged")
+        assert transport.lost() == ([0, 2] if member.rank == 1 else [1])
+
+    assert run_contract_in_threads(unplugged, MemoryNetwork().transport, size=3) == []
 
 
 @pytest.mark.parametrize(

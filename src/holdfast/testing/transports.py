@@ -1,7 +1,7 @@
 """Holds the contract of every Transport, as functions that each member of a group runs.
 
-`run_contract` starts real processes, hands each a rendezvous, and collects what they found wrong. A
-transport must pass all of CONTRACT.
+`run_contract` starts real processes, hands each a rendezvous, and collects what they found wrong;
+`run_contract_in_threads` does so within one process. A transport must pass all of CONTRACT.
 """
 
 from __future__ import annotations
@@ -48,15 +48,20 @@ class SharedRendezvous:
         return self.addresses[f"{self.group}/{rank}"]
 
 
+def _kill_process(transport: Transport) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 @dataclass(frozen=True, slots=True)
 class GroupMember:
-    """Represents one process in a contract test."""
+    """Represents one process, or one thread, in a contract test; `die` ends it."""
 
     rank: int
     size: int
     make: MakeTransport
     addresses: MutableMapping[str, Any]
     device: str
+    die: Callable[[Transport], None] = _kill_process
 
     def open(self, group: str) -> Transport:
         transport = self.make()
@@ -164,7 +169,7 @@ def notices_death(member: GroupMember) -> None:
     transport = member.open("death")
     member.meet("death")
     if member.rank == member.size - 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+        member.die(transport)
     if member.rank > 0:  # rank 0 must notice by itself; its own abort then frees the others
         threading.Timer(2.0, transport.abort).start()
     _must_abort(lambda: _never_sent(member, transport))
@@ -225,6 +230,42 @@ def run_contract(
                 process.kill()
                 complaints.append(f"rank {rank} hangs in {case.__name__}")
         return complaints + [v for k, v in addresses.items() if k.startswith("error/")]
+
+
+class _Died(BaseException):
+    """Ends the thread of a member that dies."""
+
+
+def run_contract_in_threads(
+    case: Callable[[GroupMember], None],
+    make: MakeTransport,
+    size: int,
+    timeout_s: float = 60.0,
+) -> list[str]:
+    """Run one case in `size` threads of this process; return complaints."""
+    addresses: dict[str, Any] = {}
+
+    def die(transport: Transport) -> None:
+        transport.close()
+        raise _Died
+
+    def run(rank: int) -> None:
+        try:
+            case(GroupMember(rank, size, make, addresses, "cpu", die))
+        except _Died:
+            pass
+        except BaseException:  # noqa: BLE001 - every complaint counts
+            addresses[f"error/{rank}"] = f"rank {rank}: {traceback.format_exc()}"
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.join(max(deadline - time.monotonic(), 0))
+    hanging = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+    complaints = [f"rank {rank} hangs in {case.__name__}" for rank in hanging]
+    return complaints + [v for k, v in list(addresses.items()) if k.startswith("error/")]
 
 
 def _member(

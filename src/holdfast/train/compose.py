@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from holdfast.store.open import open_storage
 from holdfast.train.agent_link import AgentLink, SoloLink
 from holdfast.train.checkpoint.restorer import Restorer
 from holdfast.train.checkpoint.saver import Saver, say
-from holdfast.train.driver import Driver
+from holdfast.train.driver import Driver, Link
 from holdfast.train.environment import WorkerEnvironment
 from holdfast.train.ledger_recorder import LedgerRecorder
 from holdfast.train.monitor import Monitor
@@ -50,7 +50,8 @@ class Control:
     environment: WorkerEnvironment
     seed: int
     driver: Driver
-    link: AgentLink | SoloLink
+    link: AgentLink | SoloLink | Link
+    make_transport: Callable[[], Transport] | None = None  # None: gloo, or NCCL between GPUs
 
 
 def step_policy(spec: JobSpec, seed: int, *, writes: bool) -> StepPolicy:
@@ -123,7 +124,7 @@ def compose_worker(control: Control, protected: Mapping[str, Any]) -> ScriptThre
 
     exchange = Exchange(
         me=Peer(me.worker),
-        make_transport=make_transport,
+        make_transport=control.make_transport or make_transport,
         whole_print=whole_print,
         backs_up=backs_up,
     )

@@ -1,0 +1,224 @@
+"""A whole job in threads of one process: real machines, drivers, engines; transport in memory.
+
+The test's own thread is the control plane: a coordinator and one agent, in real time. Each worker
+is a thread that runs a script with a Job of its own. Workers die where the script or the transport
+says so: their connections end, and nothing of them is heard any more.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from holdfast.core.job_spec import JobSpec
+from holdfast.core.membership import agent as ag
+from holdfast.core.membership import coordinator as co
+from holdfast.core.membership import coordinator_events as ce
+from holdfast.core.step import events as ev
+from holdfast.core.step.worker import WorkerMachine
+from holdfast.core.types import AgentId, Incarnation, Peer, Tick, WorkerId, WorkerStatus
+from holdfast.testing.memory_transport import MemoryNetwork, MemoryTransport
+from holdfast.train.compose import Control, step_policy
+from holdfast.train.driver import Driver
+from holdfast.train.environment import WorkerEnvironment
+from holdfast.train.job import Job
+from holdfast.train.monitor import Monitor
+from holdfast.train.transport.seam import Message, Pending
+
+HANG_S = 60.0
+LOOK_S = 0.01  # between two looks at the clock
+BEAT_S = 0.2
+NODE = AgentId("node0")
+
+
+class Killed(BaseException):
+    """Ends the threads of a worker that died."""
+
+
+class MortalTransport(MemoryTransport):
+    """Lets its worker die as it starts an exchange."""
+
+    def __init__(self, network: MemoryNetwork, address: bytes, worker: ThreadWorker) -> None:
+        super().__init__(network, address)
+        self._worker = worker
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Pending:
+        self._worker.cluster.at_exchange(self._worker, tag)
+        return super().exchange(sends, receives, tag)
+
+
+class ThreadWorker:
+    """One worker: its driver, its script's thread, and the connection to the control plane."""
+
+    def __init__(
+        self, cluster: ThreadCluster, worker: WorkerId, incarnation: Incarnation, spec: JobSpec
+    ) -> None:
+        self.cluster = cluster
+        self.worker = worker
+        self.incarnation = incarnation
+        self.alive = True
+        self.exchanges = 0
+        self.transports: list[MortalTransport] = []
+        machine = WorkerMachine(worker, incarnation, step_policy(spec, 0, writes=False))
+        self.driver = Driver(machine, self, Monitor())
+        environment = WorkerEnvironment(spec=spec, worker=worker, incarnation=incarnation)
+        self.control = Control(
+            environment=environment,
+            seed=0,
+            driver=self.driver,
+            link=self,
+            make_transport=self.transport,
+        )
+
+    def transport(self) -> MortalTransport:
+        number = b"%d.%d.%d" % (self.worker, self.incarnation, len(self.transports))
+        self.transports.append(MortalTransport(self.cluster.network, number, self))
+        return self.transports[-1]
+
+    def tell(self, status: WorkerStatus) -> None:
+        if self.alive:
+            self.cluster.later(self.cluster.tell_agent, ag.WorkerSaid(status))
+
+    def publish(self, view: int, address: bytes) -> None:
+        if self.alive:
+            self.cluster.later(self.cluster.note_address, view, Peer(self.worker), address)
+
+    def die(self) -> None:
+        """End it as SIGKILL does; a thread of its own that calls this must raise Killed."""
+        if self.alive:
+            self.alive = False
+            for transport in self.transports:
+                transport.close()
+            self.driver.fail(Killed())
+            end = ag.ProcessExited(self.worker, self.incarnation, -9, "killed")
+            self.cluster.later(self.cluster.tell_agent, end)
+
+    def run(self, script: Callable[[Job, ThreadWorker], None]) -> None:
+        torch.set_num_threads(1)  # a number of the calling thread; sums in kernels depend on it
+        try:
+            script(Job(self.control), self)
+            end = ag.ProcessExited(self.worker, self.incarnation, 0)
+        except Killed:
+            self.die()
+            return
+        except BaseException as error:  # noqa: BLE001 - as the bootstrap tells it
+            self.cluster.errors.append(error)
+            end = ag.ProcessExited(self.worker, self.incarnation, 1, repr(error))
+        if self.alive:
+            self.alive = False
+            self.cluster.later(self.cluster.tell_agent, end)
+
+
+class ThreadCluster:
+    """See the module's docstring. `kill_at`: worker and number of its exchange at which it dies."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        script: Callable[[Job, ThreadWorker], None],
+        kill_at: dict[WorkerId, int] | None = None,
+    ) -> None:
+        self.network = MemoryNetwork()
+        self.workers: dict[WorkerId, ThreadWorker] = {}  # the newest of each
+        self.errors: list[BaseException] = []
+        self.views: list[str] = []  # what the coordinator said of each
+        self._spec = spec
+        self._script = script
+        self._kill_at = dict(kill_at or {})
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._addresses: dict[int, dict[Peer, bytes]] = {}
+        self._outcome: str | None = None
+        now = time.monotonic()
+        self._coordinator = co.CoordinatorMachine(spec.policy(), 1, None, now, 0)
+        policy = ag.AgentPolicy(heartbeat_s=BEAT_S, lease=spec.lease())
+        self._agent = ag.AgentMachine(NODE, Incarnation(1), spec.workers.nproc, policy, 1)
+
+    def run(self) -> str:
+        """Run the job; returns its outcome, empty for success."""
+        deadline = time.monotonic() + HANG_S
+        beat_at = 0.0
+        self.tell_coordinator(Tick())
+        self.tell_agent(ag.CoordinatorReached())
+        while self._outcome is None:
+            now = time.monotonic()
+            assert now < deadline, f"hangs: {[w.driver.status() for w in self.workers.values()]}"
+            live = [w for w in self.workers.values() if w.alive]
+            for worker in live:
+                worker.driver.tick()
+                if now >= beat_at:
+                    self.tell_agent(ag.WorkerSaid(worker.driver.status()))
+            beat_at = now + BEAT_S if now >= beat_at else beat_at
+            for machine, tell in (
+                (self._coordinator, self.tell_coordinator),
+                (self._agent, self.tell_agent),
+            ):
+                if (due := machine.deadline()) is not None and due <= now:
+                    tell(Tick())
+            try:
+                self._calls.get(timeout=LOOK_S)()
+            except queue.Empty:
+                continue
+        return self._outcome
+
+    def later(self, action: Callable[..., None], *arguments: object) -> None:
+        """Have the control plane's thread do something."""
+        self._calls.put(lambda: action(*arguments))
+
+    def at_exchange(self, worker: ThreadWorker, tag: int) -> None:
+        """Count an exchange; the worker dies if its time has come."""
+        worker.exchanges += 1
+        if worker.incarnation == 1 and self._kill_at.get(worker.worker) == worker.exchanges:
+            worker.die()
+        if not worker.alive:
+            raise Killed
+
+    # ------------------------------------------------------------ the control plane
+
+    def tell_coordinator(self, event: ce.CoordinatorEvent) -> None:
+        for effect in self._coordinator.handle(event, time.monotonic()):
+            match effect:
+                case ce.SendDirective(directive):
+                    self.later(self.tell_agent, ag.DirectiveArrived(directive))
+                case ce.Announce(kind, text):
+                    if kind == "view":
+                        self.views.append(text)
+                case ce.Finish(outcome):
+                    self._outcome = outcome
+
+    def tell_agent(self, event: ag.AgentEvent) -> None:
+        for effect in self._agent.handle(event, time.monotonic()):
+            match effect:
+                case ag.SendReport(report):
+                    self.later(self.tell_coordinator, ce.ReportArrived(report))
+                case ag.SendWorker(worker, incarnation, directive):
+                    process = self.workers[worker]
+                    if process.incarnation == incarnation and process.alive:
+                        process.driver.post(ev.Directed(directive))
+                case ag.Spawn(worker, incarnation):
+                    self._spawn(worker, incarnation)
+                case ag.Kill(worker, incarnation):
+                    if self.workers[worker].incarnation == incarnation:
+                        self.workers[worker].die()
+                case _:
+                    pass  # nothing is paused here, and the agent's end is the job's
+
+    def _spawn(self, worker: WorkerId, incarnation: Incarnation) -> None:
+        process = self.workers[worker] = ThreadWorker(self, worker, incarnation, self._spec)
+        threading.Thread(target=process.run, args=(self._script,), daemon=True).start()
+        self.later(self.tell_agent, ag.Spawned(worker, incarnation, 1000 + worker))
+
+    def note_address(self, number: int, peer: Peer, address: bytes) -> None:
+        view = self._coordinator.view
+        if view is None or view.number != number:
+            return
+        book = self._addresses.setdefault(number, {})
+        book[peer] = address
+        if all(each in book for each in view.peers):
+            for member in view.members:
+                process = self.workers[member.worker]
+                if process.alive:
+                    process.driver.learn_addresses(number, book)
