@@ -59,9 +59,10 @@ def fails(run: LocalRun) -> str:
         (["agent", "--join", "host:²"], ["--join", "host:²", "HOST:PORT"]),
         (["agent", "--join", "etcd://here"], ["--election", "etcd://here"]),
         (["agent", "--join", "127.0.0.1:1", "--tls", "nowhere"], ["nowhere/tls.crt"]),
-        (["drain", "node1", "--run-dir", "nowhere"], ["nowhere"]),
-        (["status", "--run-dir", "nowhere"], ["nowhere", "run"]),
-        (["ledger", "verify", "nowhere"], ["nowhere"]),
+        (["drain", "node1", "--run-dir", "nowhere"], ["no run directory nowhere"]),
+        (["status", "--run-dir", "nowhere"], ["no run directory nowhere", "holdfast run"]),
+        (["resume", "nowhere"], ["no run directory", "nowhere"]),
+        (["ledger", "verify", "nowhere"], ["no run directory nowhere"]),
         (["dance"], ["dance", "run"]),
     ],
 )

@@ -57,6 +57,27 @@ def run(capsys: pytest.CaptureFixture[str], *args: str, code: int = 0) -> str:
     return found.out + found.err
 
 
+@pytest.mark.parametrize(
+    "command", [["list"], ["list", "--json"], ["show"], ["verify"], ["repair"], ["gc"]]
+)
+def test_a_folder_that_does_not_exist_is_named(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, *options = command
+    where = str(tmp_path / "nowhere")
+    assert "no such folder" in (said := run(capsys, name, where, *options, code=2))
+    assert where in said
+    coded = f"ec:1+1:{where}/a,{where}/b"
+    assert "none of these folders" in run(capsys, name, coded, *options, code=2)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_empty_folder_has_no_checkpoints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "no checkpoints" in run(capsys, "list", str(tmp_path))
+
+
 def flip(path: Path, at: int = 100) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 1

@@ -19,7 +19,7 @@ from holdfast.core.errors import Damaged, UserError, WorldError
 from holdfast.store.checkpoint_reading import Bad
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.manifest import DIGEST_BYTES, Entry, Manifest
-from holdfast.store.open import FORM, open_storage
+from holdfast.store.open import FORM, check_exists, open_storage
 from holdfast.store.retention import Retention
 from holdfast.store.scrub import Pacer
 from holdfast.store.volumes import VolumeStorage
@@ -105,7 +105,11 @@ def _step(text: str) -> int:
 
 
 def _open(options: argparse.Namespace) -> Checkpoints:
-    return Checkpoints(open_storage(options.store, _warn), _warn)
+    """Open the store, which must be there unless something is imported into it. UserError."""
+    storage = open_storage(options.store, _warn)
+    if options.command is not import_file:
+        check_exists(options.store)
+    return Checkpoints(storage, _warn)
 
 
 def _warn(line: str) -> None:

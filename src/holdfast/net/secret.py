@@ -84,6 +84,8 @@ def _unfit(found: os.stat_result) -> str:
 
 def read_run_dir(path: Path) -> bytes:
     """Read the secret that `holdfast run` made in its directory. UserError."""
+    if not path.is_dir():
+        raise UserError(f"there is no run directory {path}: `holdfast run` prints its own at start")
     try:
         text = (path / "secret").read_text(encoding="ascii")
     except (OSError, ValueError) as error:

@@ -256,6 +256,10 @@ def verify(run_dir: str | os.PathLike[str], plan_of: PlanOf) -> LedgerReport:
     """
     directory = Path(run_dir) / LEDGER_DIR
     paths = sorted(directory.glob("*.jsonl"))
+    if not os.path.isdir(run_dir):
+        raise UserError(
+            f"there is no run directory {run_dir}: `holdfast run` prints its own at start"
+        )
     if not paths:
         raise UserError(f"{directory} has no *.jsonl files: name the directory of a run")
     audit = _Audit(plan_of, _doubts(paths))

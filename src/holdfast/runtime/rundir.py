@@ -119,7 +119,10 @@ class RunDir:
         path = self.path / name
         try:
             return path.read_bytes()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
+            if not self.path.is_dir():
+                hint = "`holdfast run` prints its own at start"
+                raise UserError(f"there is no run directory {self.path}: {hint}") from None
             raise UserError(f"{path} does not exist: is {self.path} a run directory?") from None
         except OSError as error:
             raise UserError(f"{path} cannot be read: {error}") from None

@@ -35,10 +35,25 @@ def open_storage(text: str, say: Callable[[str], None] = lambda line: None) -> S
 def absolute_store(text: str) -> str:
     """Make the folders in a storage's name absolute; URLs stay as they are."""
     coded = _CODED.fullmatch(text)
-    places = coded[3].split(",") if coded is not None else [text]
-    absolute = [place if "://" in place else os.path.abspath(place) for place in places]
+    absolute = [place if "://" in place else os.path.abspath(place) for place in _places(text)]
     head = f"ec:{coded[1]}+{coded[2]}:" if coded is not None else ""
     return head + ",".join(absolute)
+
+
+def check_exists(text: str) -> None:
+    """Raise UserError if a storage that is only to be read is in folders of which none exists.
+
+    One that has lost some of its volumes exists, and so does every bucket that can be opened.
+    """
+    places = _places(text)
+    if not any("://" in place or os.path.isdir(place) for place in places):
+        which = "no such folder" if len(places) == 1 else "none of these folders"
+        raise UserError(f"there is {which}: {', '.join(places)}; give the --store of the run")
+
+
+def _places(text: str) -> list[str]:
+    coded = _CODED.fullmatch(text)
+    return coded[3].split(",") if coded is not None else [text]
 
 
 def _open_one(place: str) -> Storage:
