@@ -14,12 +14,14 @@ import pytest
 import trustme
 
 from conftest import RUN_S, finish
+from holdfast.core.errors import HoldfastError
 from holdfast.testing.local_run import LocalRun, strike
 
 HOST = "127.0.0.1"
 HOLDFAST = (sys.executable, "-m", "holdfast.cli.main")
 SCRIPT = Path(__file__).parent / "scripts" / "trainer.py"
 STEPS = 60
+HELD = 3  # after this step the job waits until it is let go
 
 
 @pytest.fixture(scope="module")
@@ -62,12 +64,29 @@ def node(run: LocalRun, name: str) -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.fixture
 def run(tmp_path: Path, certificates: Path) -> Iterator[LocalRun]:
-    """A job that begins with two nodes, and waits before its end until a node was drained."""
+    """A job that begins with two nodes, and is held early on until `let_go`."""
     options = ["--nproc", "1", "--virtual", "4", "--nodes-min", "2"]
-    words = [str(SCRIPT), "--steps", str(STEPS), "--task-s", "0.02"]
+    words = [str(SCRIPT), "--steps", str(STEPS), "--hold", str(HELD), str(tmp_path / "go")]
     with LocalRun(tmp_path / "run", options, words, tls=certificates) as made:
         made.until(made.run_dir.coordinator.exists, RUN_S, "the coordinator listens")
         yield made
+
+
+def let_go(run: LocalRun) -> None:
+    (run.run_dir.path.parent / "go").touch()
+
+
+def drain(run: LocalRun, name: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """Drain a node of a held job, which is let go once the order is known."""
+    with ThreadPoolExecutor() as pool:
+        drained = pool.submit(holdfast, run, "drain", name, *options)
+        run.until(lambda: draining(run, name) or drained.done(), RUN_S, "the order")
+        let_go(run)
+        return drained.result(RUN_S)
+
+
+def draining(run: LocalRun, name: str) -> bool:
+    return any(a["draining"] for a in run.status()["agents"] if a["id"] == name)
 
 
 def test_a_drained_node_leaves_and_the_job_goes_on(
@@ -79,7 +98,7 @@ def test_a_drained_node_leaves_and_the_job_goes_on(
         assert unknown.returncode == 2
         assert "no node 'fra'" in unknown.stderr
         assert "far, node0" in unknown.stderr
-        drained = holdfast(run, "drain", "far", "--reason", "a new fan")
+        drained = drain(run, "far", "--reason", "a new fan")
         assert drained.returncode == 0, drained.stderr
         assert members(run) == {"node0": 1} or not run.running()
         assert far.wait(RUN_S) == 0
@@ -94,7 +113,7 @@ def test_the_first_node_can_be_drained_while_its_coordinator_stays(
 ) -> None:
     with node(run, "far") as far:
         run.until_members(2)
-        drained = holdfast(run, "drain", "node0")
+        drained = drain(run, "node0")
         assert drained.returncode == 0, drained.stderr
         assert far.wait(RUN_S) == 0
         assert finish(run) == ""  # the leader prints, and it is on the other node
@@ -107,16 +126,25 @@ def test_a_drain_outlasts_the_coordinator_and_ends_with_the_job(
     tmp_path: Path, certificates: Path, reference: Callable[[int], str]
 ) -> None:
     """Nobody can take the only node's work, so the order waits for as long as the job lasts."""
-    words = [str(SCRIPT), "--steps", str(STEPS), "--task-s", "0.03"]
+    words = [str(SCRIPT), "--steps", str(STEPS), "--hold", str(HELD), str(tmp_path / "go")]
     options = ["--nproc", "1", "--virtual", "4"]
     with LocalRun(tmp_path / "run", options, words, tls=certificates) as run:
         run.until_members(1)
         with ThreadPoolExecutor() as pool:
             drained = pool.submit(holdfast, run, "drain", "node0")
-            run.until(lambda: run.status()["agents"][0]["draining"], RUN_S, "the order")
-            strike(run.status()["coordinator"]["pid"])
+            run.until(lambda: draining(run, "node0"), RUN_S, "the order")
+            old = run.status()["coordinator"]["pid"]
+            strike(old)
+            run.until(lambda: another(run, old), RUN_S, "another coordinator")
+            let_go(run)
             assert drained.result(RUN_S).returncode == 0, drained.result().stderr
         assert finish(run) == reference(STEPS)
+
+
+def another(run: LocalRun, old: int) -> bool:
+    with contextlib.suppress(HoldfastError):
+        return bool(run.status()["coordinator"]["pid"] != old)
+    return False
 
 
 def members(run: LocalRun) -> dict[str, Any]:

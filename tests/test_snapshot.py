@@ -83,7 +83,7 @@ def test_shares_are_the_state_again_in_the_order_of_the_ranks(
             )
             at = (each.tensor, each.stop) if each.stop < rows[each.tensor] else (each.tensor + 1, 0)
         widest = max((t.nbytes // max(rows[i], 1) for i, t in enumerate(tensors)), default=0)
-        assert abs(saved - share) <= widest
+        assert abs(saved - share) < widest + size  # a row, and what rounding leaves to the last
     assert at == (len(tensors), 0)
 
 

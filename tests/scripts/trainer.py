@@ -3,8 +3,8 @@
 --fault SIGNAL:POINT:STEP:WORKERS strikes the first incarnations of those workers with a real signal
 when they reach that point of that step (several: repeat it). --rejoin STEP waits after that step
 until a lost worker is ready to come back, so that short runs see joins; --until-members STEP COUNT
-waits after that step until there are, or are about to be, so many members. The last line printed is
-the SHA-256 of everything protected.
+waits after that step until there are, or are about to be, so many members; --hold STEP FILE until
+there is that file. The last line printed is the SHA-256 of everything protected.
 """
 
 from __future__ import annotations
@@ -125,6 +125,7 @@ def main() -> None:
     parser.add_argument("--fault", action="append", default=[])
     parser.add_argument("--rejoin", type=int, action="append", default=[])
     parser.add_argument("--until-members", nargs=2, type=int, default=(-1, 0))
+    parser.add_argument("--hold", nargs=2, default=("-1", ""))
     parser.add_argument("--loaders", type=int, default=0)
     parser.add_argument("--all", action="store_true", help="every worker prints its digest")
     options = parser.parse_args()
@@ -154,6 +155,8 @@ def main() -> None:
         schedule.step()
         optimizer.zero_grad()
         faults.at("stepped")
+        while step.index == int(options.hold[0]) and not os.path.exists(options.hold[1]):
+            time.sleep(0.005)
         if step.index == options.until_members[0]:
             while len(job._driver.view.members) < options.until_members[1]:
                 if job._driver.pending:

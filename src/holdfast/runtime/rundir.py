@@ -139,7 +139,11 @@ def unwritable(path: Path, error: OSError) -> UserError:
 
 
 def write_json(path: Path, value: object) -> None:
-    _replace(path, json.dumps(value, indent=2).encode() + b"\n")
+    """Write a file of the run directory, whole or not at all. UserError where that fails."""
+    try:
+        _replace(path, json.dumps(value, indent=2).encode() + b"\n")
+    except OSError as error:
+        raise unwritable(path.parent, error) from None
 
 
 def _replace(path: Path, data: bytes) -> None:
