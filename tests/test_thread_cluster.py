@@ -25,18 +25,20 @@ def spec(workers: int) -> JobSpec:
     return with_settings(SPEC, settings)
 
 
-def build() -> nn.Module:
+def build(width: int) -> nn.Module:
     """A model that does not depend on torch's own generator, which belongs to all threads."""
-    model = nn.Sequential(nn.Linear(6, 40), nn.BatchNorm1d(40), nn.Tanh(), nn.Linear(40, 2))
+    model = nn.Sequential(
+        nn.Linear(6, width), nn.BatchNorm1d(width), nn.Tanh(), nn.Linear(width, 2)
+    )
     generator = torch.Generator().manual_seed(3)
     for parameter in model.parameters():
         nn.init.normal_(parameter, generator=generator)
     return model
 
 
-def train(job: Job, dies: Callable[[int], None] = lambda step: None) -> str:
+def train(job: Job, dies: Callable[[int], None], width: int) -> str:
     """Train a small model; returns the digest of all that is protected."""
-    model = build()
+    model = build(width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     job.protect(model=model, optimizer=optimizer)
     inputs = torch.randn(70, 6, generator=torch.Generator().manual_seed(5))
@@ -62,10 +64,12 @@ class Run:
         workers: int,
         kill_at: dict[int, int] | None = None,
         dies: tuple[int, int] = (-1, -1),
+        wide: int = -1,
     ) -> None:
         self.digests: dict[WorkerId, str] = {}
         at = {WorkerId(worker): number for worker, number in (kill_at or {}).items()}
         self._dies = dies  # worker and step: between the commit and the optimizer's step
+        self._wide = wide  # the worker with another model
         self.cluster = ThreadCluster(spec(workers), self._script, at)
         self.outcome = self.cluster.run()
 
@@ -74,7 +78,7 @@ class Run:
             if me.incarnation == 1 and (me.worker, step) == self._dies:
                 raise Killed
 
-        self.digests[me.worker] = train(job, dies)
+        self.digests[me.worker] = train(job, dies, 41 if me.worker == self._wide else 40)
 
     @property
     def counts(self) -> list[int]:
@@ -113,3 +117,10 @@ def test_two_deaths_in_one_exchange_change_nothing(expected: str) -> None:
     run = Run(4, {1: 17, 2: 17})
     assert (run.outcome, run.cluster.errors) == ("", [])
     assert set(run.digests.values()) == {expected}
+
+
+@pytest.mark.parametrize("attempt", range(5))
+def test_a_worker_with_another_model_says_so_before_it_is_missed(attempt: int) -> None:
+    run = Run(2, wide=1)
+    assert "StateMismatch" in run.outcome
+    assert len(run.cluster.views) == 1

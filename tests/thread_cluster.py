@@ -30,6 +30,7 @@ from holdfast.train.monitor import Monitor
 from holdfast.train.transport.seam import Message, Pending
 
 HANG_S = 60.0
+ROUNDS_TO_FAIL = 20  # of the control plane: a process that fails takes a while to say so
 LOOK_S = 0.01  # between two looks at the clock
 BEAT_S = 0.2
 NODE = AgentId("node0")
@@ -90,26 +91,29 @@ class ThreadWorker:
     def die(self) -> None:
         """End it as SIGKILL does; a thread of its own that calls this must raise Killed."""
         if self.alive:
-            self.alive = False
-            for transport in self.transports:
-                transport.close()
             self.driver.fail(Killed())
-            end = ag.ProcessExited(self.worker, self.incarnation, -9, "killed")
-            self.cluster.later(self.cluster.tell_agent, end)
+            self._end(-9, "killed")
 
     def run(self, script: Callable[[Job, ThreadWorker], None]) -> None:
         torch.set_num_threads(1)  # a number of the calling thread; sums in kernels depend on it
         try:
             script(Job(self.control), self)
-            end = ag.ProcessExited(self.worker, self.incarnation, 0)
         except Killed:
             self.die()
-            return
         except BaseException as error:  # noqa: BLE001 - as the bootstrap tells it
             self.cluster.errors.append(error)
-            end = ag.ProcessExited(self.worker, self.incarnation, 1, repr(error))
+            self.cluster.pass_rounds(ROUNDS_TO_FAIL)
+            self._end(1, repr(error))
+        else:
+            self._end(0)
+
+    def _end(self, code: int, detail: str = "") -> None:
+        """End its process: whatever happened before is heard before its end, or never."""
         if self.alive:
             self.alive = False
+            for transport in self.transports:
+                transport.close()
+            end = ag.ProcessExited(self.worker, self.incarnation, code, detail)
             self.cluster.later(self.cluster.tell_agent, end)
 
 
@@ -132,6 +136,8 @@ class ThreadCluster:
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._addresses: dict[int, dict[Peer, bytes]] = {}
         self._outcome: str | None = None
+        self._rounds = 0
+        self._round = threading.Condition()
         now = time.monotonic()
         self._coordinator = co.CoordinatorMachine(spec.policy(), 1, None, now, 0)
         policy = ag.AgentPolicy(heartbeat_s=BEAT_S, lease=spec.lease())
@@ -145,6 +151,9 @@ class ThreadCluster:
         self.tell_agent(ag.CoordinatorReached())
         while self._outcome is None:
             now = time.monotonic()
+            with self._round:
+                self._rounds += 1
+                self._round.notify_all()
             assert now < deadline, f"hangs: {[w.driver.status() for w in self.workers.values()]}"
             live = [w for w in self.workers.values() if w.alive]
             for worker in live:
@@ -167,6 +176,12 @@ class ThreadCluster:
     def later(self, action: Callable[..., None], *arguments: object) -> None:
         """Have the control plane's thread do something."""
         self._calls.put(lambda: action(*arguments))
+
+    def pass_rounds(self, count: int) -> None:
+        """Wait while the control plane goes on."""
+        with self._round:
+            until = self._rounds + count
+            self._round.wait_for(lambda: self._rounds >= until, HANG_S)
 
     def at_exchange(self, worker: ThreadWorker, tag: int) -> None:
         """Count an exchange; the worker dies if its time has come."""

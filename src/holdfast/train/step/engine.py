@@ -95,7 +95,8 @@ class Engine(threading.Thread):
                 self._leave()
                 self._driver.post(ev.GroupBroken(view, str(error)))
             except BaseException as error:  # noqa: BLE001 - the script's thread raises it
-                self._leave()
+                # The group stays open until the process has ended, having said why: others that
+                # miss it sooner would have it replaced for what it holds, again and again.
                 self._driver.fail(error)
                 return
 
