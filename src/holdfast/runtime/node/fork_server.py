@@ -26,6 +26,7 @@ import socket
 import struct
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -40,6 +41,7 @@ DESCRIPTORS_MAX = 16
 REQUEST_BYTES_MAX = 4 << 20
 NUMBER = struct.Struct("!q")
 CLONE_NEWNET = 0x40000000
+REQUEST_S = 10.0  # for a request to arrive whole
 FREE_FD = 200  # descriptors are moved above it before they are put in their places
 # What Python, torch and the libraries under it read only once, as they are loaded.
 READ_AT_IMPORT = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONPATH", "PYTHONHASHSEED")
@@ -78,6 +80,10 @@ class ForkedProcess:
                 self._code = -signal.SIGKILL
             self._connection.close()
         return self._code
+
+    def give_up(self) -> None:
+        """Have the process killed, and do not wait for it."""
+        self._connection.close()
 
 
 def fork(
@@ -172,22 +178,25 @@ class _Server:
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
+        connection.settimeout(REQUEST_S)
         descriptors: list[int] = []
         try:
             request = _read_request(connection, descriptors)
             differing = _differing(self._environment, request["environment"])
             pid = 0 if differing else self._fork(request, descriptors)
-            connection.sendall(NUMBER.pack(pid))
-        except (OSError, ValueError, KeyError):  # the agent went, or this is no agent
-            pid = 0
+        except (OSError, ValueError, KeyError, TypeError, struct.error):  # no agent, or it went
+            connection.close()
+            return
         finally:
             for each in descriptors:
                 os.close(each)
+        if pid != 0:
+            self._children[pid] = connection
+            self._selector.register(connection, selectors.EVENT_READ, pid)
+        with contextlib.suppress(OSError):  # an agent that went is noticed by the selector
+            connection.sendall(NUMBER.pack(pid))
         if pid == 0:
             connection.close()
-            return
-        self._children[pid] = connection
-        self._selector.register(connection, selectors.EVENT_READ, pid)
 
     def _fork(self, request: dict[str, Any], descriptors: Sequence[int]) -> int:
         if not self._loaded:
@@ -201,8 +210,10 @@ class _Server:
                 for each in (self._listener, *self._children.values()):
                     each.close()
                 _become(request, descriptors, server)
+            except BaseException:  # noqa: BLE001 - this process must not go on as a server
+                traceback.print_exc()
             finally:
-                os._exit(1)  # `_become` does not return
+                os._exit(1)
         return pid
 
     def _reap(self) -> None:

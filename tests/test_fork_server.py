@@ -1,0 +1,123 @@
+"""The fork server: its processes are as if the agent had started them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from holdfast.runtime.node import bootstrap, fork_server
+from holdfast.runtime.node.fork_server import NUMBER, ForkedProcess
+from support import until
+
+TELLS = """
+import json, os, sys
+os.write(int(os.environ["SAY_FD"]), json.dumps({
+    "argv": sys.argv, "path": sys.path[0], "cwd": os.getcwd(), "name": __name__,
+    "session": os.getsid(0) == os.getpid(), "stdin": sys.stdin.read(),
+    "torch": "torch" in sys.modules,
+    "variables": sorted(k for k in os.environ if k in ("MARK", "HOLDFAST_SECRET", "PATH")),
+}).encode())
+print("out"); print("err", file=sys.stderr)
+"""
+WAITS = "import signal, sys; print('up', flush=True); signal.pause()"
+
+
+class Site:
+    """Starts scripts by the server of this session."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.failure_read, self.failure_write = os.pipe()
+        self.say_read, self.say_write = os.pipe()
+        self.channel, self.other = socket.socketpair()
+
+    def fork(self, text: str, *args: str, **variables: str) -> ForkedProcess | None:
+        script = self.path / "script.py"
+        script.write_text(text)
+        environment = {
+            **os.environ,
+            **bootstrap.environment_of_threads(1),
+            "HOLDFAST_RUN_DIR": str(self.path),
+            "HOLDFAST_FD": str(self.channel.fileno()),
+            "HOLDFAST_FAILURE_FD": str(self.failure_write),
+            "SAY_FD": str(self.say_write),
+            **variables,
+        }
+        fds = (self.channel.fileno(), self.failure_write, self.say_write)
+        server = os.environ[fork_server.VARIABLE]
+        return fork_server.fork(server, [str(script), *args], environment, fds)
+
+    def start(self, text: str, *args: str, **variables: str) -> ForkedProcess:
+        process = self.fork(text, *args, **variables)
+        assert process is not None
+        return process
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path)
+
+
+def test_a_forked_process_is_as_if_started(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(site.path)
+    process = site.start(TELLS, "--steps", "3", MARK="1")
+    assert process.wait() == 0
+    assert process.stdout.read() == b"out\n"
+    assert process.stderr.read() == b"err\n"
+    assert json.loads(os.read(site.say_read, 4096)) == {
+        "argv": [str(site.path / "script.py"), "--steps", "3"],
+        "path": str(site.path),
+        "cwd": str(site.path),
+        "name": "__main__",
+        "session": True,
+        "stdin": "",
+        "torch": True,
+        "variables": ["MARK", "PATH"],
+    }
+
+
+def test_an_exception_is_told_and_the_exit_status_passed_on(site: Site) -> None:
+    assert site.start("raise ValueError('no such thing')").wait() == 1
+    told = os.read(site.failure_read, 4096).decode()
+    assert told.startswith("Traceback")
+    assert told.endswith("ValueError: no such thing")
+    assert "fork_server" not in told
+    assert site.start("import sys; sys.exit(7)").wait() == 7
+
+
+def test_a_killed_process_is_told_by_its_signal(site: Site) -> None:
+    process = site.start(WAITS)
+    assert process.stdout.readline() == b"up\n"
+    os.killpg(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert process.wait() == -signal.SIGKILL
+
+
+def test_processes_end_with_the_agent(site: Site) -> None:
+    process = site.start(WAITS)
+    assert process.stdout.readline() == b"up\n"
+    process.give_up()  # as the kernel does for an agent that dies
+    until(lambda: not Path(f"/proc/{process.pid}").exists(), "the process has ended")
+
+
+def test_what_is_read_only_at_import_cannot_differ(site: Site) -> None:
+    assert site.fork(WAITS, OMP_NUM_THREADS="3") is None
+    assert site.fork(WAITS, CUDA_VISIBLE_DEVICES="1") is None
+
+
+def test_without_a_server_there_is_no_process(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(fork_server.VARIABLE, str(site.path / "nowhere"))
+    assert site.fork(WAITS) is None
+
+
+@pytest.mark.parametrize("data", [b"x" * 99, NUMBER.pack(1 << 40), NUMBER.pack(2) + b"{]", b""])
+def test_strangers_do_not_disturb_the_server(data: bytes, site: Site) -> None:
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(os.environ[fork_server.VARIABLE])
+        stranger.sendall(data)
+    assert site.start("").wait() == 0
