@@ -31,6 +31,8 @@ REGRESSIONS = (
     (False, 78),  # members lost at the end of the job were started again as the same incarnation
     (False, 224),  # a coordinator that had been frozen took the silence for a job that hangs
     (False, 564),  # who had to stop while it caught up was waited for, and others replaced as hung
+    (True, 6),  # a restarted coordinator gave slots to a spare: it counted only the nodes it had heard
+    (False, 79),  # a member of a node that was given up before it was ever heard counted as alive
     (False, 377),  # a coordinator without its journal began a view while unheard members acted
 )
 

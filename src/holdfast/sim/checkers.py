@@ -32,6 +32,7 @@ from holdfast.sim.arithmetic import (
     expected_sum,
     task,
 )
+from holdfast.sim.promises import Promises
 from holdfast.sim.run_options import STORE_LOST, Options
 from holdfast.sim.seams import Actor
 from holdfast.sim.wrong_bits import Errors, Violation
@@ -56,6 +57,7 @@ class Truth:
         self.states = [INITIAL_STATE]
         self.sums: list[int] = []
         self.errors = Errors(self, options)
+        self.promises = Promises(options)
         self.views: dict[int, View] = {}
         self.newest = 0
         self.processes: dict[Key, Actor] = {}
@@ -199,6 +201,7 @@ class Truth:
             raise Violation("a deposed coordinator wrote to the journal")
         self.disk, self.forgotten = record, False
         if record.slots is not self._slots:
+            self.promises.ordered(record)
             self._slots = record.slots
             self.ordered = {int(s.worker): int(s.incarnation) for s in record.slots}
         if record.view is not None:

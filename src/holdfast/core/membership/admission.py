@@ -25,7 +25,7 @@ def admit(situation: Situation, nodes_max: int) -> tuple[tuple[AgentId, ...], li
     Returns the nodes that have to wait, and a line for each exchange.
     """
     roster = situation.roster
-    count = sum(1 for name in roster.nodes if roster.here(name))
+    count = len(roster.placed)
     waiting: list[AgentId] = []
     lines: list[str] = []
     for name, node in roster.nodes.items():
@@ -47,8 +47,7 @@ def admit(situation: Situation, nodes_max: int) -> tuple[tuple[AgentId, ...], li
 
 def _lost(situation: Situation) -> AgentId | None:
     """Find a node with slots that is silent and none of whose members may still return."""
-    silent = [n for n in situation.roster.nodes if n in situation.silent]
-    with_slots = [n for n in silent if situation.roster.here(n)]
+    with_slots = [n for n in situation.roster.placed if n in situation.silent]
     if not with_slots:
         return None
     acting = {m.agent for m in situation.members if not situation.abandoned(m)}

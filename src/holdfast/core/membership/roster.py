@@ -232,6 +232,11 @@ class Roster:
         node = self.nodes.get(name)
         return node.draining if node is not None else ""
 
+    @property
+    def placed(self) -> list[AgentId]:
+        """Return the nodes that have slots, also those that have not spoken yet."""
+        return list(self._by_node)
+
     def unheard(self) -> list[AgentId]:
         """List nodes that have slots and have not spoken yet."""
         return [name for name in self._by_node if name not in self.nodes]
@@ -258,7 +263,7 @@ class Roster:
         return slot is not None and slot.incarnation == incarnation and slot.respawn_at is None
 
     def dead(self, worker: WorkerId, incarnation: Incarnation) -> bool:
-        """Tell whether the agent has said that the process has ended."""
+        """Tell whether the agent has said that the process has ended, or its node is dismissed."""
         slot = self.slots.get(worker)
         if slot is None or slot.agent not in self.nodes:
             return slot is None
