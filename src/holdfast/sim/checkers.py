@@ -157,6 +157,7 @@ class Truth:
 
     def finished(self, outcome: str, now: float) -> None:
         """The coordinator says that the job is over."""
+        self.promises.finished(self.live.values(), now)
         if outcome == STOPPED and self._stop_at is not None:
             self.count["stopped"] += 1
             self._stopped()

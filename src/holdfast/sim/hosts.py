@@ -96,6 +96,7 @@ class CoordinatorHost:
             world.truth.forgotten = True
             world.truth.newest_lost = world.truth.newest
         forgotten = world.truth.forgotten
+        world.truth.promises.listens(world.now)
         self.machine = world.machines.coordinator(
             world.coordinator_policy,
             self.term,
@@ -137,6 +138,8 @@ class CoordinatorHost:
         if self.frozen:
             self._backlog.append(event)
             return
+        if isinstance(event, ce.ReportArrived):
+            world.truth.promises.heard(event.report, world.now)
         effects = machine.handle(event, self._clock())
         world.note(self, event, effects)
         machine.check()

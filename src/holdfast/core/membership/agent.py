@@ -460,6 +460,7 @@ class AgentMachine:
             view_known=view.number if view else NO_VIEW,
             view=view if forgotten else None,
             release_loop=directive.release_loop if directive else 0,
+            ending=directive is not None and directive.shutdown,
             workers=tuple(p.status for _, p in sorted(self._processes.items())),
         )
 
