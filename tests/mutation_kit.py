@@ -107,8 +107,16 @@ FLIPS = {  # most of them while an update runs, so that what is saved next is no
     "task_s": 0.15,
     "optimizer_s": 1.0,
 }
-SAVES = {"agents": 1, "slots": 2, "save_every": 2, "faults": ("worker_crash", "rot")}
-LOST = {"agents": 1, "slots": 2, "agents_late": 0, "nodes_min": 1, "nodes_max": 1, "vranks": 4}
+LOST = {  # with its only node
+    "agents": 1,
+    "slots": 2,
+    "agents_late": 0,
+    "vranks": 4,
+    "nodes_min": 1,
+    "nodes_max": 1,
+    "workers_min": 1,
+}
+SAVES = LOST | {"save_every": 2, "faults": ("worker_crash", "rot")}
 SUMS = {
     **_THIRTY_STEPS,
     "slots": 1,
@@ -184,7 +192,6 @@ TUNED: dict[str, dict[str, object]] = {
     "a_speculative_task_is_adopted_by_who_does_not_host_it": COPIES,
     "what_was_looked_for_in_an_old_view_is_copied_in_a_new_one": COPIES,
     "a_store_that_refuses_for_ever_is_asked_for_ever": SAVES
-    | LOST
     | {"faults": ("agent_crash", "store_lost"), "restore_s": 5.0, "loops": (30,)},
     "agent_obeys_an_older_term": JOINS
     | {"faults": ("coordinator_crash", "lossy"), "loss": 0.1, "duplicate": 0.3},

@@ -25,6 +25,8 @@ def admit(situation: Situation, nodes_max: int) -> tuple[tuple[AgentId, ...], li
     Returns the nodes that have to wait, and a line for each exchange.
     """
     roster = situation.roster
+    for name in _beyond(situation, nodes_max):
+        roster.dismiss(name)
     count = len(roster.placed)
     waiting: list[AgentId] = []
     lines: list[str] = []
@@ -43,6 +45,14 @@ def admit(situation: Situation, nodes_max: int) -> tuple[tuple[AgentId, ...], li
             count += 1
         roster.admit(name)
     return tuple(waiting), lines
+
+
+def _beyond(situation: Situation, nodes_max: int) -> list[AgentId]:
+    """Find nodes without members that a coordinator has taken back after its record was lost."""
+    placed = situation.roster.placed
+    acting = {m.agent for m in situation.members}
+    idle = [n for n in placed if n not in acting]
+    return idle[: max(len(placed) - nodes_max, 0)]
 
 
 def _lost(situation: Situation) -> AgentId | None:
