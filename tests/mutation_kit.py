@@ -126,6 +126,18 @@ SUMS = {
     "cut_in_flight": 1.0,
     "backup": BackupPolicy(),
 }
+STOPS = LOST | {
+    "slots": 1,
+    "vranks": 2,
+    "loops": (30,),
+    "control_s": 0.2,
+    "boot_s": 0.1,
+    "save_every": 0,
+    "faults": ("worker_crash",),
+    "fault_every_s": 0.4,
+    "faults_end_s": 12.0,
+    "stop_s": 3.0,
+}
 BACKUP = {
     **_THIRTY_STEPS,
     "slots": 2,
@@ -140,6 +152,8 @@ COPIES = LATE | {
 }
 TUNED: dict[str, dict[str, object]] = {
     "nobody_fences_without_a_lease": PARTITIONS,
+    "a_state_is_given_up_with_the_lease": PARTITIONS | {"faults": ("partition", "worker_crash")},
+    "what_was_not_reported_does_not_run": STOPS,
     "lease_runs_from_when_the_answer_came": PARTITIONS,
     "proof_is_dated_by_the_vote": PARTITIONS,
     "witness_is_ignored": PARTITIONS,

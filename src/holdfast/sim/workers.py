@@ -98,6 +98,8 @@ class Process:
         self.stopped = False  # by a signal: the kernel shows state T
         self.silent = False  # in foreign code that holds the interpreter lock
         self.paused = False  # by its agent
+        self.silenced = False  # it was silent at some time
+        self.froze = False  # it was stopped by a fault at some time
         self.stuck = False  # the main thread never comes back
         self.ailing = False  # stuck or very slow at some time: it may count as hung
         self.slowness = 1.0
@@ -257,6 +259,8 @@ class Process:
                 world.truth.voted(self, effect.step, by_vote=isinstance(event, ev.Gathered))
                 self._script_next()
             case ef.Begin() | ef.Compute() | ef.SaveShare() | ef.Release():
+                if isinstance(effect, ef.Release):
+                    world.truth.released(self, effect.loop)
                 if isinstance(effect, ef.Compute) and effect.purpose is Purpose.SPECULATIVE:
                     world.truth.copies(self, effect.step, effect.vrank)
                 self._script.append(effect)
@@ -413,6 +417,7 @@ class Process:
         self._script_next()
 
     def _released(self) -> None:
+        self.world.truth.promises.left_loop(self.loop)
         if self.loop == len(self.world.options.loops):
             self.world.truth.left(self)
             self.end(0)
