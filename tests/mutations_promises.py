@@ -16,7 +16,7 @@ from holdfast.core.membership.liveness import FreezeDetector, ProcessSample
 from holdfast.core.membership.roster import Roster, SlotState
 from holdfast.core.step import effects as ef
 from holdfast.core.step.worker import WorkerMachine
-from holdfast.core.types import AgentId, Incarnation, Member, Phase, View, WorkerId
+from holdfast.core.types import AgentId, Incarnation, Phase, View, WorkerId
 from holdfast.sim.world import Machines
 from mutation_kit import mutation
 
@@ -114,12 +114,8 @@ def the_oldest_checkpoint_is_begun_from(patch: pytest.MonkeyPatch) -> Machines:
 
 
 @mutation
-def a_state_is_given_up_with_the_lease(patch: pytest.MonkeyPatch) -> Machines:
-    def abandoned(self: Situation, member: Member) -> bool:
-        heard_at = self.roster.heard_at(member.agent)
-        return self._dead(member) or self.now >= heard_at + self.lease.fence_s
-
-    patch.setattr(Situation, "abandoned", abandoned)
+def nobody_waits_for_a_silent_holder_of_the_state(patch: pytest.MonkeyPatch) -> Machines:
+    patch.setattr(Situation, "may_return", lambda self, member: False)
     return Machines()
 
 

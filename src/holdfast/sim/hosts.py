@@ -318,6 +318,9 @@ class AgentHost:
     def _sample(self, process: Process, progress: int) -> None:
         if self._watched.get(process.worker) is not process or not process.alive:
             return
+        if self.frozen and process.paused:  # nobody looks
+            self.world.at(0.25, self._sample, process, progress)
+            return
         stands = process.stopped or process.paused
         if not stands:
             progress += 1

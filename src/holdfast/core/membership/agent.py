@@ -282,7 +282,8 @@ class AgentMachine:
     def _reconcile(self, now: float) -> list[AgentEffect]:
         """Kill what is not wanted; start what is, once its older process has ended.
 
-        Without a lease nothing starts: nobody would ever fence it.
+        Nor does anything start while there is no room beside what has yet to end. Without a lease
+        nothing starts: nobody would ever fence it.
         """
         directive = self._directive
         if directive is None:
@@ -299,6 +300,8 @@ class AgentMachine:
             worker, incarnation = each.worker, each.incarnation
             old = self._processes.get(worker)
             if old is not None and (old.running or old.status.incarnation >= incarnation):
+                continue
+            if sum(p.running for p in self._processes.values()) >= self._slots:
                 continue
             status = WorkerStatus(worker=worker, incarnation=incarnation)
             detector = FreezeDetector(self._policy.freeze)
