@@ -210,6 +210,8 @@ def report_news(report: AgentReport, before: AgentReport | None) -> str:
         words.append(f"{report.slots} place{'s' if report.slots > 1 else ''}")
     if before is not None and report.draining != before.draining:
         words.append(f"wants to be left ({report.draining})" if report.draining else "well again")
+    if report.ending and not (before is not None and before.ending):
+        words.append("nothing starts any more")
     if report.view is not None:
         words.append(f"knows view {report.view.number}")
     old = {s.worker: s for s in before.workers} if before else {}

@@ -272,6 +272,7 @@ class AgentReport:
     view_known: ViewNumber = NO_VIEW
     view: View | None = None  # only for a coordinator that has forgotten it
     release_loop: int = 0
+    ending: bool = False  # it knows that the job is over: nothing starts here any more
     workers: tuple[WorkerStatus, ...] = ()
 
 

@@ -32,6 +32,7 @@ from holdfast.sim.arithmetic import (
     expected_sum,
     task,
 )
+from holdfast.sim.promises import Promises
 from holdfast.sim.run_options import STORE_LOST, Options
 from holdfast.sim.seams import Actor
 from holdfast.sim.wrong_bits import Errors, Violation
@@ -56,6 +57,7 @@ class Truth:
         self.states = [INITIAL_STATE]
         self.sums: list[int] = []
         self.errors = Errors(self, options)
+        self.promises = Promises(options)
         self.views: dict[int, View] = {}
         self.newest = 0
         self.processes: dict[Key, Actor] = {}
@@ -116,6 +118,7 @@ class Truth:
             # Who has lost the journal may give a node that it never heard of another one's number.
             if other.agent == process.agent or not forgotten:
                 raise Violation(f"two processes of worker {key[0]} live: {other.key}, {key}")
+        self.promises.spawned(process, self.live.values())
         of_worker.append(process)
         self.processes[key] = process
         self.live[key] = process
@@ -136,6 +139,10 @@ class Truth:
         if self._options.backup.workers:
             self.errors.hidden = True  # who is left may drop something else in the last steps
 
+    def released(self, process: Actor, loop: int) -> None:
+        """Check that a worker may leave a loop that has ended."""
+        self.promises.released(process, loop, self.views.get(self.newest))
+
     def stop_asked(self, step: int) -> None:
         """The operator ends the job, which has come to this step."""
         if self._stop_at is None:
@@ -155,6 +162,7 @@ class Truth:
 
     def finished(self, outcome: str, now: float) -> None:
         """The coordinator says that the job is over."""
+        self.promises.finished(self.live.values(), now)
         if outcome == STOPPED and self._stop_at is not None:
             self.count["stopped"] += 1
             self._stopped()
@@ -169,7 +177,9 @@ class Truth:
             raise Violation("the job was declared done and no script ever reached its end")
 
     def killed(self, process: Actor, reason: str) -> None:
-        """Check that the journal, too, replaces a worker that an agent ends as replaced."""
+        """Check that a worker is ended for a reason that holds."""
+        if reason.startswith("frozen") and not process.froze:
+            raise Violation(f"worker {process.key} is ended as frozen: it never was")
         disk = self.disk
         if disk is None or reason != REPLACED or disk.outcome is not None:
             return
@@ -194,17 +204,20 @@ class Truth:
 
     # ------------------------------------------------------------ membership
 
-    def persisted(self, record: JobRecord) -> None:
+    def persisted(self, record: JobRecord, now: float) -> None:
         if self.disk is not None and self.disk.term > record.term:
             raise Violation("a deposed coordinator wrote to the journal")
+        if self.disk is not None and not self.forgotten:
+            self.promises.remembers(self.disk, record)
         self.disk, self.forgotten = record, False
+        if record.view is not None:
+            self._formed(record.view, now)  # by what was ordered until now
         if record.slots is not self._slots:
+            self.promises.ordered(record)
             self._slots = record.slots
             self.ordered = {int(s.worker): int(s.incarnation) for s in record.slots}
-        if record.view is not None:
-            self._formed(record.view)
 
-    def directed(self, directive: Directive) -> None:
+    def directed(self, directive: Directive, now: float) -> None:
         """Check that what the coordinator says is durable."""
         if self.forgotten:
             return
@@ -215,12 +228,12 @@ class Truth:
         view = directive.view
         if view is None:
             return
-        self._formed(view)
+        self._formed(view, now)
         kept = self.disk.view if self.disk else None
         if kept is None or kept.number < view.number:
             raise Violation(f"view {view.number} was sent before it was durable")
 
-    def _formed(self, view: View) -> None:
+    def _formed(self, view: View, now: float) -> None:
         known = self.views.get(view.number)
         if known is not None:
             if known is not view and known != view:
@@ -232,13 +245,20 @@ class Truth:
             if (member.worker, member.incarnation) not in self.processes:
                 raise Violation(f"view {view.number} has a member that was never started: {member}")
         before = self.views.get(self.newest)
+        nodes = len({process.agent for process in self.processes.values()})
+        self.promises.formed(before, view, nodes)
         self.views[view.number] = view
         self.newest = view.number
         for member in before.members if before else ():
             process = self.processes[(member.worker, member.incarnation)]
-            if before is None or not process.alive or process.paused or out_of_time(process):
+            if before is None or not process.alive:
                 continue
             status = process.machine.snapshot()
+            holds = status.has_state and not view.donors and not self._discarded(before)
+            if process.paused or out_of_time(process):
+                if holds and not (self.disk is not None and self.disk.forgotten):
+                    self.promises.starts_again(view, process, now)
+                continue
             if self.disk is not None and self.disk.forgotten and status.view < before.number:
                 continue  # a view that was lost with the journal before anybody heard of it
             if status.promised < before.number:
@@ -246,7 +266,7 @@ class Truth:
                     f"view {view.number} was formed while worker {process.key} can still act in "
                     f"view {before.number}"
                 )
-            if not view.donors and status.has_state and not self._discarded(before):
+            if holds:
                 raise Violation(f"starting again although worker {process.key} holds the state")
         if not view.donors and view.resume_step:
             self.restores += 1
@@ -475,6 +495,8 @@ class Truth:
                 f"{process.machine.snapshot().view} although view {self.newest} was formed"
             )
         parts, view = process.exchanges.parts, self.views.get(process.machine.snapshot().view)
+        if by_vote and view is not None:
+            self.promises.voted(view, step)
         if view is not None and process.total_step == step and parts and process.total is not None:
             summed_in = process.exchanges.summed_in or view
             if len(summed_in.members) == 1 and process.exchanges.wrongly:
@@ -527,7 +549,7 @@ class Truth:
         """Check after every event of a worker that no two workers believe that they lead."""
         machine = process.machine
         leads = machine.leads(process.host.clock()) and not process.paused
-        if not leads or machine.snapshot().promised >= machine.snapshot().view:
+        if not leads:
             self.leading.pop(process.key, None)
             return
         self.leading[process.key] = machine.snapshot().view

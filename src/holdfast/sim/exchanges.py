@@ -75,6 +75,11 @@ class Exchanges:
         self._true_total = 0  # of the same
         self.wrongly: tuple[int, ...] = ()  # ranks that have summed their piece of it wrongly
 
+    @property
+    def rank(self) -> int:
+        """Return this worker's rank in its newest view."""
+        return self.view.rank(self._process.worker) if self.view is not None else -1
+
     def enter(self, view: View) -> None:
         """A view is installed."""
         self.view = view

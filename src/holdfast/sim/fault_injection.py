@@ -113,7 +113,8 @@ class Faults:
             case "rot":
                 if world.truth.saved:
                     self._note(kind)
-                    world.truth.rotten[max(world.truth.saved)] = True
+                    step = max(world.truth.saved)
+                    world.truth.rotten[step] = world.truth.promises.unreadable[step] = True
             case "link_break":
                 self._break_link()
             case "store_silent" | "store_lost":
@@ -150,12 +151,13 @@ class Faults:
             case "worker_crash":
                 process.end(rng.choice((-9, -11, -6)), "crashed")
             case "freeze":
-                process.stopped = True
+                process.stopped = process.froze = True
                 process.host.watch(process)
                 if rng.random() < 0.7:  # else only the agent ends it
                     world.at(rng.uniform(0.1, 4.0), process.resume)
             case "silent":
-                process.silent = True
+                process.ailing = process.ailing or process.silenced  # so often that it may count
+                process.silent = process.silenced = True
                 process.host.watch(process)
                 world.at(rng.uniform(0.5, 6.0), process.resume)
             case "busy":

@@ -96,6 +96,7 @@ class CoordinatorHost:
             world.truth.forgotten = True
             world.truth.newest_lost = world.truth.newest
         forgotten = world.truth.forgotten
+        world.truth.promises.listens(world.now)
         self.machine = world.machines.coordinator(
             world.coordinator_policy,
             self.term,
@@ -137,6 +138,8 @@ class CoordinatorHost:
         if self.frozen:
             self._backlog.append(event)
             return
+        if isinstance(event, ce.ReportArrived):
+            world.truth.promises.heard(event.report, world.now)
         effects = machine.handle(event, self._clock())
         world.note(self, event, effects)
         machine.check()
@@ -150,9 +153,9 @@ class CoordinatorHost:
         world = self.world
         match effect:
             case ce.Persist(record):
-                world.truth.persisted(record)
+                world.truth.persisted(record, world.now)
             case ce.SendDirective(directive):
-                world.truth.directed(directive)
+                world.truth.directed(directive, world.now)
                 host = world.hosts[directive.agent]
                 world.truth.read(directive)
                 world.transmit(host.name, False, host.hear, directive)
@@ -243,7 +246,8 @@ class AgentHost:
         machine.check()
         for effect in effects:
             self._carry_out(effect)
-        self._sleep()
+        if not self._samples_paused(event):
+            self._sleep()
 
     def thaw(self) -> None:
         self.frozen = False
@@ -279,6 +283,7 @@ class AgentHost:
                 process = self.processes.get(worker)
                 if process is not None and process.key[1] == incarnation:
                     process.paused = True
+                    self.watch(process)
             case ag.Resume(worker, incarnation):
                 process = self.processes.get(worker)
                 if process is not None and process.key[1] == incarnation:
@@ -302,7 +307,7 @@ class AgentHost:
         self._later(0.02, ag.ProcessExited(process.worker, incarnation, code, detail))
 
     def watch(self, process: Process) -> None:
-        """Sample a process that is stopped or silent, until it is seen to run again.
+        """Sample a process that is stopped, silent or paused, until it is seen to run again.
 
         Samples of healthy processes only set the detector back, so they are left out.
         """
@@ -313,14 +318,23 @@ class AgentHost:
     def _sample(self, process: Process, progress: int) -> None:
         if self._watched.get(process.worker) is not process or not process.alive:
             return
-        if not process.stopped:
+        if self.frozen and process.paused:  # nobody looks
+            self.world.at(0.25, self._sample, process, progress)
+            return
+        stands = process.stopped or process.paused
+        if not stands:
             progress += 1
-        sample = ProcessSample(state="T" if process.stopped else "S", progress=progress)
+        sample = ProcessSample(state="T" if stands else "S", progress=progress)
         self.handle(ag.Sampled(process.worker, Incarnation(process.key[1]), sample))
-        if process.alive and (process.stopped or process.silent):
+        if process.alive and not process.running:
             self.world.at(0.25, self._sample, process, progress)
         else:
             self._watched.pop(process.worker, None)
+
+    def _samples_paused(self, event: ag.AgentEvent) -> bool:
+        """Tell whether an event is about a paused process: then no deadline changes."""
+        process = self.processes.get(event.worker) if isinstance(event, ag.Sampled) else None
+        return process is not None and process.paused
 
     # ------------------------------------------------------------ time
 

@@ -60,6 +60,7 @@ class Actor(Protocol):
     stopped: bool
     silent: bool
     paused: bool
+    froze: bool
     stuck: bool
     ailing: bool
     at_rest: bool

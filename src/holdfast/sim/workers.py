@@ -29,6 +29,7 @@ from holdfast.core.types import (
 from holdfast.sim.arithmetic import INITIAL_STATE, Key, apply
 from holdfast.sim.exchanges import Exchanges, ExchangeWorld
 from holdfast.sim.groups import Group, What
+from holdfast.sim.script_checks import check_script
 from holdfast.sim.seams import ProcessNode
 from holdfast.sim.spoiling import Spoiling
 from holdfast.sim.writers import WriterHost
@@ -97,6 +98,8 @@ class Process:
         self.stopped = False  # by a signal: the kernel shows state T
         self.silent = False  # in foreign code that holds the interpreter lock
         self.paused = False  # by its agent
+        self.silenced = False  # it was silent at some time
+        self.froze = False  # it was stopped by a fault at some time
         self.stuck = False  # the main thread never comes back
         self.ailing = False  # stuck or very slow at some time: it may count as hung
         self.slowness = 1.0
@@ -119,6 +122,7 @@ class Process:
         self.last_step_of = -1  # the view whose vote announced a planned change
         self.cut_through = -1  # what was sent in views up to this and has not arrived is lost
         self._script: deque[ef.ScriptEffect] = deque()
+        self._copying = False  # it computes a speculative task
         self._busy = False  # the script computes a task, applies a step or copies its share
         self._events: deque[WorkerEvent] = deque()
         self._feeding = False
@@ -198,6 +202,8 @@ class Process:
             if self.alive:
                 self.world.truth.acted(self)
         self._feeding = False
+        if self.alive:
+            check_script(self, self.machine.snapshot())
         self._arm()
 
     def _arm(self) -> None:
@@ -253,6 +259,8 @@ class Process:
                 world.truth.voted(self, effect.step, by_vote=isinstance(event, ev.Gathered))
                 self._script_next()
             case ef.Begin() | ef.Compute() | ef.SaveShare() | ef.Release():
+                if isinstance(effect, ef.Release):
+                    world.truth.released(self, effect.loop)
                 if isinstance(effect, ef.Compute) and effect.purpose is Purpose.SPECULATIVE:
                     world.truth.copies(self, effect.step, effect.vrank)
                 self._script.append(effect)
@@ -293,6 +301,20 @@ class Process:
     # ------------------------------------------------------------ the script
 
     @property
+    def busy(self) -> bool:
+        """Tell whether its script does something, or has something to do."""
+        return self._busy or bool(self._script)
+
+    @property
+    def may_wait(self) -> bool:
+        """Tell whether its tasks do not count any more, or come after a speculative one."""
+        if self._copying:
+            return True
+        view, step = self.exchanges.view, self.machine.snapshot().committed
+        ranks = self.world.truth.counted.get((view.number, step)) if view is not None else None
+        return ranks is not None and self.exchanges.rank not in ranks
+
+    @property
     def until(self) -> int:
         """Return the step at which the present loop of its script ends."""
         return self.world.options.loops[max(self.loop, 1) - 1]
@@ -325,6 +347,7 @@ class Process:
                 self._begin(step, whole)
             case ef.Compute():
                 self._busy = True
+                self._copying = effect.purpose is Purpose.SPECULATIVE
                 delay_s = world.rng.uniform(0.5, 1.5) * world.options.task_s * self.slowness
                 if effect.purpose is Purpose.HOSTED:
                     self.compute_us += int(delay_s * 1e6)
@@ -354,7 +377,7 @@ class Process:
         if self.stuck:
             self.post(0.25, self._computed, task)
             return
-        self._busy = False
+        self._busy = self._copying = False
         if task.step == self.open_step and self.step == self.open_step:
             token = self.spoiling.token(self.state or 0, task.step, task.vrank)
             if task.purpose is Purpose.HOSTED:
@@ -394,6 +417,7 @@ class Process:
         self._script_next()
 
     def _released(self) -> None:
+        self.world.truth.promises.left_loop(self.loop)
         if self.loop == len(self.world.options.loops):
             self.world.truth.left(self)
             self.end(0)

@@ -25,7 +25,9 @@ def admit(situation: Situation, nodes_max: int) -> tuple[tuple[AgentId, ...], li
     Returns the nodes that have to wait, and a line for each exchange.
     """
     roster = situation.roster
-    count = sum(1 for name in roster.nodes if roster.here(name))
+    for name in _beyond(situation, nodes_max):
+        roster.dismiss(name)
+    count = len(roster.placed)
     waiting: list[AgentId] = []
     lines: list[str] = []
     for name, node in roster.nodes.items():
@@ -45,10 +47,17 @@ def admit(situation: Situation, nodes_max: int) -> tuple[tuple[AgentId, ...], li
     return tuple(waiting), lines
 
 
+def _beyond(situation: Situation, nodes_max: int) -> list[AgentId]:
+    """Find nodes without members that a coordinator has taken back after its record was lost."""
+    placed = situation.roster.placed
+    acting = {m.agent for m in situation.members}
+    idle = [n for n in placed if n not in acting]
+    return idle[: max(len(placed) - nodes_max, 0)]
+
+
 def _lost(situation: Situation) -> AgentId | None:
     """Find a node with slots that is silent and none of whose members may still return."""
-    silent = [n for n in situation.roster.nodes if n in situation.silent]
-    with_slots = [n for n in silent if situation.roster.here(n)]
+    with_slots = [n for n in situation.roster.placed if n in situation.silent]
     if not with_slots:
         return None
     acting = {m.agent for m in situation.members if not situation.abandoned(m)}

@@ -282,7 +282,8 @@ class AgentMachine:
     def _reconcile(self, now: float) -> list[AgentEffect]:
         """Kill what is not wanted; start what is, once its older process has ended.
 
-        Without a lease nothing starts: nobody would ever fence it.
+        Nor does anything start while there is no room beside what has yet to end. Without a lease
+        nothing starts: nobody would ever fence it.
         """
         directive = self._directive
         if directive is None:
@@ -299,6 +300,8 @@ class AgentMachine:
             worker, incarnation = each.worker, each.incarnation
             old = self._processes.get(worker)
             if old is not None and (old.running or old.status.incarnation >= incarnation):
+                continue
+            if sum(p.running for p in self._processes.values()) >= self._slots:
                 continue
             status = WorkerStatus(worker=worker, incarnation=incarnation)
             detector = FreezeDetector(self._policy.freeze)
@@ -460,6 +463,7 @@ class AgentMachine:
             view_known=view.number if view else NO_VIEW,
             view=view if forgotten else None,
             release_loop=directive.release_loop if directive else 0,
+            ending=directive is not None and directive.shutdown,
             workers=tuple(p.status for _, p in sorted(self._processes.items())),
         )
 

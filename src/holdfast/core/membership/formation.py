@@ -96,8 +96,7 @@ class Situation:
         return self.now >= fenced_from(self.roster.heard_at(member.agent), None, self.lease)
 
     def _dead(self, member: Member) -> bool:
-        heard = member.agent in self.roster.nodes
-        return heard and self.roster.dead(member.worker, member.incarnation)
+        return self.roster.dead(member.worker, member.incarnation)
 
 
 def silent_nodes(

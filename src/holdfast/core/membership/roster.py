@@ -48,6 +48,7 @@ class NodeState:
     asks: str = ""  # why it asks to be drained
     failing: str = ""  # the failed check for which it asks, unless a person does
     draining: str = ""  # why it is drained
+    ending: bool = False  # its agent knows that the job is over
     fresh: bool = True  # nothing has been decided yet since it first spoke
     view_known: ViewNumber = NO_VIEW
     view_told: ViewNumber = NO_VIEW
@@ -109,8 +110,8 @@ class Roster:
         if node is None or node.incarnation != report.incarnation:
             node = self.nodes[report.agent] = NodeState(report.incarnation, report.seq, now)
         old, statuses = node.statuses, {s.worker: s for s in report.workers}
-        before = (node.offered, node.asks, node.failing)
-        offers = (report.slots, report.draining, report.failing)
+        before = (node.offered, node.asks, node.failing, node.ending)
+        offers = (report.slots, report.draining, report.failing, report.ending)
         changed = node.fresh or before != offers or len(old) != len(statuses)
         for worker, status in statuses.items():
             last = old.get(worker)
@@ -119,7 +120,7 @@ class Roster:
             if last is not None and moved(last, status):
                 self.moved_at = now
         node.seq, node.heard_at, node.pid = report.seq, now, report.pid
-        node.offered, node.asks, node.failing = offers
+        node.offered, node.asks, node.failing, node.ending = offers
         node.view_known, node.statuses = report.view_known, statuses
         self._note_newest(report.agent)
         return News.CHANGE if changed else News.NOTHING
@@ -232,6 +233,11 @@ class Roster:
         node = self.nodes.get(name)
         return node.draining if node is not None else ""
 
+    @property
+    def placed(self) -> list[AgentId]:
+        """Return the nodes that have slots, also those that have not spoken yet."""
+        return list(self._by_node)
+
     def unheard(self) -> list[AgentId]:
         """List nodes that have slots and have not spoken yet."""
         return [name for name in self._by_node if name not in self.nodes]
@@ -258,7 +264,7 @@ class Roster:
         return slot is not None and slot.incarnation == incarnation and slot.respawn_at is None
 
     def dead(self, worker: WorkerId, incarnation: Incarnation) -> bool:
-        """Tell whether the agent has said that the process has ended."""
+        """Tell whether the agent has said that the process has ended, or its node is dismissed."""
         slot = self.slots.get(worker)
         if slot is None or slot.agent not in self.nodes:
             return slot is None
@@ -280,15 +286,17 @@ class Roster:
         )
 
     def over(self, now: float, fence_s: float) -> bool:
-        """Tell whether all that may run has ended; silent nodes end it by themselves."""
+        """Tell whether all that may run has ended; silent nodes end it by themselves.
+
+        What a node has been told to start, and has not told of, may run until its agent knows.
+        """
         if now < self.started_at + fence_s:
             if any(slot.agent not in self.nodes for slot in self.slots.values()):
                 return False
-        return not any(
-            status.stage.alive
+        return all(
+            node.ending and not any(status.stage.alive for status in node.statuses.values())
             for node in self.nodes.values()
             if now < node.heard_at + fence_s
-            for status in node.statuses.values()
         )
 
     def all_exited(self) -> bool:

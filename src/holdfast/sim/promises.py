@@ -1,0 +1,123 @@
+"""Checks what is promised to people: how many nodes take part, who leads, what is kept.
+
+Each check compares an order of the coordinator, or what a process does, with facts of the simulated
+world and with what reached the coordinator, never with what a machine believes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from holdfast.core.types import AgentId, AgentReport, JobRecord, View
+from holdfast.sim.run_options import Options
+from holdfast.sim.seams import Actor
+from holdfast.sim.wrong_bits import Violation
+
+
+class Promises:
+    """Observes one run; raises Violation when a promise is broken."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._fence_s = options.lease_s + options.lease_margin_s
+        self._started_at = 0.0  # the present coordinator
+        self._heard: dict[AgentId, tuple[float, AgentReport]] = {}  # by it: the newest of each
+        self._refused: dict[int, bool] = {}  # steps of checkpoints that it knows to be damaged
+        self._loops_left = 0  # loops that some script has gone on from
+        self._votes: dict[int, int] = {}  # by view: the newest step committed by votes
+        self.unreadable: dict[int, bool] = {}  # steps whose checkpoint was damaged at some time
+
+    # ------------------------------------------------------------ what the coordinator knows
+
+    def listens(self, now: float) -> None:
+        """Note that a coordinator starts, and has heard nobody."""
+        self._started_at = now
+        self._heard.clear()
+        self._refused.clear()
+
+    def heard(self, report: AgentReport, now: float) -> None:
+        """Note that the coordinator takes in a report."""
+        _, newest = self._heard.get(report.agent, (now, report))
+        if (report.incarnation, report.seq) >= (newest.incarnation, newest.seq):
+            self._heard[report.agent] = now, report
+            for status in report.workers:
+                self._refused[status.unreadable] = True
+
+    def _heard_at(self, agent: AgentId) -> float:
+        return self._heard[agent][0] if agent in self._heard else self._started_at
+
+    # ------------------------------------------------------------ what is promised
+
+    def ordered(self, record: JobRecord) -> None:
+        """Check what the journal orders."""
+        nodes = sorted({slot.agent for slot in record.slots})
+        if len(nodes) > self._options.nodes_max:
+            raise Violation(f"{nodes} have slots: {self._options.nodes_max} nodes may take part")
+
+    def spawned(self, process: Actor, live: Iterable[Actor]) -> None:
+        """Check that a node runs no more processes than it has slots."""
+        here = [other.key for other in live if other.agent == process.agent]
+        if len(here) >= self._options.slots:
+            raise Violation(f"{process.agent} has {self._options.slots} slots, {here} live there")
+
+    def remembers(self, before: JobRecord, record: JobRecord) -> None:
+        """Check that no checkpoint that the journal knows is forgotten, or passed over."""
+        known = [
+            step
+            for step in before.saved
+            if step
+            and not self.unreadable.get(step)
+            and all(step <= each.after for each in record.invalidations)
+        ]
+        if not set(known) <= set(record.saved):
+            raise Violation(f"of the checkpoints {known} the journal keeps {record.saved}")
+        view = record.view
+        if view is not None and view != before.view and not view.donors:
+            if view.resume_step < max(known, default=0):
+                raise Violation(f"view {view.number} begins from {view.resume_step} of {known}")
+
+    def formed(self, before: View | None, view: View, nodes: int) -> None:
+        """Check who takes part in a new view, and who leads it; `nodes` have begun to run."""
+        if before is None and nodes < self._options.nodes_min:
+            raise Violation(f"the job starts on {nodes} of {self._options.nodes_min} nodes")
+        if not view.donors and view.resume_step and view.resume_step in self._refused:
+            raise Violation(f"view {view.number} begins from what was found to be damaged")
+        leader = before.member(before.leader) if before is not None else None
+        if leader is not None and leader in view.members and leader.worker not in view.joiners:
+            if view.leader != leader.worker:
+                raise Violation(f"view {view.number} takes the lead from worker {leader.worker}")
+        for worker in view.joiners:
+            member = view.member(worker)
+            assert member is not None
+            newest = self._heard.get(member.agent)
+            if newest is not None and newest[1].draining and not newest[1].failing:
+                raise Violation(f"worker {worker} joins on {member.agent}, which is drained")
+
+    def starts_again(self, view: View, holder: Actor, now: float) -> None:
+        """Check that a silent process which holds the state is given up as late as is promised."""
+        waited_s = now - self._heard_at(holder.agent)
+        if waited_s < self._options.abandon_s:
+            raise Violation(f"view {view.number} gives up the state that {holder.key} holds")
+
+    def voted(self, view: View, step: int) -> None:
+        """Check that too few members complete one step, and then wait for more."""
+        first = self._votes.setdefault(view.number, step)
+        if len(view.members) < self._options.workers_min and step > first:
+            raise Violation(f"{len(view.members)} workers go on in view {view.number}")
+
+    def released(self, process: Actor, loop: int, newest: View | None) -> None:
+        """Check that nobody leaves a loop before the script of a leader has gone on from it."""
+        member = newest.member(newest.leader) if newest is not None else None
+        leads = member is not None and process.key == (member.worker, member.incarnation)
+        if not leads and self._loops_left < loop:
+            raise Violation(f"worker {process.key} leaves loop {loop} before a leader has")
+
+    def left_loop(self, loop: int) -> None:
+        """Note that a script goes on from a loop."""
+        self._loops_left = max(self._loops_left, loop)
+
+    def finished(self, live: Iterable[Actor], now: float) -> None:
+        """Check that nothing runs when the job is over, but on nodes that nobody can hear."""
+        for process in live:
+            if now < self._heard_at(process.agent) + self._fence_s:
+                raise Violation(f"the job is said to be over, and worker {process.key} runs")

@@ -1,0 +1,189 @@
+"""Planted bugs of what is promised to people, and of what workers say of their scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from holdfast.core.membership import coordinator as co
+from holdfast.core.membership import formation
+from holdfast.core.membership.agent import AgentEffect, AgentMachine
+from holdfast.core.membership.durable import Durable
+from holdfast.core.membership.formation import Situation
+from holdfast.core.membership.liveness import FreezeDetector, ProcessSample
+from holdfast.core.membership.roster import Roster, SlotState
+from holdfast.core.step import effects as ef
+from holdfast.core.step.worker import WorkerMachine
+from holdfast.core.types import AgentId, Incarnation, Phase, View, WorkerId
+from holdfast.sim.world import Machines
+from mutation_kit import mutation
+
+# ---------------------------------------------------------------- nodes
+
+
+@mutation
+def only_nodes_that_were_heard_count(patch: pytest.MonkeyPatch) -> Machines:
+    heard = property(lambda self: [name for name in self.nodes if self.here(name)])
+    patch.setattr(Roster, "placed", heard)
+    return Machines()
+
+
+@mutation
+def a_node_is_given_a_slot_too_many(patch: pytest.MonkeyPatch) -> Machines:
+    def admit(self: Roster, name: AgentId) -> None:
+        for _ in range(self.nodes[name].offered + 1 - len(self.here(name))):
+            self.add_slot(WorkerId(self.workers_named), SlotState(name, self.first))
+
+    patch.setattr(Roster, "admit", admit)
+    return Machines()
+
+
+@mutation
+def the_job_starts_on_fewer_nodes(patch: pytest.MonkeyPatch) -> Machines:
+    patch.setattr(co, "present_nodes", lambda situation: 1 << 20)
+    return Machines()
+
+
+@mutation
+def a_drained_node_is_used_on(patch: pytest.MonkeyPatch) -> Machines:
+    patch.setattr(co, "choose_drained", lambda situation: "")
+    return Machines()
+
+
+@mutation
+def what_was_not_reported_does_not_run(patch: pytest.MonkeyPatch) -> Machines:
+    def over(self: Roster, now: float, fence_s: float) -> bool:
+        return not any(s.stage.alive for n in self.nodes.values() for s in n.statuses.values())
+
+    patch.setattr(Roster, "over", over)
+    return Machines()
+
+
+@mutation
+def too_few_workers_go_on(patch: pytest.MonkeyPatch) -> Machines:
+    plain = co.why_change
+
+    def why_change(
+        situation: Situation, vranks: int, workers_min: int, step: int
+    ) -> tuple[str, str] | None:
+        return plain(situation, vranks, 1, step)
+
+    patch.setattr(co, "why_change", why_change)
+    return Machines()
+
+
+# ---------------------------------------------------------------- leaders
+
+
+@mutation
+def each_view_has_another_leader(patch: pytest.MonkeyPatch) -> Machines:
+    plain = formation.make_view
+
+    def make_view(proposal: Any, number: Any, old: View | None, roster: Roster) -> View:
+        return plain(proposal, number, None, roster)
+
+    patch.setattr(co, "make_view", make_view)
+    return Machines()
+
+
+@mutation
+def who_has_promised_still_leads(patch: pytest.MonkeyPatch) -> Machines:
+    class Clinging(WorkerMachine):
+        def leads(self, now: float) -> bool:
+            mine = self._view is not None and self._view.leader == self._status.worker
+            return mine and now < self.acting_until
+
+    return Machines(worker=Clinging)
+
+
+@mutation
+def nobody_waits_for_the_leader_to_leave(patch: pytest.MonkeyPatch) -> Machines:
+    patch.setattr(WorkerMachine, "leads_now", property(lambda self: True))
+    return Machines()
+
+
+# ---------------------------------------------------------------- what is kept
+
+
+@mutation
+def the_oldest_checkpoint_is_begun_from(patch: pytest.MonkeyPatch) -> Machines:
+    patch.setattr(Durable, "step", property(lambda self: self.steps[0] if self.steps else 0))
+    return Machines()
+
+
+@mutation
+def nobody_waits_for_a_silent_holder_of_the_state(patch: pytest.MonkeyPatch) -> Machines:
+    patch.setattr(Situation, "may_return", lambda self, member: False)
+    return Machines()
+
+
+@mutation
+def a_paused_process_counts_as_frozen(patch: pytest.MonkeyPatch) -> Machines:
+    class Observing(AgentMachine):
+        def _sampled(
+            self, worker: WorkerId, incarnation: Incarnation, sample: ProcessSample
+        ) -> list[AgentEffect]:
+            process = self._current(worker, incarnation)
+            if process is None or not process.running:
+                return []
+            reason = process.detector.observe(sample)
+            return self._kill(worker, reason) if reason is not None else []
+
+    return Machines(agent=Observing)
+
+
+@mutation
+def whoever_is_silent_counts_as_frozen(patch: pytest.MonkeyPatch) -> Machines:
+    plain = FreezeDetector.observe
+
+    def observe(self: FreezeDetector, sample: ProcessSample) -> str | None:
+        return plain(self, ProcessSample(state=sample.state, progress=0))
+
+    patch.setattr(FreezeDetector, "observe", observe)
+    return Machines()
+
+
+# ---------------------------------------------------------------- scripts
+
+
+@mutation
+def a_worker_says_that_it_waits_when_it_computes(patch: pytest.MonkeyPatch) -> Machines:
+    class Idle(WorkerMachine):
+        def _idle(self, idle: bool) -> Sequence[ef.Outcome]:
+            return super()._idle(True)
+
+    return Machines(worker=Idle)
+
+
+@mutation
+def a_worker_never_says_that_it_waits(patch: pytest.MonkeyPatch) -> Machines:
+    class Busy(WorkerMachine):
+        def _idle(self, idle: bool) -> Sequence[ef.Outcome]:
+            return super()._idle(False)
+
+    return Machines(worker=Busy)
+
+
+@mutation
+def a_gradient_is_said_to_be_there_too_early(patch: pytest.MonkeyPatch) -> Machines:
+    class Early(WorkerMachine):
+        def _idle(self, idle: bool) -> Sequence[ef.Outcome]:
+            if self._status.has_state:
+                self._change(reduced=idle)
+            return super()._idle(idle)
+
+    return Machines(worker=Early)
+
+
+@mutation
+def a_worker_in_its_own_code_is_taken_to_rest(patch: pytest.MonkeyPatch) -> Machines:
+    class Resting(WorkerMachine):
+        def _decided(self, vote: ef.Decided) -> Sequence[ef.Outcome]:
+            outcomes = super()._decided(vote)
+            if outcomes and isinstance(outcomes[0], ef.Commit):
+                self._change(phase=Phase.BOUNDARY)
+            return outcomes
+
+    return Machines(worker=Resting)
