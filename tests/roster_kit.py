@@ -48,15 +48,16 @@ def resting(worker: int, **fields: Any) -> WorkerStatus:
     return stopped(worker, **({"phase": Phase.BOUNDARY} | fields))
 
 
-def view_of(*workers: int, **fields: Any) -> View:
+def view_of(*workers: int, vranks: int = 0, **fields: Any) -> View:
     """Return view 3 of these workers, each on a node of its own; worker 4 is on node n4."""
     values: dict[str, Any] = dict(number=THREE, resume_step=4, leader=WorkerId(workers[0]))
+    owners = (WorkerId(workers[v % len(workers)]) for v in range(vranks or len(workers)))
+    values["owners"] = tuple(owners)
     return View(
         members=tuple(
             Member(worker=WorkerId(w), incarnation=Incarnation(1), agent=AgentId(f"n{w}"))
             for w in workers
         ),
-        owners=tuple(WorkerId(w) for w in workers),
         **(values | fields),
     )
 
