@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from holdfast.core import tree
 from holdfast.core.assignment import assign_at_boundary, assign_mid_step, spread_blocks
-from holdfast.core.errors import InvariantError
+from holdfast.core.errors import InvariantError, first_line
 from holdfast.core.membership.admission import choose_drained
 from holdfast.core.membership.formation import Situation, spans, unreachable
 from holdfast.core.membership.lease import LeasePolicy, acting_until, fenced_from
@@ -371,6 +371,11 @@ def test_a_node_that_is_well_again_is_used_again() -> None:
     assert drained(found) == []
     assert ordered == []
     assert [each.incarnation for each in found.roster.wanted(AgentId("n3"), None)] == [2]
+
+
+def test_an_error_is_told_in_one_line_whatever_it_says() -> None:
+    assert first_line(ValueError("\nno space\nadvice")) == "no space"
+    assert first_line(ValueError("  ")) == first_line(ValueError()) == "ValueError"
 
 
 def test_spans() -> None:
