@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -26,17 +26,26 @@ SEED_S_MIN = 5.0  # of processor time, which a seed is given at least
 PRELOADED = ("hypothesis", "hypothesis.strategies", "msgspec", "numpy", "xxhash", "rich", "torch")
 
 
+class Seed(NamedTuple):
+    """Says what a seed comes to in a tree without bugs: processor time, and digest of the trace."""
+
+    seed: int
+    took_s: float
+    digest: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Says what to run on a tree, in this order.
 
-    `quick`, `thorough`: tests by their ids. `seeds`: of the simulator, with the processor time that
-    each takes and the digest of its trace in a tree without bugs. `twice`: a failed test of the
+    `light`, `quick`, `thorough`: tests by their ids; the light ones begin at once, without torch.
+    `seeds`: of the simulator. `twice`: a failed test of the
     thorough ones counts only if it fails again, since many processes share the machine.
     """
 
+    light: Sequence[str] = ()
     quick: Sequence[str] = ()
-    seeds: Sequence[tuple[float, int]] = ()
+    seeds: Sequence[Seed] = ()
     thorough: Sequence[str] = ()
     test_s_max: float = 60.0
     twice: bool = True
@@ -113,7 +122,9 @@ def _do_not_shrink() -> None:
 
 def run(plan: Plan, root: Path) -> Outcome:
     """Run the checks of a plan on the tree that was entered; stops at the first that fails."""
-    outcome = _tests("test", plan.quick, root, plan)
+    outcome = _tests("test", plan.light, root, plan)
+    if not outcome.by:
+        outcome = _tests("test", plan.quick, root, plan)
     if not outcome.by and plan.seeds:
         outcome = _seeds(plan.seeds)
     if not outcome.by and plan.thorough:
@@ -146,11 +157,11 @@ class TookTooLong(BaseException):
     """Ends a seed whose machines go round in circles."""
 
 
-def _seeds(known: Sequence[tuple[float, int]]) -> Outcome:
+def _seeds(known: Sequence[Seed]) -> Outcome:
     from holdfast.sim.swarm import run_seed
 
     same = True
-    for seed, (usual_s, digest) in enumerate(known):
+    for seed, usual_s, digest in known:
         limit_s = max(SEED_S_MIN, SEED_TIMES_MAX * usual_s)
         try:
             with _at_most(limit_s):
@@ -177,21 +188,6 @@ def _at_most(limit_s: float) -> Iterator[None]:
         yield
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-
-
-def know_seeds(seeds: range) -> list[tuple[float, int]]:
-    """Return processor time and digest of each seed, in a tree without bugs."""
-    if not seeds:
-        return []
-    from holdfast.sim.swarm import run_seed
-
-    found: list[tuple[float, int]] = []
-    for seed in seeds:
-        began = time.process_time()
-        result = run_seed(seed)
-        assert not result.failure, f"seed {seed} fails without any bug: {result.failure}"
-        found.append((time.process_time() - began, result.digest))
-    return found
 
 
 # ---------------------------------------------------------------- which test reaches what
@@ -226,14 +222,21 @@ class Tracer:
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         reach = self.reached[item.nodeid] = Reach()
+        with _noting_processes(reach), self.watching(reach):
+            yield
+
+    @contextlib.contextmanager
+    def watching(self, reach: Reach) -> Iterator[None]:
+        """Note what is called and how long it all takes."""
         self._seen = set()
         began = time.process_time()
         threading.settrace(self._trace)
         sys.settrace(self._trace)
-        with _noting_processes(reach):
+        try:
             yield
-        sys.settrace(None)
-        threading.settrace(None)  # type: ignore[arg-type]
+        finally:
+            sys.settrace(None)
+            threading.settrace(None)  # type: ignore[arg-type]
         reach.took_s = time.process_time() - began
         ours = [code for code in self._seen if code.co_filename.startswith(self._prefix)]
         reach.calls = sorted(
@@ -271,3 +274,21 @@ def reach(files: Sequence[str], root: Path) -> Tracer:
     options += ["-c", str(root / "pyproject.toml"), "--rootdir", str(root), "--hypothesis-seed=0"]
     pytest.main([*options, *(str(root / name) for name in files)], plugins=[tracer])
     return tracer
+
+
+def know_seeds(seeds: range, root: Path) -> tuple[list[Seed], dict[str, list[int]]]:
+    """Return what each seed comes to in a tree without bugs, and which seeds reach a function."""
+    if not seeds:
+        return [], {}
+    from holdfast.sim.swarm import run_seed
+
+    tracer, known, reached = Tracer(root), list[Seed](), dict[str, list[int]]()
+    for seed in seeds:
+        each = Reach()
+        with tracer.watching(each):
+            result = run_seed(seed)
+        assert not result.failure, f"seed {seed} fails without any bug: {result.failure}"
+        known.append(Seed(seed, each.took_s, result.digest))
+        for function in each.calls:
+            reached.setdefault(function, []).append(seed)
+    return known, reached

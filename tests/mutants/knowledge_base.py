@@ -5,6 +5,7 @@ What was learnt is kept beside the tree and learnt anew when the code or a test 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
@@ -13,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mutants import checks
+from mutants import checks, scope
 from mutants.bench import Bench
 from mutants.planting import Mutant, Planter
 
@@ -22,27 +23,43 @@ QUICK_S = 1.0  # tests that take longer come after the simulator
 
 
 class Learnt:
-    """Knows the tests by what they reach, and the seeds."""
+    """Knows the tests and the seeds by what they reach."""
 
-    def __init__(self, reached: dict[str, checks.Reach], seeds: list[tuple[float, int]]) -> None:
-        self.reached = reached
-        self.seeds = seeds
+    def __init__(
+        self,
+        reached: dict[str, checks.Reach],
+        seeds: Sequence[checks.Seed],
+        seeds_of: dict[str, list[int]],
+    ) -> None:
+        self._reached = reached
+        self._seeds = seeds
+        self._seeds_of = seeds_of
 
-    def tests_of(self, mutant: Mutant, planter: Planter) -> tuple[list[str], list[str]]:
-        """Return the tests that reach the bug's function, or module: quick and others."""
+    def plan(self, mutant: Mutant, planter: Planter, root: Path, test_s: float) -> checks.Plan:
+        """Choose what to run for a mutant: whatever reaches its function, or its module."""
         first = planter.first_lines.get(mutant.function)
         place = f"{mutant.path}:{first}" if first is not None else f"{mutant.path}:"
-        names = [
-            (reach.took_s, name)
-            for name, reach in self.reached.items()
-            if any(
-                call == place or (first is None and call.startswith(place)) for call in reach.calls
-            )
+
+        def here(call: str) -> bool:
+            return call == place if first is not None else call.startswith(place)
+
+        tests = [
+            (each.took_s, name, each)
+            for name, each in self._reached.items()
+            if any(here(call) for call in each.calls)
         ]
-        names.sort()
-        ours = [(s, n) for s, n in names if not self.reached[n].processes]
-        quick = [name for took_s, name in ours if took_s <= QUICK_S]
-        return quick, [name for _, name in names if name not in quick]
+        tests.sort(key=lambda test: test[:2])
+        brief = [name for s, name, each in tests if s <= QUICK_S and not each.processes]
+        light = [name for name in brief if is_light(root / name.partition("::")[0])]
+        seeds = {seed for call, found in self._seeds_of.items() if here(call) for seed in found}
+        others = scope.DRIVER_TESTS if mutant.path in scope.DRIVERS else ()
+        return checks.Plan(
+            light=light,
+            quick=[name for name in brief if name not in light],
+            seeds=[each for each in self._seeds if first is None or each.seed in seeds],
+            thorough=[*(name for _, name, _ in tests if name not in brief), *others],
+            test_s_max=test_s,
+        )
 
 
 def learn(bench: Bench, root: Path, files: Sequence[str], seeds: range) -> Learnt:
@@ -65,12 +82,19 @@ def learn(bench: Bench, root: Path, files: Sequence[str], seeds: range) -> Learn
         reached |= {test: checks.Reach(**each) for test, each in known[key].items()}
     key = f"seeds {seeds.start}:{seeds.stop} {code}"
     if key not in known:
-        known[key] = bench.do(lambda tree: checks.know_seeds(seeds), LEARN_S_MAX, keep=True)
+        known[key] = bench.do(lambda tree: checks.know_seeds(seeds, tree), LEARN_S_MAX, keep=True)
         if known[key] is None:
             raise SystemExit(f"a seed fails without any bug:\n{bench.log.read_text()[-3000:]}")
     fresh[key] = known[key]
     _keep(store, fresh)
-    return Learnt(reached, [(took_s, digest) for took_s, digest in known[key]])
+    return Learnt(reached, [checks.Seed(*each) for each in known[key][0]], known[key][1])
+
+
+@functools.cache
+def is_light(file: Path) -> bool:
+    """Tell whether a test file and what it imports from beside it leave torch alone."""
+    texts = [each.read_text("utf-8") for each in _imported(file) if each.stem != "conftest"]
+    return not any(re.search(r"import torch|holdfast\.(train|testing)", text) for text in texts)
 
 
 def _keep(store: Path, known: dict[str, Any]) -> None:

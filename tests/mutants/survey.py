@@ -132,7 +132,8 @@ class Survey:
             for bench in benches:
                 if bench not in busy and todo:
                     busy[bench] = mutant = todo.pop()
-                    plan = self._plan(mutant, learnt)
+                    planter = self._planters[mutant.path]
+                    plan = learnt.plan(mutant, planter, self._root, self._test_s)
                     bench.plant(mutant)
                     bench.start(checked(plan), MUTANT_S_MAX)
             select.select([bench.reads for bench in busy], [], [], 0.5)
@@ -142,16 +143,6 @@ class Survey:
                     del busy[bench]
                     bench.mend()
                     yield mutant, outcome or asdict(checks.Outcome(by="its end"))
-
-    def _plan(self, mutant: Mutant, learnt: knowledge_base.Learnt) -> checks.Plan:
-        quick, thorough = learnt.tests_of(mutant, self._planters[mutant.path])
-        core = mutant.path.startswith(scope.CORE)
-        return checks.Plan(
-            quick=quick,
-            test_s_max=self._test_s,
-            seeds=learnt.seeds if core else (),
-            thorough=[*thorough, *(() if core else scope.DRIVER_TESTS)],
-        )
 
 
 def _progress(
