@@ -38,10 +38,12 @@ class Learnt:
     def plan(self, mutant: Mutant, planter: Planter, root: Path, test_s: float) -> checks.Plan:
         """Choose what to run for a mutant: whatever reaches its function, or its module."""
         first = planter.first_lines.get(mutant.function)
-        place = f"{mutant.path}:{first}" if first is not None else f"{mutant.path}:"
+        place = "" if first is None else f"{mutant.path}:{first}"
+        if not any(place in each.calls for each in self._reached.values()):
+            place = ""  # what runs on import is noticed by whoever uses the module
 
         def here(call: str) -> bool:
-            return call == place if first is not None else call.startswith(place)
+            return call == place if place else call.startswith(f"{mutant.path}:")
 
         tests = [
             (each.took_s, name, each)
@@ -56,7 +58,7 @@ class Learnt:
         return checks.Plan(
             light=light,
             quick=[name for name in brief if name not in light],
-            seeds=[each for each in self._seeds if first is None or each.seed in seeds],
+            seeds=[each for each in self._seeds if each.seed in seeds],
             thorough=[*(name for _, name, _ in tests if name not in brief), *others],
             test_s_max=test_s,
         )
