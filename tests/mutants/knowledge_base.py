@@ -82,7 +82,7 @@ def learn(bench: Bench, root: Path, files: Sequence[str], seeds: range) -> Learn
             _keep(store, known)
         fresh[key] = known[key]
         reached |= {test: checks.Reach(**each) for test, each in known[key].items()}
-    key = f"seeds {seeds.start}:{seeds.stop} {code}"
+    key = f"reach of seeds {seeds.start}:{seeds.stop} {code}"
     if key not in known:
         known[key] = bench.do(lambda tree: checks.know_seeds(seeds, tree), LEARN_S_MAX, keep=True)
         if known[key] is None:
