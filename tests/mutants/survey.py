@@ -3,6 +3,7 @@
     python -m mutants.survey --seed 7 --count 200        a fresh random sample
     python -m mutants.survey --only '*/core/tree.py'     of these files only
     python -m mutants.survey --seed 7 --resume FILE      go on with an interrupted one
+    python -m mutants.survey --again FILE                the survivors of an earlier one
 
 Bugs are planted in the core and in the drivers of a step. The status is 1 if fewer than 90 % of the
 bugs that change anything are caught.
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Survey a sample; print a table of the survivors."""
     args = _parser().parse_args(arguments)
     survey = Survey(args.root, args.only, args.test_s)
-    sample = survey.sample(args.seed, args.count)
+    sample = survey.sample(args.seed, args.count) if not args.again else survey.named(args.again)
     known = equivalents.read(args.root / equivalents.FILE)
     done = _results(args.resume) if args.resume else {}
     file = args.resume or args.results
@@ -82,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=_seeds, default=range(200), metavar="A:B")
     parser.add_argument("--results", type=Path, metavar="FILE", help="add each result to it")
     parser.add_argument("--resume", type=Path, metavar="FILE", help="go on from these results")
+    parser.add_argument("--again", type=Path, metavar="FILE", help="only its survivors, once more")
     parser.add_argument("--root", type=Path, default=ROOT, help="another tree")
     parser.add_argument("--test-s", type=float, default=60.0, help="a test may take, in seconds")
     parser.add_argument("--json", action="store_true", help="instead of the table")
@@ -122,6 +124,11 @@ class Survey:
         """Draw a sample."""
         mutants = self.mutants()
         return draw(mutants, self._sources, seed, count)
+
+    def named(self, results: Path) -> list[Mutant]:
+        """Return the mutants that survived before, if their code is still there."""
+        survivors = {name for name, outcome in _results(results).items() if not outcome["by"]}
+        return [m for found in self.mutants().values() for m in found if m.name in survivors]
 
     def run(
         self, mutants: Sequence[Mutant], benches: Sequence[Bench], learnt: knowledge_base.Learnt
