@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mutants import equivalents, survey
+from mutants import equivalents, scope, survey
 from mutants.planting import Mutant, Planter, draw
 from mutants.rules import Knowledge
 from mutants.table import Report
@@ -242,6 +242,12 @@ def test_a_share_is_of_what_changes_anything() -> None:
     assert "Seed 7: 1 of 2 caught (50.0%): 1 by simulator. 1 more are equivalent." in text
     assert text.splitlines()[-1].endswith("| all the same |")
     assert two.function in text.splitlines()[-1]
+
+
+def test_the_test_files_that_are_asked_are_there() -> None:
+    assert scope.test_files(TESTS.parent) == list(scope.TEST_FILES)
+    assert len(scope.paths(TESTS.parent)) > len(scope.DRIVERS)
+    assert all((TESTS.parent / name).exists() for name in scope.DRIVERS)
 
 
 def test_what_is_listed_as_equivalent_is_still_there() -> None:
