@@ -16,6 +16,8 @@ TORCH_INDEX ?=
 SEEDS ?= 0:200
 COUNT ?= 1000000
 PYTEST_OPTIONS ?=
+SEED ?= 0
+MUTANTS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -23,7 +25,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
 PYTEST := $(BIN)/python -m pytest -q
 
-.PHONY: help demo check test test-all fuzz sim bench clean
+.PHONY: help demo check test test-all fuzz sim mutants bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -55,6 +57,11 @@ fuzz: $(STAMP)
 
 sim: $(STAMP)
 	$(BIN)/holdfast sim --seeds $(SEEDS)
+
+# Random one-line bugs, and who notices: docs/testing.md. SEED=N for another sample; more options in
+# MUTANTS, such as MUTANTS="--count 50 --only '*/core/tree.py'".
+mutants: $(STAMP)
+	PYTHONPATH=tests $(BIN)/python -m mutants.survey --jobs 2 --seed $(SEED) $(MUTANTS)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection
 
 import pytest
@@ -10,13 +11,15 @@ from hypothesis import strategies as st
 
 from holdfast.core import tree
 from holdfast.core.assignment import assign_at_boundary, assign_mid_step, spread_blocks
-from holdfast.core.errors import InvariantError
+from holdfast.core.errors import InvariantError, first_line
+from holdfast.core.exact_products import NARROW, WIDE, ExactProduct, digest_of
 from holdfast.core.membership.admission import choose_drained
 from holdfast.core.membership.formation import Situation, spans, unreachable
 from holdfast.core.membership.lease import LeasePolicy, acting_until, fenced_from
 from holdfast.core.membership.liveness import FreezeDetector, FreezePolicy, ProcessSample
 from holdfast.core.membership.resume import resume_step
 from holdfast.core.membership.roster import Roster
+from holdfast.core.partition import part_of
 from holdfast.core.types import (
     AgentId,
     AgentReport,
@@ -92,6 +95,57 @@ def test_parent_and_children_agree(vranks: int) -> None:
         assert tree.parent(child) == tree.root(vranks)
 
 
+def test_the_order_of_a_sum_is_the_same_for_ever() -> None:
+    """Pinned: another tree changes the bits of every job."""
+    shapes = {1: "0", 2: "(0+1)", 3: "((0+1)+2)", 5: "(((0+1)+(2+3))+4)"}
+    shapes[7] = "(((0+1)+(2+3))+((4+5)+6))"
+    for vranks, shape in shapes.items():
+        assert tree.fold({(v, 1): str(v) for v in range(vranks)}, vranks, add) == shape
+    leaves = [1.0, 1e16, -1e16, 1.0, 1.0]  # one after the other they come to 2
+    floats = {(v, 1): leaf for v, leaf in enumerate(leaves)}
+    assert tree.fold(floats, 5, lambda a, b: a + b) == 1.0
+
+
+@given(vranks=st.integers(2, 64), node=st.integers(0, 63), level=st.integers(0, 5))
+def test_a_node_is_one_of_its_parents_children(vranks: int, node: int, level: int) -> None:
+    width = 1 << level
+    start = node % vranks // width * width
+    children = tree.children(tree.parent((start, width)))
+    assert (start, width) in children
+    assert children[0][0] + children[0][1] == children[1][0]
+    assert tree.root(vranks)[1] >= vranks > tree.root(vranks)[1] // 2
+
+
+# ---------------------------------------------------------------- parts
+
+
+@given(st.integers(0, 10_000), st.integers(1, 20), st.integers(1, 64))
+def test_parts_cover_a_range_once_and_are_about_equal(total: int, count: int, align: int) -> None:
+    parts = [part_of(total, index, count, align) for index in range(count)]
+    assert [at for part in parts for at in range(*part)] == list(range(total))
+    assert all(start <= stop for start, stop in parts)
+    assert all(start % align == 0 for start, stop in parts if start < stop)
+    even = -(-total // count)
+    assert max(stop - start for start, stop in parts) <= even + align - 1
+    assert part_of(10, 1, 3) == (4, 8)
+    assert part_of(10, 1, 3, 3) == (6, 10)
+
+
+def test_exact_products_are_the_same_for_ever() -> None:
+    """Pinned: what a machine computes of them is compared with a digest that was made before."""
+    tiny = ExactProduct(name="tiny", rows=2, inner=3, columns=2, entry_max=5, digest="")
+    assert [each - 256 * (each > 127) for each in tiny.left()] == [-4, 1, 5, 3, -5, -1]
+    assert [each - 256 * (each > 127) for each in tiny.right()] == [3, -2, -2, -4, -4, 1]
+    assert (tiny.sum_max, tiny.operations) == (75, 24)
+    for product, left, right in ((WIDE, "149bde9b855bc0e7", None), (NARROW, None, PINNED_RIGHT)):
+        for made, pinned in ((product.left(), left), (product.right(), right)):
+            assert pinned is None or hashlib.sha256(made).hexdigest()[:16] == pinned
+    assert (WIDE.sum_max < 1 << 24, NARROW.sum_max <= 256) == (True, True)
+    assert digest_of(b"\1\0\0\0") == "d82c12285b5d4551f88e8f6e7eb52b81"
+
+
+PINNED_RIGHT = "cfcb611c6b1bba19"
+
 # ---------------------------------------------------------------- assignment
 
 
@@ -126,6 +180,15 @@ def test_in_the_middle_of_a_step_only_lost_vranks_move(vranks: int, data: st.Dat
     if len(workers) > len(survivors):
         most = max(loads(owners, survivors))
         assert most - min(loads(owners, survivors)) <= 1
+
+
+def test_assignments_are_the_same_for_ever() -> None:
+    """Pinned: coordinators of two releases must not move virtual ranks to and fro."""
+    before = [WorkerId(w) for w in (5, 5, 5, 2, 2, 9, 9)]
+    workers = [WorkerId(w) for w in (0, 2, 5)]
+    assert assign_at_boundary(7, workers, before) == (5, 5, 5, 2, 2, 0, 0)
+    lost = [WorkerId(w) for w in (0, 2, 5, 2, 0, 9, 5)]
+    assert assign_mid_step([WorkerId(0), WorkerId(5)], lost) == (0, 0, 5, 5, 0, 0, 5)
 
 
 def test_more_workers_than_virtual_ranks_is_refused() -> None:
@@ -371,6 +434,11 @@ def test_a_node_that_is_well_again_is_used_again() -> None:
     assert drained(found) == []
     assert ordered == []
     assert [each.incarnation for each in found.roster.wanted(AgentId("n3"), None)] == [2]
+
+
+def test_an_error_is_told_in_one_line_whatever_it_says() -> None:
+    assert first_line(ValueError("\nno space\nadvice")) == "no space"
+    assert first_line(ValueError("  ")) == first_line(ValueError()) == "ValueError"
 
 
 def test_spans() -> None:

@@ -45,7 +45,9 @@ def test_every_so_many_steps_the_leader_wants_one_and_once_for_each() -> None:
             wanted.append(step + 1)
     assert wanted == [10, 20, 30, 40]
     assert saving().opinion(9, 0.0, leads=False) == (False, False)
-    assert Saves(SavePolicy()).opinion(9, 0.0, leads=True) == (False, False)
+    for no_writer_or_no_view in (SavePolicy(), SavePolicy(enabled=True, every=1)):
+        saves = Saves(no_writer_or_no_view)
+        assert saves.opinion(9, 0.0, leads=True) == (False, False)
 
 
 def test_only_what_was_agreed_on_is_copied() -> None:

@@ -167,6 +167,17 @@ def test_who_computes_wrongly_twice_leaves_and_nothing_of_it_is_committed() -> N
         assert [i.wrong for i in walker.status.invalidations] == [(2,)]
 
 
+def test_in_the_step_after_a_save_every_task_is_computed_twice() -> None:
+    """So that a checkpoint of a wrong state is noticed before it counts."""
+    saves = SavePolicy(enabled=True, every=3, compared=True)
+    company = Company(2, StepPolicy(audit=1e-9, cycle=1, saves=saves))
+    company.enter(a_view(1, range(2), joiners=range(2)))
+    company.until(6)
+    for walker in company.walkers:
+        audited = [t.step for t in walker.orders(ef.Compute) if t.purpose is Purpose.AUDITED]
+        assert audited == [3]
+
+
 # ---------------------------------------------------------------- speculative tasks
 
 
@@ -190,6 +201,21 @@ def test_a_copy_is_adopted_once_and_only_by_who_hosts_the_virtual_rank() -> None
     assert company.walkers[1].orders(ef.Adopt) == []
     assert purposes(first, Purpose.HOSTED) == [0]
     assert [w.status.committed for w in company.members] == [1, 1]
+
+
+def test_nobody_begins_a_copy_in_a_view_that_was_given_up() -> None:
+    company = Company(3, StepPolicy(patience=EAGER))
+    first, last = company.walkers[0], company.walkers[2]
+    last.holds = lambda task: True
+    first.holds = lambda task: task.purpose is Purpose.SPECULATIVE
+    company.enter(a_view(1, range(3), joiners=range(3), vranks=9))
+    for steps in range(9):  # enough to be copied
+        first.machine.lateness.step(steps, tasks=9)
+    first.feed(ev.StillAwaited(ViewNumber(1), 0, (2,)))
+    assert len(purposes(first, Purpose.SPECULATIVE)) == 1
+    first.feed(ev.GroupBroken(ViewNumber(1), "a peer died"))
+    first.finish_held()
+    assert len(purposes(first, Purpose.SPECULATIVE)) == 1
 
 
 def test_who_was_late_in_an_old_view_is_looked_at_anew() -> None:

@@ -42,6 +42,7 @@ from holdfast.train.step.reduction import (
 )
 from holdfast.train.step.step_table import Buffers
 from holdfast.train.step.sum_runs import SumRuns
+from holdfast.train.step.task_digest import TaskDigest
 from holdfast.train.transport.seam import Message, NothingPending, Pending
 from support import SPEC
 
@@ -278,6 +279,26 @@ def test_every_bit_is_in_the_fingerprint_of_some_step_of_a_cycle() -> None:
         assert after != before
         assert prints.of_all(buffers) != whole
         before, whole = after, prints.of_all(buffers)
+
+
+def test_fingerprints_and_digests_are_the_same_for_ever() -> None:
+    """Pinned: workers of two releases must not take each other for wrong."""
+    model = nn.Linear(3, 2)
+    with torch.no_grad():
+        model.weight.copy_(torch.arange(6).view(2, 3) / 8)
+        model.bias.fill_(0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+    optimizer.state[model.bias]["momentum_buffer"] = torch.tensor([1.0, 2.0])
+    prints = Fingerprints({"model": model, "optimizer": optimizer}, 2)
+    buffers = [torch.tensor([3.0])]
+    assert prints.of_all(buffers) == 1132907197916398458
+    steps = [prints.of_step(step, buffers) for step in range(3)]
+    assert steps == [4429493873247173383, 1761965699372546210, 4429493873247173383]
+    digest = TaskDigest()
+    digest.begin(wanted=True, near=False)
+    digest.note(0, torch.arange(5) / 4)
+    digest.note(1, torch.ones(3))
+    assert digest.take() == 6778923111244334632
 
 
 def test_without_a_cycle_nothing_is_compared() -> None:

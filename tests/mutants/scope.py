@@ -1,0 +1,45 @@
+"""Says where bugs are planted, and which tests are asked before all others.
+
+Tests are chosen by what they reach (`checks.Reach`). What happens in processes that a test starts
+is not seen; for the drivers of a step a few such tests are named here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+CORE = "src/holdfast/core/"
+DRIVERS = (
+    "src/holdfast/train/driver.py",
+    "src/holdfast/train/script_thread.py",
+    *(
+        f"src/holdfast/train/step/{name}.py"
+        for name in (
+            *("backup_messages", "bringing_up", "engine", "filled_buckets", "hands"),
+            *("missed_steps", "speculative", "sum_runs", "waits"),
+        )
+    ),
+)
+TEST_FILES = tuple(
+    f"tests/test_{name}.py"
+    for name in """
+        agent_machine audit backup coordinator_machine core driver formation interval job_spec links
+        policies review_schedule roster sampling saves step_drivers step_machine step_parts stories
+        stragglers training verdict_tables worker_machine
+    """.split()
+)
+DRIVER_TESTS = (
+    "tests/test_exactness.py::test_a_kill_at_any_point_of_a_step[SIGKILL:gather:4:2]",
+    "tests/test_exactness.py::test_the_lost_worker_comes_back",
+)
+
+
+def paths(root: Path) -> list[str]:
+    """Return the files in which bugs are planted."""
+    core = [str(path.relative_to(root)) for path in sorted((root / CORE).rglob("*.py"))]
+    return [*core, *(name for name in DRIVERS if (root / name).exists())]
+
+
+def test_files(root: Path) -> list[str]:
+    """Return the test files whose reach is learnt."""
+    return [name for name in TEST_FILES if (root / name).exists()]

@@ -1,0 +1,91 @@
+"""Builds what a coordinator knows of nodes and workers, as their agents would have told it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from holdfast.core.membership.formation import Situation
+from holdfast.core.membership.lease import LeasePolicy
+from holdfast.core.membership.roster import News, Roster, SlotState
+from holdfast.core.types import (
+    AgentId,
+    AgentReport,
+    Incarnation,
+    JobRecord,
+    Member,
+    Phase,
+    Stage,
+    StateCopy,
+    View,
+    ViewNumber,
+    WorkerId,
+    WorkerStatus,
+)
+
+LEASE = LeasePolicy(lease_s=2.0, margin_s=0.5, suspect_s=1.5, abandon_s=20.0)
+THREE = ViewNumber(3)
+
+
+def status(worker: int, incarnation: int = 1, **fields: Any) -> WorkerStatus:
+    """Return the status of a worker that is ready."""
+    values = {"stage": Stage.READY} | fields
+    return WorkerStatus(worker=WorkerId(worker), incarnation=Incarnation(incarnation), **values)
+
+
+def member(worker: int, **fields: Any) -> WorkerStatus:
+    """Return the status of a member of view 3 that acts in it and computes its task of step 5."""
+    values = dict(view=THREE, promised=ViewNumber(2), state=StateCopy.CURRENT, committed=5)
+    return status(worker, **(values | {"phase": Phase.COMPUTING} | fields))
+
+
+def stopped(worker: int, **fields: Any) -> WorkerStatus:
+    """Return the status of a member that has given up view 3 in the middle of step 5."""
+    return member(worker, **({"promised": THREE} | fields))
+
+
+def resting(worker: int, **fields: Any) -> WorkerStatus:
+    """Return the status of a member that has given up view 3 at the boundary after step 5."""
+    return stopped(worker, **({"phase": Phase.BOUNDARY} | fields))
+
+
+def view_of(*workers: int, vranks: int = 0, **fields: Any) -> View:
+    """Return view 3 of these workers, each on a node of its own; worker 4 is on node n4."""
+    values: dict[str, Any] = dict(number=THREE, resume_step=4, leader=WorkerId(workers[0]))
+    owners = (WorkerId(workers[v % len(workers)]) for v in range(vranks or len(workers)))
+    values["owners"] = tuple(owners)
+    return View(
+        members=tuple(
+            Member(worker=WorkerId(w), incarnation=Incarnation(1), agent=AgentId(f"n{w}"))
+            for w in workers
+        ),
+        **(values | fields),
+    )
+
+
+class Cluster:
+    """Nodes with one slot each: worker w is on node nw."""
+
+    def __init__(self, *statuses: WorkerStatus, record: JobRecord | None = None) -> None:
+        self.roster = Roster(record, 0.0)
+        self.now = 1.0
+        self._seq: dict[str, int] = {}
+        for each in statuses:
+            name = AgentId(f"n{each.worker}")
+            self.hear(name, each)
+            self.roster.add_slot(each.worker, SlotState(name, each.incarnation))
+            self.roster.nodes[name].fresh = False
+
+    def hear(self, name: str, *statuses: WorkerStatus, **fields: Any) -> News:
+        """Hear the next report of a node."""
+        self._seq[name] = fields.pop("seq", self._seq.get(name, 0) + 1)
+        values = dict(incarnation=Incarnation(1), slots=1) | fields
+        report = AgentReport(
+            agent=AgentId(name), seq=self._seq[name], workers=tuple(statuses), **values
+        )
+        return self.roster.hear(report, self.now)
+
+    def situation(self, view: View | None = None, *silent: int, **fields: Any) -> Situation:
+        """Return the situation; the nodes of `silent` workers have not been heard for a while."""
+        values: dict[str, Any] = dict(witness_at=None, now=self.now) | fields
+        names = frozenset(AgentId(f"n{w}") for w in silent)
+        return Situation(view=view, roster=self.roster, lease=LEASE, silent=names, **values)

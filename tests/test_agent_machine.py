@@ -1,0 +1,381 @@
+"""What an agent decides for its node: processes, reports, and who may act until when."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from holdfast.core.membership import agent as ag
+from holdfast.core.membership.agent import AgentMachine, AgentPolicy
+from holdfast.core.membership.lease import LeasePolicy
+from holdfast.core.membership.liveness import FreezePolicy, ProcessSample
+from holdfast.core.types import (
+    AgentId,
+    Directive,
+    Incarnation,
+    Phase,
+    Stage,
+    Tick,
+    ViewNumber,
+    WantedProcess,
+    WorkerId,
+    WorkerStatus,
+)
+from machine_kit import a_view
+
+ME, ONE = AgentId("a"), Incarnation(1)
+LEASE = LeasePolicy(lease_s=2.0, margin_s=0.5, suspect_s=1.5, abandon_s=20.0)
+POLICY = AgentPolicy(
+    heartbeat_s=0.5, lease=LEASE, freeze=FreezePolicy(stopped_samples=2, silent_samples=3)
+)
+
+
+class Node:
+    """An agent with its coordinator: directives answer the newest report unless they say else."""
+
+    def __init__(self, workers: int = 2) -> None:
+        self.machine = AgentMachine(ME, ONE, workers, POLICY, pid=77)
+        self.now = 100.0
+        self.reports: list[Any] = []
+        self._seq = 0
+        self.feed(Tick())
+
+    def feed(self, event: ag.AgentEvent) -> list[ag.AgentEffect]:
+        effects = self.machine.handle(event, self.now)
+        self.machine.check()
+        self.reports += [e.report for e in effects if isinstance(e, ag.SendReport)]
+        return effects
+
+    def direct(self, **fields: Any) -> list[ag.AgentEffect]:
+        self._seq += 1
+        values = {"term": 1, "seq": self._seq, "heard": self.reports[-1].seq} | fields
+        directive = Directive(agent=ME, agent_incarnation=ONE, **values)
+        return self.feed(ag.DirectiveArrived(directive))
+
+    def want(self, *workers: tuple[int, int], **fields: Any) -> list[ag.AgentEffect]:
+        wanted = tuple(
+            WantedProcess(worker=WorkerId(w), incarnation=Incarnation(i)) for w, i in workers
+        )
+        return self.direct(wanted=wanted, **fields)
+
+    def run(self, *workers: int) -> None:
+        """Have these workers started, as members of view 1 which act in it."""
+        self.want(*((w, 1) for w in workers), view=a_view(1, workers), view_number=1)
+        for w in workers:
+            self.feed(ag.Spawned(WorkerId(w), ONE, 1000 + w))
+            self.say(w, stage=Stage.READY, view=ViewNumber(1))
+
+    def say(self, worker: int, **fields: Any) -> list[ag.AgentEffect]:
+        old = self.status(worker)
+        fields = {"seq": old.seq + 1} | fields
+        return self.feed(ag.WorkerSaid(dataclasses.replace(old, **fields)))
+
+    def status(self, worker: int) -> WorkerStatus:
+        return next(s for s in self.machine.snapshot().report.workers if s.worker == worker)
+
+
+def kinds(effects: list[ag.AgentEffect]) -> list[str]:
+    return [type(e).__name__ for e in effects]
+
+
+def of(kind: type, effects: list[ag.AgentEffect]) -> list[Any]:
+    return [e for e in effects if isinstance(e, kind)]
+
+
+# ---------------------------------------------------------------- reports
+
+
+def test_the_first_report_comes_at_once_and_then_one_with_each_heartbeat() -> None:
+    node = Node()
+    (first,) = node.reports
+    assert (first.agent, first.seq, first.slots, first.pid) == (ME, 1, 2, 77)
+    assert node.machine.deadline() == 100.5
+    node.now = 100.4
+    assert node.feed(Tick()) == []
+    node.now = 100.5
+    assert kinds(node.feed(Tick())) == ["SendReport"]
+    assert node.reports[-1].seq == 2
+    assert node.machine.deadline() == 101.0
+
+
+def test_what_others_decide_on_is_reported_at_once_and_mere_progress_is_not() -> None:
+    node = Node()
+    node.run(0, 1)
+    quiet = dict(committed=3, proved_at=99.0, phase=Phase.COMPUTING)
+    assert "SendReport" not in kinds(node.say(0, **quiet))
+    assert "SendReport" not in kinds(node.say(0, phase=Phase.WAITING))
+    assert "SendReport" in kinds(node.say(0, phase=Phase.OVERDUE))
+    assert "SendReport" in kinds(node.say(0, phase=Phase.ENDED))
+    assert "SendReport" in kinds(node.say(1, promised=ViewNumber(1)))
+    assert "SendReport" in kinds(node.say(1, reduced=True))
+    assert node.status(0).committed == 3
+    assert node.status(0).pid == 1000  # as the agent knows it, not as the worker says
+
+
+def test_an_older_status_or_one_of_another_process_is_not_believed() -> None:
+    node = Node()
+    node.run(0)
+    node.say(0, committed=5)
+    seq = node.status(0).seq
+    node.say(0, committed=4, seq=seq)
+    node.say(0, committed=3, incarnation=Incarnation(2))
+    assert node.status(0).committed == 5
+    node.feed(ag.ProcessExited(WorkerId(0), ONE, 0))
+    node.say(0, stage=Stage.READY)
+    assert node.status(0).stage is Stage.EXITED
+
+
+def test_why_the_node_is_drained_is_reported_once_and_who_leaves_for_good_stays_so() -> None:
+    node = Node()
+    assert "SendReport" in kinds(node.feed(ag.Drained("disk: slow", "disk")))
+    assert (node.reports[-1].draining, node.reports[-1].failing) == ("disk: slow", "disk")
+    assert node.feed(ag.Drained("disk: slow", "disk")) == []
+    assert "SendReport" in kinds(node.feed(ag.Drained("", "")))
+    assert node.reports[-1].draining == ""
+    node.feed(ag.Drained("asked to end", leave=True))
+    assert node.feed(ag.Drained("", "")) == []
+    assert node.machine.snapshot().report.draining == "asked to end"
+
+
+def test_a_coordinator_that_has_forgotten_the_view_is_told_of_it() -> None:
+    node = Node()
+    node.run(0)
+    assert node.machine.snapshot().report.view is None
+    assert node.machine.snapshot().report.view_known == 1
+    node.direct(view_number=0, release_loop=4)
+    assert node.machine.snapshot().report.view == a_view(1, [0])
+    assert node.machine.snapshot().report.release_loop == 4
+
+
+def test_the_coordinator_is_told_as_soon_as_it_can_be_reached() -> None:
+    node = Node()
+    assert kinds(node.feed(ag.CoordinatorReached())) == ["SendReport"]
+
+
+# ---------------------------------------------------------------- processes
+
+
+def test_what_is_wanted_is_started_and_what_is_not_is_killed_once() -> None:
+    node = Node()
+    effects = node.want((0, 1), (1, 1))
+    assert [(s.worker, s.incarnation) for s in of(ag.Spawn, effects)] == [(0, 1), (1, 1)]
+    assert of(ag.Spawn, node.want((0, 1), (1, 1))) == []
+    effects = node.want((0, 1), (1, 2))
+    assert [(k.worker, k.incarnation) for k in of(ag.Kill, effects)] == [(1, 1)]
+    assert of(ag.Spawn, effects) == []  # not before the old one has ended
+    assert of(ag.Kill, node.want((0, 1), (1, 2))) == []
+    effects = node.feed(ag.ProcessExited(WorkerId(1), ONE, -9))
+    assert [(s.worker, s.incarnation) for s in of(ag.Spawn, effects)] == [(1, 2)]
+    assert node.machine.snapshot().report.workers[1].incarnation == 2
+
+
+def test_an_incarnation_that_has_ended_is_never_started_again() -> None:
+    node = Node()
+    node.want((0, 2))
+    node.feed(ag.ProcessExited(WorkerId(0), Incarnation(2), -9))
+    assert of(ag.Spawn, node.want((0, 2))) == []
+    assert of(ag.Spawn, node.want((0, 1))) == []
+    assert len(of(ag.Spawn, node.want((0, 3)))) == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "detail", "stage", "told"),
+    [
+        (0, "", Stage.EXITED, ""),
+        (-11, "", Stage.LOST, "ended by signal 11"),
+        (-9, "out of memory", Stage.LOST, "out of memory"),
+        (1, "", Stage.FAILED, "exit code 1"),
+        (1, "ValueError: x", Stage.FAILED, "ValueError: x"),
+    ],
+)
+def test_how_a_process_ended(code: int, detail: str, stage: Stage, told: str) -> None:
+    node = Node()
+    node.run(0)
+    before = node.status(0).seq
+    effects = node.feed(ag.ProcessExited(WorkerId(0), ONE, code, detail))
+    assert "SendReport" in kinds(effects)
+    status = node.status(0)
+    assert (status.stage, status.detail) == (stage, told)
+    assert status.seq > before
+
+
+def test_who_was_killed_is_lost_for_the_reason_it_was_killed_for() -> None:
+    node = Node()
+    node.run(0)
+    node.want()
+    node.feed(ag.ProcessExited(WorkerId(0), ONE, 0))
+    status = node.status(0)
+    assert (status.stage, status.detail) == (Stage.LOST, "the coordinator replaced it")
+    assert node.feed(ag.ProcessExited(WorkerId(0), Incarnation(7), 0)) == []
+
+
+def test_a_frozen_process_is_killed_unless_the_agent_itself_has_paused_it() -> None:
+    for paused in (False, True):
+        node = Node()
+        node.run(0, 1)
+        node.feed(ag.WorkerSaid(dataclasses.replace(node.status(1), promised=1, seq=99)))
+        node.now += 2.0 if paused else 0.0
+        node.feed(Tick())
+        stopped = ag.Sampled(WorkerId(1), ONE, ProcessSample(state="T", progress=1))
+        assert of(ag.Kill, node.feed(stopped)) == []
+        kills = of(ag.Kill, node.feed(stopped))
+        assert [k.worker for k in kills] == ([] if paused else [1])
+
+
+def test_without_a_lease_nothing_starts() -> None:
+    node = Node()
+    node.now += LEASE.lease_s
+    assert of(ag.Spawn, node.want((0, 1))) == []  # the report that it answers is too old
+    node.feed(Tick())
+    assert len(of(ag.Spawn, node.want((0, 1)))) == 1
+
+
+def test_a_directive_of_another_time_or_for_somebody_else_changes_nothing() -> None:
+    node = Node()
+    node.want((0, 1), term=3, seq=5)
+    for older in (dict(term=3, seq=5), dict(term=3, seq=4), dict(term=2, seq=9)):
+        assert of(ag.Kill, node.want(**older)) == []
+    stranger = Directive(term=9, seq=9, agent=AgentId("b"), agent_incarnation=ONE)
+    former = Directive(term=9, seq=9, agent=ME, agent_incarnation=Incarnation(2))
+    for each in (stranger, former):
+        assert of(ag.Kill, node.feed(ag.DirectiveArrived(each))) == []
+    assert len(of(ag.Kill, node.want(term=4, seq=1))) == 1  # a later term counts from anew
+
+
+def test_while_the_coordinator_still_learns_all_goes_on_as_before() -> None:
+    node = Node()
+    node.run(0)
+    assert of(ag.Kill, node.want(undecided=True)) == []
+    assert len(of(ag.Kill, node.want())) == 1
+
+
+# ---------------------------------------------------------------- what workers are told
+
+
+def test_workers_are_told_what_is_new_and_a_view_only_once() -> None:
+    node = Node()
+    node.run(0)
+    node.say(0, promised=ViewNumber(1))  # so that its lease is the coordinator's
+    told = of(ag.SendWorker, node.want((0, 1), view_number=1, stop_view=ViewNumber(1)))
+    assert [(s.worker, s.incarnation) for s in told] == [(0, 1)]
+    assert told[0].directive.stop_view == 1
+    assert told[0].directive.view is None
+    told = of(ag.SendWorker, node.want((0, 1), view=a_view(2, [0]), view_number=2))
+    assert told[0].directive.view == a_view(2, [0])
+    fields: list[dict[str, Any]] = [
+        dict(pending_view=ViewNumber(2)),
+        dict(release_loop=1),
+        dict(save_wanted=True),
+    ]
+    for each in fields:
+        (said,) = of(ag.SendWorker, node.want((0, 1), view_number=2, **each))
+        assert dataclasses.asdict(said.directive).items() >= each.items()
+
+
+def test_a_lease_that_is_little_longer_is_not_worth_a_message() -> None:
+    node = Node()
+    node.want((0, 1))
+    told = of(ag.SendWorker, node.want((0, 1), release_loop=1))
+    assert told[0].directive.acting_until == 100.0 + LEASE.lease_s
+    node.now += 0.2
+    node.feed(ag.CoordinatorReached())
+    assert of(ag.SendWorker, node.want((0, 1), release_loop=1)) == []
+    node.now += 0.05
+    node.feed(ag.CoordinatorReached())
+    (said,) = of(ag.SendWorker, node.want((0, 1), release_loop=1))
+    assert said.directive.acting_until == 100.25 + LEASE.lease_s
+
+
+# ---------------------------------------------------------------- the right to act
+
+
+def test_who_hears_nothing_for_a_lease_is_paused_and_resumed_when_it_hears() -> None:
+    node = Node()
+    node.want((0, 1), (1, 1), view=a_view(1, range(3)), view_number=1)
+    assert node.machine.deadline() == 100.5
+    node.now = 101.9
+    assert "Pause" not in kinds(node.feed(Tick()))
+    assert node.machine.deadline() == 100.0 + LEASE.lease_s
+    node.now = 102.0
+    assert [p.worker for p in of(ag.Pause, node.feed(Tick()))] == [0, 1]
+    assert node.machine.snapshot().paused == (0, 1)
+    assert of(ag.Pause, node.feed(ag.CoordinatorReached())) == []
+    effects = node.want((0, 1))
+    assert [p.worker for p in of(ag.Resume, effects)] == [0]
+    assert [k.worker for k in of(ag.Kill, effects)] == [1]
+    assert 0 not in node.machine.snapshot().paused
+
+
+def test_the_lease_counts_from_when_the_answered_report_was_sent() -> None:
+    node = Node()
+    node.want((0, 1), view=a_view(1, range(2)), view_number=1)
+    node.now = 101.0
+    node.feed(Tick())
+    node.now = 102.5
+    node.want((0, 1), view_number=1, heard=2)
+    assert node.machine.snapshot().paused == ()
+    node.now = 103.0
+    assert "Pause" in kinds(node.feed(Tick()))
+    node.want((0, 1), view_number=1, heard=1)  # nothing new
+    assert node.machine.snapshot().paused == (0,)
+
+
+def test_complete_votes_renew_the_right_to_act_until_all_is_abandoned() -> None:
+    node = Node()
+    node.want((0, 1), view=a_view(1, range(2)), view_number=1)
+    node.feed(ag.Spawned(WorkerId(0), ONE, 5))
+    node.say(0, stage=Stage.READY, view=ViewNumber(1))
+    for _ in range(19):
+        node.now += 1.0
+        assert kinds(node.say(0, proved_at=node.now)) in (
+            [],
+            ["SendReport"],
+            ["SendWorker"],
+            ["SendWorker", "SendReport"],
+        )
+    assert node.machine.snapshot().paused == ()
+    node.now = 100.0 + LEASE.abandon_s
+    (kill,) = of(ag.Kill, node.say(0, proved_at=node.now))
+    assert "no coordinator" in kill.reason
+
+
+def test_a_view_that_is_all_here_goes_on_without_anybody_until_somebody_has_promised() -> None:
+    node = Node()
+    node.run(0, 1)
+    node.now += 10.0
+    node.feed(Tick())
+    assert node.machine.snapshot().paused == ()
+    node.say(1, promised=ViewNumber(1))
+    assert node.machine.snapshot().paused == (0, 1)
+
+
+@pytest.mark.parametrize("gone", ["ended", "killed"])
+def test_a_view_of_which_a_member_is_gone_is_not_all_here(gone: str) -> None:
+    node = Node()
+    node.run(0, 1)
+    if gone == "ended":
+        node.feed(ag.ProcessExited(WorkerId(1), ONE, -9))
+    else:
+        node.want((0, 1), view_number=1)
+    node.now += LEASE.lease_s
+    node.feed(Tick())
+    assert node.machine.snapshot().paused == (0,)
+
+
+# ---------------------------------------------------------------- the end
+
+
+def test_the_agent_ends_after_the_job_once_nothing_runs_and_says_so_before() -> None:
+    node = Node()
+    node.run(0)
+    assert "Quit" not in kinds(node.direct(shutdown=True))
+    effects = node.feed(ag.ProcessExited(WorkerId(0), ONE, 0))
+    assert kinds(effects)[-2:] == ["SendReport", "Quit"]
+    leaving = Node()
+    assert "Quit" not in kinds(leaving.feed(ag.Drained("bye", leave=True)))
+    assert kinds(leaving.direct())[-1] == "Quit"
+    staying = Node()
+    staying.feed(ag.Drained("a check", "disk"))
+    assert "Quit" not in kinds(staying.direct())

@@ -1,0 +1,447 @@
+"""When a view must stop, who goes on, who joins, who is waited for: each rule by a table."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.core.errors import InvariantError
+from holdfast.core.membership import formation as fo
+from holdfast.core.membership.formation import STEPS_MISSED_MAX
+from holdfast.core.types import (
+    Incarnation,
+    LateWorker,
+    Phase,
+    Stage,
+    StateCopy,
+    ViewNumber,
+    WorkerId,
+    WorkerStatus,
+)
+from roster_kit import LEASE, THREE, Cluster, member, resting, status, stopped, view_of
+
+WAITING, OVERDUE, BOUNDARY = (
+    dict(phase=Phase.WAITING),
+    dict(phase=Phase.OVERDUE),
+    dict(phase=Phase.BOUNDARY),
+)
+
+
+def numbers(found: list[WorkerStatus]) -> list[int]:
+    return [each.worker for each in found]
+
+
+def lag(worker: int, committed: int, incarnation: int = 1) -> LateWorker:
+    return LateWorker(
+        worker=WorkerId(worker), incarnation=Incarnation(incarnation), committed=committed
+    )
+
+
+# ---------------------------------------------------------------- who is fenced
+
+
+def test_who_died_is_fenced_and_who_is_silent_only_after_its_lease() -> None:
+    cluster = Cluster(member(0), member(1, stage=Stage.LOST))
+    first, second = view_of(0, 1).members
+    heard = cluster.situation(view_of(0, 1))
+    assert (heard.sound(first), heard.fenced(first), heard.may_return(first)) == (
+        True,
+        False,
+        False,
+    )
+    assert (heard.sound(second), heard.fenced(second)) == (False, True)
+    fence_at = 1.0 + LEASE.fence_s
+    for now, witness_at, fenced in (
+        (fence_at - 0.1, 0.0, False),
+        (fence_at, 0.0, True),
+        (fence_at, None, False),  # nobody is known to act no more: its view may go on
+        (fence_at + 0.9, 2.0, False),
+        (fence_at + 1.0, 2.0, True),
+        (1.0 + LEASE.abandon_s + LEASE.margin_s, None, True),
+    ):
+        silent = cluster.situation(view_of(0, 1), 0, now=now, witness_at=witness_at)
+        assert silent.fenced(first) is fenced
+        assert silent.may_return(first) is (now < 1.0 + LEASE.abandon_s + LEASE.margin_s)
+    assert not cluster.situation(view_of(0, 1), 1).may_return(second)
+    assert cluster.situation(view_of(0, 1)).abandoned(second)
+
+
+# ---------------------------------------------------------------- who may join
+
+
+@pytest.mark.parametrize(
+    ("heard", "joins"),
+    [
+        (status(4), True),
+        (status(4, stage=Stage.BOOTING), False),
+        (status(4, state=StateCopy.DIRTY), True),
+        (status(4, state=StateCopy.CURRENT), False),
+        (status(4, committed=3), False),  # it had begun to catch up
+        (status(4, incarnation=2), False),  # another one is ordered
+    ],
+)
+def test_who_is_ready_and_holds_no_state_may_join(heard: WorkerStatus, joins: bool) -> None:
+    cluster = Cluster(member(0), status(4))
+    cluster.hear("n4", heard)
+    situation = cluster.situation(view_of(0))
+    assert numbers(fo.candidates(situation)) == ([4] if joins else [])
+    assert fo.candidates(cluster.situation(view_of(0), 4)) == []
+    cluster.roster.nodes[situation.roster.slots[WorkerId(4)].agent].draining = "asked"
+    assert fo.candidates(situation) == []
+
+
+def test_a_member_without_the_state_may_join_once_it_has_given_the_view_up() -> None:
+    joiner = dict(state=StateCopy.INITIAL, committed=0)
+    for heard, joins in ((member(1, **joiner), []), (stopped(1, **joiner), [1])):
+        cluster = Cluster(member(0), heard)
+        assert numbers(fo.candidates(cluster.situation(view_of(0, 1)))) == joins
+
+
+def test_candidates_come_in_order() -> None:
+    assert numbers(fo.candidates(Cluster(status(2), status(0), status(1)).situation())) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("heard", "step", "returns"),
+    [
+        (member(1, **WAITING), 8, True),
+        (resting(1), 8, True),
+        (member(1), 8, False),  # it still computes
+        (member(1, state=StateCopy.DIRTY, **WAITING), 8, False),
+        (member(1, stage=Stage.LOST, **WAITING), 8, False),
+        (member(1, **WAITING), 5 + STEPS_MISSED_MAX, True),
+        (member(1, **WAITING), 6 + STEPS_MISSED_MAX, False),
+        (member(1, incarnation=2, **WAITING), 8, False),
+    ],
+)
+def test_who_was_suspended_returns_once_it_is_done(
+    heard: WorkerStatus, step: int, returns: bool
+) -> None:
+    cluster = Cluster(member(0), member(1))
+    cluster.hear("n1", heard)
+    view = view_of(0, suspended=(lag(1, 5),))
+    assert fo.returning(cluster.situation(view), step) == ([lag(1, 5)] if returns else [])
+    assert fo.returning(cluster.situation(view, 1), step) == []
+    assert fo.returning(cluster.situation(view_of(0)), step) == []
+    assert fo.returning(cluster.situation(), step) == []
+
+
+def test_who_has_missed_too_much_is_better_started_anew() -> None:
+    view = view_of(0, suspended=(lag(1, 5),))
+    cluster = Cluster(member(0), member(1))
+    for step, behind in ((5 + STEPS_MISSED_MAX, []), (6 + STEPS_MISSED_MAX, [1])):
+        assert numbers(fo.too_far_behind(cluster.situation(view), step)) == behind
+    cluster.hear("n1", member(1, stage=Stage.LOST))
+    assert fo.too_far_behind(cluster.situation(view), 500) == []
+    assert fo.too_far_behind(cluster.situation(), 500) == []
+
+
+# ---------------------------------------------------------------- who is late
+
+
+@pytest.mark.parametrize(
+    ("survivors", "late"),
+    [
+        ([stopped(0, **OVERDUE), stopped(1)], [1]),
+        ([stopped(0, **WAITING), stopped(1)], []),  # nobody says that it is late
+        ([stopped(0, **OVERDUE), stopped(1), stopped(2)], []),  # they are the most
+        ([stopped(0, **OVERDUE), stopped(1, **WAITING), stopped(2), stopped(3)], [2, 3]),
+        ([stopped(0, **OVERDUE), stopped(1, reduced=True), stopped(2)], [2]),
+        ([stopped(0, **OVERDUE), stopped(1, **BOUNDARY)], []),  # in no step
+        ([stopped(0, committed=6, **OVERDUE), stopped(1)], []),  # the step is committed
+    ],
+)
+def test_who_is_late_computes_while_as_many_wait(
+    survivors: list[WorkerStatus], late: list[int]
+) -> None:
+    assert numbers(fo.late_workers(survivors)) == late
+
+
+# ---------------------------------------------------------------- when a view must stop
+
+BROKEN = [
+    ((member(0), member(1)), None),
+    ((member(0), member(1, stage=Stage.LOST)), "worker 1 is gone"),
+    ((member(0), stopped(1)), "worker 1 lost touch with another"),
+    ((member(0), stopped(1, state=StateCopy.DISCARDED)), "something wrong was used"),
+    ((member(0), member(1, state=StateCopy.DISCARDED)), "something wrong was used"),
+    ((member(0, **OVERDUE), member(1)), "worker 0 waits for one that is late"),
+    ((member(0, **WAITING), resting(1)), "a worker waits for one that has stopped"),
+    ((member(0), resting(1)), None),  # as planned: nobody waits
+    ((member(0, **WAITING), resting(1, committed=4)), "worker 1 lost touch"),  # before any vote
+    ((resting(0), resting(1)), None),
+]
+
+
+@pytest.mark.parametrize(("statuses", "why"), BROKEN)
+def test_why_a_view_must_stop(statuses: tuple[WorkerStatus, ...], why: str | None) -> None:
+    situation = Cluster(*statuses).situation(view_of(0, 1))
+    found = fo.why_broken(situation, 5.0, 5.0, minds_late=True)
+    assert (found is None) if why is None else (why in str(found))
+    assert fo.why_broken(Cluster(*statuses).situation(), 5.0, 5.0) is None
+
+
+def test_a_planned_stop_is_waited_for_and_the_late_only_where_that_is_allowed() -> None:
+    waits = Cluster(member(0, **WAITING), resting(1)).situation(view_of(0, 1))
+    assert fo.why_broken(waits, 4.9, 5.0) is None
+    overdue = Cluster(member(0, **OVERDUE), member(1)).situation(view_of(0, 1))
+    assert fo.why_broken(overdue, 5.0, 5.0, minds_late=False) is None
+
+
+def test_a_silent_node_stops_the_view_if_others_can_go_on() -> None:
+    cluster = Cluster(member(0), member(1))
+    one = cluster.situation(view_of(0, 1), 1)
+    assert fo.why_broken(one, 0.0, 5.0) == "node n1 has not been heard for a while"
+    assert fo.why_broken(cluster.situation(view_of(0, 1), 0, 1), 0.0, 5.0) is None
+
+
+# ---------------------------------------------------------------- planned changes
+
+
+def test_a_change_is_planned_for_who_can_join_then_for_drains_then_for_too_few() -> None:
+    cluster = Cluster(member(0), member(1), status(4))
+    situation = cluster.situation(view_of(0, 1))
+    assert fo.why_change(situation, 3, 1, 5) == ("join", "worker 4 joins")
+    assert fo.why_change(situation, 2, 1, 5) is None  # there is no virtual rank for it
+    assert fo.why_change(situation, 2, 3, 5) == ("wait", "the job waits")
+    assert fo.why_change(situation, 2, 2, 5) is None
+    for name in ("n0", "n1"):
+        cluster.roster.nodes[name].draining = "asked"
+        expected = ("drain", f"node n0 is left ({'asked'})")
+        assert fo.why_change(situation, 2, 3, 5) == expected
+    view = view_of(0, suspended=(lag(1, 5),))
+    back = Cluster(member(0), member(1, **WAITING)).situation(view)
+    assert fo.why_change(back, 2, 1, 8) == ("join", "worker 1 joins")
+    assert fo.why_change(back, 1, 1, 8) is None
+
+
+def test_a_node_is_left_only_if_others_can_go_on() -> None:
+    cluster = Cluster(member(0), member(1))
+    situation = cluster.situation(view_of(0, 1))
+    assert fo.leaving(situation) == {}
+    cluster.roster.nodes["n0"].draining = "asked"
+    assert fo.leaving(situation) == {"n0": "asked"}
+    cluster.roster.nodes["n1"].draining = "disk"
+    assert fo.leaving(situation) == {}  # nobody would be left
+    joined = Cluster(member(0), status(4))
+    joined.roster.nodes["n0"].draining = "asked"
+    assert fo.leaving(joined.situation(view_of(0))) == {"n0": "asked"}
+
+
+# ---------------------------------------------------------------- who survives
+
+
+def test_survivors_hold_the_state_and_nobody_may_act_any_more() -> None:
+    cluster = Cluster(stopped(0), stopped(1, state=StateCopy.DIRTY), member(2, stage=Stage.LOST))
+    view = view_of(0, 1, 2)
+    assert numbers(fo.survivors_of(cluster.situation(view)) or []) == [0]
+    assert fo.survivors_of(cluster.situation(view, 0)) is None  # it may still act
+    cluster.hear("n1", member(1))
+    assert fo.survivors_of(cluster.situation(view)) is None  # it has not promised
+    cluster.hear("n1", stopped(1, incarnation=2))
+    found = fo.survivors_of(cluster.situation(view))
+    assert numbers(found or []) == [0]  # its process was replaced
+    cluster.roster.order_anew(WorkerId(0))
+    assert fo.survivors_of(cluster.situation(view)) == []  # its agent ends it
+    assert fo.survivors_of(cluster.situation()) == []
+
+
+def test_who_should_catch_up_and_has_not_begun_to_holds_an_older_state() -> None:
+    view = view_of(0, 1, joiners=(WorkerId(1),), catching_up=(lag(1, 2),))
+    older = stopped(1, view=ViewNumber(2), committed=2)
+    begun = stopped(1, state=StateCopy.CURRENT)
+    for one, survivors in ((older, [0]), (begun, [0, 1])):
+        cluster = Cluster(stopped(0), one)
+        assert numbers(fo.survivors_of(cluster.situation(view)) or []) == survivors
+
+
+def test_who_had_to_stop_while_it_caught_up_is_interrupted() -> None:
+    view = view_of(0, 1, joiners=(WorkerId(1),), catching_up=(lag(1, 2),))
+    for one, found in (
+        (stopped(1, state=StateCopy.DIRTY), [1]),
+        (member(1, state=StateCopy.DIRTY), []),  # it still does
+        (stopped(1), []),  # it has the state
+        (stopped(1, state=StateCopy.DIRTY, stage=Stage.LOST), []),
+    ):
+        situation = Cluster(stopped(0, state=StateCopy.DIRTY), one).situation(view)
+        assert numbers(fo.interrupted(situation)) == found
+    assert fo.interrupted(Cluster(stopped(0)).situation()) == []
+
+
+def test_nobody_begins_from_a_state_that_is_discarded() -> None:
+    wrong = stopped(1, state=StateCopy.DISCARDED)
+    cluster = Cluster(stopped(0), wrong)
+    assert fo.discarded(cluster.situation(view_of(0, 1)))
+    cluster.roster.order_anew(WorkerId(1))
+    assert not fo.discarded(cluster.situation(view_of(0, 1)))
+    assert not fo.discarded(Cluster(stopped(0)).situation(view_of(0)))
+
+
+def test_the_view_is_surely_the_newest_if_all_its_members_are_heard_of_and_well() -> None:
+    view = view_of(0, 1)
+    for second, sure in (
+        (member(1), True),
+        (member(1, stage=Stage.EXITED), True),
+        (member(1, stage=Stage.LOST), False),
+        (member(1, incarnation=2), False),
+    ):
+        assert fo.surely_newest(Cluster(member(0), second).situation(view)) is sure
+    assert not fo.surely_newest(Cluster(member(0)).situation(view))
+    assert not fo.surely_newest(Cluster(member(0)).situation())
+
+
+# ---------------------------------------------------------------- the next view
+
+
+def following(cluster: Cluster, view: Any, *, vranks: int = 4, **fields: Any) -> Any:
+    owners = tuple(view.workers[v % len(view.workers)] for v in range(vranks))
+    situation = cluster.situation(dataclasses.replace(view, owners=owners))
+    survivors = fo.survivors_of(situation)
+    assert survivors is not None
+    workers_min = fields.pop("workers_min", 1)
+    return fo.next_view(situation, survivors, vranks, workers_min, **fields)
+
+
+def test_at_rest_who_waits_joins_as_far_as_there_are_virtual_ranks() -> None:
+    cluster = Cluster(resting(0), resting(1), status(4), status(5))
+    found = following(cluster, view_of(0, 1), vranks=3)
+    assert (found.workers, found.joiners, found.resume_step) == ((0, 1, 4), (4,), 5)
+    assert sorted(found.owners) == [0, 1, 4]
+    assert found.why == "worker 4 joins"
+    running = following(Cluster(stopped(0), resting(1), status(4)), view_of(0, 1), vranks=3)
+    assert (running.workers, running.joiners) == ((0, 1), ())
+
+
+def test_at_rest_drained_nodes_are_left_but_not_while_others_come_back() -> None:
+    cluster = Cluster(resting(0), resting(1))
+    cluster.roster.nodes["n1"].draining = "asked"
+    found = following(cluster, view_of(0, 1))
+    assert (found.workers, found.why) == ((0,), "worker 1 leaves")
+    cluster.roster.nodes["n0"].draining = "asked"
+    assert following(cluster, view_of(0, 1)).workers == (0, 1)  # somebody must hold the state
+    mid = Cluster(stopped(0), resting(1))
+    mid.roster.nodes["n1"].draining = "asked"
+    assert following(mid, view_of(0, 1)).workers == (0, 1)  # a step is under way
+
+
+def test_at_rest_the_job_waits_for_enough_workers_and_in_a_step_it_goes_on() -> None:
+    assert following(Cluster(resting(0)), view_of(0), workers_min=2) is None
+    assert following(Cluster(resting(0), status(4)), view_of(0), workers_min=2) is not None
+    assert following(Cluster(stopped(0)), view_of(0), workers_min=2) is not None
+
+
+def test_who_is_late_is_suspended_where_that_is_allowed() -> None:
+    cluster = Cluster(stopped(0, **OVERDUE), stopped(1, hosted=(1, 2)))
+    view = view_of(0, 1)
+    found = following(cluster, view, vranks=3, minds_late=True)
+    assert (found.workers, found.suspended, found.redone) == ((0,), (lag(1, 5),), 2)
+    assert found.owners == (0, 0, 0)
+    assert "worker 1 is late in step 5" in found.why
+    assert following(cluster, view).suspended == ()
+
+
+def test_who_was_suspended_comes_back_if_all_who_kept_its_steps_are_there() -> None:
+    view = view_of(0, 2, suspended=(lag(1, 3),))
+    there = Cluster(resting(0), resting(2), resting(1))
+    found = following(there, view, vranks=3)
+    assert (found.workers, found.joiners) == ((0, 1, 2), (1,))
+    assert found.catching_up == (lag(1, 3),)
+    gone = Cluster(resting(0), member(2, stage=Stage.LOST), resting(1))
+    assert following(gone, view, vranks=3).workers == (0,)
+    full = following(there, view, vranks=2)
+    assert (full.workers, full.catching_up) == ((0, 2), ())
+
+
+def test_who_comes_back_goes_before_who_is_new() -> None:
+    view = view_of(0, suspended=(lag(1, 3),))
+    found = following(Cluster(resting(0), resting(1), status(4)), view, vranks=2)
+    assert found.workers == (0, 1)
+
+
+def test_members_may_have_agreed_on_other_owners_and_the_furthest_knows() -> None:
+    view = view_of(0, 1, 2)
+    behind = stopped(0, committed=4, reduced=True, hosted=(0, 1))
+    ahead = stopped(1, committed=5, hosted=(1, 2))
+    older = stopped(2, view=ViewNumber(2), hosted=(0, 1, 2))
+    assert fo.present_owners(view, [ahead, behind, older]) == (0, 1, 1)
+
+
+# ---------------------------------------------------------------- the beginning and the end
+
+
+def test_all_are_waited_for_at_first_and_after_that_enough() -> None:
+    cluster = Cluster(status(0), status(1, stage=Stage.BOOTING), status(4))
+    situation = cluster.situation()
+    assert fo.beginners(situation, None) == []
+    assert numbers(fo.beginners(situation, 2)) == [0, 4]
+    assert fo.beginners(situation, 3) == []
+    cluster.roster.slots[WorkerId(1)].respawn_at = cluster.now + fo.QUARANTINED_S
+    assert fo.beginners(situation, None) == []
+    cluster.roster.slots[WorkerId(1)].respawn_at = cluster.now + fo.QUARANTINED_S + 1
+    assert numbers(fo.beginners(situation, None)) == [0, 4]
+    cluster.roster.slots[WorkerId(1)].respawn_at = None
+    cluster.hear("n1", status(1, stage=Stage.EXITED))
+    assert numbers(fo.beginners(situation, None)) == [0, 4]
+    cluster.hear("n4", status(4, state=StateCopy.DIRTY))
+    assert fo.beginners(situation, None) == []
+
+
+def test_a_first_view_hosts_all_and_says_from_where() -> None:
+    ready = [status(w) for w in (2, 5, 7)]
+    fresh = fo.initial_view(ready, 2, 0, "")
+    assert (fresh.workers, fresh.owners, fresh.why) == ((2, 5), (2, 5), "the job starts")
+    assert fresh.joiners == fresh.workers
+    again = fo.initial_view(ready, 4, 6, "lost")
+    assert again.owners == (2, 2, 5, 7)
+    assert (again.resume_step, again.why) == (6, "lost: from the checkpoint of step 6")
+    assert fo.initial_view(ready, 4, 0, "lost").why == "lost: from step 0 again"
+
+
+def test_who_must_be_replaced_before_the_job_can_begin() -> None:
+    cluster = Cluster(
+        status(3, state=StateCopy.DIRTY),
+        status(1, state=StateCopy.CURRENT),
+        status(2, state=StateCopy.DISCARDED, stage=Stage.BOOTING),
+        status(0),
+    )
+    assert numbers(fo.dirty_candidates(cluster.situation())) == [1, 3]
+
+
+def test_a_view_keeps_its_leader_as_long_as_it_holds_the_state() -> None:
+    cluster = Cluster(resting(0), resting(1), status(4))
+    for old, leader in (
+        (view_of(1, 0, leader=WorkerId(1)), 1),
+        (view_of(0, 4, leader=WorkerId(4)), 0),  # it joins: it may have lost the state
+        (view_of(9), 0),
+        (None, 0),
+    ):
+        proposal = following(cluster, view_of(0, 1), vranks=3)
+        view = fo.make_view(proposal, ViewNumber(7), old, cluster.roster)
+        assert (view.number, view.leader) == (7, leader)
+        assert [(m.worker, m.agent) for m in view.members] == [(0, "n0"), (1, "n1"), (4, "n4")]
+    first = fo.initial_view([status(4)], 1, 0, "")
+    assert fo.make_view(first, THREE, None, cluster.roster).leader == 4
+
+
+@given(st.integers(0, 3))
+def test_the_last_view_waits_for_nobody(missing: int) -> None:
+    statuses = [stopped(w, committed=5, reduced=True) for w in range(4) if w != missing]
+    cluster = Cluster(*statuses, status(5))
+    found = fo.last_view(cluster.situation(view_of(0, 1, 2, 3)), statuses)
+    assert set(found.workers) == set(found.owners) == {0, 1, 2, 3} - {missing}
+    assert (found.resume_step, found.joiners) == (5, ())  # who is lost may not have reduced it
+
+
+def test_what_no_view_may_be() -> None:
+    fo.check_view(view_of(0, 1), 2)
+    for view, vranks in (
+        (view_of(0, 0), 2),
+        (view_of(0, 1, owners=(WorkerId(0), WorkerId(7))), 2),
+        (view_of(0, 1), 3),
+    ):
+        with pytest.raises(InvariantError):
+            fo.check_view(view, vranks)

@@ -1,0 +1,132 @@
+"""When the coordinator looks again: after a change, when somebody falls silent, and at alarms."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.core.job_spec import CoordinatorPolicy
+from holdfast.core.membership.review_schedule import REVIEW_S, Agenda
+from holdfast.core.types import Phase, WorkerId
+from roster_kit import LEASE, Cluster, member
+
+POLICY = CoordinatorPolicy(virtual_ranks=2, lease=LEASE, patience_s=5.0, hang_s=50.0)
+
+
+def agenda(*, reviewed: bool = True) -> tuple[Agenda, Cluster]:
+    """Return the agenda of a job that began long ago: two nodes, heard at 1.0 and reviewed then."""
+    cluster = Cluster(member(0), member(1))
+    cluster.roster.started_at = cluster.roster.moved_at = -100.0
+    found = Agenda(POLICY, cluster.roster, 1.0)
+    if reviewed:
+        assert found.due(1.0)
+        found.reviewed(1.0, [])
+    return found, cluster
+
+
+def hear_both(cluster: Cluster, now: float, **fields: object) -> None:
+    cluster.now = now
+    for worker in range(2):
+        cluster.hear(f"n{worker}", member(worker, **fields))
+
+
+def test_the_first_review_is_due_at_once_and_none_before_its_time() -> None:
+    found, _ = agenda(reviewed=False)
+    assert found.deadline == 1.0
+    assert not found.due(0.9)
+    assert found.due(1.0)
+    found.reviewed(1.0, [])
+    assert not found.due(1.0)
+
+
+def test_after_a_review_the_next_is_due_when_somebody_may_be_silent() -> None:
+    found, cluster = agenda()
+    assert found.deadline == 1.0 + LEASE.suspect_s
+    hear_both(cluster, 2.0)
+    assert not found.due(2.5)  # they were heard meanwhile
+    assert found.deadline == 2.0 + LEASE.suspect_s
+    assert found.due(3.5)
+    assert found.silent == {"n0", "n1"}
+
+
+def test_a_change_is_reviewed_after_a_pause_that_grows_with_the_job() -> None:
+    found, cluster = agenda()
+    found.change(1.0)
+    pause_s = len(cluster.roster.slots) * REVIEW_S
+    assert found.deadline == 1.0 + pause_s
+    assert not found.due(1.0 + 0.9 * pause_s)
+    assert found.due(1.0 + pause_s)
+    found.reviewed(1.0 + pause_s, [])
+    found.change(1.2)
+    assert found.deadline == 1.2
+    assert found.due(1.2)
+    found.reviewed(1.2, [])
+    found.change(1.2, at_once=True)
+    assert found.due(1.2)
+    found.reviewed(1.2, [])
+    found.change(9.0)
+    assert found.deadline == 1.0 + LEASE.suspect_s  # what is due earlier stays so
+
+
+def test_an_alarm_is_kept_whoever_is_heard() -> None:
+    found, cluster = agenda()
+    found.reviewed(1.0, [0.5, 1.0, 2.0, 3.0])  # those that are over count no more
+    assert found.deadline == 2.0
+    hear_both(cluster, 1.9)
+    assert not found.due(1.99)
+    assert found.due(2.0)
+
+
+def test_who_is_silent_is_reviewed_again_when_it_is_fenced_and_when_it_is_given_up() -> None:
+    found, cluster = agenda()
+    cluster.now = 3.0
+    cluster.hear("n0", member(0))
+    assert found.due(3.0)
+    assert found.silent == {"n1"}
+    found.reviewed(3.0, [])
+    times = []
+    while len(times) < 2:
+        cluster.now = found.deadline or 0.0
+        cluster.hear("n0", member(0, committed=int(cluster.now * 1000)))  # the job moves
+        if found.due(cluster.now):
+            times.append(cluster.now)
+            found.reviewed(cluster.now, [])
+    lost_at = 1.0 + LEASE.abandon_s + LEASE.margin_s
+    assert times == pytest.approx([1.0 + LEASE.fence_s, lost_at])
+    cluster.hear("n1", member(1))
+    found.change(cluster.now, at_once=True)
+    assert found.due(cluster.now)
+    assert found.silent == set()
+
+
+def test_a_process_that_waits_to_be_started_again_is_an_alarm() -> None:
+    found, cluster = agenda()
+    cluster.roster.slots[WorkerId(1)].respawn_at = 1.75
+    found.reviewed(1.0, [])
+    assert found.deadline == 1.75
+
+
+def test_a_job_that_stands_still_is_reviewed_at_both_limits_and_not_while_it_moves() -> None:
+    found, cluster = agenda()
+    reviews, now = [], 1.0
+    while now < 60.0:
+        now = min(found.deadline or now + 1.0, now + 1.0)
+        hear_both(cluster, now)
+        if found.due(now):
+            reviews.append(now)
+            found.reviewed(now, [])
+    assert reviews == pytest.approx([1.0 + POLICY.patience_s, 1.0 + POLICY.hang_s])
+    assert found.still_since == 1.0
+    hear_both(cluster, 60.0, phase=Phase.WAITING)
+    assert found.still_since == 60.0
+    found.stir(61.0)
+    assert found.still_since == 61.0
+
+
+def test_who_stood_still_itself_has_heard_nobody_and_suspects_nobody() -> None:
+    found, cluster = agenda()
+    woke = 1.0 + LEASE.suspect_s + 1.0
+    assert not found.due(woke)  # its timer came late by more than half of the suspicion
+    assert found.still_since == woke
+    assert found.deadline == woke + LEASE.suspect_s
+    hear_both(cluster, woke + 0.1)
+    assert not found.due(woke + LEASE.suspect_s)

@@ -1,0 +1,485 @@
+"""What a coordinator knows of nodes and processes, whom it starts again, and what it remembers."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from holdfast.core.membership.admission import Attendance, admit, attend
+from holdfast.core.membership.durable import KNOWN_MAX, Durable, speakers
+from holdfast.core.membership.event_log import EventLog
+from holdfast.core.membership.formation import silent_nodes
+from holdfast.core.membership.progress import Progress
+from holdfast.core.membership.restart import (
+    RestartPolicy,
+    quarantine,
+    quarantine_wrong,
+    replace_lost,
+)
+from holdfast.core.membership.roster import News, Roster
+from holdfast.core.membership.stopping import Stopping
+from holdfast.core.types import (
+    AgentId,
+    Incarnation,
+    Invalidation,
+    JobEvent,
+    JobRecord,
+    Phase,
+    ProcessRole,
+    Slot,
+    Stage,
+    StateCopy,
+    ViewNumber,
+    WorkerId,
+    WorkerStatus,
+)
+from roster_kit import LEASE, Cluster, member, status, stopped, view_of
+
+N0, N1, N2 = AgentId("n0"), AgentId("n1"), AgentId("n2")
+ZERO, ONE, TWO = WorkerId(0), WorkerId(1), WorkerId(2)
+
+
+def wanted(cluster: Cluster, name: AgentId, view: Any = None) -> list[tuple[int, int]]:
+    return [(w.worker, w.incarnation) for w in cluster.roster.wanted(name, view)]
+
+
+# ---------------------------------------------------------------- hearing
+
+
+def test_an_old_or_repeated_report_is_stale_and_a_new_agent_begins_anew() -> None:
+    cluster = Cluster(status(0))
+    seq = cluster.roster.nodes[N0].seq
+    cluster.now = 5.0
+    assert cluster.hear("n0", seq=seq) is News.STALE
+    assert cluster.hear("n0", seq=seq - 1) is News.STALE
+    assert cluster.roster.nodes[N0].heard_at == 1.0
+    assert cluster.hear("n0", status(0), seq=seq + 1) is News.NOTHING
+    assert cluster.roster.nodes[N0].heard_at == 5.0
+    assert cluster.hear("n0", seq=1, incarnation=Incarnation(2)) is News.CHANGE
+    assert cluster.roster.nodes[N0].fresh
+    assert cluster.hear("n0", seq=99, incarnation=Incarnation(1)) is News.STALE
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(stage=Stage.FAILED),
+        dict(view=ViewNumber(4)),
+        dict(promised=ViewNumber(3)),
+        dict(state=StateCopy.DIRTY),
+        dict(phase=Phase.OVERDUE),
+        dict(phase=Phase.ENDED),
+        dict(loop=2),
+        dict(unreached=(ONE,)),
+        dict(saved=5),
+        dict(unreadable=5),
+        dict(events=(JobEvent(number=1, kind="x", text="y"),)),
+        dict(incarnation=Incarnation(2)),
+    ],
+)
+def test_what_can_change_a_decision_is_a_change(change: dict[str, Any]) -> None:
+    cluster = Cluster(member(0))
+    assert cluster.hear("n0", dataclasses.replace(member(0), **change)) is News.CHANGE
+
+
+@pytest.mark.parametrize(
+    "change", [dict(committed=6), dict(reduced=True), dict(phase=Phase.WAITING)]
+)
+def test_progress_is_a_change_only_of_who_has_stopped(change: dict[str, Any]) -> None:
+    for one, news in ((member(0), News.NOTHING), (stopped(0), News.CHANGE)):
+        cluster = Cluster(one)
+        assert cluster.hear("n0", dataclasses.replace(one, **change)) is news
+
+
+@pytest.mark.parametrize("fields", [dict(slots=2), dict(draining="disk"), dict(failing="disk")])
+def test_what_a_node_offers_and_asks_for_is_a_change(fields: dict[str, Any]) -> None:
+    cluster = Cluster(status(0))
+    assert cluster.hear("n0", status(0), **fields) is News.CHANGE
+    node = cluster.roster.nodes[N0]
+    offers = {"slots": node.offered, "draining": node.asks, "failing": node.failing}
+    assert offers.items() >= fields.items()
+    assert cluster.hear("n0", status(0), **fields) is News.NOTHING
+    assert cluster.hear("n0", **fields) is News.CHANGE  # a process is not there any more
+
+
+def test_the_job_moves_when_a_process_comes_further_or_begins_or_ends_to_wait() -> None:
+    cluster = Cluster(member(0))
+    assert cluster.roster.moved_at == 0.0
+    for at, fields in enumerate((dict(committed=6), dict(phase=Phase.WAITING)), start=5):
+        cluster.now = float(at)
+        cluster.hear("n0", member(0, **fields))
+        assert cluster.roster.moved_at == at
+    cluster.now = 9.0
+    cluster.hear("n0", member(0, phase=Phase.OVERDUE))  # it waits already
+    assert cluster.roster.moved_at == 6.0
+    cluster.hear("n0", member(0, incarnation=2, committed=0))
+    assert cluster.roster.moved_at == 6.0
+
+
+# ---------------------------------------------------------------- slots
+
+
+def test_numbers_of_workers_are_never_given_twice() -> None:
+    cluster = Cluster(status(0), status(1))
+    cluster.roster.dismiss(N1)
+    assert list(cluster.roster.slots) == [0]
+    assert cluster.roster.status(ONE) is None
+    assert cluster.roster.here(N1) == []
+    cluster.hear("n1", slots=2)
+    cluster.roster.admit(N1)
+    assert cluster.roster.here(N1) == [2, 3]
+    cluster.roster.admit(N1)  # it keeps those it has
+    assert cluster.roster.here(N1) == [2, 3]
+    assert cluster.roster.workers_named == 4
+
+
+def test_what_was_recorded_is_known_again_and_its_losses_were_counted() -> None:
+    slot = Slot(worker=ONE, agent=N1, incarnation=Incarnation(4))
+    roster = Roster(JobRecord(term=1, slots=(slot,), workers_named=7), 3.0)
+    assert roster.slot_records() == (slot,)
+    assert (roster.workers_named, roster.unheard(), roster.heard_at(N1)) == (7, [N1], 3.0)
+    assert roster.slots[ONE].counted == 3
+    roster.order_anew(ONE)
+    assert roster.slot_records() == (dataclasses.replace(slot, incarnation=Incarnation(5)),)
+
+
+def test_a_slot_that_is_ordered_anew_gets_the_next_incarnation_at_once() -> None:
+    cluster = Cluster(status(0))
+    slot = cluster.roster.slots[ZERO]
+    slot.respawn_at = 9.0
+    assert wanted(cluster, N0) == []
+    cluster.roster.order_anew(ZERO)
+    assert (slot.incarnation, slot.respawn_at) == (2, None)
+    assert wanted(cluster, N0) == [(0, 2)]
+    cluster.roster.first = Incarnation(1001)  # numbers that may have been given are passed over
+    cluster.roster.order_anew(ZERO)
+    assert wanted(cluster, N0) == [(0, 1001)]
+
+
+def test_on_a_node_that_is_drained_only_members_go_on() -> None:
+    cluster = Cluster(member(0), status(1))
+    for name in (N0, N1):
+        cluster.roster.nodes[name].draining = "asked to"
+        cluster.roster.drain(name, view_of(0))
+    assert wanted(cluster, N0, view_of(0)) == [(0, 1)]
+    assert wanted(cluster, N1, view_of(0)) == []
+    assert cluster.roster.slots[ONE].incarnation == 2  # the present one is to end
+    assert wanted(cluster, N0, None) == []
+
+
+def test_as_the_job_ends_living_members_may_finish() -> None:
+    cluster = Cluster(member(0), member(1, stage=Stage.EXITED), status(2))
+    view = view_of(0, 1)
+    found = [list(cluster.roster.leaving(name, view)) for name in (N0, N1, N2)]
+    assert [len(each) for each in found] == [1, 0, 0]
+    assert (found[0][0].worker, found[0][0].incarnation) == (0, 1)
+    assert found[0][0].role is ProcessRole.WORKER
+    assert list(cluster.roster.leaving(N0, None)) == []
+
+
+def test_an_agent_that_began_anew_gets_its_workers_anew_unless_they_still_count_as_members() -> (
+    None
+):
+    cluster = Cluster(status(0), status(1), member(2))
+    for name in (N0, N1, N2):
+        cluster.hear(name, *([status(0)] if name == N0 else []))
+        cluster.roster.welcome(name, view_of(2), recall=False)
+        assert not cluster.roster.nodes[name].fresh
+    assert [cluster.roster.slots[w].incarnation for w in (ZERO, ONE, TWO)] == [1, 2, 1]
+
+
+def test_after_the_loss_of_the_record_what_runs_is_known_from_the_agents() -> None:
+    cluster = Cluster()
+    view = view_of(0, 1)
+    cluster.hear("n0", member(0, incarnation=5))
+    cluster.roster.recall(N0, [member(0, incarnation=5)], view)
+    assert {w: (s.agent, s.incarnation) for w, s in cluster.roster.slots.items()} == {
+        0: ("n0", 5),
+        1: ("n1", 1),
+    }
+    cluster.roster.recall(N0, [member(0, incarnation=4)], view)
+    assert cluster.roster.slots[ZERO].incarnation == 5
+    cluster.roster.recall(N2, [member(0, incarnation=9)], None)  # its place is elsewhere
+    assert cluster.roster.slots[ZERO].incarnation == 5
+
+
+# ---------------------------------------------------------------- knowing
+
+
+@pytest.mark.parametrize(
+    ("heard", "dead"),
+    [
+        (member(0), False),
+        (member(0, stage=Stage.BOOTING), False),
+        (member(0, stage=Stage.LOST), True),
+        (member(0, stage=Stage.FAILED), True),
+        (member(0, stage=Stage.EXITED), True),
+        (member(0, incarnation=2), True),
+        (member(0, incarnation=0), False),  # older news: it will be started yet
+    ],
+)
+def test_who_is_dead_was_said_to_have_ended(heard: WorkerStatus, dead: bool) -> None:
+    cluster = Cluster(member(0))
+    cluster.hear("n0", heard)
+    assert cluster.roster.dead(ZERO, Incarnation(1)) is dead
+
+
+def test_a_process_of_which_a_speaking_agent_says_nothing_is_dead() -> None:
+    cluster = Cluster(member(0))
+    cluster.hear("n0")
+    assert cluster.roster.dead(ZERO, Incarnation(1))
+    assert cluster.roster.dead(WorkerId(7), Incarnation(1))  # it has no slot
+    unheard = Roster(JobRecord(term=1, slots=(Slot(worker=ZERO, agent=N0, incarnation=1),)), 0.0)
+    assert not unheard.dead(ZERO, Incarnation(1))
+
+
+def test_only_the_ordered_incarnation_is_wanted() -> None:
+    cluster = Cluster(member(0))
+    assert cluster.roster.ordered(member(0))
+    assert not cluster.roster.ordered(member(0, incarnation=2))
+    assert not cluster.roster.ordered(member(3))
+    assert cluster.roster.status(ZERO, Incarnation(1)) == member(0)
+    assert cluster.roster.status(ZERO, Incarnation(2)) is None
+    assert cluster.roster.status(ZERO) == member(0)
+    cluster.roster.slots[ZERO].respawn_at = 3.0
+    assert not cluster.roster.ordered(member(0))
+
+
+def test_the_job_is_over_once_all_that_lives_has_ended_or_must_have() -> None:
+    cluster = Cluster(member(0), member(1, stage=Stage.EXITED))
+    assert not cluster.roster.over(1.0, LEASE.fence_s)
+    assert not cluster.roster.over(3.4, LEASE.fence_s)
+    assert cluster.roster.over(3.5, LEASE.fence_s)  # silent for so long, it ends by itself
+    cluster.hear("n0", member(0, stage=Stage.LOST))
+    assert cluster.roster.over(1.0, LEASE.fence_s)
+    record = JobRecord(term=1, slots=(Slot(worker=ZERO, agent=N0, incarnation=Incarnation(1)),))
+    unheard = Roster(record, 10.0)
+    assert not unheard.over(12.4, LEASE.fence_s)
+    assert unheard.over(12.5, LEASE.fence_s)
+
+
+def test_all_have_exited_if_every_slots_worker_has() -> None:
+    cluster = Cluster(member(0, stage=Stage.EXITED), member(1))
+    assert not cluster.roster.all_exited()
+    cluster.hear("n1", member(1, stage=Stage.EXITED))
+    assert cluster.roster.all_exited()
+    cluster.hear("n1")
+    assert not cluster.roster.all_exited()
+    assert not Cluster().roster.all_exited()
+
+
+def test_a_snapshot_shows_nodes_in_order() -> None:
+    cluster = Cluster(member(1), member(0))
+    cluster.hear("n0", member(0), pid=12)
+    cluster.roster.nodes[N1].draining = "asked to"
+    found = cluster.roster.snapshot(frozenset([N1]))
+    assert [(n.agent, n.pid, n.silent, n.draining) for n in found] == [
+        ("n0", 12, False, ""),
+        ("n1", 0, True, "asked to"),
+    ]
+
+
+def test_silence_counts_from_the_last_report_and_from_when_one_listens() -> None:
+    record = JobRecord(term=1, slots=(Slot(worker=TWO, agent=N2, incarnation=Incarnation(1)),))
+    cluster = Cluster(record=record)
+    cluster.hear("n0")
+    cluster.now = 2.0
+    cluster.hear("n1")
+    silent = [silent_nodes(cluster.roster, LEASE, now, 0.0) for now in (2.4, 2.5, 3.4, 3.5)]
+    assert silent == [frozenset(), {N0, N2}, {N0, N2}, {N0, N1, N2}]
+    for now, found in ((1.4, set()), (1.5, set()), (2.5, {N0, N2})):
+        assert silent_nodes(cluster.roster, LEASE, now, 0.0) == found
+    # Who has stood still has heard nobody for as long.
+    assert silent_nodes(cluster.roster, LEASE, 11.4, 10.0) == set()
+    assert silent_nodes(cluster.roster, LEASE, 11.5, 10.0) == {N0, N1}
+    assert silent_nodes(cluster.roster, LEASE, 12.5, 10.0) == {N0, N1, N2}
+
+
+# ---------------------------------------------------------------- who takes part
+
+
+def test_so_many_nodes_take_part_and_a_lost_one_makes_room() -> None:
+    cluster = Cluster(member(0), member(1))
+    cluster.hear("n2")
+    assert admit(cluster.situation(view_of(0, 1)), 2) == ((N2,), [])
+    assert admit(cluster.situation(view_of(0, 1), 2), 2) == ((), [])  # who is silent gets nothing
+    view, late = view_of(0, 1), dict(now=1.0 + LEASE.abandon_s + LEASE.margin_s)
+    assert admit(cluster.situation(view, 1, now=late["now"] - 0.1), 2) == ((N2,), [])
+    waiting, lines = admit(cluster.situation(view, 1, **late), 2)
+    assert (waiting, lines) == ((), ["node n2 takes the place of node n1"])
+    assert cluster.roster.here(N2) == [2]
+    assert cluster.roster.here(N1) == []
+    cluster.hear("n0", member(0), slots=2)  # further slots of a node that takes part
+    assert admit(cluster.situation(view), 2) == ((N1,), [])
+    assert cluster.roster.here(N0) == [0, 3]
+
+
+def test_what_is_said_of_nodes_is_said_once() -> None:
+    cluster = Cluster(member(0), member(1))
+    before, news = attend(cluster.situation(None, 1), (N2,), "too many", Attendance())
+    assert [kind for kind, _ in news] == ["node", "silent", "node"]
+    again, news = attend(cluster.situation(None, 1), (N2,), "too many", before)
+    assert list(news) == []
+    after, news = attend(cluster.situation(None, 0), (), "", again)
+    assert list(news) == [("silent", "node n0 is silent"), ("node", "node n1 is heard again")]
+    assert after == Attendance(silent=(N0,))
+
+
+# ---------------------------------------------------------------- who is started again
+
+RESTART = RestartPolicy(
+    strikes_free=1,
+    backoff_s=1.0,
+    backoff_max_s=3.0,
+    probation_s=10.0,
+    quarantine_s=4.0,
+    quarantine_max_s=9.0,
+    wrong_s=50.0,
+    wrong_max_s=120.0,
+)
+
+
+def lose(cluster: Cluster, view: Any = None, *silent: int) -> list[tuple[int, str]]:
+    situation = cluster.situation(view, *silent)
+    return [(w, why) for w, why in replace_lost(situation, RESTART)]
+
+
+def test_a_lost_worker_is_counted_once_and_waits_longer_each_time() -> None:
+    cluster = Cluster(status(0))
+    slot = cluster.roster.slots[ZERO]
+    waited = []
+    for _ in range(5):
+        lost = status(0, slot.incarnation, stage=Stage.LOST, detail="signal 9")
+        cluster.hear("n0", lost)
+        before = slot.incarnation
+        assert lose(cluster) == [(0, "signal 9")]
+        assert lose(cluster) == []
+        if slot.incarnation == before:
+            assert slot.respawn_at is not None
+            waited.append(slot.respawn_at - cluster.now)
+            cluster.now = slot.respawn_at - 0.1
+            assert lose(cluster) == []
+            assert slot.incarnation == before
+            cluster.now += 0.1
+            assert lose(cluster) == []
+        else:
+            waited.append(0.0)
+        assert slot.incarnation == before + 1
+    assert waited == pytest.approx([0.0, 1.0, 2.0, 3.0, 3.0])
+
+
+def test_a_clean_probation_of_a_member_ends_its_strikes() -> None:
+    cluster = Cluster(member(0), member(1))
+    for worker in (ZERO, ONE):
+        cluster.roster.slots[worker].strikes = 3
+    view = view_of(0)  # only worker 0 is a member
+    for cluster.now in (1.0, 10.9, 11.0):
+        assert lose(cluster, view) == []
+        assert cluster.roster.slots[ZERO].strikes == (0 if cluster.now == 11.0 else 3)
+    assert cluster.roster.slots[ONE].strikes == 3
+
+
+def test_a_member_is_lost_with_its_agent_and_with_its_node_once_that_is_given_up() -> None:
+    cluster = Cluster(member(0), member(1), status(2))
+    cluster.hear("n0")  # the agent has begun anew: nothing runs
+    cluster.hear("n2")
+    view = view_of(0, 1)
+    assert lose(cluster, view) == [(0, "its agent restarted")]  # who was no member is just started
+    cluster.now = 1.0 + LEASE.abandon_s + LEASE.margin_s
+    assert lose(cluster, view) == []
+    assert lose(cluster, view, 1) == [(1, "its node is lost")]
+
+
+def test_who_cannot_be_reached_or_is_wrong_is_left_out_for_longer_each_time() -> None:
+    cluster = Cluster(member(0), member(1))
+    waits = [quarantine(cluster.roster, ZERO, 1.0, RESTART) for _ in range(3)]
+    assert waits == [4.0, 8.0, 9.0]
+    slot = cluster.roster.slots[ZERO]
+    assert (slot.incarnation, slot.respawn_at, slot.strikes) == (4, 10.0, 3)
+    found = list(quarantine_wrong(cluster.situation(), [ONE, WorkerId(9)], RESTART))
+    assert [worker for worker, _ in found] == [1]
+    assert cluster.roster.slots[ONE].respawn_at == 51.0
+    assert "computes wrongly" in found[0][1]
+
+
+# ---------------------------------------------------------------- what is remembered
+
+
+def invalid(after: int, view: int, *wrong: int) -> Invalidation:
+    return Invalidation(after=after, view=ViewNumber(view), wrong=tuple(map(WorkerId, wrong)))
+
+
+def test_the_newest_checkpoint_that_can_be_read_is_begun_from() -> None:
+    durable = Durable()
+    assert durable.step == 0
+    durable.note([status(0, saved=20), status(1, saved=10), status(2)])
+    assert (durable.step, durable.steps) == (20, (10, 20))
+    durable.note([status(0, saved=10, unreadable=20)])
+    assert durable.step == 10
+    durable.note([status(1, saved=20)])  # who has saved it does not know
+    assert durable.step == 10
+    durable.note([status(0, saved=s) for s in range(1000, 1000 + 2 * KNOWN_MAX)])
+    assert durable.steps == tuple(range(1000 + KNOWN_MAX, 1000 + 2 * KNOWN_MAX))
+
+
+def test_what_is_invalidated_does_not_count_until_it_is_saved_anew() -> None:
+    durable = Durable((10, 20, 30))
+    durable.note([status(0, invalidations=(invalid(20, 4, 7),))])
+    assert durable.steps == (10, 20)
+    durable.note([status(1, saved=30, view=ViewNumber(4))])  # it has not heard
+    assert durable.step == 20
+    durable.note([status(1, saved=30, view=ViewNumber(5))])
+    assert durable.step == 30
+    assert durable.accused() == [7]
+    assert durable.accused() == []
+    assert Durable((), durable.invalidations).accused() == []  # it was told before
+
+
+def test_only_workers_that_say_something_of_checkpoints_are_asked() -> None:
+    said = [status(1, saved=3), status(2, unreadable=3), status(3, invalidations=(invalid(1, 1),))]
+    assert list(speakers([status(0), *said])) == said
+
+
+def test_each_event_is_told_once_though_statuses_repeat_them() -> None:
+    one, two, three = (JobEvent(number=n, kind="k", text=str(n)) for n in (1, 2, 3))
+    log = EventLog([Slot(worker=ONE, agent=N1, incarnation=Incarnation(1))])
+    assert [text for _, text, _ in log.news([status(0, events=(one, two)), status(2)])] == [
+        "1",
+        "2",
+    ]
+    assert [text for _, text, _ in log.news([status(0, events=(one, two, three))])] == ["3"]
+    assert list(log.news([status(0, events=(two, three))])) == []
+    assert list(log.news([status(1, events=(one, two))])) == []  # another coordinator has told it
+    assert [text for _, text, _ in log.news([status(1, events=(two, three))])] == ["3"]
+    assert list(log.news([status(1, incarnation=2, events=(one,))])) == [("k", "1", 1)]
+
+
+def test_progress_forgives_losses_and_only_new_steps_forgive_going_back() -> None:
+    progress = Progress(5)
+    assert [progress.reached(step) for step in (5, 4, 6, 6)] == [False, False, True, False]
+    progress.losses = 3
+    assert progress.hopeless(3, 1) == ""
+    progress.losses = 4
+    assert "4 workers were lost at step 6" in progress.hopeless(3, 1)
+    assert progress.reached(7)
+    assert progress.hopeless(3, 1) == ""
+    for count in (1, 2):
+        assert progress.retreats((invalid(count, count),))
+        assert not progress.retreats((invalid(count, count),))
+        progress.step = 2
+        assert progress.reached(7)  # no further than before
+    assert progress.hopeless(3, 2) == ""
+    assert "2 times, not further than step 7" in progress.hopeless(3, 1)
+    assert progress.reached(8)
+    assert progress.hopeless(3, 1) == ""
+
+
+def test_a_job_that_is_stopped_ends_after_the_checkpoint_or_in_time() -> None:
+    stopping = Stopping("enough", 10, 50.0)
+    assert [stopping.over(*each) for each in ((9, 49.9), (10, 0.0), (0, 50.0))] == [
+        False,
+        True,
+        True,
+    ]

@@ -1,0 +1,403 @@
+"""The threads' meeting places in a worker: who is given which order, who is woken, who is freed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from holdfast.core.errors import Aborted, UserError, WorldError
+from holdfast.core.step import effects as ef
+from holdfast.core.step import events as ev
+from holdfast.core.step.events import Purpose
+from holdfast.core.step.link_detector import NOBODY, Wait
+from holdfast.core.step.worker import WorkerMachine
+from holdfast.core.types import Incarnation, Peer, Tick, View, ViewNumber, WorkerId, WorkerStatus
+from holdfast.train.driver import Driver, ViewRendezvous
+from holdfast.train.monitor import Monitor
+from holdfast.train.step.filled_buckets import FilledBuckets
+from holdfast.train.step.speculative import FinishedTask, SpeculativeTasks
+from holdfast.train.step.waits import SHORT_S, Waits
+from machine_kit import a_view
+
+ONE, TWO = ViewNumber(1), ViewNumber(2)
+WAIT_S = 20.0  # bounds a hang
+
+
+class Scripted(WorkerMachine):
+    """Answers each event with what a test has laid out, and remembers the events."""
+
+    def __init__(self, *answers: Sequence[ef.WorkerEffect]) -> None:
+        super().__init__(WorkerId(0), Incarnation(1))
+        self.answers = list(answers)
+        self.heard: list[ev.WorkerEvent] = []
+        self.due: float | None = None
+        self.shown: View | None = None
+
+    def handle(self, event: ev.WorkerEvent, now: float) -> list[ef.WorkerEffect]:
+        self.heard.append(event)
+        return list(self.answers.pop(0)) if self.answers else []
+
+    def deadline(self) -> float | None:
+        return self.due
+
+    @property
+    def view(self) -> View | None:
+        return self.shown
+
+
+class Link:
+    """Keeps what the agent is told."""
+
+    def __init__(self) -> None:
+        self.told: list[WorkerStatus] = []
+        self.published: list[tuple[int, bytes]] = []
+
+    def tell(self, status: WorkerStatus) -> None:
+        self.told.append(status)
+
+    def publish(self, view: int, address: bytes) -> None:
+        self.published.append((view, address))
+
+
+class Group:
+    """A view's group, of which some ranks are not reached."""
+
+    def __init__(self, *lost: int) -> None:
+        self.aborted = 0
+        self._lost = lost
+
+    def abort(self) -> None:
+        self.aborted += 1
+
+    def lost(self) -> Sequence[int]:
+        return self._lost
+
+
+def driving(*answers: Sequence[ef.WorkerEffect]) -> tuple[Driver, Scripted, Link]:
+    machine, link = Scripted(*answers), Link()
+    return Driver(machine, link, Monitor()), machine, link
+
+
+def compute(vrank: int) -> ef.Compute:
+    return ef.Compute(0, vrank, Purpose.HOSTED, digest=False, near=False)
+
+
+def meanwhile(work: Callable[[], Any]) -> Callable[[], Any]:
+    """Do something in another thread; the result's call waits for what it returns or raises."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(work())
+        except Exception as error:  # noqa: BLE001 - raised by whoever asks for the result
+            found.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+
+    def result() -> Any:
+        thread.join(WAIT_S)
+        assert found, "it waits for ever"
+        if isinstance(found[0], Exception):
+            raise found[0]
+        return found[0]
+
+    return result
+
+
+# ---------------------------------------------------------------- orders
+
+
+def test_each_thread_takes_its_own_orders_in_their_order() -> None:
+    orders = [ef.Begin(0, whole=False), ef.Install(a_view(1, [0])), compute(0)]
+    orders += [ef.Gather(ONE, ev.Topic.AGREE, (0, 0)), ef.SendDone(ONE, 0, 3), ef.Release(1)]
+    driver, _, _ = driving(orders)
+    driver.post(Tick())
+    assert [driver.next_for_script() for _ in range(3)] == [orders[0], orders[2], orders[5]]
+    assert [driver.next_for_engine() for _ in range(3)] == [orders[1], orders[3], orders[4]]
+
+
+def test_a_commit_takes_back_tasks_that_have_not_begun() -> None:
+    driver, _, _ = driving([compute(0), ef.Adopt(1), compute(2), ef.Commit(0), compute(3)])
+    driver.post(Tick())
+    found = [driver.next_for_script() for _ in range(3)]
+    assert found == [ef.Adopt(1), ef.Commit(0), compute(3)]
+
+
+def test_what_is_posted_from_within_is_handled_after_what_is_under_way() -> None:
+    class Hands:
+        def carry_out(self, effect: ef.WorkerEffect) -> Sequence[ev.WorkerEvent]:
+            return [ev.AtBoundary()]
+
+    driver, machine, link = driving([ef.Redo(0), ef.Tell(WorkerStatus(worker=1, incarnation=1))])
+    driver.serve(Hands())
+    driver.post(ev.LoopFinishing())
+    assert machine.heard == [ev.LoopFinishing(), ev.AtBoundary()]
+    assert len(link.told) == 1
+    driver.post(Tick())
+    assert machine.heard[2:] == [Tick()]
+
+
+def test_who_waits_for_an_order_is_woken() -> None:
+    driver, _, _ = driving([compute(7)], [ef.ForgetMissed(ONE)])
+    script, engine = meanwhile(driver.next_for_script), meanwhile(driver.next_for_engine)
+    driver.post(Tick())
+    assert script() == compute(7)
+    driver.post(Tick())
+    assert engine() == ef.ForgetMissed(ONE)
+
+
+def test_while_the_script_waits_the_machine_is_told_when_its_time_has_come() -> None:
+    driver, machine, _ = driving([compute(1)])
+    machine.due = 0.0  # long past
+    assert driver.next_for_script() == compute(1)
+    assert machine.heard == [Tick()]
+
+
+def test_a_failure_is_raised_where_the_script_waits_and_the_first_one_counts() -> None:
+    driver, _, _ = driving([ef.GiveUp("the store is silent")])
+    waiting = meanwhile(driver.next_for_script)
+    driver.fail(UserError("first"))
+    with pytest.raises(UserError, match="first"):
+        waiting()
+    driver.fail(UserError("second"))
+    driver.post(Tick())
+    assert str(driver.failure) == "first"
+    with pytest.raises(Aborted):
+        driver.check_alive(9)
+    other, _, _ = driving([ef.GiveUp("the store is silent")])
+    other.post(Tick())
+    with pytest.raises(WorldError, match="the store is silent"):
+        other.next_for_script()
+
+
+# ---------------------------------------------------------------- groups
+
+
+def test_an_abort_cuts_the_group_of_its_view_and_of_older_ones_only() -> None:
+    driver, _, _ = driving([ef.Abort(ONE)], [ef.Abort(TWO)], [ef.Abort(ONE)])
+    group = Group()
+    driver.adopt_group(TWO, group)
+    driver.post(Tick())
+    assert (group.aborted, driver.aborted) == (0, 1)
+    driver.check_alive(2)
+    driver.post(Tick())
+    assert (group.aborted, driver.aborted) == (1, 2)
+    driver.post(Tick())
+    assert (group.aborted, driver.aborted) == (1, 2)
+    for view in (1, 2):
+        with pytest.raises(Aborted, match=f"view {view} was given up"):
+            driver.check_alive(view)
+    with pytest.raises(Aborted):
+        driver.adopt_group(TWO, group)
+
+
+def test_rows_are_exchanged_once_they_are_shared_and_never_of_a_view_given_up() -> None:
+    driver, _, _ = driving([ef.ShareRows(ONE, 4)], [ef.ShareRows(ONE, 5)], [ef.Abort(ONE)])
+    waiting = meanwhile(lambda: driver.await_rows(1, 5))
+    driver.post(Tick())
+    driver.post(Tick())
+    waiting()
+    again = meanwhile(lambda: driver.await_rows(1, 5))  # each is shared once
+    driver.post(Tick())
+    with pytest.raises(Aborted):
+        again()
+
+
+def test_links_are_looked_at_now_and_then_and_lost_ones_are_told_by_worker() -> None:
+    driver, machine, _ = driving()
+    machine.shown = a_view(1, [3, 5, 7])
+    driver.tick()
+    assert machine.heard == []
+    driver.adopt_group(ONE, Group(2, 0))
+    driver.tick()
+    assert machine.heard == [ev.LinkLost(ONE, (7, 3))]
+    driver.tick()
+    assert len(machine.heard) == 1  # not so soon again
+    other, still, _ = driving()
+    still.shown = a_view(2, [3, 5])
+    other.adopt_group(ONE, Group(1))
+    other.tick()
+    assert still.heard == []  # of another view
+    whole, fine, _ = driving()
+    fine.shown = a_view(1, [3, 5])
+    whole.adopt_group(ONE, Group())
+    whole.tick()
+    assert fine.heard == []
+
+
+def test_a_tick_is_passed_on_only_when_its_time_has_come() -> None:
+    driver, machine, _ = driving()
+    for due, heard in ((None, []), (float("inf"), []), (0.0, [Tick()])):
+        machine.due = due
+        driver.tick()
+        assert machine.heard == heard
+
+
+def test_addresses_are_those_of_the_view_and_of_no_older_one() -> None:
+    driver, _, link = driving([ef.Abort(TWO)])
+    view = a_view(2, [3, 5])
+    peers = [Peer(WorkerId(3)), Peer(WorkerId(5))]
+    meeting = ViewRendezvous(driver, link, view, peers)
+    meeting.publish(b"here")
+    assert link.published == [(2, b"here")]
+    driver.learn_addresses(1, {peers[1]: b"old"})
+    waiting = meanwhile(lambda: meeting.lookup(1))
+    driver.learn_addresses(2, {peers[0]: b"a", peers[1]: b"b"})
+    assert waiting() == b"b"
+    assert meeting.lookup(0) == b"a"
+    driver.learn_addresses(3, {})
+    late = meanwhile(lambda: meeting.lookup(1))
+    driver.post(Tick())
+    with pytest.raises(Aborted):
+        late()
+    with pytest.raises(Aborted):
+        meeting.publish(b"again")
+    assert len(link.published) == 1
+
+
+# ---------------------------------------------------------------- buckets that are filled
+
+
+class Filled:
+    """Stands for a bucket: its number, and whose tasks are in it."""
+
+    def __init__(self, index: int, *contributed: int) -> None:
+        self.index = index
+        self.contributed = set(contributed)
+
+
+def nothing() -> None:
+    return
+
+
+def test_a_bucket_is_handed_out_once_all_of_its_tasks_are_in_it() -> None:
+    monitor = Monitor()
+    filled: Any = FilledBuckets(monitor)
+    first, second = Filled(0, 1, 2), Filled(1, 1)
+    filled.begin([1, 2], [first, second])
+    assert filled.take(None, False, nothing) == [first]
+    assert filled.take(None, False, nothing) == []
+    with monitor:
+        filled.note(second)
+    assert filled.take(None, False, nothing) == []
+    waiting = meanwhile(lambda: filled.take(None, True, nothing))
+    second.contributed.add(2)
+    with monitor:
+        filled.note(second)
+    assert waiting() == [second]
+
+
+def test_where_the_order_matters_one_bucket_comes_after_the_other() -> None:
+    filled: Any = FilledBuckets(Monitor())
+    buckets = [Filled(i, 1) for i in range(3)]
+    filled.begin([1], reversed(buckets))
+    assert filled.take(1, False, nothing) == []  # only where it is waited for
+    assert [filled.take(i, True, nothing) for i in range(3)] == [[b] for b in buckets]
+
+
+def test_without_a_share_all_buckets_are_ready_and_after_the_end_none_is() -> None:
+    filled: Any = FilledBuckets(Monitor())
+    buckets = [Filled(i) for i in range(2)]
+    filled.begin_without(buckets)
+    assert filled.take(None, True, nothing) == buckets
+    filled.begin([], buckets)
+    filled.end()
+    filled.note(buckets[0])
+
+    def given_up() -> None:
+        raise Aborted("it was given up")
+
+    with pytest.raises(Aborted):
+        filled.take(None, True, given_up)
+
+
+# ---------------------------------------------------------------- waits
+
+
+def test_a_vote_tells_for_whom_was_waited_last_and_since_when_all_was_sent() -> None:
+    now = 10.0
+    waits = Waits(lambda: now)
+    waits.begin()
+    assert waits.told() == Wait()
+    now = 10.5
+    for sent in (10.75, 11.25):  # each takes a quarter of a second to send
+        with waits.sending():
+            now = sent
+        now = sent + 0.25
+    waits.awaits()
+    now = 12.0
+    waits.arrived(3)
+    assert waits.told() == Wait(750_000, 3, 750_000)
+    now = 12.0 + SHORT_S / 2
+    waits.arrived(2)  # it was there
+    assert waits.told() == Wait(750_000, 3, 750_000)
+    now = 13.0
+    waits.arrived(1)
+    assert waits.told() == Wait(750_000, 1, 1_750_000)
+    with waits.sending():
+        now = 13.5
+    assert waits.told().peer == NOBODY
+
+
+# ---------------------------------------------------------------- speculative tasks
+
+
+class Recorder:
+    """Stands for gradients, table and buffers: notes what they are told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[object, ...]] = []
+
+    def put(self, *row: object) -> None:
+        self.told.append(("put", *row))
+
+    def keep(self, *buffers: object) -> None:
+        self.told.append(("keep", *buffers))
+
+    def adopt(self, vrank: int) -> None:
+        self.told.append(("adopt", vrank))
+
+    def copy_of(self, vrank: int) -> dict[int, object]:
+        return {0: f"copy of {vrank}"}
+
+
+class Sum:
+    """Stands for a bucket's sum, in which these virtual ranks have sent something else."""
+
+    def __init__(self, *unlike: int) -> None:
+        self.bucket = Filled(0)
+        self._unlike = unlike
+
+    def agrees(self, vrank: int, leaf: object) -> bool:
+        assert leaf == f"copy of {vrank}"
+        return vrank not in self._unlike
+
+
+def test_a_copy_is_adopted_with_all_it_has_left_and_is_none_after_that() -> None:
+    noted: Any = Recorder()
+    tasks = SpeculativeTasks(noted, noted, noted)
+    left: Any = object()
+    tasks.keep(4, FinishedTask(loss=0.5, count=3, digest=9, left=left))
+    tasks.keep(2, FinishedTask(loss=0.25, count=2, digest=8))
+    sums: Any = [Sum(2), Sum(4)]
+    assert tasks.contradicted(sums) == (2, 4)
+    assert tasks.contradicted(sums[:1]) == (2,)
+    assert tasks.contradicted([]) == ()
+    tasks.adopt(4, (1, 7))
+    tasks.adopt(2, (1, 7))
+    assert noted.told == [
+        ("put", 4, 0.5, 3, 9, (1, 7)),
+        ("keep", 4, left),
+        ("adopt", 4),
+        ("put", 2, 0.25, 2, 8, (1, 7)),
+        ("adopt", 2),
+    ]
+    assert tasks.contradicted(sums) == ()
+    tasks.keep(1, FinishedTask(loss=0.0, count=1, digest=1))
+    tasks.forget()
+    unlike: Any = [Sum(1)]
+    assert tasks.contradicted(unlike) == ()

@@ -1,0 +1,543 @@
+"""The small objects around a step: what each keeps and says, apart from the machine they serve."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.core.errors import InvariantError
+from holdfast.core.step import audit, vote
+from holdfast.core.step import effects as ef
+from holdfast.core.step import events as ev
+from holdfast.core.step.audit import Alike, Audit, Sentence
+from holdfast.core.step.audits import SKETCH_WORDS, Audits
+from holdfast.core.step.backup import BackupPolicy, Settlement
+from holdfast.core.step.events import Purpose, TaskDone
+from holdfast.core.step.link_detector import Wait
+from holdfast.core.step.open_step import OpenStep
+from holdfast.core.step.rulings import CALM_STEPS, NEVER, Rulings
+from holdfast.core.step.speculation import Budget, Lateness, Patience, worth_copying
+from holdfast.core.step.speeds import Speeds
+from holdfast.core.step.step_policy import Counting, StepPolicy
+from holdfast.core.step.sum_trial import SumTrial, SumVerdict, majority, who_was_wrong
+from holdfast.core.step.trust import Doubt, Trust
+from holdfast.core.step.vote import Vote, count_votes
+from holdfast.core.types import LateWorker, View, ViewNumber, WorkerId
+from machine_kit import a_view
+
+W0, W1, W2, W3 = (WorkerId(w) for w in range(4))
+PLANNED = [[(7, 0), (11, 0), (13, 2)], [(4, 1), (7, 2), (11, 0), (13, 3)], [(0, 1)]]
+PLANNED_SUMS = [(0, 3, 11), (0, 3, 7, 8), (1, 3, 5), (1,)]
+
+
+# ---------------------------------------------------------------- votes
+
+
+@given(
+    st.builds(
+        Vote,
+        view=st.integers(0, 9).map(ViewNumber),
+        step=st.integers(0, 9),
+        pending=st.booleans(),
+        save=st.booleans(),
+        busy=st.booleans(),
+        alike=st.integers(0, 2),
+        doubt=st.integers(0, 9),
+        compute_us=st.integers(0, 9),
+        wait=st.builds(Wait, st.integers(0, 9), st.integers(-1, 9), st.integers(0, 9)),
+    )
+)
+def test_a_vote_travels_as_it_is(each: Vote) -> None:
+    assert Vote.of(each.row()) == each
+
+
+def tally(*votes: dict[str, Any]) -> vote.Tally:
+    rows = [Vote(**({"view": ViewNumber(1), "step": 4} | each)).row() for each in votes]
+    return count_votes(rows)
+
+
+def test_what_one_says_counts_for_all() -> None:
+    plain = tally({}, {})
+    assert (plain.alien, plain.pending, plain.save, plain.alike) == (False, False, False, 0)
+    assert tally({}, dict(pending=True)).pending
+    assert tally(dict(save=True), {}).save
+    assert not tally(dict(save=True), dict(busy=True)).save
+    assert tally(dict(alike=1), dict(alike=2), {}).alike == 2
+    assert tally({}, dict(step=5)).alien
+    assert tally({}, dict(view=ViewNumber(2))).alien
+    found = tally(dict(doubt=3, compute_us=7), dict(wait=Wait(1, 0, 2)))
+    assert (found.doubts, found.compute_us) == ((3, 0), (7, 0))
+    assert found.waits == (Wait(), Wait(1, 0, 2))
+
+
+def test_the_defaults_of_a_step_compare_and_save_and_copy_nothing() -> None:
+    policy = StepPolicy()
+    assert not policy.looks
+    assert (policy.audit, policy.cycle, policy.keeps) == (0.0, 0, False)
+    assert (policy.saves.enabled, policy.saves.compared) == (False, False)
+    assert (policy.backup.workers, policy.patience.copies) == (0, 0.0)
+    assert StepPolicy(audit=0.1).looks
+    assert StepPolicy(cycle=2).looks
+
+
+# ---------------------------------------------------------------- the open step
+
+
+def test_an_open_step_knows_what_is_done_and_by_what_right() -> None:
+    step = OpenStep(3)
+    assert step.used([0, 1]) is None
+    assert step.used([]) == 0
+    step.running = (0, Purpose.HOSTED)
+    step.note(TaskDone(3, 0, Purpose.HOSTED, 5, 77))
+    step.note(TaskDone(3, 1, Purpose.SPECULATIVE, 6, None))
+    step.note(TaskDone(3, 2, Purpose.AUDITED, 7, 0))
+    assert step.running is None
+    assert (step.samples, step.speculative, step.audited) == ({0: 5}, {1: 6}, {2: True})
+    assert step.digests == {0: 77, 2: 0}
+    assert step.missing([0, 1, 2]) == [1, 2]
+    assert step.adopt([0, 1, 2]) == [1]
+    assert step.adopt([0, 1, 2]) == []
+    assert (step.samples, step.speculative) == ({0: 5, 1: 6}, {})
+    assert (step.used([0, 1]), step.used([1])) == (11, 6)
+    step.restart()
+    assert (step.samples, step.speculative, step.audited, step.digests) == ({}, {}, {}, {})
+
+
+# ---------------------------------------------------------------- who counts
+
+
+def test_what_is_settled_is_settled_once_and_what_is_over_is_forgotten() -> None:
+    first = Settlement(BackupPolicy(workers=1), 0, 3)
+    first.begin(5)
+    assert first.heard(2, 4, 9) == ()  # of a step that is over
+    assert first.heard(0, 5, 9) == ()
+    assert first.heard(2, 5, 9) == (0, 2)
+    assert first.heard(1, 5, 9) == ()
+    assert first.counted(5) == (0, 2)
+    assert (first.drops(5), first.drops(6)) == (False, False)
+    late = Settlement(BackupPolicy(workers=1), 1, 3)
+    late.settled(5, (0, 2))
+    assert late.drops(5)
+    assert not late.says_done(5)  # too late to be of use
+    assert late.says_done(6)
+    assert not late.says_done(6)
+    late.begin(6)
+    assert late.counted(5) is None
+
+
+# ---------------------------------------------------------------- audits
+
+
+def audits(share: float = 1.0, tolerance: float = 0.0) -> Audits:
+    found = Audits(3, share, tolerance)
+    found.enter()
+    return found
+
+
+def test_of_a_step_after_a_save_all_is_looked_at_if_anything_is() -> None:
+    found = audits(0.25)
+    assert found.share_of(7) == 0.25
+    found.agree(Alike.BITS, 7)
+    assert (found.share_of(7), found.share_of(8)) == (1.0, 0.25)
+    found.agree(Alike.NOTHING, 7)
+    assert found.share_of(7) == 0.0
+    none = audits(0.0)
+    none.agree(Alike.BITS, 7)
+    assert none.share_of(7) == 0.0
+
+
+def test_less_is_asked_for_in_two_stages_if_a_tolerance_is_given() -> None:
+    for tolerance, stages in ((0.1, [Alike.NEAR, Alike.NOTHING]), (0.0, [Alike.NOTHING] * 2)):
+        found = audits(tolerance=tolerance)
+        for stage in stages:
+            found.ask_less()
+            assert found.alike is stage
+        assert found.tolerance == tolerance
+
+
+def test_a_plan_is_made_once_in_a_view_and_anew_in_the_next() -> None:
+    found, owners = audits(), [W0, W1]
+    assert found.wants_digest(9)  # any may be asked for
+    assert found.owed(W0, OpenStep(2)) == []
+    found.plan(a_view(1, [0, 1]), 2, owners)
+    assert [each.vrank for each in found.planned] == [0, 1]
+    assert (found.wants_digest(1), found.wants_digest(9)) == (True, False)
+    found.plan_again(())
+    found.plan(a_view(1, [0, 1]), 2, owners)
+    assert found.planned == ()
+    assert not found.wants_digest(1)
+    for number, step in ((1, 3), (2, 3)):
+        found.plan_again(())
+        found.plan(a_view(number, [0, 1]), step, owners)
+        assert len(found.planned) == 2
+    found.enter()
+    assert found.wants_digest(9)
+    assert not audits(0.0).wants_digest(0)
+    assert [each.vrank for each in found.all_twice(a_view(1, [0, 1]), 2, owners)] == [0, 1]
+
+
+def test_who_owes_what_for_audits() -> None:
+    found = audits()
+    found.plan(a_view(1, [0, 1]), 2, [W0, W1])
+    step = OpenStep(2)
+    assert found.owed(W0, step) == [1, 0]  # its own as well, without a digest of it
+    step.note(TaskDone(2, 0, Purpose.HOSTED, 5, 77))
+    assert found.owed(W0, step) == [1]
+    step.note(TaskDone(2, 1, Purpose.AUDITED, 5, 78))
+    assert found.owed(W0, step) == []
+    assert found.row(step) == (77, 78)
+    assert found.row(OpenStep(2)) == (0, 0)
+
+
+def test_audits_are_ruled_on_by_what_each_has_told() -> None:
+    found, view = audits(), a_view(1, [0, 1, 2])
+    found.plan_again((Audit(0, W0, (W1, W2)), Audit(1, W1, (W2,))))
+    good = found.rule([(7, 0), (7, 8), (7, 8)], view, [W0, W1])
+    assert good.sentence is Sentence.USE
+    found.accepted()
+    bad = found.rule([(7, 0), (6, 8), (7, 8)], view, [W0, W1])
+    assert bad.sentence is Sentence.USE  # who hosts it is right
+    assert bad.wrong == ((W1, 0),)
+    found.accepted()
+    wrong = found.rule([(6, 0), (7, 8), (7, 8)], view, [W0, W1])
+    assert wrong.sentence is Sentence.AGAIN
+    found.accepted()
+    with pytest.raises(InvariantError, match="2 words are audited"):
+        found.rule([(7, 0), (7,), (7, 8)], view, [W0, W1])
+
+
+def test_near_gradients_count_as_the_same() -> None:
+    found, view = audits(tolerance=0.1), a_view(1, [0, 1])
+    found.ask_less()
+    found.plan_again((Audit(0, W0, (W1,)), Audit(1, W1, (W0,))))
+    steps = [OpenStep(2), OpenStep(2)]
+    for step, factor in zip(steps, (1.0, 1.01), strict=True):
+        for vrank in (0, 1):
+            sums = (factor * (vrank + 1),) * (SKETCH_WORDS - 1)
+            sketch = ((vrank + 1.0) ** 2 * (SKETCH_WORDS - 1) * factor**2, *sums)
+            step.note(TaskDone(2, vrank, Purpose.AUDITED, 1, sketch))
+    rows = [found.row(step) for step in steps]
+    assert [len(row) for row in rows] == [2 * SKETCH_WORDS] * 2
+    assert found.rule(rows, view, [W0, W1]).sentence is Sentence.USE
+    found.enter()
+    found.plan_again((Audit(0, W0, (W1,)), Audit(1, W1, (W0,))))
+    far = (*rows[1][:SKETCH_WORDS], *(2 * x for x in rows[1][SKETCH_WORDS:]))
+    assert found.rule([rows[0], far], view, [W0, W1]).sentence is Sentence.AGAIN
+
+
+def test_what_is_audited_is_the_same_for_ever() -> None:
+    """Pinned: all members must choose alike, also while a job moves to another release."""
+    workers, owners = [W0, W1, W2, W3], [WorkerId(v % 4) for v in range(16)]
+    planned = [audit.plan(1, step, owners, workers, 0.2) for step in range(3)]
+    assert [[(a.vrank, *a.auditors) for a in each] for each in planned] == PLANNED
+    assert [audit.plan_sums(1, step, 12, 0.25) for step in range(4)] == PLANNED_SUMS
+
+
+# ---------------------------------------------------------------- sums
+
+
+def test_a_sum_that_all_have_twice_alike_is_right() -> None:
+    trial = SumTrial(4)
+    assert trial.hear(((5, 6), (5, 6))) is None
+    assert trial.hear(((5, 6), (5, 6))) == SumVerdict(right=(5, 6))
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_who_sums_a_piece_wrongly_once_is_found_in_the_third_run(odd: int) -> None:
+    """Run r of piece p is summed by rank (p - r) % 3, and all receive what it has."""
+    trial = SumTrial(0)
+    for turn in range(3):
+        row = [5, 6, 7]
+        for piece in range(3):
+            if (piece - turn) % 3 == odd and turn == 1:
+                row[piece] = 99
+        verdict = trial.hear((tuple(row),) * 3)
+        assert (verdict is None) is (turn < 2)
+    assert verdict == SumVerdict(right=(5, 6, 7), wrong=(odd,), amended=True)
+
+
+def test_a_copy_that_alone_is_wrong_is_its_holders() -> None:
+    right = ((5, 6, 7),) * 3
+    damaged = ((5, 6, 7), (5, 9, 7), (5, 6, 7))
+    assert who_was_wrong([damaged, right, right], (5, 6, 7)) == (1,)
+    assert majority([damaged, right, right]) == (5, 6, 7)
+
+
+def test_without_a_majority_of_two_who_summed_nothing_is_decided() -> None:
+    each_other = [((n, n),) * 2 for n in range(3)]
+    assert majority(each_other) is None
+    one_only = [((5, 6),) * 2, ((5, 6),) * 2, ((8, 9),) * 2]
+    assert majority(one_only) == (5, 6)
+    trial = SumTrial(0)
+    assert [trial.hear(each) for each in each_other][-1] == SumVerdict(undecided=True)
+
+
+# ---------------------------------------------------------------- since when
+
+
+def trusting(cycle: int, *workers: int, step: int = 0) -> Trust:
+    trust = Trust(cycle)
+    trust.enter(a_view(1, workers, step), compared=True)
+    return trust
+
+
+def test_who_was_suspended_is_judged_by_when_it_left() -> None:
+    trust, owners = trusting(8, 0, 1), [W0, W1]
+    for step in range(10):
+        trust.summed(step, owners, [])
+    lag = LateWorker(worker=W1, incarnation=a_view(1, [0]).members[0].incarnation, committed=10)
+    suspended = dataclasses.replace(a_view(2, [0], 10), suspended=(lag,))
+    trust.enter(suspended, compared=False)
+    for step in range(10, 30):
+        trust.summed(step, [W0, W0], [])
+    assert trust.doubt([W1], 30, diverged=True).saved == 2
+    assert trust.doubt([W0], 30, diverged=True).saved == 22
+    trust.enter(a_view(3, [0, 1], 30), compared=True)
+    assert trust.doubt([W1], 31, diverged=True).saved == 30
+    trust.enter(a_view(4, [0], 31), compared=False)
+    assert trust.doubt([W1], 31, diverged=True) == Doubt(sums=None, saved=31)  # others know it
+
+
+def test_without_a_cycle_only_audits_say_anything() -> None:
+    trust = trusting(0, 0, 1)
+    trust.summed(0, [W0, W1], [0])
+    assert trust.doubt([W0], 1, diverged=True).saved == 1
+    assert trust.doubt([W0], 1, diverged=False) == Doubt(sums=None, saved=1)
+    assert trust.doubt([W1], 1, diverged=False) == Doubt(sums=0, saved=0)
+
+
+# ---------------------------------------------------------------- who is wrong
+
+
+def ruling(me: int = 0, workers: int = 3, **fields: Any) -> Rulings:
+    values = dict(keeps=True, looks=True) | fields
+    found = Rulings(WorkerId(me), values.pop("cycle", 4), **values)  # type: ignore[arg-type]
+    found.enter(a_view(1, range(workers)))
+    found.synced(compared=True)
+    return found
+
+
+def texts(outcomes: list[ef.Outcome]) -> list[str]:
+    return [each.text for each in outcomes if isinstance(each, ev.EventNoted)]
+
+
+def test_the_leader_tells_unless_it_is_wrong_itself() -> None:
+    for me, wrong, tells in ((0, (), True), (1, (), False), (0, (W0,), False), (1, (W0,), True)):
+        assert bool(ruling(me).tell("so", wrong)) is tells
+    assert ruling(0).tell("so", (W0, W1, W2)) == [ev.EventNoted("wrong", "so")]
+
+
+def test_one_mistake_is_forgiven_and_the_second_is_not() -> None:
+    found = ruling(1)
+    assert ef.Exit() not in found.summed_wrongly(3, [W1])
+    assert ef.Exit() not in found.summed_wrongly(4, [W2])
+    assert ef.Exit() in found.summed_wrongly(5, [W1])
+    blamed = ruling(1)
+    assert ef.Exit() not in blamed.blame(3, [(W1, 0), (W1, 1)], leaves=False)
+    assert ef.Exit() not in blamed.blame(3, [(W1, 0)], leaves=True)  # it leaves anyway
+    assert ef.Exit() in blamed.blame(4, [(W1, 2)], leaves=False)
+    leader = ruling(0)
+    assert (
+        "worker 1 has computed virtual rank 5 of step 3 wrongly"
+        in texts(leader.blame(3, [(W1, 5)], leaves=False))[0]
+    )
+
+
+def test_sums_that_are_rightly_not_finite_leave_others_in_peace_for_a_while() -> None:
+    found = ruling()
+    assert not found.lately_not_finite(0)
+    found.doubted(4, [W1])
+    assert texts(found.settled(4, rightly=True)) == [
+        "the gradient of step 4 is not finite, on all who compute it"
+    ]
+    assert found.lately_not_finite(4 + CALM_STEPS - 1)
+    assert not found.lately_not_finite(4 + CALM_STEPS)
+    assert found.settled(5, rightly=True) == []  # told once
+
+
+def test_whose_numbers_were_finite_again_has_made_a_mistake() -> None:
+    found = ruling()
+    found.doubted(4, [W1, W1])
+    assert texts(found.settled(4, rightly=False)) == [
+        "worker 1 had numbers in step 4 that were not finite; computed again, they are"
+    ]
+    assert found.settled(5, rightly=False) == []
+    liar = ruling(1)
+    for step in (4, 5):
+        liar.doubted(step, [W1])
+        out = liar.settled(step, rightly=False)
+    assert out == [ef.Exit()]
+    entered = ruling()
+    entered.doubted(4, [W1])
+    entered.enter(a_view(2, range(3)))
+    assert entered.settled(4, rightly=False) == []  # in another view nobody knows
+
+
+def test_states_that_differ_are_judged_by_the_majority() -> None:
+    wrong, out = ruling().differ(6, {W0: 5, W1: 8, W2: 5})
+    assert wrong == (W1,)
+    assert texts(out) == ["the state of worker 1 is not that of the others in step 6"]
+    wrong, out = ruling().differ(6, {W0: 5, W1: 8})
+    assert wrong == ()
+    assert "none has a majority" in texts(out)[0]
+
+
+def confessed(found: Rulings, wrong: list[WorkerId], *, diverged: bool, step: int = 9) -> Any:
+    for each in range(step):
+        found.summed(each, [W0, W1, W2], range(3))
+    return found.confess(step, wrong, diverged=diverged)
+
+
+def test_who_is_wrong_leaves_and_the_rest_go_back_if_something_wrong_may_have_been_used() -> None:
+    for me, exits in ((0, False), (1, True)):
+        found = ruling(me)
+        row = confessed(found, [W1], diverged=True)
+        assert row == (NEVER, 5)
+        out = found.conclude(9, [(*row, 1), (3, 3, 2), (*row, 1)])
+        assert (out == [ef.Exit()]) is exits
+    (told, note, doubted) = ruled_back = conclude_with([(NEVER, 5, 1), (3, 3, 2), (NEVER, 5, 1)])
+    assert "since step 3: the job goes back" in texts([told])[0]
+    assert note == ef.NoteDoubt(3, ViewNumber(1), True)
+    assert isinstance(doubted, ef.Doubted)
+    assert doubted.discarded
+    assert (doubted.invalidation.after, doubted.invalidation.view) == (3, 1)
+    assert doubted.invalidation.wrong == ()  # its state is, for whatever reason
+    assert len(ruled_back) == 3
+
+
+def conclude_with(rows: Any, *, diverged: bool = True, **fields: Any) -> list[ef.Outcome]:
+    found = ruling(**fields)
+    confessed(found, [W1], diverged=diverged)
+    return found.conclude(9, rows)
+
+
+def test_where_all_that_was_used_was_audited_nobody_goes_back() -> None:
+    (only,) = conclude_with([(NEVER, 5, 1)] * 3, diverged=False)
+    assert isinstance(only, ef.Doubted)
+    assert not only.discarded
+    assert only.invalidation.wrong == (W1,)  # its state is right: it computes wrongly
+    (only,) = conclude_with([(NEVER, 5, 1), (NEVER, 5, 2), (NEVER, 5, 1)], diverged=False)
+    assert isinstance(only, ef.Doubted)
+    assert only.invalidation.wrong == ()  # it started from a wrong state
+    (only,) = conclude_with(None, diverged=False)  # the group broke before all had told
+    assert isinstance(only, ef.Doubted)
+    assert only.invalidation == dataclasses.replace(only.invalidation, after=5, wrong=())
+
+
+def test_without_checkpoints_the_doubt_is_told_and_in_a_tie_only_the_leader_goes_on() -> None:
+    told, note, doubted = conclude_with([(3, 3, 1)] * 3, keeps=False)
+    assert "from step 3 on" in texts([told])[0]
+    assert note == ef.NoteDoubt(3, ViewNumber(1), False)
+    assert isinstance(doubted, ef.Doubted)
+    assert not doubted.discarded
+    for me, exits in ((0, False), (1, True)):
+        found = ruling(me, keeps=False)
+        confessed(found, [], diverged=True)
+        out = found.conclude(9, [(NEVER, 5, n) for n in range(3)])
+        assert (out[-1] == ef.Exit()) is exits
+        assert ef.NoteDoubt(9, ViewNumber(1), False) in out
+
+
+# ---------------------------------------------------------------- who is late
+
+
+def waited(lateness: Lateness, steps: int, *, step_s: float = 2.0, wait_s: float = 0.5) -> float:
+    now = lateness.began_at
+    for _ in range(steps):
+        lateness.done(now + step_s - wait_s)
+        now += step_s
+        lateness.step(now, tasks=3)
+    return now
+
+
+def test_copies_come_after_a_task_and_word_of_the_late_after_a_step() -> None:
+    lateness = Lateness(Patience(steps=4, times=1.0, least_s=0.25, copies=0.5))
+    lateness.view(10.0)
+    now = waited(lateness, 3)
+    lateness.done(now)
+    assert lateness.copy_at == lateness.late_at == float("inf")  # too little is known
+    now = waited(lateness, 1)
+    lateness.done(now + 1.0)
+    assert lateness.copy_at == pytest.approx(now + 1.0 + 0.5 + 0.5)  # usual wait and a task
+    assert lateness.late_at == pytest.approx(now + 1.0 + 0.5 + 2.0 + 0.25)
+    lateness.view(now)
+    lateness.built(now + 4.0)
+    assert lateness.late_at == pytest.approx(now + 0.5 + 2.0 + 4.0)
+    lateness.view(now)
+    lateness.built(now + 3.0)
+    lateness.built(now + 5.0)
+    assert lateness.group_s == 3.0
+
+
+def test_waits_that_vary_are_given_as_much_more() -> None:
+    steady, varied = (Lateness(Patience(steps=1, least_s=0.0)) for _ in range(2))
+    for i in range(9):
+        waited(steady, 1, wait_s=0.5)
+        waited(varied, 1, wait_s=(0.1, 0.5, 0.9)[i % 3])
+    for each in (steady, varied):
+        each.done(100.0)
+    assert steady.late_at == pytest.approx(102.5)
+    assert varied.late_at == pytest.approx(100.5 + 6.0 * 1.4826 * 0.4)
+
+
+def test_copies_and_suspensions_are_a_share_of_the_work() -> None:
+    lateness = Lateness(Patience(steps=1, copies=0.5))
+    waited(lateness, 1)
+    for allowed in (True, True, False):
+        assert (lateness.copy_at < float("inf")) is allowed
+        lateness.copy_done()
+    budget = Budget(0.1, 20)
+    assert budget.allows(5)  # a little in advance
+    budget.tried(5)
+    assert not budget.allows(5)
+    budget.spend(5)
+    assert [budget.allows(step) for step in (6, 7, 8)] == [False, False, True]
+    assert not Budget(0.0, 20).allows(100)
+
+
+def test_only_who_is_not_late_copies_and_nobody_if_the_late_are_the_most() -> None:
+    owners, workers = [W0, W0, W1, W2], [W0, W1, W2]
+    assert worth_copying(owners, workers, [W2], W1) == (3,)
+    assert worth_copying(owners, workers, [W2], W0) == ()
+    assert worth_copying(owners, workers, [W2], W2) == ()
+    assert worth_copying(owners, workers, [W1, W2], W0) == ()
+    assert worth_copying([W0, W1], [W0, W1], [W1], W0) == (1,)
+
+
+# ---------------------------------------------------------------- speeds
+
+
+def paced(view: View, leads: bool, steps: int, *times: int) -> list[tuple[str, str]]:
+    speeds, found = Speeds(view, None), []
+    for _ in range(steps):
+        found += speeds.observe(times, leads)
+    return found
+
+
+def test_only_the_leader_tells_of_slow_workers_and_only_of_what_costs_something() -> None:
+    view = a_view(1, range(4))
+    usual, slow = 100_000, 200_000
+    assert [kind for kind, _ in paced(view, True, 30, usual, usual, usual, slow)] == ["slow"]
+    assert paced(view, False, 30, usual, usual, usual, slow) == []
+    assert paced(view, True, 30, 1000, 1000, 1000, 2000) == []  # a millisecond a step
+    assert paced(view, True, 30, usual, usual, usual, usual) == []
+
+
+def test_who_is_told_to_be_slow_is_told_to_be_well_again() -> None:
+    speeds = Speeds(a_view(1, range(4)), None)
+    found = []
+    for times in [(100_000,) * 3 + (200_000,)] * 30 + [(100_000,) * 4] * 40:
+        found += speeds.observe(times, leads=True)
+    assert ["not slow any more" in text for _, text in found] == [False, True]
+    assert speeds.owners == (0, 1, 2, 3)
+    counting = Counting(a_view(1, range(4)), None)
+    assert counting.owners == (0, 1, 2, 3)
+
+
+def test_a_worker_without_tasks_is_not_judged() -> None:
+    view = dataclasses.replace(a_view(1, range(3)), owners=(W0, W1, W1))
+    assert paced(view, True, 30, 100_000, 200_000, 0) == []
