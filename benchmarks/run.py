@@ -19,6 +19,7 @@ import partition
 import recovery
 import scale
 import silent
+import step_cost
 import step_time
 import stragglers
 import torch
@@ -48,6 +49,19 @@ def step_lines() -> Iterator[str]:
             f"| {x.ddp_s * 1e3:.1f} | {x.holdfast_s * 1e3:.1f} | **{x.ratio:.3f}** "
             f"| {x.ratio_min:.2f} .. {x.ratio_max:.2f} |"
         )
+
+
+def cost_lines() -> Iterator[str]:
+    yield "## What a step costs a process (gloo)"
+    yield ""
+    yield "Each library in its own launches, which take turns; medians of"
+    yield f"{step_cost.ROUNDS}. CPU: of whole processes with all their threads, for each step."
+    yield "Targets: a CPU ratio of 1.05 for steps of 50 ms and more, 1.3 for steps of 4 ms."
+    yield ""
+    yield from step_cost.HEAD
+    for model in step_cost.MODELS:
+        for workers in step_cost.WORKERS:
+            yield step_cost.row(step_cost.measure(model, workers))
 
 
 def recovery_lines(kills: int = 20, freezes: int = 5) -> Iterator[str]:
@@ -344,7 +358,7 @@ def _wrong_lines(table: silent.Table) -> Iterator[str]:
 
 
 SHEETS: dict[str, tuple[Callable[[], Iterator[str]], ...]] = {
-    "TRAINING": (step_lines, recovery_lines),
+    "TRAINING": (step_lines, cost_lines, recovery_lines),
     "CHECKPOINTS": (checkpoint_lines,),
     "STRAGGLERS": (
         detection_lines,

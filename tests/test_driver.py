@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
 
 import pytest
+import torch
 
 from holdfast.core.errors import UserError
 from holdfast.core.step import effects as ef
@@ -13,6 +16,8 @@ from holdfast.core.step.worker import WorkerMachine
 from holdfast.core.types import Incarnation, ViewNumber, WorkerId, WorkerStatus
 from holdfast.train.driver import Driver
 from holdfast.train.monitor import Monitor
+from holdfast.train.step.buckets import Bucket
+from holdfast.train.step.filled_buckets import FilledBuckets
 
 ONE = ViewNumber(1)
 
@@ -22,6 +27,29 @@ class Scripted(WorkerMachine):
 
     def handle(self, event: ev.WorkerEvent, now: float) -> list[ef.WorkerEffect]:
         return [ef.NoteDoubt(3, ONE, again=True), ef.Abort(ONE), ef.Tell(self.snapshot())]
+
+
+class Ordering(WorkerMachine):
+    """Answers every event with these effects."""
+
+    def __init__(self, *effects: ef.WorkerEffect) -> None:
+        super().__init__(WorkerId(0), Incarnation(1))
+        self.effects = list(effects)
+
+    def handle(self, event: ev.WorkerEvent, now: float) -> list[ef.WorkerEffect]:
+        return self.effects
+
+
+class Waking(Monitor):
+    """Counts how often the threads that wait are woken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.woken = 0
+
+    def notify_all(self) -> None:
+        self.woken += bool(self._waiters)
+        super().notify_all()
 
 
 class Link:
@@ -42,6 +70,63 @@ class FullDisk:
 
     def carry_out(self, effect: ef.WorkerEffect) -> Sequence[ev.WorkerEvent]:
         raise UserError("no space left")
+
+
+REDUCE = ef.Reduce(ONE, 3, (WorkerId(0),), (0,))
+
+
+@pytest.mark.parametrize(
+    ("effects", "woken"),
+    [
+        ((ef.Begin(3),), False),  # for the script, which is not the one that waits
+        ((REDUCE,), False),  # there is nothing to sum yet
+        ((REDUCE, ef.ShareRows(ONE, 3)), True),
+        ((ef.CheckSum(ONE, 0, 0),), True),
+    ],
+)
+def test_the_engine_is_woken_only_for_what_it_can_begin_with(
+    effects: tuple[ef.WorkerEffect, ...], woken: bool
+) -> None:
+    monitor = Waking()
+    driver = Driver(Ordering(*effects), Link(), monitor)
+    threading.Thread(target=driver.next_for_engine, daemon=True).start()
+    _until_waiting(monitor)
+    driver.post(ev.AtBoundary())
+    assert bool(monitor.woken) is woken
+
+
+def test_a_bucket_that_is_full_wakes_the_engine_which_was_not_woken_to_begin() -> None:
+    monitor = Waking()
+    driver = Driver(Ordering(REDUCE), Link(), monitor)
+    taken: list[ef.WorkerEffect] = []
+    engine = threading.Thread(target=lambda: taken.append(driver.next_for_engine()), daemon=True)
+    engine.start()
+    _until_waiting(monitor)
+    driver.post(ev.AtBoundary())
+    with monitor:
+        FilledBuckets(monitor).note(Bucket(0, [torch.nn.Parameter(torch.zeros(1))], [0]))
+    engine.join(30.0)
+    assert taken == [REDUCE]
+
+
+def test_a_script_that_waits_is_woken_when_it_must_look_sooner() -> None:
+    monitor, machine = Waking(), Ordering()
+    driver = Driver(machine, Link(), monitor)
+    threading.Thread(target=driver.next_for_script, daemon=True).start()
+    _until_waiting(monitor)
+    driver.post(ev.AtBoundary())
+    assert monitor.woken == 0
+    sooner = time.monotonic() + 600.0
+    machine.deadline = lambda: sooner  # type: ignore[method-assign]
+    driver.post(ev.AtBoundary())
+    assert monitor.woken == 1
+
+
+def _until_waiting(monitor: Waking) -> None:
+    while True:
+        with monitor:
+            if monitor._waiters:
+                return
 
 
 def test_a_full_disk_is_told_to_the_script_and_the_effects_that_follow_are_carried_out() -> None:

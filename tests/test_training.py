@@ -341,17 +341,13 @@ def test_a_gradient_that_comes_twice_is_refused() -> None:
         loss.backward()
 
 
-def test_buckets_hold_one_dtype_and_respect_their_size() -> None:
+def test_buckets_hold_one_dtype_and_are_full_with_their_last_tensor() -> None:
     model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(6)], nn.Linear(8, 8).bfloat16())
-    sizes = [
-        (sum(p.numel() * p.element_size() for p in b.params), {p.dtype for p in b.params})
-        for b in gradients_of(model).buckets
-    ]
-    assert all(len(dtypes) == 1 for _, dtypes in sizes)
-    assert all(size <= 8 << 20 for size, _ in sizes)
-    assert sum(size for size, _ in sizes) == sum(
-        p.numel() * p.element_size() for p in model.parameters()
-    )
+    sizes = [[p.nbytes for p in b.params] for b in gradients_of(model).buckets]
+    dtypes = [{p.dtype for p in b.params} for b in gradients_of(model).buckets]
+    assert all(len(each) == 1 for each in dtypes)
+    assert all(sum(each[:-1]) < 8 << 20 for each in sizes)
+    assert [len(each) for each in sizes] == [2, 4, 4, 4]
 
 
 # ---------------------------------------------------------------- buffers

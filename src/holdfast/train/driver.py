@@ -71,6 +71,10 @@ class Driver:
         self._engine: deque[EngineOrder] = deque()
         self._events: deque[ev.WorkerEvent] = deque()
         self._posting = False
+        # Who waits is woken for what it waits for only: waking takes the interpreter from another.
+        self._script_waits = False
+        self._script_until: float | None = None
+        self._engine_waits = False
         self._rows_of: tuple[int, int] = (0, -1)  # the view and step whose rows may be exchanged
         self._group: tuple[int, ViewGroup] | None = None
         self._look_at = 0.0  # when to look next at the group's links
@@ -95,7 +99,8 @@ class Driver:
                         self._carry_out(effect)
             finally:
                 self._posting = False
-            self.monitor.notify_all()
+            if self._script_waits and self._machine.deadline() != self._script_until:
+                self.monitor.notify_all()
 
     def tick(self) -> None:
         """Look whether the right to act ended or a link is lost; called several times a second."""
@@ -163,8 +168,10 @@ class Driver:
     def next_for_engine(self) -> EngineOrder:
         """Wait for what the engine is to do next."""
         with self.monitor:
+            self._engine_waits = True
             while not self._engine:
                 self.monitor.wait()
+            self._engine_waits = False
             return self._engine.popleft()
 
     def await_rows(self, view: int, step: int) -> None:
@@ -177,11 +184,14 @@ class Driver:
 
     def _wait(self) -> None:
         """Wait for a change, or for the time to say that others are late."""
-        deadline = self._machine.deadline()
-        now = time.monotonic()
-        if deadline is None or deadline == float("inf"):
-            self.monitor.wait()
-        elif deadline <= now or not self.monitor.wait(deadline - now):
+        self._script_until = until = self._machine.deadline()
+        left_s = None if until in (None, float("inf")) else until - time.monotonic()
+        self._script_waits = True
+        try:
+            changed = (left_s is None or left_s > 0) and self.monitor.wait(left_s)
+        finally:
+            self._script_waits = False
+        if not changed:
             self.post(Tick())
 
     # ------------------------------------------------------------ groups
@@ -212,8 +222,13 @@ class Driver:
                 kept = [each for each in self._script if not isinstance(each, ef.Compute)]
                 self._script = deque(kept)
             self._script.append(effect)
+            if self._script_waits:
+                self.monitor.notify_all()
         elif isinstance(effect, _ENGINE):
             self._engine.append(effect)
+            # For a sum it is woken by the first bucket that is full, or by the rows.
+            if self._engine_waits and not isinstance(effect, ef.Reduce):
+                self.monitor.notify_all()
         else:
             self._at_once(effect)
 
@@ -226,14 +241,16 @@ class Driver:
                 if self._group is not None and self._group[0] <= view:
                     self._group[1].abort()
                     self._group = None
+                self.monitor.notify_all()
             case ef.ShareRows(view, step):
                 self._rows_of = (view, step)
+                self.monitor.notify_all()
             case ef.Exit():
                 text = "this worker computes wrongly, or holds a wrong state: it leaves the job"
                 sys.stderr.write(f"holdfast: {text}\n")
                 os.kill(os.getpid(), signal.SIGKILL)
             case ef.GiveUp(reason):
-                self.failure = self.failure or WorldError(reason)
+                self.fail(WorldError(reason))
             case _:
                 try:
                     if self._hands is not None:

@@ -23,6 +23,7 @@ from holdfast.train.data.batch_loading import BatchSource, LoadOptions, dataset_
 from holdfast.train.data.random_streams import enter_stream
 from holdfast.train.data.sampling import SamplePlan
 from holdfast.train.environment import WorkerEnvironment, take_channel
+from holdfast.train.host_memory import keep_freed_memory
 from holdfast.train.script_thread import ScriptThread
 from holdfast.train.step.speculative import FinishedTask
 
@@ -34,6 +35,7 @@ def join(*, seed: int | None = None) -> Job:
     the same model. `seed` overrides the launcher's. Raises UserError on a broken environment.
     """
     environment = WorkerEnvironment.read(os.environ)
+    keep_freed_memory(os.environ)
     job_seed = environment.spec.workers.seed if seed is None else seed
     random.seed(job_seed)
     np.random.seed(job_seed % 2**32)

@@ -146,7 +146,8 @@ class ScriptThread:
         scale = samples / counted  # 1 unless something was dropped
         data.gradients.publish(table.used, scale)
         enter_stream(plan.seed, index, vranks, "job")
-        losses = {(v, 1): loss * plan.weight(index, v) for v, loss in enumerate(table.losses())}
+        weighted = zip(table.losses(), plan.weights(index), strict=True)
+        losses = {(v, 1): loss * weight for v, (loss, weight) in enumerate(weighted)}
         total = tree.fold(losses, vranks, lambda a, b: a + b)
         loss = total / vranks * scale
         self._recorder.commit(index, data.reduced_in, table, loss, samples - counted)

@@ -33,6 +33,16 @@ class Patience:
     copies: float = 0.0  # of as many tasks as the worker computes itself; 0: none
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Medians:
+    """Holds what the last steps took one worker, and how much its waits vary."""
+
+    step_s: float
+    task_s: float
+    wait_s: float
+    spread_s: float
+
+
 class Lateness:
     """Tells one worker when others are late. Times are its node's, in seconds."""
 
@@ -46,6 +56,7 @@ class Lateness:
         self._steps: deque[float] = deque(maxlen=STEPS_TIMED)  # how long they took
         self._waits: deque[float] = deque(maxlen=STEPS_TIMED)  # of that, for others
         self._task_s: deque[float] = deque(maxlen=STEPS_TIMED)
+        self._usual: _Medians | None = None  # of these, until the next step is timed
 
     def view(self, now: float) -> None:
         """Note that another view begins, perhaps in the middle of a step."""
@@ -70,6 +81,7 @@ class Lateness:
         self._waits.append(now - self._since)
         self._task_s.append((self._since - self.began_at) / max(tasks, 1))
         self._tasks += tasks
+        self._usual = None
         self.began_at = now
 
     @property
@@ -77,21 +89,29 @@ class Lateness:
         """Return when to begin with copies, if the others are not done by then."""
         if self.copied > self._patience.copies * self._tasks or not self._patience.copies:
             return float("inf")
-        return self._after(self._patience.times * _middle(self._task_s))
+        return self._after(self._patience.times * self._medians().task_s)
 
     @property
     def late_at(self) -> float:
         """Return when to say that others are late."""
         patience = self._patience
-        after = self._after(patience.times * _middle(self._steps))
+        after = self._after(patience.times * self._medians().step_s)
         return after + max(patience.least_s, self.group_s)
 
     def _after(self, cost_s: float) -> float:
         if len(self._steps) < self._patience.steps:
             return float("inf")
-        usual = _middle(self._waits)
-        spread = 1.4826 * _middle([abs(each - usual) for each in self._waits])
-        return self._since + usual + max(SPREADS * spread, cost_s)
+        usual = self._medians()
+        return self._since + usual.wait_s + max(SPREADS * usual.spread_s, cost_s)
+
+    def _medians(self) -> _Medians:
+        """Return what is usual; asked for whenever the worker begins to wait."""
+        if self._usual is None:
+            wait_s = _middle(self._waits)
+            spread_s = 1.4826 * _middle([abs(each - wait_s) for each in self._waits])
+            task_s, step_s = _middle(self._task_s), _middle(self._steps)
+            self._usual = _Medians(step_s=step_s, task_s=task_s, wait_s=wait_s, spread_s=spread_s)
+        return self._usual
 
 
 class Budget:

@@ -109,6 +109,12 @@ class SamplePlan:
         """Return the task's share of the step, times V; exactly 1.0 in every full step."""
         return self.task_samples(step, vrank) * self.virtual_ranks / self.step_samples(step)
 
+    def weights(self, step: int) -> list[float]:
+        """Return `weight(step, v)` for every vrank v."""
+        total = self.step_samples(step)
+        spans = (self._share(total, vrank) for vrank in range(self.virtual_ranks))
+        return [(stop - start) * self.virtual_ranks / total for start, stop in spans]
+
     def indices(self, step: int, vrank: int) -> Indices:
         """Return the dataset indices of one task, in the order in which they are collated."""
         start, stop = self._share(self.step_samples(step), vrank)

@@ -237,16 +237,19 @@ class Gradients:
 
 
 def _plan(params: Sequence[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
-    """Consecutive parameters of one dtype and device, up to the byte limit (units: bytes)."""
+    """Group consecutive parameters of one dtype and device until a group has its bytes.
+
+    The last one may exceed them: each bucket costs an exchange, and a limit that tensors of half
+    its size do not fit into twice would give each of them a bucket of its own.
+    """
     groups: list[list[torch.nn.Parameter]] = []
     filling: dict[tuple, tuple[list[torch.nn.Parameter], int]] = {}
     for param in params:
         key = (param.dtype, param.device)
         group, room = filling.get(key, ([], 0))
-        size = param.numel() * param.element_size()
-        if size > room:
+        if room <= 0:
             group, room = [], BUCKET_BYTES if groups else FIRST_BUCKET_BYTES
             groups.append(group)
         group.append(param)
-        filling[key] = group, room - size
+        filling[key] = group, room - param.numel() * param.element_size()
     return groups

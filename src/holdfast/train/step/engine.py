@@ -134,7 +134,8 @@ class Engine(threading.Thread):
                 BackupMessages.send(at.transport, at.layout, [FIRST], step, [samples])
             case ef.SendCounted(_, step, ranks):
                 flags = [int(rank in ranks) for rank in range(at.layout.size)]
-                BackupMessages.send(at.transport, at.layout, at.layout.others, step, flags)
+                others = list(at.layout.others)
+                BackupMessages.send(at.transport, at.layout, others, step, flags)
             case ef.Restore() | ef.SendMissed() | ef.ReceiveMissed() | ef.SyncState():
                 event = self._bringing_up.carry_out(order, at.view, at.layout, at.transport)
                 if event is not None:

@@ -38,7 +38,7 @@ class FilledBuckets:
         """Note that a task has contributed to a bucket; called with the monitor held."""
         if self._hosted is not None and self._hosted <= bucket.contributed:
             self._ready.append(bucket)
-            self._monitor.notify_all()
+        self._monitor.notify_all()  # perhaps the sums have not begun, since nothing was ready
 
     def take(self, only: int | None, wait: bool, check: Callable[[], None]) -> list[Bucket]:
         """Return buckets to begin with now. With `only`, none but that one, and one at a time.

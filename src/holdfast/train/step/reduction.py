@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import cmath
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -30,6 +31,7 @@ from holdfast.train.transport.seam import Message, Pending, Transport
 
 TAG_VOTE, TAG_TABLE, TAG_BUFFERS, TAG_AUDIT, TAG_STATE, TAG_BUCKETS = 1, 2, 3, 4, 16, 1024
 Prints = tuple[int, int]  # fingerprints of a part of the state, and of all of it (0: not taken)
+HEAD_WORDS = 3  # before a message's rows: that it is here, and the fingerprints
 PIECE_ALIGN = 64  # elements; pieces start on cache lines
 
 
@@ -66,13 +68,18 @@ class Layout:
         return tuple(Peer(worker, self.shard) for worker in view.workers)
 
     @property
-    def others(self) -> list[int]:
+    def others(self) -> Sequence[int]:
         """Return every other rank, starting after one's own, so that not all send to 0 first."""
-        return [(self.rank + i) % self.size for i in range(1, self.size)]
+        return _others(self.rank, self.size)
 
     def piece(self, rank: int, numel: int, turned: int = 0) -> slice:
         """Return which elements of a flat buffer `rank` sums; `turned`: those of a later rank."""
         return piece_of((rank + turned) % self.size, self.size, numel)
+
+
+@functools.lru_cache(maxsize=8)  # asked for several times in every exchange
+def _others(rank: int, size: int) -> Sequence[int]:
+    return tuple((rank + i) % size for i in range(1, size))
 
 
 def piece_of(rank: int, size: int, numel: int) -> slice:
@@ -103,16 +110,17 @@ class BucketSum:
     ) -> None:
         self._total: torch.Tensor | None = None  # of all elements summed here
         self._result = bucket.result.data if into is None else into
-        self._turned = turned
         self.bucket = bucket
         self._layout = layout
+        numel = self._result.numel()
+        self._pieces = [layout.piece(rank, numel, turned) for rank in range(layout.size)]
         self._own = {n: bucket.partials[n].data for n in layout.nodes[layout.rank]}
         self._received: dict[tree.Node, torch.Tensor] = {}
         self._pending: Pending | None = None
 
     def gather(self, transport: Transport) -> None:
         layout, bucket = self._layout, self.bucket
-        own = self._piece(layout.rank)
+        own = self._pieces[layout.rank]
         width = own.stop - own.start
         sends: list[Message] = []
         receives: list[Message] = []
@@ -122,9 +130,9 @@ class BucketSum:
             self._received[node] = scratch[i * width : (i + 1) * width]
             receives.append((peer, self._received[node]))
         for peer in layout.others:
-            piece = self._piece(peer)
-            sends += [(peer, data[piece]) for data in self._own.values()]
-            current.probe.sending(peer, sum(data[piece].nbytes for data in self._own.values()))
+            parts = [data[self._pieces[peer]] for data in self._own.values()]
+            sends += [(peer, part) for part in parts]
+            current.probe.sending(peer, sum(part.nbytes for part in parts))
         tag = TAG_BUCKETS + 2 * bucket.index
         self._pending = transport.exchange(_nonempty(sends), _nonempty(receives), tag)
 
@@ -132,14 +140,15 @@ class BucketSum:
         _wait(self._pending, waits)
         for part in self._received.values():
             current.probe.received(part)
-        result, piece, peers = self._result, self._piece(self._layout.rank), self._layout.others
-        self._fold(result[piece], piece)
-        sends = [(p, result[piece]) for p in peers]
-        receives = [(p, result[self._piece(p)]) for p in peers]
+        result, piece, peers = self._result, self._pieces[self._layout.rank], self._layout.others
+        out = result[piece]
+        self._fold(out, piece)
+        sends = [(p, out) for p in peers]
+        receives = [(p, result[self._pieces[p]]) for p in peers]
         tag = TAG_BUCKETS + 2 * self.bucket.index + 1
         self._pending = transport.exchange(_nonempty(sends), _nonempty(receives), tag)
         wide = torch.float32 if result.dtype in (torch.float16, torch.bfloat16) else None
-        self._total = result[piece].sum(dtype=wide)  # while it is on its way
+        self._total = out.sum(dtype=wide)  # while it is on its way
 
     def finish(self) -> None:
         _wait(self._pending)
@@ -149,21 +158,18 @@ class BucketSum:
         if self._total is None or cmath.isfinite(self._total.item()):
             return FINITE
         owner = {node: rank for rank, nodes in enumerate(self._layout.nodes) for node in nodes}
-        piece = self._piece(self._layout.rank)
+        piece = self._pieces[self._layout.rank]
         parts = {**self._received, **{node: data[piece] for node, data in self._own.items()}}
         wrong = [owner[n] for n, part in parts.items() if not bool(torch.isfinite(part).all())]
         return NOBODYS if not wrong else SOMEBODYS + min(wrong)
 
     def agrees(self, vrank: int, leaf: torch.Tensor) -> bool:
         """Tell whether a virtual rank's part is bit for bit that of `leaf`, as far as seen here."""
-        piece = self._piece(self._layout.rank)
+        piece = self._pieces[self._layout.rank]
         for (start, width), part in self._received.items():
             if start == vrank and min(width, self._layout.vranks - start) == 1:
                 return torch.equal(as_bytes(part), as_bytes(leaf[piece]))
         return True
-
-    def _piece(self, rank: int) -> slice:
-        return self._layout.piece(rank, self._result.numel(), self._turned)
 
     def _fold(self, out: torch.Tensor, piece: slice) -> None:
         """Sum into `out` without touching the partial sums: they may be needed again."""
@@ -199,11 +205,10 @@ class TableGather:
     def gather(self, transport: Transport) -> None:
         layout = self._layout
         self._table.used.copy_(self._used)
-        head = torch.tensor([1, *self.prints[layout.rank]], dtype=torch.int64)
-        mine = torch.cat([head, self._table.pack(layout.hosted[layout.rank], self._used)])
-        none = torch.zeros_like(head)
+        head = (1, *self.prints[layout.rank])
+        mine = self._table.pack(head, layout.hosted[layout.rank], self._used)
         self._messages = {
-            p: torch.cat([none, self._table.message(len(layout.hosted[p]))]) for p in layout.others
+            p: self._table.message(HEAD_WORDS, len(layout.hosted[p])) for p in layout.others
         }
         sends = [(p, mine) for p in layout.others]
         self._pending = transport.exchange(
@@ -213,9 +218,9 @@ class TableGather:
     def spread(self, transport: Transport) -> None:
         _wait(self._pending)
         for peer, message in self._messages.items():
-            _, part, whole = message[:3].tolist()
+            _, part, whole = message[:HEAD_WORDS].tolist()
             self.prints[peer] = part, whole
-            self._table.unpack(self._layout.hosted[peer], message[3:])
+            self._table.unpack(HEAD_WORDS, self._layout.hosted[peer], message)
 
     def finish(self) -> None:
         return

@@ -1,0 +1,154 @@
+"""What a step costs a process, against DistributedDataParallel on gloo, each in its own launch.
+
+CPU time of whole processes, all their threads, as the kernel counts it: on a machine where others
+work as well it says more than wall time. Launches of the two libraries take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from holdfast.testing.local_run import LocalRun
+
+MODELS = ("mlp", "conv", "small")
+WORKERS = (2, 4)
+ROUNDS = 5
+RUN_S = 300.0
+FIGURES = ("cpu_s", "system_s", "wall_s", "faults")
+# Both compute the same tasks: none is moved or copied since others on the machine make one late.
+FLAGS = ("--no-rebalance", "--speculation-budget", "0")
+SCRIPT = Path(__file__).with_name("step_cost_worker.py")
+
+Run = Callable[[Path, list[str], int], None]  # folder, arguments of the script, processes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What one launch spent for each step: means over its processes."""
+
+    cpu_s: float
+    system_s: float  # the part of the CPU time that the kernel worked
+    wall_s: float
+    faults: float  # page faults
+    parameters: int
+    digests: tuple[str, ...]  # of the final models, all different ones
+
+
+@dataclass(slots=True)
+class StepCost:
+    """The launches of both libraries with one model and so many workers."""
+
+    model: str
+    workers: int
+    ddp: list[Launch] = field(default_factory=list)
+    holdfast: list[Launch] = field(default_factory=list)
+
+    def median(self, library: str, figure: str) -> float:
+        return statistics.median(getattr(each, figure) for each in getattr(self, library))
+
+    def ratio(self, figure: str) -> float:
+        """Return the ratio of the medians, Holdfast to DDP."""
+        return self.median("holdfast", figure) / self.median("ddp", figure)
+
+
+def measure(model: str, workers: int, rounds: int = ROUNDS) -> StepCost:
+    found = StepCost(model, workers)
+    for number in range(rounds):
+        _say(f"{model}, {workers} workers: round {number + 1} of {rounds}")
+        found.ddp.append(_launch(_run_ddp, model, workers))
+        found.holdfast.append(_launch(_run_holdfast, model, workers))
+    return found
+
+
+def row(found: StepCost) -> str:
+    """Return the row of the table."""
+    cells = [found.model, f"{found.ddp[0].parameters / 1e6:.2f} M", str(found.workers)]
+    for figure in ("cpu_s", "wall_s"):
+        for library in ("ddp", "holdfast"):
+            cells.append(f"{found.median(library, figure) * 1e3:.2f}")
+        cells.append(f"**{found.ratio(figure):.3f}**")
+    for library in ("ddp", "holdfast"):
+        cells.append(f"{found.median(library, 'faults'):.0f}")
+    return f"| {' | '.join(cells)} |"
+
+
+HEAD = (
+    "| model | parameters | workers | CPU ms, DDP | Holdfast | ratio | wall ms, DDP | Holdfast "
+    "| ratio | page faults, DDP | Holdfast |",
+    "|---|---|---|---|---|---|---|---|---|---|---|",
+)
+
+
+def _launch(run: Run, model: str, workers: int) -> Launch:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        out = folder / "out"
+        out.mkdir()
+        run(folder, ["--model", model, "--out", str(out)], workers)
+        told = [json.loads(path.read_text()) for path in sorted(out.iterdir())]
+    if len(told) != workers:
+        raise RuntimeError(f"{len(told)} of {workers} processes have told what they spent")
+    means = {figure: statistics.mean(each[figure] for each in told) for figure in FIGURES}
+    digests = tuple(sorted({each["digest"] for each in told}))
+    return Launch(**means, parameters=told[0]["parameters"], digests=digests)
+
+
+def _run_holdfast(folder: Path, arguments: list[str], workers: int) -> None:
+    command = [str(SCRIPT), "--library", "holdfast", *arguments]
+    with LocalRun(folder / "run", ["--nproc", str(workers), *FLAGS], command) as run:
+        if run.wait(RUN_S) != 0:
+            raise RuntimeError(run.log())
+
+
+def _run_ddp(folder: Path, arguments: list[str], workers: int) -> None:
+    command = [sys.executable, str(SCRIPT), "--library", "ddp", *arguments]
+    shared = {
+        **os.environ,
+        "WORLD_SIZE": str(workers),
+        "MEETING": str(folder / "meeting"),
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+    }
+    processes = [
+        subprocess.Popen(command, env={**shared, "RANK": str(rank)}) for rank in range(workers)
+    ]
+    codes = [process.wait(RUN_S) for process in processes]
+    if any(codes):
+        raise RuntimeError(f"processes of DDP ended with {codes}")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--workers", nargs="+", type=int, default=WORKERS, metavar="N")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, metavar="N")
+    parser.add_argument("--json", action="store_true", help="print every launch instead of a table")
+    options = parser.parse_args()
+    cases = [(model, workers) for model in options.models for workers in options.workers]
+    if not options.json:
+        print(*HEAD, sep="\n", flush=True)
+    found: list[StepCost] = []
+    for model, workers in cases:
+        found.append(measure(model, workers, options.rounds))
+        if not options.json:
+            print(row(found[-1]), flush=True)
+    if options.json:
+        print(json.dumps([dataclasses.asdict(each) for each in found], indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""One process of benchmarks/step_cost.py, as a member of a Holdfast job or of a DDP group.
+
+Both train the same model on the same dataset with the same optimizer, each as its users would write
+it. What a process has spent is read at the end of a warm-up step and again at the end of the last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import resource
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import holdfast
+
+Loss = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A model and what it is trained on: inputs of `shape`, ten classes."""
+
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    batch: int
+    steps: int
+    adam: bool = False
+
+
+class Whole:
+    """Fetches a batch in one indexing operation, so that loading costs little on either side."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        dice = torch.Generator().manual_seed(0)
+        self._inputs = torch.randn(4096, *shape, generator=dice)
+        self._targets = torch.randint(0, 10, (4096,), generator=dice)
+
+    def __len__(self) -> int:
+        return len(self._targets)
+
+    def __getitems__(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._inputs[indices], self._targets[indices]
+
+
+def mlp() -> nn.Module:
+    """5.6 million parameters in fourteen tensors."""
+    inner = [layer for _ in range(5) for layer in (nn.Linear(1024, 1024), nn.ReLU())]
+    return nn.Sequential(nn.Linear(320, 1024), nn.ReLU(), *inner, nn.Linear(1024, 10))
+
+
+def conv() -> nn.Module:
+    """A small convolutional net with BatchNorm."""
+
+    def block(before: int, after: int) -> list[nn.Module]:
+        return [nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU()]
+
+    layers = [*block(3, 32), *block(32, 32), nn.MaxPool2d(2), *block(32, 64), *block(64, 64)]
+    head = [nn.MaxPool2d(2), *block(64, 128), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return nn.Sequential(*layers, *head, nn.Linear(128, 10))
+
+
+def small() -> nn.Module:
+    """Steps of about 4 milliseconds, in which what does not grow with the model shows."""
+    inner = [layer for _ in range(3) for layer in (nn.Linear(256, 256), nn.ReLU())]
+    return nn.Sequential(nn.Linear(256, 256), nn.ReLU(), *inner, nn.Linear(256, 10))
+
+
+TASKS = {
+    "mlp": Task(make=mlp, shape=(320,), batch=64, steps=60, adam=True),
+    "conv": Task(make=conv, shape=(3, 16, 16), batch=32, steps=60),
+    "small": Task(make=small, shape=(256,), batch=64, steps=400),
+}
+
+
+class Meter:
+    """Reads what this process has spent since the end of step `warm_up` - 1."""
+
+    def __init__(self, steps: int, warm_up: int) -> None:
+        self.spent: dict[str, float] = {}  # for each step: seconds, and page faults
+        self._counts = steps, warm_up
+        self._before: tuple[float, ...] = ()
+
+    def step_ended(self, index: int) -> None:
+        steps, warm_up = self._counts
+        if index == warm_up - 1:
+            self._before = _spent()
+        if index == steps - 1:
+            names = ("wall_s", "cpu_s", "system_s", "faults")
+            pairs = zip(names, self._before, _spent(), strict=True)
+            self.spent = {name: (now - then) / (steps - warm_up) for name, then, now in pairs}
+
+
+def _spent() -> tuple[float, ...]:
+    used = resource.getrusage(resource.RUSAGE_SELF)  # of all threads
+    cpu_s = used.ru_utime + used.ru_stime
+    return time.perf_counter(), cpu_s, used.ru_stime, float(used.ru_minflt)
+
+
+def _optimizer(task: Task, model: nn.Module) -> torch.optim.Optimizer:
+    if task.adam:
+        return torch.optim.AdamW(model.parameters(), lr=1e-4)
+    return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+
+
+def with_holdfast(task: Task, meter: Meter, steps: int) -> tuple[int, nn.Module]:
+    job = holdfast.join()
+    model = task.make()
+    optimizer = _optimizer(task, model)
+    job.protect(model=model, optimizer=optimizer)
+    data = job.batches(Whole(task.shape), task.batch, drop_last=True, collate_fn=_as_is)
+    for step in job.steps(data, until=steps):
+        for x, y in step:
+            step.backward(nn.functional.cross_entropy(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+        meter.step_ended(step.index)
+    return job.worker, model
+
+
+def with_ddp(task: Task, meter: Meter, steps: int) -> tuple[int, nn.Module]:
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.FileStore(os.environ["MEETING"], world)
+    limit = timedelta(minutes=5)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(task.make())
+    optimizer = _optimizer(task, model)
+    data = Whole(task.shape)
+    sampler = torch.utils.data.DistributedSampler(data, world, rank, drop_last=True)
+    loader = torch.utils.data.DataLoader(
+        data, task.batch, sampler=sampler, drop_last=True, collate_fn=_as_is
+    )
+
+    def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for epoch in range(steps):
+            sampler.set_epoch(epoch)
+            yield from loader
+
+    for index, (x, y) in zip(range(steps), batches(), strict=False):
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        meter.step_ended(index)
+    dist.barrier()
+    return rank, model
+
+
+def _as_is(batch: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return batch
+
+
+def _digest(model: nn.Module) -> str:
+    found = hashlib.sha256()
+    for value in model.state_dict().values():
+        found.update(value.detach().contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--library", choices=("ddp", "holdfast"), required=True)
+    parser.add_argument("--model", choices=TASKS, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="folder for one file a process")
+    parser.add_argument("--warm-up", type=int, default=15)
+    options = parser.parse_args()
+    task = TASKS[options.model]
+    steps = task.steps + options.warm_up
+    meter = Meter(steps, options.warm_up)
+    train = with_ddp if options.library == "ddp" else with_holdfast
+    rank, model = train(task, meter, steps)
+    parameters = sum(p.numel() for p in model.parameters())
+    found = {**meter.spent, "parameters": parameters, "digest": _digest(model)}
+    (options.out / f"{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    main()
