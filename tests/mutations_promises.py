@@ -36,8 +36,15 @@ def a_node_is_given_a_slot_too_many(patch: pytest.MonkeyPatch) -> Machines:
         for _ in range(self.nodes[name].offered + 1 - len(self.here(name))):
             self.add_slot(WorkerId(self.workers_named), SlotState(name, self.first))
 
+    class Crowded(AgentMachine):
+        def _reconcile(self, now: float) -> list[AgentEffect]:
+            offered, self._slots = self._slots, 1 << 20
+            effects = super()._reconcile(now)
+            self._slots = offered
+            return effects
+
     patch.setattr(Roster, "admit", admit)
-    return Machines()
+    return Machines(agent=Crowded)
 
 
 @mutation

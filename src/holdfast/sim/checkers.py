@@ -38,6 +38,7 @@ from holdfast.sim.seams import Actor
 from holdfast.sim.wrong_bits import Errors, Violation
 
 STEPS_UNHEARD = 40  # that may be committed before the coordinator hears of it and acts
+SCRIPT_FAILED = "its script raises"
 STOPPED = "its operator has stopped it"
 REPLACED = "the coordinator replaced it"  # as the agent machine words it
 
@@ -68,7 +69,10 @@ class Truth:
         self._synced: object = None  # what was checked last
         self._reduced: object = None  # the same
         self.leading: dict[Key, int] = {}
-        self.disk: JobRecord | None = None
+        first = options.counts_from
+        self.disk = JobRecord(term=first, views_used=ViewNumber(first)) if first else None
+        self._furthest = 0  # step to which the job has come
+        self._died_until_step = self._died_until_heard = 0  # by the last, and last but one of them
         self.newest_lost = 0  # the newest view formed when the journal was lost: perhaps unheard of
         self.forgotten = False  # the coordinator has lost the journal and still learns
         self.completed = False
@@ -86,6 +90,7 @@ class Truth:
         self.restores = 0
         self.loops = options.loops
         self._stop_in = 0  # the view in which the job was stopped
+        self._hurried = False  # it was to be stopped at once
         self._stop_at: int | None = None  # the step to which the job had come when it was stopped
         self.store_silent_since: float | None = None
         self.store_answers_again = STORE_LOST not in options.faults
@@ -128,6 +133,7 @@ class Truth:
         self.live_of[int(process.worker)].remove(process)
         self.leading.pop(process.key, None)
         self.errors.died(process)
+        self.count["died"] += 1
 
     def left(self, process: Actor) -> None:
         """Check that a script that ran to its end holds the result of the job."""
@@ -148,6 +154,11 @@ class Truth:
         if self._stop_at is None:
             self._stop_at, self._stop_in = step, self.newest
 
+    def stop_asked_again(self) -> bool:
+        """The operator wants no last checkpoint; return whether the job was to be stopped."""
+        self._hurried = self._stop_at is not None
+        return self._hurried
+
     def _stopped(self) -> None:
         """A job that is stopped in good health has saved what it had come to."""
         step, processes = self._stop_at, list(self.processes.values())
@@ -155,7 +166,7 @@ class Truth:
         at_end = step is None or step >= self.steps - 1 or step in (e - 1 for e in self.loops)
         # Who commits by a view and not by its votes has not heard that a save was agreed on.
         changes = self.newest > self._stop_in
-        if not self._options.save_every or ill or at_end or changes or self.completed:
+        if not self._options.save_every or self._hurried or ill or at_end or changes or self.completed:
             return
         if max(self.saved, default=0) < (step or 0):
             raise Violation(f"the job is stopped at step {step}, and has saved only {self.saved}")
@@ -167,6 +178,10 @@ class Truth:
             self.count["stopped"] += 1
             self._stopped()
             return
+        if outcome.endswith(f"failed: {SCRIPT_FAILED}") and self.count["failed"]:
+            return
+        if outcome and self._options.losses_max < self._lost_at_one_step():
+            return
         if outcome:
             silent_s = 0.0 if self.store_silent_since is None else now - self.store_silent_since
             hopeless = not self.store_answers_again and silent_s >= self._options.restore_s
@@ -175,6 +190,11 @@ class Truth:
             return
         if not self.completed:
             raise Violation("the job was declared done and no script ever reached its end")
+
+    def _lost_at_one_step(self) -> int:
+        """Count the processes that ended, or may not act, since the job last came further."""
+        silent = [p for p in self.live.values() if p.paused or out_of_time(p)]
+        return self.count["died"] - self._died_until_step + len(silent)
 
     def killed(self, process: Actor, reason: str) -> None:
         """Check that a worker is ended for a reason that holds."""
@@ -508,6 +528,9 @@ class Truth:
     def committed(self, process: Actor, step: int, total: int | None) -> None:
         """Check that a worker applies a step of the job, and to the right state."""
         self.commits += 1
+        if step >= self._furthest:
+            self._furthest, self._died_until_step = step + 1, self._died_until_heard
+            self._died_until_heard = self.count["died"]
         self.left_aside(process, step)
         if step >= self.steps:
             raise Violation(f"worker {process.key} commits step {step} of {self.steps}")

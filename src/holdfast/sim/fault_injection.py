@@ -249,7 +249,7 @@ class Faults:
 
     def _hosts(self) -> list[AgentHost]:
         hosts = sorted(self._world.hosts.items())
-        return [h for _, h in hosts if not h.gone and h.incarnation]
+        return [h for _, h in hosts if not h.gone and h.started]
 
     def _duration_s(self) -> float:
         rng = self._world.rng

@@ -87,7 +87,7 @@ class World:
             speculation=options.speculation,
             retreats_max=1000,
             restart=RestartPolicy(
-                losses_max=10_000,
+                losses_max=options.losses_max,
                 backoff_s=0.1,
                 backoff_max_s=2.0,
                 quarantine_s=1.0,
@@ -141,6 +141,8 @@ class World:
         self.at(self.rng.uniform(0.0, 0.5), self.coordinator.start)
         if options.stop_s:
             self.at(options.stop_s, self.coordinator.stop)
+        if options.stop_again_s:
+            self.at(options.stop_again_s, self.coordinator.stop_at_once)
 
     # ------------------------------------------------------------ the control network
 
