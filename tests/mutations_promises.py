@@ -194,3 +194,18 @@ def a_worker_in_its_own_code_is_taken_to_rest(patch: pytest.MonkeyPatch) -> Mach
             return outcomes
 
     return Machines(worker=Resting)
+
+
+# ---------------------------------------------------------------- pace
+
+
+@mutation
+def nobody_is_asked_to_join(patch: pytest.MonkeyPatch) -> Machines:
+    patch.setattr(co, "why_change", lambda situation, vranks, workers_min, step: None)
+    return Machines()
+
+
+@mutation
+def views_follow_each_other_for_no_reason(patch: pytest.MonkeyPatch) -> Machines:
+    patch.setattr(co, "why_change", lambda situation, vranks, workers_min, step: ("join", "again"))
+    return Machines()

@@ -16,7 +16,7 @@ from holdfast.core.membership import coordinator as co
 from holdfast.core.membership import coordinator_events as ce
 from holdfast.core.membership.liveness import ProcessSample
 from holdfast.core.types import AgentId, AgentReport, Directive, Incarnation, Tick, WorkerStatus
-from holdfast.sim.checkers import STOPPED
+from holdfast.sim.endings import STOPPED
 from holdfast.sim.workers import InsideStriker, Process, WorkerMaker, WorkerWorld
 from holdfast.sim.writers import WriterHost
 
@@ -114,12 +114,12 @@ class CoordinatorHost:
         if self.machine is None or self.frozen or self.machine.snapshot().record.view is None:
             world.at(1.0, self.stop)
             return
-        world.truth.stop_asked(self.machine.snapshot().step)
+        world.truth.endings.stop_asked(self.machine.snapshot().step)
         self.handle(ce.StopRequested(STOPPED, saves=world.options.save_every > 0))
 
     def stop_at_once(self) -> None:
         """The operator does not wait for a last checkpoint any more."""
-        asked = self.world.truth.stop_asked_again()
+        asked = self.world.truth.endings.stop_asked_again()
         if asked and self.machine is not None and not self.frozen:
             self.handle(ce.StopRequested(STOPPED, saves=self.world.options.save_every > 0))
 

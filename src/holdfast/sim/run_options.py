@@ -126,6 +126,19 @@ class Options:
         return self.loops[-1]
 
     @property
+    def recovery_s(self) -> float:
+        """Return in what time a job that nothing disturbs any more commits a step, at most."""
+        step_s = 3 * self.vranks * self.task_s + 2 * self.optimizer_s
+        messages_s = 40 * self.data_s + 20 * self.control_s + 10 * self.channel_s
+        start_s = 2 * self.boot_s + 10 * self.load_s + self.settle_s + self.build_timeout_s
+        silence_s = 2 * (self.lease_s + self.lease_margin_s) + self.link_s
+        only_processes_die = {"worker_crash", "worker_crash_inside", "link_break"}
+        if not only_processes_die.issuperset(self.faults):
+            silence_s += self.abandon_s + self.hang_s
+        back_off_s = 10.0
+        return step_s + messages_s + start_s + silence_s + back_off_s
+
+    @property
     def finish_by_s(self) -> float:
         """Return when a run whose faults have ended must be over: every wait it may meet, twice."""
         work_s = self.steps * (self.vranks * self.task_s * 4 + self.optimizer_s + 40 * self.data_s)

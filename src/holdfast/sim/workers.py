@@ -27,7 +27,7 @@ from holdfast.core.types import (
     WorkerStatus,
 )
 from holdfast.sim.arithmetic import INITIAL_STATE, Key, apply
-from holdfast.sim.checkers import SCRIPT_FAILED
+from holdfast.sim.endings import SCRIPT_FAILED
 from holdfast.sim.exchanges import Exchanges, ExchangeWorld
 from holdfast.sim.groups import Group, What
 from holdfast.sim.script_checks import check_script
@@ -396,7 +396,7 @@ class Process:
 
     def _commit(self, step: int) -> None:
         total = self.total if self.total_step == step else None
-        self.world.truth.committed(self, step, total)
+        self.world.truth.committed(self, step, total, self.world.now)
         self.open_step, self._busy = -1, True
         before, self.state = self.state, None
         optimizer_s = self.world.options.optimizer_s

@@ -30,6 +30,7 @@ from holdfast.sim.run_options import Options
 from holdfast.sim.workers import Process
 from holdfast.sim.wrong_bits import Violation
 
+LOOK_S = 1.0
 STORY_MAX = 40
 EVENTS_MAX = 400_000  # of a job of a few nodes, which takes a few thousand
 
@@ -104,6 +105,7 @@ class World:
         """Run the job from start to end; raises whatever a checker or a machine finds."""
         self.truth.start()
         self._start()
+        self.at(LOOK_S, self._look)
         deadline = self.options.finish_by_s
         while self._heap:
             at, _, call, args = heapq.heappop(self._heap)
@@ -118,6 +120,12 @@ class World:
                 raise Violation(f"no end after {self.events} events")
         waited_s = deadline - self.options.faults_end_s
         raise Violation(f"not finished {waited_s:.0f} s after the faults")
+
+    def _look(self) -> None:
+        """Have the checkers look at the job as it is, whatever happens in it."""
+        if self.coordinator.outcome is None:
+            self.truth.look(self.now, self.faults.disturbed_until)
+            self.at(LOOK_S, self._look)
 
     def at(self, delay_s: float, call: Callable[..., None], *args: Any) -> None:
         self._order += 1
