@@ -77,6 +77,32 @@ _THIRTY_STEPS = {  # of a few workers on three nodes
     "control_s": 0.005,
     "faults_end_s": 20.0,
 }
+QUIET = {  # for long, after some workers were lost
+    **_THIRTY_STEPS,
+    "slots": 2,
+    "loops": (300,),
+    "boot_s": 0.1,
+    "load_s": 0.01,
+    "settle_s": 1.0,
+    "build_s": 0.005,
+    "build_timeout_s": 3.0,
+    "save_every": 0,
+    "faults": ("worker_crash",),
+    "fault_every_s": 0.5,
+    "faults_end_s": 4.0,
+}
+COMBINED: dict[str, dict[str, object]] = {  # faults that meet, in jobs of thirty steps
+    name: {**_THIRTY_STEPS, "slots": 1, "boot_s": 0.2, "fault_every_s": 1.0, **faults}
+    for name, faults in {
+        "partitions and frozen nodes": {"faults": ("partition", "node_freeze")},
+        "partitions and coordinators": {"faults": ("partition", "coordinator_crash")},
+        "agents on lossy links": {
+            "faults": ("agent_crash", "lossy"),
+            "loss": 0.15,
+            "duplicate": 0.1,
+        },
+    }.items()
+}
 LATE = {
     **_THIRTY_STEPS,
     "slots": 1,
@@ -152,6 +178,8 @@ COPIES = LATE | {
     "patience": Patience(steps=1, times=1.2, least_s=0.01, copies=1.0),
 }
 TUNED: dict[str, dict[str, object]] = {
+    "nobody_is_asked_to_join": QUIET,
+    "views_follow_each_other_for_no_reason": QUIET,
     "nobody_fences_without_a_lease": PARTITIONS,
     "nobody_waits_for_a_silent_holder_of_the_state": PARTITIONS
     | {"faults": ("partition", "worker_crash"), "settle_s": 0.2, "abandon_s": 15.0},

@@ -36,8 +36,15 @@ def a_node_is_given_a_slot_too_many(patch: pytest.MonkeyPatch) -> Machines:
         for _ in range(self.nodes[name].offered + 1 - len(self.here(name))):
             self.add_slot(WorkerId(self.workers_named), SlotState(name, self.first))
 
+    class Crowded(AgentMachine):
+        def _reconcile(self, now: float) -> list[AgentEffect]:
+            offered, self._slots = self._slots, 1 << 20
+            effects = super()._reconcile(now)
+            self._slots = offered
+            return effects
+
     patch.setattr(Roster, "admit", admit)
-    return Machines()
+    return Machines(agent=Crowded)
 
 
 @mutation
@@ -187,3 +194,18 @@ def a_worker_in_its_own_code_is_taken_to_rest(patch: pytest.MonkeyPatch) -> Mach
             return outcomes
 
     return Machines(worker=Resting)
+
+
+# ---------------------------------------------------------------- pace
+
+
+@mutation
+def nobody_is_asked_to_join(patch: pytest.MonkeyPatch) -> Machines:
+    patch.setattr(co, "why_change", lambda situation, vranks, workers_min, step: None)
+    return Machines()
+
+
+@mutation
+def views_follow_each_other_for_no_reason(patch: pytest.MonkeyPatch) -> Machines:
+    patch.setattr(co, "why_change", lambda situation, vranks, workers_min, step: ("join", "again"))
+    return Machines()

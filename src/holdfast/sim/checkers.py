@@ -32,19 +32,15 @@ from holdfast.sim.arithmetic import (
     expected_sum,
     task,
 )
+from holdfast.sim.endings import Endings, out_of_time
+from holdfast.sim.pace import Pace
 from holdfast.sim.promises import Promises
-from holdfast.sim.run_options import STORE_LOST, Options
+from holdfast.sim.run_options import Options
 from holdfast.sim.seams import Actor
 from holdfast.sim.wrong_bits import Errors, Violation
 
 STEPS_UNHEARD = 40  # that may be committed before the coordinator hears of it and acts
-STOPPED = "its operator has stopped it"
 REPLACED = "the coordinator replaced it"  # as the agent machine words it
-
-
-def out_of_time(process: Actor) -> bool:
-    """Tell whether its right to act has ended by its own clock, which it reads before it acts."""
-    return process.host.clock() >= process.machine.acting_until
 
 
 class Truth:
@@ -58,6 +54,8 @@ class Truth:
         self.sums: list[int] = []
         self.errors = Errors(self, options)
         self.promises = Promises(options)
+        self.pace = Pace(options)
+        self.endings = Endings(self, options)
         self.views: dict[int, View] = {}
         self.newest = 0
         self.processes: dict[Key, Actor] = {}
@@ -68,7 +66,8 @@ class Truth:
         self._synced: object = None  # what was checked last
         self._reduced: object = None  # the same
         self.leading: dict[Key, int] = {}
-        self.disk: JobRecord | None = None
+        first = options.counts_from
+        self.disk = JobRecord(term=first, views_used=ViewNumber(first)) if first else None
         self.newest_lost = 0  # the newest view formed when the journal was lost: perhaps unheard of
         self.forgotten = False  # the coordinator has lost the journal and still learns
         self.completed = False
@@ -84,11 +83,6 @@ class Truth:
         self._shares: dict[tuple[int, ViewNumber], dict[int, Copy]] = {}  # by rank
         self.invalidations: Invalidations = ()  # what is withdrawn from the store
         self.restores = 0
-        self.loops = options.loops
-        self._stop_in = 0  # the view in which the job was stopped
-        self._stop_at: int | None = None  # the step to which the job had come when it was stopped
-        self.store_silent_since: float | None = None
-        self.store_answers_again = STORE_LOST not in options.faults
         self.drops: dict[tuple[int, int], bool] = {}  # sums of steps without what came too late
         self.again: dict[tuple[int, int], bool] = {}  # steps that a view computes again
         self.count: Counter[str] = Counter()  # of what has happened
@@ -128,6 +122,7 @@ class Truth:
         self.live_of[int(process.worker)].remove(process)
         self.leading.pop(process.key, None)
         self.errors.died(process)
+        self.count["died"] += 1
 
     def left(self, process: Actor) -> None:
         """Check that a script that ran to its end holds the result of the job."""
@@ -143,38 +138,18 @@ class Truth:
         """Check that a worker may leave a loop that has ended."""
         self.promises.released(process, loop, self.views.get(self.newest))
 
-    def stop_asked(self, step: int) -> None:
-        """The operator ends the job, which has come to this step."""
-        if self._stop_at is None:
-            self._stop_at, self._stop_in = step, self.newest
-
-    def _stopped(self) -> None:
-        """A job that is stopped in good health has saved what it had come to."""
-        step, processes = self._stop_at, list(self.processes.values())
-        ill = any(p.ailing or p.stopped or p.silent or p.paused or p.stuck for p in processes)
-        at_end = step is None or step >= self.steps - 1 or step in (e - 1 for e in self.loops)
-        # Who commits by a view and not by its votes has not heard that a save was agreed on.
-        changes = self.newest > self._stop_in
-        if not self._options.save_every or ill or at_end or changes or self.completed:
-            return
-        if max(self.saved, default=0) < (step or 0):
-            raise Violation(f"the job is stopped at step {step}, and has saved only {self.saved}")
+    def look(self, now: float, disturbed_until: float) -> None:
+        """Check that the job goes on, unless it ends."""
+        disk = self.disk
+        if not self.endings.ends and disk is not None and disk.outcome is None:
+            running = (p for _, p in sorted(self.live.items()) if p.ailing is False)
+            ordered = [p for p in running if self.ordered.get(p.worker) == p.key[1]]
+            self.pace.look(now, disturbed_until, self.views.get(self.newest), ordered)
 
     def finished(self, outcome: str, now: float) -> None:
         """The coordinator says that the job is over."""
         self.promises.finished(self.live.values(), now)
-        if outcome == STOPPED and self._stop_at is not None:
-            self.count["stopped"] += 1
-            self._stopped()
-            return
-        if outcome:
-            silent_s = 0.0 if self.store_silent_since is None else now - self.store_silent_since
-            hopeless = not self.store_answers_again and silent_s >= self._options.restore_s
-            if not hopeless or "given up after" not in outcome or "\n" in outcome:
-                raise Violation(f"the job gave up: {outcome}")
-            return
-        if not self.completed:
-            raise Violation("the job was declared done and no script ever reached its end")
+        self.endings.finished(outcome, now)
 
     def killed(self, process: Actor, reason: str) -> None:
         """Check that a worker is ended for a reason that holds."""
@@ -330,7 +305,7 @@ class Truth:
         known = [key for key in found if not is_invalidated(self.invalidations, step, key[1])]
         compares = self._options.cycle and not self.errors.hidden
         # What is saved as the job ends counts as it is: nothing follows that would compare it.
-        ends = step in self._options.loops or self._stop_at is not None
+        ends = step in self._options.loops or self.endings.stop_at is not None
         if any(self.unlike[key] for key in known[-1:]):
             if compares and not ends:
                 raise Violation(f"the checkpoint of step {step} counts, and its shares are unlike")
@@ -505,9 +480,11 @@ class Truth:
                 self.contradicted(process, step, parts)
             self.reduced(summed_in, step, parts, process.total)
 
-    def committed(self, process: Actor, step: int, total: int | None) -> None:
+    def committed(self, process: Actor, step: int, total: int | None, now: float) -> None:
         """Check that a worker applies a step of the job, and to the right state."""
+        self.pace.moved(now)
         self.commits += 1
+        self.endings.committed(step)
         self.left_aside(process, step)
         if step >= self.steps:
             raise Violation(f"worker {process.key} commits step {step} of {self.steps}")

@@ -5,7 +5,8 @@ Faults strike until `faults_end_s`; then everything heals, and what is left must
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from holdfast.core.membership import agent as ag
 from holdfast.sim.hosts import AgentHost, HostWorld
@@ -33,6 +34,7 @@ class Faults:
         self._journal = False
         self._kinds: tuple[str, ...] = ()
         self.active = False
+        self.disturbed_until = 0.0  # as far as faults have struck until now
         self.count: dict[str, int] = {}
 
     def start(self) -> None:
@@ -73,7 +75,7 @@ class Faults:
             return False
         self._note("coordinator_crash_inside")
         world.coordinator.crash()
-        world.at(world.rng.uniform(0.1, 4.0), world.coordinator.start)
+        self._heals(world.rng.uniform(0.1, 4.0), world.coordinator.start)
         return True
 
     def loses_journal(self) -> bool:
@@ -104,12 +106,12 @@ class Faults:
             case "coordinator_crash":
                 self._note(kind)
                 world.coordinator.crash()
-                world.at(rng.choice((0.5, 8.0)) * rng.uniform(0.1, 1.0), world.coordinator.start)
+                self._heals(rng.choice((0.5, 8.0)) * rng.uniform(0.1, 1.0), world.coordinator.start)
             case "coordinator_freeze":
                 if not world.coordinator.frozen:
                     self._note(kind)
                     world.coordinator.frozen = True
-                    world.at(self._duration_s(), world.coordinator.thaw)
+                    self._heals(self._duration_s(), world.coordinator.thaw)
             case "rot":
                 if world.truth.saved:
                     self._note(kind)
@@ -121,9 +123,9 @@ class Faults:
                 if not world.store_silent:
                     self._note(kind)
                     world.store_silent = True
-                    world.truth.store_silent_since = world.now
+                    world.truth.endings.store_silent_since = world.now
                     if kind != STORE_LOST:
-                        world.at(self._duration_s(), self._store_answers)
+                        self._heals(self._duration_s(), self._store_answers)
             case _:
                 if live:
                     self._note(kind)
@@ -131,7 +133,7 @@ class Faults:
 
     def _store_answers(self) -> None:
         self._world.store_silent = False
-        self._world.truth.store_silent_since = None
+        self._world.truth.endings.store_silent_since = None
 
     def _break_link(self) -> None:
         world = self._world
@@ -154,24 +156,24 @@ class Faults:
                 process.stopped = process.froze = True
                 process.host.watch(process)
                 if rng.random() < 0.7:  # else only the agent ends it
-                    world.at(rng.uniform(0.1, 4.0), process.resume)
+                    self._heals(rng.uniform(0.1, 4.0), process.resume)
             case "silent":
                 process.ailing = process.ailing or process.silenced  # so often that it may count
                 process.silent = process.silenced = True
                 process.host.watch(process)
-                world.at(rng.uniform(0.5, 6.0), process.resume)
+                self._heals(rng.uniform(0.5, 6.0), process.resume)
             case "busy":
                 process.stuck = process.ailing = True
-                world.at(rng.uniform(0.5, 6.0), self._unstick, process)
+                self._heals(rng.uniform(0.5, 6.0), self._unstick, process)
             case "stuck":
                 process.stuck = process.ailing = rng.random() < 0.2 or process.ailing
-                world.at(3 * world.options.hang_s, self._unstick, process)
+                self._heals(3 * world.options.hang_s, self._unstick, process)
             case "flip" | "liar" | "lie_once" | "poison" | "sum_wrongly":
                 self._spoil(kind, process)
             case "slow":
                 process.ailing = True
                 process.slowness = rng.uniform(2.0, 10.0)
-                world.at(rng.uniform(1.0, 20.0), self._hasten, process)
+                self._heals(rng.uniform(1.0, 20.0), self._hasten, process)
 
     def _spoil(self, kind: str, process: Process) -> None:
         """Make the bits of a process wrong, from here on or once; one process at a time."""
@@ -202,7 +204,7 @@ class Faults:
             case "agent_crash":
                 self._note(kind)
                 host.crash()
-                world.at(duration_s, host.start)
+                self._heals(duration_s, host.start)
             case "agent_lost":
                 if len(hosts) > 1 and rng.random() < 0.3:
                     self._note(kind)
@@ -215,12 +217,12 @@ class Faults:
                 if not host.frozen and host.machine is not None:
                     self._note(kind)
                     self._freeze(host, whole=kind == "node_freeze")
-                    world.at(duration_s, self._thaw, host)
+                    self._heals(duration_s, self._thaw, host)
             case "drain":
                 self._note(kind)
                 host.drained = True
                 host.handle(ag.Drained("asked for", rng.choice(("", "disk"))))
-                world.at(duration_s, host.handle, ag.Drained(""))
+                self._heals(duration_s, host.handle, ag.Drained(""))
             case "partition":
                 self._note(kind)
                 self._cut(host, rng.choice(((True,), (False,), (True, False))), duration_s)
@@ -229,7 +231,7 @@ class Faults:
                 if other is not host:
                     self._note(kind)
                     world.data.part(host.name, other.name)
-                    world.at(duration_s, world.data.join, host.name, other.name)
+                    self._heals(duration_s, world.data.join, host.name, other.name)
 
     def _strike_rack(self, kind: str) -> None:
         """Neighbours fail at the same moment, and come back one by one."""
@@ -243,13 +245,13 @@ class Faults:
             back_s = duration_s * rng.uniform(1.0, 1.5)
             if kind == "rack_crash":
                 host.crash()
-                self._world.at(back_s, host.start)
+                self._heals(back_s, host.start)
             else:
                 self._cut(host, (True, False), back_s)
 
     def _hosts(self) -> list[AgentHost]:
         hosts = sorted(self._world.hosts.items())
-        return [h for _, h in hosts if not h.gone and h.incarnation]
+        return [h for _, h in hosts if not h.gone and h.started]
 
     def _duration_s(self) -> float:
         rng = self._world.rng
@@ -260,7 +262,7 @@ class Faults:
         cut = self._world.cut
         for up in directions:
             cut[(host.name, up)] = cut.get((host.name, up), 0) + 1
-            self._world.at(duration_s, self._heal, host.name, up)
+            self._heals(duration_s, self._heal, host.name, up)
 
     def _freeze(self, host: AgentHost, whole: bool) -> None:
         host.frozen = True
@@ -278,6 +280,11 @@ class Faults:
 
     # ------------------------------------------------------------ leaves
 
+    def _heals(self, delay_s: float, call: Callable[..., None], *args: Any) -> None:
+        """Undo a fault, later; until then the world is disturbed."""
+        self.disturbed_until = max(self.disturbed_until, self._world.now + delay_s)
+        self._world.at(delay_s, call, *args)
+
     def _left_s(self) -> float:
         return max(self._world.options.faults_end_s - self._world.now, 0.0)
 
@@ -292,4 +299,5 @@ class Faults:
 
     def _note(self, kind: str) -> None:
         self.count[kind] = self.count.get(kind, 0) + 1
+        self.disturbed_until = max(self.disturbed_until, self._world.now)
         self._world.mark(f"fault: {kind}")

@@ -16,7 +16,7 @@ from holdfast.core.membership import coordinator as co
 from holdfast.core.membership import coordinator_events as ce
 from holdfast.core.membership.liveness import ProcessSample
 from holdfast.core.types import AgentId, AgentReport, Directive, Incarnation, Tick, WorkerStatus
-from holdfast.sim.checkers import STOPPED
+from holdfast.sim.endings import STOPPED
 from holdfast.sim.workers import InsideStriker, Process, WorkerMaker, WorkerWorld
 from holdfast.sim.writers import WriterHost
 
@@ -75,7 +75,7 @@ class CoordinatorHost:
     def __init__(self, world: HostWorld) -> None:
         self.world = world
         self.machine: co.CoordinatorMachine | None = None
-        self.term = 0
+        self.term = world.options.counts_from
         self.forgotten = 0  # how often the journal was lost
         self.offset_s = 0.0
         self.outcome: str | None = None
@@ -114,8 +114,14 @@ class CoordinatorHost:
         if self.machine is None or self.frozen or self.machine.snapshot().record.view is None:
             world.at(1.0, self.stop)
             return
-        world.truth.stop_asked(self.machine.snapshot().step)
+        world.truth.endings.stop_asked(self.machine.snapshot().step)
         self.handle(ce.StopRequested(STOPPED, saves=world.options.save_every > 0))
+
+    def stop_at_once(self) -> None:
+        """The operator does not wait for a last checkpoint any more."""
+        asked = self.world.truth.endings.stop_asked_again()
+        if asked and self.machine is not None and not self.frozen:
+            self.handle(ce.StopRequested(STOPPED, saves=self.world.options.save_every > 0))
 
     def crash(self) -> None:
         self.machine = None
@@ -194,7 +200,8 @@ class AgentHost:
         self.world = world
         self.name = name
         self.machine: ag.AgentMachine | None = None
-        self.incarnation = 0
+        self.incarnation = world.options.counts_from
+        self.started = False
         self.gone = False  # quit, or lost for good
         self.processes: dict[int, Process] = {}  # by worker, newest
         self.rate = 1.0
@@ -210,7 +217,7 @@ class AgentHost:
     def start(self) -> None:
         if self.gone or self.machine is not None:
             return
-        world = self.world
+        world, self.started = self.world, True
         self.incarnation += 1
         self.frozen = False
         self.rate = 1.0 + world.rng.uniform(-1, 1) * world.options.drift

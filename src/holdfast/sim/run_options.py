@@ -95,6 +95,10 @@ class Options:
     cycle: int = 0  # steps in which all of the state is compared; 0: it never is
     backup: BackupPolicy = BackupPolicy()  # noqa: RUF009 - it never changes
     stop_s: float = 0.0  # when the operator ends the job; 0: never
+    stop_again_s: float = 0.0  # when it does so again, and for good; 0: never
+    losses_max: int = 10_000  # workers that may be lost with no step committed in between
+    fails_in: int = -1  # the step in which every script fails; -1: none does
+    counts_from: int = 0  # terms, views and incarnations of agents are numbered from here
     restore_s: float = 300.0  # for which a store may stay silent when the job begins from it
 
     @property
@@ -120,6 +124,19 @@ class Options:
     @property
     def steps(self) -> int:
         return self.loops[-1]
+
+    @property
+    def recovery_s(self) -> float:
+        """Return in what time a job that nothing disturbs any more commits a step, at most."""
+        step_s = 3 * self.vranks * self.task_s + 2 * self.optimizer_s
+        messages_s = 40 * self.data_s + 20 * self.control_s + 10 * self.channel_s
+        start_s = 2 * self.boot_s + 10 * self.load_s + self.settle_s + self.build_timeout_s
+        silence_s = 2 * (self.lease_s + self.lease_margin_s) + self.link_s
+        only_processes_die = {"worker_crash", "worker_crash_inside", "link_break"}
+        if not only_processes_die.issuperset(self.faults):
+            silence_s += self.abandon_s + self.hang_s
+        back_off_s = 10.0
+        return step_s + messages_s + start_s + silence_s + back_off_s
 
     @property
     def finish_by_s(self) -> float:
@@ -191,7 +208,25 @@ def draw(seed: int, small: bool = False) -> Options:
         **_draw_patience(Random(f"patience {seed} {small}")),
     )
     options = _with_wrong_bits(options, Random(f"wrong {seed} {small}"))
-    return _with_stores(options, Random(f"stores {seed} {small}"))
+    options = _with_stores(options, Random(f"stores {seed} {small}"))
+    return _with_ends(options, Random(f"ends {seed} {small}"))
+
+
+def _with_ends(options: Options, rng: Random) -> Options:
+    """Let some jobs end otherwise: stopped amid faults, given up, failed; others count high."""
+    stop_s, again_s = options.stop_s, 0.0
+    if not stop_s and rng.random() < 0.06:
+        stop_s = rng.uniform(0.5, options.faults_end_s)
+    if stop_s and rng.random() < 0.3:
+        again_s = stop_s + rng.uniform(0.0, 1.0)
+    return dataclasses.replace(
+        options,
+        stop_s=stop_s,
+        stop_again_s=again_s,
+        losses_max=rng.randint(2, 8) if rng.random() < 0.1 else options.losses_max,
+        fails_in=rng.randrange(options.steps) if rng.random() < 0.04 else -1,
+        counts_from=1 << 31 if "journal_lost" not in options.faults and rng.random() < 0.1 else 0,
+    )
 
 
 def _with_stores(options: Options, rng: Random) -> Options:

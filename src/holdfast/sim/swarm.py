@@ -27,6 +27,7 @@ class Result:
     commits: int
     spawns: int
     faults: dict[str, int] = field(default_factory=dict)
+    outcome: str | None = None  # what the coordinator ended with; empty: success
     failure: str = ""
     story: tuple[str, ...] = ()
 
@@ -74,6 +75,7 @@ def run_seed(
         commits=world.truth.commits,
         spawns=world.count["spawns"],
         faults=dict(world.faults.count),
+        outcome=world.coordinator.outcome,
         failure=failure,
         story=tuple(world.recent()) if failure else (),
     )

@@ -27,6 +27,7 @@ from holdfast.core.types import (
     WorkerStatus,
 )
 from holdfast.sim.arithmetic import INITIAL_STATE, Key, apply
+from holdfast.sim.endings import SCRIPT_FAILED
 from holdfast.sim.exchanges import Exchanges, ExchangeWorld
 from holdfast.sim.groups import Group, What
 from holdfast.sim.script_checks import check_script
@@ -378,6 +379,10 @@ class Process:
             self.post(0.25, self._computed, task)
             return
         self._busy = self._copying = False
+        if self.world.options.fails_in == task.step:
+            self.world.truth.count["failed"] += 1
+            self.end(1, SCRIPT_FAILED)
+            return
         if task.step == self.open_step and self.step == self.open_step:
             token = self.spoiling.token(self.state or 0, task.step, task.vrank)
             if task.purpose is Purpose.HOSTED:
@@ -391,7 +396,7 @@ class Process:
 
     def _commit(self, step: int) -> None:
         total = self.total if self.total_step == step else None
-        self.world.truth.committed(self, step, total)
+        self.world.truth.committed(self, step, total, self.world.now)
         self.open_step, self._busy = -1, True
         before, self.state = self.state, None
         optimizer_s = self.world.options.optimizer_s

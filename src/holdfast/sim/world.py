@@ -30,6 +30,7 @@ from holdfast.sim.run_options import Options
 from holdfast.sim.workers import Process
 from holdfast.sim.wrong_bits import Violation
 
+LOOK_S = 1.0
 STORY_MAX = 40
 EVENTS_MAX = 400_000  # of a job of a few nodes, which takes a few thousand
 
@@ -87,7 +88,7 @@ class World:
             speculation=options.speculation,
             retreats_max=1000,
             restart=RestartPolicy(
-                losses_max=10_000,
+                losses_max=options.losses_max,
                 backoff_s=0.1,
                 backoff_max_s=2.0,
                 quarantine_s=1.0,
@@ -104,6 +105,7 @@ class World:
         """Run the job from start to end; raises whatever a checker or a machine finds."""
         self.truth.start()
         self._start()
+        self.at(LOOK_S, self._look)
         deadline = self.options.finish_by_s
         while self._heap:
             at, _, call, args = heapq.heappop(self._heap)
@@ -118,6 +120,12 @@ class World:
                 raise Violation(f"no end after {self.events} events")
         waited_s = deadline - self.options.faults_end_s
         raise Violation(f"not finished {waited_s:.0f} s after the faults")
+
+    def _look(self) -> None:
+        """Have the checkers look at the job as it is, whatever happens in it."""
+        if self.coordinator.outcome is None:
+            self.truth.look(self.now, self.faults.disturbed_until)
+            self.at(LOOK_S, self._look)
 
     def at(self, delay_s: float, call: Callable[..., None], *args: Any) -> None:
         self._order += 1
@@ -141,6 +149,8 @@ class World:
         self.at(self.rng.uniform(0.0, 0.5), self.coordinator.start)
         if options.stop_s:
             self.at(options.stop_s, self.coordinator.stop)
+        if options.stop_again_s:
+            self.at(options.stop_again_s, self.coordinator.stop_at_once)
 
     # ------------------------------------------------------------ the control network
 

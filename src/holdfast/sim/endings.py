@@ -1,0 +1,105 @@
+"""Checks how a simulated job ends: done, stopped by its operator, failed, or given up."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Protocol
+
+from holdfast.sim.arithmetic import Copy, Key
+from holdfast.sim.run_options import STORE_LOST, Options
+from holdfast.sim.seams import Actor
+from holdfast.sim.wrong_bits import Violation
+
+STOPPED = "its operator has stopped it"
+SCRIPT_FAILED = "its script raises"
+
+
+def out_of_time(process: Actor) -> bool:
+    """Tell whether its right to act has ended by its own clock, which it reads before it acts."""
+    return process.host.clock() >= process.machine.acting_until
+
+
+class WholeJob(Protocol):
+    """Knows what has become of a job by now."""
+
+    newest: int
+    completed: bool
+    count: Counter[str]
+    saved: dict[int, Copy]
+    processes: dict[Key, Actor]
+    live: dict[Key, Actor]
+
+
+class Endings:
+    """Observes one run; raises Violation when its job ends as it must not."""
+
+    def __init__(self, truth: WholeJob, options: Options) -> None:
+        self.stop_at: int | None = None  # the step to which the job had come when it was stopped
+        self.store_silent_since: float | None = None
+        self._truth = truth
+        self._options = options
+        self._stop_in = 0  # the view in which the job was stopped
+        self._hurried = False  # it was to be stopped at once
+        self._furthest = 0  # the step to which the job has come
+        # Processes that had ended by the commit of its last step, and of the one before: until the
+        # coordinator hears of a commit, it counts losses at the step before.
+        self._died_by_last = self._died_before = 0
+
+    @property
+    def ends(self) -> bool:
+        """Tell whether the job comes to its end, for whatever reason."""
+        truth = self._truth
+        return truth.completed or truth.count["failed"] > 0 or self.stop_at is not None
+
+    def committed(self, step: int) -> None:
+        """Note that a step is committed, perhaps once more."""
+        if step >= self._furthest:
+            self._furthest = step + 1
+            self._died_before, self._died_by_last = self._died_by_last, self._truth.count["died"]
+
+    def stop_asked(self, step: int) -> None:
+        """The operator ends the job, which has come to this step."""
+        if self.stop_at is None:
+            self.stop_at, self._stop_in = step, self._truth.newest
+
+    def stop_asked_again(self) -> bool:
+        """The operator wants no last checkpoint; return whether the job was to be stopped."""
+        self._hurried = self.stop_at is not None
+        return self._hurried
+
+    def finished(self, outcome: str, now: float) -> None:
+        """Check the outcome of the job, as the coordinator says it."""
+        truth, options = self._truth, self._options
+        if not outcome:
+            if not truth.completed:
+                raise Violation("the job was declared done and no script ever reached its end")
+        elif outcome == STOPPED and self.stop_at is not None:
+            truth.count["stopped"] += 1
+            self._stopped()
+        elif (outcome.endswith(f"failed: {SCRIPT_FAILED}") and truth.count["failed"]) or (
+            "were lost at step" in outcome and options.losses_max < self._lost_at_one_step()
+        ):
+            pass
+        else:
+            silent_s = 0.0 if self.store_silent_since is None else now - self.store_silent_since
+            hopeless = STORE_LOST in options.faults and silent_s >= options.restore_s
+            if not hopeless or "given up after" not in outcome or "\n" in outcome:
+                raise Violation(f"the job gave up: {outcome}")
+
+    def _lost_at_one_step(self) -> int:
+        """Count the processes that ended, or may not act, since the job last came further."""
+        truth = self._truth
+        silent = [p for p in truth.live.values() if p.paused or out_of_time(p)]
+        return truth.count["died"] - self._died_before + len(silent)
+
+    def _stopped(self) -> None:
+        """Check that a job which is stopped in good health has saved what it had come to."""
+        truth, options = self._truth, self._options
+        step, processes = self.stop_at or 0, truth.processes.values()
+        ill = any(p.ailing or p.stopped or p.silent or p.paused or p.stuck for p in processes)
+        at_end = step >= options.steps - 1 or step in (end - 1 for end in options.loops)
+        # Who commits by a view and not by its votes has not heard that a save was agreed on.
+        changes = truth.newest > self._stop_in
+        excused = ill or at_end or changes or truth.completed or self._hurried
+        if options.save_every and not excused and max(truth.saved, default=0) < step:
+            raise Violation(f"the job is stopped at step {step}, and has saved only {truth.saved}")

@@ -1,0 +1,51 @@
+"""Checks that a job comes further, and to rest, soon after the last fault that struck it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from holdfast.core.types import Stage, View
+from holdfast.sim.run_options import Options
+from holdfast.sim.seams import Actor
+from holdfast.sim.wrong_bits import Violation
+
+
+class Pace:
+    """Observes one run while nothing disturbs it; raises Violation when too little happens."""
+
+    def __init__(self, options: Options) -> None:
+        self._recovery_s = options.recovery_s
+        self._vranks = options.vranks
+        self._looks_late = options.speculation > 0  # views may change although nothing fails
+        self._views_max = 2 * options.agents * options.slots + 2
+        self._moved_at = 0.0
+        self._views = 0  # formed since the job must have recovered
+        self._newest = 0
+
+    def moved(self, now: float) -> None:
+        """Note that a step is committed."""
+        self._moved_at = now
+
+    def look(
+        self, now: float, disturbed_until: float, view: View | None, ordered: Iterable[Actor]
+    ) -> None:
+        """Check a job that is not over; `ordered`: its processes, but for those to be ended."""
+        since = max(self._moved_at, disturbed_until)
+        if now > since + self._recovery_s:
+            raise Violation(f"no step is committed for {now - since:.0f} s, and nothing is wrong")
+        if view is None or now < disturbed_until + self._recovery_s:
+            self._newest = view.number if view is not None else 0
+            return
+        self._views += view.number != self._newest
+        self._newest = view.number
+        if self._views > self._views_max and not self._looks_late:
+            raise Violation(f"{self._views} views follow each other, and nothing is wrong")
+        if len(view.members) < self._vranks:
+            self._check_idle(view, ordered)
+
+    def _check_idle(self, view: View, ordered: Iterable[Actor]) -> None:
+        apart = [*view.workers, *(lag.worker for lag in view.suspended)]
+        for process in ordered:
+            ready = process.machine.snapshot().stage is Stage.READY
+            if ready and process.worker not in apart:
+                raise Violation(f"worker {process.key} is idle, and there is room for it")
