@@ -155,6 +155,7 @@ def test_what_is_little_of_a_step_is_not_worth_a_line(compute_us: int, told: boo
     ]
     assert bool(found) is told
     assert detector.observe([Wait()], [5]) == []  # alone nobody waits
+    assert Wait() == Wait(ready_us=0, peer=NOBODY, waited_us=0)
 
 
 # ---------------------------------------------------------------- assignments
