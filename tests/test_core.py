@@ -14,6 +14,7 @@ from holdfast.core.assignment import assign_at_boundary, assign_mid_step, spread
 from holdfast.core.errors import InvariantError, first_line
 from holdfast.core.exact_products import NARROW, WIDE, ExactProduct, digest_of
 from holdfast.core.membership.admission import choose_drained
+from holdfast.core.membership.draining import choose_drains
 from holdfast.core.membership.formation import Situation, spans, unreachable
 from holdfast.core.membership.lease import LeasePolicy, acting_until, fenced_from
 from holdfast.core.membership.liveness import FreezeDetector, FreezePolicy, ProcessSample
@@ -406,6 +407,18 @@ def test_a_node_that_fails_is_drained_and_what_many_share_drains_none() -> None:
     shared = nodes_asking({f"n{i}": "disk" for i in range(5)})
     assert "disk fails on 5 of 8 nodes" in choose_drained(shared)
     assert drained(shared) == []
+
+
+def test_a_check_that_a_quarter_fails_is_theirs_and_one_that_more_fail_is_shared() -> None:
+    """Of eight nodes at most two are drained at a time; of two, one; of one, none."""
+    several = {count: [("n", "disk")] * count + [("m", "")] * (8 - count) for count in (2, 3)}
+    assert choose_drains(several[2]) == (("n", "n"), "")
+    chosen, why = choose_drains(several[3])
+    assert (chosen, why) == ((), "disk fails on 3 of 8 nodes: it is shared")
+    mixed = [("a", "disk"), ("b", "gpu"), ("c", "gpu"), *[("m", "")] * 5]
+    assert choose_drains(mixed) == (("a", "b"), "at most 2 of 8 nodes at a time")
+    assert choose_drains([("a", "disk"), ("b", "")]) == (("a",), "")
+    assert choose_drains([("a", "disk")])[0] == ()
 
 
 def test_who_is_asked_to_leave_does_whatever_others_do() -> None:

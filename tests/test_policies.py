@@ -8,8 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
+
 from holdfast.core import invalidations
-from holdfast.core.job_spec import CoordinatorPolicy, JobSpec, Nodes, Stragglers, Workers
+from holdfast.core.job_spec import (
+    CoordinatorPolicy,
+    JobSpec,
+    Nodes,
+    Stragglers,
+    Workers,
+    find_problem,
+)
 from holdfast.core.membership import agent, coordinator, durable, formation, review_schedule
 from holdfast.core.membership.agent import AgentPolicy
 from holdfast.core.membership.lease import LeasePolicy
@@ -56,6 +65,13 @@ def test_as_many_results_are_needed_as_there_are_workers_but_for_those_that_may_
     spec = job(workers=Workers(nproc=4), nodes=Nodes(min=2), stragglers=Stragglers(backup=3))
     assert spec.backup() == BackupPolicy(workers=3, results_min=5)
     assert spec.pace() == PacePolicy(*spec.checkpoints.between_s)
+
+
+@pytest.mark.parametrize("field", ["job", "cwd", "script", "args"])
+def test_a_text_that_no_process_can_be_given_is_named(field: str) -> None:
+    value = ("fine", "a\0b") if field == "args" else "a\0b"
+    assert find_problem(job(**{field: value})).startswith(f"{field} 'a\\x00b'")
+    assert find_problem(job()) == ""
 
 
 def test_how_long_is_waited_where_nobody_says() -> None:

@@ -155,6 +155,7 @@ def test_what_is_little_of_a_step_is_not_worth_a_line(compute_us: int, told: boo
     ]
     assert bool(found) is told
     assert detector.observe([Wait()], [5]) == []  # alone nobody waits
+    assert Wait() == Wait(ready_us=0, peer=NOBODY, waited_us=0)
 
 
 # ---------------------------------------------------------------- assignments
@@ -178,3 +179,11 @@ def test_an_assignment_follows_the_speeds_step_by_step() -> None:
     ]
     assert balancer.paces == (100, 100, 4000)
     assert balancer.counts == (4, 4, 0)
+
+
+@pytest.mark.parametrize(("gain", "moves"), [(25, True), (26, False)])
+def test_an_assignment_changes_for_as_much_as_was_asked_for(gain: int, moves: bool) -> None:
+    """Six tasks, four on one worker: three on each take a quarter less."""
+    policy = BalancePolicy(warm_up=0, window=1, gain=gain)
+    owners = [WorkerId(w) for w in (0, 0, 0, 0, 1, 1)]
+    assert Balancer(policy, owners[3:5], owners).observe([400, 200]) is moves

@@ -49,6 +49,7 @@ class Learnt:
             (each.took_s, name, each)
             for name, each in self._reached.items()
             if any(here(call) for call in each.calls)
+            or (not place and imports(root / name.partition("::")[0], mutant.path))
         ]
         tests.sort(key=lambda test: test[:2])
         brief = [name for s, name, each in tests if s <= QUICK_S and not each.processes]
@@ -97,6 +98,19 @@ def is_light(file: Path) -> bool:
     """Tell whether a test file and what it imports from beside it leave torch alone."""
     texts = [each.read_text("utf-8") for each in _imported(file) if each.stem != "conftest"]
     return not any(re.search(r"import torch|holdfast\.(train|testing)", text) for text in texts)
+
+
+@functools.cache
+def imports(file: Path, module: str) -> bool:
+    """Tell whether a test file imports a module, perhaps only to read its constants."""
+    package, _, name = (
+        module.removeprefix("src/").removesuffix(".py").replace("/", ".").rpartition(".")
+    )
+    lines = file.read_text("utf-8")
+    return bool(
+        re.search(rf"^from {re.escape(package)}\.{name} import", lines, re.MULTILINE)
+        or re.search(rf"^from {re.escape(package)} import .*\b{name}\b", lines, re.MULTILINE)
+    )
 
 
 def _keep(store: Path, known: dict[str, Any]) -> None:
