@@ -187,7 +187,7 @@ def test_gc(store: str, capsys: pytest.CaptureFixture[str]) -> None:
     ("args", "words"),
     [
         (["show", "STORE", "99"], ["no checkpoint of step 99", "10, 20"]),
-        (["show", "nowhere"], ["there are no checkpoints"]),
+        (["show", "."], ["there are no checkpoints"]),
         (["verify", "STORE", "--rate", "0"], ["--rate 0"]),
         (["repair", "STORE"], ["no parity"]),
         (["gc", "STORE", "--keep-last", "-1"], ["--keep-last"]),

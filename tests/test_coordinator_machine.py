@@ -76,7 +76,9 @@ class Job:
     def hear(self, name: str, *statuses: WorkerStatus, **fields: Any) -> list[Any]:
         self._seq += 1
         self.now += self.pause_s
-        values = dict(incarnation=Incarnation(1), seq=self._seq, slots=1) | fields
+        told = self.told.get(AgentId(name))
+        ending = told is not None and told.shutdown
+        values = dict(incarnation=Incarnation(1), seq=self._seq, slots=1, ending=ending) | fields
         report = AgentReport(agent=AgentId(name), workers=tuple(statuses), **values)
         return self.feed(ce.ReportArrived(report))
 
@@ -230,6 +232,8 @@ def test_a_failed_script_ends_the_job_with_its_first_worker_and_nothing_runs_on(
     assert job.told["a"].wanted == ()
     assert not any(isinstance(e, ce.Finish) for e in job.done)
     job.say("a", 0, stage=Stage.LOST)
+    assert not any(isinstance(e, ce.Finish) for e in job.done)  # what b was told may have begun
+    job.say("b", 1)
     (finish,) = [e for e in job.done if isinstance(e, ce.Finish)]
     assert finish.outcome == job.machine.outcome
     job.feed(Tick())
@@ -358,7 +362,10 @@ def test_a_loop_ends_when_its_leader_is_past_it_and_the_job_when_all_have_exited
     assert job.machine.outcome is None
     job.say("b", 1, stage=Stage.EXITED)
     assert job.machine.outcome == ""
-    assert job.done[-1] == ce.Finish("") or any(e == ce.Finish("") for e in job.done)
+    for worker, name in enumerate(("a", "b")):
+        assert ce.Finish("") not in job.done
+        job.say(name, worker)
+    assert ce.Finish("") in job.done
 
 
 def test_who_lacks_votes_when_the_leader_has_ended_gets_a_last_view() -> None:

@@ -253,7 +253,14 @@ def test_the_job_is_over_once_all_that_lives_has_ended_or_must_have() -> None:
     assert not cluster.roster.over(3.4, LEASE.fence_s)
     assert cluster.roster.over(3.5, LEASE.fence_s)  # silent for so long, it ends by itself
     cluster.hear("n0", member(0, stage=Stage.LOST))
+    assert not cluster.roster.over(1.0, LEASE.fence_s)  # what was ordered there may yet start
+    cluster.hear("n0", member(0, stage=Stage.LOST), ending=True)
+    assert not cluster.roster.over(1.0, LEASE.fence_s)
+    cluster.hear("n1", member(1, stage=Stage.EXITED), ending=True)
     assert cluster.roster.over(1.0, LEASE.fence_s)
+    cluster.hear("n1", member(1), ending=True)
+    assert not cluster.roster.over(1.0, LEASE.fence_s)
+    cluster.hear("n1", member(1, stage=Stage.EXITED), ending=True)
     record = JobRecord(term=1, slots=(Slot(worker=ZERO, agent=N0, incarnation=Incarnation(1)),))
     unheard = Roster(record, 10.0)
     assert not unheard.over(12.4, LEASE.fence_s)
