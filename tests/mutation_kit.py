@@ -13,6 +13,13 @@ from holdfast.sim.swarm import run_seed
 from holdfast.sim.world import Machines
 
 EVENTS_MAX = 600_000  # simulated events in which a planted bug is caught
+GOES_ON = {  # to its end: what comes to light late in a job is not cut off
+    "losses_max": 10_000,
+    "fails_in": -1,
+    "stop_s": 0.0,
+    "stop_again_s": 0.0,
+    "counts_from": 0,
+}
 # Mistakes that only a rare situation brings to light: their swarms are aimed at it.
 PARTITIONS = {
     "agents": 2,
@@ -252,6 +259,8 @@ TUNED: dict[str, dict[str, object]] = {
         "loops": (150,),
         "boot_s": 2.0,
     },
+    "stale_reports_are_believed": JOINS
+    | {"faults": ("worker_crash", "lossy"), "loss": 0.1, "duplicate": 0.4, "control_s": 0.2},
     "deposed_agent_is_believed": JOINS
     | {"faults": ("agent_crash", "lossy"), "loss": 0.1, "duplicate": 0.3, "control_s": 0.05},
     "worker_installs_a_view_it_gave_up": JOINS
@@ -269,7 +278,12 @@ def mutation(plant: Patch) -> Patch:
 _UNCHANGED: dict[str, str] = {}
 
 
-def failure_of_unchanged_code(seed: int, tuned: dict[str, object] | None) -> str:
+def swarm_for(name: str) -> dict[str, object]:
+    """The options that are not drawn where a mutation is looked for."""
+    return GOES_ON | TUNED.get(name, {})
+
+
+def failure_of_unchanged_code(seed: int, tuned: dict[str, object]) -> str:
     """What the machines as they are come to; several mutations look at the same seeds."""
     what = repr((seed, tuned))
     if what not in _UNCHANGED:

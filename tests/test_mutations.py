@@ -43,7 +43,7 @@ from holdfast.core.types import (
 from holdfast.sim.swarm import run_seed
 from holdfast.sim.world import Machines
 from holdfast.sim.wrong_bits import Violation
-from mutation_kit import EVENTS_MAX, MUTATIONS, TUNED, failure_of_unchanged_code, mutation
+from mutation_kit import EVENTS_MAX, MUTATIONS, failure_of_unchanged_code, mutation, swarm_for
 
 
 def doctor(patch: pytest.MonkeyPatch, misread: Callable[[StateCopy], StateCopy]) -> Machines:
@@ -451,7 +451,6 @@ FIRST_SEED = {
     "pending_change_is_read_from_the_own_vote": 7,
     "planned_stop_is_awaited_for_ever": 131,
     "replaced_worker_stays_a_survivor": 35,
-    "stale_reports_are_believed": 228,
     "the_job_starts_on_fewer_nodes": 18,
     "the_oldest_checkpoint_is_begun_from": 152,
     "the_redo_is_forgotten_when_a_task_is_under_way": 27,
@@ -477,7 +476,7 @@ FOUND = (Violation.__name__, InvariantError.__name__)  # any other error is not 
 @pytest.mark.timeout(1800)  # a search ends after so many events, however slow the machine is
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_the_checkers_catch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    machines, tuned = MUTATIONS[name](monkeypatch), TUNED.get(name)
+    machines, tuned = MUTATIONS[name](monkeypatch), swarm_for(name)
     first, events = FIRST_SEED.get(name, 0), 0
     for seed in itertools.count(first):
         result = run_seed(seed, small=True, machines=machines, tuned=tuned)
