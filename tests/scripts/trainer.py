@@ -163,8 +163,10 @@ def main() -> None:
                     break
                 time.sleep(0.005)
         if step.index in options.rejoin:
-            lost_at = job._driver.view.number
-            while not job._driver.pending and job._driver.view.number == lost_at:
+            view, everyone = job._driver.view, job._environment.spec.workers.nproc
+            while len(view.members) < everyone and not job._driver.pending:
+                if job._driver.view.number != view.number:
+                    break
                 time.sleep(0.005)
     if job.is_leader or options.all:
         faults.at("end")
