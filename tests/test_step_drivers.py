@@ -300,13 +300,15 @@ def test_where_the_order_matters_one_bucket_comes_after_the_other() -> None:
 
 
 def test_without_a_share_all_buckets_are_ready_and_after_the_end_none_is() -> None:
-    filled: Any = FilledBuckets(Monitor())
+    monitor = Monitor()
+    filled: Any = FilledBuckets(monitor)
     buckets = [Filled(i) for i in range(2)]
     filled.begin_without(buckets)
     assert filled.take(None, True, nothing) == buckets
     filled.begin([], buckets)
     filled.end()
-    filled.note(buckets[0])
+    with monitor:
+        filled.note(buckets[0])
 
     def given_up() -> None:
         raise Aborted("it was given up")

@@ -33,7 +33,7 @@ from holdfast.sim.arithmetic import (
     task,
 )
 from holdfast.sim.endings import Endings, out_of_time
-from holdfast.sim.pace import Pace
+from holdfast.sim.pace import PaceChecker
 from holdfast.sim.promises import Promises
 from holdfast.sim.run_options import Options
 from holdfast.sim.seams import Actor
@@ -54,7 +54,7 @@ class Truth:
         self.sums: list[int] = []
         self.errors = Errors(self, options)
         self.promises = Promises(options)
-        self.pace = Pace(options)
+        self.pace = PaceChecker(options)
         self.endings = Endings(self, options)
         self.views: dict[int, View] = {}
         self.newest = 0
