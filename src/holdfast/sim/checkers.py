@@ -33,8 +33,8 @@ from holdfast.sim.arithmetic import (
     task,
 )
 from holdfast.sim.endings import Endings, out_of_time
-from holdfast.sim.pace import PaceChecker
 from holdfast.sim.promises import Promises
+from holdfast.sim.quiet_times import QuietTimes
 from holdfast.sim.run_options import Options
 from holdfast.sim.seams import Actor
 from holdfast.sim.wrong_bits import Errors, Violation
@@ -54,7 +54,7 @@ class Truth:
         self.sums: list[int] = []
         self.errors = Errors(self, options)
         self.promises = Promises(options)
-        self.pace = PaceChecker(options)
+        self.quiet_times = QuietTimes(options)
         self.endings = Endings(self, options)
         self.views: dict[int, View] = {}
         self.newest = 0
@@ -142,9 +142,9 @@ class Truth:
         """Check that the job goes on, unless it ends."""
         disk = self.disk
         if not self.endings.ends and disk is not None and disk.outcome is None:
-            running = (p for _, p in sorted(self.live.items()) if p.ailing is False)
+            running = (p for _, p in sorted(self.live.items()) if not p.ailing)
             ordered = [p for p in running if self.ordered.get(p.worker) == p.key[1]]
-            self.pace.look(now, disturbed_until, self.views.get(self.newest), ordered)
+            self.quiet_times.look(now, disturbed_until, self.views.get(self.newest), ordered)
 
     def finished(self, outcome: str, now: float) -> None:
         """The coordinator says that the job is over."""
@@ -482,7 +482,7 @@ class Truth:
 
     def committed(self, process: Actor, step: int, total: int | None, now: float) -> None:
         """Check that a worker applies a step of the job, and to the right state."""
-        self.pace.moved(now)
+        self.quiet_times.moved(now)
         self.commits += 1
         self.endings.committed(step)
         self.left_aside(process, step)

@@ -10,7 +10,7 @@ from holdfast.sim.seams import Actor
 from holdfast.sim.wrong_bits import Violation
 
 
-class PaceChecker:
+class QuietTimes:
     """Observes one run while nothing disturbs it; raises Violation when too little happens."""
 
     def __init__(self, options: Options) -> None:
