@@ -23,7 +23,7 @@ from holdfast.testing.local_run import LocalRun
 MODELS = ("mlp", "conv", "small")
 WORKERS = (2, 4)
 ROUNDS = 5
-RUN_S = 300.0
+RUN_S = 900.0
 FIGURES = ("cpu_s", "system_s", "wall_s", "faults")
 # Both compute the same tasks: none is moved or copied since others on the machine make one late.
 FLAGS = ("--no-rebalance", "--speculation-budget", "0")
@@ -122,7 +122,11 @@ def _run_ddp(folder: Path, arguments: list[str], workers: int) -> None:
     processes = [
         subprocess.Popen(command, env={**shared, "RANK": str(rank)}) for rank in range(workers)
     ]
-    codes = [process.wait(RUN_S) for process in processes]
+    try:
+        codes = [process.wait(RUN_S) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
     if any(codes):
         raise RuntimeError(f"processes of DDP ended with {codes}")
 

@@ -76,9 +76,9 @@ def small() -> nn.Module:
 
 
 TASKS = {
-    "mlp": Task(make=mlp, shape=(320,), batch=64, steps=60, adam=True),
-    "conv": Task(make=conv, shape=(3, 16, 16), batch=32, steps=60),
-    "small": Task(make=small, shape=(256,), batch=64, steps=400),
+    "mlp": Task(make=mlp, shape=(320,), batch=64, steps=30, adam=True),
+    "conv": Task(make=conv, shape=(3, 16, 16), batch=32, steps=30),
+    "small": Task(make=small, shape=(256,), batch=64, steps=200),
 }
 
 
@@ -173,7 +173,7 @@ def main() -> None:
     parser.add_argument("--library", choices=("ddp", "holdfast"), required=True)
     parser.add_argument("--model", choices=TASKS, required=True)
     parser.add_argument("--out", type=Path, required=True, help="folder for one file a process")
-    parser.add_argument("--warm-up", type=int, default=15)
+    parser.add_argument("--warm-up", type=int, default=10)
     options = parser.parse_args()
     task = TASKS[options.model]
     steps = task.steps + options.warm_up
