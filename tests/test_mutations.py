@@ -473,8 +473,23 @@ FIRST_SEED = {
 FOUND = (Violation.__name__, InvariantError.__name__)  # any other error is not a finding
 
 
+# It takes many seeds, or long ones, until these are noticed.
+SLOW = {
+    "stale_reports_are_believed",
+    "what_died_with_a_member_is_taken_for_kept",
+    "who_has_promised_still_leads",
+    "what_is_missed_is_counted_from_the_next_step",
+}
+
+
+def names() -> list[Any]:
+    assert set(MUTATIONS) >= SLOW
+    slow = pytest.mark.slow
+    return [pytest.param(name, marks=slow) if name in SLOW else name for name in MUTATIONS]
+
+
 @pytest.mark.timeout(1800)  # a search ends after so many events, however slow the machine is
-@pytest.mark.parametrize("name", MUTATIONS)
+@pytest.mark.parametrize("name", names())
 def test_the_checkers_catch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     machines, tuned = MUTATIONS[name](monkeypatch), swarm_for(name)
     first, events = FIRST_SEED.get(name, 0), 0
