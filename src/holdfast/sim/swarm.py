@@ -71,7 +71,7 @@ def run_seed(
         events=world.events,
         simulated_s=world.now,
         digest=world.digest,
-        views=world.truth.newest,
+        views=len(world.truth.views),
         commits=world.truth.commits,
         spawns=world.count["spawns"],
         faults=dict(world.faults.count),
