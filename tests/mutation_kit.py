@@ -19,6 +19,8 @@ GOES_ON = {  # to its end: what comes to light late in a job is not cut off
     "stop_s": 0.0,
     "stop_again_s": 0.0,
     "counts_from": 0,
+    "wrong_stays": False,
+    "backup": BackupPolicy(),
 }
 # Mistakes that only a rare situation brings to light: their swarms are aimed at it.
 PARTITIONS = {
@@ -246,6 +248,19 @@ TUNED: dict[str, dict[str, object]] = {
     | {"faults": ("agent_crash", "store_lost"), "restore_s": 5.0, "loops": (30,)},
     "agent_obeys_an_older_term": JOINS
     | {"faults": ("coordinator_crash", "lossy"), "loss": 0.1, "duplicate": 0.3},
+    # Votes take long, and whoever has heard them breaks off unheard.
+    "planned_stop_is_awaited_for_ever": JOINS
+    | {
+        "loops": (60,),
+        "faults": ("link_break", "drain"),
+        "fault_every_s": 0.3,
+        "unheard_break": 1.0,
+        "hang_s": 60.0,
+        "task_s": 0.02,
+        "load_s": 0.01,
+        "data_s": 0.2,
+        "control_s": 0.005,
+    },
     "dirty_worker_counts_as_fresh": JOINS,
     "joiner_never_says_that_it_loads": JOINS,
     "pending_change_is_read_from_the_own_vote": JOINS

@@ -210,7 +210,12 @@ def test_who_has_just_come_holds_what_was_compared() -> None:
 
 
 INVALIDATION = st.lists(
-    st.builds(Invalidation, after=st.integers(0, 9), view=st.integers(1, 9).map(ViewNumber)),
+    st.builds(
+        Invalidation,
+        after=st.integers(0, 9),
+        view=st.integers(1, 9).map(ViewNumber),
+        wrong=st.lists(st.integers(0, 3).map(WorkerId), max_size=2, unique=True).map(tuple),
+    ),
     max_size=6,
 )
 
@@ -225,6 +230,46 @@ def test_what_is_invalidated_stays_so(
         for invalidation in (*first, *second)
     )
     assert is_invalidated(merged, step, ViewNumber(view)) == plainly
+
+
+@given(INVALIDATION)
+def test_what_is_invalidated_does_not_depend_on_the_order_of_reports(
+    found: list[Invalidation],
+) -> None:
+    forwards = merge((), found)
+    one_by_one: tuple[Invalidation, ...] = ()
+    for each in reversed(found):
+        one_by_one = merge(one_by_one, [each])
+    assert [(e.after, e.view) for e in one_by_one] == [(e.after, e.view) for e in forwards]
+    newest = max((each.view for each in found), default=0)
+    accused = {w for each in found if each.view == newest for w in each.wrong}
+    for merged in (forwards, one_by_one):  # of the newest view nobody is forgotten
+        assert {w for each in merged if each.view == newest for w in each.wrong} == accused
+
+
+def test_whoever_is_accused_of_the_same_step_and_view_is_accused_in_any_order() -> None:
+    first = Invalidation(after=3, view=ViewNumber(5), wrong=(WorkerId(1),))
+    second = Invalidation(after=3, view=ViewNumber(5), wrong=(WorkerId(2),))
+    for one, other in ((first, second), (second, first)):
+        durable = Durable()
+        durable.note([told(0, 5, 0, one), told(3, 5, 0, other)])
+        assert durable.accused() == [1, 2]
+        later = Durable()
+        later.note([told(0, 5, 0, one)])
+        accused = later.accused()
+        later.note([told(3, 5, 0, other)])
+        assert sorted([*accused, *later.accused()]) == [1, 2]
+        assert later.accused() == []
+
+
+def test_an_invalidation_heard_again_takes_nothing_back_that_was_saved_since() -> None:
+    old = Invalidation(after=3, view=ViewNumber(5), wrong=(WorkerId(1),))
+    wider = Invalidation(after=2, view=ViewNumber(6))
+    durable = Durable()
+    durable.note([told(0, 6, 0, wider)])
+    durable.note([told(0, 7, 9, wider)])
+    durable.note([told(3, 7, 0, old)])
+    assert durable.step == 9
 
 
 def told(worker: int, view: int, saved: int, *invalidations: Invalidation) -> WorkerStatus:

@@ -286,6 +286,21 @@ def test_who_is_not_reached_is_left_out() -> None:
     assert job.told["b"].wanted == ()
 
 
+def test_the_time_to_settle_begins_when_enough_nodes_are_here() -> None:
+    job = Job("a", nodes_min=2, workers_min=1)
+    job.say("a", 0)
+    job.pass_time(130.0)
+    began = job.now
+    job.hear("b")  # its worker never gets ready
+    assert job.view is None
+    job.known["b"] = status(1, stage=Stage.BOOTING)
+    job.pass_time(began + 9.9)
+    assert job.view is None
+    job.pass_time(began + 10.5)
+    assert job.view is not None
+    assert job.view.workers == (0,)
+
+
 def wrong(after: int, view: int, *workers: int) -> Invalidation:
     return Invalidation(
         after=after, view=ViewNumber(view), wrong=tuple(WorkerId(w) for w in workers)

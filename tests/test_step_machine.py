@@ -110,8 +110,33 @@ def test_a_change_that_one_knows_of_is_announced_to_all() -> None:
     company.settle()
     assert (first.status.committed, second.status.committed) == (1, 1)
     for walker in company.walkers:
-        assert ef.Abort(ViewNumber(1)) in walker.feed(ev.AtBoundary())
+        # What the others have yet to hear of the last votes is not cut off.
+        assert walker.orders(ef.Abort) == []
+        walker.feed(ev.AtBoundary())
+        assert walker.orders(ef.Abort) == []
         assert walker.status.at_boundary
+        view = a_view(2, range(2), step=1)
+        effects = walker.feed(ev.Directed(WorkerDirective(view=view)))
+        assert effects[:2] == [ef.Abort(ViewNumber(1)), ef.Install(view)]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [ev.GroupBroken(ViewNumber(1), "gone"), ev.LinkLost(ViewNumber(1), (WorkerId(1),))],
+    ids=["broken", "link"],
+)
+def test_who_rests_and_sees_its_group_break_passes_it_on(event: ev.WorkerEvent) -> None:
+    company = Company(2)
+    company.enter(a_view(1, range(2), joiners=range(2)))
+    first, _ = company.walkers
+    first.feed(ev.Directed(WorkerDirective(pending_view=ViewNumber(1))))
+    for walker in company.walkers:
+        walker.feed(ev.AtBoundary())
+    company.settle()
+    first.feed(ev.AtBoundary())
+    assert first.status.promised == 1
+    assert ef.Abort(ViewNumber(1)) in first.feed(event)
+    assert ef.Abort(ViewNumber(1)) not in first.feed(event)
 
 
 # ---------------------------------------------------------------- again

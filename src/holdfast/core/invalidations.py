@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 
 from holdfast.core.types import Invalidation, ViewNumber
@@ -12,15 +13,24 @@ Invalidations = tuple[Invalidation, ...]
 
 
 def merge(known: Invalidations, more: Iterable[Invalidation]) -> Invalidations:
-    """Join invalidations, without those that are part of another, in the order of their views."""
-    found = sorted(
-        [*known, *more], key=lambda invalidation: (invalidation.view, -invalidation.after)
-    )
+    """Join invalidations, without those that others cover, in the order of their views.
+
+    The order in which they are heard makes no difference: whoever is wrong in a view stays accused.
+    """
+    found = [*known, *more]
     kept: list[Invalidation] = []
-    for invalidation in reversed(found):
-        if not any(invalidation.after >= other.after for other in kept):
-            kept.append(invalidation)
+    for each in sorted(found, key=lambda each: (-each.view, each.after)):
+        if not is_covered(each, kept):
+            accused = {w for other in found if other.view == each.view for w in other.wrong}
+            kept.append(dataclasses.replace(each, wrong=tuple(sorted(accused))))
     return tuple(reversed(kept[:INVALIDATIONS_MAX]))
+
+
+def is_covered(invalidation: Invalidation, by: Iterable[Invalidation]) -> bool:
+    """Tell whether one of the others covers every copy of the state that this one covers."""
+    return any(
+        other.after <= invalidation.after and other.view >= invalidation.view for other in by
+    )
 
 
 def is_invalidated(invalidations: Invalidations, step: int, view: ViewNumber) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from holdfast.core.invalidations import Invalidations, is_invalidated, merge
+from holdfast.core.invalidations import Invalidations, is_covered, is_invalidated, merge
 from holdfast.core.membership.formation import STEPS_MISSED_MAX
 from holdfast.core.step.effects import Reduce
 from holdfast.core.types import (
@@ -82,6 +82,7 @@ class Truth:
         self.unlike: dict[tuple[int, ViewNumber], bool] = {}  # of these: some flipped, some not
         self._shares: dict[tuple[int, ViewNumber], dict[int, Copy]] = {}  # by rank
         self.invalidations: Invalidations = ()  # what is withdrawn from the store
+        self._doubts: Invalidations = ()  # what any worker has known of
         self.restores = 0
         self.drops: dict[tuple[int, int], bool] = {}  # sums of steps without what came too late
         self.again: dict[tuple[int, int], bool] = {}  # steps that a view computes again
@@ -220,8 +221,7 @@ class Truth:
             if (member.worker, member.incarnation) not in self.processes:
                 raise Violation(f"view {view.number} has a member that was never started: {member}")
         before = self.views.get(self.newest)
-        nodes = len({process.agent for process in self.processes.values()})
-        self.promises.formed(before, view, nodes)
+        self.promises.formed(before, view)
         self.views[view.number] = view
         self.newest = view.number
         for member in before.members if before else ():
@@ -285,8 +285,8 @@ class Truth:
         """Check what a worker tells its agent of itself."""
         if status.saved and status.saved != before.saved:
             self._said_saved(process, status.saved)
-        if status.invalidations != before.invalidations and process.group is not None:
-            self.errors.noticed(process.group.keys)
+        if status.invalidations != before.invalidations:
+            self._heard_doubts(process, status.invalidations)
         told = before.events[-1].number if before.events else 0
         for event in status.events:
             if event.number > told and "other numbers each time" in event.text:
@@ -298,6 +298,13 @@ class Truth:
         if any(self.processes[key].spoiling.lied_in < process.step for key in keys):
             raise Violation("deterministic machines are taken for others")
         self.errors.hidden = self.errors.compares_nothing = True  # all of them were wrong
+
+    def _heard_doubts(self, process: Actor, invalidations: Invalidations) -> None:
+        """Note that members know of something wrong; what a view tells joiners of is old."""
+        news = [each for each in invalidations if not is_covered(each, self._doubts)]
+        self._doubts = merge(self._doubts, news)
+        if news and process.group is not None:
+            self.errors.noticed(process.group.keys)
 
     def _said_saved(self, process: Actor, step: int) -> None:
         """Check that a checkpoint exists which a worker says is saved."""

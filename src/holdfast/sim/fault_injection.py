@@ -36,6 +36,7 @@ class Faults:
         self.active = False
         self.disturbed_until = 0.0  # as far as faults have struck until now
         self.count: dict[str, int] = {}
+        self._lying: dict[int, int] = {}  # workers whose machine stays wrong, and how
 
     def start(self) -> None:
         kinds = self._world.options.faults
@@ -77,6 +78,12 @@ class Faults:
         world.coordinator.crash()
         self._heals(world.rng.uniform(0.1, 4.0), world.coordinator.start)
         return True
+
+    def lies_again(self, process: Process) -> int:
+        """Return what a process that starts adds to its results, if its machine is wrong."""
+        lies = self._lying.get(process.worker, 0)
+        wrong = lies and self.active and not any(p.spoiling.spoiled for p in self._world.live())
+        return lies if wrong else 0
 
     def loses_journal(self) -> bool:
         """Tell whether a coordinator that starts finds its journal damaged.
@@ -187,6 +194,8 @@ class Faults:
                 process.spoiling.lied_in = process.step
             case "liar":
                 process.spoiling.lies = rng.choice((7, -1))
+                if world.options.wrong_stays:
+                    self._lying[process.worker] = process.spoiling.lies
             case "lie_once":
                 process.spoiling.lies_once = True
             case "poison":

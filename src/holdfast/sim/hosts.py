@@ -28,6 +28,8 @@ class HostStriker(InsideStriker, Protocol):
 
     def loses_journal(self) -> bool: ...
 
+    def lies_again(self, process: Process) -> int: ...
+
 
 class HostMaker(WorkerMaker, Protocol):
     """Makes the machines of coordinators and agents, perhaps faulty ones."""
@@ -275,6 +277,7 @@ class AgentHost:
                     process.post(at - world.now, process.directed, directive)
             case ag.Spawn(worker, incarnation):
                 process = Process(world, self, worker, incarnation)
+                process.spoiling.lies = world.faults.lies_again(process)
                 world.spawned(process)
                 self.processes[worker] = process
                 process.start()

@@ -77,8 +77,9 @@ class Promises:
             if view.resume_step < max(known, default=0):
                 raise Violation(f"view {view.number} begins from {view.resume_step} of {known}")
 
-    def formed(self, before: View | None, view: View, nodes: int) -> None:
-        """Check who takes part in a new view, and who leads it; `nodes` have begun to run."""
+    def formed(self, before: View | None, view: View) -> None:
+        """Check who takes part in a new view, and who leads it."""
+        nodes = len(self._heard)
         if before is None and nodes < self._options.nodes_min:
             raise Violation(f"the job starts on {nodes} of {self._options.nodes_min} nodes")
         if not view.donors and view.resume_step and view.resume_step in self._refused:

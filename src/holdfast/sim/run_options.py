@@ -98,6 +98,7 @@ class Options:
     stop_again_s: float = 0.0  # when it does so again, and for good; 0: never
     losses_max: int = 10_000  # workers that may be lost with no step committed in between
     fails_in: int = -1  # the step in which every script fails; -1: none does
+    wrong_stays: bool = False  # who computes wrongly does so again when it is started anew
     counts_from: int = 0  # terms, views and incarnations of agents are numbered from here
     restore_s: float = 300.0  # for which a store may stay silent when the job begins from it
 
@@ -225,6 +226,7 @@ def _with_ends(options: Options, rng: Random) -> Options:
         stop_again_s=again_s,
         losses_max=rng.randint(2, 8) if rng.random() < 0.1 else options.losses_max,
         fails_in=rng.randrange(options.steps) if rng.random() < 0.04 else -1,
+        wrong_stays=options.audit == 1.0 and rng.random() < 0.5,
         counts_from=1 << 31 if "journal_lost" not in options.faults and rng.random() < 0.1 else 0,
     )
 

@@ -66,6 +66,8 @@ class Errors:
         flips = {member.spoiling.flipped for member in members}
         if is_not_finite(token) and len(members) > 1 and not self.compares_nothing:
             raise Violation(f"step {step} is committed, and is not finite by {sender}'s fault")
+        if is_not_finite(token):
+            self.compares_nothing = True  # taken to be rightly so, and others' are for a while
         alike = len(flips) == 1 and None not in flips
         if len(members) == 1 or alike or not self._truth.processes[sender].alive:
             self.hidden = True

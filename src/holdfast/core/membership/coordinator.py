@@ -425,13 +425,13 @@ class CoordinatorMachine:
     def _form_initial(self, situation: Situation) -> Iterator[CoordinatorEffect]:
         """Start the job, or start it again from a checkpoint, when nobody holds the state."""
         now, policy = situation.now, self._policy
-        if self._wanting_since is None:
-            self._wanting_since = now
         for status in dirty_candidates(situation):
             yield self._order_anew(status, "its state is neither initial nor the job's")
         if self._view is None and present_nodes(situation) < policy.nodes_min:
-            self._wanting_since = now
+            self._wanting_since = None
             return
+        if self._wanting_since is None:
+            self._wanting_since = now
         late = now >= self._wanting_since + policy.settle_s
         ready = beginners(situation, policy.workers_min if late else None)
         if not ready:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from holdfast.core.invalidations import Invalidations, is_invalidated, merge
-from holdfast.core.types import NO_VIEW, WorkerId, WorkerStatus
+from holdfast.core.invalidations import Invalidations, is_covered, is_invalidated, merge
+from holdfast.core.types import Invalidation, ViewNumber, WorkerId, WorkerStatus
 
 KNOWN_MAX = 128  # the newest checkpoints are remembered
 
@@ -25,7 +25,7 @@ class Durable:
         self.steps = tuple(steps)
         self.invalidations = invalidations
         self._unreadable: tuple[int, ...] = ()
-        self._judged = max((invalidation.view for invalidation in invalidations), default=NO_VIEW)
+        self._judged = _accusations(invalidations)
 
     @property
     def step(self) -> int:
@@ -39,7 +39,7 @@ class Durable:
             news = [
                 invalidation.after
                 for invalidation in status.invalidations
-                if invalidation not in self.invalidations
+                if not is_covered(invalidation, self.invalidations)
             ]
             found = [step for step in found if step <= min(news, default=step)]
             self.invalidations = merge(self.invalidations, status.invalidations)
@@ -51,17 +51,19 @@ class Durable:
 
     def accused(self) -> list[WorkerId]:
         """Return the workers that compute wrongly and have not been returned before."""
-        news = [
-            invalidation for invalidation in self.invalidations if invalidation.view > self._judged
-        ]
-        self._judged = max([self._judged, *(invalidation.view for invalidation in news)])
-        return sorted({worker for invalidation in news for worker in invalidation.wrong})
+        found = _accusations(self.invalidations)
+        news, self._judged = found - self._judged, found | self._judged
+        return sorted({worker for worker, _ in news})
 
     def _counts(self, status: WorkerStatus) -> bool:
         """Tell whether a worker's word counts: it knows of the invalidations so far."""
         unknown = tuple(
             invalidation
             for invalidation in self.invalidations
-            if invalidation not in status.invalidations
+            if not is_covered(invalidation, status.invalidations)
         )
         return not is_invalidated(unknown, status.saved, status.view)
+
+
+def _accusations(invalidations: Iterable[Invalidation]) -> set[tuple[WorkerId, ViewNumber]]:
+    return {(worker, each.view) for each in invalidations for worker in each.wrong}

@@ -324,7 +324,8 @@ def next_view(
     view = situation.view
     assert view is not None
     owners_now = present_owners(view, survivors)
-    step, why = resume_step(survivors, len(survivors) < len(view.members))
+    lost = len(survivors) < len(view.members)
+    step, why = resume_step([*survivors, *_further(situation, survivors)], lost)
     at_rest = all(s.at_boundary for s in survivors)
     slots = situation.roster.slots
     drained = [s.worker for s in survivors if situation.roster.draining(slots[s.worker].agent)]
@@ -365,6 +366,13 @@ def next_view(
         catching_up=tuple(back),
         redone=sum(len(s.hosted) for s in late),
     )
+
+
+def _further(situation: Situation, survivors: Sequence[WorkerStatus]) -> list[WorkerStatus]:
+    """Find members that take no part any more, and have committed what survivors have yet to."""
+    newest = max(s.committed for s in survivors)
+    further = [s for s in situation.known if s.has_state and s.committed > newest]
+    return [s for s in further if situation.view is not None and s.view == situation.view.number]
 
 
 def _late_worker(status: WorkerStatus) -> LateWorker:
@@ -451,7 +459,8 @@ def last_view(situation: Situation, survivors: Sequence[WorkerStatus]) -> Propos
     """Propose a view while the job finishes: nobody joins, and nobody is waited for."""
     view = situation.view
     assert view is not None
-    step, why = resume_step(survivors, len(survivors) < len(view.members))
+    lost = len(survivors) < len(view.members)
+    step, why = resume_step([*survivors, *_further(situation, survivors)], lost)
     staying = sorted(s.worker for s in survivors)
     return Proposal(
         workers=tuple(staying),

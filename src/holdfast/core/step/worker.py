@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from holdfast.core.errors import assert_never, require
-from holdfast.core.invalidations import Invalidations, is_invalidated, merge
+from holdfast.core.invalidations import Invalidations, is_covered, is_invalidated, merge
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.step.balance import BalancePolicy
@@ -57,6 +57,7 @@ class WorkerMachine:
         self._status = WorkerStatus(worker=worker, incarnation=incarnation)
         self._view: View | None = None
         self._last_step_of = NO_VIEW  # the view whose votes announced a change: no step follows
+        self._open_view = NO_VIEW  # promised at a boundary: its group is aborted with the next one
         self._looked_in = -1  # the step in which it looked for who is late
         self._pending_view = NO_VIEW
         self._until = 0  # where the script's loop ends
@@ -154,7 +155,7 @@ class WorkerMachine:
             case ev.EventNoted(kind, text):
                 return self._note_event(kind, text)
             case ev.GroupBroken(view):
-                return self._promise(view)
+                return self._promise(view) or self._close_group(view)
             case ev.LinkLost(view, peers):
                 return self._link_lost(view, peers)
             case ev.Loading():
@@ -353,12 +354,26 @@ class WorkerMachine:
         if number <= self._status.promised:
             return []
         self._change(promised=number)
+        self._open_view = NO_VIEW
         concluded = self._carry(self._step.close())
         return [*concluded, ef.Abort(number), self._tell()]
 
+    def _promise_at_rest(self, number: ViewNumber) -> Sequence[Outcome]:
+        """Promise as planned; what others have yet to hear of the last votes is not cut off."""
+        promised = self._promise(number)
+        self._open_view = number
+        return [each for each in promised if not isinstance(each, ef.Abort)]
+
+    def _close_group(self, number: ViewNumber) -> Sequence[Outcome]:
+        """Abort a group that was left open at a planned change."""
+        if self._open_view != number or number == NO_VIEW:
+            return []
+        self._open_view = NO_VIEW
+        return [ef.Abort(number)]
+
     def _install(self, view: View) -> Sequence[Outcome]:
         status = self._status
-        outcomes: list[Outcome] = []
+        outcomes = [*self._close_group(self._open_view)]
         if status.view > status.promised:
             outcomes += self._promise(status.view)
             status = self._status
@@ -422,7 +437,7 @@ class WorkerMachine:
         if self._status.promised >= view.number:
             return [self._tell()]
         if self._last_step_of == view.number:
-            return self._promise(view.number)
+            return self._promise_at_rest(view.number)
         if view.joiners and not self._step.is_synced and not self._catches_up(view):
             return self._step.catch_up()
         return self._begin()
@@ -475,11 +490,11 @@ class WorkerMachine:
         if self._status.view != view or set(peers) <= set(self._status.unreached):
             return []
         self._change(unreached=tuple(sorted({*self._status.unreached, *peers})))
-        return self._promise(view) or [self._tell()]
+        return self._promise(view) or [*self._close_group(view), self._tell()]
 
     def _avoid(self, more: Invalidations) -> None:
         """Take in invalidations, which may cover what it has said to be saved."""
-        news = [each for each in more if each not in self._status.invalidations]
+        news = [each for each in more if not is_covered(each, self._status.invalidations)]
         if news:
             least, saved = min(each.after for each in news), self._status.saved
             known = merge(self._status.invalidations, news)
