@@ -162,7 +162,7 @@ def test_gradient_and_loss_are_means_over_the_samples_that_count(tmp_path: Path)
     assert report.dropped + report.samples == 3 * 37 + 2 * 12
 
 
-@pytest.mark.parametrize("worker", [0, 2])
+@pytest.mark.parametrize("worker", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_worker_that_always_comes_last_is_always_left_out(
     worker: int, start: Start, tmp_path: Path
 ) -> None:

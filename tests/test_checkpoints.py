@@ -570,7 +570,7 @@ def test_a_missing_step_is_missing() -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("kills", [12, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [6, pytest.param(200, marks=pytest.mark.slow)])
 def test_a_saving_process_that_is_killed_loses_nothing(kills: int, tmp_path: Path) -> None:
     """What it had said to be saved is there; what is there is whole."""
     rng, said = random.Random(kills), -1

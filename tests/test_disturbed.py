@@ -123,7 +123,7 @@ def disturbed(tmp_path: Path, text: str) -> tuple[str, str]:
     [
         pytest.param(2.5, 3, "", marks=pytest.mark.slow),
         (2.5, 3, "worker 0 step 14 kill"),
-        (8, 4, "worker 0 step 14 kill"),
+        pytest.param(8, 4, "worker 0 step 14 kill", marks=pytest.mark.slow),
     ],
 )
 def test_a_slow_worker_hosts_less_and_no_bit_changes(
@@ -173,7 +173,9 @@ def told(run: LocalRun, what: str) -> list[str]:
     return [event["text"] for event in run.events("view") if what in event["text"]]
 
 
-@pytest.mark.parametrize("worker", [pytest.param(2, marks=pytest.mark.slow), 0, 3])
+@pytest.mark.parametrize(
+    "worker", [0, *(pytest.param(worker, marks=pytest.mark.slow) for worker in (2, 3))]
+)
 def test_a_late_worker_is_suspended_and_catches_up(
     worker: int, start: Start, reference: Reference, tmp_path: Path
 ) -> None:

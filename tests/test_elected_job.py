@@ -60,6 +60,7 @@ def until_newer(run: LocalRun, term: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_standby_takes_over(
     start: Start, reference: Callable[[int], str], tmp_path: Path
 ) -> None:

@@ -25,7 +25,7 @@ def check_ledger(run: LocalRun, steps: int) -> None:
     assert (report.lost, report.repeated) == (0, 0)
 
 
-@pytest.mark.parametrize("nproc", [2, 3, 4])
+@pytest.mark.parametrize("nproc", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_the_number_of_workers_does_not_matter(
     nproc: int, start: Start, reference: Reference
 ) -> None:
@@ -42,19 +42,21 @@ def test_data_loader_processes_do_not_matter(start: Start, reference: Reference)
     check_ledger(run, STEPS)
 
 
-# Every place of a step at which a worker can die; worker 0 leads, so it is struck as well.
+# Every place of a step at which a worker can die; worker 0 leads, so it is struck as well. Deaths
+# at any exchange are in tests/test_thread_cluster.py, too: in threads, and so in a fraction of a
+# second each.
 KILLS = [
     "SIGKILL:forward:4:1",
-    "SIGKILL:backward:4:0",
+    pytest.param("SIGKILL:backward:4:0", marks=pytest.mark.slow),
     "SIGKILL:gather:4:2",
     pytest.param("SIGKILL:spread:4:3", marks=pytest.mark.slow),
-    "SIGKILL:table:4:1",
+    pytest.param("SIGKILL:table:4:1", marks=pytest.mark.slow),
     "SIGKILL:vote:4:0",
     "SIGKILL:voted:4:2",
-    "SIGKILL:optimizer:4:0",
-    "SIGKILL:stepped:4:1",
+    pytest.param("SIGKILL:optimizer:4:0", marks=pytest.mark.slow),
+    pytest.param("SIGKILL:stepped:4:1", marks=pytest.mark.slow),
     pytest.param("SIGKILL:forward:0:3", marks=pytest.mark.slow),
-    "SIGKILL:forward:4:0,1",
+    pytest.param("SIGKILL:forward:4:0,1", marks=pytest.mark.slow),
     "SIGKILL:vote:4:0,1,2",
     "SIGKILL:end:11:0",
     "SIGSEGV:backward:4:2",
@@ -82,10 +84,10 @@ def test_the_lost_worker_comes_back(start: Start, reference: Reference) -> None:
 # (faults, workers lost): faults while a view changes or while the state travels.
 DURING_CHANGES = [
     (["SIGKILL:forward:4:1", "SIGKILL:open:4:2"], [1, 2]),
-    (["SIGKILL:forward:4:1", "SIGKILL:donate:0:0"], [0, 1]),
+    pytest.param(["SIGKILL:forward:4:1", "SIGKILL:donate:0:0"], [0, 1], marks=pytest.mark.slow),
     (["SIGKILL:forward:4:1", "SIGKILL:donate:0:3"], [1, 3]),
     (["SIGKILL:forward:4:1", "SIGKILL:receive:0:1"], [1, 1]),
-    (["SIGKILL:forward:4:1", "SIGKILL:load:0:1"], [1, 1]),
+    pytest.param(["SIGKILL:forward:4:1", "SIGKILL:load:0:1"], [1, 1], marks=pytest.mark.slow),
 ]
 
 
@@ -122,7 +124,15 @@ def test_kills_amid_large_messages(tmp_path: Path) -> None:
     assert kills > 3
 
 
-@pytest.mark.parametrize("point", ["forward", "spread", "vote", "optimizer"])
+@pytest.mark.parametrize(
+    "point",
+    [
+        "forward",
+        pytest.param("spread", marks=pytest.mark.slow),
+        "vote",
+        pytest.param("optimizer", marks=pytest.mark.slow),
+    ],
+)
 def test_a_freeze_at_any_point_of_a_step(point: str, start: Start, reference: Reference) -> None:
     with start("--steps", str(STEPS), "--fault", f"SIGSTOP:{point}:4:2") as run:
         assert finish(run) == reference(STEPS)

@@ -312,9 +312,10 @@ def test_torch_gets_the_same_bits() -> None:
     sample = selftest.try_device(cpu, 0.0)
     assert (sample.device, sample.wrong) == ("processors (torch)", 0)
     assert sample.repeats == 2 + selftest.REPEATS_MIN
-    left, right, wanted = selftest.tiled(cpu, 2)
-    assert torch.equal(left @ right, wanted)
-    assert selftest.is_right(NARROW, (left @ right)[: NARROW.rows, : NARROW.columns])
+    left, right, wanted = selftest.tiled(cpu, 1)  # a processor takes seconds for more in bfloat16
+    found = left @ right
+    assert torch.equal(found, wanted)
+    assert selftest.is_right(NARROW, found)
     wrong = wanted[: NARROW.rows, : NARROW.columns].clone()
     wrong[5, 5] += 1
     assert not selftest.is_right(NARROW, wrong)

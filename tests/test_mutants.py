@@ -195,6 +195,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_who_is_caught_who_survives_and_who_is_equivalent(
     tree: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,9 +24,10 @@ from holdfast.testing.relay import Relay
 SCRIPT = Path(__file__).parent / "scripts" / "trainer.py"
 RUN_S = 100.0
 LOSSY_S = 400.0
-STEPS = 120
+STEPS = 80
 OPTIONS = ("--virtual", "6")
-WORDS = (str(SCRIPT), "--steps", str(STEPS), "--task-s", "0.03")
+CALM = (str(SCRIPT), "--steps", str(STEPS))
+WORDS = (*CALM, "--task-s", "0.03")
 REJOIN = ("--until-members", str(STEPS - 10), "3")  # so that who comes back finds a job
 
 pytestmark = [
@@ -45,7 +46,7 @@ def lab() -> Iterator[Lab]:
 def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The last line of the run that nothing happens to, on one node."""
     run_dir = tmp_path_factory.mktemp("reference") / "run"
-    with LocalRun(run_dir, ["--nproc", "2", *OPTIONS], WORDS) as run:
+    with LocalRun(run_dir, ["--nproc", "2", *OPTIONS], CALM) as run:
         assert run.wait(RUN_S) == 0, run.log()
         return run.out[-1]
 

@@ -242,6 +242,6 @@ def scrambled(rank: int) -> MakeTransport:
 
 def test_the_contract_catches_planted_bugs() -> None:
     case = {c.__name__: c for c in CONTRACT}
-    assert run_contract(case["aborts"], forgetful, size=2, timeout_s=5.0) != []
-    assert run_contract(case["aborts_amid_messages"], trusting, size=2, timeout_s=8.0) != []
+    assert run_contract(case["aborts"], forgetful, size=2, timeout_s=2.0) != []
+    assert run_contract(case["aborts_amid_messages"], trusting, size=2, timeout_s=4.0) != []
     assert run_contract(case["keeps_order"], scrambled, size=2) != []

@@ -122,6 +122,8 @@ class CoordinatorSite:
             ends_with=(0, 1),
             excused={DEPOSED: "", -signal.SIGALRM: stood_still},
             pass_fds=[self.listener.fileno()],
+            # One that cannot even write how the job ended has told nobody.
+            has_told=lambda code: code == 0 or self.run_dir.outcome() is not None,
         )
 
 

@@ -31,7 +31,8 @@ class Kept:
 
     `command` is told how often it has been started. `excused`: exit statuses after which it is
     started again however often, and what to say then. `serves`: the others can do without it, and
-    it is told to end when they have ended.
+    it is told to end when they have ended. `has_told`: whether it told the others to end before it
+    ended with some status; if not, they are not waited for.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Kept:
     pass_fds: Sequence[int] = ()
     serves: bool = False
     give_up: Callable[[], None] = lambda: None  # lets others stop waiting for it
+    has_told: Callable[[int], bool] = lambda code: True
     running: list[subprocess.Popen[bytes]] = field(default_factory=list)  # none or one
     pidfd: int = -1
     starts: int = 0
@@ -103,11 +105,14 @@ class Supervisor:
             for kept in self._kept:
                 if kept.running and kept.pidfd in readable:
                     self._ended(kept)
-        ended_at = time.monotonic()
+        ended_at, code = time.monotonic(), self._kept[0].code
+        told = code is None or self._kept[0].has_told(code)
         for kept in self._kept:
             for popen in kept.running:
                 if kept.serves:
                     popen.terminate()
+                elif not told:
+                    popen.kill()
                 deadline = ended_at + (FINISH_S if kept.serves else FAREWELL_S)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     popen.wait(max(deadline - time.monotonic(), 0.1))

@@ -1,12 +1,15 @@
-"""One rank of tests/test_dcp.py: RANK WORLD RENDEZVOUS STORE save|load STEP.
+"""The ranks of tests/test_dcp.py: FOLDER STORE STEP save:RANKS|load:RANKS...
 
-Saves or loads a tensor sharded over all ranks by rows, one by columns, a replicated one, a small
-module with its optimizer, and plain values; what is loaded must be what was saved on any number.
+They are forked from this process, which has imported torch, and meet in FOLDER. They save or load
+a tensor sharded over all ranks by rows, one by columns, a replicated one, a small module with its
+optimizer, and plain values; what is loaded must be what was saved on any number.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+import traceback
 
 import torch
 import torch.distributed as dist
@@ -52,16 +55,13 @@ def flat(state: object, path: str = "") -> dict[str, object]:
     return {path: state}
 
 
-def main() -> None:
-    rank, world, rendezvous, store, what, step = sys.argv[1:]
-    dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=int(rank), world_size=int(world)
-    )
-    wanted = make(int(step))
+def run(rank: int, world: int, rendezvous: str, store: str, what: str, step: int) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
+    wanted = make(step)
     if what == "save":
-        dcp.save(wanted, storage_writer=HoldfastWriter(store, step=int(step)))
+        dcp.save(wanted, storage_writer=HoldfastWriter(store, step=step))
     else:
-        state = make(int(step) + 1000)
+        state = make(step + 1000)
         dcp.load(state, storage_reader=HoldfastReader(store))
         found, expected = flat(state), flat(wanted)
         assert list(found) == list(expected)
@@ -72,6 +72,30 @@ def main() -> None:
                 assert found[name] == value
     dist.barrier()
     dist.destroy_process_group()
+
+
+def forked(rank: int, world: int, rendezvous: str, store: str, what: str, step: int) -> int:
+    """Start a rank; returns its process id."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            run(rank, world, rendezvous, store, what, step)
+        except BaseException:  # noqa: BLE001 - this process must not go on as its parent
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return pid
+
+
+def main() -> None:
+    folder, store, step, *phases = sys.argv[1:]
+    for number, phase in enumerate(phases):
+        what, world = phase.split(":")
+        rest = (int(world), f"{folder}/meeting-{number}", store, what, int(step))
+        pids = [forked(rank, *rest) for rank in range(int(world))]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        if any(codes):
+            sys.exit(f"{phase}: the ranks end with {codes}")
 
 
 if __name__ == "__main__":
