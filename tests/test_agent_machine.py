@@ -224,6 +224,18 @@ def test_a_frozen_process_is_killed_unless_the_agent_itself_has_paused_it() -> N
         assert [k.worker for k in kills] == ([] if paused else [1])
 
 
+def test_a_sample_of_a_process_that_has_ended_or_is_another_ones_says_nothing() -> None:
+    node = Node()
+    node.run(0, 1)
+    node.feed(ag.ProcessExited(WorkerId(1), ONE, 0))
+    for worker, incarnation in ((1, 1), (1, 2), (7, 1)):
+        stopped = ag.Sampled(
+            WorkerId(worker), Incarnation(incarnation), ProcessSample(state="T", progress=1)
+        )
+        for _ in range(3):
+            assert node.feed(stopped) == []
+
+
 def test_without_a_lease_nothing_starts() -> None:
     node = Node()
     node.now += LEASE.lease_s

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.core.invalidations import is_invalidated, merge
+from holdfast.core.invalidations import INVALIDATIONS_MAX, is_invalidated, merge
 from holdfast.core.membership.durable import Durable
 from holdfast.core.step.audit import (
     Audit,
@@ -241,10 +241,16 @@ def test_what_is_invalidated_does_not_depend_on_the_order_of_reports(
     for each in reversed(found):
         one_by_one = merge(one_by_one, [each])
     assert [(e.after, e.view) for e in one_by_one] == [(e.after, e.view) for e in forwards]
+    assert [e.view for e in forwards] == sorted(e.view for e in forwards)
     newest = max((each.view for each in found), default=0)
     accused = {w for each in found if each.view == newest for w in each.wrong}
     for merged in (forwards, one_by_one):  # of the newest view nobody is forgotten
         assert {w for each in merged if each.view == newest for w in each.wrong} == accused
+
+
+def test_the_newest_invalidations_are_remembered() -> None:
+    many = [Invalidation(after=n, view=ViewNumber(n)) for n in range(1, INVALIDATIONS_MAX + 4)]
+    assert merge((), many) == tuple(many[3:])
 
 
 def test_whoever_is_accused_of_the_same_step_and_view_is_accused_in_any_order() -> None:

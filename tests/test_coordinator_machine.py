@@ -327,6 +327,16 @@ def test_where_the_state_is_discarded_all_begin_from_the_newest_checkpoint() -> 
     assert job.machine.outcome is None
 
 
+def test_a_snapshot_tells_which_view_is_stopped_and_which_is_about_to_change() -> None:
+    job = begun("a", "b", nodes_max=3)
+    job.say("c", 2)  # it joins at the next boundary
+    found = job.machine.snapshot()
+    assert (found.stop_view, found.pending_view) == (0, job.number)
+    job.say("b", 1, stage=Stage.LOST, detail="signal 9")
+    found = job.machine.snapshot()
+    assert found.stop_view == job.number
+
+
 def test_events_of_workers_are_told_with_their_worker() -> None:
     job = begun("a", "b")
     job.say("b", 1, events=(JobEvent(number=1, kind="save", text="step 4 is saved"),))

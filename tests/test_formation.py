@@ -362,6 +362,25 @@ def test_who_comes_back_goes_before_who_is_new() -> None:
     assert found.workers == (0, 1)
 
 
+def test_what_a_member_committed_that_is_left_out_is_not_redone() -> None:
+    """It is late, or its process has ended: all had the sum when it committed."""
+    cluster = Cluster(stopped(0, reduced=True), stopped(1, reduced=True), stopped(2, committed=6))
+    view = view_of(0, 1, 2)
+    survivors = [s for s in cluster.roster.newest.values() if s.worker != 2]
+    for propose in (
+        lambda: fo.next_view(cluster.situation(view), survivors, 3, 1),
+        lambda: fo.last_view(cluster.situation(view), survivors),
+    ):
+        found = propose()
+        assert found is not None
+        assert found.resume_step == 6
+    older = stopped(2, committed=6, view=ViewNumber(2))  # what it says is of another history
+    cluster.hear("n2", older)
+    found = fo.next_view(cluster.situation(view), survivors, 3, 1)
+    assert found is not None
+    assert found.resume_step == 5
+
+
 def test_members_may_have_agreed_on_other_owners_and_the_furthest_knows() -> None:
     view = view_of(0, 1, 2)
     behind = stopped(0, committed=4, reduced=True, hosted=(0, 1))

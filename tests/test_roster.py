@@ -338,7 +338,7 @@ def test_what_is_said_of_nodes_is_said_once() -> None:
 
 RESTART = RestartPolicy(
     strikes_free=1,
-    backoff_s=1.0,
+    backoff_s=0.75,
     backoff_max_s=3.0,
     probation_s=10.0,
     quarantine_s=4.0,
@@ -374,7 +374,7 @@ def test_a_lost_worker_is_counted_once_and_waits_longer_each_time() -> None:
         else:
             waited.append(0.0)
         assert slot.incarnation == before + 1
-    assert waited == pytest.approx([0.0, 1.0, 2.0, 3.0, 3.0])
+    assert waited == pytest.approx([0.0, 0.75, 1.5, 3.0, 3.0])
 
 
 def test_a_clean_probation_of_a_member_ends_its_strikes() -> None:

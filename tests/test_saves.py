@@ -119,6 +119,15 @@ def test_a_copy_that_nobody_took_is_not_made_again_after_every_step() -> None:
     assert saves.opinion(10, 7201.0, leads=True) == (False, False)
 
 
+def test_an_operator_who_ends_the_job_has_one_checkpoint_made() -> None:
+    saves = saving()
+    assert saves.want(12) == []
+    assert saves.opinion(12, 0.0, leads=False) == (True, False)
+    saves.agree(13, a_view(1, range(2)))
+    assert saves.want(13) == []  # asked for again and again until the job has ended
+    assert saves.opinion(13, 0.0, leads=False) == (False, False)
+
+
 @pytest.mark.parametrize("durable_first", [False, True])
 def test_what_a_worker_saved_that_left_uncompared_does_not_count(durable_first: bool) -> None:
     """Whether or not it is durable by then; who comes in addition does no harm."""

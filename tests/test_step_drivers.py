@@ -337,6 +337,9 @@ def test_a_vote_tells_for_whom_was_waited_last_and_since_when_all_was_sent() -> 
     now = 12.0 + SHORT_S / 2
     waits.arrived(2)  # it was there
     assert waits.told() == Wait(750_000, 3, 750_000)
+    now = 12.0 + 0.0009  # less than a millisecond is no wait
+    waits.arrived(2)
+    assert waits.told().peer == 3
     now = 13.0
     waits.arrived(1)
     assert waits.told() == Wait(750_000, 1, 1_750_000)

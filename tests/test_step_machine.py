@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 
@@ -228,6 +229,22 @@ def test_a_copy_is_adopted_once_and_only_by_who_hosts_the_virtual_rank() -> None
     assert [w.status.committed for w in company.members] == [1, 1]
 
 
+def test_all_that_a_late_worker_hosts_is_shared_among_the_others() -> None:
+    company = Company(3, StepPolicy(patience=EAGER))
+    company.walkers[2].holds = lambda task: True
+    company.enter(a_view(1, range(3), joiners=range(3), vranks=9))
+    for walker in company.walkers[:2]:
+        for steps in range(9):  # enough to be copied
+            walker.machine.lateness.step(steps, tasks=9)
+        walker.feed(ev.StillAwaited(ViewNumber(1), 0, (2,)))
+        for _ in range(3):  # after each copy who is still late is looked at anew
+            if walker.take(ef.LookWhoIsLate):
+                walker.feed(ev.StillAwaited(ViewNumber(1), 0, (2,)))
+    copied = [purposes(walker, Purpose.SPECULATIVE) for walker in company.walkers]
+    assert sorted(copied[0] + copied[1]) == [2, 5, 8]
+    assert copied[2] == []
+
+
 def test_nobody_begins_a_copy_in_a_view_that_was_given_up() -> None:
     company = Company(3, StepPolicy(patience=EAGER))
     first, last = company.walkers[0], company.walkers[2]
@@ -267,6 +284,24 @@ def test_a_contradicted_copy_has_the_step_computed_again() -> None:
         assert walker.status.committed == 1
     story = [event.text for event in company.walkers[0].status.events]
     assert any("copy of virtual rank 1 of step 0 came to other bits" in text for text in story)
+
+
+@pytest.mark.parametrize(
+    ("tolerance", "then"),
+    [
+        (0.01, "audits compare within 0.01 of a gradient's norm"),
+        (0.0, "nothing is audited any more"),
+    ],
+)
+def test_hardware_that_is_not_deterministic_is_asked_for_less(tolerance: float, then: str) -> None:
+    company = Company(2, StepPolicy(audit=1.0, audit_tolerance=tolerance))
+    company.stops_at = Topic.VOTE
+    words = itertools.count(100)  # each time another one
+    for walker in company.walkers:
+        walker.digest = lambda vrank: next(words)
+    company.enter(a_view(1, range(2), joiners=range(2)))
+    story = [event.text for event in company.walkers[0].status.events]
+    assert [text for text in story if then in text] == story[-1:]
 
 
 # ---------------------------------------------------------------- who counts, saves, stores

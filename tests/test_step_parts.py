@@ -235,6 +235,9 @@ def test_what_is_audited_is_the_same_for_ever() -> None:
     planned = [audit.plan(1, step, owners, workers, 0.2) for step in range(3)]
     assert [[(a.vrank, *a.auditors) for a in each] for each in planned] == PLANNED
     assert [audit.plan_sums(1, step, 12, 0.25) for step in range(4)] == PLANNED_SUMS
+    found = Audits(1, 0.25, 0.0)
+    assert [found.sums(step, 12) for step in range(4)] == PLANNED_SUMS
+    assert SKETCH_WORDS == 9  # the length of what is told of a task
 
 
 # ---------------------------------------------------------------- sums

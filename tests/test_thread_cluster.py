@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,15 +16,14 @@ from holdfast.core.types import WorkerId
 from holdfast.train.checkpoint import state
 from holdfast.train.job import Job
 from support import SPEC
-from thread_cluster import Killed, ThreadCluster, ThreadWorker
+from thread_cluster import HANG_S, Killed, ThreadCluster, ThreadWorker
 
 STEPS = 6
 EXCHANGES = 60  # more than a worker begins in a run
 
 
-def spec(workers: int) -> JobSpec:
-    settings = {"workers.nproc": workers, "workers.virtual": 4}
-    return with_settings(SPEC, settings)
+def spec(workers: int, settings: dict[str, Any]) -> JobSpec:
+    return with_settings(SPEC, {"workers.nproc": workers, "workers.virtual": 4, **settings})
 
 
 def build(width: int) -> nn.Module:
@@ -36,7 +37,12 @@ def build(width: int) -> nn.Module:
     return model
 
 
-def train(job: Job, dies: Callable[[int], None], width: int) -> str:
+def train(
+    job: Job,
+    dies: Callable[[int], None],
+    width: int,
+    computes: Callable[[int], None] = lambda step: None,
+) -> str:
     """Train a small model; returns the digest of all that is protected."""
     model = build(width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -45,6 +51,7 @@ def train(job: Job, dies: Callable[[int], None], width: int) -> str:
     dataset = torch.utils.data.TensorDataset(inputs, inputs[:, :2].sin())
     for step in job.steps(job.batches(dataset, batch_size=3), until=STEPS):
         for x, y in step:
+            computes(step.index)
             step.backward(nn.functional.mse_loss(model(x), y))
         dies(step.index)
         optimizer.step()
@@ -65,20 +72,31 @@ class Run:
         kill_at: dict[int, int] | None = None,
         dies: tuple[int, int] = (-1, -1),
         wide: int = -1,
+        late: int = -1,
+        damage_at: tuple[int, int] = (-1, -1),
+        settings: dict[str, Any] | None = None,
     ) -> None:
         self.digests: dict[WorkerId, str] = {}
         at = {WorkerId(worker): number for worker, number in (kill_at or {}).items()}
         self._dies = dies  # worker and step: between the commit and the optimizer's step
         self._wide = wide  # the worker with another model
-        self.cluster = ThreadCluster(spec(workers), self._script, at)
+        self._late = late  # the worker that computes each step once others have committed it
+        self.committed = [threading.Event() for _ in range(STEPS)]
+        self.cluster = ThreadCluster(spec(workers, settings or {}), self._script, at, damage_at)
         self.outcome = self.cluster.run()
 
     def _script(self, job: Job, me: ThreadWorker) -> None:
         def dies(step: int) -> None:
+            self.committed[step].set()
             if me.incarnation == 1 and (me.worker, step) == self._dies:
                 raise Killed
 
-        self.digests[me.worker] = train(job, dies, 41 if me.worker == self._wide else 40)
+        def computes(step: int) -> None:
+            if me.worker == self._late:
+                assert self.committed[step].wait(HANG_S), "the others wait for it"
+
+        width = 41 if me.worker == self._wide else 40
+        self.digests[me.worker] = train(job, dies, width, computes)
 
     @property
     def counts(self) -> list[int]:
@@ -124,3 +142,26 @@ def test_a_worker_with_another_model_says_so_before_it_is_missed(attempt: int) -
     run = Run(2, wide=1)
     assert "StateMismatch" in run.outcome
     assert len(run.cluster.views) == 1
+
+
+def test_with_every_task_computed_twice_the_result_is_the_same(expected: str) -> None:
+    run = Run(3, settings={"silent_errors.audit": 1.0})
+    assert (run.outcome, run.cluster.errors) == ("", [])
+    assert set(run.digests.values()) == {expected}
+
+
+@pytest.mark.parametrize("late", range(3))
+def test_a_backup_worker_is_not_waited_for_and_replicas_stay_alike(late: int) -> None:
+    """Also if it is the one that settles who counts."""
+    run = Run(3, late=late, settings={"stragglers.backup": 1})
+    assert (run.outcome, run.cluster.errors) == ("", [])
+    assert len(run.digests) == 3
+    assert len(set(run.digests.values())) == 1
+
+
+@pytest.mark.parametrize("number", range(2, 34, 3))
+def test_a_bit_flipped_in_any_message_is_put_right(number: int, expected: str) -> None:
+    run = Run(3, damage_at=(1, number), settings={"silent_errors.audit": 1.0})
+    assert (run.outcome, run.cluster.errors) == ("", [])
+    assert set(run.digests.values()) == {expected}
+    assert not any(t.damages_next for w in run.cluster.workers.values() for t in w.transports)

@@ -207,6 +207,16 @@ def test_at_a_boundary_the_next_step_begins_unless_a_change_was_announced() -> N
     assert walker.status.promised == ONE
 
 
+def test_who_comes_to_rest_after_a_promise_says_so() -> None:
+    company = Company(2)
+    company.enter(a_view(1, range(2), joiners=range(2)))
+    walker = company.walkers[0]
+    walker.feed(ev.GroupBroken(ONE, "gone"))
+    assert not walker.status.at_boundary
+    assert walker.feed(ev.AtBoundary()) == [ef.Tell(walker.status)]
+    assert walker.status.at_boundary
+
+
 def test_the_last_step_of_a_loop_and_one_after_a_save_compare_all_of_the_state() -> None:
     company = Company(1, StepPolicy(saves=SavePolicy(enabled=True, every=3)))
     walker = company.walkers[0]
@@ -346,6 +356,18 @@ def test_who_was_suspended_applies_what_it_has_missed_in_order() -> None:
     late.feed(ev.Gathered(THREE, Topic.AGREE, (row, row)))
     assert (late.status.state, late.status.committed) == (StateCopy.CURRENT, 2)
     assert late.status.hosted == (1,)
+
+
+def test_who_rested_when_it_was_suspended_begins_at_once_to_catch_up() -> None:
+    company = Company(2)
+    late = company.walkers[1]
+    company.enter(a_view(1, range(2), joiners=range(2)))
+    late.feed(ev.GroupBroken(ONE, "late"))
+    late.feed(ev.AtBoundary())
+    assert (late.status.at_boundary, late.status.committed) == (True, 1)
+    late.install(dataclasses.replace(behind(1, 2), number=THREE))
+    assert late.orders(ef.Begin)[-1] == ef.Begin(1, whole=False)
+    assert late.feed(ev.Connected(THREE)) == [ef.ReceiveMissed(THREE, 1)]
 
 
 def test_donors_send_what_was_missed_and_then_compare() -> None:

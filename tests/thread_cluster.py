@@ -118,13 +118,17 @@ class ThreadWorker:
 
 
 class ThreadCluster:
-    """See the module's docstring. `kill_at`: worker and number of its exchange at which it dies."""
+    """See the module's docstring. `kill_at`: worker and number of its exchange at which it dies.
+
+    `damage_at`: a worker, and the number of its exchange in which a bit of a message is flipped.
+    """
 
     def __init__(
         self,
         spec: JobSpec,
         script: Callable[[Job, ThreadWorker], None],
         kill_at: dict[WorkerId, int] | None = None,
+        damage_at: tuple[int, int] = (-1, -1),
     ) -> None:
         self.network = MemoryNetwork()
         self.workers: dict[WorkerId, ThreadWorker] = {}  # the newest of each
@@ -133,6 +137,7 @@ class ThreadCluster:
         self._spec = spec
         self._script = script
         self._kill_at = dict(kill_at or {})
+        self._damage_at = damage_at
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._addresses: dict[int, dict[Peer, bytes]] = {}
         self._outcome: str | None = None
@@ -186,6 +191,8 @@ class ThreadCluster:
     def at_exchange(self, worker: ThreadWorker, tag: int) -> None:
         """Count an exchange; the worker dies if its time has come."""
         worker.exchanges += 1
+        if (worker.worker, worker.exchanges) == self._damage_at:
+            worker.transports[-1].damages_next = True
         if worker.incarnation == 1 and self._kill_at.get(worker.worker) == worker.exchanges:
             worker.die()
         if not worker.alive:

@@ -23,14 +23,16 @@ DRIVERS = (
 TEST_FILES = tuple(
     f"tests/test_{name}.py"
     for name in """
-        agent_machine audit backup coordinator_machine core driver formation interval job_spec links
-        policies review_schedule roster sampling saves step_drivers step_machine step_parts stories
-        stragglers training verdict_tables worker_machine
+        agent_machine audit backup bringing_up coordinator_machine core driver formation interval
+        job_spec links missed_steps policies review_schedule roster sampling saves step_drivers
+        step_machine step_parts stories stragglers thread_cluster training verdict_tables
+        worker_machine
     """.split()
 )
 DRIVER_TESTS = (
     "tests/test_exactness.py::test_a_kill_at_any_point_of_a_step[SIGKILL:gather:4:2]",
     "tests/test_exactness.py::test_the_lost_worker_comes_back",
+    "tests/test_disturbed.py::test_a_late_worker_is_suspended_and_catches_up[0]",
 )
 
 

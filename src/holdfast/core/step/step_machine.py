@@ -540,7 +540,6 @@ class StepMachine:
         """The step is committed, and the next one begins."""
         self.step += 1
         self.owners, self.hosted = owners, hosted
-        self._sums = None
         if self.round is Round.VOTE:
             self.round = Round.TASKS
 

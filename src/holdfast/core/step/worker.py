@@ -316,8 +316,7 @@ class WorkerMachine:
         return [ef.Commit(step), *self._step.saves.compared(step + 1)]
 
     def _doubted(self, invalidation: Invalidation, discarded: bool) -> Sequence[Outcome]:
-        newest = max(invalidation.view, self._status.view)  # another one may have come meanwhile
-        self._avoid((dataclasses.replace(invalidation, view=newest),))
+        self._avoid((invalidation,))
         if discarded:
             self._change(state=StateCopy.DISCARDED, reduced=False)
         return self._promise(self._status.view) or [self._tell()]
@@ -354,7 +353,6 @@ class WorkerMachine:
         if number <= self._status.promised:
             return []
         self._change(promised=number)
-        self._open_view = NO_VIEW
         concluded = self._carry(self._step.close())
         return [*concluded, ef.Abort(number), self._tell()]
 

@@ -1,0 +1,99 @@
+"""How a worker begins from a checkpoint, and what it says of one that cannot be read."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from holdfast.core.errors import Damaged, Unreachable, UserError
+from holdfast.core.step import effects as ef
+from holdfast.core.step import events as ev
+from holdfast.core.types import Invalidation, Peer, View, ViewNumber, WorkerId
+from holdfast.store.storage import Missing
+from holdfast.train.step import bringing_up
+from holdfast.train.step.bringing_up import STORE_PAUSE_S, BringingUp
+from holdfast.train.step.reduction import Layout
+from machine_kit import a_view
+
+VIEW = a_view(4, range(2), step=8, joiners=range(2))
+RESTORE = ef.Restore(ViewNumber(4), 8)
+
+
+class Told:
+    """A driver that only remembers the events."""
+
+    def __init__(self) -> None:
+        self.events: list[ev.WorkerEvent] = []
+
+    def post(self, event: ev.WorkerEvent) -> None:
+        self.events.append(event)
+
+
+class Reader:
+    """Reads checkpoints, or fails as a test says."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.asked: list[Any] = []
+
+    def restore(
+        self, step: int, transport: Any, layout: Layout, loading: Callable[[], None]
+    ) -> None:
+        loading()
+        self.asked.append(step)
+        if self.error is not None:
+            raise self.error
+
+    def older_than(self, step: int, invalidations: Any) -> int:
+        self.asked.append((step, invalidations))
+        return 5
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    found: list[float] = []
+    monkeypatch.setattr(bringing_up.time, "sleep", found.append)
+    return found
+
+
+def restored(reader: Any, view: View = VIEW) -> tuple[ev.WorkerEvent | None, list[Any]]:
+    driver, nothing = Told(), None
+    layout = Layout.of(view, Peer(WorkerId(0)))
+    worker: Any = BringingUp(driver, {}, nothing, reader)  # type: ignore[arg-type]
+    return worker.carry_out(RESTORE, view, layout, nothing), driver.events
+
+
+def test_who_begins_to_load_says_so_before_its_state_changes() -> None:
+    reader = Reader()
+    event, told = restored(reader)
+    assert event == ev.Restored(ViewNumber(4))
+    assert told == [ev.Loading()]
+    assert reader.asked == [8]
+
+
+@pytest.mark.parametrize("error", [Damaged("it is rotten"), Missing("8")])
+def test_a_checkpoint_that_cannot_be_used_is_told_with_the_one_before(
+    error: Exception, pauses: list[float]
+) -> None:
+    doubts = (Invalidation(after=6, view=ViewNumber(2)),)
+    reader = Reader(error)
+    event, _ = restored(reader, dataclasses.replace(VIEW, invalidations=doubts))
+    text = f"the checkpoint of step 8 is not used: {error}"
+    assert event == ev.Unreadable(ViewNumber(4), 8, 5, text)
+    assert reader.asked == [8, (8, doubts)]
+    assert pauses == []
+
+
+def test_a_store_that_does_not_answer_is_given_a_while(pauses: list[float]) -> None:
+    event, _ = restored(Reader(Unreachable("no answer")))
+    text = "the checkpoint of step 8 cannot be read just now: no answer"
+    assert event == ev.StoreSilent(ViewNumber(4), text)
+    assert pauses == [STORE_PAUSE_S]
+
+
+def test_without_a_store_nobody_begins_from_a_checkpoint() -> None:
+    with pytest.raises(UserError, match="at step 8, and has no --store"):
+        restored(None)
