@@ -43,10 +43,10 @@ check: $(STAMP)
 # Two processes: enough to halve the time, few enough that the tests' own workers are not starved.
 # PYTEST_OPTIONS=--fail-on-missing-packages fails if a test is skipped for lack of a Debian package.
 test: $(STAMP)
-	$(PYTEST) -n 2 $(PYTEST_OPTIONS)
+	$(PYTEST) -n 2 --dist worksteal $(PYTEST_OPTIONS)
 
 test-all: $(STAMP)
-	$(PYTEST) -n 2 -m "" $(PYTEST_OPTIONS)
+	$(PYTEST) -n 2 --dist worksteal -m "" $(PYTEST_OPTIONS)
 
 # The same as the slow tests of tests/test_fuzz.py; COUNT=N inputs for each of the two fuzzers.
 fuzz: $(STAMP)

@@ -189,6 +189,7 @@ def test_a_death_among_backup_workers(worker: int, start: Start, tmp_path: Path)
     assert {event["worker"] for event in run.events("lost")} == {worker}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("worker", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_worker_that_stands_still_for_long_is_suspended_and_catches_up(
     worker: int, start: Start, tmp_path: Path
@@ -219,6 +220,7 @@ def test_a_death_when_it_is_settled_who_counts(point: str, start: Start, tmp_pat
     assert {event["worker"] for event in run.events("lost")} == {0}
 
 
+@pytest.mark.slow
 def test_several_tasks_each_and_data_workers(start: Start, tmp_path: Path) -> None:
     """What a late worker has not begun it does not begin any more."""
     faults = options(tmp_path, FAULTS, virtual=6)
@@ -239,6 +241,7 @@ def test_one_worker_that_is_left_is_waited_for(start: Start, tmp_path: Path) -> 
     assert verify(run.run_dir.path, SamplePlan.from_dict).ok
 
 
+@pytest.mark.slow
 def test_without_the_flag_no_bit_changes(start: Start, reference: Reference) -> None:
     with start("--steps", "12", nproc=3) as run:
         assert finish(run) == reference(12)

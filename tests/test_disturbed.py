@@ -236,6 +236,7 @@ def test_what_others_are_late_with_is_copied(
     assert verify(run.run_dir.path, SamplePlan.from_dict).ok
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_late_task_is_an_audit_for_free(
     start: Start, reference: Reference, tmp_path: Path
 ) -> None:
@@ -431,6 +432,7 @@ def test_what_is_rightly_not_finite_is_committed(start: Start, tmp_path: Path) -
 # ---------------------------------------------------------------- slow networks
 
 
+@pytest.mark.slow
 def test_a_slow_network_is_told_from_slow_computing(start: Start, tmp_path: Path) -> None:
     """The others compute as fast as it does, and wait for what it sends."""
     options = disturbed(tmp_path, "worker 0 always slow link 1e5")

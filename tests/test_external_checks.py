@@ -325,6 +325,7 @@ def test_the_doctor_shows_what_external_checks_found(
     assert any(line.startswith("skipped: external-gone: nothing was learned") for line in lines)
 
 
+@pytest.mark.slow
 def test_the_doctor_repeats_them_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = ["--watch", "--json", "--every-s", "0.2", "--for-s", "4", "--dir", str(tmp_path)]
     assert main(["doctor", *args, "--check", "own=sh -c 'echo worn out; exit 2'"]) == 0

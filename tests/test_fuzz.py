@@ -115,7 +115,9 @@ def test_a_million_inputs(how: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert int(said[1]) >= INPUTS
 
 
-@pytest.mark.parametrize("how", ["plain", pytest.param("coverage", marks=needs_atheris)])
+@pytest.mark.parametrize(
+    "how", ["plain", pytest.param("coverage", marks=[needs_atheris, pytest.mark.slow])]
+)
 def test_a_planted_bug_is_found(how: str) -> None:
     done = fuzz(how, INPUTS, "--plant")
     assert done.returncode != 0

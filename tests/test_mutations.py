@@ -479,6 +479,7 @@ FOUND = (Violation.__name__, InvariantError.__name__)  # any other error is not 
 
 # It takes many seeds, or long ones, until these are noticed.
 SLOW = {
+    "views_follow_each_other_for_no_reason",
     "stale_reports_are_believed",
     "what_died_with_a_member_is_taken_for_kept",
     "who_has_promised_still_leads",

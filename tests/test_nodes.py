@@ -103,6 +103,7 @@ def test_a_node_that_is_cut_off_stops_and_comes_back(run: LabRun, expected: str)
     assert rejoined(run)
 
 
+@pytest.mark.slow
 def test_a_pair_of_nodes_that_lose_each_other(run: LabRun, expected: str) -> None:
     lab = run.lab
     fault = lab.cut_pair(lab.hosts[1], lab.hosts[2])

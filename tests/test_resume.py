@@ -61,6 +61,7 @@ def test_saving_changes_nothing_and_keeps_the_newest(
     assert "model.first.weight" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_without_a_number_of_steps_a_job_saves_as_often_as_pays(
     tmp_path: Path, reference: Callable[[int], str]
 ) -> None:
@@ -138,6 +139,7 @@ def test_a_preempted_job_saves_before_it_stops(
     assert main(["ledger", "verify", str(run.run_dir.path)]) == 0
 
 
+@pytest.mark.slow
 def test_a_rotten_checkpoint_is_passed_over_for_an_older_one(
     tmp_path: Path, reference: Callable[[int], str]
 ) -> None:

@@ -26,8 +26,10 @@ Reference = Callable[[int], str]
     "how",
     [
         "gil",
-        *(pytest.param(how, marks=pytest.mark.slow) for how in "compute wait first".split()),
-        "evaluate",
+        *(
+            pytest.param(how, marks=pytest.mark.slow)
+            for how in "compute wait first evaluate".split()
+        ),
     ],
 )
 def test_a_busy_worker_is_left_alone(how: str, start: Start) -> None:

@@ -226,8 +226,8 @@ def _with_ends(options: Options, rng: Random) -> Options:
         stop_again_s=again_s,
         losses_max=rng.randint(2, 8) if rng.random() < 0.1 else options.losses_max,
         fails_in=rng.randrange(options.steps) if rng.random() < 0.04 else -1,
-        wrong_stays=options.audit == 1.0 and rng.random() < 0.5,
         counts_from=1 << 31 if "journal_lost" not in options.faults and rng.random() < 0.1 else 0,
+        wrong_stays=options.audit == 1.0 and rng.random() < 0.5,
     )
 
 
