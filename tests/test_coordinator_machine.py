@@ -337,6 +337,20 @@ def test_a_snapshot_tells_which_view_is_stopped_and_which_is_about_to_change() -
     assert found.stop_view == job.number
 
 
+def test_what_was_said_of_a_checkpoint_is_kept_though_its_agent_begins_anew_at_once() -> None:
+    job = begun("a", "b")
+    job.say("a", 0, saved=4, committed=6)
+    job.pass_time(job.now + 5.0)
+    assert job.machine.snapshot().record.saved == (4,)
+    job.pause_s = 1e-6  # reports that come so fast wait for a common review
+    job.say("b", 1, detail="reviewed")
+    job.say("a", 0, unreadable=4, saved=0)
+    job.hear("a", incarnation=Incarnation(2), seq=1)  # nothing runs there
+    del job.known["a"]
+    job.pass_time(job.now + 5.0)
+    assert job.machine.snapshot().record.saved == ()
+
+
 def test_events_of_workers_are_told_with_their_worker() -> None:
     job = begun("a", "b")
     job.say("b", 1, events=(JobEvent(number=1, kind="save", text="step 4 is saved"),))

@@ -23,6 +23,7 @@ class Promises:
         self._fence_s = options.lease_s + options.lease_margin_s
         self._started_at = 0.0  # the present coordinator
         self._heard: dict[AgentId, tuple[float, AgentReport]] = {}  # by it: the newest of each
+        self._heard_by_any: dict[AgentId, float] = {}  # coordinator, at last
         self._refused: dict[int, bool] = {}  # steps of checkpoints that it knows to be damaged
         self._loops_left = 0  # loops that some script has gone on from
         self._votes: dict[int, int] = {}  # by view: the newest step committed by votes
@@ -38,6 +39,7 @@ class Promises:
 
     def heard(self, report: AgentReport, now: float) -> None:
         """Note that the coordinator takes in a report."""
+        self._heard_by_any[report.agent] = now
         _, newest = self._heard.get(report.agent, (now, report))
         if (report.incarnation, report.seq) >= (newest.incarnation, newest.seq):
             self._heard[report.agent] = now, report
@@ -121,5 +123,5 @@ class Promises:
     def finished(self, live: Iterable[Actor], now: float) -> None:
         """Check that nothing runs when the job is over, but on nodes that nobody can hear."""
         for process in live:
-            if now < self._heard_at(process.agent) + self._fence_s:
+            if now < self._heard_by_any.get(process.agent, now) + self._fence_s:
                 raise Violation(f"the job is said to be over, and worker {process.key} runs")

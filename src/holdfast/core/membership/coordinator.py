@@ -69,6 +69,7 @@ from holdfast.core.types import (
     View,
     ViewNumber,
     WantedProcess,
+    WorkerId,
     WorkerStatus,
 )
 
@@ -124,6 +125,7 @@ class CoordinatorMachine:
         self._agenda = Agenda(policy, self._roster, now)
         self._event_log = EventLog(record.slots if record else ())
         self._finished = False
+        self._said: dict[tuple[WorkerId, Incarnation], WorkerStatus] = {}  # of checkpoints
         self._checked: View | None = None
 
     def handle(self, event: CoordinatorEvent, now: float) -> list[CoordinatorEffect]:
@@ -228,6 +230,8 @@ class CoordinatorMachine:
             return False
         if learns:
             self._learn(report)
+        for status in filter(roster.ordered, speakers(report.workers)):
+            self._said[status.worker, status.incarnation] = status
         self._note_step(report, now)
         if learns or news is News.CHANGE or report.agent in self._agenda.silent:
             self._agenda.change(now)
@@ -267,7 +271,10 @@ class CoordinatorMachine:
             return []
         self._welcome()
         roster = self._roster
-        self._durable.note(filter(roster.ordered, speakers(roster.newest.values())))
+        said, self._said = self._said, {}  # an agent may have begun anew since
+        self._durable.note(
+            [*said.values(), *filter(roster.ordered, speakers(roster.newest.values()))]
+        )
         if self._outcome is not None:
             return []
         policy, restart = self._policy, self._policy.restart
