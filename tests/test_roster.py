@@ -323,6 +323,14 @@ def test_so_many_nodes_take_part_and_a_lost_one_makes_room() -> None:
     assert cluster.roster.here(N0) == [0, 3]
 
 
+def test_of_too_many_nodes_those_without_members_are_dismissed() -> None:
+    """A coordinator without its record has taken back whoever spoke."""
+    cluster = Cluster(member(0), status(1), status(2))
+    waiting, _ = admit(cluster.situation(view_of(0)), 2)
+    assert sorted(cluster.roster.placed) == ["n0", "n2"]
+    assert waiting == (N1,)
+
+
 def test_what_is_said_of_nodes_is_said_once() -> None:
     cluster = Cluster(member(0), member(1))
     before, news = attend(cluster.situation(None, 1), (N2,), "too many", Attendance())
@@ -409,6 +417,8 @@ def test_who_cannot_be_reached_or_is_wrong_is_left_out_for_longer_each_time() ->
     assert [worker for worker, _ in found] == [1]
     assert cluster.roster.slots[ONE].respawn_at == 51.0
     assert "computes wrongly" in found[0][1]
+    waits = [quarantine(cluster.roster, ONE, 1.0, RESTART, wrong=True) for _ in range(2)]
+    assert waits == [100.0, 120.0]
 
 
 # ---------------------------------------------------------------- what is remembered

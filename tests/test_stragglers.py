@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from holdfast.core.step.balance import BalancePolicy, Balancer
 from holdfast.core.step.speculation import Budget, Lateness, Patience, worth_copying
 from holdfast.core.step.speeds import Speeds
-from holdfast.core.step.stragglers import Detector, Kind, Verdict
+from holdfast.core.step.stragglers import Detector, Kind, Verdict, _kind
 from holdfast.core.types import AgentId, Incarnation, Member, View, ViewNumber, WorkerId
 
 Inject = Callable[[int, int, random.Random], float]  # worker, step: a factor
@@ -78,6 +78,11 @@ def test_false_alarms_are_rare(workers: int) -> None:
     steps = 20_000 // workers
     alarms = [v for _, v in watch(workers, steps, nothing, 7) if v.kind in SLOW]
     assert len(alarms) <= 2  # one in ten thousand
+
+
+def test_a_drift_is_seen_in_three_thirds_of_three_steps_or_more() -> None:
+    assert _kind([0.1, 0.1, 0.3, 0.3, 0.9, 0.9], 0.05) is Kind.STEADY
+    assert _kind([0.1] * 3 + [0.3] * 3 + [0.9] * 3, 0.05) is Kind.DRIFTING
 
 
 def test_verdicts_tell_what_kind_of_slowness_it_is() -> None:

@@ -15,6 +15,7 @@ from holdfast.core.job_spec import JobSpec, with_settings
 from holdfast.core.types import WorkerId
 from holdfast.train.checkpoint import state
 from holdfast.train.job import Job
+from holdfast.train.step.waits import Waits
 from support import SPEC
 from thread_cluster import HANG_S, Killed, ThreadCluster, ThreadWorker
 
@@ -129,6 +130,26 @@ def test_a_death_after_a_commit_changes_nothing(step: int, expected: str) -> Non
     run = Run(2, dies=(1, step))
     assert (run.outcome, run.cluster.errors) == ("", [])
     assert set(run.digests.values()) == {expected}
+
+
+def test_connections_of_older_views_are_closed(expected: str) -> None:
+    run = Run(3, {1: 20})
+    assert set(run.digests.values()) == {expected}
+    groups = [worker.transports for worker in run.cluster.workers.values()]
+    assert max(map(len, groups)) > 1
+    assert all(transport.closed for each in groups for transport in each[:-1])
+
+
+def test_waits_are_counted_from_one_vote_to_the_next(
+    monkeypatch: pytest.MonkeyPatch, expected: str
+) -> None:
+    begun: list[Waits] = []
+    plain = Waits.begin
+    monkeypatch.setattr(Waits, "begin", lambda self: (begun.append(self), plain(self)))
+    run = Run(2, settings={"silent_errors.audit": 1.0})
+    assert set(run.digests.values()) == {expected}
+    votes = 2 * (STEPS + 1)  # the first ones begin with the view
+    assert len(begun) == votes, run.cluster.views
 
 
 def test_two_deaths_in_one_exchange_change_nothing(expected: str) -> None:

@@ -45,7 +45,12 @@ class MortalTransport(MemoryTransport):
 
     def __init__(self, network: MemoryNetwork, address: bytes, worker: ThreadWorker) -> None:
         super().__init__(network, address)
+        self.closed = False
         self._worker = worker
+
+    def close(self) -> None:
+        self.closed = True
+        super().close()
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Pending:
         self._worker.cluster.at_exchange(self._worker, tag)

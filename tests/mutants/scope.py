@@ -24,9 +24,9 @@ TEST_FILES = tuple(
     f"tests/test_{name}.py"
     for name in """
         agent_machine audit backup bringing_up coordinator_machine core driver formation interval
-        job_spec links missed_steps policies review_schedule roster sampling saves step_drivers
-        step_machine step_parts stories stragglers thread_cluster training verdict_tables
-        worker_machine
+        job_spec links measuring missed_steps policies review_schedule roster sampling saves
+        step_drivers step_machine step_parts stories stragglers thread_cluster training
+        verdict_tables worker_machine
     """.split()
 )
 DRIVER_TESTS = (

@@ -485,9 +485,10 @@ class StepMachine:
 
     def _contradicted(self) -> list[Outcome]:
         """Tell that speculative tasks came to other bits than the tasks that they copy."""
-        sums = self._sums
-        if sums is None or self.doubt != CONTRADICTED:
+        if self.doubt != CONTRADICTED:
             return []
+        sums = self._sums
+        assert sums is not None, "only sums contradict a task"
         texts = [
             f"a copy of virtual rank {vrank} of step {self.step} came to other bits; the step is "
             "computed again"
