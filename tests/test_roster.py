@@ -385,6 +385,16 @@ def test_a_lost_worker_is_counted_once_and_waits_longer_each_time() -> None:
     assert waited == pytest.approx([0.0, 0.75, 1.5, 3.0, 3.0])
 
 
+def test_a_loss_is_not_counted_again_by_a_coordinator_that_follows() -> None:
+    cluster = Cluster(status(0, stage=Stage.LOST, detail="signal 9"))
+    slot = cluster.roster.slots[ZERO]
+    slot.strikes = 5  # so that it is waited for
+    assert len(lose(cluster)) == 1
+    slot.respawn_at = None  # what the journal does not keep
+    assert lose(cluster) == []
+    assert slot.strikes == 6
+
+
 def test_a_clean_probation_of_a_member_ends_its_strikes() -> None:
     cluster = Cluster(member(0), member(1))
     for worker in (ZERO, ONE):
@@ -475,6 +485,7 @@ def test_each_event_is_told_once_though_statuses_repeat_them() -> None:
 
 def test_progress_forgives_losses_and_only_new_steps_forgive_going_back() -> None:
     progress = Progress(5)
+    assert progress.losses == 0
     assert [progress.reached(step) for step in (5, 4, 6, 6)] == [False, False, True, False]
     progress.losses = 3
     assert progress.hopeless(3, 1) == ""

@@ -14,6 +14,7 @@ from torch import nn
 from holdfast.core.job_spec import JobSpec, with_settings
 from holdfast.core.types import WorkerId
 from holdfast.train.checkpoint import state
+from holdfast.train.data.sampling import SamplePlan
 from holdfast.train.job import Job
 from holdfast.train.step.waits import Waits
 from support import SPEC
@@ -38,23 +39,30 @@ def build(width: int) -> nn.Module:
     return model
 
 
+def samples() -> tuple[torch.Tensor, torch.Tensor]:
+    inputs = torch.randn(70, 6, generator=torch.Generator().manual_seed(5))
+    return inputs, inputs[:, :2].sin()
+
+
 def train(
     job: Job,
     dies: Callable[[int], None],
     width: int,
     computes: Callable[[int], None] = lambda step: None,
+    losses: list[float] | None = None,
 ) -> str:
     """Train a small model; returns the digest of all that is protected."""
     model = build(width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     job.protect(model=model, optimizer=optimizer)
-    inputs = torch.randn(70, 6, generator=torch.Generator().manual_seed(5))
-    dataset = torch.utils.data.TensorDataset(inputs, inputs[:, :2].sin())
+    dataset = torch.utils.data.TensorDataset(*samples())
     for step in job.steps(job.batches(dataset, batch_size=3), until=STEPS):
         for x, y in step:
             computes(step.index)
             step.backward(nn.functional.mse_loss(model(x), y))
         dies(step.index)
+        if losses is not None:
+            losses.append(step.loss)
         optimizer.step()
         optimizer.zero_grad()
     skeleton, tensors = state.capture({"model": model, "optimizer": optimizer})
@@ -78,6 +86,7 @@ class Run:
         settings: dict[str, Any] | None = None,
     ) -> None:
         self.digests: dict[WorkerId, str] = {}
+        self.losses: dict[WorkerId, list[float]] = {}  # of each step
         at = {WorkerId(worker): number for worker, number in (kill_at or {}).items()}
         self._dies = dies  # worker and step: between the commit and the optimizer's step
         self._wide = wide  # the worker with another model
@@ -96,8 +105,9 @@ class Run:
             if me.worker == self._late:
                 assert self.committed[step].wait(HANG_S), "the others wait for it"
 
+        losses = self.losses[me.worker] = []
         width = 41 if me.worker == self._wide else 40
-        self.digests[me.worker] = train(job, dies, width, computes)
+        self.digests[me.worker] = train(job, dies, width, computes, losses)
 
     @property
     def counts(self) -> list[int]:
@@ -116,6 +126,20 @@ def test_the_result_does_not_depend_on_the_number_of_workers(workers: int, expec
     assert set(run.digests.values()) == {expected}
     assert len(run.digests) == workers
     assert max(run.counts) < EXCHANGES
+
+
+def test_the_loss_of_a_step_is_the_mean_over_all_its_samples() -> None:
+    run = Run(2)
+    first, second = run.losses.values()
+    assert first == second
+    plan = SamplePlan(length=70, batch_size=3, virtual_ranks=4, seed=0)
+    model = build(40)
+    inputs, targets = samples()
+    parts = [
+        nn.functional.mse_loss(model(inputs[task]), targets[task]).item()
+        for task in plan.step_tasks(0)
+    ]
+    assert first[0] == pytest.approx(sum(parts) / 4)
 
 
 @pytest.mark.parametrize("number", range(1, EXCHANGES, 3))
