@@ -272,6 +272,27 @@ def test_a_silent_node_stops_the_view_and_is_gone_a_lease_after_the_witness() ->
     assert job.number == 2
 
 
+def test_a_witness_of_an_older_view_says_nothing_of_the_next() -> None:
+    job = begun("a", "b", "c", nodes_max=3)
+    job.say("b", 1, stage=Stage.LOST, detail="signal 9")  # a witness of view 1
+    job.stop("a", "c")
+    assert job.number == 2
+    assert job.view is not None
+    assert job.view.workers == (0, 2)
+    for worker, name in ((0, "a"), (2, "c")):
+        fields = dict(view=job.number, state=StateCopy.CURRENT, phase=Phase.COMPUTING)
+        job.say(name, worker, **fields)
+    silent_from = job.now
+    del job.known["b"], job.known["c"]
+    job.pass_time(silent_from + 3 * LEASE.fence_s)  # votes may have proved all the while
+    witness_at = job.now
+    job.stop("a")
+    job.pass_time(witness_at + LEASE.fence_s - 0.1)
+    assert job.number == 2
+    job.pass_time(witness_at + LEASE.fence_s + 0.1)
+    assert job.number == 3
+
+
 # ---------------------------------------------------------------- what is wrong
 
 

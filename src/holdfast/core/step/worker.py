@@ -304,7 +304,6 @@ class WorkerMachine:
         # All others needed this worker's share of the step, which it sent after this moment.
         proved_at = self.lateness.began_at
         self.lateness.step(self._now, tasks)
-        self._looked_in = -1
         self._change(
             committed=step + 1,
             reduced=False,
