@@ -56,8 +56,8 @@ def cost_lines() -> Iterator[str]:
     yield ""
     yield "Each library in its own launches, which take turns; medians of"
     yield f"{step_cost.ROUNDS}. CPU: of whole processes with all their threads, for each step."
-    yield "Targets: a CPU ratio of 1.05 for steps of 50 ms and more, 1.3 for steps of 4 ms. What each"
-    yield "change gained, and where the rest goes: [STEP_COST.md](STEP_COST.md)."
+    yield "Targets: a CPU ratio of 1.05 for steps of 50 ms and more, 1.3 for steps of 4 ms."
+    yield "What each change gained, and where the rest goes: [STEP_COST.md](STEP_COST.md)."
     yield ""
     yield from step_cost.HEAD
     for model in step_cost.MODELS:
