@@ -278,7 +278,9 @@ async def renewed(leadership: Leadership) -> None:
     await asyncio.wait_for(enough.wait(), WAIT_S)
 
 
-@pytest.mark.parametrize("which", ["killed", "frozen", "leader killed"])
+@pytest.mark.parametrize(
+    "which", ["killed", pytest.param("frozen", marks=pytest.mark.slow), "leader killed"]
+)
 def test_one_etcd_member_is_not_missed(which: str, cluster: EtcdCluster, tmp_path: Path) -> None:
     leader = cluster.leader()
     victim = leader if which == "leader killed" else (leader + 1) % 3

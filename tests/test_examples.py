@@ -35,6 +35,7 @@ def test_the_last_line_does_not_depend_on_the_workers(name: str, tmp_path: Path)
     assert last[0] == last[1]
 
 
+@pytest.mark.slow
 def test_an_example_runs_alone() -> None:
     command = [sys.executable, str(EXAMPLES / "gpt.py"), *ARGS["gpt.py"], "--print-every", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)

@@ -171,6 +171,7 @@ def recovered(run: LabRun) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_training_goes_on_while_there_is_no_coordinator(run: LabRun, expected: str) -> None:
     """Its process is frozen for longer than any lease: steps are committed all the same."""
     pid = run.status()["coordinator"]["pid"]
