@@ -119,6 +119,7 @@ def _samples(vranks: int) -> int:
     return plan.samples_before(STEPS)
 
 
+@pytest.mark.slow
 def test_late_results_are_dropped_and_all_replicas_stay_alike(start: Start, tmp_path: Path) -> None:
     with start(*SCRIPT, "--all", nproc=5, options=options(tmp_path, FAULTS)) as run:
         assert len(digests(run)) == 1
@@ -180,6 +181,7 @@ def test_a_worker_that_always_comes_last_is_always_left_out(
 @pytest.mark.parametrize(
     "worker", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
 )
+@pytest.mark.slow
 def test_a_death_among_backup_workers(worker: int, start: Start, tmp_path: Path) -> None:
     """Also of one that is late, and of the one that tells who counts."""
     faults = f"{FAULTS}\nworker {worker} steps 3-8 kill\n"  # those that it begins

@@ -129,7 +129,7 @@ def test_kills_amid_large_messages(tmp_path: Path) -> None:
     [
         "forward",
         pytest.param("spread", marks=pytest.mark.slow),
-        "vote",
+        pytest.param("vote", marks=pytest.mark.slow),
         pytest.param("optimizer", marks=pytest.mark.slow),
     ],
 )

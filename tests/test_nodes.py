@@ -154,6 +154,7 @@ def test_the_coordinators_node_is_cut_off_from_all_others(run: LabRun, expected:
     assert rejoined(run)
 
 
+@pytest.mark.slow
 def test_the_coordinator_dies_while_a_node_is_cut_off(run: LabRun, expected: str) -> None:
     lab = run.lab
     fault = lab.cut(lab.hosts[1])

@@ -159,6 +159,7 @@ def test_a_rotten_checkpoint_is_passed_over_for_an_older_one(
     assert f"from the checkpoint of step {newest - 5}" in begun[-1]
 
 
+@pytest.mark.slow
 def test_a_store_that_cannot_be_written_costs_checkpoints_only(
     tmp_path: Path, reference: Callable[[int], str]
 ) -> None:

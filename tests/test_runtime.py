@@ -98,6 +98,7 @@ def test_the_coordinator_dies_and_nothing_is_lost(start: Start, reference: Refer
     assert run.events("lost") == []
 
 
+@pytest.mark.slow
 def test_a_worker_dies_while_there_is_no_coordinator(start: Start, reference: Reference) -> None:
     with start("--steps", str(STEPS), "--task-s", "0.03", nproc=3) as run:
         members = run.until_members(3)

@@ -181,6 +181,7 @@ async def report(channel: Channel, seq: int) -> None:
     await asyncio.sleep(0)
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_was_frozen_does_nothing_any_more(
     candidates: Candidates, cluster: EtcdCluster
 ) -> None:
