@@ -196,7 +196,7 @@ class ThreadCluster:
     def at_exchange(self, worker: ThreadWorker, tag: int) -> None:
         """Count an exchange; the worker dies if its time has come."""
         worker.exchanges += 1
-        if (worker.worker, worker.exchanges) == self._damage_at:
+        if worker.incarnation == 1 and (worker.worker, worker.exchanges) == self._damage_at:
             worker.transports[-1].damages_next = True
         if worker.incarnation == 1 and self._kill_at.get(worker.worker) == worker.exchanges:
             worker.die()
