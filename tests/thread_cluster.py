@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from holdfast.core.errors import Aborted
 from holdfast.core.job_spec import JobSpec
 from holdfast.core.membership import agent as ag
 from holdfast.core.membership import coordinator as co
@@ -200,6 +201,8 @@ class ThreadCluster:
             worker.transports[-1].damages_next = True
         if worker.incarnation == 1 and self._kill_at.get(worker.worker) == worker.exchanges:
             worker.die()
+        if not worker.alive and threading.current_thread().name == "holdfast-backup":
+            raise Aborted("its worker has ended")  # nobody is told of how that thread ends
         if not worker.alive:
             raise Killed
 
