@@ -178,10 +178,8 @@ def test_a_worker_that_always_comes_last_is_always_left_out(
     assert int(re.search(rf"of worker {worker} in (\d+)", text)[1]) > STEPS // 2
 
 
-@pytest.mark.parametrize(
-    "worker", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
-)
 @pytest.mark.slow
+@pytest.mark.parametrize("worker", [0, 1, 2])
 def test_a_death_among_backup_workers(worker: int, start: Start, tmp_path: Path) -> None:
     """Also of one that is late, and of the one that tells who counts."""
     faults = f"{FAULTS}\nworker {worker} steps 3-8 kill\n"  # those that it begins
@@ -192,7 +190,7 @@ def test_a_death_among_backup_workers(worker: int, start: Start, tmp_path: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("worker", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("worker", [0, 2])
 def test_a_worker_that_stands_still_for_long_is_suspended_and_catches_up(
     worker: int, start: Start, tmp_path: Path
 ) -> None:

@@ -23,7 +23,7 @@ from holdfast.core.errors import UserError
 from holdfast.core.types import AgentId, AgentReport, Directive, Incarnation, JobRecord
 from holdfast.net.channel import Channel, connect
 from holdfast.runtime.coordinate.coordinator_process import Candidate
-from holdfast.runtime.coordinate.coordinator_server import CoordinatorSetup
+from holdfast.runtime.coordinate.coordinator_server import DEPOSED, CoordinatorSetup
 from holdfast.runtime.coordinate.election import (
     Leader,
     locate,
@@ -31,6 +31,7 @@ from holdfast.runtime.coordinate.election import (
     parse_election,
 )
 from holdfast.runtime.coordinate.journal import unseal
+from holdfast.runtime.launcher import CoordinatorSite
 from holdfast.runtime.rundir import RunDir
 from holdfast.testing.etcd_cluster import EtcdCluster, free_ports
 from holdfast.wire.messages import StatusReply, StatusRequest, StopRequest
@@ -285,6 +286,15 @@ def test_ctrl_c_while_nobody_can_stop_the_job_stops_it_later(
         asyncio.run(leadership.resign())
         assert standby.wait(WAIT_S) == 1
     assert run_dir.outcome() == "interrupted"
+
+
+def test_nodes_are_waited_for_after_a_coordinator_whose_term_is_over(tmp_path: Path) -> None:
+    """The next leader ends them; after one that failed before it told anybody, nobody does."""
+    with socket.socket() as listener:
+        site = CoordinatorSite(run_dir=RunDir(tmp_path), listener=listener, host=HOST)
+        has_told = site.coordinator([]).has_told
+    assert [has_told(code) for code in (0, DEPOSED, -signal.SIGALRM)] == [True] * 3
+    assert not has_told(1)
 
 
 async def end_job(where: Leader, secret: bytes) -> None:

@@ -210,3 +210,4 @@ def test_a_bit_flipped_in_any_message_is_put_right(number: int, expected: str) -
     run = Run(3, damage_at=(1, number), settings={"silent_errors.audit": 1.0})
     assert (run.outcome, run.cluster.errors) == ("", [])
     assert set(run.digests.values()) == {expected}
+    assert [transport.damages_next for transport in run.cluster.damaging] == [False]

@@ -139,6 +139,7 @@ class ThreadCluster:
         self.network = MemoryNetwork()
         self.workers: dict[WorkerId, ThreadWorker] = {}  # the newest of each
         self.errors: list[BaseException] = []
+        self.damaging: list[MortalTransport] = []  # told to flip a bit
         self.views: list[str] = []  # what the coordinator said of each
         self._spec = spec
         self._script = script
@@ -198,7 +199,8 @@ class ThreadCluster:
         """Count an exchange; the worker dies if its time has come."""
         worker.exchanges += 1
         if worker.incarnation == 1 and (worker.worker, worker.exchanges) == self._damage_at:
-            worker.transports[-1].damages_next = True
+            self.damaging.append(worker.transports[-1])
+            self.damaging[0].damages_next = True
         if worker.incarnation == 1 and self._kill_at.get(worker.worker) == worker.exchanges:
             worker.die()
         if not worker.alive and threading.current_thread().name == "holdfast-backup":

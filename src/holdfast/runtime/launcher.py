@@ -116,14 +116,16 @@ class CoordinatorSite:
 
         # Its term is over: started again, it stands by.
         stood_still = "this coordinator stood still until its term was over"
+        excused = {DEPOSED: "", -signal.SIGALRM: stood_still}
         return Kept(
             "coordinator",
             command,
             ends_with=(0, 1),
-            excused={DEPOSED: "", -signal.SIGALRM: stood_still},
+            excused=excused,
             pass_fds=[self.listener.fileno()],
-            # One that cannot even write how the job ended has told nobody.
-            has_told=lambda code: code == 0 or self.run_dir.outcome() is not None,
+            # One that cannot even write how the job ended has told nobody. After a term that is
+            # over, the next leader does.
+            has_told=lambda code: code in (0, *excused) or self.run_dir.outcome() is not None,
         )
 
 

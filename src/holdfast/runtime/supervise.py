@@ -31,8 +31,8 @@ class Kept:
 
     `command` is told how often it has been started. `excused`: exit statuses after which it is
     started again however often, and what to say then. `serves`: the others can do without it, and
-    it is told to end when they have ended. `has_told`: whether it told the others to end before it
-    ended with some status; if not, they are not waited for.
+    it is told to end when they have ended. `has_told`: whether the others are told to end, by it or
+    by another one, once it has ended with some status; if not, they are not waited for.
     """
 
     name: str
@@ -105,8 +105,9 @@ class Supervisor:
             for kept in self._kept:
                 if kept.running and kept.pidfd in readable:
                     self._ended(kept)
-        ended_at, code = time.monotonic(), self._kept[0].code
-        told = code is None or self._kept[0].has_told(code)
+        ended_at, first = time.monotonic(), self._kept[0]
+        assert first.code is not None
+        told = first.has_told(first.code)
         for kept in self._kept:
             for popen in kept.running:
                 if kept.serves:

@@ -324,8 +324,7 @@ def next_view(
     view = situation.view
     assert view is not None
     owners_now = present_owners(view, survivors)
-    lost = len(survivors) < len(view.members)
-    step, why = resume_step([*survivors, *_further(situation, survivors)], lost)
+    step, why = _resume_step(situation, view, survivors)
     at_rest = all(s.at_boundary for s in survivors)
     slots = situation.roster.slots
     drained = [s.worker for s in survivors if situation.roster.draining(slots[s.worker].agent)]
@@ -368,11 +367,17 @@ def next_view(
     )
 
 
-def _further(situation: Situation, survivors: Sequence[WorkerStatus]) -> list[WorkerStatus]:
-    """Find members that take no part any more, and have committed what survivors have yet to."""
+def _resume_step(
+    situation: Situation, view: View, survivors: Sequence[WorkerStatus]
+) -> tuple[int, str]:
+    """Tell at which step the survivors go on, and why there.
+
+    Members that take no part any more count if they have committed what survivors have yet to.
+    """
     newest = max(s.committed for s in survivors)
-    further = [s for s in situation.known if s.has_state and s.committed > newest]
-    return [s for s in further if situation.view is not None and s.view == situation.view.number]
+    known = [s for s in situation.known if s.view == view.number]
+    further = [s for s in known if s.has_state and s.committed > newest]
+    return resume_step([*survivors, *further], lost=len(survivors) < len(view.members))
 
 
 def _late_worker(status: WorkerStatus) -> LateWorker:
@@ -459,8 +464,7 @@ def last_view(situation: Situation, survivors: Sequence[WorkerStatus]) -> Propos
     """Propose a view while the job finishes: nobody joins, and nobody is waited for."""
     view = situation.view
     assert view is not None
-    lost = len(survivors) < len(view.members)
-    step, why = resume_step([*survivors, *_further(situation, survivors)], lost)
+    step, why = _resume_step(situation, view, survivors)
     staying = sorted(s.worker for s in survivors)
     return Proposal(
         workers=tuple(staying),
