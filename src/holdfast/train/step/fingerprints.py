@@ -15,6 +15,7 @@ import xxhash
 from holdfast.train.checkpoint.state import as_bytes
 
 CHUNK = 1 << 16  # elements of a tensor that are never parted
+_NUMPY_HAS = (torch.float32, torch.float64, torch.float16, torch.int64)
 _WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Chunk = tuple[torch.Tensor, int, int]
 
@@ -74,15 +75,19 @@ class Fingerprints:
         sums: list[torch.Tensor] = []
         for tensor, start, stop in chunks:
             for each in (tensor, *self._kept_of(tensor)):
-                alike = each.numel() == tensor.numel()
+                numel = each.numel()
+                alike = numel == tensor.numel()
                 if not alike and start > 0:
                     continue
-                flat = each.detach().reshape(-1)
-                flat = flat[start:stop] if alike else flat
-                if flat.is_cuda:
-                    sums.append(_sum_of_bits(flat))
+                part = each.detach()
+                if alike and stop - start < numel:
+                    part = part.reshape(-1)[start:stop]
+                if part.is_cuda:
+                    sums.append(_sum_of_bits(part.reshape(-1)))
+                elif part.dtype in _NUMPY_HAS and part.is_contiguous():
+                    digest.update(part.numpy())  # the same bytes, with a tenth of the calls
                 else:
-                    digest.update(as_bytes(flat).numpy().data)
+                    digest.update(as_bytes(part).numpy().data)
         if sums:  # one transfer for all of them
             gathered = torch.stack([each.to(sums[0].device) for each in sums])
             digest.update(as_bytes(gathered).numpy().data)
