@@ -85,7 +85,7 @@ class Fingerprints:
                 if part.is_cuda:
                     sums.append(_sum_of_bits(part.reshape(-1)))
                 elif part.dtype in _NUMPY_HAS and part.is_contiguous():
-                    digest.update(part.numpy())  # the same bytes, with a tenth of the calls
+                    digest.update(part.numpy().data)  # the same bytes, with a tenth of the calls
                 else:
                     digest.update(as_bytes(part).numpy().data)
         if sums:  # one transfer for all of them
