@@ -21,6 +21,8 @@ GOES_ON = {  # to its end: what comes to light late in a job is not cut off
     "counts_from": 0,
     "wrong_stays": False,
     "backup": BackupPolicy(),
+    "rounds": 1,
+    "tells_values": False,
 }
 # Mistakes that only a rare situation brings to light: their swarms are aimed at it.
 PARTITIONS = {

@@ -10,7 +10,7 @@ import pytest
 from holdfast.core.errors import InvariantError
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
-from holdfast.core.step.events import Purpose, Topic
+from holdfast.core.step.events import Purpose, StepKind, Topic
 from holdfast.core.step.saves import SavePolicy
 from holdfast.core.step.speculation import Patience
 from holdfast.core.step.step_policy import StepPolicy
@@ -228,6 +228,94 @@ def test_the_last_step_of_a_loop_and_one_after_a_save_compare_all_of_the_state()
         company.settle()
     whole = {begin.step: begin.whole for begin in walker.orders(ef.Begin)}
     assert whole == {0: False, 1: False, 2: False, 3: True, 4: True, 5: False}
+
+
+# ---------------------------------------------------------------- steps with no boundary before
+
+
+def open_next(company: Company, kind: StepKind) -> None:
+    """Let the scripts go on with the next step at once."""
+    for walker in company.members:
+        assert walker.status.phase is Phase.SCRIPT
+        walker.feed(ev.StepOpened(walker.status.committed, kind, rested=False))
+    company.settle()
+
+
+def test_what_is_to_be_saved_where_no_boundary_is_is_saved_at_the_next_one() -> None:
+    company = Company(2, StepPolicy(saves=SavePolicy(enabled=True, every=3)))
+    company.enter(a_view(1, range(2), joiners=range(2)))
+    company.until(3)  # whose votes agree to save
+    open_next(company, StepKind.VALUES)
+    open_next(company, StepKind.GRADIENTS)
+    assert [w.orders(ef.SaveShare) for w in company.walkers] == [[], []]
+    company.until(6)
+    for walker in company.walkers:
+        assert [save.step for save in walker.orders(ef.SaveShare)] == [5]
+        assert [begin.step for begin in walker.orders(ef.Begin) if begin.whole] == [5]
+
+
+def test_values_are_not_audited_nor_their_time_taken_for_that_of_a_step() -> None:
+    for kind in StepKind:
+        company = Company(2, StepPolicy(audit=1.0, cycle=1, patience=Patience(steps=1)))
+        company.enter(a_view(1, range(2), joiners=range(2)))
+        company.until(2)
+        open_next(company, kind)
+        told = [each.topic for w in company.walkers for each in w.orders(ef.Gather)]
+        trains = kind is StepKind.GRADIENTS
+        assert told.count(Topic.AUDIT) == 2 * (2 + trains)
+        assert company.walkers[0].status.committed == 3
+
+
+@pytest.mark.parametrize("kind", StepKind)
+def test_nobody_is_late_with_values(kind: StepKind) -> None:
+    company = Company(2, StepPolicy(patience=Patience(steps=1, copies=1.0)))
+    company.enter(a_view(1, range(2), joiners=range(2)))
+    company.until(2)
+    first, second = company.walkers
+    second.holds = lambda task: True
+    open_next(company, kind)
+    late_at, copy_at = first.machine.deadline(), first.machine.lateness.copy_at
+    assert (late_at == copy_at < float("inf")) == (kind is StepKind.GRADIENTS)
+    first.now = 1000.0
+    first.feed(Tick())
+    assert first.status.late == (kind is StepKind.GRADIENTS)
+    assert bool(first.orders(ef.LookWhoIsLate)) == (kind is StepKind.GRADIENTS)
+
+
+def test_an_announced_change_waits_for_the_boundary() -> None:
+    company = Company(2)
+    company.enter(a_view(1, range(2), joiners=range(2)))
+    for walker in company.walkers:
+        direct(walker, pending_view=ONE)
+    company.until(1)
+    open_next(company, StepKind.VALUES)
+    for walker in company.walkers:
+        assert walker.status.committed == 2
+        assert walker.status.promised < ONE
+        assert walker.feed(ev.AtBoundary()) == [ef.Tell(walker.status)]
+        assert walker.status.promised == ONE
+
+
+def test_who_was_suspended_receives_steps_with_no_boundary_before_them_too() -> None:
+    lag = LateWorker(worker=WorkerId(1), incarnation=Incarnation(1), committed=0)
+    company = Company(2)
+    late = company.walkers[1]
+    late.holds = lambda task: True
+    company.enter(a_view(1, range(2), joiners=range(2)))
+    late.feed(ev.GroupBroken(ONE, "suspended"))
+    back = dataclasses.replace(
+        a_view(3, range(2), 2, joiners=[1]), catching_up=(lag,), leader=WorkerId(0)
+    )
+    late.feed(ev.TaskDone(0, 1, ev.Purpose.HOSTED, 1))
+    late.install(back)
+    late.feed(ev.Connected(back.number))
+    assert late.take(ef.ReceiveMissed) == ef.ReceiveMissed(back.number, 0)
+    assert ef.Commit(0) in late.feed(ev.MissedHeard(back.number, 0))
+    late.feed(ev.StepOpened(1, StepKind.VALUES, rested=False))
+    assert late.take(ef.ReceiveMissed) == ef.ReceiveMissed(back.number, 1)
+    assert ef.Commit(1) in late.feed(ev.MissedHeard(back.number, 1))
+    late.feed(ev.AtBoundary())
+    assert late.take(ef.SyncState) == ef.SyncState(back.number)
 
 
 def test_a_loop_is_left_once_when_the_leader_is_past_it_or_by_the_leader_itself() -> None:

@@ -514,7 +514,10 @@ class Truth:
             raise Violation(f"worker {process.key} begins another step after an announced change")
 
     def applied(self, process: Actor) -> None:
-        if process.state != self.states[process.step] and not self.errors.hidden:
+        """Check a step that is applied, unless the job has gone back to before it meanwhile."""
+        given_up = is_invalidated(self._doubts, process.step, process.machine.snapshot().view)
+        right = process.state == self.states[process.step] or given_up
+        if not right and not self.errors.hidden:
             raise Violation(f"worker {process.key} diverged at step {process.step}")
 
     def woken(self, process: Actor) -> None:

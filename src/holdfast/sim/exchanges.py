@@ -14,7 +14,7 @@ from holdfast.core import tree
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.step.effects import WorkerEffect
-from holdfast.core.step.events import FINITE, SOMEBODYS, Topic
+from holdfast.core.step.events import FINITE, SOMEBODYS, StepKind, Topic
 from holdfast.core.types import View, WorkerId
 from holdfast.sim.arithmetic import DROPPED, Key, Parts, Share, add, is_not_finite
 from holdfast.sim.checkers import Truth
@@ -165,7 +165,9 @@ class Exchanges:
         flip = -2 if spoiling.flipped is None else spoiling.flipped
         part = flip if cycle and flip == reduce.step % cycle else -2
         whole = flip if process.whole and cycle > 1 else 0
-        wrongly, spoiling.sums_wrongly = spoiling.sums_wrongly, False
+        wrongly = False
+        if self._world.options.kind_of(reduce.step) is StepKind.GRADIENTS:
+            wrongly, spoiling.sums_wrongly = spoiling.sums_wrongly, False
         mine = Contribution(tokens, part, whole, wrongly)
         self._world.data.tell_all(process, group, group.present("part"), mine)
         self._sum(group)

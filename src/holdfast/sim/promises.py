@@ -104,9 +104,10 @@ class Promises:
             raise Violation(f"view {view.number} gives up the state that {holder.key} holds")
 
     def voted(self, view: View, step: int) -> None:
-        """Check that too few members complete one step, and then wait for more."""
+        """Check that too few members come to the next boundary, and then wait for more."""
         first = self._votes.setdefault(view.number, step)
-        if len(view.members) < self._options.workers_min and step > first:
+        rested = any(self._options.rests_before(each) for each in range(first + 1, step + 1))
+        if len(view.members) < self._options.workers_min and rested:
             raise Violation(f"{len(view.members)} workers go on in view {view.number}")
 
     def released(self, process: Actor, loop: int, newest: View | None) -> None:

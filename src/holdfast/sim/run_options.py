@@ -13,6 +13,7 @@ from typing import Any
 
 from holdfast.core.step.backup import BackupPolicy
 from holdfast.core.step.balance import BalancePolicy
+from holdfast.core.step.events import StepKind
 from holdfast.core.step.saves import SavePolicy
 from holdfast.core.step.speculation import Patience
 from holdfast.core.step.step_policy import StepPolicy
@@ -100,6 +101,8 @@ class Options:
     fails_in: int = -1  # the step in which every script fails; -1: none does
     wrong_stays: bool = False  # who computes wrongly does so again when it is started anew
     counts_from: int = 0  # terms, views and incarnations of agents are numbered from here
+    rounds: int = 1  # steps from one boundary to the next, and
+    tells_values: bool = False  # whether those that follow no boundary exchange values only
     restore_s: float = 300.0  # for which a store may stay silent when the job begins from it
 
     @property
@@ -125,6 +128,14 @@ class Options:
     @property
     def steps(self) -> int:
         return self.loops[-1]
+
+    def rests_before(self, step: int) -> bool:
+        """Tell whether there is a boundary before this step."""
+        return step % self.rounds == 0 or step in self.loops
+
+    def kind_of(self, step: int) -> StepKind:
+        values = self.tells_values and not self.rests_before(step)
+        return StepKind.VALUES if values else StepKind.GRADIENTS
 
     @property
     def recovery_s(self) -> float:
@@ -210,7 +221,15 @@ def draw(seed: int, small: bool = False) -> Options:
     )
     options = _with_wrong_bits(options, Random(f"wrong {seed} {small}"))
     options = _with_stores(options, Random(f"stores {seed} {small}"))
-    return _with_ends(options, Random(f"ends {seed} {small}"))
+    options = _with_ends(options, Random(f"ends {seed} {small}"))
+    return _with_rounds(options, Random(f"rounds {seed} {small}"))
+
+
+def _with_rounds(options: Options, rng: Random) -> Options:
+    """Let scripts open some steps right after the ones before, to train or to tell values."""
+    if rng.random() < 0.7:
+        return options
+    return dataclasses.replace(options, rounds=rng.randint(2, 4), tells_values=rng.random() < 0.5)
 
 
 def _with_ends(options: Options, rng: Random) -> Options:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.step.effects import WorkerEffect
-from holdfast.core.step.events import Purpose, WorkerEvent
+from holdfast.core.step.events import Purpose, StepKind, WorkerEvent
 from holdfast.core.step.vote import Vote
 from holdfast.core.step.worker import WorkerMachine
 from holdfast.core.types import (
@@ -27,6 +27,7 @@ from holdfast.core.types import (
     WorkerStatus,
 )
 from holdfast.sim.arithmetic import INITIAL_STATE, Key, apply
+from holdfast.sim.arithmetic import task as right
 from holdfast.sim.endings import SCRIPT_FAILED
 from holdfast.sim.exchanges import Exchanges, ExchangeWorld
 from holdfast.sim.groups import Group, What
@@ -34,6 +35,7 @@ from holdfast.sim.script_checks import check_script
 from holdfast.sim.seams import ProcessNode
 from holdfast.sim.spoiling import Spoiling
 from holdfast.sim.writers import WriterHost
+from holdfast.sim.wrong_bits import Violation
 
 
 class InsideStriker(Protocol):
@@ -350,7 +352,8 @@ class Process:
                 self._busy = True
                 self._copying = effect.purpose is Purpose.SPECULATIVE
                 delay_s = world.rng.uniform(0.5, 1.5) * world.options.task_s * self.slowness
-                if effect.purpose is Purpose.HOSTED:
+                timed = world.options.kind_of(effect.step) is StepKind.GRADIENTS
+                if effect.purpose is Purpose.HOSTED and timed:
                     self.compute_us += int(delay_s * 1e6)
                 self.post(delay_s, self._computed, effect)
             case ef.Commit(step):
@@ -369,10 +372,15 @@ class Process:
         if step >= self.until:
             self._leave_loop()
             return
+        if not self.world.options.rests_before(step):
+            raise Violation(f"worker {self.key} begins step {step}, which follows no boundary")
+        self._open(step, whole, rested=True)
+
+    def _open(self, step: int, whole: bool, *, rested: bool) -> None:
         self.open_step, self.whole = step, whole
         self.tokens, self.copies, self.compute_us = {}, {}, 0
         self.world.truth.opened(self, step)
-        self.feed(ev.StepOpened(step))
+        self.feed(ev.StepOpened(step, self.world.options.kind_of(step), rested))
 
     def _computed(self, task: ef.Compute) -> None:
         if self.stuck:
@@ -384,7 +392,7 @@ class Process:
             self.end(1, SCRIPT_FAILED)
             return
         if task.step == self.open_step and self.step == self.open_step:
-            token = self.spoiling.token(self.state or 0, task.step, task.vrank)
+            token = self._token(task)
             if task.purpose is Purpose.HOSTED:
                 self.tokens[task.vrank] = token
             elif task.purpose is Purpose.SPECULATIVE:
@@ -393,6 +401,11 @@ class Process:
             digest = token if task.digest else None
             self.feed(ev.TaskDone(task.step, task.vrank, task.purpose, 1, digest))
         self._script_next()
+
+    def _token(self, task: ef.Compute) -> int:
+        if self.world.options.kind_of(task.step) is StepKind.VALUES:  # which nobody can check
+            return right(self.state or 0, task.step, task.vrank)
+        return self.spoiling.token(self.state or 0, task.step, task.vrank)
 
     def _commit(self, step: int) -> None:
         total = self.total if self.total_step == step else None
@@ -410,8 +423,10 @@ class Process:
         self.world.truth.applied(self)
         if self.step >= self.until:
             self._leave_loop()
-        else:
+        elif self.world.options.rests_before(self.step):
             self._rest()
+        else:
+            self._open(self.step, whole=False, rested=False)
         self._script_next()
 
     def _copied(self, step: int, view: View, began: float) -> None:

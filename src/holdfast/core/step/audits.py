@@ -19,7 +19,7 @@ from holdfast.core.step.audit import (
     plan,
     plan_sums,
 )
-from holdfast.core.step.events import Row
+from holdfast.core.step.events import Row, StepKind
 from holdfast.core.step.open_step import OpenStep
 from holdfast.core.types import View, ViewNumber, WorkerId
 
@@ -44,6 +44,11 @@ class Audits:
         """Take over what all members have agreed on."""
         self.alike, self.whole_step = alike, whole_step
 
+    def postpone(self, step: int) -> None:
+        """Note that the script did not rest after `step` steps: all is looked at in a later one."""
+        if self.whole_step == step:
+            self.whole_step = step + 1
+
     def ask_less(self) -> None:
         """Compare within the tolerance, or nothing, since every worker contradicts itself."""
         near = self.alike is Alike.BITS and self._classes.tolerance
@@ -66,13 +71,14 @@ class Audits:
         self._court = Court()
         self._classes.forget()
 
-    def plan(self, view: View, step: int, owners: Sequence[WorkerId]) -> None:
+    def plan(self, view: View, step: int, owners: Sequence[WorkerId], kind: StepKind) -> None:
         """Plan the audits of a step, unless that was done in this view."""
         if self._planned_in == (view.number, step):
             return
         self._classes.forget()
         self._planned_in = (view.number, step)
-        self.plan_again(plan(self._seed, step, owners, view.workers, self.share_of(step)))
+        share = self.share_of(step) if kind is StepKind.GRADIENTS else 0.0
+        self.plan_again(plan(self._seed, step, owners, view.workers, share))
 
     def plan_again(self, audits: Sequence[Audit]) -> None:
         """Note that the step is computed once more, with these audits."""

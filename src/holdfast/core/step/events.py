@@ -21,6 +21,13 @@ class Purpose(enum.Enum):
     SPECULATIVE = "speculative"  # another one does, and is late with it
 
 
+class StepKind(enum.Enum):
+    """Says what a step brings together."""
+
+    GRADIENTS = "gradients"  # sums over all virtual ranks
+    VALUES = "values"  # what tasks have come to: nothing is timed, audited, copied or dropped
+
+
 class Topic(enum.Enum):
     """Names what the members of a view tell each other in a gather."""
 
@@ -47,9 +54,14 @@ class AtBoundary:
 
 @dataclass(frozen=True, slots=True)
 class StepOpened:
-    """The script is ready to compute tasks of `step`."""
+    """The script is ready to compute tasks of `step`.
+
+    `rested`: it was at a boundary before; otherwise it goes on right after the step before.
+    """
 
     step: int
+    kind: StepKind = StepKind.GRADIENTS
+    rested: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from holdfast.core.step.events import Digest, Purpose, TaskDone
+from holdfast.core.step.events import Digest, Purpose, StepKind, TaskDone
 
 
 class OpenStep:
     """Keeps what one worker has computed of a step; a task runs to its end once it has begun."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, kind: StepKind = StepKind.GRADIENTS) -> None:
         self.index = index
+        self.kind = kind
         self.running: tuple[int, Purpose] | None = None
         self.samples: dict[int, int] = {}  # of the virtual ranks that this worker hosts
         self.audited: dict[int, bool] = {}  # those of others that it computed to compare

@@ -82,6 +82,11 @@ class Saves:
         """Note that all members save the state after `after` steps."""
         self.agreed, self._wanted = (after, view), False
 
+    def postpone(self, step: int) -> None:
+        """Note that the script did not rest after `step` steps: save at the next boundary."""
+        if self.agreed is not None and self.agreed[0] == step:
+            self.agreed = step + 1, self.agreed[1]
+
     def at_boundary(self, step: int) -> list[Outcome]:
         """Return the order to copy, if the state as it is now was agreed on."""
         agreed = self.agreed

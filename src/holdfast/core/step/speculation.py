@@ -75,13 +75,17 @@ class Lateness:
         """Note that this worker waits for others from now on."""
         self._since = now
 
-    def step(self, now: float, tasks: int) -> None:
-        """Note that the step is over, of which it has computed so many tasks."""
-        self._steps.append(now - self.began_at)
-        self._waits.append(now - self._since)
-        self._task_s.append((self._since - self.began_at) / max(tasks, 1))
-        self._tasks += tasks
-        self._usual = None
+    def step(self, now: float, tasks: int, *, timed: bool = True) -> None:
+        """Note that the step is over, of which it has computed so many tasks.
+
+        `timed`: other steps take about as long.
+        """
+        if timed:
+            self._steps.append(now - self.began_at)
+            self._waits.append(now - self._since)
+            self._task_s.append((self._since - self.began_at) / max(tasks, 1))
+            self._tasks += tasks
+            self._usual = None
         self.began_at = now
 
     @property

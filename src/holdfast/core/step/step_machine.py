@@ -53,6 +53,8 @@ from holdfast.core.step.events import (
     Purpose,
     Row,
     StatesCompared,
+    StepKind,
+    StepOpened,
     StillAwaited,
     SumChecked,
     Summed,
@@ -236,10 +238,18 @@ class StepMachine:
 
     # ------------------------------------------------------------ the script
 
-    def opened(self, step: int) -> list[Outcome]:
+    def opened(self, event: StepOpened) -> list[Outcome]:
         """The script is ready to compute tasks of a step."""
-        self._open, self._idle = OpenStep(step), False
+        if not event.rested:
+            self.saves.postpone(event.step)
+            self._audits.postpone(event.step)
+        self._open, self._idle = OpenStep(event.step, event.kind), False
         return self.advance()
+
+    @property
+    def is_timed(self) -> bool:
+        """Tell whether the open step says anything about how long steps take."""
+        return self._open is None or self._open.kind is StepKind.GRADIENTS
 
     def task_done(self, task: TaskDone) -> list[Outcome]:
         """The script has computed a task; of an older step it does not matter any more."""
@@ -278,7 +288,7 @@ class StepMachine:
         if step is None or step.index != self.step:
             return []
         if self.round in (Round.TASKS, Round.SUM, Round.ROWS):
-            self._audits.plan(self._view, self.step, self.owners)
+            self._audits.plan(self._view, self.step, self.owners, step.kind)
         if step.running is not None:
             return []
         hosted = () if self._drops() else self.hosted
@@ -309,6 +319,7 @@ class StepMachine:
         return (late[0], Purpose.SPECULATIVE) if late else None
 
     def _drops(self) -> bool:
+        """Tell whether what this member computes of the step does not count."""
         return self._settlement is not None and self._settlement.drops(self.step)
 
     # ------------------------------------------------------------ who counts
@@ -319,7 +330,7 @@ class StepMachine:
             return []
         out: list[Outcome] = []
         counted: Sequence[int] = range(len(self._view.members))
-        if settlement is not None:
+        if settlement is not None and step.kind is StepKind.GRADIENTS:
             settlement.begin(self.step)
             used = step.used(self.hosted)
             if used is not None and settlement.says_done(self.step):
@@ -531,9 +542,10 @@ class StepMachine:
             self.saves.agree(self.step + 1, self._view)
         if self._view.suspended:
             out.append(KeepStep(self.step))
-        events = self._counting.observe(tally, self._around.leads_now)
-        out += [EventNoted(kind, text) for kind, text in events]
         step = self._open
+        if self.is_timed:
+            events = self._counting.observe(tally, self._around.leads_now)
+            out += [EventNoted(kind, text) for kind, text in events]
         dropped = self._drops() and step is not None and step.used(self.hosted) is None
         return [*out, Decided(self.step, tally.pending, self._counting.owners, dropped)]
 

@@ -56,7 +56,7 @@ class WorkerMachine:
         self._step = StepMachine(worker, self._policy, self, counting)
         self._status = WorkerStatus(worker=worker, incarnation=incarnation)
         self._view: View | None = None
-        self._last_step_of = NO_VIEW  # the view whose votes announced a change: no step follows
+        self._last_step_of = NO_VIEW  # whose votes announced a change: it ends at the next boundary
         self._open_view = NO_VIEW  # promised at a boundary: its group is aborted with the next one
         self._looked_in = -1  # the step in which it looked for who is late
         self._pending_view = NO_VIEW
@@ -138,9 +138,8 @@ class WorkerMachine:
         match event:
             case ev.LoopEntered() | ev.AtBoundary() | ev.ShareCopied() | ev.LoopFinishing():
                 return self._script_said(event)
-            case ev.StepOpened(step):
-                self._opened = step
-                return [*self._step.opened(step), *self._step.catch_up()]
+            case ev.StepOpened():
+                return self._step_opened(event)
             case ev.TaskDone():
                 if event.purpose is ev.Purpose.SPECULATIVE:
                     self.lateness.copy_done()
@@ -195,6 +194,12 @@ class WorkerMachine:
                 return [*told, *self._at_boundary()]
             case ev.LoopFinishing():
                 return saves.finishing(self._status.committed)
+
+    def _step_opened(self, event: ev.StepOpened) -> Sequence[Outcome]:
+        self._opened = event.step
+        if not event.rested:
+            self._change(phase=Phase.COMPUTING)
+        return [*self._step.opened(event), *self._step.catch_up()]
 
     def _group_said(  # noqa: RET503
         self,
@@ -303,7 +308,7 @@ class WorkerMachine:
             hosted = tuple(v for v, owner in enumerate(vote.owners) if owner == status.worker)
         # All others needed this worker's share of the step, which it sent after this moment.
         proved_at = self.lateness.began_at
-        self.lateness.step(self._now, tasks)
+        self.lateness.step(self._now, tasks, timed=self._step.is_timed)
         self._change(
             committed=step + 1,
             reduced=False,
@@ -474,11 +479,12 @@ class WorkerMachine:
 
     def _late_at(self) -> float:
         """Return when it says that others are late, if nothing happens until then."""
-        return self.lateness.late_at if self._status.phase is Phase.WAITING else _FOREVER
+        waits = self._status.phase is Phase.WAITING and self._step.is_timed
+        return self.lateness.late_at if waits else _FOREVER
 
     def _look_at(self) -> float:
         """Return when its script may copy what others are late with."""
-        waits = self._status.waiting and self._step.is_synced
+        waits = self._status.waiting and self._step.is_synced and self._step.is_timed
         return self.lateness.copy_at if waits and self._looked_in < 0 else _FOREVER
 
     # ------------------------------------------------------------ leaves
