@@ -28,7 +28,6 @@ from holdfast.core.types import (
 )
 
 E = TypeVar("E")
-STEPS_UNTIL = 1000
 
 
 def a_view(
@@ -65,7 +64,7 @@ class Walker:
         self.holds: Callable[[ef.Compute], bool] = lambda task: False  # which tasks take long
         self.held: list[ef.Compute] = []
         self.digest: Callable[[int], int] = lambda vrank: 100 + vrank  # of a task's gradient
-        self.feed(ev.LoopEntered(STEPS_UNTIL))
+        self.feed(ev.LoopEntered())
         self.feed(ev.AtBoundary())
 
     @property

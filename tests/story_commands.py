@@ -375,7 +375,7 @@ def _enter(cluster: Cluster, process: Process) -> bool:
     if status.loop and not process.work.left:
         return False
     process.work.left = False
-    cluster.feed(process, ev.LoopEntered(process.until))
+    cluster.feed(process, ev.LoopEntered())
     cluster.feed(process, ev.AtBoundary())
     return True
 

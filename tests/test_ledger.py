@@ -20,6 +20,7 @@ from holdfast.observe.ledger import (
     LedgerEntry,
     LedgerHeader,
     LedgerWriter,
+    Place,
     ledger_path,
     verify,
 )
@@ -44,7 +45,7 @@ def header(worker=0, incarnation=1, plan=PLAN, backup=0):
 def entry(step, incarnation=1, view=1, plan=PLAN):
     tasks = plan.step_tasks(step)
     return LedgerEntry(
-        step=step,
+        place=Place(step, step),
         view=view,
         hosts=tuple((owner, incarnation) for owner in OWNERS),
         counts=tuple(map(len, tasks)),
@@ -420,7 +421,12 @@ def test_any_loss_survives_exactly(tmp_path, loss):
     one = entry(0)
     for worker in (0, 1):
         changed = LedgerEntry(
-            step=0, view=1, hosts=one.hosts, counts=one.counts, digests=one.digests, loss=loss
+            place=one.place,
+            view=1,
+            hosts=one.hosts,
+            counts=one.counts,
+            digests=one.digests,
+            loss=loss,
         )
         path = write(tmp_path, worker, [changed])
     assert audit(tmp_path).ok

@@ -9,6 +9,7 @@ in a file is trusted; whatever is wrong with it becomes a finding that names fil
 from __future__ import annotations
 
 import contextlib
+import enum
 import errno
 import itertools
 import os
@@ -50,6 +51,27 @@ class LedgerHeader:
     backup: int = 0
 
 
+class Uses(enum.Enum):
+    """Says what a step uses of the dataset."""
+
+    SAMPLES = "samples"
+    SAME_SAMPLES = "same samples"  # as the step before it, in the script's same step
+    NO_SAMPLES = "no samples"  # its members only told each other values
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Says which step of the job an entry is of, and which step of the script that is (`index`).
+
+    The script's steps are those of the plan. They have other numbers if one of them consists of
+    several of the job's.
+    """
+
+    step: int
+    index: int
+    uses: Uses = Uses.SAMPLES
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerEntry:
     """Describes one committed step; `hosts`, `counts` and `digests` have one item per virtual rank.
@@ -57,7 +79,7 @@ class LedgerEntry:
     A task that was dropped has count and digest 0.
     """
 
-    step: int
+    place: Place
     view: int
     hosts: Sequence[Host]
     counts: Sequence[int]
@@ -144,13 +166,21 @@ class _HeaderLine(
     backup: _Natural = 0
 
 
-class _StepLine(msgspec.Struct, tag="step", tag_field="kind", forbid_unknown_fields=True):
+class _StepLine(
+    msgspec.Struct, tag="step", tag_field="kind", forbid_unknown_fields=True, omit_defaults=True
+):
     step: _Natural
     view: _Natural
     hosts: tuple[tuple[_Natural, _Natural], ...]
     counts: tuple[_Natural, ...]
     digests: tuple[_Hex64, ...]
     loss: str
+    index: _Natural | None = None  # the plan's step, if that has another number
+    uses: Uses = Uses.SAMPLES
+
+    @property
+    def place(self) -> Place:
+        return Place(self.step, self.step if self.index is None else self.index, self.uses)
 
 
 class _DoubtLine(msgspec.Struct, tag="doubt", tag_field="kind", forbid_unknown_fields=True):
@@ -196,13 +226,16 @@ class LedgerWriter:
         self._write(_encode(line))
 
     def append(self, entry: LedgerEntry) -> None:
+        step, index, uses = entry.place.step, entry.place.index, entry.place.uses
         line = _StepLine(
-            step=entry.step,
+            step=step,
             view=entry.view,
             hosts=tuple(entry.hosts),
             counts=tuple(entry.counts),
             digests=tuple(f"{digest:016x}" for digest in entry.digests),
             loss=float(entry.loss).hex(),
+            index=None if index == step else index,
+            uses=uses,
         )
         self._write(_encode(line))
 
@@ -298,7 +331,7 @@ def _doubts(paths: Sequence[Path]) -> list[_DoubtLine]:
 
 
 # What all copies of a step must agree on. Hashed, so that a million steps fit in memory.
-_CONTENT = ("plan", "counts", "digests", "loss")
+_CONTENT = ("plan", "place", "counts", "digests", "loss")
 
 
 @dataclass(slots=True)
@@ -309,6 +342,7 @@ class _Step:
     where: str  # file and line of the first copy
     view: int  # view of the newest commit
     plan: int  # its index, or -1 when it cannot be recomputed
+    place: Place
     commits: list[tuple[int, tuple[Host, ...], Host]] = field(default_factory=list)
     wrong: tuple[int, ...] = ()  # vranks whose samples are not the plan's
     dropped: tuple[int, ...] = ()  # vranks whose samples were left out by choice
@@ -406,12 +440,12 @@ class _Audit:
                 )
                 return
         self.copies += 1
-        content = (plan, _hash(entry.counts), _hash(entry.digests), entry.loss)
+        content = (plan, entry.place, _hash(entry.counts), _hash(entry.digests), entry.loss)
         commit = entry.hosts if header.backup else ()  # done again, other tasks may be dropped
         step = self.steps.get(entry.step)
         if step is None:
-            plan = self._covering(where, plan, entry.step)
-            step = _Step(contents={}, where=where, view=-1, plan=plan)
+            plan = self._covering(where, plan, entry.place)
+            step = _Step(contents={}, where=where, view=-1, plan=plan, place=entry.place)
             self.steps[entry.step] = step
         known = step.contents.setdefault(commit, content)
         if known is content:
@@ -434,11 +468,11 @@ class _Audit:
         hosts = self._hosts.setdefault(entry.hosts, entry.hosts)
         step.commits.append((entry.view, hosts, writer))
 
-    def _covering(self, where: str, index: int, number: int) -> int:
+    def _covering(self, where: str, index: int, place: Place) -> int:
         """Return `index` if that plan has the step and can be recomputed; else -1."""
-        if index < 0:
+        if index < 0 or place.uses is Uses.NO_SAMPLES:
             return -1
-        plan = self._plans[index]
+        plan, number = self._plans[index], place.index
         if number < plan.first_step:
             self.find(f"{where}: step {number} is before the plan's first, {plan.first_step}")
             return -1
@@ -466,7 +500,7 @@ class _Audit:
     ) -> tuple[int, ...]:
         """Return the vranks whose counts or digests are not the plan's, except dropped ones."""
         wrong = []
-        for vrank, task in enumerate(plan.step_tasks(entry.step)):
+        for vrank, task in enumerate(plan.step_tasks(entry.place.index)):
             if vrank in dropped:
                 continue
             name = f"{where}: step {entry.step} virtual rank {vrank}"
@@ -493,6 +527,14 @@ class _Audit:
                 self.find(f"no copy of step {_span(expected, number)}")
             expected = number + 1
             self._check_commits(number, self.steps[number])
+        users: dict[int, int] = {}  # of each step's samples: who was first
+        for number, step in sorted(self.steps.items()):
+            index, uses = step.place.index, step.place.uses
+            first = users.setdefault(index, number) if uses is Uses.SAMPLES else number
+            if first != number:
+                self.find(f"{step.where}: step {number} uses the samples of step {first} again")
+            if uses is Uses.SAME_SAMPLES and index not in users:
+                self.find(f"{step.where}: step {number} is the first to use its samples")
 
     def _check_commits(self, number: int, step: _Step) -> None:
         """Check that copies with different hosts stem from different commits.
@@ -522,7 +564,8 @@ class _Audit:
         """Return (lost, repeated, used) samples, epoch by epoch, over all proved tasks."""
         lost = repeated = used = 0
         for index, plan in enumerate(self._plans):
-            numbers = sorted(n for n, step in self.steps.items() if step.plan == index)
+            using = self._using()
+            numbers = sorted(n for n, step in using.items() if step.plan == index)
             expected = sum(
                 plan.samples_before(stop) - plan.samples_before(start)
                 for start, stop in self._spans(plan, numbers)
@@ -534,7 +577,7 @@ class _Audit:
                     task
                     for _, number in epoch
                     for vrank, task in enumerate(plan.step_tasks(number))
-                    if vrank not in self._not_used(number)
+                    if vrank not in (*using[number].wrong, *using[number].dropped)
                 ]
                 samples = np.sort(np.concatenate([np.empty(0, np.int64), *tasks]))
                 again = int(np.count_nonzero(samples[1:] == samples[:-1]))
@@ -544,21 +587,22 @@ class _Audit:
             lost += expected - distinct
         return lost - sum(self.count_dropped()), repeated, used
 
-    def _not_used(self, number: int) -> tuple[int, ...]:
-        step = self.steps[number]
-        return (*step.wrong, *step.dropped)
+    def _using(self) -> dict[int, _Step]:
+        """Return the steps that use samples for the first time, by the script's number."""
+        steps = self.steps.values()
+        return {s.place.index: s for s in steps if s.place.uses is Uses.SAMPLES}
 
     def count_dropped(self) -> list[int]:
         """Count the samples left out by choice, for each step in which there were some."""
         found = []
-        for number, step in sorted(self.steps.items()):
-            tasks = self._plans[step.plan].step_tasks(number) if step.dropped else []
+        for index, step in sorted(self._using().items()):
+            tasks = self._plans[step.plan].step_tasks(index) if step.dropped else []
             found.append(sum(len(tasks[vrank]) for vrank in step.dropped))
         return [samples for samples in found if samples]
 
     def _spans(self, plan: Plan, numbers: list[int]) -> list[tuple[int, int]]:
         """Return ranges of steps that the plan covers: `numbers`, and those missing before each."""
-        present = sorted(self.steps)
+        present = sorted(self._using())
         previous = dict(zip(present, [-1, *present], strict=False))
         return [(max(previous[n] + 1, plan.first_step), n + 1) for n in numbers]
 

@@ -324,7 +324,7 @@ class Process:
 
     def _enter_loop(self) -> None:
         self.loop += 1
-        self.feed(ev.LoopEntered(self.until))
+        self.feed(ev.LoopEntered())
         if self.step >= self.until and self.machine.snapshot().has_state:
             self._leave_loop()
         else:
@@ -377,7 +377,7 @@ class Process:
         self._open(step, whole, rested=True)
 
     def _open(self, step: int, whole: bool, *, rested: bool) -> None:
-        self.open_step, self.whole = step, whole
+        self.open_step, self.whole = step, whole or step == self.until - 1
         self.tokens, self.copies, self.compute_us = {}, {}, 0
         self.world.truth.opened(self, step)
         self.feed(ev.StepOpened(step, self.world.options.kind_of(step), rested))

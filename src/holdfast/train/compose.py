@@ -26,6 +26,7 @@ from holdfast.train.driver import Driver, Link
 from holdfast.train.environment import WorkerEnvironment
 from holdfast.train.ledger_recorder import LedgerRecorder
 from holdfast.train.monitor import Monitor
+from holdfast.train.progress import PROTECTED_AS, Progress
 from holdfast.train.script_thread import ScriptThread, TaskRunner
 from holdfast.train.step.bringing_up import BringingUp
 from holdfast.train.step.buckets import Gradients
@@ -93,8 +94,11 @@ def compose_control(environment: WorkerEnvironment, seed: int, fd: int | None) -
     return Control(environment=me, seed=seed, driver=driver, link=link)
 
 
-def compose_worker(control: Control, protected: Mapping[str, Any]) -> ScriptThread:
+def compose_worker(
+    control: Control, protected: Mapping[str, Any], progress: Progress
+) -> ScriptThread:
     """Put together all that trains the protected objects, and start the engine. UserError."""
+    protected = {**protected, PROTECTED_AS: progress}
     me, spec, driver = control.environment, control.environment.spec, control.driver
     where, backs_up = spec.checkpoints.store, bool(spec.backup().workers)
     modules = [(n, o) for n, o in protected.items() if isinstance(o, torch.nn.Module)]
@@ -139,4 +143,4 @@ def compose_worker(control: Control, protected: Mapping[str, Any]) -> ScriptThre
     engine.start()
     if isinstance(control.link, SoloLink):
         control.link.start(driver)
-    return ScriptThread(driver, data, runner, fingerprints, saver, recorder)
+    return ScriptThread(driver, data, runner, fingerprints, saver, recorder, progress)

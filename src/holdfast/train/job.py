@@ -1,31 +1,34 @@
-"""Offers training to scripts: `join`, `Job` and `Step`.
-
-The script's thread lives here. It computes tasks, waits for what the engine and the machine decide,
-and never takes part in the exchange itself.
-"""
+"""Offers training to scripts: `join` and `Job`."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
+from torch.utils.data import DataLoader
 
 from holdfast.core.errors import UserError
-from holdfast.core.step import effects as ef
+from holdfast.core.step.events import StepKind
 from holdfast.train.compose import Control, compose_control, compose_worker
-from holdfast.train.data.batch_loading import BatchSource, LoadOptions, dataset_length
+from holdfast.train.data.batch_loading import LoadOptions, dataset_length
 from holdfast.train.data.random_streams import enter_stream
 from holdfast.train.data.sampling import SamplePlan
+from holdfast.train.data.sources import Batches, NoDataset, Source, of_loader
 from holdfast.train.environment import WorkerEnvironment, take_channel
+from holdfast.train.evaluation import Evaluation, without_training
 from holdfast.train.host_memory import keep_freed_memory
+from holdfast.train.job_step import Step
+from holdfast.train.progress import PROTECTED_AS, Progress, Values, plain
 from holdfast.train.script_thread import ScriptThread
-from holdfast.train.step.speculative import FinishedTask
+from holdfast.train.step.values import PROPOSAL
+
+_jobs: list[Job] = []  # of this process, for the end of its script
 
 
 def join(*, seed: int | None = None) -> Job:
@@ -40,24 +43,14 @@ def join(*, seed: int | None = None) -> Job:
     random.seed(job_seed)
     np.random.seed(job_seed % 2**32)
     torch.manual_seed(job_seed)
-    return Job(compose_control(environment, job_seed, take_channel(environment)))
+    _jobs.append(Job(compose_control(environment, job_seed, take_channel(environment))))
+    return _jobs[-1]
 
 
-class Batches:
-    """Holds a dataset and the way its samples fall into steps; made by `Job.batches`."""
-
-    def __init__(
-        self, dataset: Any, options: LoadOptions, plan: SamplePlan, first_step: int | None = None
-    ) -> None:
-        self.dataset = dataset
-        self.options = options
-        self.plan = plan
-        self.first_step = first_step
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Return the steps in which every sample is used once (but for a dropped tail)."""
-        return self.plan.steps_per_epoch
+def end_script() -> None:
+    """End the loops that this process's script has left by `break`, since it is over. UserError."""
+    for job in _jobs:
+        job.end_open_loop()
 
 
 class Job:
@@ -69,8 +62,12 @@ class Job:
         self._environment = control.environment
         self._driver = control.driver
         self._protected: dict[str, Any] = {}
+        self._progress = Progress()
         self._script: ScriptThread | None = None  # once there is something to train
+        self._step: Step | None = None  # that the script has, or has left by `break`
         self._loops_until = 0  # where the newest loop of this script ends
+
+    # ------------------------------------------------------------ what the job is
 
     @property
     def virtual_ranks(self) -> int:
@@ -92,6 +89,21 @@ class Job:
         """Return the run's directory; None without a launcher."""
         return self._environment.run_dir
 
+    @property
+    def values(self) -> Values:
+        """Hold what the script keeps in variables: numbers, strings, lists and dictionaries.
+
+        They are a part of the job's state, as a model is, and must be the same on all workers.
+        """
+        return self._progress.values
+
+    @property
+    def stopped(self) -> bool:
+        """Tell whether a worker's script has called `stop`, and loops end early."""
+        return self._progress.stopped
+
+    # ------------------------------------------------------------ before the steps
+
     def protect(self, **objects: Any) -> None:
         """Name everything that makes up the job's state: models, optimizers, schedulers, scalers.
 
@@ -101,6 +113,8 @@ class Job:
         if self._script is not None:
             raise UserError("job.protect(...) came after job.steps(...): protect everything first")
         for name, value in objects.items():
+            if name == PROTECTED_AS:
+                raise UserError(f"job.protect({name}=...): Holdfast uses that name; give another")
             for method in ("state_dict", "load_state_dict"):
                 if not callable(getattr(value, method, None)):
                     raise UserError(
@@ -112,7 +126,7 @@ class Job:
     def batches(
         self,
         dataset: Any,
-        batch_size: int,
+        batch_size: int | None = None,
         *,
         shuffle: bool = True,
         drop_last: bool = False,
@@ -123,12 +137,25 @@ class Job:
         Every epoch is a permutation that depends on the job's seed only. Without `drop_last` an
         epoch's last step shares out what remains, and gradients are weighted so that they stay the
         mean over the step's samples. `loading`: fields of LoadOptions (num_workers, collate_fn,
-        pin_memory, prefetch_factor, ...). Raises UserError.
+        pin_memory, prefetch_factor, ...). `dataset` may be a ready DataLoader, which then says all
+        of that. Raises UserError.
         """
-        try:
-            options = LoadOptions(**loading)
-        except TypeError as error:
-            raise UserError(f"job.batches({type(dataset).__name__}): {error}") from None
+        if isinstance(dataset, DataLoader):
+            if batch_size is not None or loading:
+                raise UserError(
+                    "job.batches(loader, ...): the DataLoader says how batches are made; give "
+                    "nothing else"
+                )
+            found = of_loader(dataset)
+            dataset, batch_size, options = found.dataset, found.batch_size, found.options
+            shuffle, drop_last = found.shuffle, found.drop_last
+        else:
+            options = _options(dataset, loading)
+        if batch_size is None:
+            raise UserError(
+                f"job.batches({type(dataset).__name__}) has no batch size: give batch_size=, the "
+                "samples for each virtual rank in a step"
+            )
         plan = SamplePlan(
             length=dataset_length(dataset),
             batch_size=batch_size,
@@ -139,87 +166,131 @@ class Job:
         )
         return Batches(dataset, options, plan)
 
-    def steps(self, data: Batches, until: int) -> Iterator[Step]:
+    # ------------------------------------------------------------ steps
+
+    def steps(self, data: Batches | None = None, *, until: int) -> Iterator[Step]:
         """Yield the job's steps from where it stands up to (not including) number `until`.
 
-        The loop's end is a meeting point: the leader leaves it first; the others follow once the
-        leader's script has ended or asked for steps again, so that one of them can take its place.
+        Without `data` each step yields `Task`s, for which the script makes its own batches; the
+        global random generators are keyed by them. The loop's end is a meeting point: the leader
+        leaves it first; the others follow once the leader's script has ended or asked for steps
+        again, so that one of them can take its place.
         """
-        if not self._protected:
-            raise UserError("nothing is protected: call job.protect(model=...) before job.steps")
+        script = self._ready()
         if until < self._loops_until:
             raise UserError(
                 f"job.steps(until={until}) after a loop until {self._loops_until}: steps are "
                 "counted over the whole job, so until must not go back"
             )
-        if self._script is None:
-            self._script = compose_worker(self._control, self._protected)
-        if data.first_step is None:
-            data.first_step = self._loops_until
         self._loops_until = until
-        plan = dataclasses.replace(data.plan, first_step=data.first_step)
-        source = BatchSource(data.dataset, plan, data.options)
+        loop = NoDataset(self.virtual_ranks, self.seed) if data is None else data
+        source: Source | None = None
         try:
-            for index in self._script.loop(plan, until):
-                step = Step(self._script, source, index, until)
-                yield step
-                if not step.complete:
-                    raise UserError(f"step {index} was left early: iterate over all its batches")
+            for index, plan in script.loop(loop.begin, until):
+                source = source or loop.source(plan)
+                self._step = Step(script, source, index, until)
+                yield self._step
+                self._step.check_complete()
+            self._step = None
         finally:
-            source.close()
+            if source is not None:
+                source.close()
 
+    def stop(self) -> None:
+        """End the loops of all workers after the next step: for early stopping, or a time limit.
 
-class Step:
-    """Runs one step of the job in its script: iterate over it, then use `.grad` and `loss`."""
-
-    def __init__(self, script: ScriptThread, source: BatchSource, index: int, until: int) -> None:
-        self.index = index
-        self.epoch, self.step_in_epoch = source.plan.epoch_of(index)
-        self.loss = float("nan")  # after the batches: mean over the step's samples, all workers
-        self.complete = False
-        self._script = script
-        self._source = source
-        self._until = until  # where the loop ends
-        self._scale = 0.0
-        self._owed: int | None = None  # the virtual rank whose backward has not been called yet
-        self._task_loss = 0.0
-
-    def __iter__(self) -> Iterator[Any]:
-        """Yield this worker's batches; there are more if another worker fails in this step."""
-        for task in self._script.tasks(self._source, self._until):
-            yield from self._task(task)
-        self.loss = self._script.finish(self.index)
-        self.complete = True
-
-    def backward(self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None = None) -> None:
-        """Compute this batch's share of the gradient; once for each batch.
-
-        `loss`: a scalar, the mean over the batch. `scaler`: scale it by this GradScaler first.
-        Raises UserError when called out of turn.
+        One worker's call is enough. Later loops have no steps.
         """
-        if self._owed is None:
-            raise UserError("step.backward(loss) was called without a new batch: once per batch")
-        if loss.numel() != 1:
-            raise UserError(
-                f"step.backward needs a scalar loss, not {list(loss.shape)}: use mean()"
-            )
-        self._owed = None
-        share = loss if self._scale == 1.0 else loss * self._scale
-        (scaler.scale(share) if scaler is not None else share).backward()
-        self._task_loss = float(loss.detach())
+        self._ready().stop()
 
-    def _task(self, task: ef.Compute) -> Iterator[Any]:
-        plan, runner, vrank = self._source.plan, self._script.runner, task.vrank
-        count = plan.task_samples(self.index, vrank)
-        self._task_loss = 0.0
-        runner.begin(task)
-        if count:
-            self._scale = plan.weight(self.index, vrank) / plan.virtual_ranks
-            self._owed = vrank
-            batch = self._source.batch(self.index, vrank)
-            enter_stream(plan.seed, self.index, vrank, "model")
-            yield batch
-            if self._owed is not None:
-                raise UserError("a batch had no step.backward(loss): call it once for each one")
-        digest = plan.digest(self.index, vrank)
-        runner.end(task, FinishedTask(loss=self._task_loss, count=count, digest=digest))
+    # ------------------------------------------------------------ what workers do together
+
+    def agree(self, value: Any) -> Any:
+        """Return the leader's `value`, on all workers: a time, a choice, a number from outside.
+
+        All workers must call it, at the same place of the script. The value is made of numbers,
+        strings, lists and dictionaries, and is recorded in the ledger. Raises UserError.
+        """
+        proposal = msgspec.msgpack.encode(plain(value, "job.agree(...)'s value"))
+
+        def tell(script: ScriptThread) -> bytes:
+            script.open(StepKind.VALUES, proposal=proposal)
+            for task in script.tasks():
+                script.runner.tell(task, None)
+            return script.told()[PROPOSAL]
+
+        return msgspec.msgpack.decode(self._together(tell))
+
+    def evaluate(
+        self,
+        fn: Callable[[Any], Any],
+        data: Any,
+        batch_size: int | None = None,
+        *,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> Any:
+        """Evaluate a dataset, shared over all workers; returns the same exact mean on all of them.
+
+        `fn` gets a batch and returns a number (the mean over the batch), a pair (sum, weight), or a
+        dictionary of these; it runs without gradients, the protected modules in evaluation mode.
+        `data`: a map-style dataset with `batch_size`, or a DataLoader, of which order, sampler and
+        workers do not matter. All workers must call it, at the same place of the script. Raises
+        UserError.
+        """
+        if isinstance(data, DataLoader):
+            batch_size, collate_fn = data.batch_size, collate_fn or data.collate_fn
+            data = data.dataset
+        if batch_size is None:
+            raise UserError("job.evaluate(fn, dataset) has no batch size: give batch_size=")
+        evaluation = Evaluation(
+            fn=fn,
+            dataset=data,
+            length=dataset_length(data),
+            batch_size=batch_size,
+            collate_fn=collate_fn or LoadOptions().collate_fn,
+            virtual_ranks=self.virtual_ranks,
+            seed=self.seed,
+        )
+        modules = [each for each in self._protected.values() if isinstance(each, torch.nn.Module)]
+
+        def tell(script: ScriptThread) -> bytes:
+            step = script.open(StepKind.VALUES)
+            with without_training(modules):
+                for task in script.tasks():
+                    script.runner.tell(task, evaluation.share(step, task.vrank))
+            enter_stream(self.seed, step, self.virtual_ranks, "evaluated")
+            return msgspec.msgpack.encode(evaluation.mean(script.told()))
+
+        return msgspec.msgpack.decode(self._together(tell))
+
+    def end_open_loop(self) -> None:
+        """End a loop that the script has left by `break`. UserError if its step is not complete."""
+        step, script = self._step, self._script
+        if step is not None and script is not None and script.in_loop:
+            self._step = None
+            step.check_complete()
+            script.left_early()
+            script.leave_loop()
+
+    def _together(self, tell: Callable[[ScriptThread], bytes]) -> bytes:
+        """Have all workers tell each other something: within a step, or in a loop of its own."""
+        if self._script is not None and self._script.is_yielding:
+            return tell(self._script)
+        script = self._ready()
+        return script.once(NoDataset(self.virtual_ranks, self.seed).begin, lambda: tell(script))
+
+    def _ready(self) -> ScriptThread:
+        """Return the script's thread, in no loop that is over."""
+        if not self._protected:
+            raise UserError("nothing is protected: call job.protect(model=...) before job.steps")
+        if self._script is None:
+            self._script = compose_worker(self._control, self._protected, self._progress)
+        self.end_open_loop()
+        return self._script
+
+
+def _options(dataset: Any, loading: dict[str, Any]) -> LoadOptions:
+    try:
+        return LoadOptions(**loading)
+    except TypeError as error:
+        raise UserError(f"job.batches({type(dataset).__name__}): {error}") from None

@@ -13,6 +13,7 @@ from holdfast.observe.ledger import (
     LedgerEntry,
     LedgerHeader,
     LedgerWriter,
+    Place,
     ledger_path,
 )
 from holdfast.train.data.sampling import SamplePlan
@@ -38,10 +39,10 @@ class LedgerRecorder:
         """Begin a loop, whose samples fall into steps like this."""
         self._plan, self._header_due, self._tally = plan, True, DropTally()
 
-    def commit(self, index: int, view: int, table: StepTable, loss: float, dropped: int) -> None:
+    def commit(self, place: Place, view: int, table: StepTable, loss: float, dropped: int) -> None:
         """Record a step, whose gradient became complete in `view` without `dropped` samples."""
         if dropped:
-            self._note_dropped(index, table, dropped)
+            self._note_dropped(place.index, table, dropped)
         ledger = self._open()
         if ledger is None:
             return
@@ -50,7 +51,7 @@ class LedgerRecorder:
             ledger.begin(self._header())
         ledger.append(
             LedgerEntry(
-                step=index,
+                place=place,
                 view=view,
                 hosts=table.hosts(),
                 counts=table.counts(),

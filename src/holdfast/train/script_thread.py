@@ -1,30 +1,34 @@
 """Runs the script's own thread between `job.steps` and its end: loops, steps and tasks.
 
 It computes tasks, applies committed gradients and copies its share of the state when it is told to;
-it never takes part in the exchange itself.
+it never takes part in the exchange itself. A step of the script is one step of the job, or several
+that follow each other with no boundary between them.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 
 from holdfast.core import tree
-from holdfast.core.errors import InvariantError
+from holdfast.core.errors import InvariantError, UserError
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
-from holdfast.core.step.events import Purpose
+from holdfast.core.step.events import Purpose, StepKind
+from holdfast.observe.ledger import Place, Uses
 from holdfast.train.checkpoint.saver import Saver
-from holdfast.train.data.batch_loading import BatchSource
 from holdfast.train.data.random_streams import enter_stream
 from holdfast.train.data.sampling import SamplePlan
+from holdfast.train.data.sources import Source
 from holdfast.train.driver import Driver
 from holdfast.train.ledger_recorder import LedgerRecorder
+from holdfast.train.progress import Progress
 from holdfast.train.step.fingerprints import Fingerprints
 from holdfast.train.step.probe import current
 from holdfast.train.step.speculative import FinishedTask
 from holdfast.train.step.step_data import StepData
+from holdfast.train.step.values import PROPOSAL
 
 SAVE_S_MAX = 600.0  # how long the end of a loop waits for a checkpoint under way
 
@@ -46,6 +50,10 @@ class TaskRunner:
         data.digest.begin(task.digest, task.near)
         data.gradients.begin_task(task.vrank, task.purpose)
 
+    def holds(self, holds: bool) -> None:
+        """Note whether another backward pass of the same task follows the one that begins."""
+        self._data.gradients.holds = holds
+
     def end(self, task: ef.Compute, finished: FinishedTask) -> None:
         """Note that the script has computed its task."""
         data, driver, vrank = self._data, self._driver, task.vrank
@@ -64,11 +72,20 @@ class TaskRunner:
             digest = data.taken_digest()
             driver.post(ev.TaskDone(task.step, vrank, task.purpose, finished.count, digest))
 
+    def tell(self, task: ef.Compute, value: bytes | None) -> None:
+        """Note what a task of a step that exchanges values has come to."""
+        with self._driver.monitor:
+            if value is not None:
+                self._data.values.put(task.vrank, value)
+            self.put(task.vrank, FinishedTask(loss=0.0, count=0, digest=0))
+            self._driver.post(ev.TaskDone(task.step, task.vrank, task.purpose, 0))
+
     def put(self, vrank: int, finished: FinishedTask) -> None:
         """Note the row of a task that this worker hosts."""
         me, data = self._driver.status(), self._data
         host = me.worker, me.incarnation
-        data.own.put(vrank, finished.loss, finished.count, finished.digest, host)
+        row = finished.loss, finished.count, finished.digest
+        data.own.put(vrank, *row, host, finished.weight)
         if finished.left is not None:
             data.buffers.keep(vrank, finished.left)
 
@@ -90,25 +107,64 @@ class ScriptThread:
         fingerprints: Fingerprints,
         saver: Saver | None,
         recorder: LedgerRecorder,
+        progress: Progress,
     ) -> None:
         self.runner = runner
+        self.progress = progress
         self._driver = driver
         self._data = data
         self._fingerprints = fingerprints
         self._saver = saver
         self._recorder = recorder
-        self._begun = False  # some step
         self._plan: SamplePlan  # of the present loop
+        self._loop = -1  # the number of the loop that was entered last
+        self._in_loop = False
+        self._planned = False  # it is known
+        self._begun = False  # some step
+        self._at = 0  # the job's step that is open, or is opened next
+        self._rested = True  # there is a boundary before it
+        self._whole = False  # all of the state is looked at in it
+        self.is_open = False  # it is open: its tasks are not all done
+        self.is_yielding = False  # the script is in the body of a loop
 
-    def loop(self, plan: SamplePlan, until: int) -> Iterator[int]:
-        """Walk through the steps of one loop, from wherever the job stands."""
-        driver = self._driver
-        self._plan = plan
-        self._recorder.begin(plan)
-        driver.post(ev.LoopEntered(until))
-        while (index := self._enter_step(until)) < until:
-            yield index
-        self._recorder.end()
+    # ------------------------------------------------------------ loops
+
+    def loop(
+        self, begin: Callable[[int], SamplePlan], until: int
+    ) -> Iterator[tuple[int, SamplePlan]]:
+        """Walk through the script's steps in one loop, from wherever the job stands.
+
+        `begin`: tells the plan of a loop that begins at a step.
+        """
+        self._enter_loop()
+        progress = self.progress
+        while self._next_step(begin, lambda: progress.stopped or progress.steps >= until):
+            self._whole |= progress.steps == until - 1
+            self.is_yielding = True
+            try:
+                yield progress.steps, self._plan
+            finally:
+                self.is_yielding = False
+            progress.steps += 1
+        self.leave_loop()
+
+    @property
+    def in_loop(self) -> bool:
+        """Tell whether the script is within a loop, or has left one that is not over yet."""
+        return self._in_loop
+
+    def left_early(self) -> None:
+        """Note that the script has left its loop after a complete step, and not come back."""
+        self.progress.steps += 1
+
+    def leave_loop(self) -> None:
+        """End the present loop: wait for others there, and for saves that are under way."""
+        progress, driver = self.progress, self._driver
+        self._in_loop = False
+        if self._loop == len(progress.ended):
+            progress.ended.append(progress.steps)
+        if self._planned:
+            self._recorder.end()
         driver.post(ev.LoopFinishing())
         if self._saver is not None:
             self._saver.finish(SAVE_S_MAX)
@@ -116,8 +172,92 @@ class ScriptThread:
         while not isinstance(driver.next_for_script(), ef.Release):
             pass
 
-    def tasks(self, source: BatchSource, until: int) -> Iterator[ef.Compute]:
-        """Walk through the tasks of the open step, until it is committed."""
+    def once(self, begin: Callable[[int], SamplePlan], tell: Callable[[], bytes]) -> bytes:
+        """Have values told between loops, in a loop of its own; returns what was told there."""
+        self._enter_loop()
+        progress, number = self.progress, self._loop
+        if self._next_step(begin, lambda: number in progress.told):
+            told = tell()
+            progress.told[number] = told
+        self.leave_loop()
+        return progress.told[number]
+
+    def _enter_loop(self) -> None:
+        self._in_loop, self._planned = True, False
+        self._loop += 1
+        self._driver.post(ev.LoopEntered())
+
+    def _next_step(self, begin: Callable[[int], SamplePlan], ends: Callable[[], bool]) -> bool:
+        """Wait at the boundary; tells whether there is a step before the loop is over."""
+        if self._begun:
+            self._make_plan(begin)
+            if self._is_over(ends):
+                return False
+        driver = self._driver
+        driver.post(ev.AtBoundary())
+        while not isinstance(order := driver.next_for_script(), ef.Begin):
+            if isinstance(order, ef.SaveShare):
+                self._save(order)
+        self._begun = self._rested = True
+        self._at, self._whole = order.step, order.whole
+        self._make_plan(begin)
+        return not self._is_over(ends)
+
+    def _make_plan(self, begin: Callable[[int], SamplePlan]) -> None:
+        """Make the present loop's plan, once it is known after how many steps it begins."""
+        if not self._planned:
+            ended = self.progress.ended[: self._loop]
+            self._plan, self._planned = begin(ended[-1] if ended else 0), True
+            self._recorder.begin(self._plan)
+
+    def _is_over(self, ends: Callable[[], bool]) -> bool:
+        return self._loop < len(self.progress.ended) or ends()
+
+    def _save(self, order: ef.SaveShare) -> None:
+        began, problem = time.monotonic(), "there is no writer"
+        if self._saver is not None:
+            worker = self._driver.status().worker
+            problem = self._saver.copy(order.step, order.view, worker)
+        self._driver.post(ev.ShareCopied(order.step, time.monotonic() - began, problem))
+
+    # ------------------------------------------------------------ steps
+
+    def open(
+        self,
+        kind: StepKind = StepKind.GRADIENTS,
+        of: Collection[str] | None = None,
+        proposal: bytes | None = None,
+    ) -> int:
+        """Open the job's next step, and return its number.
+
+        `of`: names of the modules whose gradients it sums; None: all. `proposal`: what the leader
+        proposes in a step that exchanges values. UserError within another step.
+        """
+        if self.is_open:
+            raise UserError(
+                "a step is not complete: go through all its batches before anything that workers "
+                "do together (evaluate, agree, another round)"
+            )
+        data, prints = self._data, self._fingerprints
+        current.probe.boundary(self._at, prints.protected)
+        data.gradients.begin_step(of)
+        data.buffers.remember()
+        start = data.buffers.start
+        whole = prints.of_all(start) if self._whole and prints.cycle > 1 else 0
+        part = prints.of_step(self._at, start)
+        with self._driver.monitor:
+            data.open(kind, (part, whole))
+            if proposal is not None:
+                data.values.put(PROPOSAL, proposal)
+            self._driver.post(ev.StepOpened(self._at, kind, self._rested))
+        self.is_open, self._rested, self._whole = True, False, False
+        return self._at
+
+    def tasks(self, source: Source | None = None, until: int = 0) -> Iterator[ef.Compute]:
+        """Walk through the tasks of the open step, until it is committed.
+
+        `source`: loads batches of this worker's tasks ahead, up to the script's step `until`.
+        """
         followed: tuple[int, ...] = ()
         while True:
             order = self._driver.next_for_script()
@@ -126,62 +266,85 @@ class ScriptThread:
                     self.runner.adopt(vrank)
                 case ef.Compute():
                     hosted = self._driver.status().hosted
-                    if order.purpose is Purpose.HOSTED and hosted != followed:
+                    if source and order.purpose is Purpose.HOSTED and hosted != followed:
                         followed = hosted
-                        source.follow(hosted, order.step, until)
+                        source.follow(hosted, self.progress.steps, until)
                     yield order
                 case ef.Commit():
+                    self.is_open = False
+                    self._at += 1
                     return
                 case _:
                     raise InvariantError(f"{order} came in the middle of a step")
 
-    def finish(self, index: int) -> float:
-        """Hand the committed step's gradient and buffers to the script; return its loss."""
-        data, plan = self._data, self._plan
-        if self._saver is not None:
-            self._saver.before_update()
+    def finish(self, *, first: bool) -> float:
+        """Hand the committed step's gradient and buffers to the script; return its loss.
+
+        `first`: it is the first one of the script's step.
+        """
+        data, plan, index = self._data, self._plan, self.progress.steps
+        self._before_update()
         data.buffers.apply()
         table, vranks = data.table, plan.virtual_ranks
-        samples, counted = plan.step_samples(index), sum(table.counts())
+        samples, counts = plan.step_samples(index), table.counts()
+        counted = sum(counts)
         scale = samples / counted  # 1 unless something was dropped
-        data.gradients.publish(table.used, scale)
-        enter_stream(plan.seed, index, vranks, "job")
-        weighted = zip(table.losses(), plan.weights(index), strict=True)
-        losses = {(v, 1): loss * weight for v, (loss, weight) in enumerate(weighted)}
-        total = tree.fold(losses, vranks, lambda a, b: a + b)
-        loss = total / vranks * scale
-        self._recorder.commit(index, data.reduced_in, table, loss, samples - counted)
+        weights = [w for w, count in zip(table.weights(), counts, strict=True) if count]
+        losses = {(v, 1): loss for v, loss in enumerate(table.losses())}
+        if all(weight >= 0 for weight in weights):
+            divisor = self._total({(v, 1): max(w, 0.0) for v, w in enumerate(table.weights())})
+            if not divisor > 0:
+                raise UserError(
+                    f"the weights of step {index} sum up to {divisor}: give some weight"
+                )
+            data.gradients.publish(table.used, weight=divisor)
+            loss = self._total(losses) / divisor
+        elif any(weight >= 0 for weight in weights):
+            raise UserError(
+                f"some batches of step {index} were given a weight and others not: give "
+                "step.backward a weight in every batch, or in none"
+            )
+        else:
+            data.gradients.publish(table.used, scale)
+            for v, weight in enumerate(plan.weights(index)):
+                losses[v, 1] *= weight
+            loss = self._total(losses) / vranks * scale
+        enter_stream(plan.seed, index, vranks, "job" if first else f"job {self._at}")
+        uses = Uses.SAMPLES if first else Uses.SAME_SAMPLES
+        self._record(uses, loss, samples - counted)
         return loss
 
-    def _enter_step(self, until: int) -> int:
-        """Wait at the boundary; returns the step that may be computed now."""
-        driver, committed = self._driver, self._driver.status().committed
-        if self._begun and committed >= until:
-            return committed
-        driver.post(ev.AtBoundary())
-        while not isinstance(order := driver.next_for_script(), ef.Begin):
-            if isinstance(order, ef.SaveShare):
-                self._save(order)
-        self._begun = True
-        if order.step < until:
-            self._open(order)
-        return order.step
+    def told(self) -> dict[int, bytes]:
+        """Return what all members have told in the committed step, by virtual rank."""
+        data = self._data
+        self._before_update()
+        data.buffers.restore()
+        self._record(Uses.NO_SAMPLES, 0.0, 0)
+        return dict(data.values.told)
 
-    def _open(self, begin: ef.Begin) -> None:
-        data, prints = self._data, self._fingerprints
-        current.probe.boundary(begin.step, prints.protected)
-        data.gradients.begin_step()
-        data.buffers.remember()
-        start = data.buffers.start
-        whole = prints.of_all(start) if begin.whole and prints.cycle > 1 else 0
-        part = prints.of_step(begin.step, start)
-        with self._driver.monitor:
-            data.open((part, whole))
-            self._driver.post(ev.StepOpened(begin.step))
+    def modules_named(self, names: Collection[str]) -> Collection[str]:
+        """Return these names; UserError for one under which no module with parameters is."""
+        known = {bucket.owner for bucket in self._data.gradients.buckets}
+        for name in names:
+            if name not in known:
+                raise UserError(
+                    f"step.round({name!r}): no module with parameters is protected under that "
+                    f"name, but {', '.join(sorted(known))}"
+                )
+        return names
 
-    def _save(self, order: ef.SaveShare) -> None:
-        began, problem = time.monotonic(), "there is no writer"
+    def stop(self) -> None:
+        """Have all loops of all workers end after the next step."""
+        self._data.wants_stop = True
+
+    def _record(self, uses: Uses, loss: float, dropped: int) -> None:
+        self.progress.stopped |= self._data.table.stops
+        place = Place(self._at - 1, self.progress.steps, uses)
+        self._recorder.commit(place, self._data.reduced_in, self._data.table, loss, dropped)
+
+    def _before_update(self) -> None:
         if self._saver is not None:
-            worker = self._driver.status().worker
-            problem = self._saver.copy(order.step, order.view, worker)
-        self._driver.post(ev.ShareCopied(order.step, time.monotonic() - began, problem))
+            self._saver.before_update()
+
+    def _total(self, values: dict[tree.Node, float]) -> float:
+        return tree.fold(values, self._plan.virtual_ranks, lambda a, b: a + b)

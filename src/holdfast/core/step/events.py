@@ -42,9 +42,7 @@ class Topic(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class LoopEntered:
-    """The script has asked for steps up to (not including) `until`; this makes it a candidate."""
-
-    until: int = 1 << 62
+    """The script has asked for steps; this makes it a candidate."""
 
 
 @dataclass(frozen=True, slots=True)

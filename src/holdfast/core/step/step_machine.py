@@ -319,8 +319,10 @@ class StepMachine:
         return (late[0], Purpose.SPECULATIVE) if late else None
 
     def _drops(self) -> bool:
-        """Tell whether what this member computes of the step does not count."""
-        return self._settlement is not None and self._settlement.drops(self.step)
+        """Tell whether what this member computes of the step does not count in this view."""
+        if self._settlement is None or self.round is Round.CLOSED:
+            return False
+        return self._settlement.drops(self.step)
 
     # ------------------------------------------------------------ who counts
 

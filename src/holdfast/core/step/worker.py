@@ -60,7 +60,6 @@ class WorkerMachine:
         self._open_view = NO_VIEW  # promised at a boundary: its group is aborted with the next one
         self._looked_in = -1  # the step in which it looked for who is late
         self._pending_view = NO_VIEW
-        self._until = 0  # where the script's loop ends
         self._opened = -1  # the newest step that was opened in this loop
         self._release_loop = 0
         self._released_loop = 0
@@ -175,8 +174,8 @@ class WorkerMachine:
     ) -> Sequence[Outcome]:
         saves = self._step.saves
         match event:
-            case ev.LoopEntered(until):
-                self._until, self._opened = until, -1
+            case ev.LoopEntered():
+                self._opened = -1
                 saves.loop_entered()
                 loop = self._status.loop + 1
                 self._change(stage=Stage.READY, loop=loop, phase=Phase.SCRIPT)
@@ -428,8 +427,7 @@ class WorkerMachine:
             return []
         self._change(phase=Phase.COMPUTING)
         step, agreed = self._status.committed, self._step.saves.agreed
-        saved = agreed is not None and agreed[0] == step
-        return [ef.Begin(step, whole=saved or step == self._until - 1)]
+        return [ef.Begin(step, whole=agreed is not None and agreed[0] == step)]
 
     def _at_boundary(self) -> Sequence[Outcome]:
         self._change(phase=Phase.BOUNDARY)

@@ -32,10 +32,8 @@ def main(argv: list[str]) -> int:
     sys.argv = argv
     sys.path[0] = os.path.dirname(os.path.realpath(argv[0]))  # as python itself does
     try:
-        runpy.run_path(argv[0], run_name="__main__")
+        _run(argv[0])
     except SystemExit as end:
-        if end.code is None or end.code == 0:
-            return 0
         if isinstance(end.code, int):
             _tell(failure_fd, f"the script ended with exit code {end.code}")
             return end.code
@@ -45,6 +43,18 @@ def main(argv: list[str]) -> int:
         _tell(failure_fd, describe(error))
         return 1
     return 0
+
+
+def _run(script: str) -> None:
+    """Run the script, and end what it has left open, if it ends well."""
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise
+    training = sys.modules.get("holdfast.train.job")  # not imported by a script that does not train
+    if training is not None:
+        training.end_script()
 
 
 def environment_of_threads(threads: int) -> dict[str, str]:

@@ -81,6 +81,14 @@ def dataset_length(dataset: Any) -> int:
     return len(dataset)
 
 
+def load_samples(dataset: Any, indices: list[int]) -> list[Any]:
+    """Return these samples: at once, if the dataset offers that."""
+    if getattr(dataset, "__getitems__", None):
+        found: list[Any] = dataset.__getitems__(indices)
+        return found
+    return [dataset[index] for index in indices]
+
+
 class BatchSource:
     """Provides the batches of one dataset, for the virtual ranks that this worker hosts.
 
@@ -262,11 +270,7 @@ class _Tasks:
         if not indices:
             return None
         enter_stream(self._plan.seed, step, vrank, "data")
-        if getattr(self.dataset, "__getitems__", None):
-            samples = self.dataset.__getitems__(indices)
-        else:
-            samples = [self.dataset[index] for index in indices]
-        return self._collate(samples)
+        return self._collate(load_samples(self.dataset, indices))
 
 
 class _Feed:

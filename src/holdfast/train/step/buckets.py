@@ -10,7 +10,7 @@ reduction can be repeated after a failure and gives the same bits.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 
@@ -40,8 +40,11 @@ class Flat:
 class Bucket:
     """Holds some parameters, their partial sums of the present step, and the reduced result."""
 
-    def __init__(self, index: int, params: list[torch.nn.Parameter], places: list[int]) -> None:
+    def __init__(
+        self, index: int, params: list[torch.nn.Parameter], places: list[int], owner: str
+    ) -> None:
         self.index = index
+        self.owner = owner  # the name under which its parameters' module is protected
         self.params = params
         self.places = places  # of each parameter in the model's own order
         self.result = Flat(params)
@@ -123,6 +126,8 @@ class Gradients:
         self._on_leaf = on_leaf
         self._used = bytearray(len(self._named))  # plain bytes: marked once per parameter and task
         self.buckets: list[Bucket] = []
+        self.active: list[Bucket] = []  # those that the present step sums
+        self.holds = False  # the running backward pass is not the task's last one
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
     @property
@@ -135,20 +140,25 @@ class Gradients:
     def attach(self) -> None:
         """Build the buckets and hook every parameter."""
         order = {id(p): i for i, (_, p) in enumerate(self._named)}
-        for group in _plan([p for _, p in reversed(self._named)]):
-            bucket = Bucket(len(self.buckets), group, [order[id(p)] for p in group])
+        for owner, group in _plan(list(reversed(self._named))):
+            places = [order[id(p)] for p in group]
+            bucket = Bucket(len(self.buckets), group, places, owner)
             self.buckets.append(bucket)
             for param, place in zip(group, bucket.places, strict=True):
                 hook = self._hook(bucket, place)
                 self._handles.append(param.register_post_accumulate_grad_hook(hook))
+
+        self.active = list(self.buckets)
 
     def detach(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
-    def begin_step(self) -> None:
+    def begin_step(self, of: Collection[str] | None = None) -> None:
+        """Begin a step that sums gradients of the modules protected as `of`, or of all."""
         with self._lock:
+            self.active = [b for b in self.buckets if of is None or b.owner in of]
             for bucket in self.buckets:
                 bucket.reset()
                 for leaves in self._copies.values():
@@ -161,7 +171,7 @@ class Gradients:
 
     def begin_task(self, vrank: int, purpose: Purpose = Purpose.HOSTED) -> None:
         """Begin a task; gradients of audited and speculative ones are not added to the sums."""
-        self._vrank, self._purpose = vrank, purpose
+        self._vrank, self._purpose, self.holds = vrank, purpose, False
         self._reached.clear()
         for bucket in self.buckets:
             bucket.missing = len(bucket.params)
@@ -171,7 +181,7 @@ class Gradients:
         vrank, self._vrank = self._vrank, None
         if vrank is None:
             return
-        for bucket in self.buckets:
+        for bucket in self.active:
             if bucket.index not in self._reached:
                 self._fill(bucket, vrank)
 
@@ -182,19 +192,25 @@ class Gradients:
     def adopt(self, vrank: int) -> None:
         """Contribute the copy of this task to the sums."""
         leaves = self._copies.pop(vrank)
-        for bucket in self.buckets:
+        for bucket in self.active:
             bucket.contribute(vrank, leaves[bucket.index], self._vranks)
             self._on_filled(bucket)
 
-    def publish(self, used: torch.Tensor, scale: float = 1.0) -> None:
+    def publish(self, used: torch.Tensor, scale: float = 1.0, weight: float = 1.0) -> None:
         """Point `.grad` at the reduced sums; None where no virtual rank used the parameter.
 
-        `scale`: to multiply them by, if not 1.
+        `scale`: to multiply them by, if not 1. `weight`: to divide them by, if not 1.
         """
         flags = used.tolist()
         for bucket in self.buckets:
+            if bucket not in self.active:
+                for param in bucket.params:
+                    param.grad = None  # what tasks have left of it is not the step's
+        for bucket in self.active:
             if scale != 1.0:
                 bucket.result.data.mul_(scale)
+            if weight != 1.0:
+                bucket.result.data.div_(weight)
             whole = zip(bucket.params, bucket.result.views, bucket.places, strict=True)
             for param, view, place in whole:
                 param.grad = view if flags[place] else None
@@ -208,8 +224,10 @@ class Gradients:
                 name = self._named[index][0]
                 raise UserError(f"parameter {name} has a sparse gradient: make it dense")
             self._used[index] = 1
+            if self.holds:
+                return
             bucket.missing -= 1
-            if bucket.missing == 0:
+            if bucket.missing == 0 and bucket in self.active:
                 self._fill(bucket, vrank)
             elif bucket.missing < 0:
                 name = self._named[index][0]
@@ -236,20 +254,23 @@ class Gradients:
                     self._on_filled(bucket)
 
 
-def _plan(params: Sequence[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
-    """Group consecutive parameters of one dtype and device until a group has its bytes.
+def _plan(
+    named: Sequence[tuple[str, torch.nn.Parameter]],
+) -> list[tuple[str, list[torch.nn.Parameter]]]:
+    """Group consecutive parameters of one module, dtype and device until a group has its bytes.
 
     The last one may exceed them: each bucket costs an exchange, and a limit that tensors of half
     its size do not fit into twice would give each of them a bucket of its own.
     """
-    groups: list[list[torch.nn.Parameter]] = []
+    groups: list[tuple[str, list[torch.nn.Parameter]]] = []
     filling: dict[tuple, tuple[list[torch.nn.Parameter], int]] = {}
-    for param in params:
-        key = (param.dtype, param.device)
+    for name, param in named:
+        owner = name.partition(".")[0]
+        key = (owner, param.dtype, param.device)
         group, room = filling.get(key, ([], 0))
         if room <= 0:
             group, room = [], BUCKET_BYTES if groups else FIRST_BUCKET_BYTES
-            groups.append(group)
+            groups.append((owner, group))
         group.append(param)
         filling[key] = group, room - param.numel() * param.element_size()
     return groups

@@ -19,7 +19,7 @@ from holdfast.core.errors import Aborted, assert_never
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.step.backup import FIRST
-from holdfast.core.step.events import FINITE, Topic
+from holdfast.core.step.events import FINITE, StepKind, Topic
 from holdfast.core.types import Peer, View
 from holdfast.train.driver import Driver, EngineOrder, Link, ViewRendezvous
 from holdfast.train.step.backup_messages import BackupMessages
@@ -37,6 +37,7 @@ from holdfast.train.step.reduction import (
 )
 from holdfast.train.step.step_data import StepData
 from holdfast.train.step.sum_runs import SumRuns
+from holdfast.train.step.values import ValuesGather
 from holdfast.train.step.waits import Waits
 from holdfast.train.transport.seam import AloneTransport, Rendezvous, Transport
 
@@ -211,7 +212,7 @@ class Engine(threading.Thread):
 
     def _check_sum(self, at: Membership, order: ef.CheckSum) -> None:
         if order.run == 0:
-            bucket = self._data.gradients.buckets[order.bucket]
+            bucket = self._data.gradients.active[order.bucket]
             self._runs = SumRuns(bucket, at.layout)
         assert self._runs is not None, "a sum is checked from its first run on"
         if order.run:
@@ -226,7 +227,7 @@ class Engine(threading.Thread):
     def _reduce(self, at: Membership, order: ef.Reduce) -> None:
         """Run all operations of the step; those that are ready overlap with the backward pass."""
         at.layout = layout = at.layout.with_owners(at.view, order.owners)
-        buckets = self._data.gradients.buckets
+        buckets = self._data.gradients.active
         counts = layout.rank in order.counted
         if counts:
             self._filled.begin(layout.hosted[layout.rank], buckets)
@@ -273,7 +274,7 @@ class Engine(threading.Thread):
         return ev.Summed(
             view=order.view,
             step=order.step,
-            buckets=len(data.gradients.buckets),
+            buckets=len(data.gradients.active),
             parts=tuple(part for part, _ in prints),
             wholes=tuple(whole for _, whole in prints),
             doubt=max((each.doubt() for each in sums), default=FINITE),
@@ -299,6 +300,9 @@ class Engine(threading.Thread):
             used = torch.zeros_like(data.table.used)
         self._rows = TableGather(data.table, used, layout, data.prints)
         operations: list[Operation] = [self._rows]
-        if len(data.buffers):
+        if data.kind is StepKind.VALUES:
+            with driver.monitor:
+                operations.append(ValuesGather(data.values, layout, at.view))
+        elif len(data.buffers):
             operations.append(BuffersSpread(data.buffers, layout, order.counted))
         return operations

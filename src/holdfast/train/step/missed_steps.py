@@ -26,11 +26,12 @@ KEPT_STEPS_MIN = 4
 class _Kept:
     """Holds a step as one member keeps it."""
 
-    view: int
     pieces: tuple[torch.Tensor, ...]  # of each bucket's sum
-    rows: torch.Tensor  # the rest is the same on all members
+    head: torch.Tensor  # the rest is the same on all members: sizes and flags,
+    rows: torch.Tensor
     used: torch.Tensor
-    left: torch.Tensor
+    left: torch.Tensor  # the buffers of virtual rank 0
+    told: torch.Tensor  # values, as bytes
 
 
 class MissedSteps:
@@ -47,14 +48,17 @@ class MissedSteps:
         `piece`: what of a sum with so many elements falls to this member.
         """
         step = self._step
-        results = [bucket.result.data for bucket in step.gradients.buckets]
-        left = step.buffers.left
+        results = [bucket.result.data for bucket in step.gradients.active]
+        left = _bytes(0) if step.buffers.left is None else step.buffers.left.clone()
+        told = _of(step.values.encoded())
+        head = [step.reduced_in, left.numel(), told.numel(), int(step.table.stops)]
         self._kept[index] = _Kept(
-            view=step.reduced_in,
+            head=torch.tensor(head, dtype=torch.int64),
             pieces=tuple(r[piece(r.numel())].clone() for r in results),
             rows=step.table.rows.clone(),
             used=step.table.used.clone(),
-            left=torch.empty(0, dtype=torch.uint8) if left is None else left.clone(),
+            left=left,
+            told=told,
         )
         self._bytes += sum(piece.nbytes for piece in self._kept[index].pieces)
         while len(self._kept) > STEPS_MISSED_MAX or (
@@ -75,9 +79,9 @@ class MissedSteps:
                 raise Aborted(f"step {index} was not kept for rank {to}")
             sends = [(to, piece) for piece in kept.pieces if piece.numel()]
             if first:
-                head = torch.tensor([kept.view, kept.left.numel()], dtype=torch.int64)
                 used = kept.used.to(torch.uint8)
-                sends += [(to, part) for part in (head, kept.rows, used, kept.left) if part.numel()]
+                parts = (kept.head, kept.rows, used, kept.left, kept.told)
+                sends += [(to, part) for part in parts if part.numel()]
             transport.exchange(sends, [], TAG_STATE).wait()
 
     def receive(self, transport: Transport, donors: list[int]) -> None:
@@ -85,18 +89,31 @@ class MissedSteps:
         step = self._step
         for number, donor in enumerate(donors):
             receives: list[Message] = []
-            for bucket in step.gradients.buckets:
+            for bucket in step.gradients.active:
                 data = bucket.result.data
                 piece = data[piece_of(number, len(donors), data.numel())]
                 receives += [(donor, piece)] if piece.numel() else []
             transport.exchange([], receives, TAG_STATE).wait()
-        head = torch.zeros(2, dtype=torch.int64)
+        head = torch.zeros(4, dtype=torch.int64)
         used = step.table.used.to(torch.uint8)
         same = [part for part in (head, step.table.rows, used) if part.numel()]
         transport.exchange([], [(donors[0], part) for part in same], TAG_STATE).wait()
         step.table.used.copy_(used)
-        left = torch.empty(int(head[1]), dtype=torch.uint8)
+        view, left_bytes, told_bytes, stops = head.tolist()
+        left, told = _bytes(left_bytes), _bytes(told_bytes)
+        rest = [(donors[0], part) for part in (left, told) if part.numel()]
+        if rest:
+            transport.exchange([], rest, TAG_STATE).wait()
         if left.numel():
-            transport.exchange([], [(donors[0], left)], TAG_STATE).wait()
             step.buffers.receive(left)
-        step.became_reduced(int(head[0]))
+        step.values.receive(told.numpy().tobytes())
+        step.table.stops = bool(stops)
+        step.became_reduced(view)
+
+
+def _bytes(count: int) -> torch.Tensor:
+    return torch.empty(count, dtype=torch.uint8)
+
+
+def _of(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else _bytes(0)

@@ -29,9 +29,11 @@ from holdfast.train.step.step_table import Buffers, StepTable
 from holdfast.train.step.waits import Waits
 from holdfast.train.transport.seam import Message, Pending, Transport
 
-TAG_VOTE, TAG_TABLE, TAG_BUFFERS, TAG_AUDIT, TAG_STATE, TAG_BUCKETS = 1, 2, 3, 4, 16, 1024
+TAG_VOTE, TAG_TABLE, TAG_BUFFERS, TAG_AUDIT, TAG_VALUES, TAG_STATE = 1, 2, 3, 4, 5, 16
+TAG_BUCKETS = 1024
 Prints = tuple[int, int]  # fingerprints of a part of the state, and of all of it (0: not taken)
-HEAD_WORDS = 3  # before a message's rows: that it is here, and the fingerprints
+HEAD_WORDS = 3  # before a message's rows: what it brings, and the fingerprints
+HERE, STOPS = 1, 2  # bits of the first word: the message has come, and wants the loop to end
 PIECE_ALIGN = 64  # elements; pieces start on cache lines
 
 
@@ -205,7 +207,7 @@ class TableGather:
     def gather(self, transport: Transport) -> None:
         layout = self._layout
         self._table.used.copy_(self._used)
-        head = (1, *self.prints[layout.rank])
+        head = (HERE | STOPS * self._table.stops, *self.prints[layout.rank])
         mine = self._table.pack(head, layout.hosted[layout.rank], self._used)
         self._messages = {
             p: self._table.message(HEAD_WORDS, len(layout.hosted[p])) for p in layout.others
@@ -218,7 +220,8 @@ class TableGather:
     def spread(self, transport: Transport) -> None:
         _wait(self._pending)
         for peer, message in self._messages.items():
-            _, part, whole = message[:HEAD_WORDS].tolist()
+            brings, part, whole = message[:HEAD_WORDS].tolist()
+            self._table.stops |= bool(brings & STOPS)
             self.prints[peer] = part, whole
             self._table.unpack(HEAD_WORDS, self._layout.hosted[peer], message)
 

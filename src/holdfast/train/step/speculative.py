@@ -13,16 +13,22 @@ import torch
 
 from holdfast.train.step.buckets import Gradients
 from holdfast.train.step.reduction import BucketSum
-from holdfast.train.step.step_table import Buffers, StepTable
+from holdfast.train.step.step_table import UNWEIGHTED, Buffers, StepTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedTask:
-    """Holds what a task leaves besides its gradient. `left`: the buffers, for virtual rank 0."""
+    """Holds what a task leaves besides its gradient.
+
+    `weight`: by which its loss, a sum, is to be divided; UNWEIGHTED if it is a mean. `left`: the
+    buffers, for virtual rank 0. `told`: the values that it came to, as bytes.
+    """
 
     loss: float
     count: int
     digest: int
+    weight: float = UNWEIGHTED
+    told: bytes | None = None
     left: torch.Tensor | None = None
 
 
@@ -46,7 +52,7 @@ class SpeculativeTasks:
     def adopt(self, vrank: int, host: tuple[int, int]) -> None:
         """Use the speculative task as the task itself: this worker hosts its virtual rank now."""
         task = self._done.pop(vrank)
-        self._table.put(vrank, task.loss, task.count, task.digest, host)
+        self._table.put(vrank, task.loss, task.count, task.digest, host, task.weight)
         if task.left is not None:
             self._buffers.keep(vrank, task.left)
         self._gradients.adopt(vrank)

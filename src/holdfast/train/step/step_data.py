@@ -6,13 +6,14 @@ or decides.
 
 from __future__ import annotations
 
-from holdfast.core.step.events import Digest
+from holdfast.core.step.events import Digest, StepKind
 from holdfast.train.step.buckets import Gradients
 from holdfast.train.step.reduction import Prints
 from holdfast.train.step.speculative import SpeculativeTasks
 from holdfast.train.step.step_table import Buffers, StepTable
 from holdfast.train.step.task_clock import TaskClock
 from holdfast.train.step.task_digest import TaskDigest
+from holdfast.train.step.values import StepValues
 
 
 class StepData:
@@ -33,12 +34,16 @@ class StepData:
         self.clock = clock
         self.digest = digest
         self.speculative = SpeculativeTasks(gradients, self.own, buffers)
+        self.values = StepValues()
+        self.kind = StepKind.GRADIENTS
+        self.wants_stop = False  # this worker's script wants the loop to end
         self.prints: Prints = (0, 0)  # fingerprints of the state that the step begins with
         self.reduced_in = 0  # the view in which its gradient became complete
 
-    def open(self, prints: Prints) -> None:
+    def open(self, kind: StepKind, prints: Prints) -> None:
         """Begin a step; its gradients and buffers have been reset."""
-        self.prints = prints
+        self.kind, self.prints = kind, prints
+        self.values.reset()
         self.reset()
 
     def reset(self) -> None:
@@ -46,6 +51,7 @@ class StepData:
         self.speculative.forget()
         self.clock.reset()
         self.table.used.zero_()
+        self.table.stops = self.wants_stop
 
     def became_reduced(self, view: int) -> None:
         """Note that the step's gradient is complete, by an exchange in this view."""

@@ -1,8 +1,9 @@
 """Keeps what a step leaves besides gradients: one row per virtual rank, and module buffers.
 
-Rows hold each task's loss, sample count, sample digest and host; with them travels which parameters
-were used. Module buffers (BatchNorm's statistics) are defined as those left by virtual rank 0:
-every task starts from the buffers of the step's start, so a task stays a pure function.
+Rows hold each task's loss, weight, sample count, sample digest and host; with them travels which
+parameters were used, and whether a script wants the loop to end. Module buffers (BatchNorm's
+statistics) are defined as those left by virtual rank 0: every task starts from the buffers of the
+step's start, so a task stays a pure function.
 """
 
 from __future__ import annotations
@@ -16,23 +17,33 @@ import torch
 from holdfast.core.errors import UserError
 from holdfast.train.checkpoint.state import as_bytes
 
-LOSS, COUNT, DIGEST, WORKER, INCARNATION, COLUMNS = 0, 1, 2, 3, 4, 5
+LOSS, COUNT, DIGEST, WORKER, INCARNATION, WEIGHT, COLUMNS = 0, 1, 2, 3, 4, 5, 6
+UNWEIGHTED = -1.0  # the weight of a task whose loss is a mean
 
 
 class StepTable:
-    """Holds an int64 row per virtual rank (the loss as a float64's bits) and the used flags."""
+    """Holds an int64 row per virtual rank (floats as their bits) and the used flags."""
 
     def __init__(self, vranks: int, params: int) -> None:
         self.rows = torch.zeros(vranks, COLUMNS, dtype=torch.int64)
         self.used = torch.zeros(params, dtype=torch.bool)
+        self.stops = False  # a worker's script wants the loop to end
         # The same memory: for a few words at a time NumPy is many times faster.
         self._rows, self._used = self.rows.numpy(), self.used.numpy()
 
-    def put(self, vrank: int, loss: float, count: int, digest: int, host: tuple[int, int]) -> None:
+    def put(
+        self,
+        vrank: int,
+        loss: float,
+        count: int,
+        digest: int,
+        host: tuple[int, int],
+        weight: float = UNWEIGHTED,
+    ) -> None:
         """Write one task's row; `host` is the (worker, incarnation) that computed it."""
-        (bits,) = struct.unpack("<q", struct.pack("<d", loss))
+        bits, weight_bits = struct.unpack("<2q", struct.pack("<2d", loss, weight))
         signed = digest - (1 << 64) if digest >= 1 << 63 else digest
-        self._rows[vrank] = (bits, count, signed, *host)
+        self._rows[vrank] = (bits, count, signed, *host, weight_bits)
 
     def take(self, vranks: Iterable[int], own: StepTable) -> None:
         """Take these rows from the table of the worker that hosts them."""
@@ -47,11 +58,14 @@ class StepTable:
     def losses(self) -> list[float]:
         return self._rows[:, LOSS].view(np.float64).tolist()
 
+    def weights(self) -> list[float]:
+        return self._rows[:, WEIGHT].view(np.float64).tolist()
+
     def counts(self) -> list[int]:
         return self._rows[:, COUNT].tolist()
 
     def hosts(self) -> list[tuple[int, int]]:
-        return [(w, i) for w, i in self._rows[:, WORKER:COLUMNS].tolist()]
+        return [(w, i) for w, i in self._rows[:, WORKER:WEIGHT].tolist()]
 
     def digests(self) -> list[int]:
         return self._rows[:, DIGEST].view(np.uint64).tolist()

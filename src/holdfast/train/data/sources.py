@@ -1,0 +1,169 @@
+"""Says what a loop's tasks compute with: a dataset's samples, a DataLoader's, or nothing at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+
+from holdfast.core.errors import UserError
+from holdfast.train.data.batch_loading import BatchSource, LoadOptions, dataset_length
+from holdfast.train.data.sampling import SamplePlan
+
+TASKS_MAX = 1 << 40  # of a job without a dataset: each counts as a sample of its own
+
+
+class Source(Protocol):
+    """Provides what the tasks of a worker compute with."""
+
+    @property
+    def plan(self) -> SamplePlan: ...
+
+    def follow(self, vranks: Sequence[int], from_step: int, until: int) -> None: ...
+
+    def batch(self, step: int, vrank: int) -> Any: ...
+
+    def close(self) -> None: ...
+
+
+class Batches:
+    """Holds a dataset and the way its samples fall into steps; made by `Job.batches`."""
+
+    def __init__(
+        self, dataset: Any, options: LoadOptions, plan: SamplePlan, first_step: int | None = None
+    ) -> None:
+        self.dataset = dataset
+        self.options = options
+        self.plan = plan
+        self.first_step = first_step  # None: no loop has used it
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Return the steps in which every sample is used once (but for a dropped tail)."""
+        return self.plan.steps_per_epoch
+
+    def begin(self, step: int) -> SamplePlan:
+        """Note that a loop that uses it begins at `step`; returns the plan from its first use."""
+        if self.first_step is None:
+            self.first_step = step
+        return dataclasses.replace(self.plan, first_step=self.first_step)
+
+    def source(self, plan: SamplePlan) -> BatchSource:
+        """Return what loads the batches."""
+        return BatchSource(self.dataset, plan, self.options)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """Names one task of a step for which the script makes its own batch.
+
+    The global generators of Python, NumPy and torch are keyed by it: what they give does not depend
+    on the worker that computes it.
+    """
+
+    step: int
+    vrank: int
+
+
+class NoDataset:
+    """Stands for a loop whose script makes its batches by itself."""
+
+    def __init__(self, virtual_ranks: int, seed: int) -> None:
+        self._plan = SamplePlan(
+            length=TASKS_MAX - TASKS_MAX % virtual_ranks,
+            batch_size=1,
+            virtual_ranks=virtual_ranks,
+            seed=seed,
+            shuffle=False,
+        )
+
+    def begin(self, step: int) -> SamplePlan:
+        """Return the plan: every task is a sample, used once."""
+        return self._plan
+
+    def source(self, plan: SamplePlan) -> _TaskSource:
+        """Return what names the tasks."""
+        return _TaskSource(plan)
+
+
+class _TaskSource:
+    """Hands each task to the script as it is."""
+
+    def __init__(self, plan: SamplePlan) -> None:
+        self.plan = plan
+
+    def follow(self, vranks: Sequence[int], from_step: int, until: int) -> None:
+        """Nothing is loaded ahead."""
+
+    def batch(self, step: int, vrank: int) -> Task:
+        """Return the task."""
+        return Task(step=step, vrank=vrank)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loading:
+    """Holds what a ready DataLoader says of its batches."""
+
+    dataset: Any
+    batch_size: int
+    shuffle: bool
+    drop_last: bool
+    options: LoadOptions
+
+
+def of_loader(loader: DataLoader[Any]) -> Loading:
+    """Read what `loader` loads and how; UserError for what has no counterpart here.
+
+    What is not kept, and changes no sample, is told in a warning.
+    """
+    length, sampler = dataset_length(loader.dataset), loader.sampler
+    if loader.batch_size is None or type(loader.batch_sampler).__name__ != "BatchSampler":
+        raise UserError(
+            f"this DataLoader's batches come from a {type(loader.batch_sampler).__name__}: give "
+            "job.batches one with batch_size= instead of batch_sampler=, as each virtual rank "
+            "draws batches of its own"
+        )
+    shuffles = (
+        isinstance(sampler, RandomSampler)
+        and not sampler.replacement
+        and sampler.num_samples == length
+    )
+    if not (shuffles or isinstance(sampler, SequentialSampler)):
+        raise UserError(
+            f"this DataLoader draws samples by a {type(sampler).__name__}: give job.batches one "
+            "with shuffle=True or shuffle=False, which uses every sample once in an epoch"
+        )
+    lost = {
+        "worker_init_fn": loader.worker_init_fn,
+        "generator": loader.generator,
+        "timeout": loader.timeout,
+    }
+    names = [name for name, value in lost.items() if value]
+    if names:
+        warnings.warn(
+            f"of this DataLoader {', '.join(names)} is not used: random numbers are keyed by the "
+            "job's seed, the step and the virtual rank",
+            UserWarning,
+            stacklevel=4,
+        )
+    options: dict[str, Any] = {"num_workers": loader.num_workers, "collate_fn": loader.collate_fn}
+    if loader.prefetch_factor is not None:
+        options["prefetch_factor"] = loader.prefetch_factor
+    return Loading(
+        dataset=loader.dataset,
+        batch_size=loader.batch_size,
+        shuffle=shuffles,
+        drop_last=loader.drop_last,
+        options=LoadOptions(
+            pin_memory=loader.pin_memory,
+            multiprocessing_context=loader.multiprocessing_context,
+            **options,
+        ),
+    )

@@ -1,0 +1,100 @@
+"""Computes one virtual rank's share of an evaluation, and what all shares come to.
+
+Batch number b of the dataset, in its own order, falls to virtual rank b modulo V. So what is added
+to what depends on V only, and the mean has the same bits on whatever workers it is computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+
+from holdfast.core import tree
+from holdfast.core.errors import UserError
+from holdfast.train.data.batch_loading import load_samples
+from holdfast.train.data.random_streams import enter_stream
+
+Metrics = dict[str, tuple[float, float]]  # sum and weight, by name
+ALONE = ""  # the name of a metric that is the only one, and has none
+_decode = msgspec.msgpack.Decoder(Metrics).decode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Says what is evaluated, on what, and cut how. `fn` gets a batch, without gradients."""
+
+    fn: Callable[[Any], Any]
+    dataset: Any
+    length: int
+    batch_size: int
+    collate_fn: Callable[[list[Any]], Any]
+    virtual_ranks: int
+    seed: int
+
+    def share(self, step: int, vrank: int) -> bytes:
+        """Compute what the batches of a virtual rank come to. UserError."""
+        found: Metrics = {}
+        for start in range(
+            vrank * self.batch_size, self.length, self.batch_size * self.virtual_ranks
+        ):
+            indices = list(range(start, min(start + self.batch_size, self.length)))
+            enter_stream(self.seed, step, start, "evaluate")
+            batch = self.collate_fn(load_samples(self.dataset, indices))
+            for name, (total, weight) in _metrics(self.fn(batch), len(indices)).items():
+                before = found.get(name, (0.0, 0.0))
+                found[name] = before[0] + total, before[1] + weight
+        return msgspec.msgpack.encode(found)
+
+    def mean(self, told: Mapping[int, bytes]) -> float | dict[str, float]:
+        """Return each metric's mean over all samples, from what all virtual ranks have told."""
+        shares = {vrank: _decode(data) for vrank, data in told.items()}
+        names = sorted({name for share in shares.values() for name in share})
+        found = {name: self._mean(name, shares) for name in names}
+        return found[ALONE] if names == [ALONE] else found
+
+    def _mean(self, name: str, shares: Mapping[int, Metrics]) -> float:
+        parts = {(vrank, 1): share.get(name, (0.0, 0.0)) for vrank, share in shares.items()}
+        total, weight = tree.fold(parts, self.virtual_ranks, _add)
+        return total / weight if weight else float("nan")
+
+
+@contextlib.contextmanager
+def without_training(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Put modules into evaluation mode, without gradients; each is as before afterwards."""
+    before = [(each, each.training) for module in modules for each in module.modules()]
+    for module, _ in before:
+        module.training = False
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+def _add(left: tuple[float, float], right: tuple[float, float]) -> tuple[float, float]:
+    return left[0] + right[0], left[1] + right[1]
+
+
+def _metrics(value: Any, count: int) -> Metrics:
+    """Read what an evaluation function has returned for a batch of `count` samples."""
+    if isinstance(value, Mapping):
+        return {str(name): _metric(each, count) for name, each in value.items()}
+    return {ALONE: _metric(value, count)}
+
+
+def _metric(value: Any, count: int) -> tuple[float, float]:
+    try:
+        if isinstance(value, Sequence) and len(value) == 2:
+            return float(value[0]), float(value[1])
+        return float(value) * count, float(count)
+    except (TypeError, ValueError, RuntimeError):
+        raise UserError(
+            f"the evaluated function returned {type(value).__name__}: return a number (the mean "
+            "over the batch), a pair (sum, weight), or a dictionary of these"
+        ) from None

@@ -1,0 +1,135 @@
+"""Offers one step of the job to its script: its batches, `backward`, rounds, and the loss.
+
+The script's thread lives here. It computes tasks, waits for what the engine and the machine decide,
+and never takes part in the exchange itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from holdfast.core.errors import UserError
+from holdfast.core.step import effects as ef
+from holdfast.train.data.random_streams import enter_stream
+from holdfast.train.data.sources import Source
+from holdfast.train.script_thread import ScriptThread
+from holdfast.train.step.speculative import FinishedTask
+from holdfast.train.step.step_table import UNWEIGHTED
+
+
+class Step:
+    """Runs one step of the job in its script: iterate over it, then use `.grad` and `loss`."""
+
+    def __init__(self, script: ScriptThread, source: Source, index: int, until: int) -> None:
+        self.index = index
+        self.epoch, self.step_in_epoch = source.plan.epoch_of(index)
+        self.loss = float("nan")  # after the batches: mean over the step's samples, all workers
+        self._script = script
+        self._source = source
+        self._until = until  # where the loop ends
+        self._rounds = 0  # that are complete
+        self._vrank: int | None = None  # of the batch that the script has
+        self._owed = False  # its last backward has not been called yet
+        self._task_loss = 0.0
+        self._task_weight = UNWEIGHTED
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield this worker's batches; there are more if another worker fails in this step."""
+        return self.round()
+
+    def round(self, *names: str) -> Iterator[Any]:
+        """Yield this worker's batches, to train only the modules protected under these names.
+
+        With several rounds, one after the other, a step serves several optimizers: each round is
+        reduced and committed as a step is, with the same batches. Without names all modules are
+        trained. Raises UserError for a name that is not a protected module's.
+        """
+        script = self._script
+        script.open(of=script.modules_named(names) if names else None)
+        for task in script.tasks(self._source, self._until):
+            yield from self._task(task)
+        self.loss = script.finish(first=not self._rounds)
+        self._rounds += 1
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        scaler: torch.amp.GradScaler | None = None,
+        *,
+        weight: float | torch.Tensor | None = None,
+        last: bool = True,
+    ) -> None:
+        """Compute this batch's share of the gradient.
+
+        `loss`: a scalar, the mean over the batch; the step's gradient is then the mean over the
+        step's samples. With `weight` it is a sum of so many terms (tokens, say), and the step's
+        gradient is the sum over all batches of all workers divided by their total weight. `last`:
+        False if another `backward` follows for the same batch; their gradients, losses and weights
+        add up. `scaler`: scale the loss by this GradScaler first. Raises UserError when called out
+        of turn, or for a loss or a weight that cannot be one.
+        """
+        if self._vrank is None or not self._owed:
+            raise UserError(
+                "step.backward was called without a new batch: call it once for each batch, or "
+                "with last=False for all but the last time"
+            )
+        if loss.numel() != 1:
+            raise UserError(
+                f"step.backward needs a scalar loss, not {list(loss.shape)}: use mean(), or sum() "
+                "with weight="
+            )
+        self._owed = not last
+        self._script.runner.holds(not last)
+        share = loss
+        if weight is None:
+            plan = self._source.plan
+            scale = plan.weight(self.index, self._vrank) / plan.virtual_ranks
+            share = loss if scale == 1.0 else loss * scale
+        (scaler.scale(share) if scaler is not None else share).backward()
+        self._task_loss += float(loss.detach())
+        if weight is not None:
+            self._task_weight = max(self._task_weight, 0.0) + _weight(weight)
+        elif self._task_weight >= 0:
+            raise UserError("a batch's losses were given a weight once and not another time")
+
+    def check_complete(self) -> None:
+        """Raise UserError if the script has not gone through the step's batches."""
+        if not self.complete:
+            raise UserError(f"step {self.index} was left early: iterate over all its batches")
+
+    @property
+    def complete(self) -> bool:
+        """Tell whether the script has gone through all batches of a round, and of all begun."""
+        return bool(self._rounds) and not self._script.is_open
+
+    def _task(self, task: ef.Compute) -> Iterator[Any]:
+        plan, runner, vrank = self._source.plan, self._script.runner, task.vrank
+        count = plan.task_samples(self.index, vrank)
+        self._task_loss, self._task_weight = 0.0, UNWEIGHTED
+        runner.begin(task)
+        if count:
+            batch = self._source.batch(self.index, vrank)
+            purpose = f"model {self._rounds}" if self._rounds else "model"
+            enter_stream(plan.seed, self.index, vrank, purpose)
+            self._vrank, self._owed = vrank, True
+            yield batch
+            if self._owed:
+                raise UserError(
+                    "a batch had no last step.backward(loss): call it once for each batch, or with "
+                    "last=False for all but the last time"
+                )
+            self._vrank = None
+        digest = plan.digest(self.index, vrank)
+        loss, weight = self._task_loss, self._task_weight
+        runner.end(task, FinishedTask(loss=loss, count=count, digest=digest, weight=weight))
+
+
+def _weight(weight: float | torch.Tensor) -> float:
+    found = float(weight)
+    if not (math.isfinite(found) and found >= 0):
+        raise UserError(f"step.backward(weight={found}) is no weight: give a number of 0 or more")
+    return found

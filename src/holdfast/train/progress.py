@@ -1,0 +1,101 @@
+"""Keeps where the job's script stands, and its values: a part of the job's state.
+
+It travels with the protected objects. So a worker that joins, or begins from a checkpoint, knows
+which loops of its script are over, which step of the present one comes next, and what was told to
+all workers between loops.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any
+
+from holdfast.core.errors import StateMismatch, UserError
+
+PROTECTED_AS = "holdfast"  # the name beside those that the script gives
+
+
+class Values(MutableMapping[str, Any]):
+    """Holds what a script keeps in variables: numbers, strings, and lists and dictionaries of them.
+
+    It is a part of the job's state: it is saved, and a worker that joins receives it.
+    """
+
+    def __init__(self) -> None:
+        self._items: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        return self._items[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if not isinstance(name, str):
+            raise UserError(f"job.values[{name!r}]: give a string as the name")
+        self._items[name] = plain(value, f"job.values[{name!r}]")
+
+    def __delitem__(self, name: str) -> None:
+        del self._items[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __repr__(self) -> str:
+        return f"Values({self._items!r})"
+
+
+class Progress:
+    """Counts a script's steps and finished loops; protected like a model. See the module."""
+
+    def __init__(self) -> None:
+        self.steps = 0  # that the script has taken, over all its loops
+        self.stopped = False  # the script's loops are to end
+        self.values = Values()
+        self.ended: list[int] = []  # after how many steps each finished loop has ended
+        self.told: dict[int, bytes] = {}  # in loops that only told values: by number of the loop
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of everything, in plain values."""
+        values = {name: plain(v, f"job.values[{name!r}]") for name, v in self.values.items()}
+        return {
+            "steps": self.steps,
+            "stopped": self.stopped,
+            "values": copy.deepcopy(values),
+            "ended": list(self.ended),
+            "told": dict(self.told),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the job's; StateMismatch if that is of another version."""
+        if set(state) != set(self.state_dict()):
+            raise StateMismatch(
+                f"the script's progress is kept as {sorted(state)}, which this version of Holdfast "
+                "does not know: use the version that saved it"
+            )
+        self.steps, self.stopped = state["steps"], state["stopped"]
+        self.ended, self.told = list(state["ended"]), dict(state["told"])
+        for name in list(self.values):
+            del self.values[name]
+        self.values.update(copy.deepcopy(dict(state["values"])))
+
+
+def plain(value: Any, name: str) -> Any:
+    """Return `value`, which must be made of plain values; UserError names what is not."""
+    match value:
+        case None | bool() | int() | float() | str() | bytes():
+            return value
+        case list() | tuple():
+            for i, each in enumerate(value):
+                plain(each, f"{name}[{i}]")
+        case dict():
+            for key, each in value.items():
+                plain(key, f"the key {key!r} of {name}")
+                plain(each, f"{name}[{key!r}]")
+        case _:
+            raise UserError(
+                f"{name} is a {type(value).__name__}: give numbers, strings, or lists and "
+                "dictionaries of them (value.item() makes a number of a tensor)"
+            )
+    return value

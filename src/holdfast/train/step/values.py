@@ -1,0 +1,92 @@
+"""Tells all members what tasks have come to besides gradients, or what the leader proposes.
+
+It is what a step of kind VALUES exchanges: bytes, by virtual rank or as the leader's. They are not
+summed here: who hears them all does that, in the order of virtual ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+import torch
+
+from holdfast.core.errors import Aborted
+from holdfast.core.types import View
+from holdfast.train.step.reduction import TAG_VALUES, Layout
+from holdfast.train.transport.seam import Message, Pending, Transport
+
+PROPOSAL = -1  # the place of what the leader proposes, beside the virtual ranks
+_decode = msgspec.msgpack.Decoder(dict[int, bytes]).decode
+
+
+class StepValues:
+    """Holds the values of the open step. Used with the monitor held."""
+
+    def __init__(self) -> None:
+        self.told: dict[int, bytes] = {}  # by virtual rank, or PROPOSAL; of all members
+        self._mine: dict[int, bytes] = {}
+
+    def reset(self) -> None:
+        """Forget all values: another step begins, or the same one anew."""
+        self.told, self._mine = {}, {}
+
+    def put(self, place: int, value: bytes) -> None:
+        """Note what this worker says at a place."""
+        self._mine[place] = value
+
+    def mine(self, places: Iterable[int]) -> dict[int, bytes]:
+        """Return what this worker says at those of these places where it says anything."""
+        return {place: self._mine[place] for place in places if place in self._mine}
+
+    def encoded(self) -> bytes:
+        """Return what all members have said, as `receive` takes it; nothing if nobody has."""
+        return msgspec.msgpack.encode(self.told) if self.told else b""
+
+    def receive(self, data: bytes) -> None:
+        """Take in what others have heard of all members, or what one member says. Aborted."""
+        try:
+            self.told |= _decode(data) if data else {}
+        except msgspec.DecodeError as error:
+            raise Aborted(f"values that cannot be read have come: {error}") from None
+
+
+class ValuesGather:
+    """Gathers the values of all members: first the sizes of their messages, then these."""
+
+    def __init__(self, values: StepValues, layout: Layout, view: View) -> None:
+        places = list(layout.hosted[layout.rank])
+        if view.workers[layout.rank] == view.leader:
+            places.append(PROPOSAL)
+        mine = values.mine(places)
+        self._values = values
+        self._layout = layout
+        self._mine = bytearray(msgspec.msgpack.encode(mine))
+        self._messages: list[Message] = []
+        self._pending: Pending | None = None
+        values.told = dict(mine)
+
+    def gather(self, transport: Transport) -> None:
+        others = self._layout.others
+        size = torch.tensor([len(self._mine)], dtype=torch.int64)
+        self._messages = [(p, torch.zeros(1, dtype=torch.int64)) for p in others]
+        self._pending = transport.exchange([(p, size) for p in others], self._messages, TAG_VALUES)
+
+    def spread(self, transport: Transport) -> None:
+        """Send the values themselves, once all sizes are here."""
+        self._wait()
+        mine = torch.frombuffer(self._mine, dtype=torch.uint8)
+        sizes = [(peer, int(size[0])) for peer, size in self._messages]
+        self._messages = [(p, torch.empty(size, dtype=torch.uint8)) for p, size in sizes]
+        sends = [(p, mine) for p in self._layout.others]
+        self._pending = transport.exchange(sends, self._messages, TAG_VALUES)
+
+    def finish(self) -> None:
+        """Take in what all members have said."""
+        self._wait()
+        for _, message in self._messages:
+            self._values.receive(message.numpy().tobytes())
+
+    def _wait(self) -> None:
+        if self._pending is not None:
+            self._pending.wait()
