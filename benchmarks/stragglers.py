@@ -17,7 +17,7 @@ from holdfast.core.step.balance import BalancePolicy
 from holdfast.core.step.speeds import Speeds
 from holdfast.core.step.stragglers import Detector, Kind
 from holdfast.core.types import AgentId, Incarnation, Member, Peer, View, ViewNumber, WorkerId
-from holdfast.observe.ledger import verify
+from holdfast.observe.ledger_audit import verify
 from holdfast.testing.local_run import LocalRun
 from holdfast.train.data.sampling import SamplePlan
 from holdfast.train.step.reduction import Layout

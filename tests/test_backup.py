@@ -14,7 +14,7 @@ from conftest import RUN_S, Start, finish
 from holdfast.cli.ledger_command import render
 from holdfast.core.step.backup import BackupPolicy, DropTally, Settlement, who_counts
 from holdfast.core.types import WorkerId
-from holdfast.observe.ledger import LedgerReport, verify
+from holdfast.observe.ledger_audit import LedgerReport, verify
 from holdfast.testing.local_run import LocalRun
 from holdfast.train.data.sampling import SamplePlan
 

@@ -13,7 +13,7 @@ import pytest
 
 from holdfast.cli import demo_command as demo
 from holdfast.core.errors import UserError
-from holdfast.observe.ledger import LedgerReport
+from holdfast.observe.ledger_audit import LedgerReport
 from holdfast.testing import fault_kit as faults
 from holdfast.testing.fault_kit import FaultKind, PlannedFault, StepEnd, Strike
 

@@ -14,7 +14,7 @@ import torch
 
 from conftest import Start, finish
 from holdfast.core.errors import UserError
-from holdfast.observe.ledger import verify
+from holdfast.observe.ledger_audit import verify
 from holdfast.testing.disturbed import Disturber, flip_bit
 from holdfast.testing.fault_script import ACTIONS, Disturbance, parse
 from holdfast.testing.local_run import LocalRun

@@ -38,15 +38,21 @@ def test_the_public_surface() -> None:
     ]
     public = [n for n in dir(holdfast.Job) if not n.startswith("_")]
     assert public == [
+        "agree",
         "batches",
+        "evaluate",
         "is_leader",
         "protect",
         "run_dir",
         "steps",
+        "stop",
+        "stopped",
+        "values",
         "virtual_ranks",
         "worker",
     ]
-    assert [n for n in dir(holdfast.Step) if not n.startswith("_")] == ["backward"]
+    step = [n for n in dir(holdfast.Step) if not n.startswith("_")]
+    assert step == ["backward", "complete", "round"]
 
 
 def test_every_health_check_is_on_its_page() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from conftest import SCRIPTS, Start, finish
-from holdfast.observe.ledger import verify
+from holdfast.observe.ledger_audit import verify
 from holdfast.testing.local_run import LocalRun, strike
 from holdfast.train.data.sampling import SamplePlan
 

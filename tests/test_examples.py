@@ -11,12 +11,15 @@ from pathlib import Path
 import pytest
 
 from conftest import finish
+from holdfast.observe.ledger_audit import verify
 from holdfast.testing.local_run import LocalRun
+from holdfast.train.data.sampling import SamplePlan
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 ARGS = {
     "gpt.py": ["--steps", "4", "--width", "32", "--layers", "1", "--batch-size", "4"],
     "digits.py": ["--steps", "4", "--batch-size", "8"],
+    "gan.py": ["--steps", "21", "--batch-size", "8"],
 }
 
 
@@ -33,6 +36,21 @@ def test_the_last_line_does_not_depend_on_the_workers(name: str, tmp_path: Path)
             last.append(finish(run))
     assert re.fullmatch("[0-9a-f]{64}", last[0])
     assert last[0] == last[1]
+
+
+def test_rounds_and_evaluations_survive_deaths(tmp_path: Path) -> None:
+    faults = tmp_path / "faults.txt"
+    faults.write_text("worker 1 step 5 kill\nworker 0 step 40 kill\n")  # the latter: evaluation
+    script, last = [str(EXAMPLES / "gan.py"), *ARGS["gan.py"]], []
+    for name, disturbed in (("quiet", []), ("faults", ["--faults", str(faults)])):
+        options = ["--nproc", "2", "--virtual", "4", *disturbed]
+        with LocalRun(tmp_path / name, options, script) as run:
+            last.append(finish(run))
+        report = verify(run.run_dir.path, SamplePlan.from_dict)
+        assert report.ok, report.findings
+        assert (report.steps, report.samples) == (43, 21 * 4 * 8)
+    assert last[0] == last[1]
+    assert len(run.events("lost")) == 2
 
 
 @pytest.mark.slow

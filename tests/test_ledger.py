@@ -14,16 +14,17 @@ from hypothesis import strategies as st
 
 from holdfast.cli.ledger_command import main, render
 from holdfast.core.errors import UserError, WorldError
-from holdfast.observe import ledger
+from holdfast.observe import ledger_audit
 from holdfast.observe.ledger import (
     LedgerDoubt,
     LedgerEntry,
     LedgerHeader,
     LedgerWriter,
     Place,
+    Uses,
     ledger_path,
-    verify,
 )
+from holdfast.observe.ledger_audit import verify
 from holdfast.train.data.sampling import SamplePlan
 
 PLAN = SamplePlan(length=50, batch_size=3, virtual_ranks=4, seed=11)  # 5 steps an epoch, one uneven
@@ -324,7 +325,7 @@ def endless_line(paths):
     ],
 )
 def test_every_planted_corruption_is_found(tmp_path, monkeypatch, plant, text):
-    monkeypatch.setattr(ledger, "LINE_BYTES_MAX", 4096)
+    monkeypatch.setattr(ledger_audit, "LINE_BYTES_MAX", 4096)
     paths = write_run(tmp_path)
     plant(paths)
     report = audit(tmp_path)
@@ -399,7 +400,7 @@ def test_no_damage_makes_a_traceback(tmp_path, seed):
 
 
 def test_findings_are_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(ledger, "FINDINGS_MAX", 5)
+    monkeypatch.setattr(ledger_audit, "FINDINGS_MAX", 5)
     write_run(tmp_path)[0].write_bytes(b"?\n" * 50)
     report = audit(tmp_path)
     assert len(report.findings) == 6
@@ -414,6 +415,61 @@ def test_a_run_without_ledger_is_the_users_error(tmp_path):
 def test_an_empty_ledger_proves_nothing(tmp_path):
     write(tmp_path, 0, [])
     assert not audit(tmp_path).ok
+
+
+def of_rounds(*places):
+    """Entries of a job whose script's steps consist of several of the job's."""
+    found = []
+    for place in places:
+        plain = entry(place.index)
+        used = place.uses is not Uses.NO_SAMPLES
+        counts = plain.counts if used else (0,) * len(OWNERS)
+        digests = plain.digests if used else (0,) * len(OWNERS)
+        found.append(dataclasses.replace(plain, place=place, counts=counts, digests=digests))
+    return found
+
+
+SAMPLES, SAME, NONE = Uses.SAMPLES, Uses.SAME_SAMPLES, Uses.NO_SAMPLES
+HONEST = (
+    *(Place(0, 0, NONE), Place(1, 0, SAMPLES), Place(2, 0, SAME), Place(3, 1, SAMPLES)),
+    *(Place(4, 1, NONE), Place(5, 2, SAMPLES)),
+)
+
+
+def test_steps_of_several_rounds_are_proved(tmp_path):
+    for worker in (0, 1):
+        write(tmp_path, worker, of_rounds(*HONEST))
+    report = audit(tmp_path)
+    assert report.ok, report.findings
+    assert (report.steps, report.samples) == (6, 3 * PLAN.step_samples(0))
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({3: Place(3, 0, SAMPLES)}, "step 3 uses the samples of step 1 again"),
+        ({1: Place(1, 0, SAME)}, "step 1 is the first to use its samples"),
+        ({2: Place(2, 0, SAMPLES)}, "step 2 uses the samples of step 1 again"),
+        ({3: Place(3, 1, NONE)}, ""),  # its samples are lost
+        ({5: Place(5, 1, SAME)}, ""),
+    ],
+)
+def test_rounds_that_use_other_samples_are_found(tmp_path, changed, words):
+    places = [changed.get(place.step, place) for place in HONEST]
+    for worker in (0, 1):
+        write(tmp_path, worker, of_rounds(*places))
+    report = audit(tmp_path)
+    if words:
+        assert any(words in finding for finding in report.findings)
+    elif changed == {3: Place(3, 1, NONE)}:
+        assert report.lost == PLAN.step_samples(1)
+    assert report.ok == (changed == {5: Place(5, 1, SAME)})
+
+
+def test_copies_of_a_step_agree_on_what_it_uses(tmp_path):
+    write(tmp_path, 0, of_rounds(*HONEST))
+    write(tmp_path, 1, of_rounds(*HONEST[:2], Place(2, 1, SAME), *HONEST[3:]))
+    assert any("step 2 differs" in finding for finding in audit(tmp_path).findings)
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf"), -0.0, 0.1])
@@ -524,7 +580,7 @@ def test_a_failed_write_names_the_path_and_leaves_no_half_line(
     writer.begin(header())
     writer.append(entry(0))
     with monkeypatch.context() as patch:
-        patch.setattr(ledger.os, "write", failing_write(error_number, accept=40))
+        patch.setattr(os, "write", failing_write(error_number, accept=40))
         with pytest.raises(kind, match=str(path)) as caught:
             writer.append(entry(1))
         assert os.strerror(error_number) in str(caught.value)

@@ -14,7 +14,7 @@ import pytest
 
 from conftest import RUN_S, Start, finish
 from holdfast.core.errors import HoldfastError
-from holdfast.observe.ledger import verify
+from holdfast.observe.ledger_audit import verify
 from holdfast.testing.local_run import LocalRun, RunEnded, strike
 from holdfast.train.data.sampling import SamplePlan
 

@@ -30,7 +30,7 @@ from holdfast.runtime.rundir import RunDir
 from holdfast.testing.disturbed import flip_bit
 from holdfast.train.checkpoint import state
 from holdfast.train.checkpoint.transfer import StateSync
-from holdfast.train.step.buckets import Bucket, Flat, Gradients
+from holdfast.train.step.buckets import Bucket, Flat
 from holdfast.train.step.fingerprints import Fingerprints
 from holdfast.train.step.reduction import (
     FINITE,
@@ -303,51 +303,6 @@ def test_fingerprints_and_digests_are_the_same_for_ever() -> None:
 
 def test_without_a_cycle_nothing_is_compared() -> None:
     assert Fingerprints(trained(), 0).of_step(3, []) == Fingerprints(trained(), 0).of_all([]) == 0
-
-
-# ---------------------------------------------------------------- gradients
-
-
-def gradients_of(model: nn.Module) -> Gradients:
-    found = Gradients(model.named_parameters(), 1, threading.Condition(threading.RLock()))
-    found.attach()
-    return found
-
-
-def test_unused_parameters_count_as_zero_and_are_marked() -> None:
-    model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
-    gradients = gradients_of(model)
-    gradients.begin_step()
-    gradients.begin_task(0)
-    model[0](torch.ones(2, 3)).sum().backward()
-    gradients.end_task()
-    assert gradients.used.tolist() == [True, True, False, False]
-    (bucket,) = gradients.buckets
-    assert bucket.contributed == {0}
-    bucket.result.data.copy_(bucket.partials[0, 1].data)
-    gradients.publish(gradients.used)
-    assert model[1].weight.grad is None
-    assert torch.equal(model[0].bias.grad, torch.full((3,), 2.0))
-
-
-def test_a_gradient_that_comes_twice_is_refused() -> None:
-    model = nn.Linear(3, 3)
-    gradients = gradients_of(model)
-    gradients.begin_step()
-    gradients.begin_task(0)
-    loss = model(torch.ones(1, 3)).sum()
-    loss.backward(retain_graph=True)
-    with pytest.raises(UserError, match="twice in one backward pass"):
-        loss.backward()
-
-
-def test_buckets_hold_one_dtype_and_are_full_with_their_last_tensor() -> None:
-    model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(6)], nn.Linear(8, 8).bfloat16())
-    sizes = [[p.nbytes for p in b.params] for b in gradients_of(model).buckets]
-    dtypes = [{p.dtype for p in b.params} for b in gradients_of(model).buckets]
-    assert all(len(each) == 1 for each in dtypes)
-    assert all(sum(each[:-1]) < 8 << 20 for each in sizes)
-    assert [len(each) for each in sizes] == [2, 4, 4, 4]
 
 
 # ---------------------------------------------------------------- buffers

@@ -27,7 +27,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from holdfast.core.errors import HoldfastError, UserError, WorldError
-from holdfast.observe.ledger import LEDGER_DIR, LedgerReport, verify
+from holdfast.observe.ledger import LEDGER_DIR
+from holdfast.observe.ledger_audit import LedgerReport, verify
 from holdfast.testing import fault_kit  # tidy: allow layers because the demo uses the test kit
 from holdfast.testing.local_run import ACTIVE, LocalRun  # tidy: allow layers because as above
 from holdfast.train.data.sampling import SamplePlan

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from holdfast.core.errors import UserError
-from holdfast.observe.ledger import LedgerReport, verify
+from holdfast.observe.ledger_audit import LedgerReport, verify
 from holdfast.train.data.sampling import SamplePlan
 
 

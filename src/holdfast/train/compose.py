@@ -26,7 +26,7 @@ from holdfast.train.driver import Driver, Link
 from holdfast.train.environment import WorkerEnvironment
 from holdfast.train.ledger_recorder import LedgerRecorder
 from holdfast.train.monitor import Monitor
-from holdfast.train.progress import PROTECTED_AS, Progress
+from holdfast.train.script_state import PROTECTED_AS, ScriptState
 from holdfast.train.script_thread import ScriptThread, TaskRunner
 from holdfast.train.step.bringing_up import BringingUp
 from holdfast.train.step.buckets import Gradients
@@ -95,7 +95,7 @@ def compose_control(environment: WorkerEnvironment, seed: int, fd: int | None) -
 
 
 def compose_worker(
-    control: Control, protected: Mapping[str, Any], progress: Progress
+    control: Control, protected: Mapping[str, Any], progress: ScriptState
 ) -> ScriptThread:
     """Put together all that trains the protected objects, and start the engine. UserError."""
     protected = {**protected, PROTECTED_AS: progress}

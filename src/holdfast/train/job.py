@@ -24,7 +24,7 @@ from holdfast.train.environment import WorkerEnvironment, take_channel
 from holdfast.train.evaluation import Evaluation, without_training
 from holdfast.train.host_memory import keep_freed_memory
 from holdfast.train.job_step import Step
-from holdfast.train.progress import PROTECTED_AS, Progress, Values, plain
+from holdfast.train.script_state import PROTECTED_AS, ScriptState, Values, plain
 from holdfast.train.script_thread import ScriptThread
 from holdfast.train.step.values import PROPOSAL
 
@@ -50,7 +50,7 @@ def join(*, seed: int | None = None) -> Job:
 def end_script() -> None:
     """End the loops that this process's script has left by `break`, since it is over. UserError."""
     for job in _jobs:
-        job.end_open_loop()
+        job._end_open_loop()
 
 
 class Job:
@@ -62,7 +62,7 @@ class Job:
         self._environment = control.environment
         self._driver = control.driver
         self._protected: dict[str, Any] = {}
-        self._progress = Progress()
+        self._progress = ScriptState()
         self._script: ScriptThread | None = None  # once there is something to train
         self._step: Step | None = None  # that the script has, or has left by `break`
         self._loops_until = 0  # where the newest loop of this script ends
@@ -190,7 +190,7 @@ class Job:
                 source = source or loop.source(plan)
                 self._step = Step(script, source, index, until)
                 yield self._step
-                self._step.check_complete()
+                _check_complete(self._step)
             self._step = None
         finally:
             if source is not None:
@@ -201,7 +201,7 @@ class Job:
 
         One worker's call is enough. Later loops have no steps.
         """
-        self._ready().stop()
+        (self._script or self._ready()).stop()
 
     # ------------------------------------------------------------ what workers do together
 
@@ -263,12 +263,12 @@ class Job:
 
         return msgspec.msgpack.decode(self._together(tell))
 
-    def end_open_loop(self) -> None:
+    def _end_open_loop(self) -> None:
         """End a loop that the script has left by `break`. UserError if its step is not complete."""
         step, script = self._step, self._script
         if step is not None and script is not None and script.in_loop:
             self._step = None
-            step.check_complete()
+            _check_complete(step)
             script.left_early()
             script.leave_loop()
 
@@ -285,7 +285,7 @@ class Job:
             raise UserError("nothing is protected: call job.protect(model=...) before job.steps")
         if self._script is None:
             self._script = compose_worker(self._control, self._protected, self._progress)
-        self.end_open_loop()
+        self._end_open_loop()
         return self._script
 
 
@@ -294,3 +294,8 @@ def _options(dataset: Any, loading: dict[str, Any]) -> LoadOptions:
         return LoadOptions(**loading)
     except TypeError as error:
         raise UserError(f"job.batches({type(dataset).__name__}): {error}") from None
+
+
+def _check_complete(step: Step) -> None:
+    if not step.complete:
+        raise UserError(f"step {step.index} was left early: iterate over all its batches")

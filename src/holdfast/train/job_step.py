@@ -96,11 +96,6 @@ class Step:
         elif self._task_weight >= 0:
             raise UserError("a batch's losses were given a weight once and not another time")
 
-    def check_complete(self) -> None:
-        """Raise UserError if the script has not gone through the step's batches."""
-        if not self.complete:
-            raise UserError(f"step {self.index} was left early: iterate over all its batches")
-
     @property
     def complete(self) -> bool:
         """Tell whether the script has gone through all batches of a round, and of all begun."""

@@ -23,7 +23,7 @@ from holdfast.train.data.sampling import SamplePlan
 from holdfast.train.data.sources import Source
 from holdfast.train.driver import Driver
 from holdfast.train.ledger_recorder import LedgerRecorder
-from holdfast.train.progress import Progress
+from holdfast.train.script_state import ScriptState
 from holdfast.train.step.fingerprints import Fingerprints
 from holdfast.train.step.probe import current
 from holdfast.train.step.speculative import FinishedTask
@@ -74,6 +74,7 @@ class TaskRunner:
 
     def tell(self, task: ef.Compute, value: bytes | None) -> None:
         """Note what a task of a step that exchanges values has come to."""
+        current.probe.task(task.step, task.vrank)
         with self._driver.monitor:
             if value is not None:
                 self._data.values.put(task.vrank, value)
@@ -107,7 +108,7 @@ class ScriptThread:
         fingerprints: Fingerprints,
         saver: Saver | None,
         recorder: LedgerRecorder,
-        progress: Progress,
+        progress: ScriptState,
     ) -> None:
         self.runner = runner
         self.progress = progress
@@ -240,7 +241,7 @@ class ScriptThread:
             )
         data, prints = self._data, self._fingerprints
         current.probe.boundary(self._at, prints.protected)
-        data.gradients.begin_step(of)
+        data.gradients.begin_step(of if kind is StepKind.GRADIENTS else ())
         data.buffers.remember()
         start = data.buffers.start
         whole = prints.of_all(start) if self._whole and prints.cycle > 1 else 0

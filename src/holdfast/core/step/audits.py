@@ -71,7 +71,9 @@ class Audits:
         self._court = Court()
         self._classes.forget()
 
-    def plan(self, view: View, step: int, owners: Sequence[WorkerId], kind: StepKind) -> None:
+    def plan(
+        self, view: View, step: int, owners: Sequence[WorkerId], kind: StepKind = StepKind.GRADIENTS
+    ) -> None:
         """Plan the audits of a step, unless that was done in this view."""
         if self._planned_in == (view.number, step):
             return

@@ -97,18 +97,18 @@ class _TaskSource:
         self.plan = plan
 
     def follow(self, vranks: Sequence[int], from_step: int, until: int) -> None:
-        """Nothing is loaded ahead."""
+        """Take no notice, as nothing is loaded ahead."""
 
     def batch(self, step: int, vrank: int) -> Task:
         """Return the task."""
         return Task(step=step, vrank=vrank)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Free what is held, which is nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loading:
+class LoaderSettings:
     """Holds what a ready DataLoader says of its batches."""
 
     dataset: Any
@@ -118,7 +118,7 @@ class Loading:
     options: LoadOptions
 
 
-def of_loader(loader: DataLoader[Any]) -> Loading:
+def of_loader(loader: DataLoader[Any]) -> LoaderSettings:
     """Read what `loader` loads and how; UserError for what has no counterpart here.
 
     What is not kept, and changes no sample, is told in a warning.
@@ -156,7 +156,7 @@ def of_loader(loader: DataLoader[Any]) -> Loading:
     options: dict[str, Any] = {"num_workers": loader.num_workers, "collate_fn": loader.collate_fn}
     if loader.prefetch_factor is not None:
         options["prefetch_factor"] = loader.prefetch_factor
-    return Loading(
+    return LoaderSettings(
         dataset=loader.dataset,
         batch_size=loader.batch_size,
         shuffle=shuffles,

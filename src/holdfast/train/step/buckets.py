@@ -41,7 +41,11 @@ class Bucket:
     """Holds some parameters, their partial sums of the present step, and the reduced result."""
 
     def __init__(
-        self, index: int, params: list[torch.nn.Parameter], places: list[int], owner: str
+        self,
+        index: int,
+        params: list[torch.nn.Parameter],
+        places: list[int],
+        owner: str = "",
     ) -> None:
         self.index = index
         self.owner = owner  # the name under which its parameters' module is protected

@@ -238,10 +238,10 @@ class Engine(threading.Thread):
         gathering: deque[BucketSum] = deque()
         sums: list[BucketSum] = []
         closing: list[Operation] = []
-        while begun < total or gathering:
+        check = self._checker(order.view)
+        while begun < total or gathering or not closing:
             only = begun if at.transport.ordered else None
-            check = self._checker(order.view)
-            for bucket in self._filled.take(only, not gathering, check):
+            for bucket in self._filled.take(only, not gathering, check) if begun < total else ():
                 begun += 1
                 with self._driver.monitor:  # a newer view may merge the partial sums further
                     self._driver.check_alive(order.view)

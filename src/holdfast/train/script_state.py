@@ -46,7 +46,7 @@ class Values(MutableMapping[str, Any]):
         return f"Values({self._items!r})"
 
 
-class Progress:
+class ScriptState:
     """Counts a script's steps and finished loops; protected like a model. See the module."""
 
     def __init__(self) -> None:

@@ -1,0 +1,426 @@
+"""Proves from a run's ledger that every sample was used exactly once.
+
+It compares all copies of all steps with each other and with the plan that the headers name, which
+is made by the caller's `plan_of` and recomputed here. Invariant: nothing in a file is trusted;
+whatever is wrong with it becomes a finding that names file and line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from holdfast.core.errors import UserError
+from holdfast.observe.ledger import (
+    LEDGER_DIR,
+    LINE_BYTES_MAX,
+    DoubtLine,
+    HeaderLine,
+    Host,
+    Line,
+    Place,
+    StepLine,
+    Uses,
+    decode_line,
+)
+
+FINDINGS_MAX = 1000
+FINDING_CHARS_MAX = 1000  # it may quote what the file says
+STEP_SAMPLES_MAX = 1 << 26  # a plan that claims more for one step is not recomputed
+_DOUBT = b'"doubt"'  # occurs in each line that holds a doubt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerReport:
+    """Holds what `verify` found; `lost` and `repeated` count samples over all epochs.
+
+    `inexact_since`: the first step whose result may differ from that of sound machines. `dropped`:
+    samples of late workers that were left out by choice, in `dropped_in` steps.
+    """
+
+    findings: tuple[str, ...]
+    files: int
+    copies: int  # lines read, over all workers
+    steps: int  # distinct steps
+    samples: int  # proved to have been used
+    lost: int
+    repeated: int
+    replayed: tuple[int, ...]  # steps committed again after all workers were lost
+    torn: int  # files whose last line was cut off by the death of their writer
+    inexact_since: int | None = None
+    dropped: int = 0
+    dropped_in: int = 0
+
+    @property
+    def ok(self) -> bool:
+        return not (self.findings or self.lost or self.repeated) and self.steps > 0
+
+    def to_dict(self) -> dict[str, Any]:
+        names = [name for name in self.__slots__ if name not in ("findings", "replayed")]
+        return {
+            "ok": self.ok,
+            **{name: getattr(self, name) for name in names},
+            "replayed": list(self.replayed),
+            "findings": list(self.findings),
+        }
+
+
+class Plan(Protocol):
+    """Declares what `verify` needs of a plan; `train.sampling.SamplePlan` is one."""
+
+    @property
+    def virtual_ranks(self) -> int: ...
+    @property
+    def first_step(self) -> int: ...
+    def step_samples(self, step: int) -> int: ...
+    def step_tasks(self, step: int) -> list[NDArray[np.int64]]: ...
+    def digest_of(self, indices: NDArray[np.int64]) -> int: ...
+    def epoch_of(self, step: int) -> tuple[int, int]: ...
+    def samples_before(self, step: int) -> int: ...
+
+
+PlanOf = Callable[[Mapping[str, Any]], Plan]
+
+
+def verify(run_dir: str | os.PathLike[str], plan_of: PlanOf) -> LedgerReport:
+    """Check every copy of every step against the others, the plan and its epochs.
+
+    It takes memory for a small record per step, and for the indices of one epoch. UserError when
+    the run has no ledger.
+    """
+    directory = Path(run_dir) / LEDGER_DIR
+    paths = sorted(directory.glob("*.jsonl"))
+    if not os.path.isdir(run_dir):
+        raise UserError(
+            f"there is no run directory {run_dir}: `holdfast run` prints its own at start"
+        )
+    if not paths:
+        raise UserError(f"{directory} has no *.jsonl files: name the directory of a run")
+    audit = _Audit(plan_of, _doubts(paths))
+    for path in paths:
+        audit.read(path)
+    audit.check_steps()
+    lost, repeated, samples = audit.count_samples()
+    dropped = audit.count_dropped()
+    return LedgerReport(
+        findings=tuple(audit.findings),
+        files=len(paths),
+        copies=audit.copies,
+        steps=len(audit.steps),
+        samples=samples,
+        lost=lost,
+        repeated=repeated,
+        replayed=tuple(audit.replayed),
+        torn=audit.torn,
+        inexact_since=min((d.step for d in audit.doubts if not d.again), default=None),
+        dropped=sum(dropped),
+        dropped_in=len(dropped),
+    )
+
+
+def _doubts(paths: Sequence[Path]) -> list[DoubtLine]:
+    """Collect the doubts of all files: a worker may doubt what others have written."""
+    found = []
+    for path in paths:
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            for line in iter(lambda: file.readline(LINE_BYTES_MAX), b""):
+                if _DOUBT in line and line.endswith(b"\n"):
+                    with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
+                        value = decode_line(line)
+                        found += [value] if isinstance(value, DoubtLine) else []
+    return found
+
+
+# What all copies of a step must agree on. Hashed, so that a million steps fit in memory.
+_CONTENT = ("plan", "place", "counts", "digests", "loss")
+
+
+@dataclass(slots=True)
+class _Step:
+    """Holds what is kept of one step while the files are read."""
+
+    contents: dict[tuple[Host, ...], tuple[Any, ...]]  # as _CONTENT; by `hosts` if they may differ
+    where: str  # file and line of the first copy
+    view: int  # view of the newest commit
+    plan: int  # its index, or -1 when it cannot be recomputed
+    place: Place
+    commits: list[tuple[int, tuple[Host, ...], Host]] = field(default_factory=list)
+    wrong: tuple[int, ...] = ()  # vranks whose samples are not the plan's
+    dropped: tuple[int, ...] = ()  # vranks whose samples were left out by choice
+
+
+class _Audit:
+    """Holds the state of one verification: files are read one by one, then steps are checked."""
+
+    def __init__(self, plan_of: PlanOf, doubts: Sequence[DoubtLine]) -> None:
+        self.doubts = doubts
+        self.findings: list[str] = []
+        self.steps: dict[int, _Step] = {}
+        self.replayed: list[int] = []
+        self.copies = 0
+        self.torn = 0
+        self._plan_of = plan_of
+        self._plans: list[Plan] = []
+        self._plan_index: dict[bytes, int] = {}
+        self._backups: dict[int, str] = {}  # what headers declare, and the first that does
+        self._hosts: dict[tuple[Host, ...], tuple[Host, ...]] = {}  # each kept once
+
+    def find(self, text: str) -> None:
+        if len(self.findings) < FINDINGS_MAX:
+            self.findings.append(text[:FINDING_CHARS_MAX])
+        elif len(self.findings) == FINDINGS_MAX:
+            self.findings.append(f"more than {FINDINGS_MAX} findings: the rest is not listed")
+
+    def read(self, path: Path) -> None:
+        """Read a file's lines. A last line without newline was cut short by a death: no finding."""
+        header: HeaderLine | None = None
+        plan = -1
+        try:
+            with path.open("rb") as file:
+                for number, line in enumerate(iter(lambda: file.readline(LINE_BYTES_MAX), b""), 1):
+                    where = f"{path.name}:{number}"
+                    if not line.endswith(b"\n"):
+                        if len(line) == LINE_BYTES_MAX:
+                            self.find(f"{where}: longer than {LINE_BYTES_MAX} bytes: not read on")
+                        else:
+                            self.torn += 1
+                        return
+                    match self._parse(where, line):
+                        case HeaderLine() as found:
+                            header, plan = found, self._adopt(where, found)
+                        case StepLine() as entry if not self._withdrawn(entry):
+                            self._take(where, header, plan, entry)
+        except OSError as error:
+            self.find(f"{path.name}: cannot be read: {error}")
+
+    def _withdrawn(self, entry: StepLine) -> bool:
+        """Tell whether the step was done again because something wrong may have been used in it."""
+        return any(d.again and entry.step >= d.step and entry.view <= d.view for d in self.doubts)
+
+    def _parse(self, where: str, line: bytes) -> Line | None:
+        try:
+            value = decode_line(line)
+            if isinstance(value, StepLine):
+                float.fromhex(value.loss)
+            return value
+        except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
+            self.find(f"{where}: malformed: {error}")
+            return None
+
+    def _adopt(self, where: str, header: HeaderLine) -> int:
+        """Return the index of the header's plan; -1, with a finding, if there is no such plan."""
+        self._backups.setdefault(header.backup, where)
+        key = msgspec.json.encode((header.seed, header.virtual_ranks, header.plan), order="sorted")
+        if key not in self._plan_index:
+            self._plan_index[key] = -1
+            try:
+                plan = self._plan_of(header.plan)
+            except UserError as error:
+                self.find(f"{where}: {error}")
+                return -1
+            if plan.virtual_ranks != header.virtual_ranks:
+                self.find(
+                    f"{where}: the plan has {plan.virtual_ranks} virtual ranks "
+                    f"but the header {header.virtual_ranks}"
+                )
+                return -1
+            self._plan_index[key] = len(self._plans)
+            self._plans.append(plan)
+        return self._plan_index[key]
+
+    def _take(self, where: str, header: HeaderLine | None, plan: int, entry: StepLine) -> None:
+        if header is None:
+            self.find(f"{where}: step {entry.step} comes before any header")
+            return
+        vranks = header.virtual_ranks
+        for name in ("hosts", "counts", "digests"):
+            if len(getattr(entry, name)) != vranks:
+                self.find(
+                    f"{where}: step {entry.step} has {len(getattr(entry, name))} {name} "
+                    f"for {vranks} virtual ranks"
+                )
+                return
+        self.copies += 1
+        content = (plan, entry.place, _hash(entry.counts), _hash(entry.digests), entry.loss)
+        commit = entry.hosts if header.backup else ()  # done again, other tasks may be dropped
+        step = self.steps.get(entry.step)
+        if step is None:
+            plan = self._covering(where, plan, entry.place)
+            step = _Step(contents={}, where=where, view=-1, plan=plan, place=entry.place)
+            self.steps[entry.step] = step
+        known = step.contents.setdefault(commit, content)
+        if known is content:
+            if step.plan >= 0 and entry.view > step.view:
+                step.view = entry.view
+                step.dropped = self._dropped(where, header, entry)
+                step.wrong = self._compare(where, self._plans[step.plan], entry, step.dropped)
+        elif known != content:
+            differing = [
+                name
+                for name, ours, theirs in zip(_CONTENT, known, content, strict=True)
+                if ours != theirs
+            ]
+            self.find(
+                f"{where}: step {entry.step} differs from {step.where} in {', '.join(differing)}"
+            )
+        writer = (header.worker, header.incarnation)
+        if any(writer == other for _, _, other in step.commits):
+            self.find(f"{where}: step {entry.step} is written twice by incarnation {writer}")
+        hosts = self._hosts.setdefault(entry.hosts, entry.hosts)
+        step.commits.append((entry.view, hosts, writer))
+
+    def _covering(self, where: str, index: int, place: Place) -> int:
+        """Return `index` if that plan has the step and can be recomputed; else -1."""
+        if index < 0 or place.uses is Uses.NO_SAMPLES:
+            return -1
+        plan, number = self._plans[index], place.index
+        if number < plan.first_step:
+            self.find(f"{where}: step {number} is before the plan's first, {plan.first_step}")
+            return -1
+        if plan.step_samples(number) > STEP_SAMPLES_MAX:
+            self.find(f"{where}: step {number} is too large to be recomputed")
+            return -1
+        return index
+
+    def _dropped(self, where: str, header: HeaderLine, entry: StepLine) -> tuple[int, ...]:
+        """Return the vranks of a step that its workers were allowed to drop, and did."""
+        if 0 not in entry.counts:
+            return ()
+        marks = enumerate(zip(entry.counts, entry.digests, strict=True))
+        found = [vrank for vrank, (count, digest) in marks if not count and not int(digest, 16)]
+        hosts = {entry.hosts[vrank] for vrank in found}
+        if header.backup and len(hosts) > header.backup:
+            self.find(
+                f"{where}: step {entry.step} dropped what {len(hosts)} workers computed, of which "
+                f"it may drop {header.backup}"
+            )
+        return tuple(found) if len(hosts) <= header.backup else ()
+
+    def _compare(
+        self, where: str, plan: Plan, entry: StepLine, dropped: Sequence[int]
+    ) -> tuple[int, ...]:
+        """Return the vranks whose counts or digests are not the plan's, except dropped ones."""
+        wrong = []
+        for vrank, task in enumerate(plan.step_tasks(entry.place.index)):
+            if vrank in dropped:
+                continue
+            name = f"{where}: step {entry.step} virtual rank {vrank}"
+            count, digest = entry.counts[vrank], entry.digests[vrank]
+            if count != len(task):
+                self.find(f"{name} used {count} samples, its plan has {len(task)}")
+                wrong.append(vrank)
+            elif digest != f"{plan.digest_of(task):016x}":
+                self.find(f"{name} used other samples than its plan's: digest {digest}")
+                wrong.append(vrank)
+        return tuple(wrong)
+
+    def check_steps(self) -> None:
+        """Check that no step is missing, and none was committed twice while any worker survived.
+
+        It also checks that all files of a step were allowed to drop the same number.
+        """
+        if len(self._backups) > 1:
+            said = " but ".join(f"{b} in {where}" for b, where in self._backups.items())
+            self.find(f"the number of backup workers differs: {said}")
+        expected = 0
+        for number in sorted(self.steps):
+            if number > expected:
+                self.find(f"no copy of step {_span(expected, number)}")
+            expected = number + 1
+            self._check_commits(number, self.steps[number])
+        users: dict[int, int] = {}  # of each step's samples: who was first
+        for number, step in sorted(self.steps.items()):
+            index, uses = step.place.index, step.place.uses
+            first = users.setdefault(index, number) if uses is Uses.SAMPLES else number
+            if first != number:
+                self.find(f"{step.where}: step {number} uses the samples of step {first} again")
+            if uses is Uses.SAME_SAMPLES and index not in users:
+                self.find(f"{step.where}: step {number} is the first to use its samples")
+
+    def _check_commits(self, number: int, step: _Step) -> None:
+        """Check that copies with different hosts stem from different commits.
+
+        A step may be committed again only by workers that took no part in an earlier commit of it.
+        Copies of one commit may differ in view: who learns of it late does so in a later view.
+        """
+        groups: dict[tuple[Host, ...], tuple[int, set[Host]]] = {}
+        for view, hosts, writer in step.commits:
+            first, involved = groups.get(hosts, (view, set(hosts)))
+            groups[hosts] = (min(first, view), involved | {writer})
+        if len(groups) == 1:
+            return
+        seen: set[Host] = set()
+        last_view = -1
+        for view, involved in sorted(groups.values(), key=lambda group: group[0]):
+            again = sorted(seen & involved)
+            if again or view == last_view:
+                who = f"by {again}, who had done so before" if again else "by others"
+                self.find(f"{step.where}: step {number} was committed again in view {view} {who}")
+                return
+            seen |= involved
+            last_view = view
+        self.replayed.append(number)
+
+    def count_samples(self) -> tuple[int, int, int]:
+        """Return (lost, repeated, used) samples, epoch by epoch, over all proved tasks."""
+        lost = repeated = used = 0
+        for index, plan in enumerate(self._plans):
+            using = self._using()
+            numbers = sorted(n for n, step in using.items() if step.plan == index)
+            expected = sum(
+                plan.samples_before(stop) - plan.samples_before(start)
+                for start, stop in self._spans(plan, numbers)
+            )
+            distinct = 0
+            epochs = [plan.epoch_of(number)[0] for number in numbers]
+            for _, epoch in itertools.groupby(zip(epochs, numbers, strict=True), lambda e: e[0]):
+                tasks = [
+                    task
+                    for _, number in epoch
+                    for vrank, task in enumerate(plan.step_tasks(number))
+                    if vrank not in (*using[number].wrong, *using[number].dropped)
+                ]
+                samples = np.sort(np.concatenate([np.empty(0, np.int64), *tasks]))
+                again = int(np.count_nonzero(samples[1:] == samples[:-1]))
+                repeated += again
+                distinct += len(samples) - again
+            used += distinct
+            lost += expected - distinct
+        return lost - sum(self.count_dropped()), repeated, used
+
+    def _using(self) -> dict[int, _Step]:
+        """Return the steps that use samples for the first time, by the script's number."""
+        steps = self.steps.values()
+        return {s.place.index: s for s in steps if s.place.uses is Uses.SAMPLES}
+
+    def count_dropped(self) -> list[int]:
+        """Count the samples left out by choice, for each step in which there were some."""
+        found = []
+        for index, step in sorted(self._using().items()):
+            tasks = self._plans[step.plan].step_tasks(index) if step.dropped else []
+            found.append(sum(len(tasks[vrank]) for vrank in step.dropped))
+        return [samples for samples in found if samples]
+
+    def _spans(self, plan: Plan, numbers: list[int]) -> list[tuple[int, int]]:
+        """Return ranges of steps that the plan covers: `numbers`, and those missing before each."""
+        present = sorted(self._using())
+        previous = dict(zip(present, [-1, *present], strict=False))
+        return [(max(previous[n] + 1, plan.first_step), n + 1) for n in numbers]
+
+
+def _span(start: int, stop: int) -> str:
+    return str(start) if stop == start + 1 else f"{start} to {stop - 1}"
+
+
+def _hash(values: tuple[Any, ...]) -> int:
+    return xxhash.xxh3_64_intdigest(",".join(map(str, values)).encode())
