@@ -1,5 +1,6 @@
 """The ledger: an honest run is proved, and every planted corruption is found."""
 
+import dataclasses
 import errno
 import json
 import os
