@@ -28,7 +28,11 @@ Script = Callable[[Job, ThreadWorker], Any]
 DEATHS = (9, 14, 19, 26, 33, 41)
 
 
-def results(script: Script, workers: int, kill_at: dict[int, int] | None = None) -> list[Any]:
+def results(
+    script: Script,
+    workers: int,
+    kill_at: dict[int, int] | None = None,
+) -> list[Any]:
     """Run a script; returns what it returned on each worker that came to its end."""
     found: dict[WorkerId, Any] = {}
 
@@ -197,7 +201,11 @@ def _ignoring_its_end(job: Job, found: Any) -> Any:
 # ---------------------------------------------------------------- rounds
 
 
-def gan(job: Job, me: ThreadWorker) -> Any:
+def gan(
+    job: Job,
+    me: ThreadWorker,
+    spoil: Callable[[ThreadWorker, int, str], float] = lambda me, step, name: 1.0,
+) -> Any:
     """Two optimizers in turn: each round reduces the gradients of one module."""
     critic, generator = net(6, 3), net(6, 4)
     for_critic = torch.optim.AdamW(critic.parameters(), lr=1e-2)
@@ -207,13 +215,15 @@ def gan(job: Job, me: ThreadWorker) -> Any:
     for step in job.steps(job.batches(dataset(), 3), until=4):
         for x, _ in step.round("critic"):
             noise = x.flip(1)  # threads share torch's generator
-            step.backward(critic(x).mean() - generator(noise).square().mean())
+            loss = critic(x).mean() - generator(noise).square().mean()
+            step.backward(loss * spoil(me, step.index, "critic"))
         assert all(p.grad is None for p in generator.parameters())
         for_critic.step()
         losses.append(step.loss)
         for x, _ in step.round("generator"):
             noise = x.flip(1)
-            step.backward(generator(noise).square().mean() + critic(x).square().mean())
+            loss = generator(noise).square().mean() + critic(x).square().mean()
+            step.backward(loss * spoil(me, step.index, "generator"))
         assert all(p.grad is None for p in critic.parameters())
         for_generator.step()
         losses.append(step.loss)
@@ -222,6 +232,24 @@ def gan(job: Job, me: ThreadWorker) -> Any:
 
 def test_a_step_may_have_several_rounds() -> None:
     everywhere(gan)
+
+
+@pytest.mark.parametrize("spoiled", ["critic", "generator"])
+def test_a_round_that_is_computed_again_sums_what_it_did_before(spoiled: str) -> None:
+    (expected,) = results(gan, 1)
+    once: list[int] = []
+
+    def spoil(me: ThreadWorker, step: int, name: str) -> float:
+        """Return what a worker's first loss of a round is multiplied by: no number, once."""
+        strikes = (me.worker, step, name) == (1, 2, spoiled) and not once
+        once.extend([step] * strikes)
+        return float("nan") if strikes else 1.0
+
+    def script(job: Job, me: ThreadWorker) -> Any:
+        return gan(job, me, spoil)
+
+    assert results(script, 3) == [expected] * 3
+    assert once == [2]
 
 
 def test_a_round_names_modules() -> None:

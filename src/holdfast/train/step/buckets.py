@@ -161,8 +161,12 @@ class Gradients:
 
     def begin_step(self, of: Collection[str] | None = None) -> None:
         """Begin a step that sums gradients of the modules protected as `of`, or of all."""
+        self.active = [b for b in self.buckets if of is None or b.owner in of]
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all gradients of the step: they are computed from the beginning."""
         with self._lock:
-            self.active = [b for b in self.buckets if of is None or b.owner in of]
             for bucket in self.buckets:
                 bucket.reset()
                 for leaves in self._copies.values():

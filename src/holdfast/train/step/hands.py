@@ -36,7 +36,7 @@ class StepHands:
         """Do it; returns what the machine is to be told of it."""
         match effect:
             case ef.Redo():
-                self._data.gradients.begin_step()
+                self._data.gradients.clear()
                 self._data.reset()
             case ef.KeepStep(step):
                 self._missed.keep(step, self._engine.piece)
