@@ -13,13 +13,14 @@ import pytest
 from conftest import finish
 from holdfast.observe.ledger_audit import verify
 from holdfast.testing.local_run import LocalRun
-from holdfast.train.data.sampling import SamplePlan
+from holdfast.train.data.sampling import plan_of
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 ARGS = {
     "gpt.py": ["--steps", "4", "--width", "32", "--layers", "1", "--batch-size", "4"],
     "digits.py": ["--steps", "4", "--batch-size", "8"],
     "gan.py": ["--steps", "21", "--batch-size", "8"],
+    "stream.py": ["--steps", "12", "--batch-size", "2", "--width", "16", "--length", "16"],
 }
 
 
@@ -38,17 +39,21 @@ def test_the_last_line_does_not_depend_on_the_workers(name: str, tmp_path: Path)
     assert last[0] == last[1]
 
 
-def test_rounds_and_evaluations_survive_deaths(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "steps", "samples"), [("gan.py", 43, 21 * 4 * 8), ("stream.py", 12, 12 * 4 * 2)]
+)
+def test_deaths_change_nothing(name: str, steps: int, samples: int, tmp_path: Path) -> None:
+    """Of the GAN's steps every second one is a round, and the fortieth an evaluation."""
     faults = tmp_path / "faults.txt"
-    faults.write_text("worker 1 step 5 kill\nworker 0 step 40 kill\n")  # the latter: evaluation
-    script, last = [str(EXAMPLES / "gan.py"), *ARGS["gan.py"]], []
-    for name, disturbed in (("quiet", []), ("faults", ["--faults", str(faults)])):
+    faults.write_text(f"worker 1 step 5 kill\nworker 0 step {steps - 3} kill\n")
+    script, last = [str(EXAMPLES / name), *ARGS[name]], []
+    for run_name, disturbed in (("quiet", []), ("faults", ["--faults", str(faults)])):
         options = ["--nproc", "2", "--virtual", "4", *disturbed]
-        with LocalRun(tmp_path / name, options, script) as run:
+        with LocalRun(tmp_path / run_name, options, script) as run:
             last.append(finish(run))
-        report = verify(run.run_dir.path, SamplePlan.from_dict)
+        report = verify(run.run_dir.path, plan_of)
         assert report.ok, report.findings
-        assert (report.steps, report.samples) == (43, 21 * 4 * 8)
+        assert (report.steps, report.samples) == (steps, samples)
     assert last[0] == last[1]
     assert len(run.events("lost")) == 2
 

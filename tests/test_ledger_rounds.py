@@ -6,7 +6,11 @@ import dataclasses
 
 import pytest
 
-from holdfast.observe.ledger import Place, Uses
+from holdfast.core.errors import UserError
+from holdfast.observe.ledger import LedgerEntry, Place, Uses
+from holdfast.observe.ledger_audit import verify
+from holdfast.train.data.sampling import plan_of
+from holdfast.train.data.shard_positions import StreamPlan
 from test_ledger import OWNERS, PLAN, audit, entry, write
 
 
@@ -63,3 +67,68 @@ def test_copies_of_a_step_agree_on_what_it_uses(tmp_path):
     write(tmp_path, 0, of_rounds(*HONEST))
     write(tmp_path, 1, of_rounds(*HONEST[:2], Place(2, 1, SAME), *HONEST[3:]))
     assert any("step 2 differs" in finding for finding in audit(tmp_path).findings)
+
+
+# ---------------------------------------------------------------- streams
+
+STREAM = StreamPlan(batch_size=3, virtual_ranks=4, seed=11)
+
+
+def of_stream(*steps):
+    """Entries of a stream: for each shard the epoch, what was taken of it, and the count."""
+    return [
+        LedgerEntry(
+            place=Place(index, index),
+            view=1,
+            hosts=tuple((owner, 1) for owner in OWNERS),
+            counts=[count for _, _, count in shards],
+            digests=[STREAM.digest(v, *each) for v, each in enumerate(shards)],
+            loss=0.5,
+        )
+        for index, shards in enumerate(steps)
+    ]
+
+
+FIRST = ((0, 0, 3), (0, 0, 3), (0, 0, 2), (0, 0, 3))
+SECOND = ((0, 3, 3), (1, 0, 3), (1, 0, 2), (0, 3, 1))  # the second shard had three samples
+THIRD = ((0, 6, 3), (2, 0, 3), (2, 0, 2), (1, 0, 3))
+
+
+def test_a_stream_is_proved_shard_by_shard(tmp_path):
+    for worker in (0, 1):
+        write(tmp_path, worker, of_stream(FIRST, SECOND, THIRD), plan=STREAM)
+    report = verify(tmp_path, plan_of)
+    assert report.ok, report.findings
+    assert (report.steps, report.samples) == (3, 11 + 9 + 11)
+
+
+@pytest.mark.parametrize(
+    "third",
+    [
+        ((0, 3, 3), *THIRD[1:]),  # read again
+        ((0, 9, 3), *THIRD[1:]),  # left out
+        (*THIRD[:3], (0, 4, 3)),  # after its end
+        (*THIRD[:2], (3, 0, 2), THIRD[3]),  # an epoch left out
+    ],
+)
+def test_other_samples_of_a_shard_than_the_next_are_found(tmp_path, third):
+    for worker in (0, 1):
+        write(tmp_path, worker, of_stream(FIRST, SECOND, third), plan=STREAM)
+    (finding,) = verify(tmp_path, plan_of).findings
+    assert "step 2 used other samples of shard" in finding
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [
+        {"order": "stream-1"},
+        {**STREAM.to_dict(), "more": 1},
+        {**STREAM.to_dict(), "batch_size": "3"},
+        {**STREAM.to_dict(), "batch_size": 0},
+        {**STREAM.to_dict(), "virtual_ranks": 0},
+    ],
+)
+def test_a_streams_plan_is_not_trusted(plain):
+    with pytest.raises(UserError):
+        plan_of(plain)
+    assert plan_of(STREAM.to_dict()) == STREAM

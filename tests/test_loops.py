@@ -6,7 +6,7 @@ Each script runs alone, on several workers, and with deaths in between; all must
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -503,6 +503,72 @@ def test_a_loader_that_has_no_counterpart_is_told(make: Any, words: str) -> None
         return True
 
     assert results(script, 1) == [True]
+
+
+class Shards:
+    """Shards of different lengths, whose samples also depend on a keyed generator."""
+
+    def __init__(self, lengths: tuple[int, ...]) -> None:
+        self.lengths = lengths
+        self.opened: list[int] = []
+
+    def __call__(self, shard: int, shards: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        assert shards == 4
+        self.opened.append(shard)
+        for i in range(self.lengths[shard]):
+            dice = torch.Generator().manual_seed(100 * shard + i)
+            x = torch.randn(6, generator=dice)
+            yield x, x[:2].sin()
+
+
+def streamed(job: Job, me: ThreadWorker, lengths: tuple[int, ...] = (7, 12, 3, 30)) -> Any:
+    model, optimizer = protected(job)
+    losses = []
+    for step in job.steps(job.stream(Shards(lengths), 3), until=8):
+        step_once(step, model, optimizer)
+        losses.append(step.loss)
+    return digest(model), losses[-1:], dict(job._progress.streams)
+
+
+def test_each_virtual_rank_reads_its_own_shard_of_a_stream() -> None:
+    _, _, streams = everywhere(streamed)
+    # 7 = 3 + 3 + 1: three steps; 12: four, and again; 3: one step, each an epoch.
+    assert streams == {0: [(2, 6, 6), (1, 12, 4), (7, 3, 7), (0, 24, 0)]}
+
+
+def test_a_streams_loss_is_the_mean_over_its_samples() -> None:
+    lengths = (4, 1, 2, 3)
+
+    def script(job: Job, me: ThreadWorker) -> Any:
+        model, _ = protected(job)
+        for step in job.steps(job.stream(Shards(lengths), 4), until=1):
+            for x, y in step:
+                step.backward(nn.functional.mse_loss(model(x), y))
+            gradient = model[0].weight.grad.clone()
+        return step.loss, gradient
+
+    (loss, gradient), *_ = results(script, 3)
+    model = net()
+    samples = [sample for shard in range(4) for sample in Shards(lengths)(shard, 4)]
+    x, y = (torch.stack(each) for each in zip(*samples, strict=True))
+    mine = nn.functional.mse_loss(model(x), y)
+    mine.backward()
+    assert loss == pytest.approx(mine.item(), rel=1e-5)
+    assert torch.allclose(gradient, model[0].weight.grad, rtol=1e-4, atol=1e-7)
+
+
+def test_what_is_no_stream_is_told() -> None:
+    def script(job: Job, me: ThreadWorker) -> Any:
+        model, optimizer = protected(job)
+        with pytest.raises(UserError, match=r"job.stream\(list\): .*cut into shards"):
+            job.stream([1, 2], 3)
+        with pytest.raises(UserError, match="batch_size=0"):
+            job.stream(Shards((1,) * 4), 0)
+        for step in job.steps(job.stream(Shards((0,) * 4), 3), until=1):
+            step_once(step, model, optimizer)
+
+    with pytest.raises(AssertionError, match="no shard of the stream has any sample"):
+        results(script, 1)
 
 
 def test_the_ledger_says_what_each_step_uses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ from holdfast.observe.ledger import LEDGER_DIR
 from holdfast.observe.ledger_audit import LedgerReport, verify
 from holdfast.testing import fault_kit  # tidy: allow layers because the demo uses the test kit
 from holdfast.testing.local_run import ACTIVE, LocalRun  # tidy: allow layers because as above
-from holdfast.train.data.sampling import SamplePlan
+from holdfast.train.data.sampling import plan_of
 
 SCRIPT = "holdfast.testing.gpt"  # examples/gpt.py, as installed
 VIRTUAL_RANKS = 4
@@ -276,7 +276,7 @@ def collect(run: LocalRun, options: argparse.Namespace, seconds: float) -> Train
         seconds=seconds,
         digest=lines[-1],
         losses=read_losses(path),
-        ledger=verify(path, SamplePlan.from_dict),
+        ledger=verify(path, plan_of),
         commits=commits,
         events=run.events(),
         sample="\n".join(lines[begin + 1 : -1]),

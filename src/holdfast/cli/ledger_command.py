@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from holdfast.core.errors import UserError
 from holdfast.observe.ledger_audit import LedgerReport, verify
-from holdfast.train.data.sampling import SamplePlan
+from holdfast.train.data.sampling import plan_of
 
 
 def main(argv: Sequence[str]) -> int:
@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
     check.add_argument("--json", action="store_true", help="print the whole report as JSON")
     arguments = parser.parse_args(argv)
     try:
-        report = verify(arguments.run_dir, SamplePlan.from_dict)
+        report = verify(arguments.run_dir, plan_of)
     except UserError as error:
         print(f"holdfast ledger: {error}", file=sys.stderr)
         return 2

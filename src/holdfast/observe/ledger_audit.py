@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -75,13 +75,36 @@ class LedgerReport:
         }
 
 
-class Plan(Protocol):
-    """Declares what `verify` needs of a plan; `train.sampling.SamplePlan` is one."""
+class AnyPlan(Protocol):
+    """Declares what `verify` needs of every plan."""
 
     @property
     def virtual_ranks(self) -> int: ...
     @property
     def first_step(self) -> int: ...
+
+
+@runtime_checkable
+class OrderedPlan(AnyPlan, Protocol):
+    """Declares a plan of shards that are read in order: `StreamPlan` is one."""
+
+    def start(self) -> list[Any]: ...
+
+    def after(
+        self,
+        positions: Sequence[Any],
+        step: int,
+        counts: Sequence[int],
+        digests: Sequence[int],
+    ) -> list[Any]:
+        """Return where the shards stand after a step; UserError if it used other samples."""
+        ...
+
+
+@runtime_checkable
+class Plan(AnyPlan, Protocol):
+    """Declares a plan that says which samples each step uses: `SamplePlan` is one."""
+
     def step_samples(self, step: int) -> int: ...
     def step_tasks(self, step: int) -> list[NDArray[np.int64]]: ...
     def digest_of(self, indices: NDArray[np.int64]) -> int: ...
@@ -89,7 +112,7 @@ class Plan(Protocol):
     def samples_before(self, step: int) -> int: ...
 
 
-PlanOf = Callable[[Mapping[str, Any]], Plan]
+PlanOf = Callable[[Mapping[str, Any]], AnyPlan]
 
 
 def verify(run_dir: str | os.PathLike[str], plan_of: PlanOf) -> LedgerReport:
@@ -110,6 +133,7 @@ def verify(run_dir: str | os.PathLike[str], plan_of: PlanOf) -> LedgerReport:
     for path in paths:
         audit.read(path)
     audit.check_steps()
+    streamed = audit.check_streams()
     lost, repeated, samples = audit.count_samples()
     dropped = audit.count_dropped()
     return LedgerReport(
@@ -117,7 +141,7 @@ def verify(run_dir: str | os.PathLike[str], plan_of: PlanOf) -> LedgerReport:
         files=len(paths),
         copies=audit.copies,
         steps=len(audit.steps),
-        samples=samples,
+        samples=samples + streamed,
         lost=lost,
         repeated=repeated,
         replayed=tuple(audit.replayed),
@@ -154,6 +178,7 @@ class _Step:
     view: int  # view of the newest commit
     plan: int  # its index, or -1 when it cannot be recomputed
     place: Place
+    marks: tuple[Sequence[int], Sequence[int]] = ((), ())  # of a stream: counts and digests
     commits: list[tuple[int, tuple[Host, ...], Host]] = field(default_factory=list)
     wrong: tuple[int, ...] = ()  # vranks whose samples are not the plan's
     dropped: tuple[int, ...] = ()  # vranks whose samples were left out by choice
@@ -170,7 +195,7 @@ class _Audit:
         self.copies = 0
         self.torn = 0
         self._plan_of = plan_of
-        self._plans: list[Plan] = []
+        self._plans: list[AnyPlan] = []
         self._plan_index: dict[bytes, int] = {}
         self._backups: dict[int, str] = {}  # what headers declare, and the first that does
         self._hosts: dict[tuple[Host, ...], tuple[Host, ...]] = {}  # each kept once
@@ -262,8 +287,12 @@ class _Audit:
         if known is content:
             if step.plan >= 0 and entry.view > step.view:
                 step.view = entry.view
-                step.dropped = self._dropped(where, header, entry)
-                step.wrong = self._compare(where, self._plans[step.plan], entry, step.dropped)
+                covering = self._plans[step.plan]
+                if isinstance(covering, Plan):
+                    step.dropped = self._dropped(where, header, entry)
+                    step.wrong = self._compare(where, covering, entry, step.dropped)
+                else:
+                    step.marks = entry.counts, [int(digest, 16) for digest in entry.digests]
         elif known != content:
             differing = [
                 name
@@ -287,7 +316,7 @@ class _Audit:
         if number < plan.first_step:
             self.find(f"{where}: step {number} is before the plan's first, {plan.first_step}")
             return -1
-        if plan.step_samples(number) > STEP_SAMPLES_MAX:
+        if isinstance(plan, Plan) and plan.step_samples(number) > STEP_SAMPLES_MAX:
             self.find(f"{where}: step {number} is too large to be recomputed")
             return -1
         return index
@@ -347,6 +376,24 @@ class _Audit:
             if uses is Uses.SAME_SAMPLES and index not in users:
                 self.find(f"{step.where}: step {number} is the first to use its samples")
 
+    def check_streams(self) -> int:
+        """Check that each step used the samples that came next; returns how many were used."""
+        used = 0
+        for number, plan in enumerate(self._plans):
+            if not isinstance(plan, OrderedPlan):
+                continue
+            positions = plan.start()
+            for index, step in sorted(self._using().items()):
+                if step.plan != number:
+                    continue
+                try:
+                    positions = plan.after(positions, index, *step.marks)
+                except (UserError, ValueError) as error:
+                    self.find(f"{step.where}: {error}")
+                    break
+                used += sum(step.marks[0])
+        return used
+
     def _check_commits(self, number: int, step: _Step) -> None:
         """Check that copies with different hosts stem from different commits.
 
@@ -375,6 +422,8 @@ class _Audit:
         """Return (lost, repeated, used) samples, epoch by epoch, over all proved tasks."""
         lost = repeated = used = 0
         for index, plan in enumerate(self._plans):
+            if not isinstance(plan, Plan):
+                continue
             using = self._using()
             numbers = sorted(n for n, step in using.items() if step.plan == index)
             expected = sum(
@@ -407,7 +456,8 @@ class _Audit:
         """Count the samples left out by choice, for each step in which there were some."""
         found = []
         for index, step in sorted(self._using().items()):
-            tasks = self._plans[step.plan].step_tasks(index) if step.dropped else []
+            plan = self._plans[step.plan] if step.dropped else None
+            tasks = plan.step_tasks(index) if isinstance(plan, Plan) else []
             found.append(sum(len(tasks[vrank]) for vrank in step.dropped))
         return [samples for samples in found if samples]
 

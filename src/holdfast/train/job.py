@@ -14,12 +14,14 @@ import torch
 from torch.utils.data import DataLoader
 
 from holdfast.core.errors import UserError
-from holdfast.core.step.events import StepKind
+from holdfast.core.step.events import EventNoted, StepKind
 from holdfast.train.compose import Control, compose_control, compose_worker
 from holdfast.train.data.batch_loading import LoadOptions, dataset_length
 from holdfast.train.data.random_streams import enter_stream
 from holdfast.train.data.sampling import SamplePlan
-from holdfast.train.data.sources import Batches, NoDataset, Source, of_loader
+from holdfast.train.data.shard_positions import StreamPlan
+from holdfast.train.data.sources import Batches, LoopData, NoDataset, Source, of_loader
+from holdfast.train.data.streams import Stream, shards_of
 from holdfast.train.environment import WorkerEnvironment, take_channel
 from holdfast.train.evaluation import Evaluation, without_training
 from holdfast.train.host_memory import keep_freed_memory
@@ -65,6 +67,7 @@ class Job:
         self._progress = ScriptState()
         self._script: ScriptThread | None = None  # once there is something to train
         self._step: Step | None = None  # that the script has, or has left by `break`
+        self._streams = 0  # that the script has made
         self._loops_until = 0  # where the newest loop of this script ends
 
     # ------------------------------------------------------------ what the job is
@@ -166,9 +169,40 @@ class Job:
         )
         return Batches(dataset, options, plan)
 
+    def stream(
+        self,
+        dataset: Any,
+        batch_size: int,
+        *,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> Stream:
+        """Batches of a stream, which can only be read in order: `batch_size` samples of each shard.
+
+        `dataset`: a function of (shard, shards) that returns the samples of one of them, or a
+        dataset that is cut by `shard(num_shards, index)`, as those of Hugging Face. Each virtual
+        rank reads a shard of its own, and begins anew at its end. Where the shards stand is a part
+        of the job's state; a shard that comes to another worker is read there from its beginning.
+        Raises UserError.
+        """
+        if self._environment.spec.backup().workers:
+            raise UserError(
+                "job.stream with --backup: what is dropped of a stream would be lost; use "
+                "job.batches, or no backup workers"
+            )
+        plan = StreamPlan(batch_size=batch_size, virtual_ranks=self.virtual_ranks, seed=self.seed)
+        number = self._streams
+        self._streams += 1
+        return Stream(
+            shards_of(dataset),
+            collate_fn or LoadOptions().collate_fn,
+            plan,
+            self._progress.streams.setdefault(number, plan.start()),
+            lambda text: self._driver.post(EventNoted("stream", text)),
+        )
+
     # ------------------------------------------------------------ steps
 
-    def steps(self, data: Batches | None = None, *, until: int) -> Iterator[Step]:
+    def steps(self, data: Batches | Stream | None = None, *, until: int) -> Iterator[Step]:
         """Yield the job's steps from where it stands up to (not including) number `until`.
 
         Without `data` each step yields `Task`s, for which the script makes its own batches; the
@@ -183,10 +217,10 @@ class Job:
                 "counted over the whole job, so until must not go back"
             )
         self._loops_until = until
-        loop = NoDataset(self.virtual_ranks, self.seed) if data is None else data
+        loop: LoopData = NoDataset(self.virtual_ranks, self.seed) if data is None else data
         source: Source | None = None
         try:
-            for index, plan in script.loop(loop.begin, until):
+            for index, plan in script.loop(loop, until):
                 source = source or loop.source(plan)
                 self._step = Step(script, source, index, until)
                 yield self._step
@@ -277,7 +311,7 @@ class Job:
         if self._script is not None and self._script.is_yielding:
             return tell(self._script)
         script = self._ready()
-        return script.once(NoDataset(self.virtual_ranks, self.seed).begin, lambda: tell(script))
+        return script.once(NoDataset(self.virtual_ranks, self.seed), lambda: tell(script))
 
     def _ready(self) -> ScriptThread:
         """Return the script's thread, in no loop that is over."""

@@ -26,13 +26,14 @@ class Step:
 
     def __init__(self, script: ScriptThread, source: Source, index: int, until: int) -> None:
         self.index = index
-        self.epoch, self.step_in_epoch = source.plan.epoch_of(index)
+        self.epoch, self.step_in_epoch = source.plan.epoch_of(index)  # of a stream: not known
         self.loss = float("nan")  # after the batches: mean over the step's samples, all workers
         self._script = script
         self._source = source
         self._until = until  # where the loop ends
         self._rounds = 0  # that are complete
         self._vrank: int | None = None  # of the batch that the script has
+        self._count = 0  # samples in it
         self._owed = False  # its last backward has not been called yet
         self._task_loss = 0.0
         self._task_weight = UNWEIGHTED
@@ -85,13 +86,17 @@ class Step:
         self._owed = not last
         self._script.runner.holds(not last)
         share = loss
+        implied = UNWEIGHTED
         if weight is None:
-            plan = self._source.plan
-            scale = plan.weight(self.index, self._vrank) / plan.virtual_ranks
+            scale = self._source.scale(self.index, self._vrank)
+            if scale is None:  # the step's samples are counted after it
+                scale = implied = float(self._count)
             share = loss if scale == 1.0 else loss * scale
         (scaler.scale(share) if scaler is not None else share).backward()
-        self._task_loss += float(loss.detach())
-        if weight is not None:
+        self._task_loss += float(loss.detach()) * max(implied, 1.0)
+        if implied >= 0:
+            self._task_weight = implied
+        elif weight is not None:
             self._task_weight = max(self._task_weight, 0.0) + _weight(weight)
         elif self._task_weight >= 0:
             raise UserError("a batch's losses were given a weight once and not another time")
@@ -102,14 +107,14 @@ class Step:
         return bool(self._rounds) and not self._script.is_open
 
     def _task(self, task: ef.Compute) -> Iterator[Any]:
-        plan, runner, vrank = self._source.plan, self._script.runner, task.vrank
-        count = plan.task_samples(self.index, vrank)
+        source, runner, vrank = self._source, self._script.runner, task.vrank
         self._task_loss, self._task_weight = 0.0, UNWEIGHTED
         runner.begin(task)
-        if count:
-            batch = self._source.batch(self.index, vrank)
+        batch = source.batch(self.index, vrank)
+        self._count, digest = source.used(self.index, vrank)
+        if self._count:
             purpose = f"model {self._rounds}" if self._rounds else "model"
-            enter_stream(plan.seed, self.index, vrank, purpose)
+            enter_stream(source.plan.seed, self.index, vrank, purpose)
             self._vrank, self._owed = vrank, True
             yield batch
             if self._owed:
@@ -118,9 +123,9 @@ class Step:
                     "last=False for all but the last time"
                 )
             self._vrank = None
-        digest = plan.digest(self.index, vrank)
         loss, weight = self._task_loss, self._task_weight
-        runner.end(task, FinishedTask(loss=loss, count=count, digest=digest, weight=weight))
+        finished = FinishedTask(loss=loss, count=self._count, digest=digest, weight=weight)
+        runner.end(task, finished)
 
 
 def _weight(weight: float | torch.Tensor) -> float:

@@ -17,6 +17,7 @@ from holdfast.observe.ledger import (
     ledger_path,
 )
 from holdfast.train.data.sampling import SamplePlan
+from holdfast.train.data.sources import Plan
 from holdfast.train.driver import Driver
 from holdfast.train.environment import WorkerEnvironment
 from holdfast.train.step.step_table import StepTable
@@ -29,13 +30,13 @@ class LedgerRecorder:
         self._environment = environment
         self._seed = seed
         self._driver = driver
-        self._plan: SamplePlan  # plan of the present loop
+        self._plan: Plan  # plan of the present loop
         self._ledger: LedgerWriter | None = None
         self._header_due = False  # a header must still be written for the present loop
         self._tally = DropTally()  # what was dropped in the present loop
         self._copied = 0  # tasks of others that this worker computed, as last told
 
-    def begin(self, plan: SamplePlan) -> None:
+    def begin(self, plan: Plan) -> None:
         """Begin a loop, whose samples fall into steps like this."""
         self._plan, self._header_due, self._tally = plan, True, DropTally()
 
@@ -75,6 +76,7 @@ class LedgerRecorder:
             self._tell("copy", f"worker {self._environment.worker} {what}")
 
     def _note_dropped(self, index: int, table: StepTable, samples: int) -> None:
+        assert isinstance(self._plan, SamplePlan), "nothing of a stream is dropped"
         rows = enumerate(zip(table.hosts(), table.counts(), strict=True))
         hosts = {
             WorkerId(worker)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 from holdfast.core.errors import StateMismatch, UserError
+from holdfast.train.data.shard_positions import Position
 
 PROTECTED_AS = "holdfast"  # the name beside those that the script gives
 
@@ -54,6 +55,7 @@ class ScriptState:
         self.stopped = False  # the script's loops are to end
         self.values = Values()
         self.ended: list[int] = []  # after how many steps each finished loop has ended
+        self.streams: dict[int, list[Position]] = {}  # where their shards stand
         self.told: dict[int, bytes] = {}  # in loops that only told values: by number of the loop
 
     def state_dict(self) -> dict[str, Any]:
@@ -64,6 +66,7 @@ class ScriptState:
             "stopped": self.stopped,
             "values": copy.deepcopy(values),
             "ended": list(self.ended),
+            "streams": {number: list(found) for number, found in self.streams.items()},
             "told": dict(self.told),
         }
 
@@ -76,6 +79,8 @@ class ScriptState:
             )
         self.steps, self.stopped = state["steps"], state["stopped"]
         self.ended, self.told = list(state["ended"]), dict(state["told"])
+        for number, positions in state["streams"].items():
+            self.streams.setdefault(number, [])[:] = positions
         for name in list(self.values):
             del self.values[name]
         self.values.update(copy.deepcopy(dict(state["values"])))

@@ -20,7 +20,8 @@ from holdfast.observe.ledger import Place, Uses
 from holdfast.train.checkpoint.saver import Saver
 from holdfast.train.data.random_streams import enter_stream
 from holdfast.train.data.sampling import SamplePlan
-from holdfast.train.data.sources import Source
+from holdfast.train.data.shard_positions import StreamPlan
+from holdfast.train.data.sources import LoopData, Plan, Source
 from holdfast.train.driver import Driver
 from holdfast.train.ledger_recorder import LedgerRecorder
 from holdfast.train.script_state import ScriptState
@@ -117,7 +118,9 @@ class ScriptThread:
         self._fingerprints = fingerprints
         self._saver = saver
         self._recorder = recorder
-        self._plan: SamplePlan  # of the present loop
+        self._loop_data: LoopData  # that the present loop goes through
+        self._plan: Plan  # of that
+        self._marks: tuple[list[int], list[int]] = ([], [])  # counts and digests of the turn
         self._loop = -1  # the number of the loop that was entered last
         self._in_loop = False
         self._planned = False  # it is known
@@ -130,23 +133,18 @@ class ScriptThread:
 
     # ------------------------------------------------------------ loops
 
-    def loop(
-        self, begin: Callable[[int], SamplePlan], until: int
-    ) -> Iterator[tuple[int, SamplePlan]]:
-        """Walk through the script's steps in one loop, from wherever the job stands.
-
-        `begin`: tells the plan of a loop that begins at a step.
-        """
-        self._enter_loop()
+    def loop(self, data: LoopData, until: int) -> Iterator[tuple[int, Plan]]:
+        """Walk through the script's steps in one loop, from wherever the job stands."""
+        self._enter_loop(data)
         progress = self.progress
-        while self._next_step(begin, lambda: progress.stopped or progress.steps >= until):
+        while self._next_step(lambda: progress.stopped or progress.steps >= until):
             self._whole |= progress.steps == until - 1
             self.is_yielding = True
             try:
                 yield progress.steps, self._plan
             finally:
                 self.is_yielding = False
-            progress.steps += 1
+            self._end_turn()
         self.leave_loop()
 
     @property
@@ -156,7 +154,12 @@ class ScriptThread:
 
     def left_early(self) -> None:
         """Note that the script has left its loop after a complete step, and not come back."""
-        self.progress.steps += 1
+        self._end_turn()
+
+    def _end_turn(self) -> None:
+        step, (counts, digests) = self.progress.steps, self._marks
+        self._loop_data.advance(step, counts, digests)
+        self.progress.steps = step + 1
 
     def leave_loop(self) -> None:
         """End the present loop: wait for others there, and for saves that are under way."""
@@ -173,25 +176,25 @@ class ScriptThread:
         while not isinstance(driver.next_for_script(), ef.Release):
             pass
 
-    def once(self, begin: Callable[[int], SamplePlan], tell: Callable[[], bytes]) -> bytes:
+    def once(self, data: LoopData, tell: Callable[[], bytes]) -> bytes:
         """Have values told between loops, in a loop of its own; returns what was told there."""
-        self._enter_loop()
+        self._enter_loop(data)
         progress, number = self.progress, self._loop
-        if self._next_step(begin, lambda: number in progress.told):
+        if self._next_step(lambda: number in progress.told):
             told = tell()
             progress.told[number] = told
         self.leave_loop()
         return progress.told[number]
 
-    def _enter_loop(self) -> None:
-        self._in_loop, self._planned = True, False
+    def _enter_loop(self, data: LoopData) -> None:
+        self._loop_data, self._in_loop, self._planned = data, True, False
         self._loop += 1
         self._driver.post(ev.LoopEntered())
 
-    def _next_step(self, begin: Callable[[int], SamplePlan], ends: Callable[[], bool]) -> bool:
+    def _next_step(self, ends: Callable[[], bool]) -> bool:
         """Wait at the boundary; tells whether there is a step before the loop is over."""
         if self._begun:
-            self._make_plan(begin)
+            self._make_plan()
             if self._is_over(ends):
                 return False
         driver = self._driver
@@ -201,14 +204,15 @@ class ScriptThread:
                 self._save(order)
         self._begun = self._rested = True
         self._at, self._whole = order.step, order.whole
-        self._make_plan(begin)
+        self._make_plan()
         return not self._is_over(ends)
 
-    def _make_plan(self, begin: Callable[[int], SamplePlan]) -> None:
+    def _make_plan(self) -> None:
         """Make the present loop's plan, once it is known after how many steps it begins."""
         if not self._planned:
             ended = self.progress.ended[: self._loop]
-            self._plan, self._planned = begin(ended[-1] if ended else 0), True
+            self._plan = self._loop_data.begin(ended[-1] if ended else 0)
+            self._planned = True
             self._recorder.begin(self._plan)
 
     def _is_over(self, ends: Callable[[], bool]) -> bool:
@@ -287,8 +291,13 @@ class ScriptThread:
         self._before_update()
         data.buffers.apply()
         table, vranks = data.table, plan.virtual_ranks
-        samples, counts = plan.step_samples(index), table.counts()
+        counts = table.counts()
         counted = sum(counts)
+        samples = counted if isinstance(plan, StreamPlan) else plan.step_samples(index)
+        if not counted:
+            raise UserError(f"no shard of the stream has any sample for step {index}")
+        if first:
+            self._marks = counts, table.digests()
         scale = samples / counted  # 1 unless something was dropped
         weights = [w for w, count in zip(table.weights(), counts, strict=True) if count]
         losses = {(v, 1): loss for v, loss in enumerate(table.losses())}
@@ -306,6 +315,7 @@ class ScriptThread:
                 "step.backward a weight in every batch, or in none"
             )
         else:
+            assert isinstance(plan, SamplePlan), "a stream's losses are weighted"
             data.gradients.publish(table.used, scale)
             for v, weight in enumerate(plan.weights(index)):
                 losses[v, 1] *= weight

@@ -148,6 +148,14 @@ class BatchSource:
         self._refresh(self.options.num_workers, idle_only=False)
         return batch
 
+    def used(self, step: int, vrank: int) -> tuple[int, int]:
+        """Return how many samples a task uses, and the digest of their indices."""
+        return self.plan.task_samples(step, vrank), self.plan.digest(step, vrank)
+
+    def scale(self, step: int, vrank: int) -> float:
+        """Return by what a task's mean counts in the step's."""
+        return self.plan.weight(step, vrank) / self.plan.virtual_ranks
+
     def close(self) -> None:
         """End the data workers. A later `follow` starts new ones."""
         self._pipeline.stop(kill=False)
@@ -237,7 +245,7 @@ class BatchSource:
 
     def _inline(self, task: Task) -> Any:
         self.stats.inline += 1
-        with _one_thread():
+        with one_thread():
             batch = self._tasks.load(*task)
         if self.options.pin_memory and torch.cuda.is_available():
             return pin_memory.pin_memory(batch)
@@ -438,7 +446,7 @@ def _enter_data_worker(_index: int) -> None:
 
 
 @contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """Run torch on one thread, as data workers do: the bits of a sum may depend on their number."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -24,6 +24,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from holdfast.core.errors import UserError, require
+from holdfast.train.data.shard_positions import ORDER as STREAMED
+from holdfast.train.data.shard_positions import StreamPlan
 
 ORDER = "feistel-1"  # names the bijection in ledgers and checkpoints
 LENGTH_MAX = 1 << 48
@@ -172,6 +174,13 @@ class SamplePlan:
         offset = within * self._full_step
         positions = np.arange(offset + start, offset + stop, dtype=np.int64)
         return permute(positions, self.length, self.seed, epoch) if self.shuffle else positions
+
+
+def plan_of(plain: Mapping[str, Any]) -> SamplePlan | StreamPlan:
+    """Return the plan that a ledger's header names; UserError unless it is one of ours."""
+    if plain.get("order") == STREAMED:
+        return StreamPlan.from_dict(plain)
+    return SamplePlan.from_dict(plain)
 
 
 _FIELDS = {

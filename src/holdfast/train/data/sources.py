@@ -13,21 +13,47 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from holdfast.core.errors import UserError
 from holdfast.train.data.batch_loading import BatchSource, LoadOptions, dataset_length
 from holdfast.train.data.sampling import SamplePlan
+from holdfast.train.data.shard_positions import StreamPlan
 
 TASKS_MAX = 1 << 40  # of a job without a dataset: each counts as a sample of its own
+
+
+Plan = SamplePlan | StreamPlan
 
 
 class Source(Protocol):
     """Provides what the tasks of a worker compute with."""
 
     @property
-    def plan(self) -> SamplePlan: ...
+    def plan(self) -> Plan: ...
 
     def follow(self, vranks: Sequence[int], from_step: int, until: int) -> None: ...
 
     def batch(self, step: int, vrank: int) -> Any: ...
 
+    def used(self, step: int, vrank: int) -> tuple[int, int]:
+        """Return how many samples a task whose batch was asked for uses, and their digest."""
+        ...
+
+    def scale(self, step: int, vrank: int) -> float | None:
+        """Return by what a task's mean counts in the step's; None if each sample counts alike."""
+        ...
+
     def close(self) -> None: ...
+
+
+class LoopData(Protocol):
+    """Is what a loop goes through."""
+
+    def begin(self, step: int) -> Plan:
+        """Note that a loop that uses it begins at `step`; returns the plan from its first use."""
+        ...
+
+    def source(self, plan: Any) -> Source: ...
+
+    def advance(self, step: int, counts: Sequence[int], digests: Sequence[int]) -> None:
+        """Note what all tasks of a step of the script have used, by virtual rank."""
+        ...
 
 
 class Batches:
@@ -55,6 +81,9 @@ class Batches:
     def source(self, plan: SamplePlan) -> BatchSource:
         """Return what loads the batches."""
         return BatchSource(self.dataset, plan, self.options)
+
+    def advance(self, step: int, counts: Sequence[int], digests: Sequence[int]) -> None:
+        """Take no notice: which samples a step uses follows from the plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +118,9 @@ class NoDataset:
         """Return what names the tasks."""
         return _TaskSource(plan)
 
+    def advance(self, step: int, counts: Sequence[int], digests: Sequence[int]) -> None:
+        """Take no notice: which tasks a step has follows from the plan."""
+
 
 class _TaskSource:
     """Hands each task to the script as it is."""
@@ -102,6 +134,14 @@ class _TaskSource:
     def batch(self, step: int, vrank: int) -> Task:
         """Return the task."""
         return Task(step=step, vrank=vrank)
+
+    def used(self, step: int, vrank: int) -> tuple[int, int]:
+        """Return that the task counts as one sample, and its digest."""
+        return self.plan.task_samples(step, vrank), self.plan.digest(step, vrank)
+
+    def scale(self, step: int, vrank: int) -> float:
+        """Return by what a task's mean counts in the step's."""
+        return 1 / self.plan.virtual_ranks
 
     def close(self) -> None:
         """Free what is held, which is nothing."""

@@ -1,0 +1,90 @@
+"""Knows how far each shard of a stream has been read, from what committed steps have used of it.
+
+Nobody tells the others where its shards stand: a step's row says how many samples a task has used,
+and a digest of where they stood. A shard that has come to its end begins anew, in its next epoch.
+Must not know torch or datasets: the ledger's proof walks the same way.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import xxhash
+
+from holdfast.core.errors import UserError
+
+ORDER = "stream-1"  # names the way of counting in ledgers and checkpoints
+Position = tuple[int, int, int]  # epoch, samples of it that were used, the step in which it began
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamPlan:
+    """Says how the samples of a stream fall into steps: `batch_size` of each shard, one by one.
+
+    There are as many shards as virtual ranks. The last batch of a shard's epoch may be smaller.
+    """
+
+    batch_size: int
+    virtual_ranks: int
+    seed: int
+    first_step: int = 0
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise UserError(f"batch_size={self.batch_size} is not a size: give 1 or more samples")
+
+    def start(self) -> list[Position]:
+        """Return where all shards stand before the first step."""
+        return [(0, 0, self.first_step)] * self.virtual_ranks
+
+    def epoch_of(self, step: int) -> tuple[int, int]:
+        """Return (0, steps since the first): shards come to their ends each in its own time."""
+        return 0, step - self.first_step
+
+    def digest(self, shard: int, epoch: int, taken: int, count: int) -> int:
+        """Compute xxh3_64 over (shard, epoch, taken, count) as little-endian int64."""
+        return xxhash.xxh3_64_intdigest(struct.pack("<4q", shard, epoch, taken, count))
+
+    def after(
+        self,
+        positions: Sequence[Position],
+        step: int,
+        counts: Sequence[int],
+        digests: Sequence[int],
+    ) -> list[Position]:
+        """Return where the shards stand after a step that has used so many samples of each.
+
+        UserError if a digest is not that of the samples that come next.
+        """
+        marks = zip(positions, counts, digests, strict=True)
+        return [self._next(shard, step, *each) for shard, each in enumerate(marks)]
+
+    def _next(self, shard: int, step: int, at: Position, count: int, digest: int) -> Position:
+        ended = (at[0] + 1, 0, step)  # it had no more samples, so the next epoch began at once
+        for epoch, taken, began in (at, ended) if at[1] or not count else (at,):
+            if digest == self.digest(shard, epoch, taken, count):
+                if count < self.batch_size:
+                    return epoch + 1, 0, step + 1
+                return epoch, taken + count, began
+        raise UserError(
+            f"step {step} used other samples of shard {shard} than those that come next, after "
+            f"{at[1]} of epoch {at[0]}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan in plain values, for ledgers and checkpoints."""
+        return {"order": ORDER, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> StreamPlan:
+        """Reverse `to_dict`; trusts nothing: UserError unless the plan is one of ours."""
+        values = {name: value for name, value in plain.items() if name != "order"}
+        fields = ("batch_size", "virtual_ranks", "seed", "first_step")
+        if sorted(values) != sorted(fields) or not all(type(v) is int for v in values.values()):
+            raise UserError(f"plan {sorted(values)} is not that of a stream: write it with to_dict")
+        if values["virtual_ranks"] < 1 or values["first_step"] < 0:
+            raise UserError(f"plan {values} has impossible numbers: write it with to_dict")
+        return cls(**values)
