@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.core.errors import HoldfastError, InvariantError, StateMismatch, UserError, WorldError
 
 if TYPE_CHECKING:
-    from holdfast.train.job import Batches, Job, Step, join
+    from holdfast.train.job import Batches, Job, Step, Stream, Task, join
 
 __all__ = [
     "Batches",
@@ -30,13 +30,15 @@ __all__ = [
     "Job",
     "StateMismatch",
     "Step",
+    "Stream",
+    "Task",
     "UserError",
     "WorldError",
     "join",
 ]
 __version__ = "0.1.0"
 
-_TRAINING = ("Batches", "Job", "Step", "join")
+_TRAINING = ("Batches", "Job", "Step", "Stream", "Task", "join")
 
 
 def __getattr__(name: str) -> Any:

@@ -20,7 +20,7 @@ from holdfast.train.data.batch_loading import LoadOptions, dataset_length
 from holdfast.train.data.random_streams import enter_stream
 from holdfast.train.data.sampling import SamplePlan
 from holdfast.train.data.shard_positions import StreamPlan
-from holdfast.train.data.sources import Batches, LoopData, NoDataset, Source, of_loader
+from holdfast.train.data.sources import Batches, LoopData, NoDataset, Source, Task, of_loader
 from holdfast.train.data.streams import Stream, shards_of
 from holdfast.train.environment import WorkerEnvironment, take_channel
 from holdfast.train.evaluation import Evaluation, without_training
@@ -29,6 +29,8 @@ from holdfast.train.job_step import Step
 from holdfast.train.script_state import PROTECTED_AS, ScriptState, Values, plain
 from holdfast.train.script_thread import ScriptThread
 from holdfast.train.step.values import PROPOSAL
+
+__all__ = ["Batches", "Job", "Step", "Stream", "Task", "join"]
 
 _jobs: list[Job] = []  # of this process, for the end of its script
 
