@@ -16,7 +16,7 @@ from typing import get_args
 from holdfast.core.membership import agent, coordinator
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
-from holdfast.core.step.step_machine import Round
+from holdfast.core.step.step_machine import Activity
 from holdfast.core.step.vote import Vote
 from holdfast.core.step.worker import WorkerMachine
 from holdfast.core.types import (
@@ -85,9 +85,9 @@ def situation(machine: WorkerMachine) -> str:
     if status.promised >= status.view:
         words = ["stopped at a boundary" if status.at_boundary else "stopped in a step"]
     elif not status.has_state:
-        words = [f"joining: {machine._step.round.value}"]
+        words = [f"joining: {machine._step.activity.value}"]
     else:
-        words = [f"acting: {machine._step.round.value}"]
+        words = [f"acting: {machine._step.activity.value}"]
     if not status.at_boundary and status.phase in (Phase.BOUNDARY, Phase.WAITING, Phase.ENDED):
         words.append(PHASES[status.phase])
     if status.reduced:
@@ -141,20 +141,20 @@ def _group(machine: WorkerMachine) -> Iterator[tuple[str, ev.WorkerEvent]]:
     """What the engine may say: the answer to what it was told last."""
     status, now, step = machine.snapshot(), machine.snapshot().view, machine._step
     task = step._open.running if step._open is not None else None
-    match step.round:
-        case Round.CONNECT:
+    match step.activity:
+        case Activity.CONNECT:
             yield "Connected", ev.Connected(now)
-        case Round.RESTORE:
+        case Activity.RESTORE:
             yield "Restored", ev.Restored(now)
             yield "StoreSilent", ev.StoreSilent(now, "no answer")
-        case Round.COMPARE:
+        case Activity.COMPARE:
             yield "StatesCompared", ev.StatesCompared(now)
-        case Round.AGREE:
+        case Activity.AGREE:
             yield "Gathered: agree", ev.Gathered(now, ev.Topic.AGREE, ((0, 0),) * 2)
-        case Round.SUM if task is None and step._open is not None:
+        case Activity.SUM if task is None and step._open is not None:
             yield "Summed", ev.Summed(view=now, step=step.step)
             yield "Summed, not finite", ev.Summed(view=now, step=step.step, doubt=ev.NOBODYS)
-        case Round.VOTE:
+        case Activity.VOTE:
             doubt = ev.FINITE if status.reduced else ev.NOBODYS
             for pending in (False, True):
                 vote = Vote(view=now, step=step.step, pending=pending, doubt=doubt)

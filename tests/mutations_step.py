@@ -15,7 +15,7 @@ from holdfast.core.step.audit import Audit
 from holdfast.core.step.backup import BackupPolicy, Settlement
 from holdfast.core.step.open_step import OpenStep
 from holdfast.core.step.saves import Saves
-from holdfast.core.step.step_machine import Round, StepMachine
+from holdfast.core.step.step_machine import Activity, StepMachine
 from holdfast.core.step.worker import WorkerMachine
 from holdfast.core.types import View, ViewNumber
 from holdfast.sim.world import Machines
@@ -121,8 +121,8 @@ def the_redo_is_forgotten_when_a_task_is_under_way(patch: pytest.MonkeyPatch) ->
     class Forgetful(StepMachine):
         def _redo(self, audits: Sequence[Audit]) -> list[ef.Outcome]:
             outcomes = super()._redo(audits)
-            if self.round is Round.REDO:
-                self.round = Round.TASKS
+            if self.activity is Activity.REDO:
+                self.activity = Activity.TASKS
             return outcomes
 
     return machines_with(patch, Forgetful)

@@ -71,7 +71,7 @@ from holdfast.core.step.vote import Vote
 from holdfast.core.types import View, WorkerId
 
 
-class Round(enum.Enum):
+class Activity(enum.Enum):
     """Names what the members of a view do together, one after the other."""
 
     CLOSED = "closed"  # no view, or one that was given up
@@ -93,8 +93,8 @@ class Round(enum.Enum):
 
 
 STEPPING = (
-    *(Round.TASKS, Round.SUM, Round.ROWS, Round.OWED, Round.AUDIT),
-    *(Round.CHECK_SUMS, Round.VOTE, Round.REDO),
+    *(Activity.TASKS, Activity.SUM, Activity.ROWS, Activity.OWED, Activity.AUDIT),
+    *(Activity.CHECK_SUMS, Activity.VOTE, Activity.REDO),
 )
 
 
@@ -109,7 +109,7 @@ class StepMachine:
         counting: Callable[[View, BalancePolicy | None], Counting] = Counting,
     ) -> None:
         self.saves = Saves(policy.saves)
-        self.round = Round.CLOSED
+        self.activity = Activity.CLOSED
         self.step = 0  # the one to be committed next
         self.owners: tuple[WorkerId, ...] = ()  # in that step
         self.hosted: tuple[int, ...] = ()  # by this worker
@@ -137,7 +137,12 @@ class StepMachine:
     def enter(self, view: View, step: int, hosted: tuple[int, ...], now: float) -> list[Outcome]:
         """A view is installed; what this worker hosts in it may be computed at once."""
         self._view, self._rank = view, view.rank(self._me)
-        self.round, self.step, self.owners, self.hosted = Round.CONNECT, step, view.owners, hosted
+        self.activity, self.step, self.owners, self.hosted = (
+            Activity.CONNECT,
+            step,
+            view.owners,
+            hosted,
+        )
         if self._open is not None and self._open.index != step:
             self._open = None
         self._sums, self._trial, self._late = None, None, ()
@@ -151,7 +156,7 @@ class StepMachine:
 
     def close(self) -> list[Outcome]:
         """The view is given up; who was about to confess says what it knows."""
-        confessing, self.round = self.round is Round.CONFESS, Round.CLOSED
+        confessing, self.activity = self.activity is Activity.CONFESS, Activity.CLOSED
         self._late = ()
         return self._rulings.conclude(self.step, None) if confessing else []
 
@@ -165,7 +170,7 @@ class StepMachine:
         if not view.joiners:
             return [*out, *self._agree()]
         if not view.donors and view.resume_step:
-            self.round = Round.RESTORE
+            self.activity = Activity.RESTORE
             return [*out, Restore(view.number, view.resume_step)]
         return [*out, *self.restored()]
 
@@ -173,36 +178,36 @@ class StepMachine:
         """The members that hold the state have it; late ones are sent what they have missed."""
         view = self._view
         if view.late_worker(self._me) is not None:
-            self.round = Round.CATCH_UP
+            self.activity = Activity.CATCH_UP
             return []
         donates = self._me not in view.joiners
         sends = [SendMissed(view.number, lag) for lag in view.catching_up] if donates else []
-        self.round = Round.COMPARE
+        self.activity = Activity.COMPARE
         return [*sends, SyncState(view.number)]
 
     def catch_up(self) -> list[Outcome]:
         """Receive the next missed step once the script waits for it."""
         view = self._view
-        if self.round is not Round.CATCH_UP:
+        if self.activity is not Activity.CATCH_UP:
             return []
         if self.step < view.resume_step:
             opened = self._open is not None and self._open.index == self.step
             if not (opened and self._idle):
                 return []
-            self.round = Round.RECEIVE
+            self.activity = Activity.RECEIVE
             return [ReceiveMissed(view.number, self.step)]
         if not self._around.at_rest:
             return []
-        self.round = Round.COMPARE
+        self.activity = Activity.COMPARE
         return [SyncState(view.number)]
 
     def missed_heard(self) -> None:
         """A missed step is here, and is committed."""
-        self.round = Round.CATCH_UP
+        self.activity = Activity.CATCH_UP
 
     def compared(self, event: StatesCompared) -> list[Outcome]:
         """The joiners have the state, if all who held it already hold the same."""
-        if self.round is not Round.COMPARE:
+        if self.activity is not Activity.COMPARE:
             return []
         if event.prints:
             return self._differ(dict(event.prints))
@@ -210,7 +215,7 @@ class StepMachine:
 
     def _agree(self) -> list[Outcome]:
         """A joiner does not know what the others have agreed on, nor who has missed a vote."""
-        self.round = Round.AGREE
+        self.activity = Activity.AGREE
         whole = self._audits.whole_step == self._view.resume_step
         row = (int(self._audits.alike), int(whole))
         return [ForgetMissed(self._view.number), Gather(self._view.number, Topic.AGREE, row)]
@@ -223,7 +228,7 @@ class StepMachine:
         audits.agree(alike, view.resume_step if any(row[1] for row in rows) else -1)
         self._counting = self._make_counting(view, self._policy.balance)
         self._rulings.synced(compared=bool(view.joiners))
-        self.round = Round.TASKS
+        self.activity = Activity.TASKS
         return [BecameSynced()]
 
     def synced(self, step: int, hosted: tuple[int, ...]) -> list[Outcome]:
@@ -234,7 +239,7 @@ class StepMachine:
     @property
     def is_synced(self) -> bool:
         """Tell whether the view has come to its steps."""
-        return self.round in STEPPING
+        return self.activity in STEPPING
 
     # ------------------------------------------------------------ the script
 
@@ -257,16 +262,16 @@ class StepMachine:
         if step is None or step.index != task.step:
             return []
         step.note(task)
-        if self.round is Round.REDO:
+        if self.activity is Activity.REDO:
             return self._redo_now()
-        if task.purpose is Purpose.SPECULATIVE and self.round is Round.ROWS:
+        if task.purpose is Purpose.SPECULATIVE and self.activity is Activity.ROWS:
             self._late = ()  # who is still late is looked at anew
             return [*self.advance(), LookWhoIsLate(self._view.number, self.step)]
         return self.advance()
 
     def awaited(self, event: StillAwaited) -> list[Outcome]:
         """Members are late, and this worker may compute what it would host without them."""
-        if self.round is not Round.ROWS or event.step != self.step:
+        if self.activity is not Activity.ROWS or event.step != self.step:
             return []
         self._late = tuple(self._view.workers[rank] for rank in event.ranks)
         return self._script()
@@ -274,11 +279,11 @@ class StepMachine:
     def advance(self) -> list[Outcome]:
         """Do whatever can be done now."""
         out = self._script()
-        if self.round is Round.TASKS:
+        if self.activity is Activity.TASKS:
             out += self._begin_sums()
-        if self.round is Round.SUM:
+        if self.activity is Activity.SUM:
             out += self._share_rows()
-        if self.round is Round.OWED:
+        if self.activity is Activity.OWED:
             out += self._audit()
         return out
 
@@ -287,7 +292,7 @@ class StepMachine:
         step = self._open
         if step is None or step.index != self.step:
             return []
-        if self.round in (Round.TASKS, Round.SUM, Round.ROWS):
+        if self.activity in (Activity.TASKS, Activity.SUM, Activity.ROWS):
             self._audits.plan(self._view, self.step, self.owners, step.kind)
         if step.running is not None:
             return []
@@ -320,7 +325,7 @@ class StepMachine:
 
     def _drops(self) -> bool:
         """Tell whether what this member computes of the step does not count in this view."""
-        if self._settlement is None or self.round is Round.CLOSED:
+        if self._settlement is None or self.activity is Activity.CLOSED:
             return False
         return self._settlement.drops(self.step)
 
@@ -342,7 +347,7 @@ class StepMachine:
                 return out
             counted = found
             out += self._script()  # what is dropped is not computed
-        self.round = Round.SUM
+        self.activity = Activity.SUM
         return [*out, Reduce(self._view.number, self.step, self.owners, counted)]
 
     def _say_done(self, used: int) -> list[Outcome]:
@@ -371,16 +376,16 @@ class StepMachine:
         ready = step is not None and (self._drops() or not step.missing(self.hosted))
         if not ready:
             return []
-        self.round = Round.ROWS
+        self.activity = Activity.ROWS
         return [ShareRows(self._view.number, self.step)]
 
     # ------------------------------------------------------------ judging
 
     def summed(self, event: Summed) -> list[Outcome]:
         """All is summed: compare states, then what was audited, then sums, before the vote."""
-        if self.round is not Round.ROWS or event.step != self.step:
+        if self.activity is not Activity.ROWS or event.step != self.step:
             return []
-        self._sums, self.round, self._late = event, Round.OWED, ()
+        self._sums, self.activity, self._late = event, Activity.OWED, ()
         if not self._policy.cycle:
             return self.advance()
         wholes = {rank: whole for rank, whole in enumerate(event.wholes) if whole}
@@ -397,20 +402,20 @@ class StepMachine:
             return []
         if not self._audits.planned:
             return self._check_sums()
-        self.round = Round.AUDIT
+        self.activity = Activity.AUDIT
         return [Gather(self._view.number, Topic.AUDIT, self._audits.row(step))]
 
     def gathered(self, event: Gathered) -> list[Outcome]:
         """Go on with what all members have said of one topic."""
         match event.topic:
-            case Topic.AGREE if self.round is Round.AGREE:
+            case Topic.AGREE if self.activity is Activity.AGREE:
                 return self._agreed(event.rows)
-            case Topic.AUDIT if self.round is Round.AUDIT:
+            case Topic.AUDIT if self.activity is Activity.AUDIT:
                 return self._audited(event.rows)
-            case Topic.VOTE if self.round is Round.VOTE:
+            case Topic.VOTE if self.activity is Activity.VOTE:
                 return self._voted(event.rows)
-            case Topic.CONFESS if self.round is Round.CONFESS:
-                self.round = Round.CLOSED
+            case Topic.CONFESS if self.activity is Activity.CONFESS:
+                self.activity = Activity.CLOSED
                 out = self._rulings.conclude(self.step, event.rows)
                 return [*out, Failed("a worker is wrong")]
         return []
@@ -450,7 +455,7 @@ class StepMachine:
         buckets = self._sums.buckets
         alone = len(self._view.members) == 1
         self._to_check = [] if alone else list(self._audits.sums(self.step, buckets))
-        self.round = Round.CHECK_SUMS
+        self.activity = Activity.CHECK_SUMS
         return self._check_next()
 
     def _check_next(self) -> list[Outcome]:
@@ -462,7 +467,11 @@ class StepMachine:
     def sum_checked(self, event: SumChecked) -> list[Outcome]:
         """One more run of a bucket's sum was compared."""
         trial = self._trial
-        if self.round is not Round.CHECK_SUMS or trial is None or trial.bucket != event.bucket:
+        if (
+            self.activity is not Activity.CHECK_SUMS
+            or trial is None
+            or trial.bucket != event.bucket
+        ):
             return []
         verdict = trial.hear(event.digests)
         if verdict is None:
@@ -479,7 +488,7 @@ class StepMachine:
         self._audits.accepted()
         looked = [audit.vrank for audit in self._audits.planned]
         self._rulings.summed(self.step, self.owners, looked)
-        self.round = Round.VOTE
+        self.activity = Activity.VOTE
         return [*self._contradicted(), BecameReduced(self.doubt <= RIGHTLY), self._vote()]
 
     @property
@@ -555,14 +564,14 @@ class StepMachine:
         """The step is committed, and the next one begins."""
         self.step += 1
         self.owners, self.hosted = owners, hosted
-        if self.round is Round.VOTE:
-            self.round = Round.TASKS
+        if self.activity is Activity.VOTE:
+            self.activity = Activity.TASKS
 
     # ------------------------------------------------------------ again, or not at all
 
     def _redo(self, audits: Sequence[Audit]) -> list[Outcome]:
         """Have the step computed once more, after the script has ended what it computes now."""
-        self._again, self.round, self._sums = tuple(audits), Round.REDO, None
+        self._again, self.activity, self._sums = tuple(audits), Activity.REDO, None
         if self._open is not None and self._open.running is not None:
             return [BecameReduced(False)]
         return [BecameReduced(False), *self._redo_now()]
@@ -572,7 +581,7 @@ class StepMachine:
         assert step is not None, "no step to compute again"
         step.restart()
         self._audits.plan_again(self._again)
-        self.round = Round.TASKS
+        self.activity = Activity.TASKS
         return [Redo(self.step), *self.advance()]
 
     def _differ(self, prints: dict[WorkerId, int]) -> list[Outcome]:
@@ -582,6 +591,6 @@ class StepMachine:
 
     def _leave(self, wrong: Sequence[WorkerId], *, diverged: bool) -> list[Outcome]:
         """Have those who are wrong leave, once all have heard so; () if nobody knows who it is."""
-        self.round = Round.CONFESS
+        self.activity = Activity.CONFESS
         row = self._rulings.confess(self.step, wrong, diverged=diverged)
         return [Gather(self._view.number, Topic.CONFESS, row)]
