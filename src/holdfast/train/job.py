@@ -70,7 +70,6 @@ class Job:
         self._script: ScriptThread | None = None  # once there is something to train
         self._step: Step | None = None  # that the script has, or has left by `break`
         self._streams = 0  # that the script has made
-        self._loops_until = 0  # where the newest loop of this script ends
 
     # ------------------------------------------------------------ what the job is
 
@@ -213,12 +212,12 @@ class Job:
         again, so that one of them can take its place.
         """
         script = self._ready()
-        if until < self._loops_until:
+        before = self._progress.ended[-1] if self._progress.ended else 0
+        if until < before:
             raise UserError(
-                f"job.steps(until={until}) after a loop until {self._loops_until}: steps are "
+                f"job.steps(until={until}) after a loop that has ended at {before}: steps are "
                 "counted over the whole job, so until must not go back"
             )
-        self._loops_until = until
         loop: LoopData = NoDataset(self.virtual_ranks, self.seed) if data is None else data
         source: Source | None = None
         try:
