@@ -88,7 +88,7 @@ def main() -> None:
             job.values["best"] = min(job.values["best"], found)
             if job.is_leader:
                 print(f"step {step.index}: distance {found:.4f}", flush=True)
-            if job.values["worse"] == options.patience:
+            if job.values["worse"] >= options.patience:
                 job.stop()
     if job.is_leader:
         print(f"best distance: {job.values['best']:.4f}")

@@ -56,12 +56,13 @@ class Place:
     """Says which step of the job an entry is of, and which step of the script that is (`index`).
 
     The script's steps are those of the plan. They have other numbers if one of them consists of
-    several of the job's.
+    several of the job's. `told`: the value that the members have agreed on, as JSON, if any.
     """
 
     step: int
     index: int
     uses: Uses = Uses.SAMPLES
+    told: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,10 +118,12 @@ class StepLine(
     loss: str
     index: _Natural | None = None  # the plan's step, if that has another number
     uses: Uses = Uses.SAMPLES
+    told: str = ""
 
     @property
     def place(self) -> Place:
-        return Place(self.step, self.step if self.index is None else self.index, self.uses)
+        index = self.step if self.index is None else self.index
+        return Place(self.step, index, self.uses, self.told)
 
 
 class DoubtLine(msgspec.Struct, tag="doubt", tag_field="kind", forbid_unknown_fields=True):
@@ -175,6 +178,7 @@ class LedgerWriter:
             loss=float(entry.loss).hex(),
             index=None if index == step else index,
             uses=uses,
+            told=entry.place.told,
         )
         self._write(_encode(line))
 

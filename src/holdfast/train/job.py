@@ -115,7 +115,10 @@ class Job:
         are reduced. Call it once, before the first `steps`. Raises UserError.
         """
         if self._script is not None:
-            raise UserError("job.protect(...) came after job.steps(...): protect everything first")
+            raise UserError(
+                "job.protect(...) came after the first steps, evaluate or agree: protect "
+                "everything before"
+            )
         for name, value in objects.items():
             if name == PROTECTED_AS:
                 raise UserError(f"job.protect({name}=...): Holdfast uses that name; give another")
@@ -211,6 +214,11 @@ class Job:
         leaves it first; the others follow once the leader's script has ended or asked for steps
         again, so that one of them can take its place.
         """
+        if self._script is not None and self._script.is_yielding:
+            raise UserError(
+                "job.steps(...) within the loop over other steps: end that loop first, by `break` "
+                "or at its end, and keep no reference to what job.steps returned for it"
+            )
         script = self._ready()
         before = self._progress.ended[-1] if self._progress.ended else 0
         if until < before:
@@ -268,15 +276,18 @@ class Job:
 
         `fn` gets a batch and returns a number (the mean over the batch), a pair (sum, weight), or a
         dictionary of these; it runs without gradients, the protected modules in evaluation mode.
-        `data`: a map-style dataset with `batch_size`, or a DataLoader, of which order, sampler and
-        workers do not matter. All workers must call it, at the same place of the script. Raises
-        UserError.
+        `data`: a map-style dataset with `batch_size`, or a DataLoader of all its samples, of which
+        order and worker processes do not matter. All workers must call it, at the same place of the
+        script. Raises UserError.
         """
         if isinstance(data, DataLoader):
-            batch_size, collate_fn = data.batch_size, collate_fn or data.collate_fn
-            data = data.dataset
-        if batch_size is None:
-            raise UserError("job.evaluate(fn, dataset) has no batch size: give batch_size=")
+            loader = of_loader(data)
+            data, collate_fn = loader.dataset, collate_fn or loader.options.collate_fn
+            batch_size = batch_size or loader.batch_size
+        if batch_size is None or batch_size < 1:
+            raise UserError(
+                f"job.evaluate(fn, dataset) with batch_size={batch_size}: give 1 or more samples"
+            )
         evaluation = Evaluation(
             fn=fn,
             dataset=data,
@@ -292,6 +303,7 @@ class Job:
             step = script.open(StepKind.VALUES)
             with without_training(modules):
                 for task in script.tasks():
+                    script.runner.begin_values()
                     script.runner.tell(task, evaluation.share(step, task.vrank))
             enter_stream(self.seed, step, self.virtual_ranks, "evaluated")
             return msgspec.msgpack.encode(evaluation.mean(script.told()))
@@ -317,7 +329,9 @@ class Job:
     def _ready(self) -> ScriptThread:
         """Return the script's thread, in no loop that is over."""
         if not self._protected:
-            raise UserError("nothing is protected: call job.protect(model=...) before job.steps")
+            raise UserError(
+                "nothing is protected: call job.protect(model=...) before anything else"
+            )
         if self._script is None:
             self._script = compose_worker(self._control, self._protected, self._progress)
         self._end_open_loop()

@@ -83,11 +83,12 @@ class Step:
                 f"step.backward needs a scalar loss, not {list(loss.shape)}: use mean(), or sum() "
                 "with weight="
             )
+        told = None if weight is None else _weight(weight)
         self._owed = not last
         self._script.runner.holds(not last)
         share = loss
         implied = UNWEIGHTED
-        if weight is None:
+        if told is None:
             scale = self._source.scale(self.index, self._vrank)
             if scale is None:  # the step's samples are counted after it
                 scale = implied = float(self._count)
@@ -96,8 +97,8 @@ class Step:
         self._task_loss += float(loss.detach()) * max(implied, 1.0)
         if implied >= 0:
             self._task_weight = implied
-        elif weight is not None:
-            self._task_weight = max(self._task_weight, 0.0) + _weight(weight)
+        elif told is not None:
+            self._task_weight = max(self._task_weight, 0.0) + told
         elif self._task_weight >= 0:
             raise UserError("a batch's losses were given a weight once and not another time")
 
@@ -129,6 +130,10 @@ class Step:
 
 
 def _weight(weight: float | torch.Tensor) -> float:
+    if isinstance(weight, torch.Tensor) and weight.numel() != 1:
+        raise UserError(
+            f"step.backward's weight has {weight.numel()} elements: give their sum, a number"
+        )
     found = float(weight)
     if not (math.isfinite(found) and found >= 0):
         raise UserError(f"step.backward(weight={found}) is no weight: give a number of 0 or more")

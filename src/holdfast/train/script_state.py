@@ -32,7 +32,8 @@ class Values(MutableMapping[str, Any]):
     def __setitem__(self, name: str, value: Any) -> None:
         if not isinstance(name, str):
             raise UserError(f"job.values[{name!r}]: give a string as the name")
-        self._items[name] = plain(value, f"job.values[{name!r}]")
+        plain(value, f"job.values[{name!r}]")
+        self._items[name] = value
 
     def __delitem__(self, name: str) -> None:
         del self._items[name]
@@ -64,7 +65,7 @@ class ScriptState:
         return {
             "steps": self.steps,
             "stopped": self.stopped,
-            "values": copy.deepcopy(values),
+            "values": values,
             "ended": list(self.ended),
             "streams": {number: list(found) for number, found in self.streams.items()},
             "told": dict(self.told),
@@ -87,20 +88,23 @@ class ScriptState:
 
 
 def plain(value: Any, name: str) -> Any:
-    """Return `value`, which must be made of plain values; UserError names what is not."""
+    """Return a copy of `value` in plain values; UserError names what cannot be one."""
     match value:
-        case None | bool() | int() | float() | str() | bytes():
+        case None | bool() | str() | bytes():
             return value
+        case int() if -(1 << 63) <= value < 1 << 63:
+            return int(value)
+        case int():
+            raise UserError(f"{name} is {value}, which has more than 64 bits: give it as a string")
+        case float():
+            return float(value)
         case list() | tuple():
-            for i, each in enumerate(value):
-                plain(each, f"{name}[{i}]")
+            return [plain(each, f"{name}[{i}]") for i, each in enumerate(value)]
         case dict():
-            for key, each in value.items():
-                plain(key, f"the key {key!r} of {name}")
-                plain(each, f"{name}[{key!r}]")
-        case _:
-            raise UserError(
-                f"{name} is a {type(value).__name__}: give numbers, strings, or lists and "
-                "dictionaries of them (value.item() makes a number of a tensor)"
-            )
-    return value
+            keys = [plain(key, f"the key {key!r} of {name}") for key in value]
+            found = [plain(each, f"{name}[{key!r}]") for key, each in value.items()]
+            return dict(zip(keys, found, strict=True))
+    raise UserError(
+        f"{name} is a {type(value).__module__}.{type(value).__name__}: give numbers, strings, or "
+        "lists and dictionaries of them (value.item() makes a number of a tensor or an array)"
+    )

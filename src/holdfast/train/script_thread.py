@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 
+import msgspec
+
 from holdfast.core import tree
 from holdfast.core.errors import InvariantError, UserError
 from holdfast.core.step import effects as ef
@@ -31,6 +33,7 @@ from holdfast.train.step.speculative import FinishedTask
 from holdfast.train.step.step_data import StepData
 from holdfast.train.step.values import PROPOSAL
 
+TOLD_CHARS_MAX = 1000  # of an agreed value, in the ledger
 SAVE_S_MAX = 600.0  # how long the end of a loop waits for a checkpoint under way
 
 
@@ -72,6 +75,10 @@ class TaskRunner:
                 data.speculative.keep(vrank, finished)
             digest = data.taken_digest()
             driver.post(ev.TaskDone(task.step, vrank, task.purpose, finished.count, digest))
+
+    def begin_values(self) -> None:
+        """Note that a task of a step that exchanges values begins: from the step's buffers."""
+        self._data.buffers.restore()
 
     def tell(self, task: ef.Compute, value: bytes | None) -> None:
         """Note what a task of a step that exchanges values has come to."""
@@ -245,7 +252,10 @@ class ScriptThread:
             )
         data, prints = self._data, self._fingerprints
         current.probe.boundary(self._at, prints.protected)
-        data.gradients.begin_step(of if kind is StepKind.GRADIENTS else ())
+        if kind is StepKind.GRADIENTS:
+            data.gradients.begin_step(of)
+        else:
+            data.gradients.sit_out()
         data.buffers.remember()
         start = data.buffers.start
         whole = prints.of_all(start) if self._whole and prints.cycle > 1 else 0
@@ -330,7 +340,7 @@ class ScriptThread:
         data = self._data
         self._before_update()
         data.buffers.restore()
-        self._record(Uses.NO_SAMPLES, 0.0, 0)
+        self._record(Uses.NO_SAMPLES, 0.0, 0, agreed(data.values.told.get(PROPOSAL)))
         return dict(data.values.told)
 
     def modules_named(self, names: Collection[str]) -> Collection[str]:
@@ -348,9 +358,9 @@ class ScriptThread:
         """Have all loops of all workers end after the next step."""
         self._data.wants_stop = True
 
-    def _record(self, uses: Uses, loss: float, dropped: int) -> None:
+    def _record(self, uses: Uses, loss: float, dropped: int, told: str = "") -> None:
         self.progress.stopped |= self._data.table.stops
-        place = Place(self._at - 1, self.progress.steps, uses)
+        place = Place(self._at - 1, self.progress.steps, uses, told)
         self._recorder.commit(place, self._data.reduced_in, self._data.table, loss, dropped)
 
     def _before_update(self) -> None:
@@ -359,3 +369,10 @@ class ScriptThread:
 
     def _total(self, values: dict[tree.Node, float]) -> float:
         return tree.fold(values, self._plan.virtual_ranks, lambda a, b: a + b)
+
+
+def agreed(proposal: bytes | None) -> str:
+    """Return what the ledger says of a value that was agreed on: as JSON, cut short."""
+    if proposal is None:
+        return ""
+    return msgspec.json.encode(msgspec.msgpack.decode(proposal)).decode()[:TOLD_CHARS_MAX]

@@ -164,6 +164,10 @@ class Gradients:
         self.active = [b for b in self.buckets if of is None or b.owner in of]
         self.clear()
 
+    def sit_out(self) -> None:
+        """Begin a step that sums no gradients: those of the step before stay where they are."""
+        self.active = []
+
     def clear(self) -> None:
         """Forget all gradients of the step: they are computed from the beginning."""
         with self._lock:

@@ -240,8 +240,9 @@ class Engine(threading.Thread):
         closing: list[Operation] = []
         check = self._checker(order.view)
         while begun < total or gathering or not closing:
-            only = begun if at.transport.ordered else None
-            for bucket in self._filled.take(only, not gathering, check) if begun < total else ():
+            left = begun < total
+            only = buckets[begun].index if left and at.transport.ordered else None
+            for bucket in self._filled.take(only, not gathering, check) if left else ():
                 begun += 1
                 with self._driver.monitor:  # a newer view may merge the partial sums further
                     self._driver.check_alive(order.view)

@@ -21,14 +21,13 @@ class FinishedTask:
     """Holds what a task leaves besides its gradient.
 
     `weight`: by which its loss, a sum, is to be divided; UNWEIGHTED if it is a mean. `left`: the
-    buffers, for virtual rank 0. `told`: the values that it came to, as bytes.
+    buffers, for virtual rank 0.
     """
 
     loss: float
     count: int
     digest: int
     weight: float = UNWEIGHTED
-    told: bytes | None = None
     left: torch.Tensor | None = None
 
 

@@ -37,12 +37,13 @@ class StepData:
         self.values = StepValues()
         self.kind = StepKind.GRADIENTS
         self.wants_stop = False  # this worker's script wants the loop to end
+        self._stops = False  # it did when the step was opened
         self.prints: Prints = (0, 0)  # fingerprints of the state that the step begins with
         self.reduced_in = 0  # the view in which its gradient became complete
 
     def open(self, kind: StepKind, prints: Prints) -> None:
         """Begin a step; its gradients and buffers have been reset."""
-        self.kind, self.prints = kind, prints
+        self.kind, self.prints, self._stops = kind, prints, self.wants_stop
         self.values.reset()
         self.reset()
 
@@ -51,7 +52,7 @@ class StepData:
         self.speculative.forget()
         self.clock.reset()
         self.table.used.zero_()
-        self.table.stops = self.wants_stop
+        self.table.stops = self._stops
 
     def became_reduced(self, view: int) -> None:
         """Note that the step's gradient is complete, by an exchange in this view."""

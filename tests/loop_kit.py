@@ -1,0 +1,101 @@
+"""Runs a script as a whole job in threads: alone, on several workers, with deaths in between."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from holdfast.core.job_spec import with_settings
+from holdfast.core.types import WorkerId
+from holdfast.train.job import Job
+from support import SPEC
+from thread_cluster import ThreadCluster, ThreadWorker
+
+Script = Callable[[Job, ThreadWorker], Any]
+DEATHS = 6  # at exchanges all over a run
+
+
+def results(
+    script: Script,
+    workers: int,
+    kill_at: dict[int, int] | None = None,
+) -> list[Any]:
+    """Run a script; returns what it returned on each worker that came to its end."""
+    found: dict[WorkerId, Any] = {}
+
+    def run(job: Job, me: ThreadWorker) -> None:
+        returned = script(job, me)
+        job._end_open_loop()
+        found[me.worker] = returned
+
+    spec = with_settings(SPEC, {"workers.nproc": workers, "workers.virtual": 4})
+    at = {WorkerId(worker): number for worker, number in (kill_at or {}).items()}
+    cluster = ThreadCluster(spec, run, at)
+    outcome = cluster.run()
+    assert not cluster.errors, cluster.errors
+    assert outcome == ""
+    newest = [worker.incarnation for worker in cluster.workers.values()]
+    assert not kill_at or max(newest) > 1 or len(found) < workers, "nobody has died"
+    assert kill_at or len(found) == workers  # who dies at the end may not be needed again
+    return list(found.values())
+
+
+def everywhere(script: Script) -> Any:
+    """Run a script alone, on 2 and 4 workers and with deaths; returns what all of them return."""
+    (expected,) = results(script, 1)
+    for workers in (2, 4):
+        assert results(script, workers) == [expected] * workers
+    exchanges = 0
+
+    def counts(job: Job, me: ThreadWorker) -> Any:
+        nonlocal exchanges
+        returned = script(job, me)
+        exchanges = max(exchanges, me.exchanges)
+        return returned
+
+    assert results(counts, 3) == [expected] * 3
+    for i in range(DEATHS):
+        death = 3 + i * (exchanges - 5) // (DEATHS - 1)  # the last but one is not too late for one
+        assert set(map(repr, results(script, 3, {i % 3: death}))) == {repr(expected)}
+    return expected
+
+
+def net(inputs: int = 6, seed: int = 3) -> nn.Module:
+    """A model that does not depend on torch's own generator, which belongs to all threads."""
+    model = nn.Sequential(nn.Linear(inputs, 9), nn.Tanh(), nn.Linear(9, 2))
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, generator=generator)
+    return model
+
+
+def dataset(count: int = 70) -> TensorDataset:
+    inputs = torch.randn(count, 6, generator=torch.Generator().manual_seed(5))
+    return TensorDataset(inputs, inputs[:, :2].sin())
+
+
+def digest(*modules: nn.Module) -> str:
+    found = hashlib.sha256()
+    for module in modules:
+        for value in module.state_dict().values():
+            found.update(value.numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def protected(job: Job) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    job.protect(model=model, optimizer=optimizer)
+    return model, optimizer
+
+
+def step_once(step: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for x, y in step:
+        step.backward(nn.functional.mse_loss(model(x), y))
+    optimizer.step()
+    optimizer.zero_grad()
