@@ -316,7 +316,7 @@ class Job:
         if step is not None and script is not None and script.in_loop:
             self._step = None
             _check_complete(step)
-            script.left_early()
+            script.end_turn()
             script.leave_loop()
 
     def _together(self, tell: Callable[[ScriptThread], bytes]) -> bytes:

@@ -129,7 +129,7 @@ class ScriptThread:
         self._plan: Plan  # of that
         self._marks: tuple[list[int], list[int]] = ([], [])  # counts and digests of the turn
         self._loop = -1  # the number of the loop that was entered last
-        self._in_loop = False
+        self.in_loop = False  # true also when the script has left one that is not over yet
         self._planned = False  # it is known
         self._begun = False  # some step
         self._at = 0  # the job's step that is open, or is opened next
@@ -151,19 +151,11 @@ class ScriptThread:
                 yield progress.steps, self._plan
             finally:
                 self.is_yielding = False
-            self._end_turn()
+            self.end_turn()
         self.leave_loop()
 
-    @property
-    def in_loop(self) -> bool:
-        """Tell whether the script is within a loop, or has left one that is not over yet."""
-        return self._in_loop
-
-    def left_early(self) -> None:
-        """Note that the script has left its loop after a complete step, and not come back."""
-        self._end_turn()
-
-    def _end_turn(self) -> None:
+    def end_turn(self) -> None:
+        """Note that the script is through with a step, or has left the loop after it."""
         step, (counts, digests) = self.progress.steps, self._marks
         self._loop_data.advance(step, counts, digests)
         self.progress.steps = step + 1
@@ -171,7 +163,7 @@ class ScriptThread:
     def leave_loop(self) -> None:
         """End the present loop: wait for others there, and for saves that are under way."""
         progress, driver = self.progress, self._driver
-        self._in_loop = False
+        self.in_loop = False
         if self._loop == len(progress.ended):
             progress.ended.append(progress.steps)
         if self._planned:
@@ -188,13 +180,12 @@ class ScriptThread:
         self._enter_loop(data)
         progress, number = self.progress, self._loop
         if self._next_step(lambda: number in progress.told):
-            told = tell()
-            progress.told[number] = told
+            progress.told[number] = tell()
         self.leave_loop()
         return progress.told[number]
 
     def _enter_loop(self, data: LoopData) -> None:
-        self._loop_data, self._in_loop, self._planned = data, True, False
+        self._loop_data, self.in_loop, self._planned = data, True, False
         self._loop += 1
         self._driver.post(ev.LoopEntered())
 
@@ -309,10 +300,11 @@ class ScriptThread:
         if first:
             self._marks = counts, table.digests()
         scale = samples / counted  # 1 unless something was dropped
-        weights = [w for w, count in zip(table.weights(), counts, strict=True) if count]
+        every = table.weights()
+        weights = [weight for weight, count in zip(every, counts, strict=True) if count]
         losses = {(v, 1): loss for v, loss in enumerate(table.losses())}
         if all(weight >= 0 for weight in weights):
-            divisor = self._total({(v, 1): max(w, 0.0) for v, w in enumerate(table.weights())})
+            divisor = self._total({(v, 1): max(w, 0.0) for v, w in enumerate(every)})
             if not divisor > 0:
                 raise UserError(
                     f"the weights of step {index} sum up to {divisor}: give some weight"

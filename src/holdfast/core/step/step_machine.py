@@ -137,12 +137,8 @@ class StepMachine:
     def enter(self, view: View, step: int, hosted: tuple[int, ...], now: float) -> list[Outcome]:
         """A view is installed; what this worker hosts in it may be computed at once."""
         self._view, self._rank = view, view.rank(self._me)
-        self.activity, self.step, self.owners, self.hosted = (
-            Activity.CONNECT,
-            step,
-            view.owners,
-            hosted,
-        )
+        self.activity = Activity.CONNECT
+        self.step, self.owners, self.hosted = step, view.owners, hosted
         if self._open is not None and self._open.index != step:
             self._open = None
         self._sums, self._trial, self._late = None, None, ()

@@ -203,9 +203,13 @@ class _Server:
             import holdfast.train.preload  # noqa: F401 - takes seconds
 
             self._loaded = True
+        grouped_read, grouped_write = os.pipe()
         server, pid = os.getpid(), os.fork()
         if pid == 0:
             try:
+                os.setsid()
+                os.close(grouped_read)
+                os.close(grouped_write)
                 self._selector.close()
                 for each in (self._listener, *self._children.values()):
                     each.close()
@@ -214,6 +218,9 @@ class _Server:
                 traceback.print_exc()
             finally:
                 os._exit(1)
+        os.close(grouped_write)
+        os.read(grouped_read, 1)  # ends once the process has a group, by which it can be killed
+        os.close(grouped_read)
         return pid
 
     def _reap(self) -> None:
@@ -238,7 +245,6 @@ class _Server:
 def _become(request: Mapping[str, Any], descriptors: Sequence[int], server: int) -> NoReturn:
     """Turn this fresh fork into the process that was asked for, and run the script."""
     namespace, *given = descriptors
-    os.setsid()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _enter_network(namespace)

@@ -188,13 +188,9 @@ class WorkerProcess:
         self._write_log(text.encode() + b"\n")
 
     def _signal(self, number: int) -> None:
-        if not self.running:
-            return
-        try:
-            os.killpg(self.pid, number)
-        except ProcessLookupError:  # just forked, it may have no group of its own yet
+        if self.running:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
+                os.killpg(self.pid, number)
 
     async def drained(self) -> None:
         """Wait until everything that the process printed has been passed on."""

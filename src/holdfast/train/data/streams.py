@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from holdfast.core.errors import UserError
@@ -37,9 +37,9 @@ class Stream:
     ) -> None:
         self.plan = plan
         self.positions = positions
-        self._make = make
-        self._collate = collate_fn
-        self._tell = tell
+        self.make = make
+        self.collate = collate_fn
+        self.tell = tell
         self._first_step: int | None = None  # None: no loop has used it
 
     def begin(self, step: int) -> StreamPlan:
@@ -53,7 +53,7 @@ class Stream:
 
     def source(self, plan: StreamPlan) -> StreamSource:
         """Return what reads the batches."""
-        return StreamSource(plan, self.positions, self._make, self._collate, self._tell)
+        return StreamSource(self, plan)
 
     def advance(self, step: int, counts: Sequence[int], digests: Sequence[int]) -> None:
         """Note what all tasks of a step of the script have used, by virtual rank. UserError."""
@@ -67,25 +67,14 @@ class _Shard:
     epoch: int
     samples: Iterator[Any]
     taken: int = 0
-    read: list[Any] = field(default_factory=list)  # for the step under way
 
 
 class StreamSource:
     """Provides the batches of one stream, for the virtual ranks that this worker hosts."""
 
-    def __init__(
-        self,
-        plan: StreamPlan,
-        positions: list[Position],
-        make: MakeShard,
-        collate: Callable[[list[Any]], Any],
-        tell: Callable[[str], None],
-    ) -> None:
+    def __init__(self, stream: Stream, plan: StreamPlan) -> None:
         self.plan = plan
-        self._positions = positions
-        self._make = make
-        self._collate = collate
-        self._tell = tell
+        self._stream = stream
         self._shards: dict[int, _Shard] = {}
         self._step = -1
         self._used: dict[int, tuple[list[Any], int]] = {}  # samples of the step, and their digest
@@ -107,7 +96,7 @@ class StreamSource:
             return None
         enter_stream(self.plan.seed, step, vrank, "collate")
         with one_thread():
-            return self._collate(samples)
+            return self._stream.collate(samples)
 
     def used(self, step: int, vrank: int) -> tuple[int, int]:
         """Return how many samples the task has used, and their digest."""
@@ -124,8 +113,8 @@ class StreamSource:
 
     def _read(self, step: int, vrank: int) -> tuple[list[Any], int]:
         """Read the next batch of a shard; at its end, the first one of its next epoch."""
-        epoch, taken, _ = self._positions[vrank]
-        shard = self._at(vrank, self._positions[vrank])
+        epoch, taken, _ = self._stream.positions[vrank]
+        shard = self._at(vrank, self._stream.positions[vrank])
         samples = self._take(shard, step, vrank)
         if not samples:
             epoch, taken = epoch + 1, 0
@@ -142,7 +131,9 @@ class StreamSource:
         if shard is None or shard.epoch != epoch or shard.taken > taken:
             shard = self._shards[vrank] = self._open(vrank, epoch)
         if shard.taken < taken:
-            self._tell(f"shard {vrank} is read up to sample {taken} of epoch {epoch} to go on")
+            self._stream.tell(
+                f"shard {vrank} is read up to sample {taken} of epoch {epoch} to go on"
+            )
         while shard.taken < taken:
             step = began + shard.taken // self.plan.batch_size
             if not self._take(shard, step, vrank):
@@ -154,7 +145,7 @@ class StreamSource:
 
     def _open(self, vrank: int, epoch: int) -> _Shard:
         enter_stream(self.plan.seed, epoch, vrank, "shard")
-        samples = self._make(vrank, self.plan.virtual_ranks)
+        samples = self._stream.make(vrank, self.plan.virtual_ranks)
         set_epoch = getattr(samples, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(epoch)
