@@ -417,6 +417,16 @@ def test_a_member_is_lost_with_its_agent_and_with_its_node_once_that_is_given_up
     assert lose(cluster, view, 1) == [(1, "its node is lost")]
 
 
+def test_a_loss_that_was_counted_does_not_double_the_first_wait_of_who_is_wrong() -> None:
+    """Whoever computes wrongly leaves by itself: its loss may be heard of before the accusation."""
+    cluster = Cluster(member(0), status(1, stage=Stage.LOST, detail="signal 9"))
+    assert [worker for worker, _ in lose(cluster)] == [ONE]
+    slot = cluster.roster.slots[ONE]
+    assert slot.strikes == 1
+    waits = [quarantine(cluster.roster, ONE, 1.0, RESTART, wrong=True) for _ in range(2)]
+    assert waits == [RESTART.wrong_s, 2 * RESTART.wrong_s]
+
+
 def test_who_cannot_be_reached_or_is_wrong_is_left_out_for_longer_each_time() -> None:
     cluster = Cluster(member(0), member(1))
     waits = [quarantine(cluster.roster, ZERO, 1.0, RESTART) for _ in range(3)]

@@ -64,10 +64,11 @@ def quarantine(
     slot = roster.slots[worker]
     slot.strikes += 1
     roster.order_anew(worker)  # its process is of no use: the state it holds grows old
-    first_s, most_s = policy.quarantine_s, policy.quarantine_max_s
-    if wrong:
-        first_s, most_s = policy.wrong_s, policy.wrong_max_s
-    wait_s = _doubled(first_s, slot.strikes, most_s)
+    if wrong:  # its own loss may have been counted as a strike before or not
+        slot.wrongs += 1
+        wait_s = _doubled(policy.wrong_s, slot.wrongs, policy.wrong_max_s)
+    else:
+        wait_s = _doubled(policy.quarantine_s, slot.strikes, policy.quarantine_max_s)
     slot.respawn_at = now + wait_s
     return wait_s
 
@@ -96,7 +97,7 @@ def _end_probation(
     elif slot.member_since is None:
         slot.member_since = situation.now
     elif situation.now - slot.member_since >= policy.probation_s:
-        slot.strikes, slot.member_since = 0, None
+        slot.strikes, slot.wrongs, slot.member_since = 0, 0, None
 
 
 def _loss(situation: Situation, worker: WorkerId, slot: SlotState) -> str | None:

@@ -65,6 +65,7 @@ class SlotState:
     counted: Incarnation = Incarnation(0)  # newest incarnation whose loss was counted
     respawn_at: float | None = None  # set while nothing should run here
     strikes: int = 0  # losses without a clean probation in between
+    wrongs: int = 0  # how often it was found to compute wrongly, likewise
     member_since: float | None = None
     role: ProcessRole = ProcessRole.WORKER
 
