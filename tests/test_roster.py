@@ -399,10 +399,12 @@ def test_a_clean_probation_of_a_member_ends_its_strikes() -> None:
     cluster = Cluster(member(0), member(1))
     for worker in (ZERO, ONE):
         cluster.roster.slots[worker].strikes = 3
+        cluster.roster.slots[worker].wrongs = 2
     view = view_of(0)  # only worker 0 is a member
     for cluster.now in (1.0, 10.9, 11.0):
         assert lose(cluster, view) == []
         assert cluster.roster.slots[ZERO].strikes == (0 if cluster.now == 11.0 else 3)
+        assert cluster.roster.slots[ZERO].wrongs == (0 if cluster.now == 11.0 else 2)
     assert cluster.roster.slots[ONE].strikes == 3
 
 
