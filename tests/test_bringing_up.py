@@ -13,6 +13,7 @@ from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.types import Invalidation, Peer, View, ViewNumber, WorkerId
 from holdfast.store.storage import Missing
+from holdfast.train.checkpoint.loaded_state import LoadedState
 from holdfast.train.step import bringing_up
 from holdfast.train.step.bringing_up import STORE_PAUSE_S, BringingUp
 from holdfast.train.step.reduction import Layout
@@ -62,7 +63,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def restored(reader: Any, view: View = VIEW) -> tuple[ev.WorkerEvent | None, list[Any]]:
     driver, nothing = Told(), None
     layout = Layout.of(view, Peer(WorkerId(0)))
-    worker: Any = BringingUp(driver, {}, nothing, reader)  # type: ignore[arg-type]
+    worker: Any = BringingUp(driver, LoadedState({}), nothing, reader)  # type: ignore[arg-type]
     return worker.carry_out(RESTORE, view, layout, nothing), driver.events
 
 

@@ -54,6 +54,7 @@ from holdfast.store.snapshot import (
     table_of,
     token_for,
 )
+from holdfast.train.checkpoint.loaded_state import LoadedState
 from holdfast.train.checkpoint.restorer import Restorer
 from holdfast.train.checkpoint.saver import Saver
 from holdfast.train.checkpoint.shares import share_of
@@ -219,7 +220,9 @@ def restore_together(
     def restore(rank: int) -> None:
         transport: Any = mail(boxes, rank)
         layout = Layout.of(view(size), Peer(WorkerId(rank)))
-        Restorer(store, {"thing": things[rank]}).restore(step, transport, layout, lambda: None)
+        Restorer(store, LoadedState({"thing": things[rank]})).restore(
+            step, transport, layout, lambda: None
+        )
 
     with ThreadPoolExecutor(size) as pool:
         for done in [pool.submit(restore, rank) for rank in range(size)]:
@@ -237,7 +240,7 @@ def test_a_checkpoint_that_cannot_be_read_gives_way_to_the_newest_other_one(
         saver.copy(step, view(1, number), WorkerId(0))
         saver.finish(RUN_S)
     store = Checkpoints(FileStorage(tmp_path))
-    restorer = Restorer(store, thing)
+    restorer = Restorer(store, LoadedState(thing))
     assert restorer.older_than(40, ()) == 30
     assert restorer.older_than(30, ()) == 20
     assert restorer.older_than(20, ()) == 10  # never one that is newer than what was agreed on
@@ -245,7 +248,10 @@ def test_a_checkpoint_that_cannot_be_read_gives_way_to_the_newest_other_one(
     manifest = tmp_path / manifest_name(30)
     manifest.write_bytes(manifest.read_bytes()[:-1])
     assert restorer.older_than(40, ()) == 20
-    assert Restorer(Checkpoints(FileStorage(tmp_path / "none")), thing).older_than(10, ()) == 0
+    assert (
+        Restorer(Checkpoints(FileStorage(tmp_path / "none")), LoadedState(thing)).older_than(10, ())
+        == 0
+    )
 
 
 def test_what_is_invalidated_is_neither_begun_from_nor_saved(
@@ -257,7 +263,7 @@ def test_what_is_invalidated_is_neither_begun_from_nor_saved(
     told: list[str] = []
     saver = a_saver(orders, thing, saved, told)
     store = Checkpoints(FileStorage(tmp_path))
-    restorer = Restorer(store, thing)
+    restorer = Restorer(store, LoadedState(thing))
 
     def save(step: int, number: int) -> None:
         thing["thing"].state["scalar"] = torch.tensor(1000 * number + step)

@@ -208,6 +208,13 @@ class SilentErrors:
         metavar="STEPS",
         least=0,
     )
+    repeat_steps: int = setting(
+        64,
+        "let a worker compute one task of the job twice in so many steps, and its first one, to "
+        "see that the script's tasks depend on nothing but their inputs; 0: never",
+        metavar="STEPS",
+        least=0,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ import torch
 from holdfast.core.errors import UserError
 from holdfast.core.job_spec import JobSpec
 from holdfast.core.step.balance import BalancePolicy
+from holdfast.core.step.events import EventNoted
 from holdfast.core.step.saves import SavePolicy
 from holdfast.core.step.speculation import Patience
 from holdfast.core.step.step_policy import StepPolicy
@@ -20,12 +21,16 @@ from holdfast.core.types import Peer
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.open import open_storage
 from holdfast.train.agent_link import AgentLink, SoloLink
+from holdfast.train.checkpoint.loaded_state import LoadedState
 from holdfast.train.checkpoint.restorer import Restorer
 from holdfast.train.checkpoint.saver import Saver, say
 from holdfast.train.driver import Driver, Link
 from holdfast.train.environment import WorkerEnvironment
 from holdfast.train.ledger_recorder import LedgerRecorder
 from holdfast.train.monitor import Monitor
+from holdfast.train.optimizer_watch import OptimizerWatch
+from holdfast.train.repeated_tasks import RepeatedTasks
+from holdfast.train.script_guard import ScriptGuard
 from holdfast.train.script_state import PROTECTED_AS, ScriptState
 from holdfast.train.script_thread import ScriptThread, TaskRunner
 from holdfast.train.step.bringing_up import BringingUp
@@ -35,6 +40,8 @@ from holdfast.train.step.filled_buckets import FilledBuckets
 from holdfast.train.step.fingerprints import Fingerprints
 from holdfast.train.step.hands import StepHands
 from holdfast.train.step.missed_steps import MissedSteps
+from holdfast.train.step.module_attributes import ModuleAttributes
+from holdfast.train.step.state_differences import PlainState, StateComparison
 from holdfast.train.step.step_data import StepData
 from holdfast.train.step.step_table import Buffers, StepTable
 from holdfast.train.step.task_clock import TaskClock
@@ -42,6 +49,12 @@ from holdfast.train.step.task_digest import TaskDigest
 from holdfast.train.transport.gloo import GlooDevice, GlooTransport
 from holdfast.train.transport.nccl import NcclTransport
 from holdfast.train.transport.seam import Transport
+
+CHANGED = (
+    "a task changes the attribute {path}, which is set back before the next task, so that no task "
+    "depends on the ones before it; what is to be kept belongs in a buffer (register_buffer) or in "
+    "job.values"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +114,7 @@ def compose_worker(
     protected = {**protected, PROTECTED_AS: progress}
     me, spec, driver = control.environment, control.environment.spec, control.driver
     where, backs_up = spec.checkpoints.store, bool(spec.backup().workers)
+    silent = spec.silent_errors
     modules = [(n, o) for n, o in protected.items() if isinstance(o, torch.nn.Module)]
     params = [(f"{n}.{k}", p) for n, m in modules for k, p in m.named_parameters()]
     trained = [(k, p) for k, p in params if p.requires_grad]
@@ -111,13 +125,33 @@ def compose_worker(
     gradients = Gradients(trained, spec.virtual_ranks, driver.monitor, filled.note, digest.note)
     clock = TaskClock(devices[0] if devices else None)
     table = StepTable(spec.virtual_ranks, len(trained))
-    data = StepData(gradients, table, Buffers(modules), clock, digest)
-    fingerprints = Fingerprints(protected, spec.silent_errors.fingerprint_steps)
+
+    def note(text: str) -> None:
+        driver.post(EventNoted("script", text))
+
+    attributes = ModuleAttributes(modules, lambda path: note(CHANGED.format(path=path)))
+    attributes.begin()
+    progress.attributes = attributes
+    data = StepData(gradients, table, Buffers(modules), clock, digest, attributes)
+    loaded = LoadedState(protected)
+    fingerprints = Fingerprints(protected, silent.fingerprint_steps)
+    comparison = StateComparison(PlainState(protected, attributes), fingerprints)
+    guard = ScriptGuard(
+        prints=fingerprints,
+        comparison=comparison,
+        repeats=RepeatedTasks(
+            silent.repeat_steps, spec.virtual_ranks, silent.audit_tolerance, note
+        ),
+        attributes=attributes,
+        loaded=loaded,
+        modules=modules,
+        cycle=silent.fingerprint_steps or silent.repeat_steps,
+    )
     recorder = LedgerRecorder(me, control.seed, driver)
     store = Checkpoints(open_storage(where, say), say) if where else None
     missed = MissedSteps(data)
-    restorer = None if store is None else Restorer(store, protected)
-    bringing_up = BringingUp(driver, protected, missed, restorer)
+    restorer = None if store is None else Restorer(store, loaded)
+    bringing_up = BringingUp(driver, loaded, missed, restorer)
     gloo = GlooDevice(me.host, me.peer_key)
 
     def make_transport() -> Transport:
@@ -130,6 +164,7 @@ def compose_worker(
         me=Peer(me.worker),
         make_transport=control.make_transport or make_transport,
         whole_print=whole_print,
+        describe=lambda: comparison.describe(data.buffers.start),
         backs_up=backs_up,
     )
     engine = Engine(driver, control.link, data, filled, bringing_up, exchange)
@@ -143,4 +178,6 @@ def compose_worker(
     engine.start()
     if isinstance(control.link, SoloLink):
         control.link.start(driver)
-    return ScriptThread(driver, data, runner, fingerprints, saver, recorder, progress)
+    script = ScriptThread(driver, data, runner, guard, saver, recorder, progress)
+    OptimizerWatch(protected, lambda: script.is_open).start()
+    return script

@@ -7,15 +7,19 @@ and never takes part in the exchange itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import torch
 
 from holdfast.core.errors import UserError
 from holdfast.core.step import effects as ef
+from holdfast.core.step.audit import Sketch
+from holdfast.core.step.events import Purpose
+from holdfast.train.data.content import content_print
 from holdfast.train.data.random_streams import enter_stream
 from holdfast.train.data.sources import Source
+from holdfast.train.repeated_tasks import RunMark, result_print
 from holdfast.train.script_thread import ScriptThread
 from holdfast.train.step.speculative import FinishedTask
 from holdfast.train.step.step_table import UNWEIGHTED
@@ -108,10 +112,36 @@ class Step:
         return bool(self._rounds) and not self._script.is_open
 
     def _task(self, task: ef.Compute) -> Iterator[Any]:
-        source, runner, vrank = self._source, self._script.runner, task.vrank
+        """Compute a task, and now and then again, to see that it comes to the same."""
+        source, runner, repeats = self._source, self._script.runner, self._script.guard.repeats
+        hosted = task.purpose is Purpose.HOSTED
+        repeated = hosted and repeats.due(task.step, task.vrank)
+        earlier = (yield from self._repeat(task, 0)) if repeated else None
+        runner.begin(task, repeated=earlier is not None)
+        batch = source.batch(self.index, task.vrank)
+        batch_print = content_print(batch) if earlier is not None else 0
+        finished = runner.end(task, (yield from self._run(task, batch)))
+        if earlier is not None:
+            runs = [_mark(batch_print, finished, finished.bits), earlier]
+            named = f"the task of virtual rank {task.vrank} in step {self.index}"
+            while not repeats.decides(runs, named):
+                runs.append((yield from self._repeat(task, len(runs))))
+        runner.report(task, finished)
+
+    def _repeat(self, task: ef.Compute, number: int) -> Generator[Any, None, RunMark]:
+        """Compute a task only to see what it comes to, after so many other runs of it."""
+        runner = self._script.runner
+        batch = self._source.again(self.index, task.vrank)
+        batch_print = content_print(batch)
+        runner.begin_repeat(task, sketch=number > 1)
+        finished = yield from self._run(task, batch)
+        gradient, sketch = runner.end_repeat()
+        return _mark(batch_print, finished, gradient, sketch)
+
+    def _run(self, task: ef.Compute, batch: Any) -> Generator[Any, None, FinishedTask]:
+        """Have the script compute a task; one without samples is left out."""
+        source, vrank = self._source, task.vrank
         self._task_loss, self._task_weight = 0.0, UNWEIGHTED
-        runner.begin(task)
-        batch = source.batch(self.index, vrank)
         self._count, digest = source.used(self.index, vrank)
         if self._count:
             purpose = f"model {self._rounds}" if self._rounds else "model"
@@ -125,8 +155,12 @@ class Step:
                 )
             self._vrank = None
         loss, weight = self._task_loss, self._task_weight
-        finished = FinishedTask(loss=loss, count=self._count, digest=digest, weight=weight)
-        runner.end(task, finished)
+        return FinishedTask(loss=loss, count=self._count, digest=digest, weight=weight)
+
+
+def _mark(batch: int, finished: FinishedTask, gradient: int, sketch: Sketch = ()) -> RunMark:
+    result = result_print(finished.loss, finished.weight, gradient)
+    return RunMark(batch=batch, result=result, sketch=sketch)
 
 
 def _weight(weight: float | torch.Tensor) -> float:

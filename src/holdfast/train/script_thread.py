@@ -17,6 +17,7 @@ from holdfast.core import tree
 from holdfast.core.errors import InvariantError, UserError
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
+from holdfast.core.step.audit import Sketch
 from holdfast.core.step.events import Purpose, StepKind
 from holdfast.observe.ledger import Place, Uses
 from holdfast.train.checkpoint.saver import Saver
@@ -26,8 +27,8 @@ from holdfast.train.data.shard_positions import StreamPlan
 from holdfast.train.data.sources import LoopData, Plan, Source
 from holdfast.train.driver import Driver
 from holdfast.train.ledger_recorder import LedgerRecorder
+from holdfast.train.script_guard import ScriptGuard
 from holdfast.train.script_state import ScriptState
-from holdfast.train.step.fingerprints import Fingerprints
 from holdfast.train.step.probe import current
 from holdfast.train.step.speculative import FinishedTask
 from holdfast.train.step.step_data import StepData
@@ -45,35 +46,58 @@ class TaskRunner:
         self._data = data
         self._keeps_all = keeps_all_buffers  # virtual rank 0 may be dropped
 
-    def begin(self, task: ef.Compute) -> None:
-        """Note that the script is about to compute a task."""
+    def begin(self, task: ef.Compute, *, repeated: bool = False) -> None:
+        """Note that the script is about to compute a task, which may be `repeated`."""
         data = self._data
         if task.purpose is Purpose.HOSTED:
             data.clock.begin()
-        data.buffers.restore()
-        data.digest.begin(task.digest, task.near)
+        self._start(sketch=task.digest and task.near, bits=repeated or task.digest)
         data.gradients.begin_task(task.vrank, task.purpose)
+
+    def begin_repeat(self, task: ef.Compute, *, sketch: bool) -> None:
+        """Note that the script is about to compute a task only to see what it comes to."""
+        self._start(bits=True, sketch=sketch)
+        self._data.gradients.begin_task(task.vrank, Purpose.AUDITED)
+
+    def end_repeat(self) -> tuple[int, Sketch]:
+        """Note that it has; returns 63 bits of the gradient, and its sketch if it was wanted."""
+        data = self._data
+        data.gradients.end_task()
+        data.attributes.end_task()
+        found = data.digest.take()
+        return data.digest.bits, found if isinstance(found, tuple) else ()
+
+    def _start(self, *, bits: bool, sketch: bool) -> None:
+        self._data.buffers.restore()
+        self._data.attributes.begin_task()
+        self._data.digest.begin_both(bits, sketch)
 
     def holds(self, holds: bool) -> None:
         """Note whether another backward pass of the same task follows the one that begins."""
         self._data.gradients.holds = holds
 
-    def end(self, task: ef.Compute, finished: FinishedTask) -> None:
-        """Note that the script has computed its task."""
-        data, driver, vrank = self._data, self._driver, task.vrank
+    def end(self, task: ef.Compute, finished: FinishedTask) -> FinishedTask:
+        """Note that the script has computed its task; returns all that it leaves."""
+        data, vrank = self._data, task.vrank
         data.gradients.end_task()
+        data.attributes.end_task()
         if task.purpose is Purpose.HOSTED:
             current.probe.task(task.step, vrank)
             data.clock.end()
         first = vrank == 0 or self._keeps_all
         if first and len(data.buffers) and task.purpose is not Purpose.AUDITED:
             finished = replace(finished, left=data.buffers.changes())
+        return replace(finished, gradient=data.taken_digest(), bits=data.digest.bits)
+
+    def report(self, task: ef.Compute, finished: FinishedTask) -> None:
+        """Let the machine know of a task that has ended."""
+        data, driver, vrank = self._data, self._driver, task.vrank
         with driver.monitor:
             if task.purpose is Purpose.HOSTED:
                 self.put(vrank, finished)
             elif task.purpose is Purpose.SPECULATIVE:
                 data.speculative.keep(vrank, finished)
-            digest = data.taken_digest()
+            digest = finished.gradient if task.digest else None
             driver.post(ev.TaskDone(task.step, vrank, task.purpose, finished.count, digest))
 
     def begin_values(self) -> None:
@@ -113,7 +137,7 @@ class ScriptThread:
         driver: Driver,
         data: StepData,
         runner: TaskRunner,
-        fingerprints: Fingerprints,
+        guard: ScriptGuard,
         saver: Saver | None,
         recorder: LedgerRecorder,
         progress: ScriptState,
@@ -122,7 +146,7 @@ class ScriptThread:
         self.progress = progress
         self._driver = driver
         self._data = data
-        self._fingerprints = fingerprints
+        self.guard = guard
         self._saver = saver
         self._recorder = recorder
         self._loop_data: LoopData  # that the present loop goes through
@@ -131,7 +155,7 @@ class ScriptThread:
         self._loop = -1  # the number of the loop that was entered last
         self.in_loop = False  # true also when the script has left one that is not over yet
         self._planned = False  # it is known
-        self._begun = False  # some step
+        self._first: int | None = None  # the loop in which this worker has begun its first step
         self._at = 0  # the job's step that is open, or is opened next
         self._rested = True  # there is a boundary before it
         self._whole = False  # all of the state is looked at in it
@@ -191,17 +215,20 @@ class ScriptThread:
 
     def _next_step(self, ends: Callable[[], bool]) -> bool:
         """Wait at the boundary; tells whether there is a step before the loop is over."""
-        if self._begun:
+        if self._first is not None:
             self._make_plan()
             if self._is_over(ends):
                 return False
+            if self._first < self._loop:  # lines between loops may have changed what was received
+                self.guard.loaded.load_again()
         driver = self._driver
         driver.post(ev.AtBoundary())
         while not isinstance(order := driver.next_for_script(), ef.Begin):
             if isinstance(order, ef.SaveShare):
                 self._save(order)
-        self._begun = self._rested = True
-        self._at, self._whole = order.step, order.whole
+        self._first = self._loop if self._first is None else self._first
+        self._rested = True
+        self._at, self._whole, self.guard.joined = order.step, order.whole, order.joined
         self._make_plan()
         return not self._is_over(ends)
 
@@ -241,18 +268,16 @@ class ScriptThread:
                 "a step is not complete: go through all its batches before anything that workers "
                 "do together (evaluate, agree, another round)"
             )
-        data, prints = self._data, self._fingerprints
-        current.probe.boundary(self._at, prints.protected)
+        data, guard = self._data, self.guard
+        current.probe.boundary(self._at, guard.prints.protected)
         if kind is StepKind.GRADIENTS:
             data.gradients.begin_step(of)
         else:
             data.gradients.sit_out()
         data.buffers.remember()
-        start = data.buffers.start
-        whole = prints.of_all(start) if self._whole and prints.cycle > 1 else 0
-        part = prints.of_step(self._at, start)
+        prints = guard.open(self._at, data.buffers.start, self._loop_data, whole=self._whole)
         with self._driver.monitor:
-            data.open(kind, (part, whole))
+            data.open(kind, prints)
             if proposal is not None:
                 data.values.put(PROPOSAL, proposal)
             self._driver.post(ev.StepOpened(self._at, kind, self._rested))
@@ -277,6 +302,7 @@ class ScriptThread:
                         source.follow(hosted, self.progress.steps, until)
                     yield order
                 case ef.Commit():
+                    self.guard.close()
                     self.is_open = False
                     self._at += 1
                     return

@@ -93,10 +93,14 @@ class GiveUp:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Leave the boundary and open `step`. `whole`: take a fingerprint of all of the state."""
+    """Leave the boundary and open `step`. `whole`: take a fingerprint of all of the state.
+
+    `joined`: workers have joined, and have yet to prove that they compute as the others do.
+    """
 
     step: int
     whole: bool = False
+    joined: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -426,8 +426,10 @@ class WorkerMachine:
         if self._status.phase is not Phase.BOUNDARY:
             return []
         self._change(phase=Phase.COMPUTING)
-        step, agreed = self._status.committed, self._step.saves.agreed
-        return [ef.Begin(step, whole=agreed is not None and agreed[0] == step)]
+        step, agreed, view = self._status.committed, self._step.saves.agreed, self._view
+        whole = agreed is not None and agreed[0] == step
+        joined = view is not None and bool(view.joiners) and step == view.resume_step
+        return [ef.Begin(step, whole, joined)]
 
     def _at_boundary(self) -> Sequence[Outcome]:
         self._change(phase=Phase.BOUNDARY)

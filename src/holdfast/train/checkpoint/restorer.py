@@ -6,8 +6,7 @@ the script's is overwritten before all of the state is here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -21,6 +20,7 @@ from holdfast.store.snapshot import ALIGN
 from holdfast.store.storage import Missing
 from holdfast.train.checkpoint import state
 from holdfast.train.checkpoint.formats import bytes_of
+from holdfast.train.checkpoint.loaded_state import LoadedState
 from holdfast.train.checkpoint.saver import SKELETON, say
 from holdfast.train.checkpoint.transfer import DIGEST_WORDS, PART_BYTES, digest_of
 from holdfast.train.step.reduction import TAG_STATE, Layout
@@ -32,9 +32,9 @@ SKELETON_BYTES_MAX = 1 << 30
 class Restorer:
     """Restores the protected objects. `loading` is called before any of them is overwritten."""
 
-    def __init__(self, store: Checkpoints, protected: Mapping[str, Any]) -> None:
+    def __init__(self, store: Checkpoints, loaded: LoadedState) -> None:
         self._store = store
-        self._protected = protected
+        self._loaded = loaded
 
     def restore(
         self, step: int, transport: Transport, layout: Layout, loading: Callable[[], None]
@@ -58,7 +58,7 @@ class Restorer:
         self._read(manifest, places, bytes_of(flat), begin, end)
         _exchange(flat, transport, layout)
         loading()
-        state.apply(self._protected, skeleton, tensors)
+        self._loaded.load(skeleton, tensors)
 
     def older_than(self, step: int, invalidations: Sequence[Invalidation]) -> int:
         """Find the newest checkpoint before `step` that is valid and every byte of which is right.

@@ -111,6 +111,20 @@ def apply(protected: Mapping[str, Any], skeleton: bytes, tensors: list[torch.Ten
                 f"{name} cannot take the job's state ({first_line(error)}): every worker must "
                 "build the same objects"
             ) from None
+        if isinstance(obj, torch.optim.Optimizer):
+            _keep_precision(obj, state[name])
+
+
+def _keep_precision(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Undo the rounding of load_state_dict, which casts the state to the parameters' type."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    places = [place for group in state["param_groups"] for place in group["params"]]
+    for param, place in zip(params, places, strict=True):
+        for key, value in state["state"].get(place, {}).items():
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                held = optimizer.state[param].get(key)
+                if isinstance(held, torch.Tensor) and held.dtype != value.dtype:
+                    optimizer.state[param][key] = value.to(held.device, copy=True)
 
 
 def _compare(name: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:

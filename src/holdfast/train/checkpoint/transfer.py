@@ -7,9 +7,8 @@ fingerprint of its whole state; only when all agree does the view count as synce
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import xxhash
@@ -17,6 +16,7 @@ import xxhash
 from holdfast.core.errors import Aborted, StateMismatch
 from holdfast.core.partition import part_of
 from holdfast.train.checkpoint import state
+from holdfast.train.checkpoint.loaded_state import LoadedState
 from holdfast.train.step.reduction import TAG_STATE, Layout, all_gather
 from holdfast.train.transport.seam import Transport
 
@@ -41,12 +41,12 @@ class StateSync:
         self,
         transport: Transport,
         layout: Layout,
-        protected: Mapping[str, Any],
+        loaded: LoadedState,
         loading: Callable[[], None],
     ) -> None:
         self._transport = transport
         self._layout = layout
-        self._protected = protected
+        self._loaded = loaded
         self._loading = loading
 
     def run(
@@ -58,7 +58,7 @@ class StateSync:
         themselves. Returns the fingerprints of all that hold the state already if these differ;
         then nothing is sent.
         """
-        skeleton, tensors = state.capture(self._protected)
+        skeleton, tensors = state.capture(self._loaded.protected)
         mine = state.fingerprint(skeleton, tensors)
         prints = self._gather(mine)
         held = {rank: prints[rank] for rank in (*donors, *back)}
@@ -71,7 +71,7 @@ class StateSync:
             self._donate(donors, joiners, skeleton, tensors)
         elif self._layout.rank in joiners:
             self._receive(donors)
-            mine = state.fingerprint(*state.capture(self._protected))
+            mine = state.fingerprint(*state.capture(self._loaded.protected))
         prints = self._gather(mine) if joiners else prints
         wrong = [r for r, p in enumerate(prints) if p != prints[donors[0]]]
         if self._layout.rank in wrong:
@@ -122,7 +122,7 @@ class StateSync:
             if not torch.equal(digest_of(data), digest):
                 raise Aborted(f"the state part {part} arrived damaged")
         self._loading()
-        state.apply(self._protected, skeleton, tensors)
+        self._loaded.load(skeleton, tensors)
 
 
 def _parts(sizes: list[int], donors: list[int]) -> list[_Part]:

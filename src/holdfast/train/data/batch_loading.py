@@ -148,6 +148,10 @@ class BatchSource:
         self._refresh(self.options.num_workers, idle_only=False)
         return batch
 
+    def again(self, step: int, vrank: int) -> Any:
+        """Load the batch of a task once more, in this process."""
+        return self._inline((step, vrank))
+
     def used(self, step: int, vrank: int) -> tuple[int, int]:
         """Return how many samples a task uses, and the digest of their indices."""
         return self.plan.task_samples(step, vrank), self.plan.digest(step, vrank)

@@ -11,10 +11,19 @@ from typing import Any, Protocol
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from holdfast.core.errors import UserError
-from holdfast.train.data.batch_loading import BatchSource, LoadOptions, dataset_length
+from holdfast.train.data.batch_loading import (
+    BatchSource,
+    LoadOptions,
+    dataset_length,
+    load_samples,
+    one_thread,
+)
+from holdfast.train.data.content import content_print
+from holdfast.train.data.random_streams import enter_stream, stream_seed
 from holdfast.train.data.sampling import SamplePlan
 from holdfast.train.data.shard_positions import StreamPlan
 
+SAMPLES_COMPARED = 2  # at a time
 TASKS_MAX = 1 << 40  # of a job without a dataset: each counts as a sample of its own
 
 
@@ -30,6 +39,10 @@ class Source(Protocol):
     def follow(self, vranks: Sequence[int], from_step: int, until: int) -> None: ...
 
     def batch(self, step: int, vrank: int) -> Any: ...
+
+    def again(self, step: int, vrank: int) -> Any:
+        """Return the batch of a task as it is when it is loaded once more."""
+        ...
 
     def used(self, step: int, vrank: int) -> tuple[int, int]:
         """Return how many samples a task whose batch was asked for uses, and their digest."""
@@ -53,6 +66,10 @@ class LoopData(Protocol):
 
     def advance(self, step: int, counts: Sequence[int], digests: Sequence[int]) -> None:
         """Note what all tasks of a step of the script have used, by virtual rank."""
+        ...
+
+    def samples(self, step: int) -> dict[str, str]:
+        """Return digests of a few samples, by names that say which, to compare workers'."""
         ...
 
 
@@ -84,6 +101,20 @@ class Batches:
 
     def advance(self, step: int, counts: Sequence[int], digests: Sequence[int]) -> None:
         """Take no notice: which samples a step uses follows from the plan."""
+
+    def samples(self, step: int) -> dict[str, str]:
+        """Return digests of a few samples, which depend on the step."""
+        found: dict[str, str] = {}
+        for i in range(SAMPLES_COMPARED):
+            index = stream_seed(self.plan.seed, step, i, "compared") % self.plan.length
+            enter_stream(self.plan.seed, step, i, "compared")
+            try:
+                with one_thread():
+                    sample = self.options.collate_fn(load_samples(self.dataset, [index]))
+                found[f"sample {index} of the dataset"] = f"{content_print(sample):016x}"
+            except Exception as error:  # noqa: BLE001 - the task that needs it will meet it
+                found[f"sample {index} of the dataset"] = type(error).__name__
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +152,10 @@ class NoDataset:
     def advance(self, step: int, counts: Sequence[int], digests: Sequence[int]) -> None:
         """Take no notice: which tasks a step has follows from the plan."""
 
+    def samples(self, step: int) -> dict[str, str]:
+        """Return nothing, as there is no dataset."""
+        return {}
+
 
 class _TaskSource:
     """Hands each task to the script as it is."""
@@ -132,6 +167,10 @@ class _TaskSource:
         """Take no notice, as nothing is loaded ahead."""
 
     def batch(self, step: int, vrank: int) -> Task:
+        """Return the task."""
+        return Task(step=step, vrank=vrank)
+
+    def again(self, step: int, vrank: int) -> Task:
         """Return the task."""
         return Task(step=step, vrank=vrank)
 

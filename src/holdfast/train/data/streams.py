@@ -59,6 +59,10 @@ class Stream:
         """Note what all tasks of a step of the script have used, by virtual rank. UserError."""
         self.positions[:] = self.plan.after(self.positions, step, counts, digests)
 
+    def samples(self, step: int) -> dict[str, str]:
+        """Return nothing: only the worker that hosts a shard reads it."""
+        return {}
+
 
 @dataclass(slots=True)
 class _Shard:
@@ -97,6 +101,10 @@ class StreamSource:
         enter_stream(self.plan.seed, step, vrank, "collate")
         with one_thread():
             return self._stream.collate(samples)
+
+    def again(self, step: int, vrank: int) -> Any:
+        """Return the batch of a task, collated once more: a stream is read only once."""
+        return self.batch(step, vrank)
 
     def used(self, step: int, vrank: int) -> tuple[int, int]:
         """Return how many samples the task has used, and their digest."""

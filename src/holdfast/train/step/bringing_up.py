@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
-from typing import Any
 
 from holdfast.core.errors import Aborted, Damaged, UserError, WorldError
 from holdfast.core.invalidations import Invalidations
@@ -13,6 +11,7 @@ from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.types import View
 from holdfast.store.storage import Missing
+from holdfast.train.checkpoint.loaded_state import LoadedState
 from holdfast.train.checkpoint.restorer import Restorer
 from holdfast.train.checkpoint.saver import say
 from holdfast.train.checkpoint.transfer import StateSync
@@ -30,12 +29,12 @@ class BringingUp:
     def __init__(
         self,
         driver: Driver,
-        protected: Mapping[str, Any],
+        loaded: LoadedState,
         missed: MissedSteps,
         restorer: Restorer | None,
     ) -> None:
         self._driver = driver
-        self._protected = protected
+        self._loaded = loaded
         self._missed = missed
         self._restorer = restorer
 
@@ -88,7 +87,7 @@ class BringingUp:
     ) -> ev.StatesCompared:
         back = [view.rank(lag.worker) for lag in view.catching_up]
         joiners = [view.rank(worker) for worker in view.joiners]
-        sync = StateSync(transport, layout, self._protected, self._loading)
+        sync = StateSync(transport, layout, self._loaded, self._loading)
         held = sync.run(donors, [rank for rank in joiners if rank not in back], back)
         prints = tuple((view.workers[rank], each) for rank, each in sorted(held.items()))
         return ev.StatesCompared(view.number, prints)

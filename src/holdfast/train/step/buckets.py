@@ -231,7 +231,12 @@ class Gradients:
         def arrived(param: torch.Tensor) -> None:
             vrank = self._vrank
             if vrank is None:
-                return
+                raise UserError(
+                    f"a backward pass outside of a task has reached parameter "
+                    f"{self._named[index][0]}: its gradient would be this worker's only; call "
+                    "step.backward(loss) in the loop over a step's batches, once for each, or "
+                    "torch.autograd.grad for a gradient of another kind"
+                )
             if param.grad is None or param.grad.layout != torch.strided:
                 name = self._named[index][0]
                 raise UserError(f"parameter {name} has a sparse gradient: make it dense")

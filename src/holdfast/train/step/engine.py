@@ -34,7 +34,9 @@ from holdfast.train.step.reduction import (
     Operation,
     TableGather,
     all_gather,
+    gather_bytes,
 )
+from holdfast.train.step.state_differences import explain
 from holdfast.train.step.step_data import StepData
 from holdfast.train.step.sum_runs import SumRuns
 from holdfast.train.step.values import ValuesGather
@@ -49,6 +51,7 @@ class Exchange:
     me: Peer
     make_transport: Callable[[], Transport]
     whole_print: Callable[[], int]  # of all of the state
+    describe: Callable[[], bytes]  # what others need to tell what differs of it
     backs_up: bool  # steps may do without the last members
 
 
@@ -268,21 +271,30 @@ class Engine(threading.Thread):
         data, rows = self._data, self._rows
         assert rows is not None, "sums end with the rows"
         self._rows = None
+        prints = [rows.prints[rank] for rank in range(at.layout.size)]
+        if any(len({each for each in kind if each}) > 1 for kind in zip(*prints, strict=True)):
+            self._explain(at, order.step)
         with self._driver.monitor:
             unlike = data.speculative.contradicted(sums)
             data.became_reduced(order.view)
-        prints = [rows.prints[rank] for rank in range(at.layout.size)]
         return ev.Summed(
             view=order.view,
             step=order.step,
             buckets=len(data.gradients.active),
-            parts=tuple(part for part, _ in prints),
-            wholes=tuple(whole for _, whole in prints),
+            parts=tuple(part for part, _, _ in prints),
+            wholes=tuple(whole for _, whole, _ in prints),
             doubt=max((each.doubt() for each in sums), default=FINITE),
             unlike=unlike,
             compute_us=data.clock.step_us(),
             wait=at.waits.told(),
         )
+
+    def _explain(self, at: Membership, step: int) -> None:
+        """Find out together what of the states differs. UserError if it is the script's doing."""
+        told = gather_bytes(at.transport, at.layout, self._exchange.describe())
+        unlike = explain(dict(zip(at.view.workers, told, strict=True)), step)
+        if unlike and at.layout.rank == 0:
+            self._driver.post(ev.EventNoted("wrong", f"what differs in step {step}: {unlike}"))
 
     def _checker(self, view: int) -> Callable[[], None]:
         return lambda: self._driver.check_alive(view)

@@ -46,6 +46,17 @@ class Fingerprints:
             return 0
         return self._digest([chunk for part in self._plan(buffers) for chunk in part])
 
+    def by_tensor(self, buffers: Sequence[torch.Tensor]) -> list[tuple[str, int]]:
+        """Return the name of each parameter and buffer, with 63 bits of it and its state."""
+        modules = [(n, m) for n, m in self.protected.items() if isinstance(m, torch.nn.Module)]
+        named = {id(p): f"{n}.{key}" for n, m in modules for key, p in m.named_parameters()}
+        names = [named.get(id(p), "a parameter of an optimizer") for p in self._parameters()]
+        kept = [f"{n}.{key}" for n, m in modules for key, _ in m.named_buffers()]
+        if len(kept) != len(buffers):  # one that two modules share
+            kept = ["a buffer"] * len(buffers)
+        every = zip([*names, *kept], [*self._parameters(), *buffers], strict=True)
+        return [(name, self._digest(list(_chunks([tensor])))) for name, tensor in every]
+
     def _plan(self, buffers: Sequence[torch.Tensor]) -> list[list[Chunk]]:
         """Cut into as many parts of about equal size as there are steps in a cycle."""
         if self._parts[0] != len(buffers):  # there are none before the first step

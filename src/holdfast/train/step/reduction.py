@@ -31,8 +31,9 @@ from holdfast.train.transport.seam import Message, Pending, Transport
 
 TAG_VOTE, TAG_TABLE, TAG_BUFFERS, TAG_AUDIT, TAG_VALUES, TAG_STATE = 1, 2, 3, 4, 5, 16
 TAG_BUCKETS = 1024
-Prints = tuple[int, int]  # fingerprints of a part of the state, and of all of it (0: not taken)
-HEAD_WORDS = 3  # before a message's rows: what it brings, and the fingerprints
+# Fingerprints of a part of the state, of all of it, and of what is no tensor (0: not taken).
+Prints = tuple[int, int, int]
+HEAD_WORDS = 4  # before a message's rows: what it brings, and the fingerprints
 HERE, STOPS = 1, 2  # bits of the first word: the message has come, and wants the loop to end
 PIECE_ALIGN = 64  # elements; pieces start on cache lines
 
@@ -195,7 +196,7 @@ class TableGather:
     """Everyone's rows and used flags, in everyone's table. The first word says that it is here."""
 
     def __init__(
-        self, table: StepTable, used: torch.Tensor, layout: Layout, prints: Prints = (0, 0)
+        self, table: StepTable, used: torch.Tensor, layout: Layout, prints: Prints = (0, 0, 0)
     ) -> None:
         self.prints = {layout.rank: prints}  # by rank; of all once `spread` has returned
         self._table = table
@@ -220,9 +221,9 @@ class TableGather:
     def spread(self, transport: Transport) -> None:
         _wait(self._pending)
         for peer, message in self._messages.items():
-            brings, part, whole = message[:HEAD_WORDS].tolist()
+            brings, *prints = message[:HEAD_WORDS].tolist()
             self._table.stops |= bool(brings & STOPS)
-            self.prints[peer] = part, whole
+            self.prints[peer] = prints[0], prints[1], prints[2]
             self._table.unpack(HEAD_WORDS, self._layout.hosted[peer], message)
 
     def finish(self) -> None:
@@ -280,6 +281,16 @@ def all_gather(transport: Transport, layout: Layout, mine: torch.Tensor, tag: in
         [(p, mine) for p in layout.others], [(p, table[p]) for p in layout.others], tag
     ).wait()
     return table
+
+
+def gather_bytes(transport: Transport, layout: Layout, mine: bytes) -> list[bytes]:
+    """Return every member's message, by rank. Blocks; raises Aborted."""
+    length = torch.tensor([len(mine)], dtype=torch.int64)
+    lengths = all_gather(transport, layout, length, TAG_AUDIT)[:, 0].tolist()
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+    table = all_gather(transport, layout, padded, TAG_AUDIT)
+    return [row[:size].numpy().tobytes() for row, size in zip(table, lengths, strict=True)]
 
 
 def _wait(pending: Pending | None, waits: Waits | None = None) -> None:

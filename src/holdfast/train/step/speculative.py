@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from holdfast.core.step.events import Digest
 from holdfast.train.step.buckets import Gradients
 from holdfast.train.step.reduction import BucketSum
 from holdfast.train.step.step_table import UNWEIGHTED, Buffers, StepTable
@@ -21,7 +22,7 @@ class FinishedTask:
     """Holds what a task leaves besides its gradient.
 
     `weight`: by which its loss, a sum, is to be divided; UNWEIGHTED if it is a mean. `left`: the
-    buffers, for virtual rank 0.
+    buffers, for virtual rank 0. `gradient`: its digest or its sketch, if one was taken, and `bits`.
     """
 
     loss: float
@@ -29,6 +30,8 @@ class FinishedTask:
     digest: int
     weight: float = UNWEIGHTED
     left: torch.Tensor | None = None
+    gradient: Digest | None = None
+    bits: int = 0
 
 
 class SpeculativeTasks:

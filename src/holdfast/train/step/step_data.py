@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from holdfast.core.step.events import Digest, StepKind
 from holdfast.train.step.buckets import Gradients
+from holdfast.train.step.module_attributes import ModuleAttributes
 from holdfast.train.step.reduction import Prints
 from holdfast.train.step.speculative import SpeculativeTasks
 from holdfast.train.step.step_table import Buffers, StepTable
@@ -26,6 +27,7 @@ class StepData:
         buffers: Buffers,
         clock: TaskClock,
         digest: TaskDigest,
+        attributes: ModuleAttributes | None = None,
     ) -> None:
         self.gradients = gradients
         self.table = table  # the engine writes here, for all workers
@@ -33,12 +35,13 @@ class StepData:
         self.buffers = buffers
         self.clock = clock
         self.digest = digest
+        self.attributes = attributes or ModuleAttributes([])
         self.speculative = SpeculativeTasks(gradients, self.own, buffers)
         self.values = StepValues()
         self.kind = StepKind.GRADIENTS
         self.wants_stop = False  # this worker's script wants the loop to end
         self._stops = False  # it did when the step was opened
-        self.prints: Prints = (0, 0)  # fingerprints of the state that the step begins with
+        self.prints: Prints = (0, 0, 0)  # fingerprints of the state that the step begins with
         self.reduced_in = 0  # the view in which its gradient became complete
 
     def open(self, kind: StepKind, prints: Prints) -> None:

@@ -23,21 +23,29 @@ class TaskDigest:
 
     def begin(self, wanted: bool, near: bool) -> None:
         """Begin a task; `near`: its sketch is wanted, not its bits."""
-        self._bits = 0 if wanted and not near else None
-        zeros = torch.zeros(SKETCH_WORDS, dtype=torch.float64)
-        self._sketch = zeros if wanted and near else None
+        self.begin_both(wanted and not near, wanted and near)
+
+    def begin_both(self, bits: bool, sketch: bool) -> None:
+        """Begin a task of which its bits, its sketch or both are wanted."""
+        self._bits = 0 if bits else None
+        self._sketch = torch.zeros(SKETCH_WORDS, dtype=torch.float64) if sketch else None
 
     def note(self, bucket: int, flat: torch.Tensor) -> None:
         """Take in one bucket of the task's gradient."""
         if self._sketch is not None:
             self._sketch = self._sketch + sketch(flat, bucket)
-        elif self._bits is not None:
+        if self._bits is not None:
             data = as_bytes(flat).cpu().numpy().data
             self._bits ^= xxhash.xxh3_64_intdigest(data, seed=bucket) >> 1
 
     def take(self) -> Digest | None:
         """Return the digest of the whole task; None if none was wanted."""
         return self._bits if self._sketch is None else tuple(self._sketch.tolist())
+
+    @property
+    def bits(self) -> int:
+        """Return 63 bits of the task's gradient; 0 if they were not wanted."""
+        return self._bits or 0
 
 
 def sketch(flat: torch.Tensor, seed: int) -> torch.Tensor:

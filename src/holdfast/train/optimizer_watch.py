@@ -1,0 +1,98 @@
+"""Watches every optimizer of this process, so that none updates what the job does not know of.
+
+PyTorch calls one hook before each optimizer's step; the script's thread says what it protects.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from holdfast.core.errors import UserError
+from holdfast.train.script_state import ScriptState
+
+_local = threading.local()  # the watch of each thread that runs a script
+_registered: list[Any] = []
+
+
+class OptimizerWatch:
+    """Checks what optimizers of one script do. `in_step`: its loop over batches is under way."""
+
+    def __init__(self, protected: Mapping[str, Any], in_step: Callable[[], bool]) -> None:
+        self._protected = protected
+        self._in_step = in_step
+        self._known: dict[int, int] = {}  # optimizers that were looked at, and their groups' number
+
+    def start(self) -> None:
+        """Watch the optimizers that the calling thread uses."""
+        _local.watch = self
+        if not _registered:
+            _registered.append(register_optimizer_step_pre_hook(_before_step))
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """UserError if this step of an optimizer would break the promise."""
+        name = type(optimizer).__name__
+        if self._in_step():
+            raise UserError(
+                f"{name}.step() was called within the loop over a step's batches, where gradients "
+                "are this worker's only: call it after that loop"
+            )
+        if self._known.get(id(optimizer)) == len(optimizer.param_groups):
+            return
+        self._look_at(optimizer, name)
+        self._known[id(optimizer)] = len(optimizer.param_groups)
+
+    def _look_at(self, optimizer: torch.optim.Optimizer, name: str) -> None:
+        models = [(n, m) for n, m in self._protected.items() if isinstance(m, torch.nn.Module)]
+        names = {id(p): f"{n}.{key}" for n, m in models for key, p in m.named_parameters()}
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        for p in params:
+            if id(p) not in names:
+                raise UserError(
+                    f"{name} updates a parameter of shape {list(p.shape)} that belongs to no "
+                    "protected module, so that its gradients are not summed over workers: name its "
+                    "module in job.protect(...)"
+                )
+        if not any(_holds(each, optimizer) for each in self._protected.values()):
+            which = names[id(params[0])] if params else "nothing"
+            raise UserError(
+                f"{name}, which updates {which}, is not protected, so that a worker that joins "
+                "would not have its state: job.protect(optimizer=...)"
+            )
+        scheduled = hasattr(optimizer.step, "_wrapped_by_lr_sched")
+        if scheduled and all(_is_no_scheduler(each) for each in self._protected.values()):
+            raise UserError(
+                f"a learning rate scheduler of {name} is not protected, so that a worker that "
+                "joins would begin it anew: job.protect(scheduler=...)"
+            )
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    watch: OptimizerWatch | None = getattr(_local, "watch", None)
+    if watch is not None:
+        watch.before_step(optimizer)
+
+
+def _holds(protected: Any, optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether a protected object is this optimizer, or wraps it."""
+    return protected is optimizer or optimizer in _parts(protected)
+
+
+def _is_no_scheduler(protected: Any) -> bool:
+    known = (torch.nn.Module, torch.optim.Optimizer, torch.amp.GradScaler, ScriptState)
+    if isinstance(protected, LRScheduler):
+        return False
+    wraps = any(isinstance(each, LRScheduler) for each in _parts(protected))
+    return isinstance(protected, known) and not wraps
+
+
+def _parts(protected: Any) -> list[Any]:
+    parts: list[Any] = []
+    for each in getattr(protected, "__dict__", {}).values():
+        parts += each if isinstance(each, list | tuple) else [each]
+    return [each for each in parts if isinstance(each, torch.optim.Optimizer | LRScheduler)]

@@ -1,0 +1,222 @@
+"""Carries what modules keep besides parameters and persistent buffers, and guards it within tasks.
+
+Plain attributes (numbers, strings, flags, lists of them, tensors), modes (`training`) and
+non-persistent buffers of protected modules are a part of the job's state as soon as they change.
+What a task changes of attributes is set back before the next task begins, so that a task stays a
+pure function, whatever worker computes it, and after which others. Must not know steps or views.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+
+from holdfast.train.checkpoint.state import as_bytes
+
+ITEMS_MAX = 1000  # of a list or dictionary that is looked at
+_SCALARS = (type(None), bool, int, float, str, bytes)
+_INTERNAL = frozenset(vars(nn.Module())) - {"training"}
+_ABSENT = object()
+
+
+@dataclass(slots=True)
+class _Seen:
+    """Holds an attribute as it was when it was looked at first."""
+
+    value: Any
+    version: int  # of a tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """Says that a task has changed an attribute."""
+
+    attributes: dict[str, Any]  # of a module
+    name: str
+    before: Any  # _ABSENT if there was none
+    after: Any
+
+    def undo(self) -> None:
+        """Set it back, unless somebody else has changed it meanwhile."""
+        if self.attributes.get(self.name, _ABSENT) is self.after:
+            if self.before is _ABSENT:
+                del self.attributes[self.name]
+            else:
+                self.attributes[self.name] = self.before
+
+
+class ModuleAttributes:
+    """Knows the attributes of all protected modules; `modules`: with their names.
+
+    `tell(path)` is called once for each attribute that a task has changed.
+    """
+
+    def __init__(
+        self,
+        modules: Iterable[tuple[str, nn.Module]],
+        tell: Callable[[str], None] = lambda path: None,
+    ) -> None:
+        self._protected = list(modules)
+        self._tell = tell
+        self._first: dict[str, _Seen] = {}  # by path, as the script has made them
+        self._changed: set[str] = set()  # what has ever been carried is carried for ever
+        self._guarded: list[tuple[str, dict[str, Any]]] = []  # modules whose tasks may change them
+        self._start: list[dict[str, Any]] = []  # of each guarded one, as the step began
+        self._left: list[_Change] = []  # by the task that was computed last
+        self._told: set[str] = set()
+
+    def begin(self) -> None:
+        """Note how the script has made the modules: only what changes after that is carried."""
+        self._first = {path: _seen(value) for path, value, _ in self._attributes()}
+
+    # ------------------------------------------------------------ the job's state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what has ever changed, by path; tensors stay tensors."""
+        self._undo()
+        buffers: dict[str, Any] = {}
+        changed: dict[str, Any] = {}
+        for path, value, owner in self._attributes():
+            if isinstance(owner, nn.Module):
+                buffers[path] = value.detach()
+            elif path in self._changed or not _is_same(self._first.get(path), value):
+                self._changed.add(path)
+                changed[path] = value.detach() if isinstance(value, torch.Tensor) else value
+        return {"attributes": changed, "buffers": buffers}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over another worker's; what it has not changed becomes as the script has made it."""
+        self._undo()
+        modules = dict(self._modules())
+        for path, value, owner in list(self._attributes()):
+            name = path.rpartition(".")[2]
+            if isinstance(owner, nn.Module):
+                owner._buffers[name] = _like(state["buffers"].get(path, value), value)
+            elif path in self._first and path not in state["attributes"]:
+                owner[name] = self._first[path].value
+        for path, value in state["attributes"].items():
+            parent, _, name = path.rpartition(".")
+            if parent in modules:
+                attributes = vars(modules[parent])
+                attributes[name] = _like(value, attributes.get(name))
+        self._changed = set(state["attributes"])
+
+    def plain(self) -> dict[str, Any]:
+        """Return what is carried in plain values, to be compared between workers."""
+        found = self.state_dict()["attributes"]
+        return {path: _told(value) for path, value in found.items()}
+
+    # ------------------------------------------------------------ within a step
+
+    def begin_step(self) -> None:
+        """Note the attributes with which the tasks of a step begin."""
+        self._undo()
+        self._guarded = [
+            (path, vars(module))
+            for path, module in self._modules()
+            if not type(module).__module__.startswith("torch.")
+        ]
+        self._start = [attributes.copy() for _, attributes in self._guarded]
+
+    def begin_task(self) -> None:
+        """Set back what the task before has changed."""
+        self._undo()
+
+    def end_task(self) -> None:
+        """Look for what the task has changed."""
+        for (path, now), start in zip(self._guarded, self._start, strict=True):
+            if len(now) == len(start) and all(map(operator.is_, now.values(), start.values())):
+                continue
+            for name, value in now.items():
+                before = start.get(name, _ABSENT)
+                if before is value or name in _INTERNAL:
+                    continue
+                if not (_is_carried(value) and (before is _ABSENT or _is_carried(before))):
+                    continue
+                self._left.append(_Change(now, name, before, value))
+                if name != "training" and _differ(before, value):
+                    self._note(f"{path}.{name}")
+
+    def _note(self, path: str) -> None:
+        if path not in self._told:
+            self._told.add(path)
+            self._tell(path)
+
+    def _undo(self) -> None:
+        for change in self._left:
+            change.undo()
+        self._left = []
+
+    # ------------------------------------------------------------ leaves
+
+    def _modules(self) -> Iterable[tuple[str, nn.Module]]:
+        for name, module in self._protected:
+            yield from module.named_modules(prefix=name)
+
+    def _attributes(self) -> Iterable[tuple[str, Any, dict[str, Any] | nn.Module]]:
+        """Walk over (path, value, owner): a module for its buffers, else its dictionary."""
+        for path, module in self._modules():
+            attributes = vars(module)
+            for name, value in attributes.items():
+                if name not in _INTERNAL and _is_carried(value):
+                    yield f"{path}.{name}", value, attributes
+            for name in sorted(module._non_persistent_buffers_set):
+                if (buffer := module._buffers.get(name)) is not None:
+                    yield f"{path}.{name}", buffer, module
+
+
+def _seen(value: Any) -> _Seen:
+    if isinstance(value, torch.Tensor):
+        return _Seen(value, value._version)
+    return _Seen(_copy(value), 0)
+
+
+def _is_same(seen: _Seen | None, value: Any) -> bool:
+    if seen is None:
+        return False
+    if isinstance(value, torch.Tensor):
+        return seen.value is value and seen.version == value._version
+    return not _differ(seen.value, value)
+
+
+def _differ(before: Any, after: Any) -> bool:
+    if isinstance(before, torch.Tensor) or isinstance(after, torch.Tensor):
+        return before is not after
+    return type(before) is not type(after) or (before != after and repr(before) != repr(after))
+
+
+def _is_carried(value: Any, room: int = ITEMS_MAX) -> bool:
+    if type(value) in _SCALARS:
+        return True
+    if isinstance(value, torch.Tensor):
+        return not isinstance(value, nn.Parameter) and value.layout == torch.strided
+    if type(value) in (list, tuple, set):
+        return len(value) <= room and all(type(each) in _SCALARS for each in value)
+    if type(value) is dict:
+        items = (*value.keys(), *value.values())
+        return len(items) <= room and all(type(each) in _SCALARS for each in items)
+    return False
+
+
+def _copy(value: Any) -> Any:
+    return value.copy() if isinstance(value, list | dict | set) else value
+
+
+def _told(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    digest = xxhash.xxh3_64_intdigest(as_bytes(value).numpy().data)
+    return f"a tensor {list(value.shape)} of {value.dtype} with digest {digest:x}"
+
+
+def _like(value: Any, present: Any) -> Any:
+    """Return `value`, on the device of what stands there now."""
+    if isinstance(value, torch.Tensor) and isinstance(present, torch.Tensor):
+        return value.detach().clone().to(present.device)
+    return value.detach().clone() if isinstance(value, torch.Tensor) else _copy(value)

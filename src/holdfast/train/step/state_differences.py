@@ -1,0 +1,148 @@
+"""Finds out what differs where workers' states differ, and whether the script has made it so.
+
+What is no tensor (rates, counters, flags, `job.values`, modules' attributes, samples of the
+dataset) is compared now and then, and can only differ where the script treats workers differently:
+that ends the job with a sentence. Where only tensors differ, a machine may be at fault; but not if
+most of them do and no worker has a majority on its side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+import xxhash
+
+from holdfast.core.errors import UserError, WireError
+from holdfast.core.step.audit import judge
+from holdfast.core.types import WorkerId
+from holdfast.train.script_state import ScriptState
+from holdfast.train.step.fingerprints import Fingerprints
+from holdfast.train.step.module_attributes import ModuleAttributes
+
+TEXT_CHARS_MAX = 200  # of one value
+SHARED_MIN = 0.5  # of all tensors: machines' faults do not make so many differ at once
+
+
+class PlainState:
+    """Tells what of the job's state is no tensor, by paths that a person can read."""
+
+    def __init__(self, protected: Mapping[str, Any], attributes: ModuleAttributes) -> None:
+        self._protected = protected
+        self._attributes = attributes
+
+    def items(self) -> dict[str, str]:
+        """Return the text of every value, by its path."""
+        found = {path: _text(value) for path, value in self._attributes.plain().items()}
+        for name, each in self._protected.items():
+            if isinstance(each, torch.nn.Module):
+                frozen = [key for key, p in each.named_parameters() if not p.requires_grad]
+                found[f"the frozen parameters of {name}"] = ", ".join(frozen)
+            elif isinstance(each, torch.optim.Optimizer):
+                for i, group in enumerate(each.param_groups):
+                    kept = {key: value for key, value in group.items() if key != "params"}
+                    found.update(_leaves(kept, f"{name}.param_groups[{i}]"))
+            elif isinstance(each, ScriptState):
+                found.update(_leaves(dict(each.values), "job.values"))
+                found["the number of steps taken"] = str(each.steps)
+            else:
+                found.update(_leaves(each.state_dict(), name))
+        return found
+
+
+class StateComparison:
+    """Describes this worker's state to others, in words of bounded size."""
+
+    def __init__(self, plain: PlainState, prints: Fingerprints) -> None:
+        self._plain = plain
+        self._prints = prints
+        self.samples: dict[str, str] = {}  # digests of samples that all workers have read
+
+    def plain_print(self) -> int:
+        """Return 63 bits of all that is no tensor; never 0."""
+        text = msgspec.msgpack.encode({**self._plain.items(), **self.samples})
+        return xxhash.xxh3_64_intdigest(text) >> 1 or 1
+
+    def describe(self, buffers: Sequence[torch.Tensor]) -> bytes:
+        """Return what others need to tell what differs."""
+        tensors = self._prints.by_tensor(buffers) if self._prints.cycle else []
+        plain = {**self._plain.items(), **self.samples}
+        return msgspec.msgpack.encode((list(plain.items()), tensors))
+
+
+def explain(told: Mapping[WorkerId, bytes], step: int) -> str:
+    """Return which tensors differ, or "" if none does. UserError if it is the script's doing.
+
+    `told`: what each worker has described.
+    """
+    states = {worker: _read(data) for worker, data in told.items()}
+    paths = {path: None for plain, _ in states.values() for path in plain}
+    for path in paths:
+        texts = {worker: plain.get(path, "missing") for worker, (plain, _) in states.items()}
+        if len(set(texts.values())) > 1:
+            raise UserError(_uneven(path, texts, step))
+    names = [name for _, tensors in states.values() for name in tensors]
+    every = list(dict.fromkeys(names))
+    unlike = [n for n in every if len({each.get(n) for _, each in states.values()}) > 1]
+    if not unlike:
+        return ""
+    digests = {w: hash(tuple(each.get(n, 0) for n in unlike)) for w, (_, each) in states.items()}
+    told_of = unlike[0] if len(unlike) == 1 else f"{unlike[0]} and {len(unlike) - 1} more tensors"
+    if judge(digests).right is None and len(unlike) > SHARED_MIN * len(every):
+        raise UserError(
+            f"{told_of} differ between workers at step {step}: the script updates them by "
+            "something that is not the same on all workers; use only .grad and step.loss, which "
+            "are, and not a batch's own loss, nor job.is_leader"
+        )
+    return told_of
+
+
+def _uneven(path: str, texts: Mapping[WorkerId, str], step: int) -> str:
+    first, *others = sorted(texts)
+    other = next(worker for worker in others if texts[worker] != texts[first])
+    what = f"{path} is {texts[first]} on worker {first} and {texts[other]} on worker {other}"
+    if path.startswith("sample "):
+        return (
+            f"{what}, at step {step}: datasets must hold the same samples in the same order on all "
+            "workers; sort what a directory lists, split after holdfast.join(), and derive a "
+            "sample from its index only, not from calls or epochs that a new worker has missed"
+        )
+    return (
+        f"{what}, at step {step}: every worker must set it alike, from step.loss, job.values or "
+        "job.agree(...), not from a batch's own loss, a clock, job.worker or job.is_leader"
+    )
+
+
+def _read(data: bytes) -> tuple[dict[str, str], dict[str, int]]:
+    try:
+        plain, tensors = msgspec.msgpack.decode(
+            data, type=tuple[list[tuple[str, str]], list[tuple[str, int]]]
+        )
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise WireError(f"what another worker tells of its state is malformed: {error}") from None
+    return dict(plain), dict(tensors)
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    match value:
+        case dict():
+            for key, each in value.items():
+                yield from _leaves(each, f"{path}[{key!r}]")
+        case list() | tuple():
+            for i, each in enumerate(value):
+                yield from _leaves(each, f"{path}[{i}]")
+        case torch.Tensor() if value.numel() != 1:
+            return
+        case torch.Tensor():
+            yield path, _text(value.item())
+        case None | bool() | int() | float() | str() | bytes():
+            yield path, _text(value)
+
+
+def _text(value: Any) -> str:
+    text = repr(value)
+    if len(text) <= TEXT_CHARS_MAX:
+        return text
+    return f"{text[:TEXT_CHARS_MAX]}... ({xxhash.xxh3_64_hexdigest(text.encode())})"
