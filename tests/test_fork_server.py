@@ -41,7 +41,7 @@ class Site:
         script.write_text(text)
         environment = {
             **os.environ,
-            **bootstrap.environment_of_threads(1),
+            **bootstrap.environment_of_job(1, 0),
             "HOLDFAST_RUN_DIR": str(self.path),
             "HOLDFAST_FD": str(self.channel.fileno()),
             "HOLDFAST_FAILURE_FD": str(self.failure_write),

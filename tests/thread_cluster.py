@@ -141,6 +141,7 @@ class ThreadCluster:
         self.errors: list[BaseException] = []
         self.damaging: list[MortalTransport] = []  # told to flip a bit
         self.views: list[str] = []  # what the coordinator said of each
+        self.events: list[tuple[str, str]] = []  # of the job: kind and text
         self._spec = spec
         self._script = script
         self._kill_at = dict(kill_at or {})
@@ -185,6 +186,10 @@ class ThreadCluster:
                 continue
         return self._outcome
 
+    def told(self, kind: str) -> list[str]:
+        """Return the texts of the job's events of one kind."""
+        return [text for each, text in self.events if each == kind]
+
     def later(self, action: Callable[..., None], *arguments: object) -> None:
         """Have the control plane's thread do something."""
         self._calls.put(lambda: action(*arguments))
@@ -216,6 +221,7 @@ class ThreadCluster:
                 case ce.SendDirective(directive):
                     self.later(self.tell_agent, ag.DirectiveArrived(directive))
                 case ce.Announce(kind, text):
+                    self.events.append((kind, text))
                     if kind == "view":
                         self.views.append(text)
                 case ce.Finish(outcome):

@@ -107,6 +107,33 @@ def compose_control(environment: WorkerEnvironment, seed: int, fd: int | None) -
     return Control(environment=me, seed=seed, driver=driver, link=link)
 
 
+def compose_guard(
+    driver: Driver, spec: JobSpec, protected: Mapping[str, Any], progress: ScriptState
+) -> ScriptGuard:
+    """Put together what looks after the promise in the script of a worker."""
+    silent = spec.silent_errors
+    modules = [(n, o) for n, o in protected.items() if isinstance(o, torch.nn.Module)]
+
+    def note(text: str) -> None:
+        driver.post(EventNoted("script", text))
+
+    attributes = ModuleAttributes(modules, lambda path: note(CHANGED.format(path=path)))
+    attributes.begin()
+    progress.attributes = attributes
+    prints = Fingerprints(protected, silent.fingerprint_steps)
+    return ScriptGuard(
+        prints=prints,
+        comparison=StateComparison(PlainState(protected, attributes), prints),
+        repeats=RepeatedTasks(
+            silent.repeat_steps, spec.virtual_ranks, silent.audit_tolerance, note
+        ),
+        attributes=attributes,
+        loaded=LoadedState(protected),
+        modules=modules,
+        cycle=silent.fingerprint_steps or silent.repeat_steps,
+    )
+
+
 def compose_worker(
     control: Control, protected: Mapping[str, Any], progress: ScriptState
 ) -> ScriptThread:
@@ -114,7 +141,6 @@ def compose_worker(
     protected = {**protected, PROTECTED_AS: progress}
     me, spec, driver = control.environment, control.environment.spec, control.driver
     where, backs_up = spec.checkpoints.store, bool(spec.backup().workers)
-    silent = spec.silent_errors
     modules = [(n, o) for n, o in protected.items() if isinstance(o, torch.nn.Module)]
     params = [(f"{n}.{k}", p) for n, m in modules for k, p in m.named_parameters()]
     trained = [(k, p) for k, p in params if p.requires_grad]
@@ -125,28 +151,9 @@ def compose_worker(
     gradients = Gradients(trained, spec.virtual_ranks, driver.monitor, filled.note, digest.note)
     clock = TaskClock(devices[0] if devices else None)
     table = StepTable(spec.virtual_ranks, len(trained))
-
-    def note(text: str) -> None:
-        driver.post(EventNoted("script", text))
-
-    attributes = ModuleAttributes(modules, lambda path: note(CHANGED.format(path=path)))
-    attributes.begin()
-    progress.attributes = attributes
+    guard = compose_guard(driver, spec, protected, progress)
+    attributes, fingerprints, loaded = guard.attributes, guard.prints, guard.loaded
     data = StepData(gradients, table, Buffers(modules), clock, digest, attributes)
-    loaded = LoadedState(protected)
-    fingerprints = Fingerprints(protected, silent.fingerprint_steps)
-    comparison = StateComparison(PlainState(protected, attributes), fingerprints)
-    guard = ScriptGuard(
-        prints=fingerprints,
-        comparison=comparison,
-        repeats=RepeatedTasks(
-            silent.repeat_steps, spec.virtual_ranks, silent.audit_tolerance, note
-        ),
-        attributes=attributes,
-        loaded=loaded,
-        modules=modules,
-        cycle=silent.fingerprint_steps or silent.repeat_steps,
-    )
     recorder = LedgerRecorder(me, control.seed, driver)
     store = Checkpoints(open_storage(where, say), say) if where else None
     missed = MissedSteps(data)
@@ -164,7 +171,7 @@ def compose_worker(
         me=Peer(me.worker),
         make_transport=control.make_transport or make_transport,
         whole_print=whole_print,
-        describe=lambda: comparison.describe(data.buffers.start),
+        describe=lambda: guard.comparison.describe(data.buffers.start),
         backs_up=backs_up,
     )
     engine = Engine(driver, control.link, data, filled, bringing_up, exchange)

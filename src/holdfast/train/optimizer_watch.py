@@ -35,7 +35,7 @@ class OptimizerWatch:
             _registered.append(register_optimizer_step_pre_hook(_before_step))
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """UserError if this step of an optimizer would break the promise."""
+        """Refuse a step of an optimizer that would break the promise. Raises UserError."""
         name = type(optimizer).__name__
         if self._in_step():
             raise UserError(

@@ -11,11 +11,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import random
 import runpy
 import sys
 import traceback
 from types import TracebackType
 from typing import NoReturn
+
+import numpy as np
 
 from holdfast.core.errors import HoldfastError
 from holdfast.health.measure.lifetime import die_with_parent
@@ -46,7 +49,14 @@ def main(argv: list[str]) -> int:
 
 
 def _run(script: str) -> None:
-    """Run the script, and end what it has left open, if it ends well."""
+    """Run the script, and end what it has left open, if it ends well.
+
+    What it draws from Python's and NumPy's generators before it joins the job is keyed as well;
+    PyTorch's begin with a constant.
+    """
+    seed = int(os.environ.get("PYTHONHASHSEED") or 0)
+    random.seed(seed)
+    np.random.seed(seed)
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
@@ -57,12 +67,17 @@ def _run(script: str) -> None:
         training.end_script()
 
 
-def environment_of_threads(threads: int) -> dict[str, str]:
-    """Return the variables that give a process so many CPU threads, whatever machine it is on.
+def environment_of_job(threads: int, seed: int) -> dict[str, str]:
+    """Return the variables on which results depend, so that they are the same on all machines.
 
-    Sums inside kernels depend on their number.
+    Sums inside kernels depend on the number of CPU threads, and the order of a set of strings on
+    the seed of Python's hashes.
     """
-    return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "PYTHONHASHSEED": str(seed % 2**32),
+    }
 
 
 def describe(error: BaseException) -> str:

@@ -137,7 +137,7 @@ def started(path: Path, threads: int = Workers().threads) -> Iterator[None]:
             [sys.executable, "-m", MODULE, str(listener.fileno()), str(os.getpid())],
             env={
                 **os.environ,
-                **bootstrap.environment_of_threads(threads),
+                **bootstrap.environment_of_job(threads, Workers().seed),
                 "PYTHONUNBUFFERED": "1",
             },
             stdin=subprocess.DEVNULL,

@@ -67,7 +67,7 @@ class WorkerTemplate:
         inherited = {k: v for k, v in os.environ.items() if k != secret.VARIABLE}
         return {
             **inherited,
-            **bootstrap.environment_of_threads(self.spec.workers.threads),
+            **bootstrap.environment_of_job(self.spec.workers.threads, self.spec.workers.seed),
             "PYTHONUNBUFFERED": "1",
             "HOLDFAST_FD": str(channel_fd),
             "HOLDFAST_FAILURE_FD": str(failure_fd),

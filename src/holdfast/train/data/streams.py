@@ -60,7 +60,7 @@ class Stream:
         self.positions[:] = self.plan.after(self.positions, step, counts, digests)
 
     def samples(self, step: int) -> dict[str, str]:
-        """Return nothing: only the worker that hosts a shard reads it."""
+        """Return no samples, as only the worker that hosts a shard reads it."""
         return {}
 
 
