@@ -111,7 +111,7 @@ def three_times(*said: dict[WorkerId, int]) -> Ruling:
 def test_who_contradicts_itself_is_wrong_unless_all_do() -> None:
     a, b, *_ = WORKERS
     tie = three_times(*[{a: 1, b: 2}] * 3)
-    assert tie == Ruling(sentence=Sentence.TIE)
+    assert tie == Ruling(sentence=Sentence.TIE, disputed=(4,), steady=True)
     fickle = three_times({a: 1, b: 2}, {a: 1, b: 3}, {a: 1, b: 4})
     assert fickle == Ruling(sentence=Sentence.LEAVE, wrong=((b, 4),))
     unlike = three_times(*({w: 10 * attempt + w for w in WORKERS} for attempt in range(3)))

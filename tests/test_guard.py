@@ -83,7 +83,13 @@ def tempered(change: Callable[[Tempered, int], None]) -> Callable[[Job, ThreadWo
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         job.protect(model=model, optimizer=optimizer)
         trains(job, model, optimizer, lambda step: change(model, step.index))
-        return digest(model), model.temperature, model.training, model.bent.beta, model.scale.tolist()
+        return (
+            digest(model),
+            model.temperature,
+            model.training,
+            model.bent.beta,
+            model.scale.tolist(),
+        )
 
     return script
 
@@ -390,3 +396,46 @@ def test_a_protected_scheduler_is_accepted() -> None:
         return trains(job, model, optimizer, lambda step: scheduler.step())
 
     assert len(set(map(repr, results(script, 2) + results(script, 1)))) == 1
+
+
+# ---------------------------------------------------------------- workers that join
+
+
+def keeps_a_variable(job: Job, me: ThreadWorker) -> Any:
+    """Scales its loss by a variable that every step changes, on all workers alike."""
+    model, optimizer = protected(job)
+    scale = 1.0
+    for step in job.steps(job.batches(dataset(), 3), until=12):
+        for x, y in step:
+            step.backward(scale * nn.functional.mse_loss(model(x), y))
+        optimizer.step()
+        scale *= 0.9
+    return digest(model)
+
+
+def with_deaths(script: Any, workers: int, kill_at: dict[int, int]) -> tuple[str, ThreadCluster]:
+    found: list[Any] = []
+    spec = with_settings(SPEC, {"workers.nproc": workers, "workers.virtual": 4})
+    at = {WorkerId(worker): number for worker, number in kill_at.items()}
+    cluster = ThreadCluster(spec, lambda job, me: found.append(script(job, me)), at)
+    return cluster.run() or found[0], cluster
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_a_joiner_that_lacks_what_the_script_keeps_leaves_and_nothing_of_it_is_used(
+    workers: int,
+) -> None:
+    expected = results(keeps_a_variable, 1)[0]
+    assert results(keeps_a_variable, workers) == [expected] * workers
+    outcome, cluster = with_deaths(keeps_a_variable, workers, {1: 20})
+    assert outcome == expected
+    texts = cluster.told("wrong")
+    assert "worker 1 joined before step" in texts[0]
+    assert "the script keeps something that the job's state lacks" in texts[0]
+    assert not any("has computed virtual rank" in text for text in texts)
+
+
+def test_two_joiners_that_compute_otherwise_are_the_scripts_doing() -> None:
+    outcome, cluster = with_deaths(keeps_a_variable, 4, {1: 16, 2: 24})
+    assert "as another worker before: the script keeps something" in repr(cluster.errors)
+    assert outcome

@@ -58,6 +58,15 @@ class MortalTransport(MemoryTransport):
         return super().exchange(sends, receives, tag)
 
 
+class MortalDriver(Driver):
+    """Ends its worker, where a process would end itself."""
+
+    mortal: ThreadWorker
+
+    def end_process(self) -> None:
+        self.mortal.die()
+
+
 class ThreadWorker:
     """One worker: its driver, its script's thread, and the connection to the control plane."""
 
@@ -71,7 +80,8 @@ class ThreadWorker:
         self.exchanges = 0
         self.transports: list[MortalTransport] = []
         machine = WorkerMachine(worker, incarnation, step_policy(spec, 0, writes=False))
-        self.driver = Driver(machine, self, Monitor())
+        self.driver = MortalDriver(machine, self, Monitor())
+        self.driver.mortal = self
         environment = WorkerEnvironment(spec=spec, worker=worker, incarnation=incarnation)
         self.control = Control(
             environment=environment,

@@ -246,9 +246,7 @@ class Driver:
                 self._rows_of = (view, step)
                 self.monitor.notify_all()
             case ef.Exit():
-                text = "this worker computes wrongly, or holds a wrong state: it leaves the job"
-                sys.stderr.write(f"holdfast: {text}\n")
-                os.kill(os.getpid(), signal.SIGKILL)
+                self.end_process()
             case ef.GiveUp(reason):
                 self.fail(WorldError(reason))
             case _:
@@ -257,6 +255,12 @@ class Driver:
                         self._events.extend(self._hands.carry_out(effect))
                 except Exception as error:  # noqa: BLE001 - the script raises it, from its thread
                     self.fail(error)
+
+    def end_process(self) -> None:
+        """End this process at once: what it holds must not be used."""
+        text = "this worker computes wrongly, or holds a wrong state: it leaves the job"
+        sys.stderr.write(f"holdfast: {text}\n")
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class ViewRendezvous:

@@ -145,10 +145,13 @@ class Ruling:
     """Rules on an attempt at a step.
 
     `wrong`: who has computed which virtual rank wrongly. `audits`: those of the next attempt.
+    `disputed`: virtual ranks without a majority. `steady`: nobody has contradicted itself.
     """
 
     sentence: Sentence
     wrong: tuple[tuple[WorkerId, int], ...] = ()
+    disputed: tuple[int, ...] = ()
+    steady: bool = False
     audits: tuple[Audit, ...] = ()
 
 
@@ -176,7 +179,7 @@ class Court:
         if undecided and attempts >= ATTEMPTS_MAX:
             return self._undecided()
         if attempts > 1 and (wrong := self._wrong(self._heard[-1:])):
-            return Ruling(sentence=Sentence.LEAVE, wrong=wrong)
+            return Ruling(sentence=Sentence.LEAVE, wrong=wrong, steady=not self._fickle())
         if all(each.right == digests[v][owners[v]] for v, each in judged.items()):
             return Ruling(sentence=Sentence.USE, wrong=self._wrong(self._heard))
         again = tuple(by_all(a, workers) if a.vrank in differing else a for a in audits)
@@ -194,17 +197,24 @@ class Court:
 
     def _undecided(self) -> Ruling:
         """Rule without a majority: a worker that contradicts itself is wrong, unless all do."""
+        fickle = self._fickle()
+        if not fickle:
+            last = self._heard[-1].items()
+            disputed = tuple(vrank for vrank, each in last if judge(each).right is None)
+            return Ruling(sentence=Sentence.TIE, disputed=disputed, steady=True)
+        every = {w for attempt in self._heard for each in attempt.values() for w in each}
+        if {worker for worker, _ in fickle} == every:
+            return Ruling(sentence=Sentence.UNLIKE)
+        return Ruling(sentence=Sentence.LEAVE, wrong=fickle)
+
+    def _fickle(self) -> tuple[tuple[WorkerId, int], ...]:
+        """Return who has come to several digests of the same task."""
         said: dict[tuple[WorkerId, int], set[int]] = {}
         for attempt in self._heard:
             for vrank, each in attempt.items():
                 for worker, digest in each.items():
                     said.setdefault((worker, vrank), set()).add(digest)
-        fickle = tuple(sorted(key for key, digests in said.items() if len(digests) > 1))
-        if not fickle:
-            return Ruling(sentence=Sentence.TIE)
-        if {worker for worker, _ in fickle} == {worker for worker, _ in said}:
-            return Ruling(sentence=Sentence.UNLIKE)
-        return Ruling(sentence=Sentence.LEAVE, wrong=fickle)
+        return tuple(sorted(key for key, digests in said.items() if len(digests) > 1))
 
 
 def _mix(value: int) -> int:

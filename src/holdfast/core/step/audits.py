@@ -20,6 +20,7 @@ from holdfast.core.step.audit import (
     plan_sums,
 )
 from holdfast.core.step.events import Row, StepKind
+from holdfast.core.step.newcomers import Newcomers
 from holdfast.core.step.open_step import OpenStep
 from holdfast.core.types import View, ViewNumber, WorkerId
 
@@ -29,13 +30,16 @@ SKETCH_WORDS = 9  # the norm's square, and eight sums with random signs
 class Audits:
     """Keeps one worker's audits of the step under way, as the present view plans them."""
 
-    def __init__(self, seed: int, share: float, tolerance: float) -> None:
+    def __init__(
+        self, seed: int, share: float, tolerance: float, newcomers: Newcomers | None = None
+    ) -> None:
         self.alike = Alike.BITS  # what two runs of a task must be
         self.whole_step = -1  # of which all is looked at: the first after a checkpoint
         self.planned: tuple[Audit, ...] = ()
         self._audited: frozenset[int] = frozenset()  # the virtual ranks of these
         self._seed = seed
         self._share = share  # of all tasks and sums
+        self._newcomers = newcomers or Newcomers(looks=False)
         self._classes = Classes(tolerance)
         self._court = Court()
         self._planned_in: tuple[ViewNumber, int] | None = None  # the view and the step
@@ -49,10 +53,17 @@ class Audits:
         if self.whole_step == step:
             self.whole_step = step + 1
 
-    def ask_less(self) -> None:
-        """Compare within the tolerance, or nothing, since every worker contradicts itself."""
+    def ask_less(self) -> str:
+        """Compare within the tolerance, or nothing, as every worker contradicts itself; say so."""
+        then = "nothing is audited any more"
         near = self.alike is Alike.BITS and self._classes.tolerance
         self.alike = Alike.NEAR if near else Alike.NOTHING
+        if near:
+            then = f"from now on audits compare within {self.tolerance:g} of a gradient's norm"
+        return (
+            f"the same task comes to other numbers each time: {then}; use deterministic algorithms "
+            "(torch.use_deterministic_algorithms)"
+        )
 
     @property
     def tolerance(self) -> float:
@@ -76,11 +87,13 @@ class Audits:
     ) -> None:
         """Plan the audits of a step, unless that was done in this view."""
         if self._planned_in == (view.number, step):
-            return
+            return None
         self._classes.forget()
         self._planned_in = (view.number, step)
-        share = self.share_of(step) if kind is StepKind.GRADIENTS else 0.0
-        self.plan_again(plan(self._seed, step, owners, view.workers, share))
+        if kind is not StepKind.GRADIENTS or self.alike is Alike.NOTHING:
+            return self.plan_again(())
+        planned = plan(self._seed, step, owners, view.workers, self.share_of(step))
+        return self.plan_again(self._newcomers.audits(view, step, owners, planned))
 
     def plan_again(self, audits: Sequence[Audit]) -> None:
         """Note that the step is computed once more, with these audits."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from holdfast.core.step.audit import judge
-from holdfast.core.step.effects import Doubted, Exit, NoteDoubt, Outcome
+from holdfast.core.step.effects import Doubted, Exit, GiveUp, NoteDoubt, Outcome
 from holdfast.core.step.events import EventNoted, Row
+from holdfast.core.step.newcomers import Refusal
 from holdfast.core.step.trust import Trust
 from holdfast.core.types import Invalidation, View, WorkerId
 
@@ -97,6 +98,22 @@ class Rulings:
             for worker in sorted({worker for worker, _ in wrong}):
                 out += self._mistake(worker)
         return out
+
+    def refuse(self, step: int, workers: Sequence[WorkerId], refusal: Refusal) -> list[Outcome]:
+        """Note that these workers, which have joined, compute otherwise than the others do."""
+        named = ", ".join(f"worker {worker}" for worker in workers)
+        text = (
+            f"{named} joined before step {step}, and computes its tasks otherwise than others, "
+            "each time"
+        )
+        script = (
+            "the script keeps something that the job's state lacks: a variable of its own that "
+            "steps change, or a module that is not protected; keep it in job.values or in "
+            "job.protect(...)"
+        )
+        if refusal is Refusal.SCRIPT:
+            return [GiveUp(f"{text}, as another worker before: {script}")]
+        return self.tell(f"{text}: it leaves; its machine computes wrongly, or {script}", workers)
 
     def summed_wrongly(self, step: int, wrong: Iterable[WorkerId]) -> list[Outcome]:
         """Note that these workers have summed a bucket wrongly, which was put right."""

@@ -61,6 +61,7 @@ from holdfast.core.step.events import (
     TaskDone,
     Topic,
 )
+from holdfast.core.step.newcomers import Newcomers, Refusal
 from holdfast.core.step.open_step import OpenStep
 from holdfast.core.step.rulings import Rulings
 from holdfast.core.step.saves import Saves
@@ -69,6 +70,8 @@ from holdfast.core.step.step_policy import Counting, StepPolicy, Surroundings
 from holdfast.core.step.sum_trial import SumTrial
 from holdfast.core.step.vote import Vote
 from holdfast.core.types import View, WorkerId
+
+EQUAL = "and none has a majority"
 
 
 class Activity(enum.Enum):
@@ -117,7 +120,8 @@ class StepMachine:
         self._policy = policy
         self._around = around
         self._make_counting = counting
-        self._audits = Audits(policy.seed, policy.audit, policy.audit_tolerance)
+        self._newcomers = Newcomers(looks=policy.cycle > 0)
+        self._audits = Audits(policy.seed, policy.audit, policy.audit_tolerance, self._newcomers)
         self._rulings = Rulings(me, policy.cycle, keeps=policy.keeps, looks=policy.looks)
         self._view: View
         self._rank = 0
@@ -418,32 +422,26 @@ class StepMachine:
 
     def _audited(self, rows: Sequence[Row]) -> list[Outcome]:
         ruling = self._audits.rule(rows, self._view, self.owners)
+        refused, refusal = self._newcomers.judge(self._view, self.step, ruling, self.owners)
+        if refused:
+            told = self._rulings.refuse(self.step, refused, refusal)
+            if refusal is Refusal.SCRIPT:
+                return told
+            return [*told, *self._leave(refused, diverged=refusal is Refusal.ANEW)]
         blamed = self._rulings.blame(self.step, ruling.wrong, ruling.sentence is Sentence.LEAVE)
         match ruling.sentence:
             case Sentence.USE:
                 return [*blamed, *self._check_sums()]
             case Sentence.UNLIKE:
-                return [*self._ask_less(), *self._check_sums()]
+                told = self._rulings.tell(self._audits.ask_less())
+                return [*told, *self._check_sums()]
             case Sentence.AGAIN:
                 return self._redo(ruling.audits)
             case Sentence.LEAVE:
                 return [*blamed, *self._leave([w for w, _ in ruling.wrong], diverged=False)]
             case Sentence.TIE:
-                text = "the workers come to different gradients, and none has a majority"
-                return [*self._rulings.tell(text), *self._leave([], diverged=False)]
-
-    def _ask_less(self) -> list[Outcome]:
-        """The hardware is not deterministic, or less so than was thought."""
-        audits = self._audits
-        audits.ask_less()
-        if audits.alike is Alike.NEAR:
-            then = f"from now on audits compare within {audits.tolerance:g} of a gradient's norm"
-        else:
-            then = "nothing is audited any more"
-        return self._rulings.tell(
-            f"the same task comes to other numbers each time: {then}; use deterministic "
-            "algorithms (torch.use_deterministic_algorithms)"
-        )
+                told = self._rulings.tell("the workers come to different gradients, " + EQUAL)
+                return [*told, *self._leave([], diverged=False)]
 
     def _check_sums(self) -> list[Outcome]:
         """A share of the buckets is summed twice, by different members."""
@@ -473,8 +471,8 @@ class StepMachine:
         if verdict is None:
             return [CheckSum(self._view.number, trial.bucket, len(trial.tables))]
         if verdict.undecided:
-            text = "the workers come to different sums, and none has a majority"
-            return [*self._rulings.tell(text), *self._leave([], diverged=False)]
+            told = self._rulings.tell("the workers come to different sums, " + EQUAL)
+            return [*told, *self._leave([], diverged=False)]
         out: list[Outcome] = [PutRight(trial.bucket, verdict.right)] if verdict.amended else []
         wrong = [self._view.workers[rank] for rank in verdict.wrong]
         return [*out, *self._rulings.summed_wrongly(self.step, wrong), *self._check_next()]
@@ -482,6 +480,7 @@ class StepMachine:
     def _accepted(self) -> list[Outcome]:
         """The sums are right, as far as was looked; perhaps they are not finite."""
         self._audits.accepted()
+        self._newcomers.accepted(self._view, self.step)
         looked = [audit.vrank for audit in self._audits.planned]
         self._rulings.summed(self.step, self.owners, looked)
         self.activity = Activity.VOTE
