@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -417,7 +420,13 @@ def with_deaths(script: Any, workers: int, kill_at: dict[int, int]) -> tuple[str
     found: list[Any] = []
     spec = with_settings(SPEC, {"workers.nproc": workers, "workers.virtual": 4})
     at = {WorkerId(worker): number for worker, number in kill_at.items()}
-    cluster = ThreadCluster(spec, lambda job, me: found.append(script(job, me)), at)
+
+    def run(job: Job, me: ThreadWorker) -> None:
+        returned = script(job, me)
+        job._end_open_loop()
+        found.append(returned)
+
+    cluster = ThreadCluster(spec, run, at)
     return cluster.run() or found[0], cluster
 
 
@@ -439,3 +448,104 @@ def test_two_joiners_that_compute_otherwise_are_the_scripts_doing() -> None:
     outcome, cluster = with_deaths(keeps_a_variable, 4, {1: 16, 2: 24})
     assert "as another worker before: the script keeps something" in repr(cluster.errors)
     assert outcome
+
+
+class Epochs(TensorDataset):
+    """Gives other samples in each epoch, which the script sets."""
+
+    epoch = 0
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        return x * (1 + self.epoch), y
+
+
+def test_an_epoch_that_a_joiner_was_not_told_is_named() -> None:
+    def script(job: Job, me: ThreadWorker) -> None:
+        model, optimizer = protected(job)
+        data = Epochs(*dataset().tensors)
+        for step in job.steps(job.batches(data, 3), until=80):
+            if step.index == 5:
+                data.epoch = 1
+            if step.index == 7 and me.worker == 1 and me.incarnation == 1:
+                me.die()
+            step_once(step, model, optimizer)
+
+    assert "not from calls or epochs that a new worker has missed" in told(script, 2)
+
+
+def test_a_counter_around_break_that_a_joiner_lacks_is_told() -> None:
+    def script(job: Job, me: ThreadWorker) -> None:
+        model, optimizer = protected(job)
+        taken: list[int] = []
+        for step in job.steps(job.batches(dataset(), 3), until=30):
+            step_once(step, model, optimizer)
+            taken.append(step.index)
+            if len(taken) == 12:
+                break
+
+    outcome, _ = with_deaths(script, 2, {1: 20})
+    assert "goes on after step 12, where that of worker 0 has ended" in outcome
+    assert results(script, 2) == [None, None]  # without a joiner all is well
+
+
+def test_data_parallel_modules_are_refused() -> None:
+    def script(job: Job, me: ThreadWorker) -> None:
+        model = nn.DataParallel(net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        job.protect(model=model, optimizer=optimizer)
+        trains(job, model, optimizer)
+
+    refused(script, "a DataParallel exchanges gradients by itself; protect the module inside it")
+
+
+ALONE = """
+import copy, torch, holdfast
+from torch import nn
+job = holdfast.join()
+model, teacher = nn.Linear(4, 2), nn.Linear(4, 2)
+{average}
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+job.protect(model=model, optimizer=optimizer{protect})
+for step in job.steps(job.batches(torch.utils.data.TensorDataset(torch.ones(64, 4)), 8), until=8):
+    for (x,) in step:
+        step.backward((model(x) - teacher(x).detach()).square().mean())
+    optimizer.step()
+    {update}
+print("ended")
+"""
+
+
+@pytest.mark.parametrize(
+    ("average", "update", "told"),
+    [
+        ("", "", ""),
+        (
+            "ema = torch.optim.swa_utils.AveragedModel(model)",
+            "ema.update_parameters(model)",
+            "the script changes the parameters of a AveragedModel that is not protected",
+        ),
+        (
+            "ema = copy.deepcopy(model)",
+            "torch._foreach_lerp_([p.data for p in ema.parameters()], "
+            "[p.data for p in model.parameters()], 0.1)",
+            "the script changes the parameters of a Linear that is not protected",
+        ),
+        (
+            "torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), "
+            "rank=0, world_size=1)",
+            "",
+            "torch.distributed is initialised",
+        ),
+    ],
+)
+def test_what_a_script_keeps_beside_the_job_is_told(
+    average: str, update: str, told: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(ALONE.format(average=average, update=update, protect=""))
+    found = subprocess.run(
+        [sys.executable, str(path)], check=False, capture_output=True, text=True, timeout=100
+    )
+    assert told in found.stderr
+    assert ("ended" in found.stdout) == (not told)

@@ -44,6 +44,7 @@ ENTRY_POINTS = (
     "holdfast.cli.main",
     "holdfast.train.checkpoint.dcp",
     "holdfast.testing.disturbed",
+    "holdfast.testing.traced",
 )
 
 IMPURE = frozenset(

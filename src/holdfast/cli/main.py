@@ -14,6 +14,7 @@ COMMANDS = {
     "status": "show a running job: view, step, processes",
     "drain": "empty a node of a running job, which goes on without it",
     "coordinator": "stand by as another coordinator of a job, on any machine",
+    "check": "try a training script on 1 and 2 workers, with a kill, and compare the bits",
     "demo": "train a small model through faults and prove that nothing changed",
     "ckpt": "list, verify, compare, repair and export checkpoints",
     "ledger": "prove from a run's ledger that every sample was used exactly once",

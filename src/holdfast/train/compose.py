@@ -49,6 +49,7 @@ from holdfast.train.step.task_digest import TaskDigest
 from holdfast.train.transport.gloo import GlooDevice, GlooTransport
 from holdfast.train.transport.nccl import NcclTransport
 from holdfast.train.transport.seam import Transport
+from holdfast.train.unprotected_modules import UnprotectedModules
 
 CHANGED = (
     "a task changes the attribute {path}, which is set back before the next task, so that no task "
@@ -108,9 +109,11 @@ def compose_control(environment: WorkerEnvironment, seed: int, fd: int | None) -
 
 
 def compose_guard(
-    driver: Driver, spec: JobSpec, protected: Mapping[str, Any], progress: ScriptState
+    control: Control, protected: Mapping[str, Any], progress: ScriptState
 ) -> ScriptGuard:
     """Put together what looks after the promise in the script of a worker."""
+    driver, spec = control.driver, control.environment.spec
+    owns_process = isinstance(control.link, AgentLink | SoloLink)
     silent = spec.silent_errors
     modules = [(n, o) for n, o in protected.items() if isinstance(o, torch.nn.Module)]
 
@@ -131,7 +134,28 @@ def compose_guard(
         loaded=LoadedState(protected),
         modules=modules,
         cycle=silent.fingerprint_steps or silent.repeat_steps,
+        others=UnprotectedModules() if owns_process else None,
     )
+
+
+def _check_torch(
+    modules: list[tuple[str, torch.nn.Module]], *, on_gpu: bool, driver: Driver
+) -> None:
+    """Look for settings of torch that break the promise. UserError."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        raise UserError(
+            "torch.distributed is initialised: Holdfast itself exchanges gradients, through losses "
+            "of workers; leave out init_process_group()"
+        )
+    for name, module in modules:
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
+            raise UserError(
+                f"job.protect({name}=...): a {type(module).__name__} exchanges gradients by "
+                "itself; protect the module inside it, and train that"
+            )
+    if on_gpu and torch.backends.cudnn.benchmark:
+        text = "torch.backends.cudnn.benchmark is on: each worker chooses kernels by its own timing"
+        driver.post(EventNoted("script", f"{text}, and bits may differ; set it to False"))
 
 
 def compose_worker(
@@ -147,11 +171,12 @@ def compose_worker(
     if not trained:
         raise UserError("nothing to train: protect a torch.nn.Module with parameters")
     devices = [p.device for _, p in trained if p.is_cuda]
+    _check_torch(modules, on_gpu=bool(devices), driver=driver)
     filled, digest = FilledBuckets(driver.monitor), TaskDigest()
     gradients = Gradients(trained, spec.virtual_ranks, driver.monitor, filled.note, digest.note)
     clock = TaskClock(devices[0] if devices else None)
     table = StepTable(spec.virtual_ranks, len(trained))
-    guard = compose_guard(driver, spec, protected, progress)
+    guard = compose_guard(control, protected, progress)
     attributes, fingerprints, loaded = guard.attributes, guard.prints, guard.loaded
     data = StepData(gradients, table, Buffers(modules), clock, digest, attributes)
     recorder = LedgerRecorder(me, control.seed, driver)

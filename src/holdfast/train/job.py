@@ -232,6 +232,7 @@ class Job:
             for index, plan in script.loop(loop, until):
                 source = source or loop.source(plan)
                 self._step = Step(script, source, index, until)
+                enter_stream(self.seed, index, self.virtual_ranks, "step")
                 yield self._step
                 _check_complete(self._step)
             self._step = None

@@ -19,6 +19,9 @@ from holdfast.train.step.fingerprints import Fingerprints
 from holdfast.train.step.module_attributes import ModuleAttributes
 from holdfast.train.step.reduction import Prints
 from holdfast.train.step.state_differences import StateComparison
+from holdfast.train.unprotected_modules import UnprotectedModules
+
+EARLY_STEPS = 4  # of the job, in which a little more is looked at
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,6 +35,7 @@ class ScriptGuard:
     loaded: LoadedState
     modules: list[tuple[str, torch.nn.Module]]
     cycle: int
+    others: UnprotectedModules | None = None  # None: modules of this process may be others'
     joined: bool = False  # workers have joined before the next step
     _versions: dict[str, int] = field(default_factory=dict)  # of the parameters, if looked at
 
@@ -44,6 +48,8 @@ class ScriptGuard:
         looks = bool(self.cycle) and (self.joined or step % self.cycle == 0)
         self.joined = False
         self._versions = self._written() if looks else {}
+        if self.others is not None and (looks or step < EARLY_STEPS):
+            self.others.look([module for _, module in self.modules])
         plain = 0
         if looks and self.prints.cycle:
             self.comparison.samples = data.samples(step)

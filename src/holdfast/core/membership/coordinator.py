@@ -302,7 +302,10 @@ class CoordinatorMachine:
             effects.append(Announce("stop", self._outcome))
         elif self._note_release():
             left = [situation.status(m) for m in self._members if not situation.fenced(m)]
-            if not left:
+            if why := self._progress.uneven(roster.newest.values()):
+                self._outcome = why
+                effects.append(Announce("failed", why))
+            elif not left:
                 self._outcome = ""
             elif any(s is not None and not s.ended for s in left):
                 # Somebody has the last gradient but not its votes: a view of those left commits it.
@@ -376,6 +379,7 @@ class CoordinatorMachine:
         member = view.member(view.leader) if view else None
         leader = self._roster.status(member.worker, member.incarnation) if member else None
         if leader is not None and leader.stage == Stage.EXITED:
+            self._progress.ended(leader)
             self._release_loop = RELEASE_ALL
         elif leader is not None:
             self._release_loop = max(self._release_loop, leader.loop - 1)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from holdfast.core.invalidations import Invalidations
+from holdfast.core.types import WorkerStatus
 
 
 class Progress:
@@ -18,6 +21,7 @@ class Progress:
         self._furthest = step
         self._retreats = 0  # since the job last reached a new step
         self._invalidations: Invalidations = ()  # those for which the job has gone back
+        self._ended: WorkerStatus | None = None  # of the first leader whose script has ended
 
     def reached(self, step: int) -> bool:
         """Note that a member of the present view has come to a step; return whether it is news."""
@@ -34,6 +38,26 @@ class Progress:
         self._invalidations = invalidations
         self._retreats += news
         return news
+
+    def ended(self, leader: WorkerStatus) -> None:
+        """Note that the script of a leader has come to its end; what is known may be older."""
+        if leader.ended:
+            self._ended = self._ended or leader
+
+    def uneven(self, statuses: Iterable[WorkerStatus]) -> str:
+        """Tell why scripts do not all end after the same step; empty if they may."""
+        ended = self._ended
+        if ended is None:
+            return ""
+        same = [status for status in statuses if status.loop == ended.loop]
+        further = [status for status in same if status.committed > ended.committed]
+        if not further:
+            return ""
+        return (
+            f"the script of worker {further[0].worker} goes on after step {ended.committed}, where "
+            f"that of worker {ended.worker} has ended: what ends a loop must be the same on all "
+            "workers; use job.stop(), or keep what `break` depends on in job.values"
+        )
 
     def hopeless(self, losses_max: int, retreats_max: int) -> str:
         """Tell why to give up; empty to go on."""

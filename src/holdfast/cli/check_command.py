@@ -1,0 +1,182 @@
+"""`holdfast check` tries a training script: on 1 worker, on 2, and with a kill and a join."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from holdfast.core.errors import UserError
+from holdfast.testing import fault_script  # tidy: allow layers because users test their jobs
+from holdfast.testing.local_run import LocalRun  # tidy: allow layers because of the same
+from holdfast.testing.script_check import (  # tidy: allow layers because of the same
+    Divergence,
+    TracedRun,
+    compare,
+    enough_steps,
+    joined_at,
+    read_traces,
+)
+
+TRACED = str(Path(fault_script.__file__).with_name("traced.py"))  # not imported: it loads torch
+KILL_STEP = 3
+STEPS_AFTER_JOIN = 6
+POLL_S = 0.1
+WORKERS = 2
+SCRIPT_EVENTS = ("script", "wrong")
+GUARD = ("--fingerprint-steps", "1", "--repeat-steps", "2")
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(
+        prog="holdfast check",
+        usage="%(prog)s [OPTION ...] SCRIPT [ARG ...]",
+        description="Run the first steps of a training script on 1 worker, on 2, and on 2 of which "
+        "one is killed and comes back, compare the bits step by step, and name what differs.",
+    )
+    found.add_argument("script", metavar="SCRIPT", help="the training script")
+    found.add_argument(
+        "args", nargs=argparse.REMAINDER, metavar="ARG", help="arguments of the script"
+    )
+    found.add_argument(
+        "--virtual", type=int, default=2, metavar="V", help="virtual ranks of the job (default 2)"
+    )
+    found.add_argument(
+        "--steps", type=int, default=12, metavar="N", help="compare at least N steps (default 12)"
+    )
+    found.add_argument(
+        "--timeout",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="give up a run that takes longer (default 300)",
+    )
+    found.add_argument("--json", action="store_true", help="print one JSON object, for scripts")
+    return found
+
+
+def main(argv: list[str]) -> int:
+    """Return 0 if all runs have the same bits, 1 if not, 2 if the script cannot be run."""
+    options = parser().parse_args(argv)
+    if not Path(options.script).is_file():
+        raise UserError(f"there is no script {options.script}: check the path")
+    if options.virtual < WORKERS:
+        raise UserError(f"--virtual {options.virtual} is too few for {WORKERS} workers")
+    if options.steps <= KILL_STEP:
+        raise UserError(f"--steps {options.steps} is too few: give more than {KILL_STEP}")
+    console = Console(stderr=options.json)
+    directory = Path(tempfile.mkdtemp(prefix="holdfast-check-"))
+    try:
+        runs, findings, steps = check(options, directory, console)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    if options.json:
+        print(json.dumps(to_dict(runs, findings, steps), indent=2))
+    else:
+        report(runs, findings, steps, console)
+    return 1 if findings or any(run.problem or run.told for run in runs) else 0
+
+
+def check(
+    options: argparse.Namespace, directory: Path, console: Console
+) -> tuple[list[TracedRun], list[Divergence], int]:
+    """Run the script three times, and compare. Returns the runs, what differs, and the steps."""
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        killed = run_once(options, directory, bar, WORKERS, KILL_STEP)
+        joined = joined_at(killed.states, 1)
+        enough_steps(killed, joined)
+        calm = [run_once(options, directory, bar, count, None) for count in (1, WORKERS)]
+    runs = [*calm, killed]
+    steps = min(each.steps for each in runs)
+    return runs, compare(runs, steps), steps
+
+
+def run_once(
+    options: argparse.Namespace, directory: Path, bar: Progress, workers: int, kill: int | None
+) -> TracedRun:
+    """Run the script until it has taken enough steps, or ends."""
+    name = f"{workers} worker{'s' * (workers > 1)}"
+    name += f", one killed in step {kill}" if kill is not None else ""
+    place = directory / name.replace(" ", "-").replace(",", "")
+    traces = place / "traces"
+    traces.mkdir(parents=True)
+    plan = place / "plan.json"
+    plan.write_text(json.dumps({"traces": str(traces), "kill_step": kill}))
+    task = bar.add_task(name)
+    sizes = ("--nproc", str(workers), "--virtual", str(options.virtual))
+    script = (TRACED, str(plan), options.script, *options.args)
+    until = time.monotonic() + options.timeout
+    with LocalRun(place / "run", (*sizes, *GUARD), script) as run:
+        while run.running() and not _is_enough(traces, options.steps, kill):
+            if time.monotonic() >= until:
+                raise UserError(
+                    f"the run on {name} took no {options.steps} steps in {options.timeout:g} s: "
+                    "give --timeout more, or the script less to do"
+                )
+            time.sleep(POLL_S)
+        ended = not run.running()
+        code = run.wait(options.timeout) if ended else 0
+        problem = "\n".join(run.err[-12:]) if code else ""
+        events = run.events()
+    bar.update(task, completed=1, total=1)
+    texts = [event["text"] for event in events if event["kind"] in SCRIPT_EVENTS]
+    found = TracedRun(name=name, states=read_traces(traces), told=list(dict.fromkeys(texts)))
+    return replace(found, problem=problem)
+
+
+def _is_enough(traces: Path, steps: int, kill: int | None) -> bool:
+    states = read_traces(traces)
+    done = max((max(each, default=0) for each in states.values()), default=0)
+    if kill is None:
+        return done >= 2 * steps
+    joined = joined_at(states, 1)
+    return joined is not None and done >= max(joined + STEPS_AFTER_JOIN, steps)
+
+
+def report(
+    runs: Sequence[TracedRun], findings: Sequence[Divergence], steps: int, console: Console
+) -> None:
+    """Print what was found, for people."""
+    unlike = {each.run: each for each in findings}
+    for run in runs:
+        if run.problem:
+            says = "[red]failed[/red]"
+        elif run.name in unlike:
+            says = f"[red]other bits from step {unlike[run.name].step} on[/red]"
+        elif run.told:
+            says = f"[red]the same bits in {steps} steps, but see below[/red]"
+        else:
+            says = f"[green]the same bits in {steps} steps[/green]"
+        console.print(f"{run.name:<32} {says}", highlight=False)
+    for run in runs:
+        for text in (*run.told, *([run.problem] if run.problem else [])):
+            console.print(f"\n{run.name}: {text}", highlight=False, markup=False)
+    for each in findings:
+        text = f"\n{each.run}: {each.path} is the first to differ, before step {each.step}."
+        console.print(f"{text} Likely {each.cause}.", highlight=False, markup=False)
+    if not findings and not any(run.problem or run.told for run in runs):
+        console.print("\nThis script keeps the promise, as far as these runs show.")
+
+
+def to_dict(runs: Sequence[TracedRun], findings: Sequence[Divergence], steps: int) -> dict:
+    """Return the same for scripts."""
+    names = ("name", "told", "problem")
+    return {
+        "steps": steps,
+        "same": not findings and not any(run.problem for run in runs),
+        "runs": [{name: getattr(run, name) for name in names} for run in runs],
+        "findings": [asdict(each) for each in findings],
+    }

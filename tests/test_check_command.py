@@ -1,0 +1,108 @@
+"""Tests `holdfast check` on real processes: scripts that keep the promise, and some that do not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from holdfast.cli import check_command
+from holdfast.core.errors import UserError
+from holdfast.testing.script_check import JOINS, START, WORKERS, TracedRun, compare
+
+SCRIPT = """
+import torch, holdfast
+from torch import nn
+{before}
+job = holdfast.join()
+model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.Linear(16, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+x = torch.randn(64, 8)
+job.protect(model=model, optimizer=optimizer)
+data = job.batches(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)
+scale = 1.0
+for step in job.steps(data, until=400):
+    for a, b in step:
+        step.backward(scale * nn.functional.mse_loss(model(a), b))
+    {after}
+    optimizer.step()
+"""
+
+
+def check(
+    path: Path, capsys: pytest.CaptureFixture[str], *, before: str = "", after: str = "pass"
+) -> tuple[int, dict]:
+    script = path / "train.py"
+    script.write_text(SCRIPT.format(before=before, after=after))
+    code = check_command.main(["--json", "--steps", "8", str(script)])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_a_script_that_keeps_the_promise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, found = check(tmp_path, capsys)
+    assert (code, found["same"], found["findings"]) == (0, True, [])
+    assert [run["name"] for run in found["runs"]] == [
+        "1 worker",
+        "2 workers",
+        "2 workers, one killed in step 3",
+    ]
+    assert found["steps"] >= 8
+
+
+@pytest.mark.slow
+def test_a_variable_that_a_joiner_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = check(tmp_path, capsys, after="scale *= 0.9")
+    assert code == 1
+    assert "the script keeps something that the job's state lacks" in found["runs"][2]["told"][0]
+
+
+@pytest.mark.slow
+def test_random_numbers_between_steps_and_sets_of_strings_are_keyed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = "import random; scales = [1 + random.random(), *map(len, {'a', 'bcd', 'ef'})]"
+    after = "model[0].bias.data += torch.rand(16) * scales[0] * scales[1]"
+    code, found = check(tmp_path, capsys, before=before, after=after)
+    assert (code, found["same"]) == (0, True)
+
+
+def traced(name: str, *digests: str) -> TracedRun:
+    states = {step: {"model.weight": "same", "model.bias": d} for step, d in enumerate(digests)}
+    return TracedRun(name=name, states={"0-1": states}, told=())
+
+
+@pytest.mark.parametrize(
+    ("alone", "two", "killed", "cause", "step"),
+    [
+        ("abc", "abc", "abc", None, 0),
+        ("abc", "abc", "abd", JOINS, 2),
+        ("abc", "abd", "abd", WORKERS, 2),
+        ("abc", "xbc", "abc", START, 0),
+    ],
+)
+def test_the_first_tensor_that_differs_is_named(
+    alone: str, two: str, killed: str, cause: str | None, step: int
+) -> None:
+    runs = [traced("1", *alone), traced("2", *two), traced("killed", *killed)]
+    found = compare(runs, 3)
+    assert [(each.step, each.path, each.cause) for each in found][:1] == (
+        [] if cause is None else [(step, "model.bias", cause)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["none.py"], "there is no script none.py"),
+        (["--virtual", "1", "SCRIPT"], "--virtual 1 is too few"),
+        (["--steps", "2", "SCRIPT"], "--steps 2 is too few"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], says: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("")
+    with pytest.raises(UserError, match=says):
+        check_command.main([str(script) if each == "SCRIPT" else each for each in arguments])
