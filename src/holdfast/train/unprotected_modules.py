@@ -17,7 +17,7 @@ from holdfast.core.errors import UserError
 
 PARAMETERS_MAX = 4  # of a module that are looked at
 NUMBERS_MAX = 16  # of each
-Numbers = tuple[float, ...]
+Numbers = tuple[str, ...]
 
 
 class UnprotectedModules:
@@ -57,7 +57,7 @@ def _others(protected: Collection[nn.Module]) -> list[nn.Module]:
     ]
 
 
-def _print(module: nn.Module) -> tuple[float, ...]:
+def _print(module: nn.Module) -> Numbers:
     """Return the first numbers of a few parameters: what is written through `data` counts, too."""
     few = itertools.islice((p for p in module.parameters() if p.numel()), PARAMETERS_MAX)
-    return tuple(n for p in few for n in p.detach().flatten()[:NUMBERS_MAX].cpu().tolist())
+    return tuple(repr(p.detach().flatten()[:NUMBERS_MAX].cpu().tolist()) for p in few)

@@ -10,6 +10,7 @@ wrongly; and if another worker does the same before any has been accepted, it is
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Sequence
 
 from holdfast.core.step.audit import Audit, Ruling, Sentence
@@ -39,10 +40,9 @@ class Newcomers:
             return tuple(planned)
         donors, joiners = view.donors, frozenset(view.joiners)
         found = {audit.vrank: audit for audit in planned}
-        for vrank, owner in enumerate(owners):
-            if owner in joiners:
-                auditor = donors[vrank % len(donors)]
-                found[vrank] = Audit(vrank, owner, (auditor,))
+        theirs = [vrank for vrank, owner in enumerate(owners) if owner in joiners]
+        for vrank, auditor in zip(theirs, itertools.cycle(donors)):
+            found[vrank] = Audit(vrank, owners[vrank], (auditor,))
         return tuple(found[vrank] for vrank in sorted(found))
 
     def judge(

@@ -1,0 +1,116 @@
+"""Tests who computes a joiner's first tasks, too, and what follows where it computes otherwise."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.core.membership.progress import Progress
+from holdfast.core.step.audit import Audit, Court, Ruling, Sentence
+from holdfast.core.step.newcomers import Newcomers, Refusal
+from holdfast.core.types import Incarnation, Phase, View, WorkerId, WorkerStatus
+from roster_kit import view_of
+
+W0, W1, W2, W3 = (WorkerId(i) for i in range(4))
+OWNERS = (W0, W1, W2, W3) * 2
+
+
+def joined(*joiners: WorkerId, members: int = 4) -> View:
+    return view_of(*range(members), vranks=8, joiners=joiners)
+
+
+def leaves(*wrong: tuple[WorkerId, int], steady: bool = True) -> Ruling:
+    return Ruling(sentence=Sentence.LEAVE, wrong=wrong, steady=steady)
+
+
+def test_each_task_of_a_joiner_is_computed_by_a_donor_in_its_first_step_only() -> None:
+    newcomers, view = Newcomers(looks=True), joined(W1, W3)
+    planned = (Audit(0, W0, (W3,)), Audit(1, W1, (W3,)))
+    found = newcomers.audits(view, 4, OWNERS, planned)
+    assert [audit.vrank for audit in found] == [0, 1, 3, 5, 7]
+    assert found[0] == planned[0]  # the others' audits stay
+    assert {a for audit in found[1:] for a in audit.auditors} == {W0, W2}
+    assert newcomers.audits(view, 5, OWNERS, planned) == planned
+    assert Newcomers(looks=False).audits(view, 4, OWNERS, planned) == planned
+
+
+def test_where_nobody_holds_the_state_there_is_nobody_to_compare_with() -> None:
+    everybody = joined(W0, W1, W2, W3)
+    assert Newcomers(looks=True).audits(everybody, 4, OWNERS, ()) == ()
+    assert Newcomers(looks=True).audits(joined(), 4, OWNERS, ()) == ()
+
+
+def judged(newcomers: Newcomers, view: View, ruling: Ruling, step: int = 4) -> tuple:
+    return newcomers.judge(view, step, ruling, OWNERS)
+
+
+def test_a_joiner_is_refused_then_quarantined() -> None:
+    newcomers, view = Newcomers(looks=True), joined(W1)
+    assert judged(newcomers, view, leaves((W1, 1), (W1, 5))) == ((W1,), Refusal.ANEW)
+    assert judged(newcomers, view, leaves((W1, 1))) == ((W1,), Refusal.QUARANTINED)
+    tie = Ruling(sentence=Sentence.TIE, disputed=(1,), steady=True)
+    assert judged(newcomers, view, tie) == ((W1,), Refusal.QUARANTINED)
+
+
+def test_two_workers_that_are_refused_in_turn_or_at_once_are_the_scripts_doing() -> None:
+    newcomers = Newcomers(looks=True)
+    assert judged(newcomers, joined(W1), leaves((W1, 1)))[1] is Refusal.ANEW
+    assert judged(newcomers, joined(W2), leaves((W2, 2))) == ((W2,), Refusal.SCRIPT)
+    at_once = judged(Newcomers(looks=True), joined(W1, W2), leaves((W1, 1), (W2, 2)))
+    assert at_once == ((W1, W2), Refusal.SCRIPT)
+
+
+def test_one_that_is_accepted_in_between_clears_the_script() -> None:
+    newcomers = Newcomers(looks=True)
+    judged(newcomers, joined(W1), leaves((W1, 1)))
+    newcomers.accepted(joined(W3), 5)  # not its first step
+    newcomers.accepted(joined(W3), 4)
+    assert judged(newcomers, joined(W2), leaves((W2, 2)))[1] is Refusal.ANEW
+    # Beside one that is right, as well.
+    assert judged(newcomers, joined(W1, W3), leaves((W1, 1))) == ((W1,), Refusal.ANEW)
+
+
+@pytest.mark.parametrize(
+    "ruling",
+    [
+        Ruling(sentence=Sentence.USE, wrong=((W1, 1),), steady=True),
+        leaves((W1, 1), steady=False),  # it contradicts itself, as machines do
+        leaves((W1, 1), (W2, 2)),  # so does a member
+        Ruling(sentence=Sentence.TIE, disputed=(2,), steady=True),  # of members
+        Ruling(sentence=Sentence.UNLIKE),
+    ],
+)
+def test_what_is_judged_as_ever(ruling: Ruling) -> None:
+    assert judged(Newcomers(looks=True), joined(W1), ruling)[0] == ()
+    assert judged(Newcomers(looks=True), joined(W1), leaves((W1, 1)), step=5)[0] == ()
+
+
+def test_a_court_knows_who_is_steady() -> None:
+    def last(*said: dict[WorkerId, int]) -> Ruling:
+        court = Court()
+        return [court.rule({1: each}, (), OWNERS, (W0, W1, W2)) for each in said][-1]
+
+    assert last({W0: 1, W1: 2}, {W0: 1, W1: 2, W2: 1}).steady
+    assert not last({W0: 1, W1: 2}, {W0: 1, W1: 3, W2: 1}).steady
+
+
+def status(worker: int, committed: int, *, loop: int = 1, ended: bool = False) -> WorkerStatus:
+    phase = Phase.ENDED if ended else Phase.COMPUTING
+    me = WorkerId(worker), Incarnation(1)
+    return WorkerStatus(
+        worker=me[0], incarnation=me[1], committed=committed, loop=loop, phase=phase
+    )
+
+
+def test_scripts_that_end_after_other_steps_are_told() -> None:
+    progress = Progress(0)
+    behind = [status(1, 12), status(2, 11)]
+    assert progress.uneven([status(1, 13)]) == ""
+    progress.ended(status(0, 5))  # what is known of it is older than its end
+    assert progress.uneven([status(1, 13)]) == ""
+    progress.ended(status(0, 12, ended=True))
+    assert progress.uneven(behind) == ""
+    assert progress.uneven([status(1, 13, loop=2)]) == ""
+    found = progress.uneven([*behind, status(1, 13)])
+    assert "worker 1 goes on after step 12, where that of worker 0 has ended" in found
+    progress.ended(status(1, 30, ended=True))  # the first counts
+    assert progress.uneven([status(1, 13)]) != ""
