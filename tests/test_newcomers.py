@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import pytest
 
+from holdfast.core.membership.formation import Proposal, make_view
 from holdfast.core.membership.progress import Progress
 from holdfast.core.step.audit import Audit, Court, Ruling, Sentence
 from holdfast.core.step.newcomers import Newcomers, Refusal
-from holdfast.core.types import Incarnation, Phase, View, WorkerId, WorkerStatus
-from roster_kit import view_of
+from holdfast.core.types import Incarnation, Phase, View, ViewNumber, WorkerId, WorkerStatus
+from roster_kit import Cluster, member, view_of
 
 W0, W1, W2, W3 = (WorkerId(i) for i in range(4))
 OWNERS = (W0, W1, W2, W3) * 2
 
 
 def joined(*joiners: WorkerId, members: int = 4) -> View:
-    return view_of(*range(members), vranks=8, joiners=joiners)
+    return view_of(*range(members), vranks=8, joiners=joiners, unproven=joiners)
 
 
 def leaves(*wrong: tuple[WorkerId, int], steady: bool = True) -> Ruling:
@@ -33,10 +34,31 @@ def test_each_task_of_a_joiner_is_computed_by_a_donor_in_its_first_step_only() -
     assert Newcomers(looks=False).audits(view, 4, OWNERS, planned) == planned
 
 
-def test_where_nobody_holds_the_state_there_is_nobody_to_compare_with() -> None:
-    everybody = joined(W0, W1, W2, W3)
-    assert Newcomers(looks=True).audits(everybody, 4, OWNERS, ()) == ()
-    assert Newcomers(looks=True).audits(joined(), 4, OWNERS, ()) == ()
+def test_who_has_joined_is_unproven_until_a_step_is_committed_with_others() -> None:
+    roster = Cluster(*map(member, range(4))).roster
+
+    def unproven(step: int, *joiners: int, old: View | None = None, members: int = 4) -> tuple:
+        workers = tuple(WorkerId(w) for w in range(members))
+        proposal = Proposal(
+            workers=workers,
+            owners=workers,
+            resume_step=step,
+            joiners=tuple(map(WorkerId, joiners)),
+            why="",
+        )
+        return make_view(proposal, ViewNumber(9), old, roster).unproven
+
+    assert unproven(4, 1, 3) == (W1, W3)
+    assert unproven(4, 0, 1, 2, 3) == ()  # the job begins: nobody holds more than they
+    before = joined(W1)
+    assert unproven(4, old=before) == (W1,)  # the step is done again
+    assert unproven(4, 3, old=before) == (W1, W3)
+    assert unproven(5, old=before) == ()
+    assert unproven(5, 3, old=before) == (W3,)
+    assert unproven(4, old=joined(W1, W3), members=3) == (W1,)
+    assert unproven(4, old=joined(W0, W1), members=2) == ()  # nobody else is left
+    roster.order_anew(W1)
+    assert unproven(4, old=before) == ()
 
 
 def judged(newcomers: Newcomers, view: View, ruling: Ruling, step: int = 4) -> tuple:

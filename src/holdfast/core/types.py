@@ -209,6 +209,7 @@ class View:
     resume_step: int
     leader: WorkerId  # stays the same as long as it survives
     joiners: tuple[WorkerId, ...] = ()
+    unproven: tuple[WorkerId, ...] = ()  # who has joined, and committed no step with others yet
     suspended: tuple[LateWorker, ...] = ()  # no members; these keep what is needed to catch up
     catching_up: tuple[LateWorker, ...] = ()  # joiners that catch up
     invalidations: tuple[Invalidation, ...] = ()  # that are known

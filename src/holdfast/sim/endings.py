@@ -78,7 +78,7 @@ class Endings:
             self._stopped()
         elif (outcome.endswith(f"failed: {SCRIPT_FAILED}") and truth.count["failed"]) or (
             "were lost at step" in outcome and options.losses_max < self._lost_at_one_step()
-        ):
+        ) or (options.forgetful and "as another worker before" in outcome):
             pass
         else:
             silent_s = 0.0 if self.store_silent_since is None else now - self.store_silent_since

@@ -45,6 +45,9 @@ class Sums:
     poisoned: tuple[tuple[int, int], ...]  # ranks and tokens that are not finite
 
 
+LACKS = 7919  # a number that no token differs by from another
+
+
 class ExchangeWorld(Clock, Protocol):
     """Is the world around a process's exchanges."""
 
@@ -357,6 +360,7 @@ class Exchanges:
         if group is not None:
             states = group.heard["state", 0]
             _, (process.state, process.step, process.spoiling.flipped) = min(states.items())
+            process.spoiling.lacks = LACKS * self._world.options.forgetful
             self._show(group)
             self._compare(group)
 

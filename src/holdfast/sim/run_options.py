@@ -103,6 +103,7 @@ class Options:
     counts_from: int = 0  # terms, views and incarnations of agents are numbered from here
     rounds: int = 1  # steps from one boundary to the next, and
     tells_values: bool = False  # whether those that follow no boundary exchange values only
+    forgetful: bool = False  # the script keeps something that workers which join lack
     restore_s: float = 300.0  # for which a store may stay silent when the job begins from it
 
     @property
@@ -222,7 +223,16 @@ def draw(seed: int, small: bool = False) -> Options:
     options = _with_wrong_bits(options, Random(f"wrong {seed} {small}"))
     options = _with_stores(options, Random(f"stores {seed} {small}"))
     options = _with_ends(options, Random(f"ends {seed} {small}"))
-    return _with_rounds(options, Random(f"rounds {seed} {small}"))
+    options = _with_rounds(options, Random(f"rounds {seed} {small}"))
+    return _with_forgetful_scripts(options, Random(f"forgetful {seed} {small}"))
+
+
+def _with_forgetful_scripts(options: Options, rng: Random) -> Options:
+    """Let some scripts keep what joiners lack, where no machine is at fault for the same."""
+    wrong = (*WRONG_KINDS, "poison", "sum_wrongly")
+    if options.backup.workers or set(wrong) & set(options.faults) or rng.random() < 0.8:
+        return options
+    return dataclasses.replace(options, forgetful=True, cycle=options.cycle or rng.randint(1, 4))
 
 
 def _with_rounds(options: Options, rng: Random) -> Options:

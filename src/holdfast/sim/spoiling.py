@@ -18,6 +18,7 @@ class Spoiling:
         self.lied_in = -1  # the last step in which it came to other numbers than before
         self.poisons_once = False  # its next gradient is not finite
         self.sums_wrongly = False  # in the next step
+        self.lacks = 0  # what it has joined without, as it adds to its tokens
         self._rng = rng
         self._count = count
 
@@ -29,7 +30,7 @@ class Spoiling:
 
     def token(self, state: int, step: int, vrank: int) -> int:
         """Compute a task, as well as this process can."""
-        token = task(state, step, vrank)
+        token = task(state, step, vrank) + self.lacks
         if self.flipped is not None:
             token = hash((token, self.flipped, 41))
         if self.lies or self.lies_once:

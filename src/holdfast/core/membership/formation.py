@@ -487,10 +487,21 @@ def make_view(proposal: Proposal, number: ViewNumber, old: View | None, roster: 
         resume_step=proposal.resume_step,
         leader=old.leader if old is not None and old.leader in eligible else eligible[0],
         joiners=proposal.joiners,
+        unproven=_unproven(proposal, old, roster),
         suspended=proposal.suspended,
         catching_up=proposal.catching_up,
         reason=proposal.why,
     )
+
+
+def _unproven(proposal: Proposal, old: View | None, roster: Roster) -> tuple[WorkerId, ...]:
+    """Return who joins, now or before the step that is done again, where others hold the state."""
+    found = set(proposal.joiners)
+    if old is not None and old.resume_step == proposal.resume_step:
+        incarnations = {m.worker: m.incarnation for m in old.members}
+        found |= {w for w in old.unproven if incarnations[w] == roster.slots[w].incarnation}
+    found &= set(proposal.workers)
+    return tuple(sorted(found)) if len(found) < len(proposal.workers) else ()
 
 
 def check_view(view: View, vranks: int) -> None:

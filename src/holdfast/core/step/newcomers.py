@@ -38,10 +38,11 @@ class Newcomers:
         """Return `planned`, and an audit of each task of a joiner in its first step."""
         if not self._watches(view, step):
             return tuple(planned)
-        donors, joiners = view.donors, frozenset(view.joiners)
+        joiners = frozenset(view.unproven)
+        others = [worker for worker in view.workers if worker not in joiners]
         found = {audit.vrank: audit for audit in planned}
         theirs = [vrank for vrank, owner in enumerate(owners) if owner in joiners]
-        for vrank, auditor in zip(theirs, itertools.cycle(donors)):
+        for vrank, auditor in zip(theirs, itertools.cycle(others)):
             found[vrank] = Audit(vrank, owners[vrank], (auditor,))
         return tuple(found[vrank] for vrank in sorted(found))
 
@@ -52,7 +53,7 @@ class Newcomers:
 
         They are if they have computed otherwise each time, and are all who did.
         """
-        joiners = frozenset(view.joiners)
+        joiners = frozenset(view.unproven)
         unlike = frozenset(worker for worker, _ in ruling.wrong)
         if ruling.sentence is Sentence.TIE:
             unlike = frozenset(owners[vrank] for vrank in ruling.disputed)
@@ -71,4 +72,4 @@ class Newcomers:
             self._refused = frozenset()
 
     def _watches(self, view: View, step: int) -> bool:
-        return self._looks and step == view.resume_step and bool(view.joiners and view.donors)
+        return self._looks and step == view.resume_step and bool(view.unproven)
