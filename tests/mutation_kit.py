@@ -23,6 +23,7 @@ GOES_ON = {  # to its end: what comes to light late in a job is not cut off
     "backup": BackupPolicy(),
     "rounds": 1,
     "tells_values": False,
+    "forgetful": False,
 }
 # Mistakes that only a rare situation brings to light: their swarms are aimed at it.
 PARTITIONS = {
@@ -133,6 +134,15 @@ WRONG = {
     "cycle": 3,
     "save_every": 3,
 }
+FORGETFUL = {  # workers are lost, and those that join lack what the script keeps
+    **_THIRTY_STEPS,
+    "slots": 1,
+    "boot_s": 0.1,
+    "faults": ("worker_crash", "link_break"),
+    "fault_every_s": 1.0,
+    "cycle": 3,
+    "forgetful": True,
+}
 FLIPS = {  # most of them while an update runs, so that what is saved next is not right
     "slots": 1,
     "loops": (20,),
@@ -222,6 +232,9 @@ TUNED: dict[str, dict[str, object]] = {
     "the_owner_is_always_right": WRONG,
     "a_joiner_vouches_for_all": WRONG,
     "wrong_sums_are_kept": WRONG,
+    "joiners_are_believed": FORGETFUL,
+    "who_was_unproven_is_proved_by_a_new_view": FORGETFUL
+    | {"fault_every_s": 0.4, "task_s": 0.2, "data_s": 0.05},
     "a_discarded_state_is_begun_from": WRONG
     | {"control_s": 0.2, "channel_s": 0.02, "cut_in_flight": 1.0},
     "a_committed_step_counts_as_saved": SAVES,

@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 
+from holdfast.core.membership import formation
+from holdfast.core.membership.formation import Proposal
+from holdfast.core.membership.roster import Roster
 from holdfast.core.step import audit
 from holdfast.core.step import effects as ef
 from holdfast.core.step.audit import Court, Ruling, Sentence
+from holdfast.core.step.newcomers import Newcomers
 from holdfast.core.step.trust import Trust
 from holdfast.core.step.worker import WorkerMachine
 from holdfast.core.types import Invalidation, StateCopy, View, WorkerId
@@ -65,3 +69,20 @@ def a_discarded_state_is_begun_from(patch: pytest.MonkeyPatch) -> Machines:
             return super()._directed(directive)
 
     return Machines(worker=Forgetful)
+
+
+@mutation
+def joiners_are_believed(patch: pytest.MonkeyPatch) -> Machines:
+    patch.setattr(Newcomers, "_watches", lambda self, view, step: False)
+    return Machines()
+
+
+@mutation
+def who_was_unproven_is_proved_by_a_new_view(patch: pytest.MonkeyPatch) -> Machines:
+    plain = formation._unproven
+
+    def unproven(proposal: Proposal, old: View | None, roster: Roster) -> tuple[WorkerId, ...]:
+        return plain(proposal, None, roster)
+
+    patch.setattr(formation, "_unproven", unproven)
+    return Machines()
