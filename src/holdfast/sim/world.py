@@ -32,7 +32,7 @@ from holdfast.sim.wrong_bits import Violation
 
 LOOK_S = 1.0
 STORY_MAX = 40
-EVENTS_MAX = 100_000  # of a job of a few nodes, which takes a few thousand
+EVENTS_MAX = 150_000  # of a job of a few nodes, which takes a few thousand, and rarely 100,000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
