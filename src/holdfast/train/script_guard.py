@@ -44,8 +44,8 @@ class ScriptGuard:
     ) -> Prints:
         """Begin a step; returns its fingerprints. `whole`: one is taken of all of the state."""
         self.loaded.forget()
-        self.attributes.begin_step()
         looks = bool(self.cycle) and (self.joined or step % self.cycle == 0)
+        self.attributes.begin_step(anew=looks)
         self.joined = False
         self._versions = self._written() if looks else {}
         if self.others is not None and (looks or step < EARLY_STEPS):

@@ -114,14 +114,18 @@ class ModuleAttributes:
 
     # ------------------------------------------------------------ within a step
 
-    def begin_step(self) -> None:
-        """Note the attributes with which the tasks of a step begin."""
+    def begin_step(self, *, anew: bool = True) -> None:
+        """Note the attributes with which the tasks of a step begin.
+
+        `anew`: look for modules that were added since the last time, too.
+        """
         self._undo()
-        self._guarded = [
-            (path, vars(module))
-            for path, module in self._modules()
-            if not type(module).__module__.startswith("torch.")
-        ]
+        if anew or not self._guarded:
+            self._guarded = [
+                (path, vars(module))
+                for path, module in self._modules()
+                if not type(module).__module__.startswith("torch.")
+            ]
         self._start = [attributes.copy() for _, attributes in self._guarded]
 
     def begin_task(self) -> None:
