@@ -446,7 +446,7 @@ def test_a_joiner_that_lacks_what_the_script_keeps_leaves_and_nothing_of_it_is_u
 
 def test_two_joiners_that_compute_otherwise_are_the_scripts_doing() -> None:
     outcome, cluster = with_deaths(keeps_a_variable, 4, {1: 16, 2: 24})
-    assert "as another worker before: the script keeps something" in repr(cluster.errors)
+    assert "as another worker does: the script keeps something" in repr(cluster.errors)
     assert outcome
 
 

@@ -115,6 +115,18 @@ def test_a_court_knows_who_is_steady() -> None:
     assert not last({W0: 1, W1: 2}, {W0: 1, W1: 3, W2: 1}).steady
 
 
+def test_what_joiners_say_counts_only_where_the_others_have_no_majority() -> None:
+    joiners = [W1, W2, W3]
+    court = Court(joiners)
+    court.rule({1: {W0: 1, W1: 2}}, (Audit(1, W1, (W0,)),), OWNERS, (W0, *joiners))
+    last = court.rule({1: {W0: 1, W1: 2, W2: 2, W3: 2}}, (), OWNERS, (W0, *joiners))
+    assert last == leaves((W1, 1), (W2, 1), (W3, 1))
+    split = Court([W2, W3])
+    split.rule({2: {W0: 9, W2: 2}}, (Audit(2, W2, (W0,)),), OWNERS, (W0, *joiners))
+    last = split.rule({2: {W0: 9, W1: 2, W2: 2, W3: 2}}, (), OWNERS, (W0, *joiners))
+    assert last == leaves((W0, 2))  # of two members one is wrong: the joiners decide
+
+
 def status(worker: int, committed: int, *, loop: int = 1, ended: bool = False) -> WorkerStatus:
     phase = Phase.ENDED if ended else Phase.COMPUTING
     me = WorkerId(worker), Incarnation(1)

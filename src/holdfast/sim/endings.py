@@ -76,9 +76,11 @@ class Endings:
         elif outcome == STOPPED and self.stop_at is not None:
             truth.count["stopped"] += 1
             self._stopped()
-        elif (outcome.endswith(f"failed: {SCRIPT_FAILED}") and truth.count["failed"]) or (
-            "were lost at step" in outcome and options.losses_max < self._lost_at_one_step()
-        ) or (options.forgetful and "as another worker before" in outcome):
+        elif (
+            (outcome.endswith(f"failed: {SCRIPT_FAILED}") and truth.count["failed"])
+            or ("were lost at step" in outcome and options.losses_max < self._lost_at_one_step())
+            or (options.forgetful and "as another worker does" in outcome)
+        ):
             pass
         else:
             silent_s = 0.0 if self.store_silent_since is None else now - self.store_silent_since

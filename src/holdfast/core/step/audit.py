@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast.core.types import WorkerId
@@ -156,9 +156,14 @@ class Ruling:
 
 
 class Court:
-    """Over the audits of one step: every member hears the same and comes to the same ruling."""
+    """Over the audits of one step: every member hears the same and comes to the same ruling.
 
-    def __init__(self) -> None:
+    The majority of all decides, but what `unproven` workers say counts only where the others do not
+    come to a majority: they may all lack the same.
+    """
+
+    def __init__(self, unproven: Collection[WorkerId] = ()) -> None:
+        self._unproven = frozenset(unproven)
         self._heard: list[Digests] = []  # attempt by attempt
 
     def rule(
@@ -174,7 +179,7 @@ class Court:
         differing = [v for v, each in digests.items() if len(set(each.values())) > 1]
         if not differing and attempts == 1:
             return Ruling(sentence=Sentence.USE)
-        judged = {vrank: judge(each) for vrank, each in digests.items()}
+        judged = {vrank: self._judge(each) for vrank, each in digests.items()}
         undecided = any(each.right is None for each in judged.values())
         if undecided and attempts >= ATTEMPTS_MAX:
             return self._undecided()
@@ -189,18 +194,23 @@ class Court:
         """Find who came to other bits in these attempts than the last one's majority, and where."""
         found = []
         for vrank, each in self._heard[-1].items():
-            right = judge(each).right
+            right = self._judge(each).right
             heard = [attempt.get(vrank, {}) for attempt in attempts]
             liars = {w for said in heard for w, digest in said.items() if digest != right}
             found += [(worker, vrank) for worker in sorted(liars)] if right is not None else []
         return tuple(found)
+
+    def _judge(self, said: Mapping[WorkerId, int]) -> Judgement:
+        proven = {worker: digest for worker, digest in said.items() if worker not in self._unproven}
+        found = judge(proven) if proven else None
+        return judge(said) if found is None or found.right is None else found
 
     def _undecided(self) -> Ruling:
         """Rule without a majority: a worker that contradicts itself is wrong, unless all do."""
         fickle = self._fickle()
         if not fickle:
             last = self._heard[-1].items()
-            disputed = tuple(vrank for vrank, each in last if judge(each).right is None)
+            disputed = tuple(vrank for vrank, each in last if self._judge(each).right is None)
             return Ruling(sentence=Sentence.TIE, disputed=disputed, steady=True)
         every = {w for attempt in self._heard for each in attempt.values() for w in each}
         if {worker for worker, _ in fickle} == every:

@@ -79,7 +79,6 @@ class Audits:
     def enter(self) -> None:
         """Enter a view, whose members have yet to agree on what audits ask."""
         self._planned_in = None
-        self._court = Court()
         self._classes.forget()
 
     def plan(
@@ -90,6 +89,7 @@ class Audits:
             return None
         self._classes.forget()
         self._planned_in = (view.number, step)
+        self._court = Court(view.unproven if step == view.resume_step else ())
         if kind is not StepKind.GRADIENTS or self.alike is Alike.NOTHING:
             return self.plan_again(())
         planned = plan(self._seed, step, owners, view.workers, self.share_of(step))

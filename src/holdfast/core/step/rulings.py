@@ -112,7 +112,7 @@ class Rulings:
             "job.protect(...)"
         )
         if refusal is Refusal.SCRIPT:
-            return [GiveUp(f"{text}, as another worker before: {script}")]
+            return [GiveUp(f"{text}, as another worker does: {script}")]
         return self.tell(f"{text}: it leaves; its machine computes wrongly, or {script}", workers)
 
     def summed_wrongly(self, step: int, wrong: Iterable[WorkerId]) -> list[Outcome]:
