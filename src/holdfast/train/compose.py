@@ -120,7 +120,11 @@ def compose_guard(
     def note(text: str) -> None:
         driver.post(EventNoted("script", text))
 
-    attributes = ModuleAttributes(modules, lambda path: note(CHANGED.format(path=path)))
+    def note_change(path: str) -> None:
+        if driver.leads:
+            note(CHANGED.format(path=path))
+
+    attributes = ModuleAttributes(modules, note_change)
     attributes.begin()
     progress.attributes = attributes
     prints = Fingerprints(protected, silent.fingerprint_steps)

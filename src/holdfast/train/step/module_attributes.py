@@ -65,6 +65,7 @@ class ModuleAttributes:
         self._protected = list(modules)
         self._tell = tell
         self._first: dict[str, _Seen] = {}  # by path, as the script has made them
+        self._first_buffers: dict[str, int] = {}  # their digests
         self._changed: set[str] = set()  # what has ever been carried is carried for ever
         self._guarded: list[tuple[str, dict[str, Any]]] = []  # modules whose tasks may change them
         self._start: list[dict[str, Any]] = []  # of each guarded one, as the step began
@@ -73,7 +74,11 @@ class ModuleAttributes:
 
     def begin(self) -> None:
         """Note how the script has made the modules: only what changes after that is carried."""
-        self._first = {path: _seen(value) for path, value, _ in self._attributes()}
+        for path, value, owner in self._attributes():
+            if isinstance(owner, nn.Module):
+                self._first_buffers[path] = _print(value)
+            else:
+                self._first[path] = _seen(value)
 
     # ------------------------------------------------------------ the job's state
 
@@ -83,11 +88,10 @@ class ModuleAttributes:
         buffers: dict[str, Any] = {}
         changed: dict[str, Any] = {}
         for path, value, owner in self._attributes():
-            if isinstance(owner, nn.Module):
-                buffers[path] = value.detach()
-            elif path in self._changed or not _is_same(self._first.get(path), value):
+            if path in self._changed or not self._is_as_made(path, value, owner):
                 self._changed.add(path)
-                changed[path] = value.detach() if isinstance(value, torch.Tensor) else value
+                found = buffers if isinstance(owner, nn.Module) else changed
+                found[path] = value.detach() if isinstance(value, torch.Tensor) else value
         return {"attributes": changed, "buffers": buffers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -105,7 +109,12 @@ class ModuleAttributes:
             if parent in modules:
                 attributes = vars(modules[parent])
                 attributes[name] = _like(value, attributes.get(name))
-        self._changed = set(state["attributes"])
+        self._changed = {*state["attributes"], *state["buffers"]}
+
+    def _is_as_made(self, path: str, value: Any, owner: dict[str, Any] | nn.Module) -> bool:
+        if isinstance(owner, nn.Module):
+            return self._first_buffers.get(path) == _print(value)
+        return _is_same(self._first.get(path), value)
 
     def plain(self) -> dict[str, Any]:
         """Return what is carried in plain values, to be compared between workers."""
@@ -195,16 +204,16 @@ def _differ(before: Any, after: Any) -> bool:
     return type(before) is not type(after) or (before != after and repr(before) != repr(after))
 
 
-def _is_carried(value: Any, room: int = ITEMS_MAX) -> bool:
+def _is_carried(value: Any) -> bool:
     if type(value) in _SCALARS:
         return True
     if isinstance(value, torch.Tensor):
         return not isinstance(value, nn.Parameter) and value.layout == torch.strided
     if type(value) in (list, tuple, set):
-        return len(value) <= room and all(type(each) in _SCALARS for each in value)
+        return len(value) <= ITEMS_MAX and all(type(each) in _SCALARS for each in value)
     if type(value) is dict:
         items = (*value.keys(), *value.values())
-        return len(items) <= room and all(type(each) in _SCALARS for each in items)
+        return len(items) <= ITEMS_MAX and all(type(each) in _SCALARS for each in items)
     return False
 
 
@@ -215,8 +224,11 @@ def _copy(value: Any) -> Any:
 def _told(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    digest = xxhash.xxh3_64_intdigest(as_bytes(value).numpy().data)
-    return f"a tensor {list(value.shape)} of {value.dtype} with digest {digest:x}"
+    return f"a tensor {list(value.shape)} of {value.dtype} with digest {_print(value):x}"
+
+
+def _print(value: torch.Tensor) -> int:
+    return xxhash.xxh3_64_intdigest(as_bytes(value).numpy().data)
 
 
 def _like(value: Any, present: Any) -> Any:
