@@ -79,7 +79,7 @@ class Endings:
         elif (
             (outcome.endswith(f"failed: {SCRIPT_FAILED}") and truth.count["failed"])
             or ("were lost at step" in outcome and options.losses_max < self._lost_at_one_step())
-            or (options.forgetful and "as another worker does" in outcome)
+            or ("as another worker does" in outcome and self._one_against_joiners())
         ):
             pass
         else:
@@ -93,6 +93,11 @@ class Endings:
         truth = self._truth
         silent = [p for p in truth.live.values() if p.paused or out_of_time(p)]
         return truth.count["died"] - self._died_before + len(silent)
+
+    def _one_against_joiners(self) -> bool:
+        """Tell whether joiners lack something, or somebody who was there before them lies."""
+        lies = any(p.spoiling.lies for p in self._truth.processes.values())
+        return self._options.forgetful or lies
 
     def _stopped(self) -> None:
         """Check that a job which is stopped in good health has saved what it had come to."""

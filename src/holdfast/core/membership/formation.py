@@ -498,9 +498,9 @@ def _unproven(proposal: Proposal, old: View | None, roster: Roster) -> tuple[Wor
     """Return who joins, now or before the step that is done again, where others hold the state."""
     found = set(proposal.joiners)
     if old is not None and old.resume_step == proposal.resume_step:
-        incarnations = {m.worker: m.incarnation for m in old.members}
-        found |= {w for w in old.unproven if incarnations[w] == roster.slots[w].incarnation}
-    found &= set(proposal.workers)
+        before = {m.worker: m.incarnation for m in old.members if m.worker in old.unproven}
+        staying = [worker for worker in proposal.workers if worker in before]
+        found |= {w for w in staying if before[w] == roster.slots[w].incarnation}
     return tuple(sorted(found)) if len(found) < len(proposal.workers) else ()
 
 

@@ -201,6 +201,8 @@ class Court:
         return tuple(found)
 
     def _judge(self, said: Mapping[WorkerId, int]) -> Judgement:
+        if len(self._heard) == 1:  # not all have computed it yet
+            return judge(said)
         proven = {worker: digest for worker, digest in said.items() if worker not in self._unproven}
         found = judge(proven) if proven else None
         return judge(said) if found is None or found.right is None else found
