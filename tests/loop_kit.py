@@ -24,8 +24,12 @@ def results(
     script: Script,
     workers: int,
     kill_at: dict[int, int] | None = None,
+    settings: dict[str, Any] | None = None,
 ) -> list[Any]:
-    """Run a script; returns what it returned on each worker that came to its end."""
+    """Run a script; returns what it returned on each worker that came to its end.
+
+    `settings`: of the job, beside the number of workers.
+    """
     found: dict[WorkerId, Any] = {}
 
     def run(job: Job, me: ThreadWorker) -> None:
@@ -33,7 +37,8 @@ def results(
         job._end_open_loop()
         found[me.worker] = returned
 
-    spec = with_settings(SPEC, {"workers.nproc": workers, "workers.virtual": 4})
+    given = {"workers.nproc": workers, "workers.virtual": 4, **(settings or {})}
+    spec = with_settings(SPEC, given)
     at = {WorkerId(worker): number for worker, number in (kill_at or {}).items()}
     cluster = ThreadCluster(spec, run, at)
     outcome = cluster.run()

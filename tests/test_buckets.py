@@ -61,7 +61,7 @@ def test_a_bucket_belongs_to_one_module_and_a_round_sums_only_those_it_names() -
     named = [(f"{n}.{k}", p) for n, module in both for k, p in module.named_parameters()]
     gradients = Gradients(named, 1, threading.Condition(threading.RLock()))
     gradients.attach()
-    assert [bucket.owner for bucket in gradients.buckets] == ["maker", "critic"]
+    assert [bucket.owners for bucket in gradients.buckets] == [("maker",), ("critic",)]
     gradients.begin_step(["critic"])
     gradients.begin_task(0)
     (critic(torch.ones(1, 2)).sum() + maker(torch.ones(1, 2)).sum()).backward()

@@ -44,6 +44,7 @@ def test_the_public_surface() -> None:
         "batches",
         "evaluate",
         "is_leader",
+        "on_step_end",
         "protect",
         "run_dir",
         "steps",

@@ -24,6 +24,7 @@ from holdfast.train.agent_link import AgentLink, SoloLink
 from holdfast.train.checkpoint.loaded_state import LoadedState
 from holdfast.train.checkpoint.restorer import Restorer
 from holdfast.train.checkpoint.saver import Saver, say
+from holdfast.train.compiled import advice
 from holdfast.train.driver import Driver, Link
 from holdfast.train.environment import WorkerEnvironment
 from holdfast.train.ledger_recorder import LedgerRecorder
@@ -170,16 +171,21 @@ def compose_worker(
     me, spec, driver = control.environment, control.environment.spec, control.driver
     where, backs_up = spec.checkpoints.store, bool(spec.backup().workers)
     modules = [(n, o) for n, o in protected.items() if isinstance(o, torch.nn.Module)]
-    params = [(f"{n}.{k}", p) for n, m in modules for k, p in m.named_parameters()]
-    trained = [(k, p) for k, p in params if p.requires_grad]
+    trained = progress.trained.watch(dict(modules))
     if not trained:
         raise UserError("nothing to train: protect a torch.nn.Module with parameters")
+    if me.worker == 0 and (text := advice(dict(modules))):
+        driver.post(EventNoted("compiled", text))
     devices = [p.device for _, p in trained if p.is_cuda]
     _check_torch(modules, on_gpu=bool(devices), driver=driver)
     filled, digest = FilledBuckets(driver.monitor), TaskDigest()
-    gradients = Gradients(trained, spec.virtual_ranks, driver.monitor, filled.note, digest.note)
+    by_row = progress.trained.by_row()
+    gradients = Gradients(
+        trained, spec.virtual_ranks, driver.monitor, filled.note, digest.note, by_row
+    )
+    gradients.attach()
     clock = TaskClock(devices[0] if devices else None)
-    table = StepTable(spec.virtual_ranks, len(trained))
+    table = StepTable(spec.virtual_ranks, len(gradients.used))
     guard = compose_guard(control, protected, progress)
     attributes, fingerprints, loaded = guard.attributes, guard.prints, guard.loaded
     data = StepData(gradients, table, Buffers(modules), clock, digest, attributes)
@@ -210,7 +216,6 @@ def compose_worker(
         orders = socket.socket(fileno=me.orders_fd)
         saver = Saver(orders, spec.job, protected, driver.post)
     runner = TaskRunner(driver, data, keeps_all_buffers=backs_up)
-    gradients.attach()
     engine.start()
     if isinstance(control.link, SoloLink):
         control.link.start(driver)

@@ -70,6 +70,7 @@ class Job:
         self._script: ScriptThread | None = None  # once there is something to train
         self._step: Step | None = None  # that the script has, or has left by `break`
         self._streams = 0  # that the script has made
+        self._at_step_end: list[Callable[[Step], None]] = []
 
     # ------------------------------------------------------------ what the job is
 
@@ -234,11 +235,22 @@ class Job:
                 self._step = Step(script, source, index, until)
                 enter_stream(self.seed, index, self.virtual_ranks, "step")
                 yield self._step
-                _check_complete(self._step)
+                self._end_step(self._step, script)
             self._step = None
         finally:
             if source is not None:
                 source.close()
+
+    def on_step_end(self, fn: Callable[[Step], None]) -> None:
+        """Have `fn(step)` called at the end of each step on one worker only, for loggers.
+
+        It is called after the body of the loop, with `step.index`, `step.loss` and whatever the
+        script has put into `step.metrics`. No step's call is made twice, on whatever worker; that
+        of a step in which the leader is lost may not be made at all. Steps that are repeated from a
+        checkpoint are called again. Call this on all workers, before the loops. `fn` must not do
+        what workers do together (evaluate, agree), nor change protected objects.
+        """
+        self._at_step_end.append(fn)
 
     def stop(self) -> None:
         """End the loops of all workers after the next step: for early stopping, or a time limit.
@@ -316,9 +328,15 @@ class Job:
         step, script = self._step, self._script
         if step is not None and script is not None and script.in_loop:
             self._step = None
-            _check_complete(step)
+            self._end_step(step, script)
             script.end_turn()
             script.leave_loop()
+
+    def _end_step(self, step: Step, script: ScriptThread) -> None:
+        _check_complete(step)
+        if script.acts:
+            for fn in self._at_step_end:
+                fn(step)
 
     def _together(self, tell: Callable[[ScriptThread], bytes]) -> bytes:
         """Have all workers tell each other something: within a step, or in a loop of its own."""

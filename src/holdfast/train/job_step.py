@@ -32,6 +32,7 @@ class Step:
         self.index = index
         self.epoch, self.step_in_epoch = source.plan.epoch_of(index)  # of a stream: not known
         self.loss = float("nan")  # after the batches: mean over the step's samples, all workers
+        self.metrics: dict[str, Any] = {}  # of the script, for callbacks at the step's end
         self._script = script
         self._source = source
         self._until = until  # where the loop ends
@@ -67,6 +68,7 @@ class Step:
         *,
         weight: float | torch.Tensor | None = None,
         last: bool = True,
+        retain_graph: bool = False,
     ) -> None:
         """Compute this batch's share of the gradient.
 
@@ -74,8 +76,9 @@ class Step:
         step's samples. With `weight` it is a sum of so many terms (tokens, say), and the step's
         gradient is the sum over all batches of all workers divided by their total weight. `last`:
         False if another `backward` follows for the same batch; their gradients, losses and weights
-        add up. `scaler`: scale the loss by this GradScaler first. Raises UserError when called out
-        of turn, or for a loss or a weight that cannot be one.
+        add up, and `retain_graph` keeps the graph for the next. `scaler`: scale the loss by this
+        GradScaler first. Raises UserError when called out of turn, or for a loss or a weight that
+        cannot be one.
         """
         if self._vrank is None or not self._owed:
             raise UserError(
@@ -97,7 +100,8 @@ class Step:
             if scale is None:  # the step's samples are counted after it
                 scale = implied = float(self._count)
             share = loss if scale == 1.0 else loss * scale
-        (scaler.scale(share) if scaler is not None else share).backward()
+        found = scaler.scale(share) if scaler is not None else share
+        found.backward(retain_graph=retain_graph)
         self._task_loss += float(loss.detach()) * max(implied, 1.0)
         if implied >= 0:
             self._task_weight = implied

@@ -14,6 +14,7 @@ from typing import Any
 from holdfast.core.errors import StateMismatch, UserError
 from holdfast.train.data.shard_positions import Position
 from holdfast.train.step.module_attributes import ModuleAttributes
+from holdfast.train.step.trained import TrainedParameters
 
 PROTECTED_AS = "holdfast"  # the name beside those that the script gives
 
@@ -58,6 +59,7 @@ class ScriptState:
         self.values = Values()
         self.ended: list[int] = []  # after how many steps each finished loop has ended
         self.streams: dict[int, list[Position]] = {}  # where their shards stand
+        self.trained = TrainedParameters()
         self.told: dict[int, bytes] = {}  # in loops that only told values: by number of the loop
         self.attributes = ModuleAttributes([])  # of the protected modules, once these are known
 
@@ -72,6 +74,7 @@ class ScriptState:
             "streams": {number: list(found) for number, found in self.streams.items()},
             "told": dict(self.told),
             "modules": self.attributes.state_dict(),
+            "trained": self.trained.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -84,6 +87,7 @@ class ScriptState:
         self.steps, self.stopped = state["steps"], state["stopped"]
         self.ended, self.told = list(state["ended"]), dict(state["told"])
         self.attributes.load_state_dict(state["modules"])
+        self.trained.load_state_dict(state["trained"])
         for number, positions in state["streams"].items():
             self.streams.setdefault(number, [])[:] = positions
         for name in list(self.values):

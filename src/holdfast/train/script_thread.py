@@ -184,6 +184,15 @@ class ScriptThread:
         self._loop_data.advance(step, counts, digests)
         self.progress.steps = step + 1
 
+    @property
+    def acts(self) -> bool:
+        """Tell whether this worker is the one that acts for the job after the committed step.
+
+        That is the leader of the view in which the step was reduced, so all agree on it, and nobody
+        takes its place in that step.
+        """
+        return self._data.acts
+
     def leave_loop(self) -> None:
         """End the present loop: wait for others there, and for saves that are under way."""
         progress, driver = self.progress, self._driver
@@ -271,6 +280,10 @@ class ScriptThread:
         data, guard = self._data, self.guard
         current.probe.boundary(self._at, guard.prints.protected)
         if kind is StepKind.GRADIENTS:
+            trained = self.progress.trained
+            if (found := trained.look(of)) is not None:
+                data.replan(found, trained.by_row())
+                guard.prints.forget()
             data.gradients.begin_step(of)
         else:
             data.gradients.sit_out()
@@ -363,7 +376,7 @@ class ScriptThread:
 
     def modules_named(self, names: Collection[str]) -> Collection[str]:
         """Return these names; UserError for one under which no module with parameters is."""
-        known = {bucket.owner for bucket in self._data.gradients.buckets}
+        known = self.progress.trained.owners
         for name in names:
             if name not in known:
                 raise UserError(

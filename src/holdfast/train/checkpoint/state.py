@@ -109,7 +109,7 @@ def apply(protected: Mapping[str, Any], skeleton: bytes, tensors: list[torch.Ten
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             raise StateMismatch(
                 f"{name} cannot take the job's state ({first_line(error)}): every worker must "
-                "build the same objects"
+                "build the same objects before its first step"
             ) from None
         if isinstance(obj, torch.optim.Optimizer):
             _keep_precision(obj, state[name])
@@ -136,7 +136,7 @@ def _compare(name: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> N
         if here_is != there_is:
             raise StateMismatch(
                 f"{name}.{key} is {here_is} on this worker and {there_is} in the job: "
-                "build the same model on every worker"
+                "build the same model on every worker, all of it before the first step"
             )
 
 
@@ -153,7 +153,11 @@ def _encode(value: object, tensors: list[tuple[str, torch.Tensor]], path: str) -
         return ["i", str(int(value))]
     if isinstance(value, float):
         return ["f", float(value).hex()]
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and value.layout == torch.sparse_coo:
+        named = {"indices": value._indices(), "values": value._values()}
+        parts = [_encode(part, tensors, f"{path}.{name}") for name, part in named.items()]
+        return ["c", list(value.shape), value.is_coalesced(), *parts]
+    if isinstance(value, torch.Tensor) and value.layout == torch.strided:
         tensors.append((path, value))
         return ["t", str(value.dtype).removeprefix("torch."), list(value.shape)]
     if isinstance(value, np.ndarray) and value.dtype.hasobject is False:
@@ -182,6 +186,12 @@ def _encode(value: object, tensors: list[tuple[str, torch.Tensor]], path: str) -
     )
 
 
+def _sparse(parts: list[torch.Tensor], shape: list[int], coalesced: bool) -> torch.Tensor:
+    places, values = parts
+    found = torch.sparse_coo_tensor(places, values, shape, check_invariants=True)
+    return found._coalesced_(coalesced)
+
+
 def _parse(skeleton: bytes) -> Any:
     try:
         return msgspec.msgpack.decode(skeleton)
@@ -200,6 +210,9 @@ def _decode(node: Any, tensor: Callable[[Meta], Any]) -> Any:
                 return float.fromhex(node[1])
             case "t":
                 return tensor((str(node[1]), tuple(node[2])))
+            case "c":
+                parts = [_decode(part, tensor) for part in node[3:]]
+                return None if parts[0] is None else _sparse(parts, node[1], node[2])
             case "n":
                 found = tensor((str(node[1]), tuple(node[2])))
                 return found.numpy() if isinstance(found, torch.Tensor) else found

@@ -13,15 +13,31 @@ import copy
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
+import xxhash
 
 from holdfast.core import tree
 from holdfast.core.errors import UserError
 from holdfast.core.step.events import Purpose
 from holdfast.train.monitor import Monitor
 from holdfast.train.step.probe import current
+from holdfast.train.step.row_table import Rows, RowTable
 
 FIRST_BUCKET_BYTES = 1 << 20  # a small first one lets the exchange start early
 BUCKET_BYTES = 8 << 20
+PLANS = 1 << 14  # that can be told apart by the tags of their messages
+_OUTSIDE = (
+    "a backward pass outside of a task has reached parameter {}: its gradient would be this "
+    "worker's only; call step.backward(loss) in the loop over a step's batches, once for each, or "
+    "torch.autograd.grad for a gradient of another kind"
+)
+_LOST = (
+    "parameter {} has no gradient any more when it is to be summed: let no hook of your own set "
+    ".grad to None, and update parameters after the step's batches only"
+)
+_TWICE = (
+    "parameter {} got a gradient twice in one backward pass: use non-reentrant checkpointing "
+    "(use_reentrant=False), and step.backward(..., last=False) for all but the last pass"
+)
 
 
 class Flat:
@@ -45,10 +61,12 @@ class Bucket:
         index: int,
         params: list[torch.nn.Parameter],
         places: list[int],
-        owner: str = "",
+        owners: tuple[str, ...] = (),
+        plan: int = 0,
     ) -> None:
         self.index = index
-        self.owner = owner  # the name under which its parameters' module is protected
+        self.plan = plan  # a number of it
+        self.owners = owners  # the names under which its parameters' modules are protected
         self.params = params
         self.places = places  # of each parameter in the model's own order
         self.result = Flat(params)
@@ -105,10 +123,11 @@ class Bucket:
 
 
 class Gradients:
-    """Holds all buckets of the protected models.
+    """Holds all buckets of the protected models, and a table for each parameter in `by_row`.
 
     `on_filled(bucket)` is called with `lock` held when a task has contributed to a bucket;
-    `on_leaf(bucket index, gradient)` sees every bucket of every task, before it is added.
+    `on_leaf(bucket index, gradient)` sees every bucket and table of every task, before it is added.
+    A parameter that several modules share comes with the name that it has in each of them.
     """
 
     def __init__(
@@ -118,21 +137,27 @@ class Gradients:
         lock: Monitor,
         on_filled: Callable[[Bucket], None] = lambda bucket: None,
         on_leaf: Callable[[int, torch.Tensor], None] = lambda bucket, leaf: None,
+        by_row: Collection[torch.Tensor] = (),
     ) -> None:
-        self._named = [(n, p) for n, p in params if p.requires_grad]
+        self._named = list(params)
+        self._by_row = {id(p) for p in by_row}
         self._vranks = vranks
         self._lock = lock
         self._vrank: int | None = None  # whose backward pass is running
         self._purpose = Purpose.HOSTED
-        self._copies: dict[int, dict[int, Flat]] = {}  # by virtual rank and bucket
-        self._reached: set[int] = set()  # buckets that the running task has filled
+        self._copies: dict[int, dict[int, Flat | Rows]] = {}  # by virtual rank and bucket
+        self._reached: set[int] = set()  # buckets and tables that the running task has filled
         self._on_filled = on_filled
         self._on_leaf = on_leaf
-        self._used = bytearray(len(self._named))  # plain bytes: marked once per parameter and task
+        self._used = bytearray()  # plain bytes: marked once per parameter and task
         self.buckets: list[Bucket] = []
+        self.tables: list[RowTable] = []
+        self.plan = 0  # 63 bits of what is summed, and how
         self.active: list[Bucket] = []  # those that the present step sums
+        self.active_tables: list[RowTable] = []
         self.holds = False  # the running backward pass is not the task's last one
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._hooks: list[tuple[torch.nn.Parameter, Callable[[torch.Tensor], None]]] = []
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []  # of these hooks
 
     @property
     def used(self) -> torch.Tensor:
@@ -142,31 +167,63 @@ class Gradients:
         return torch.frombuffer(bytearray(self._used), dtype=torch.bool)
 
     def attach(self) -> None:
-        """Build the buckets and hook every parameter."""
+        """Build the buckets and tables, and hook every parameter."""
+        owners: dict[int, tuple[str, ...]] = {}
+        for name, p in self._named:
+            owners[id(p)] = (*owners.get(id(p), ()), name.partition(".")[0])
+        once = {id(p): (name, p) for name, p in reversed(self._named)}  # by its first name
+        self._named = list(reversed(once.values()))
         order = {id(p): i for i, (_, p) in enumerate(self._named)}
-        for owner, group in _plan(list(reversed(self._named))):
+        self._used = bytearray(len(order))
+        self.plan = _digest(self._named, self._by_row)
+        flat = [p for _, p in reversed(self._named) if id(p) not in self._by_row]
+        for group in _plan([(owners[id(p)], p) for p in flat]):
             places = [order[id(p)] for p in group]
-            bucket = Bucket(len(self.buckets), group, places, owner)
+            found = owners[id(group[0])]
+            bucket = Bucket(len(self.buckets), group, places, found, self.plan % PLANS)
             self.buckets.append(bucket)
-            for param, place in zip(group, bucket.places, strict=True):
-                hook = self._hook(bucket, place)
-                self._handles.append(param.register_post_accumulate_grad_hook(hook))
-
-        self.active = list(self.buckets)
+            for param, place in zip(group, places, strict=True):
+                self._hooks.append((param, self._hook(bucket, place)))
+        for name, p in self._named:
+            if id(p) in self._by_row:
+                index = len(self.buckets) + len(self.tables)
+                self.tables.append(RowTable(index, name, p, order[id(p)], owners[id(p)]))
+                self._hooks.append((p, self._table_hook(self.tables[-1])))
+        self._handles = [_register(param, hook) for param, hook in self._hooks]
+        self.active, self.active_tables = list(self.buckets), list(self.tables)
 
     def detach(self) -> None:
+        """Forget buckets, tables and gradients, and leave the parameters alone."""
         for handle in self._handles:
             handle.remove()
-        self._handles.clear()
+        for _, p in self._named:
+            p.grad = None
+        for each in (self._handles, self._hooks, self.buckets, self.tables, self._named):
+            each.clear()
+        self.sit_out()
+
+    def replan(
+        self,
+        params: Iterable[tuple[str, torch.nn.Parameter]],
+        by_row: Collection[torch.Tensor],
+    ) -> None:
+        """Sum the gradients of these parameters from now on. Between two steps only."""
+        self.detach()
+        self._named, self._by_row = list(params), {id(p) for p in by_row}
+        self.attach()
 
     def begin_step(self, of: Collection[str] | None = None) -> None:
         """Begin a step that sums gradients of the modules protected as `of`, or of all."""
-        self.active = [b for b in self.buckets if of is None or b.owner in of]
+        self.active = [b for b in self.buckets if of is None or not set(b.owners).isdisjoint(of)]
+        self.active_tables = [
+            t for t in self.tables if of is None or not set(t.owners).isdisjoint(of)
+        ]
+        self._come_last()
         self.clear()
 
     def sit_out(self) -> None:
         """Begin a step that sums no gradients: those of the step before stay where they are."""
-        self.active = []
+        self.active, self.active_tables = [], []
 
     def clear(self) -> None:
         """Forget all gradients of the step: they are computed from the beginning."""
@@ -174,8 +231,10 @@ class Gradients:
             for bucket in self.buckets:
                 bucket.reset()
                 for leaves in self._copies.values():
-                    if bucket.index in leaves:
-                        bucket.reuse(leaves[bucket.index])
+                    if isinstance(leaf := leaves.get(bucket.index), Flat):
+                        bucket.reuse(leaf)
+            for table in self.tables:
+                table.reset()
             self._copies.clear()
             self._used = bytearray(len(self._named))
         for _, p in self._named:
@@ -196,16 +255,25 @@ class Gradients:
         for bucket in self.active:
             if bucket.index not in self._reached:
                 self._fill(bucket, vrank)
+        for table in self.active_tables:
+            if table.index not in self._reached:
+                self._fill_table(table, vrank)
 
-    def copy_of(self, vrank: int) -> dict[int, torch.Tensor]:
-        """Return the gradient of a task that was copied, by bucket."""
-        return {bucket: leaf.data for bucket, leaf in self._copies[vrank].items()}
+    def copy_of(self, vrank: int) -> dict[int, Flat | Rows]:
+        """Return the gradient of a task that was copied, by bucket and table."""
+        return self._copies[vrank]
 
     def adopt(self, vrank: int) -> None:
         """Contribute the copy of this task to the sums."""
         leaves = self._copies.pop(vrank)
+        for table in self.active_tables:
+            rows = leaves[table.index]
+            assert isinstance(rows, Rows)
+            table.contribute(vrank, rows, self._vranks)
         for bucket in self.active:
-            bucket.contribute(vrank, leaves[bucket.index], self._vranks)
+            flat = leaves[bucket.index]
+            assert isinstance(flat, Flat)
+            bucket.contribute(vrank, flat, self._vranks)
             self._on_filled(bucket)
 
     def publish(self, used: torch.Tensor, scale: float = 1.0, weight: float = 1.0) -> None:
@@ -226,20 +294,26 @@ class Gradients:
             whole = zip(bucket.params, bucket.result.views, bucket.places, strict=True)
             for param, view, place in whole:
                 param.grad = view if flags[place] else None
+        for table in self.tables:
+            table.param.grad = None
+        for table in self.active_tables:
+            if flags[table.place]:
+                table.param.grad = table.result.times(scale, weight).gradient(table.param)
 
     def _hook(self, bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]:
         def arrived(param: torch.Tensor) -> None:
             vrank = self._vrank
             if vrank is None:
+                raise UserError(_OUTSIDE.format(self._named[index][0]))
+            name = self._named[index][0]
+            if param.grad is None:
+                raise UserError(_LOST.format(name))
+            if param.grad.layout != torch.strided:
                 raise UserError(
-                    f"a backward pass outside of a task has reached parameter "
-                    f"{self._named[index][0]}: its gradient would be this worker's only; call "
-                    "step.backward(loss) in the loop over a step's batches, once for each, or "
-                    "torch.autograd.grad for a gradient of another kind"
+                    f"parameter {name} has a sparse gradient, which only the weight of an "
+                    "nn.Embedding or nn.EmbeddingBag with sparse=True may have: use one, or "
+                    "make the gradient dense"
                 )
-            if param.grad is None or param.grad.layout != torch.strided:
-                name = self._named[index][0]
-                raise UserError(f"parameter {name} has a sparse gradient: make it dense")
             self._used[index] = 1
             if self.holds:
                 return
@@ -247,13 +321,45 @@ class Gradients:
             if bucket.missing == 0 and bucket in self.active:
                 self._fill(bucket, vrank)
             elif bucket.missing < 0:
-                name = self._named[index][0]
-                raise UserError(
-                    f"parameter {name} got a gradient twice in one backward pass: "
-                    "use non-reentrant checkpointing (use_reentrant=False)"
-                )
+                raise UserError(_TWICE.format(name))
 
         return arrived
+
+    def _table_hook(self, table: RowTable) -> Callable[[torch.Tensor], None]:
+        def arrived(param: torch.Tensor) -> None:
+            if self._vrank is None:
+                raise UserError(_OUTSIDE.format(table.name))
+            if param.grad is None:
+                raise UserError(_LOST.format(table.name))
+            self._used[table.place] = 1
+            if self.holds:
+                return
+            if table.index in self._reached:
+                raise UserError(_TWICE.format(table.name))
+            if table in self.active_tables:
+                self._fill_table(table, self._vrank)
+
+        return arrived
+
+    def _come_last(self) -> None:
+        """Let hooks that the script has added meanwhile see the gradient before we take it."""
+        for i, (param, hook) in enumerate(self._hooks):
+            if next(reversed(param._post_accumulate_grad_hooks)) != self._handles[i].id:
+                self._handles[i].remove()
+                self._handles[i] = _register(param, hook)
+
+    def _fill_table(self, table: RowTable, vrank: int) -> None:
+        with torch.no_grad():
+            leaf = table.leaf()
+            self._reached.add(table.index)
+            current.probe.gradient(vrank, leaf.values)
+            self._on_leaf(table.index, leaf.places)
+            self._on_leaf(table.index, leaf.values)
+            with self._lock:
+                if self._purpose is Purpose.SPECULATIVE:
+                    self._copies.setdefault(vrank, {})[table.index] = leaf
+                elif self._purpose is not Purpose.AUDITED:
+                    table.contribute(vrank, leaf, self._vranks)
 
     def _fill(self, bucket: Bucket, vrank: int) -> None:
         with torch.no_grad():
@@ -271,23 +377,38 @@ class Gradients:
                     self._on_filled(bucket)
 
 
+def _register(
+    param: torch.nn.Parameter, hook: Callable[[torch.Tensor], None]
+) -> torch.utils.hooks.RemovableHandle:
+    """Hook a parameter, also one that is frozen for a while."""
+    trained = param.requires_grad
+    try:
+        return param.requires_grad_(True).register_post_accumulate_grad_hook(hook)
+    finally:
+        param.requires_grad_(trained)
+
+
+def _digest(named: Sequence[tuple[str, torch.Tensor]], by_row: Collection[int]) -> int:
+    parts = [f"{n} {tuple(p.shape)} {p.dtype} {id(p) in by_row}" for n, p in named]
+    return xxhash.xxh3_64_intdigest("\n".join(parts).encode()) >> 1
+
+
 def _plan(
-    named: Sequence[tuple[str, torch.nn.Parameter]],
-) -> list[tuple[str, list[torch.nn.Parameter]]]:
-    """Group consecutive parameters of one module, dtype and device until a group has its bytes.
+    owned: Sequence[tuple[tuple[str, ...], torch.nn.Parameter]],
+) -> list[list[torch.nn.Parameter]]:
+    """Group consecutive parameters of one owner, dtype and device until a group has its bytes.
 
     The last one may exceed them: each bucket costs an exchange, and a limit that tensors of half
     its size do not fit into twice would give each of them a bucket of its own.
     """
-    groups: list[tuple[str, list[torch.nn.Parameter]]] = []
+    groups: list[list[torch.nn.Parameter]] = []
     filling: dict[tuple, tuple[list[torch.nn.Parameter], int]] = {}
-    for name, param in named:
-        owner = name.partition(".")[0]
-        key = (owner, param.dtype, param.device)
+    for owners, param in owned:
+        key = (owners, param.dtype, param.device)
         group, room = filling.get(key, ([], 0))
         if room <= 0:
             group, room = [], BUCKET_BYTES if groups else FIRST_BUCKET_BYTES
-            groups.append((owner, group))
+            groups.append(group)
         group.append(param)
         filling[key] = group, room - param.numel() * param.element_size()
     return groups

@@ -32,10 +32,12 @@ from holdfast.train.step.reduction import (
     BuffersSpread,
     Layout,
     Operation,
+    PlanCheck,
     TableGather,
     all_gather,
     gather_bytes,
 )
+from holdfast.train.step.row_sums import RowsSum
 from holdfast.train.step.state_differences import explain
 from holdfast.train.step.step_data import StepData
 from holdfast.train.step.sum_runs import SumRuns
@@ -242,6 +244,9 @@ class Engine(threading.Thread):
         sums: list[BucketSum] = []
         closing: list[Operation] = []
         check = self._checker(order.view)
+        plan = PlanCheck(self._data.gradients.plan, layout, at.view)
+        if self._data.kind is StepKind.GRADIENTS:
+            plan.gather(at.transport)
         while begun < total or gathering or not closing:
             left = begun < total
             only = buckets[begun].index if left and at.transport.ordered else None
@@ -258,16 +263,21 @@ class Engine(threading.Thread):
                 for operation in closing:
                     operation.gather(at.transport)
             if gathering:
+                plan.finish()
                 gathered = gathering.popleft()
                 gathered.spread(at.transport, None if at.transport.ordered else at.waits)
                 sums.append(gathered)
+        plan.finish()
         for operation in closing:
             operation.spread(at.transport)
         for operation in (*sums, *closing):
             operation.finish()
-        self._driver.post(self._report(at, order, sums))
+        by_row = [each for each in closing if isinstance(each, RowsSum)]
+        self._driver.post(self._report(at, order, [*sums, *by_row]))
 
-    def _report(self, at: Membership, order: ef.Reduce, sums: Sequence[BucketSum]) -> ev.Summed:
+    def _report(
+        self, at: Membership, order: ef.Reduce, sums: Sequence[BucketSum | RowsSum]
+    ) -> ev.Summed:
         data, rows = self._data, self._rows
         assert rows is not None, "sums end with the rows"
         self._rows = None
@@ -276,7 +286,8 @@ class Engine(threading.Thread):
             self._explain(at, order.step)
         with self._driver.monitor:
             unlike = data.speculative.contradicted(sums)
-            data.became_reduced(order.view)
+            leads = at.view.leader == self._exchange.me.worker
+            data.became_reduced(order.view, leads=leads)
         return ev.Summed(
             view=order.view,
             step=order.step,
@@ -316,6 +327,11 @@ class Engine(threading.Thread):
         if data.kind is StepKind.VALUES:
             with driver.monitor:
                 operations.append(ValuesGather(data.values, layout, at.view))
-        elif len(data.buffers):
+        if data.gradients.active_tables:
+            with driver.monitor:
+                driver.check_alive(order.view)
+                tables = data.gradients.active_tables
+                operations.append(RowsSum(tables, layout, counts=layout.rank in order.counted))
+        if data.kind is StepKind.GRADIENTS and len(data.buffers):
             operations.append(BuffersSpread(data.buffers, layout, order.counted))
         return operations

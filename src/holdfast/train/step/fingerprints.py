@@ -57,6 +57,10 @@ class Fingerprints:
         every = zip([*names, *kept], [*self._parameters(), *buffers], strict=True)
         return [(name, self._digest(list(_chunks([tensor])))) for name, tensor in every]
 
+    def forget(self) -> None:
+        """Look anew at what there is to cover: the modules have changed."""
+        self._parts = (-1, [])
+
     def _plan(self, buffers: Sequence[torch.Tensor]) -> list[list[Chunk]]:
         """Cut into as many parts of about equal size as there are steps in a cycle."""
         if self._parts[0] != len(buffers):  # there are none before the first step

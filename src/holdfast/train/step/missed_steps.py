@@ -7,7 +7,7 @@ part; no state is sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ import torch
 from holdfast.core.errors import Aborted
 from holdfast.core.membership.formation import STEPS_MISSED_MAX
 from holdfast.train.step.reduction import TAG_STATE, piece_of
+from holdfast.train.step.row_table import Rows
 from holdfast.train.step.step_data import StepData
 from holdfast.train.transport.seam import Message, Transport
 
@@ -32,6 +33,13 @@ class _Kept:
     used: torch.Tensor
     left: torch.Tensor  # the buffers of virtual rank 0
     told: torch.Tensor  # values, as bytes
+    tables: tuple[Rows, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Return how much memory its gradients take."""
+        rows = sum(each.places.nbytes + each.values.nbytes for each in self.tables)
+        return rows + sum(piece.nbytes for piece in self.pieces)
 
 
 class MissedSteps:
@@ -51,6 +59,7 @@ class MissedSteps:
         results = [bucket.result.data for bucket in step.gradients.active]
         left = _bytes(0) if step.buffers.left is None else step.buffers.left.clone()
         told = _of(step.values.encoded())
+        tables = tuple(table.result.copy() for table in step.gradients.active_tables)
         head = [step.reduced_in, left.numel(), told.numel(), int(step.table.stops)]
         self._kept[index] = _Kept(
             head=torch.tensor(head, dtype=torch.int64),
@@ -59,13 +68,13 @@ class MissedSteps:
             used=step.table.used.clone(),
             left=left,
             told=told,
+            tables=tables,
         )
-        self._bytes += sum(piece.nbytes for piece in self._kept[index].pieces)
+        self._bytes += self._kept[index].nbytes
         while len(self._kept) > STEPS_MISSED_MAX or (
             self._bytes > KEPT_BYTES_MAX and len(self._kept) > KEPT_STEPS_MIN
         ):
-            oldest = self._kept.pop(min(self._kept))
-            self._bytes -= sum(piece.nbytes for piece in oldest.pieces)
+            self._bytes -= self._kept.pop(min(self._kept)).nbytes
 
     def forget(self) -> None:
         self._kept.clear()
@@ -81,7 +90,8 @@ class MissedSteps:
             if first:
                 used = kept.used.to(torch.uint8)
                 parts = (kept.head, kept.rows, used, kept.left, kept.told)
-                sends += [(to, part) for part in parts if part.numel()]
+                every = (*parts, *_in_parts(kept.tables))
+                sends += [(to, part) for part in every if part.numel()]
             transport.exchange(sends, [], TAG_STATE).wait()
 
     def receive(self, transport: Transport, donors: list[int]) -> None:
@@ -104,11 +114,30 @@ class MissedSteps:
         rest = [(donors[0], part) for part in (left, told) if part.numel()]
         if rest:
             transport.exchange([], rest, TAG_STATE).wait()
+        self._receive_tables(transport, donors[0])
         if left.numel():
             step.buffers.receive(left)
         step.values.receive(told.numpy().tobytes())
         step.table.stops = bool(stops)
         step.became_reduced(view)
+
+    def _receive_tables(self, transport: Transport, donor: int) -> None:
+        tables = self._step.gradients.active_tables
+        if not tables:
+            return
+        sizes = torch.zeros(len(tables), 2, dtype=torch.int64)
+        transport.exchange([], [(donor, sizes)], TAG_STATE).wait()
+        for table, (count, dense) in zip(tables, sizes.tolist(), strict=True):
+            table.result = Rows.none(table.param, count, dense=bool(dense))
+        parts = _in_parts([table.result for table in tables])[1:]
+        receives = [(donor, part) for part in parts if part.numel()]
+        transport.exchange([], receives, TAG_STATE).wait()
+
+
+def _in_parts(tables: Sequence[Rows]) -> tuple[torch.Tensor, ...]:
+    """Return the tensors that tell of these tables: first how many rows there are of each."""
+    sizes = torch.tensor([(len(t.places), int(t.dense)) for t in tables], dtype=torch.int64)
+    return (sizes, *(part for t in tables for part in (t.places, t.values)))
 
 
 def _bytes(count: int) -> torch.Tensor:

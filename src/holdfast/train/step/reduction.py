@@ -11,26 +11,29 @@ from __future__ import annotations
 import cmath
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from holdfast.core import tree
-from holdfast.core.errors import InvariantError
+from holdfast.core.errors import InvariantError, UserError
 from holdfast.core.partition import part_of
 from holdfast.core.step.events import FINITE, NOBODYS, SOMEBODYS
 from holdfast.core.types import Peer, View, WorkerId
 from holdfast.train.checkpoint.state import as_bytes
-from holdfast.train.step.buckets import Bucket
+from holdfast.train.step.buckets import Bucket, Flat
 from holdfast.train.step.probe import current
+from holdfast.train.step.row_table import Rows
 from holdfast.train.step.step_table import Buffers, StepTable
 from holdfast.train.step.waits import Waits
 from holdfast.train.transport.seam import Message, Pending, Transport
 
-TAG_VOTE, TAG_TABLE, TAG_BUFFERS, TAG_AUDIT, TAG_VALUES, TAG_STATE = 1, 2, 3, 4, 5, 16
+TAG_VOTE, TAG_TABLE, TAG_BUFFERS, TAG_AUDIT, TAG_VALUES, TAG_ROWS, TAG_PLAN = 1, 2, 3, 4, 5, 6, 7
+TAG_STATE = 16
 TAG_BUCKETS = 1024
+TAG_OF_PLAN = 1 << 16  # added as often as a plan's number says, so that two plans never meet
 # Fingerprints of a part of the state, of all of it, and of what is no tensor (0: not taken).
 Prints = tuple[int, int, int]
 HEAD_WORDS = 4  # before a message's rows: what it brings, and the fingerprints
@@ -102,6 +105,35 @@ class Operation(Protocol):
     def finish(self) -> None: ...
 
 
+class PlanCheck:
+    """Makes sure that all members sum the same parameters, before anything depends on it."""
+
+    def __init__(self, plan: int, layout: Layout, view: View) -> None:
+        self._mine = torch.tensor([plan], dtype=torch.int64)
+        self._layout = layout
+        self._view = view
+        self._plans = {peer: torch.zeros(1, dtype=torch.int64) for peer in layout.others}
+        self._pending: Pending | None = None
+
+    def gather(self, transport: Transport) -> None:
+        sends = [(peer, self._mine) for peer in self._layout.others]
+        self._pending = transport.exchange(sends, list(self._plans.items()), TAG_PLAN)
+
+    def finish(self) -> None:
+        """Wait for what the others say. UserError if they train other parameters."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        pending.wait()
+        for peer, plan in self._plans.items():
+            if plan[0] != self._mine[0]:
+                others, mine = self._view.workers[peer], self._view.workers[self._layout.rank]
+                raise UserError(
+                    f"worker {others} trains other parameters than worker {mine} in this step: "
+                    "freeze, thaw, add and remove parameters on all workers at the same step"
+                )
+
+
 class BucketSum:
     """Sums one bucket over all virtual ranks, into its `result`.
 
@@ -111,6 +143,7 @@ class BucketSum:
     def __init__(
         self, bucket: Bucket, layout: Layout, into: torch.Tensor | None = None, turned: int = 0
     ) -> None:
+        self._tag = TAG_BUCKETS + 2 * bucket.index + TAG_OF_PLAN * bucket.plan
         self._total: torch.Tensor | None = None  # of all elements summed here
         self._result = bucket.result.data if into is None else into
         self.bucket = bucket
@@ -136,8 +169,7 @@ class BucketSum:
             parts = [data[self._pieces[peer]] for data in self._own.values()]
             sends += [(peer, part) for part in parts]
             current.probe.sending(peer, sum(part.nbytes for part in parts))
-        tag = TAG_BUCKETS + 2 * bucket.index
-        self._pending = transport.exchange(_nonempty(sends), _nonempty(receives), tag)
+        self._pending = transport.exchange(_nonempty(sends), _nonempty(receives), self._tag)
 
     def spread(self, transport: Transport, waits: Waits | None = None) -> None:
         _wait(self._pending, waits)
@@ -148,8 +180,7 @@ class BucketSum:
         self._fold(out, piece)
         sends = [(p, out) for p in peers]
         receives = [(p, result[self._pieces[p]]) for p in peers]
-        tag = TAG_BUCKETS + 2 * self.bucket.index + 1
-        self._pending = transport.exchange(_nonempty(sends), _nonempty(receives), tag)
+        self._pending = transport.exchange(_nonempty(sends), _nonempty(receives), self._tag + 1)
         wide = torch.float32 if result.dtype in (torch.float16, torch.bfloat16) else None
         self._total = out.sum(dtype=wide)  # while it is on its way
 
@@ -166,12 +197,13 @@ class BucketSum:
         wrong = [owner[n] for n, part in parts.items() if not bool(torch.isfinite(part).all())]
         return NOBODYS if not wrong else SOMEBODYS + min(wrong)
 
-    def agrees(self, vrank: int, leaf: torch.Tensor) -> bool:
-        """Tell whether a virtual rank's part is bit for bit that of `leaf`, as far as seen here."""
-        piece = self._pieces[self._layout.rank]
+    def agrees(self, vrank: int, leaves: Mapping[int, Flat | Rows]) -> bool:
+        """Tell whether a virtual rank's part is bit for bit that of its leaf, as far as seen."""
+        piece, leaf = self._pieces[self._layout.rank], leaves[self.bucket.index]
+        assert isinstance(leaf, Flat)
         for (start, width), part in self._received.items():
             if start == vrank and min(width, self._layout.vranks - start) == 1:
-                return torch.equal(as_bytes(part), as_bytes(leaf[piece]))
+                return torch.equal(as_bytes(part), as_bytes(leaf.data[piece]))
         return True
 
     def _fold(self, out: torch.Tensor, piece: slice) -> None:

@@ -6,7 +6,7 @@ first, what it has sent is compared with them. Used with the monitor held.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from holdfast.core.step.events import Digest
 from holdfast.train.step.buckets import Gradients
 from holdfast.train.step.reduction import BucketSum
+from holdfast.train.step.row_sums import RowsSum
 from holdfast.train.step.step_table import UNWEIGHTED, Buffers, StepTable
 
 
@@ -59,7 +60,7 @@ class SpeculativeTasks:
             self._buffers.keep(vrank, task.left)
         self._gradients.adopt(vrank)
 
-    def contradicted(self, sums: Sequence[BucketSum]) -> tuple[int, ...]:
+    def contradicted(self, sums: Sequence[BucketSum | RowsSum]) -> tuple[int, ...]:
         """Return virtual ranks of which others have sent something else.
 
         Each member sees of a bucket only the piece that it sums, and of a virtual rank only what
@@ -67,7 +68,7 @@ class SpeculativeTasks:
         """
         found = []
         for vrank in sorted(self._done):
-            leaves: Mapping[int, torch.Tensor] = self._gradients.copy_of(vrank)
-            if any(not each.agrees(vrank, leaves[each.bucket.index]) for each in sums):
+            leaves = self._gradients.copy_of(vrank)
+            if any(not each.agrees(vrank, leaves) for each in sums):
                 found.append(vrank)
         return tuple(found)

@@ -6,6 +6,10 @@ or decides.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+
+import torch
+
 from holdfast.core.step.events import Digest, StepKind
 from holdfast.train.step.buckets import Gradients
 from holdfast.train.step.module_attributes import ModuleAttributes
@@ -14,6 +18,7 @@ from holdfast.train.step.speculative import SpeculativeTasks
 from holdfast.train.step.step_table import Buffers, StepTable
 from holdfast.train.step.task_clock import TaskClock
 from holdfast.train.step.task_digest import TaskDigest
+from holdfast.train.step.trained import Named
 from holdfast.train.step.values import StepValues
 
 
@@ -43,6 +48,13 @@ class StepData:
         self._stops = False  # it did when the step was opened
         self.prints: Prints = (0, 0, 0)  # fingerprints of the state that the step begins with
         self.reduced_in = 0  # the view in which its gradient became complete
+        self.acts = False  # this worker was that view's leader: exactly one member was
+
+    def replan(self, trained: Iterable[Named], by_row: Collection[torch.Tensor]) -> None:
+        """Sum the gradients of other parameters from now on. Between two steps."""
+        self.gradients.replan(trained, by_row)
+        self.table.expect(len(self.gradients.used))
+        self.buffers.find()
 
     def open(self, kind: StepKind, prints: Prints) -> None:
         """Begin a step; its gradients and buffers have been reset."""
@@ -57,9 +69,12 @@ class StepData:
         self.table.used.zero_()
         self.table.stops = self._stops
 
-    def became_reduced(self, view: int) -> None:
-        """Note that the step's gradient is complete, by an exchange in this view."""
-        self.reduced_in = view
+    def became_reduced(self, view: int, *, leads: bool = False) -> None:
+        """Note that the step's gradient is complete, by an exchange in this view.
+
+        `leads`: this worker is that view's leader. Who missed the exchange was not.
+        """
+        self.reduced_in, self.acts = view, leads
 
     def taken_digest(self) -> Digest | None:
         """Return the digest of the task that was computed last, if one was asked for."""

@@ -26,10 +26,15 @@ class StepTable:
 
     def __init__(self, vranks: int, params: int) -> None:
         self.rows = torch.zeros(vranks, COLUMNS, dtype=torch.int64)
-        self.used = torch.zeros(params, dtype=torch.bool)
         self.stops = False  # a worker's script wants the loop to end
         # The same memory: for a few words at a time NumPy is many times faster.
-        self._rows, self._used = self.rows.numpy(), self.used.numpy()
+        self._rows = self.rows.numpy()
+        self.expect(params)
+
+    def expect(self, params: int) -> None:
+        """Hold flags of so many parameters from now on."""
+        self.used = torch.zeros(params, dtype=torch.bool)
+        self._used = self.used.numpy()
 
     def put(
         self,
@@ -100,16 +105,21 @@ class Buffers:
     """
 
     def __init__(self, modules: Iterable[tuple[str, torch.nn.Module]]) -> None:
+        self._modules = list(modules)
+        self._left: torch.Tensor | None = None  # what virtual rank 0 left, as a message
+        self._kept: tuple[int, torch.Tensor] | None = None  # what this worker's first one left
+        self.find()
+
+    def find(self) -> None:
+        """Look which buffers there are; again when the modules have changed."""
         self._places = [
             (f"{path}.{key}", owner, key)
-            for name, module in modules
+            for name, module in self._modules
             for path, owner in module.named_modules(prefix=name)
             for key, value in owner._buffers.items()
             if value is not None
         ]
         self._start: list[torch.Tensor] = []
-        self._left: torch.Tensor | None = None  # what virtual rank 0 left, as a message
-        self._kept: tuple[int, torch.Tensor] | None = None  # what this worker's first one left
 
     def __len__(self) -> int:
         return len(self._places)

@@ -31,9 +31,10 @@ class TaskDigest:
         self._sketch = torch.zeros(SKETCH_WORDS, dtype=torch.float64) if sketch else None
 
     def note(self, bucket: int, flat: torch.Tensor) -> None:
-        """Take in one bucket of the task's gradient."""
+        """Take in one bucket of the task's gradient, or the places or values of a table."""
         if self._sketch is not None:
-            self._sketch = self._sketch + sketch(flat, bucket)
+            if flat.numel() and (flat.is_floating_point() or flat.is_complex()):
+                self._sketch = self._sketch + sketch(flat.reshape(-1), bucket)
         if self._bits is not None:
             data = as_bytes(flat).cpu().numpy().data
             self._bits ^= xxhash.xxh3_64_intdigest(data, seed=bucket) >> 1
@@ -54,6 +55,7 @@ def sketch(flat: torch.Tensor, seed: int) -> torch.Tensor:
     Those of the parts of a gradient add up to that of the whole.
     """
     sums = SKETCH_WORDS - 1
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     dice = torch.Generator().manual_seed(seed)
     signs = torch.randint(0, 2, (len(flat),), generator=dice, dtype=torch.int8) * 2 - 1
     values = flat.double()

@@ -1,0 +1,107 @@
+"""Sums sparse gradients exactly: all members hear all partial sums, and each adds up all of them.
+
+Rows that tasks have in common are few in a large table, so to sum by parts and to gather the parts
+would move nearly as much. First it is told how many rows come, then the rows are.
+"""
+
+from __future__ import annotations
+
+import cmath
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from holdfast.core import tree
+from holdfast.core.step.events import FINITE, NOBODYS, SOMEBODYS
+from holdfast.train.step.buckets import Flat
+from holdfast.train.step.probe import current
+from holdfast.train.step.reduction import TAG_ROWS, Layout
+from holdfast.train.step.row_table import Rows, RowTable
+from holdfast.train.transport.seam import Message, Pending, Transport
+
+_WORDS = 2  # of each partial sum: rows, and whether it is dense
+
+
+class RowsSum:
+    """Sums the tables of one step, each into its `result`. `counts`: what was computed here does.
+
+    Implements `Operation`.
+    """
+
+    def __init__(self, tables: Sequence[RowTable], layout: Layout, *, counts: bool) -> None:
+        self.tables = tables
+        self._layout = layout
+        self._parts: list[dict[tree.Node, Rows]] = [  # by table; of all members once they are here
+            {n: t.partials[n] if counts else Rows.none(t.param) for n in layout.nodes[layout.rank]}
+            for t in tables
+        ]
+        self._sizes: dict[int, torch.Tensor] = {}  # by rank: [tables, nodes, words]
+        self._pending: Pending | None = None
+
+    def gather(self, transport: Transport) -> None:
+        layout = self._layout
+        for rank, nodes in enumerate(layout.nodes):
+            self._sizes[rank] = torch.zeros(len(self.tables), len(nodes), _WORDS, dtype=torch.int64)
+        for found, sizes in zip(self._parts, self._sizes[layout.rank], strict=True):
+            for size, rows in zip(sizes, found.values(), strict=True):
+                size.copy_(torch.tensor([len(rows.places), int(rows.dense)]))
+        own = self._sizes[layout.rank]
+        sends = [(p, own) for p in layout.others if own.numel()]
+        receives = [(p, self._sizes[p]) for p in layout.others if self._sizes[p].numel()]
+        self._pending = transport.exchange(sends, receives, TAG_ROWS)
+
+    def spread(self, transport: Transport) -> None:
+        self._wait()
+        layout = self._layout
+        sends: list[Message] = []
+        receives: list[Message] = []
+        for i, (table, parts) in enumerate(zip(self.tables, self._parts, strict=True)):
+            own = [t for rows in parts.values() for t in (rows.places, rows.values) if t.numel()]
+            sends += [(p, t) for p in layout.others for t in own]
+            for p in layout.others:
+                for node, (count, dense) in zip(
+                    layout.nodes[p], self._sizes[p][i].tolist(), strict=True
+                ):
+                    rows = parts[node] = Rows.none(table.param, count, dense=bool(dense))
+                    receives += [(p, t) for t in (rows.places, rows.values) if t.numel()]
+        for peer in layout.others:
+            current.probe.sending(peer, sum(t.nbytes for p, t in sends if p == peer))
+        self._pending = transport.exchange(sends, receives, TAG_ROWS)
+
+    def finish(self) -> None:
+        self._wait()
+        others = [n for p in self._layout.others for n in self._layout.nodes[p]]
+        for table, parts in zip(self.tables, self._parts, strict=True):
+            for node in others:
+                current.probe.received(parts[node].values)
+            table.result = tree.fold(parts, self._layout.vranks, Rows.plus)
+
+    def doubt(self) -> int:
+        """Judge the sums: FINITE, or whose part of them is not."""
+        owner = {node: rank for rank, nodes in enumerate(self._layout.nodes) for node in nodes}
+        found = FINITE
+        for table, parts in zip(self.tables, self._parts, strict=True):
+            if not _is_finite(table.result.values):
+                wrong = [owner[n] for n, rows in parts.items() if not _is_finite(rows.values)]
+                found = max(found, NOBODYS if not wrong else SOMEBODYS + min(wrong))
+        return found
+
+    def agrees(self, vrank: int, leaves: Mapping[int, Flat | Rows]) -> bool:
+        """Tell whether a virtual rank's rows are bit for bit those of its leaves."""
+        for table, parts in zip(self.tables, self._parts, strict=True):
+            leaf = leaves[table.index]
+            assert isinstance(leaf, Rows)
+            for (start, width), rows in parts.items():
+                alone = start == vrank and min(width, self._layout.vranks - start) == 1
+                if alone and not leaf.equals(rows):
+                    return False
+        return True
+
+    def _wait(self) -> None:
+        if self._pending is not None:
+            self._pending.wait()
+
+
+def _is_finite(values: torch.Tensor) -> bool:
+    wide = torch.float32 if values.dtype in (torch.float16, torch.bfloat16) else None
+    return cmath.isfinite(values.sum(dtype=wide).item()) or bool(torch.isfinite(values).all())

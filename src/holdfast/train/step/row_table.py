@@ -1,0 +1,114 @@
+"""Keeps sparse gradients: the rows of a parameter that a task has used, and their partial sums.
+
+A task's rows are added to those of other tasks along the canonical tree, row by row, so a row's sum
+is that of its users in their canonical order, whoever computes them. Like buckets, these tables
+know nothing of workers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from holdfast.core import tree
+from holdfast.core.errors import UserError
+from holdfast.train.checkpoint.state import as_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """Holds some rows of a parameter's gradient; the others are 0.
+
+    `places`: [rows] int64, each once and in growing order. `values`: [rows, *shape of a row].
+    `dense`: one of the tasks had a dense gradient, so that all rows are here.
+    """
+
+    places: torch.Tensor
+    values: torch.Tensor
+    dense: bool = False
+
+    @classmethod
+    def none(cls, param: torch.Tensor, count: int = 0, *, dense: bool = False) -> Rows:
+        """Return `count` rows that are still to be filled in."""
+        places = torch.empty(count, dtype=torch.int64, device=param.device)
+        values = torch.empty(count, *param.shape[1:], dtype=param.dtype, device=param.device)
+        return cls(places=places, values=values, dense=dense)
+
+    @classmethod
+    def of(cls, grad: torch.Tensor, name: str) -> Rows:
+        """Return the rows of a gradient. UserError for one whose rows are sparse themselves."""
+        if grad.layout == torch.strided:
+            places = torch.arange(len(grad), device=grad.device)
+            return cls(places=places, values=grad.contiguous(), dense=True)
+        if grad.layout != torch.sparse_coo or grad.sparse_dim() != 1:
+            raise UserError(
+                f"parameter {name} has a gradient in the layout {grad.layout} that is sparse "
+                "within rows: let it be dense, or sparse by rows, as that of an Embedding"
+            )
+        grad = grad.coalesce()
+        return cls(places=grad.indices()[0].contiguous(), values=grad.values().contiguous())
+
+    def plus(self, other: Rows) -> Rows:
+        """Return the sum, with the rows of both; this is the left operand."""
+        if not len(other.places) or not len(self.places):
+            return self if len(self.places) else other
+        both = torch.cat([self.places, other.places])
+        places, index = torch.unique(both, sorted=True, return_inverse=True)
+        left, right = index[: len(self.places)], index[len(self.places) :]
+        values = self.values.new_zeros(len(places), *self.values.shape[1:])
+        values[left] = self.values
+        values[right] += other.values  # each row is there once
+        return Rows(places=places, values=values, dense=self.dense or other.dense)
+
+    def copy(self) -> Rows:
+        """Return them in memory of their own."""
+        return Rows(places=self.places, values=self.values.clone(), dense=self.dense)
+
+    def equals(self, other: Rows) -> bool:
+        """Tell whether both are the same, bit for bit."""
+        return torch.equal(self.places, other.places) and torch.equal(
+            as_bytes(self.values), as_bytes(other.values)
+        )
+
+    def times(self, scale: float, weight: float) -> Rows:
+        """Return them multiplied by `scale` and divided by `weight`, where these are not 1."""
+        values = self.values if scale == 1.0 else self.values * scale
+        values = values if weight == 1.0 else values / weight
+        return Rows(places=self.places, values=values, dense=self.dense)
+
+    def gradient(self, param: torch.Tensor) -> torch.Tensor:
+        """Return them as what is put into `.grad`."""
+        if self.dense:
+            return self.values
+        shape = tuple(param.shape)
+        return torch.sparse_coo_tensor(
+            self.places[None], self.values, shape, is_coalesced=True, check_invariants=False
+        )
+
+
+class RowTable:
+    """Holds the rows of one parameter: partial sums of the present step, and the result."""
+
+    def __init__(
+        self, index: int, name: str, param: torch.nn.Parameter, place: int, owners: tuple[str, ...]
+    ) -> None:
+        self.index = index  # counted after the buckets'
+        self.name = name
+        self.param = param
+        self.place = place  # in the model's own order
+        self.owners = owners
+        self.partials: dict[tree.Node, Rows] = {}
+        self.result = Rows.none(param)
+
+    def leaf(self) -> Rows:
+        """Move the gradient now in `.grad` out of it; none counts as no rows."""
+        grad, self.param.grad = self.param.grad, None
+        return Rows.none(self.param) if grad is None else Rows.of(grad, self.name)
+
+    def contribute(self, vrank: int, leaf: Rows, vranks: int) -> None:
+        tree.merge(self.partials, (vrank, 1), leaf, vranks, Rows.plus)
+
+    def reset(self) -> None:
+        """Forget the step's partial sums."""
+        self.partials.clear()

@@ -1,0 +1,148 @@
+"""Knows which parameters of the protected modules are trained, and notices when that changes.
+
+A script may freeze, thaw, add, remove or replace parameters between two steps, on all workers
+alike. Which are trained is a part of the job's state: a worker that joins later has not executed
+that line of the script, and takes it over from the others.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Mapping
+
+import torch
+from torch import nn
+
+from holdfast.core.errors import StateMismatch, UserError
+
+Named = tuple[str, nn.Parameter]
+SHOWN = 3  # names in a message
+
+
+class TrainedParameters:
+    """Looks at the protected modules, by the names under which these are protected."""
+
+    def __init__(self) -> None:
+        self._modules: Mapping[str, nn.Module] = {}
+        self._seen: dict[str, list[object]] = {}  # ids and flags of all that is in a module
+        self._held: dict[str, list[object]] = {}  # the same things, so that no id comes back
+        self._planned: list[str] = []  # names of those whose gradients are summed
+        self._taken = False  # they have come with the job's state
+
+    def watch(self, modules: Mapping[str, nn.Module]) -> list[Named]:
+        """Look at these modules from now on, but not at averages; returns whom to sum at first.
+
+        UserError for what cannot be trained.
+        """
+        averages = torch.optim.swa_utils.AveragedModel
+        self._modules = {n: m for n, m in modules.items() if not isinstance(m, averages)}
+        self._see(self._modules)
+        return self._plan()
+
+    @property
+    def owners(self) -> list[str]:
+        """Return the names under which modules with parameters are protected."""
+        return [n for n, m in self._modules.items() if next(m.parameters(), None) is not None]
+
+    def look(self, of: Collection[str] | None = None) -> list[Named] | None:
+        """Return what is to be summed from now on, if these modules, or any, have changed.
+
+        What a round does not name may be frozen in it for a while: that is no change.
+        """
+        if self._see(self._modules if of is None else of):
+            self._see(self._modules)
+            return self._plan()
+        if self._taken:
+            self._taken, every = False, dict(self._every())
+            return [(name, every[name]) for name in self._planned if name in every]
+        return None
+
+    def by_row(self) -> list[torch.Tensor]:
+        """Return those whose gradients are sparse."""
+        every = [each for module in self._modules.values() for each in module.modules()]
+        tables = [each for each in every if isinstance(each, nn.Embedding | nn.EmbeddingBag)]
+        return [each.weight for each in tables if each.sparse]
+
+    def state_dict(self) -> dict[str, list[str] | None]:
+        """Return the names of those trained now, and of those summed if these are others."""
+        trained = self._trained()
+        return {"now": trained, "planned": None if self._planned == trained else self._planned}
+
+    def load_state_dict(self, state: Mapping[str, list[str] | None]) -> None:
+        """Train those that the job trains. StateMismatch if some are not here."""
+        wanted, every = set(state["now"] or ()), dict(self._every())
+        missing = sorted(wanted - set(every))
+        if missing:
+            raise StateMismatch(
+                f"the job trains {', '.join(missing[:SHOWN])}, which this worker does not have: a "
+                "worker that joins runs the script from its first line, so build all parameters "
+                "before the first step, and freeze those that are trained later"
+            )
+        trained = {id(every[name]) for name in wanted}
+        for param in every.values():
+            if param.requires_grad != (id(param) in trained):
+                param.requires_grad_(id(param) in trained)
+                param.grad = None
+        planned, self._taken = state["planned"], True
+        self._planned = self._trained() if planned is None else list(planned)
+        summed = {id(every[name]) for name in self._planned if name in every}
+        for name, module in self._modules.items():
+            self._held[name], self._seen[name] = _content(module, lambda p: id(p) in summed)
+
+    def _see(self, names: Collection[str]) -> bool:
+        """Look at these modules; tells whether they are others than when they were seen last."""
+        found = False
+        for name, module in self._modules.items():
+            if name in names:
+                held, seen = _content(module)
+                found |= seen != self._seen.get(name)
+                self._held[name], self._seen[name] = held, seen
+        return found
+
+    def _plan(self) -> list[Named]:
+        for name, module in self._modules.items():
+            for path, each in module.named_modules(prefix=name):
+                if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.max_norm is not None:
+                    raise UserError(
+                        f"{path} has max_norm={each.max_norm}, with which a forward pass changes "
+                        "the parameter: leave it out, and scale rows after the optimizer's step"
+                    )
+        every = self._every()
+        for name, param in every:
+            if isinstance(param, nn.parameter.UninitializedParameter):
+                raise UserError(f"{name} has no shape yet: call the model once, before any step")
+        self._planned = self._trained()
+        return [(name, param) for name, param in every if param.requires_grad]
+
+    def _trained(self) -> list[str]:
+        return [name for name, param in self._every() if param.requires_grad]
+
+    def _every(self) -> list[Named]:
+        return [
+            (f"{name}.{path}", param)
+            for name, module in self._modules.items()
+            for path, param in module.named_parameters(remove_duplicate=False)
+        ]
+
+
+def _content(
+    module: nn.Module,
+    trains: Callable[[nn.Parameter], bool] = operator.attrgetter("requires_grad"),
+) -> tuple[list[object], list[object]]:
+    """Return what is in a module, and what tells it from others. Quick, as steps need it."""
+    held: list[object] = []
+    seen: list[object] = []
+    left: list[nn.Module | None] = [module]
+    while left:
+        each = left.pop()
+        if each is None:
+            continue
+        held.append(each)
+        seen.append(id(each))
+        for param in each._parameters.values():
+            if param is not None:
+                held.append(param)
+                seen.append((id(param), trains(param)))
+        seen += [buffer is None for buffer in each._buffers.values()]
+        left.extend(each._modules.values())
+    return held, seen
