@@ -250,7 +250,7 @@ class Job:
                 f"job.steps(until={until}) after a loop that has ended at {before}: steps are "
                 "counted over the whole job, so until must not go back"
             )
-        loop: Any = NoDataset(self.virtual_ranks, self.seed) if data is None else data
+        loop: LoopData = NoDataset(self.virtual_ranks, self.seed) if data is None else data
         source: Source | None = None
         try:
             for index, plan in script.loop(loop, until):
