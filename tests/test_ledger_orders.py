@@ -75,6 +75,7 @@ def test_what_a_sampler_gave_is_proved(tmp_path, steps):
             (FIRST, ((0, 4, 11, 2), (0, 5, 13, 1), *[(0, 6, 14, 0)] * 2)),
             "batch 6 of 6",
         ),  # cut short
+        (((*FIRST[:3], (0, 2, 6, 0), (0, 3, 6, 3)),), "other samples"),  # an empty batch
         ((FIRST[1:], SECOND), "begins epoch 0"),  # nothing told
         ((FIRST, SECOND, (tell(FACTS[0]), *THIRD[1:])), "begins epoch 1"),  # of another epoch
         ((FIRST, SECOND, (tell(FACTS[1]), *FIRST[1:])), "other samples"),  # of the epoch before

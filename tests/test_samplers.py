@@ -211,6 +211,14 @@ def test_an_order_depends_on_seed_and_epoch_only() -> None:
         assert draw_order(sampler, 6, 1).facts(0).order != orders[0]
 
 
+def test_samplers_within_samplers_know_the_epoch() -> None:
+    inner = Buckets()
+    outer = BatchSampler(inner, 2, False)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="BatchSampler of Buckets gave no batch in epoch 14"):
+        draw_order(outer, 0, 14)
+    assert inner.epoch == 14
+
+
 class NumpyShuffled:
     def __init__(self) -> None:
         self.generator = np.random.default_rng(1)

@@ -32,19 +32,21 @@ class Resumable:
     """Reads a shard, and can go on where another one stood."""
 
     def __init__(self, shard: int) -> None:
-        self.shard, self.at, self.read = shard, 0, 0
+        self.shard, self.at, self.epoch = shard, 0, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         while self.at < LENGTHS[self.shard]:
             self.at += 1
-            self.read += 1
-            yield sample(self.shard, self.at - 1)
+            yield sample(self.shard, self.at - 1 + 1000 * self.epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at}
+        return {"at": self.at, "epoch": self.epoch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.at = state["at"]
+        self.at, self.epoch = state["at"], state["epoch"]
 
 
 class Plain(Resumable):
@@ -140,15 +142,21 @@ def test_a_state_that_cannot_be_used_is_told_once(kind: type[Resumable], words: 
 
 
 def test_states_are_told_only_where_there_are_any() -> None:
-    for kind, exchanges in ((Plain, 0), (Resumable, 2), (Lying, 2)):
-        steps = {}
+    for kind, exchanges, readers in ((Plain, 0, 8), (Resumable, 2, 15), (Lying, 2, 9)):
+        made: list[Resumable] = []
 
-        def script(job: Job, me: ThreadWorker, kind: type[Resumable] = kind) -> Any:
-            trained(job, job.stream(opened(kind, []), 3), 4)
+        def script(
+            job: Job,
+            me: ThreadWorker,
+            kind: type[Resumable] = kind,
+            made: list[Resumable] = made,
+        ) -> Any:
+            trained(job, job.stream(opened(kind, made), 3), 4)
             return job._script._at  # type: ignore[union-attr]
 
-        steps = results(script, 2)
-        assert steps == [4 + exchanges] * 2
+        assert results(script, 1) == [4 + exchanges]
+        assert len(made) == readers  # 8 to read, 4 and 3 to try states
+        assert results(script, 2) == [4 + exchanges] * 2
 
 
 def test_what_is_alike() -> None:

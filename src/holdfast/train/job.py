@@ -22,7 +22,7 @@ from holdfast.train.data.random_streams import enter_stream
 from holdfast.train.data.sampled_batches import SampledBatches
 from holdfast.train.data.sampling import SamplePlan
 from holdfast.train.data.shard_positions import StreamPlan
-from holdfast.train.data.sources import Batches, NoDataset, Source, Task, of_loader
+from holdfast.train.data.sources import Batches, LoopData, NoDataset, Source, Task, of_loader
 from holdfast.train.data.streams import Stream, StreamSource, shards_of
 from holdfast.train.environment import WorkerEnvironment, take_channel
 from holdfast.train.evaluation import Evaluation, without_training
