@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from holdfast.core.errors import UserError
 from holdfast.train.data import reader_states, streams
 from holdfast.train.data.rank_watch import ranks_watched
+from holdfast.train.data.shard_positions import StreamPlan
 from holdfast.train.job import Job, Stream
 from loop_kit import digest, everywhere, protected, results, step_once
 from thread_cluster import ThreadWorker
@@ -157,6 +159,20 @@ def test_states_are_told_only_where_there_are_any() -> None:
         assert results(script, 1) == [4 + exchanges]
         assert len(made) == readers  # 8 to read, 4 and 3 to try states
         assert results(script, 2) == [4 + exchanges] * 2
+
+
+@pytest.mark.parametrize("told", [(0, 3), (1, 6), (1, 3), (1, 0)])
+def test_a_state_of_another_place_is_not_used(told: tuple[int, int]) -> None:
+    """The shard stands after 3 samples of epoch 1, which began in step 3."""
+    plan = StreamPlan(batch_size=3, virtual_ranks=1, seed=0)
+    state = msgspec.msgpack.encode({"at": told[1], "epoch": told[0]})
+    made: list[Resumable] = []
+    stream = Stream(
+        opened(Resumable, made), list, plan, [(1, 3, 3)], {0: (*told, state)}, lambda text: None
+    )
+    expected = [sample(0, 1000 + i) for i in (3, 4, 5)]
+    assert reader_states.alike(stream.source(plan).batch(4, 0), expected)
+    assert len(made) == 1
 
 
 def test_what_is_alike() -> None:
