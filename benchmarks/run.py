@@ -15,6 +15,7 @@ from pathlib import Path
 import checkpoint
 import failover
 import links
+import loading
 import partition
 import recovery
 import scale
@@ -360,6 +361,7 @@ def _wrong_lines(table: silent.Table) -> Iterator[str]:
 
 SHEETS: dict[str, tuple[Callable[[], Iterator[str]], ...]] = {
     "TRAINING": (step_lines, cost_lines, recovery_lines),
+    "LOADING": (loading.lines,),
     "CHECKPOINTS": (checkpoint_lines,),
     "STRAGGLERS": (
         detection_lines,

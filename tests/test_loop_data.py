@@ -53,18 +53,6 @@ def test_a_ready_loader_says_how_batches_are_made() -> None:
     ("make", "words"),
     [
         (lambda d: DataLoader(d, batch_size=None), "NoneType"),
-        (
-            lambda d: DataLoader(
-                d, sampler=torch.utils.data.WeightedRandomSampler([1.0] * len(d), len(d))
-            ),
-            "WeightedRandomSampler",
-        ),
-        (
-            lambda d: DataLoader(
-                d, sampler=torch.utils.data.RandomSampler(d, num_samples=5), batch_size=2
-            ),
-            "RandomSampler",
-        ),
     ],
 )
 def test_a_loader_that_has_no_counterpart_is_told(make: Any, words: str) -> None:

@@ -86,7 +86,7 @@ class AnyPlan(Protocol):
 
 @runtime_checkable
 class OrderedPlan(AnyPlan, Protocol):
-    """Declares a plan of shards that are read in order: `StreamPlan` is one."""
+    """Declares a plan of what is read in order: `StreamPlan` and `OrderPlan` are such."""
 
     def start(self) -> list[Any]: ...
 
@@ -96,8 +96,12 @@ class OrderedPlan(AnyPlan, Protocol):
         step: int,
         counts: Sequence[int],
         digests: Sequence[int],
+        told: str,
     ) -> list[Any]:
-        """Return where the shards stand after a step; UserError if it used other samples."""
+        """Return where the order stands after a step that told this.
+
+        UserError if it used other samples.
+        """
         ...
 
 
@@ -387,7 +391,7 @@ class _Audit:
                 if step.plan != number:
                     continue
                 try:
-                    positions = plan.after(positions, index, *step.marks)
+                    positions = plan.after(positions, index, *step.marks, step.place.told)
                 except (UserError, ValueError) as error:
                     self.find(f"{step.where}: {error}")
                     break

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,13 @@ from holdfast.core.errors import UserError
 from holdfast.core.step.events import EventNoted, StepKind
 from holdfast.train.compose import Control, compose_control, compose_worker
 from holdfast.train.data.batch_loading import LoadOptions, dataset_length
+from holdfast.train.data.order_plan import OrderPlan
 from holdfast.train.data.random_streams import enter_stream
+from holdfast.train.data.sampled_batches import SampledBatches
 from holdfast.train.data.sampling import SamplePlan
 from holdfast.train.data.shard_positions import StreamPlan
 from holdfast.train.data.sources import Batches, LoopData, NoDataset, Source, Task, of_loader
-from holdfast.train.data.streams import Stream, shards_of
+from holdfast.train.data.streams import Stream, StreamSource, shards_of
 from holdfast.train.environment import WorkerEnvironment, take_channel
 from holdfast.train.evaluation import Evaluation, without_training
 from holdfast.train.host_memory import keep_freed_memory
@@ -69,7 +71,7 @@ class Job:
         self._progress = ScriptState()
         self._script: ScriptThread | None = None  # once there is something to train
         self._step: Step | None = None  # that the script has, or has left by `break`
-        self._streams = 0  # that the script has made
+        self._streams = 0  # and orders that the script has made
         self._at_step_end: list[Callable[[Step], None]] = []
 
     # ------------------------------------------------------------ what the job is
@@ -139,14 +141,15 @@ class Job:
         shuffle: bool = True,
         drop_last: bool = False,
         **loading: Any,
-    ) -> Batches:
+    ) -> Batches | SampledBatches:
         """Batches of a map-style dataset: `batch_size` samples for each virtual rank and step.
 
         Every epoch is a permutation that depends on the job's seed only. Without `drop_last` an
         epoch's last step shares out what remains, and gradients are weighted so that they stay the
         mean over the step's samples. `loading`: fields of LoadOptions (num_workers, collate_fn,
         pin_memory, prefetch_factor, ...). `dataset` may be a ready DataLoader, which then says all
-        of that. Raises UserError.
+        of that; if it has a sampler of its own, each virtual rank takes the next batch. Raises
+        UserError.
         """
         if isinstance(dataset, DataLoader):
             if batch_size is not None or loading:
@@ -156,6 +159,8 @@ class Job:
                 )
             found = of_loader(dataset)
             dataset, batch_size, options = found.dataset, found.batch_size, found.options
+            if found.sampler is not None:
+                return self._sampled(dataset, found.sampler, options)
             shuffle, drop_last = found.shuffle, found.drop_last
         else:
             options = _options(dataset, loading)
@@ -189,25 +194,44 @@ class Job:
         of the job's state; a shard that comes to another worker is read there from its beginning.
         Raises UserError.
         """
-        if self._environment.spec.backup().workers:
-            raise UserError(
-                "job.stream with --backup: what is dropped of a stream would be lost; use "
-                "job.batches, or no backup workers"
-            )
+        self._check_nothing_dropped("job.stream", "a stream")
         plan = StreamPlan(batch_size=batch_size, virtual_ranks=self.virtual_ranks, seed=self.seed)
-        number = self._streams
-        self._streams += 1
+        number = self._next_stream()
         return Stream(
             shards_of(dataset),
             collate_fn or LoadOptions().collate_fn,
             plan,
             self._progress.streams.setdefault(number, plan.start()),
+            self._progress.readers.setdefault(number, {}),
             lambda text: self._driver.post(EventNoted("stream", text)),
         )
 
+    def _sampled(
+        self, dataset: Any, sampler: Iterable[Any], options: LoadOptions
+    ) -> SampledBatches:
+        """Return batches that a script's own sampler gives."""
+        self._check_nothing_dropped("job.batches(loader)", "a sampler's order")
+        number, progress = self._next_stream(), self._progress
+        plan = OrderPlan(number=number, virtual_ranks=self.virtual_ranks, seed=self.seed)
+        positions = progress.orders.setdefault(number, plan.start())
+        return SampledBatches(dataset, sampler, options, plan, positions, lambda: progress.steps)
+
+    def _check_nothing_dropped(self, call: str, what: str) -> None:
+        if self._environment.spec.backup().workers:
+            raise UserError(
+                f"{call} with --backup: what is dropped of {what} would be lost; use "
+                "job.batches(dataset, batch_size), or no backup workers"
+            )
+
+    def _next_stream(self) -> int:
+        self._streams += 1
+        return self._streams - 1
+
     # ------------------------------------------------------------ steps
 
-    def steps(self, data: Batches | Stream | None = None, *, until: int) -> Iterator[Step]:
+    def steps(
+        self, data: Batches | SampledBatches | Stream | None = None, *, until: int
+    ) -> Iterator[Step]:
         """Yield the job's steps from where it stands up to (not including) number `until`.
 
         Without `data` each step yields `Task`s, for which the script makes its own batches; the
@@ -236,6 +260,8 @@ class Job:
                 enter_stream(self.seed, index, self.virtual_ranks, "step")
                 yield self._step
                 self._end_step(self._step, script)
+                if isinstance(source, StreamSource) and source.stream.tells_states:
+                    _tell_states(script, source)
             self._step = None
         finally:
             if source is not None:
@@ -295,6 +321,11 @@ class Job:
         """
         if isinstance(data, DataLoader):
             loader = of_loader(data)
+            if loader.sampler is not None:
+                raise UserError(
+                    "job.evaluate(fn, loader): this DataLoader has a sampler of its own; give one "
+                    "of all samples of a dataset (torch.utils.data.Subset makes one of a part)"
+                )
             data, collate_fn = loader.dataset, collate_fn or loader.options.collate_fn
             batch_size = batch_size or loader.batch_size
         if batch_size is None or batch_size < 1:
@@ -362,6 +393,14 @@ def _options(dataset: Any, loading: dict[str, Any]) -> LoadOptions:
         return LoadOptions(**loading)
     except TypeError as error:
         raise UserError(f"job.batches({type(dataset).__name__}): {error}") from None
+
+
+def _tell_states(script: ScriptThread, source: StreamSource) -> None:
+    """Let all workers know where the readers of a stream stand."""
+    script.open(StepKind.VALUES)
+    for task in script.tasks():
+        script.runner.tell(task, source.state(task.vrank))
+    source.stream.hear(script.told())
 
 
 def _check_complete(step: Step) -> None:

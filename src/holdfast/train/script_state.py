@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 from holdfast.core.errors import StateMismatch, UserError
+from holdfast.train.data.order_plan import OrderPosition
 from holdfast.train.data.shard_positions import Position
 from holdfast.train.step.module_attributes import ModuleAttributes
 from holdfast.train.step.trained import TrainedParameters
@@ -60,6 +61,8 @@ class ScriptState:
         self.ended: list[int] = []  # after how many steps each finished loop has ended
         self.streams: dict[int, list[Position]] = {}  # where their shards stand
         self.trained = TrainedParameters()
+        self.readers: dict[int, dict[int, tuple[int, int, bytes]]] = {}  # their last told states
+        self.orders: dict[int, list[OrderPosition]] = {}  # where those of samplers stand
         self.told: dict[int, bytes] = {}  # in loops that only told values: by number of the loop
         self.attributes = ModuleAttributes([])  # of the protected modules, once these are known
 
@@ -72,6 +75,8 @@ class ScriptState:
             "values": values,
             "ended": list(self.ended),
             "streams": {number: list(found) for number, found in self.streams.items()},
+            "readers": {number: dict(sorted(r.items())) for number, r in self.readers.items()},
+            "orders": {number: list(found) for number, found in self.orders.items()},
             "told": dict(self.told),
             "modules": self.attributes.state_dict(),
             "trained": self.trained.state_dict(),
@@ -90,6 +95,12 @@ class ScriptState:
         self.trained.load_state_dict(state["trained"])
         for number, positions in state["streams"].items():
             self.streams.setdefault(number, [])[:] = positions
+        for number, readers in state["readers"].items():
+            known = self.readers.setdefault(number, {})
+            known.clear()
+            known.update(readers)
+        for number, order in state["orders"].items():
+            self.orders.setdefault(number, [])[:] = order
         for name in list(self.values):
             del self.values[name]
         self.values.update(copy.deepcopy(dict(state["values"])))

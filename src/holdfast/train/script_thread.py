@@ -23,7 +23,6 @@ from holdfast.observe.ledger import Place, Uses
 from holdfast.train.checkpoint.saver import Saver
 from holdfast.train.data.random_streams import enter_stream
 from holdfast.train.data.sampling import SamplePlan
-from holdfast.train.data.shard_positions import StreamPlan
 from holdfast.train.data.sources import LoopData, Plan, Source
 from holdfast.train.driver import Driver
 from holdfast.train.ledger_recorder import LedgerRecorder
@@ -333,11 +332,13 @@ class ScriptThread:
         table, vranks = data.table, plan.virtual_ranks
         counts = table.counts()
         counted = sum(counts)
-        samples = counted if isinstance(plan, StreamPlan) else plan.step_samples(index)
+        samples = plan.step_samples(index) if isinstance(plan, SamplePlan) else counted
         if not counted:
             raise UserError(f"no shard of the stream has any sample for step {index}")
+        told = ""
         if first:
             self._marks = counts, table.digests()
+            told = self._loop_data.check(index, *self._marks)
         scale = samples / counted  # 1 unless something was dropped
         every = table.weights()
         weights = [weight for weight, count in zip(every, counts, strict=True) if count]
@@ -356,14 +357,14 @@ class ScriptThread:
                 "step.backward a weight in every batch, or in none"
             )
         else:
-            assert isinstance(plan, SamplePlan), "a stream's losses are weighted"
+            assert isinstance(plan, SamplePlan), "other losses are weighted"
             data.gradients.publish(table.used, scale)
             for v, weight in enumerate(plan.weights(index)):
                 losses[v, 1] *= weight
             loss = self._total(losses) / vranks * scale
         enter_stream(plan.seed, index, vranks, "job" if first else f"job {self._at}")
         uses = Uses.SAMPLES if first else Uses.SAME_SAMPLES
-        self._record(uses, loss, samples - counted)
+        self._record(uses, loss, samples - counted, told)
         return loss
 
     def told(self) -> dict[int, bytes]:

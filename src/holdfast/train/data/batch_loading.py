@@ -21,7 +21,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
@@ -29,9 +29,9 @@ from torch.utils.data._utils import pin_memory, signal_handling
 
 from holdfast.core.errors import UserError, WorldError
 from holdfast.train.data.random_streams import enter_stream
-from holdfast.train.data.sampling import SamplePlan
 
 Task = tuple[int, int]  # (step, vrank)
+Item = tuple[int, int, list[Any]]  # a task, and the keys of its samples
 
 RESTARTS_MAX = 3  # restarts of the data workers without one batch in between
 POLL_S = 0.2  # how soon the death of a data worker is noticed by somebody waiting for it
@@ -89,6 +89,30 @@ def load_samples(dataset: Any, indices: list[int]) -> list[Any]:
     return [dataset[index] for index in indices]
 
 
+class LoadPlan(Protocol):
+    """Says which samples the tasks read. `length`: of the dataset; None if that does not matter."""
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def length(self) -> int | None: ...
+
+    def keys(self, step: int, vrank: int) -> list[Any]:
+        """Return what the dataset is asked for."""
+        ...
+
+    def task_samples(self, step: int, vrank: int) -> int: ...
+
+    def digest(self, step: int, vrank: int) -> int: ...
+
+    def scale(self, step: int, vrank: int) -> float | None:
+        """Return by what a task's mean counts in the step's; None if each sample counts alike."""
+        ...
+
+    def epoch_of(self, step: int) -> tuple[int, int]: ...
+
+
 class BatchSource:
     """Provides the batches of one dataset, for the virtual ranks that this worker hosts.
 
@@ -96,12 +120,12 @@ class BatchSource:
     when the thread that started them ends.
     """
 
-    def __init__(self, dataset: Any, plan: SamplePlan, options: LoadOptions | None = None) -> None:
+    def __init__(self, dataset: Any, plan: LoadPlan, options: LoadOptions | None = None) -> None:
         self.plan = plan
         self.options = options or LoadOptions()
         self.stats = LoadStats()
-        self._tasks = _Tasks(dataset, plan, self.options.collate_fn)
-        self._feed = _Feed()
+        self._tasks = _Tasks(dataset, plan.seed, self.options.collate_fn)
+        self._feed = _Feed(plan)
         self._pipeline = _Pipeline(self._tasks, self._feed, self.options)
         self._ready: dict[Task, Any] = {}  # loaded ahead, still wanted, not yet asked for
         self._failures = 0  # restarts since a data worker last delivered anything
@@ -112,10 +136,10 @@ class BatchSource:
         Called at the start and at every change of assignment; the first call starts the data
         workers. What was loaded ahead and is still wanted is kept. May go back to earlier steps.
         """
-        length = dataset_length(self._tasks.dataset)
-        if length != self.plan.length:
+        planned = self.plan.length
+        if planned is not None and (length := dataset_length(self._tasks.dataset)) != planned:
             raise UserError(
-                f"the dataset has {length} samples but its plan was made for {self.plan.length}: "
+                f"the dataset has {length} samples but its plan was made for {planned}: "
                 "do not change a dataset's length during a job"
             )
         self._feed.follow(tuple(vranks), from_step, until, keep=self._known())
@@ -156,9 +180,9 @@ class BatchSource:
         """Return how many samples a task uses, and the digest of their indices."""
         return self.plan.task_samples(step, vrank), self.plan.digest(step, vrank)
 
-    def scale(self, step: int, vrank: int) -> float:
-        """Return by what a task's mean counts in the step's."""
-        return self.plan.weight(step, vrank) / self.plan.virtual_ranks
+    def scale(self, step: int, vrank: int) -> float | None:
+        """Return by what a task's mean counts in the step's; None if each sample counts alike."""
+        return self.plan.scale(step, vrank)
 
     def close(self) -> None:
         """End the data workers. A later `follow` starts new ones."""
@@ -250,7 +274,7 @@ class BatchSource:
     def _inline(self, task: Task) -> Any:
         self.stats.inline += 1
         with one_thread():
-            batch = self._tasks.load(*task)
+            batch = self._tasks.load(*task, self.plan.keys(*task))
         if self.options.pin_memory and torch.cuda.is_available():
             return pin_memory.pin_memory(batch)
         return batch
@@ -263,26 +287,26 @@ class _Tasks:
     worker's turn in the queue.
     """
 
-    def __init__(self, dataset: Any, plan: SamplePlan, collate: Callable[[list[Any]], Any]) -> None:
+    def __init__(self, dataset: Any, seed: int, collate: Callable[[list[Any]], Any]) -> None:
         self.dataset = dataset
-        self._plan = plan
+        self._seed = seed
         self._collate = collate
 
-    def __getitem__(self, task: Task | None) -> tuple[Task | None, str, Any]:
+    def __getitem__(self, item: Item | None) -> tuple[Task | None, str, Any]:
         """Return (task, traceback or "", batch)."""
-        if task is None:
+        if item is None:
             return None, "", None
+        task = item[:2]
         try:
-            return task, "", self.load(*task)
+            return task, "", self.load(*item)
         except Exception:  # noqa: BLE001 - whatever it is, the training process will meet it
             return task, traceback.format_exc(), None
 
-    def load(self, step: int, vrank: int) -> Any:
-        indices = self._plan.indices(step, vrank).tolist()
-        if not indices:
+    def load(self, step: int, vrank: int, keys: list[Any]) -> Any:
+        if not keys:
             return None
-        enter_stream(self._plan.seed, step, vrank, "data")
-        return self._collate(load_samples(self.dataset, indices))
+        enter_stream(self._seed, step, vrank, "data")
+        return self._collate(load_samples(self.dataset, keys))
 
 
 class _Feed:
@@ -292,10 +316,11 @@ class _Feed:
     workers running and their queue full, and needs no new iterator.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, plan: LoadPlan) -> None:
         self.step = 0  # earlier ones are over
         self.held: set[Task] = set()  # loaded, being loaded, or handed out already
         self.sent: deque[Task | None] = deque()
+        self._plan = plan
         self._vranks: tuple[int, ...] = ()
         self._until = 0
         self._next: tuple[int, int] = (0, 0)  # step, position in _vranks
@@ -331,15 +356,16 @@ class _Feed:
         self._next = (step, 0)
         return None
 
-    def __iter__(self) -> Iterator[Task | None]:
+    def __iter__(self) -> Iterator[Item | None]:
         return self
 
-    def __next__(self) -> Task | None:
+    def __next__(self) -> Item | None:
         task = self.peek()
+        keys = [] if task is None else self._plan.keys(*task)
         if task is not None:
             self.held.add(task)
         self.sent.append(task)
-        return task
+        return None if task is None else (*task, keys)
 
 
 class _DataWorkerLost(WorldError):

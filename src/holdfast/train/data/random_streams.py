@@ -6,9 +6,11 @@ of Python, NumPy and torch give does not depend on anything that happened before
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import random
 import struct
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -42,6 +44,22 @@ def enter_stream(seed: int, step: int, vrank: int, purpose: str) -> None:
     if torch.cuda.is_initialized():
         for generator in torch.cuda.default_generators:
             generator.manual_seed(torch_seed)
+
+
+@contextlib.contextmanager
+def keyed_apart(seed: int, epoch: int, purpose: str) -> Iterator[None]:
+    """Key the global generators within; what they give afterwards is as if it had not been."""
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    enter_stream(seed, epoch, 0, purpose)
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])
+        if on_gpus:
+            torch.cuda.set_rng_state_all(on_gpus)
 
 
 def _words(seed: int, step: int, vrank: int, purpose: str) -> bytes:

@@ -24,6 +24,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from holdfast.core.errors import UserError, require
+from holdfast.train.data.order_plan import ORDER as SAMPLER_GIVEN
+from holdfast.train.data.order_plan import OrderPlan
 from holdfast.train.data.shard_positions import ORDER as STREAMED
 from holdfast.train.data.shard_positions import StreamPlan
 
@@ -111,6 +113,10 @@ class SamplePlan:
         """Return the task's share of the step, times V; exactly 1.0 in every full step."""
         return self.task_samples(step, vrank) * self.virtual_ranks / self.step_samples(step)
 
+    def scale(self, step: int, vrank: int) -> float:
+        """Return by what the task's mean counts in the step's."""
+        return self.weight(step, vrank) / self.virtual_ranks
+
     def weights(self, step: int) -> list[float]:
         """Return `weight(step, v)` for every vrank v."""
         total = self.step_samples(step)
@@ -121,6 +127,11 @@ class SamplePlan:
         """Return the dataset indices of one task, in the order in which they are collated."""
         start, stop = self._share(self.step_samples(step), vrank)
         return self._read(step, start, stop)
+
+    def keys(self, step: int, vrank: int) -> list[int]:
+        """Return `indices` as a dataset is asked for them."""
+        found: list[int] = self.indices(step, vrank).tolist()
+        return found
 
     def step_indices(self, step: int) -> Indices:
         """Return the indices of all tasks of the step, one after the other in order of vrank."""
@@ -172,12 +183,16 @@ class SamplePlan:
     def _read(self, step: int, start: int, stop: int) -> Indices:
         epoch, within = self.epoch_of(step)
         offset = within * self._full_step
+        if self.shuffle and self.length <= TABLE_LENGTH_MAX:
+            return _table(self.length, self.seed, epoch)[offset + start : offset + stop]
         positions = np.arange(offset + start, offset + stop, dtype=np.int64)
         return permute(positions, self.length, self.seed, epoch) if self.shuffle else positions
 
 
-def plan_of(plain: Mapping[str, Any]) -> SamplePlan | StreamPlan:
+def plan_of(plain: Mapping[str, Any]) -> SamplePlan | OrderPlan | StreamPlan:
     """Return the plan that a ledger's header names; UserError unless it is one of ours."""
+    if plain.get("order") == SAMPLER_GIVEN:
+        return OrderPlan.from_dict(plain)
     if plain.get("order") == STREAMED:
         return StreamPlan.from_dict(plain)
     return SamplePlan.from_dict(plain)

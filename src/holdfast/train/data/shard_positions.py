@@ -17,6 +17,7 @@ import xxhash
 from holdfast.core.errors import UserError
 
 ORDER = "stream-1"  # names the way of counting in ledgers and checkpoints
+_STATEFUL = struct.pack("<q", 1)
 Position = tuple[int, int, int]  # epoch, samples of it that were used, the step in which it began
 
 
@@ -44,9 +45,13 @@ class StreamPlan:
         """Return (0, steps since the first): shards come to their ends each in its own time."""
         return 0, step - self.first_step
 
-    def digest(self, shard: int, epoch: int, taken: int, count: int) -> int:
-        """Compute xxh3_64 over (shard, epoch, taken, count) as little-endian int64."""
-        return xxhash.xxh3_64_intdigest(struct.pack("<4q", shard, epoch, taken, count))
+    def digest(self, shard: int, epoch: int, taken: int, count: int, stateful: bool = False) -> int:
+        """Compute xxh3_64 over (shard, epoch, taken, count) as little-endian int64.
+
+        `stateful`: the shard's reader can say where it stands; then a fifth number follows, 1.
+        """
+        packed = struct.pack("<4q", shard, epoch, taken, count) + (_STATEFUL if stateful else b"")
+        return xxhash.xxh3_64_intdigest(packed)
 
     def after(
         self,
@@ -54,21 +59,44 @@ class StreamPlan:
         step: int,
         counts: Sequence[int],
         digests: Sequence[int],
+        told: str = "",
     ) -> list[Position]:
         """Return where the shards stand after a step that has used so many samples of each.
 
         UserError if a digest is not that of the samples that come next.
         """
+        return [position for position, _ in self._walk(positions, step, counts, digests)]
+
+    def stateful(
+        self,
+        positions: Sequence[Position],
+        step: int,
+        counts: Sequence[int],
+        digests: Sequence[int],
+    ) -> bool:
+        """Tell whether any shard was read by one that can say where it stands. UserError."""
+        return any(found for _, found in self._walk(positions, step, counts, digests))
+
+    def _walk(
+        self,
+        positions: Sequence[Position],
+        step: int,
+        counts: Sequence[int],
+        digests: Sequence[int],
+    ) -> list[tuple[Position, bool]]:
         marks = zip(positions, counts, digests, strict=True)
         return [self._next(shard, step, *each) for shard, each in enumerate(marks)]
 
-    def _next(self, shard: int, step: int, at: Position, count: int, digest: int) -> Position:
+    def _next(
+        self, shard: int, step: int, at: Position, count: int, digest: int
+    ) -> tuple[Position, bool]:
         ended = (at[0] + 1, 0, step)  # it had no more samples, so the next epoch began at once
         for epoch, taken, began in (at, ended) if at[1] or not count else (at,):
-            if digest == self.digest(shard, epoch, taken, count):
-                if count < self.batch_size:
-                    return epoch + 1, 0, step + 1
-                return epoch, taken + count, began
+            for stateful in (False, True):
+                if digest == self.digest(shard, epoch, taken, count, stateful):
+                    if count < self.batch_size:
+                        return (epoch + 1, 0, step + 1), stateful
+                    return (epoch, taken + count, began), stateful
         raise UserError(
             f"step {step} used other samples of shard {shard} than those that come next, after "
             f"{at[1]} of epoch {at[0]}"

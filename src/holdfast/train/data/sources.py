@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from holdfast.core.errors import UserError
 from holdfast.train.data.batch_loading import (
     BatchSource,
     LoadOptions,
+    LoadPlan,
     dataset_length,
     load_samples,
     one_thread,
 )
 from holdfast.train.data.content import content_print
+from holdfast.train.data.order_plan import OrderPlan
 from holdfast.train.data.random_streams import enter_stream, stream_seed
+from holdfast.train.data.sampler_orders import check_sampler
 from holdfast.train.data.sampling import SamplePlan
 from holdfast.train.data.shard_positions import StreamPlan
 
@@ -27,14 +36,14 @@ SAMPLES_COMPARED = 2  # at a time
 TASKS_MAX = 1 << 40  # of a job without a dataset: each counts as a sample of its own
 
 
-Plan = SamplePlan | StreamPlan
+Plan = SamplePlan | OrderPlan | StreamPlan
 
 
 class Source(Protocol):
     """Provides what the tasks of a worker compute with."""
 
     @property
-    def plan(self) -> Plan: ...
+    def plan(self) -> Plan | LoadPlan: ...
 
     def follow(self, vranks: Sequence[int], from_step: int, until: int) -> None: ...
 
@@ -64,8 +73,15 @@ class LoopData(Protocol):
 
     def source(self, plan: Any) -> Source: ...
 
+    def check(self, step: int, counts: Sequence[int], digests: Sequence[int]) -> str:
+        """Check what all tasks of a step of the script have used, by virtual rank. UserError.
+
+        Returns what the ledger is told of it.
+        """
+        ...
+
     def advance(self, step: int, counts: Sequence[int], digests: Sequence[int]) -> None:
-        """Note what all tasks of a step of the script have used, by virtual rank."""
+        """Note what all tasks of that step have used, at its end."""
         ...
 
     def samples(self, step: int) -> dict[str, str]:
@@ -99,6 +115,10 @@ class Batches:
         """Return what loads the batches."""
         return BatchSource(self.dataset, plan, self.options)
 
+    def check(self, step: int, counts: Sequence[int], digests: Sequence[int]) -> str:
+        """Return that there is nothing to tell: which samples a step uses follows from the plan."""
+        return ""
+
     def advance(self, step: int, counts: Sequence[int], digests: Sequence[int]) -> None:
         """Take no notice: which samples a step uses follows from the plan."""
 
@@ -107,14 +127,21 @@ class Batches:
         found: dict[str, str] = {}
         for i in range(SAMPLES_COMPARED):
             index = stream_seed(self.plan.seed, step, i, "compared") % self.plan.length
-            enter_stream(self.plan.seed, step, i, "compared")
-            try:
-                with one_thread():
-                    sample = self.options.collate_fn(load_samples(self.dataset, [index]))
-                found[f"sample {index} of the dataset"] = f"{content_print(sample):016x}"
-            except Exception as error:  # noqa: BLE001 - the task that needs it will meet it
-                found[f"sample {index} of the dataset"] = type(error).__name__
+            found[f"sample {index} of the dataset"] = print_sample(
+                self.dataset, self.options, index, (self.plan.seed, step, i)
+            )
         return found
+
+
+def print_sample(dataset: Any, options: LoadOptions, key: Any, stream: tuple[int, int, int]) -> str:
+    """Return the digest of a sample, with generators keyed by (seed, step, number)."""
+    enter_stream(*stream, "compared")
+    try:
+        with one_thread():
+            sample = options.collate_fn(load_samples(dataset, [key]))
+        return f"{content_print(sample):016x}"
+    except Exception as error:  # noqa: BLE001 - the task that needs it will meet it
+        return type(error).__name__
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +175,10 @@ class NoDataset:
     def source(self, plan: SamplePlan) -> _TaskSource:
         """Return what names the tasks."""
         return _TaskSource(plan)
+
+    def check(self, step: int, counts: Sequence[int], digests: Sequence[int]) -> str:
+        """Return that there is nothing to tell: which tasks a step has follows from the plan."""
+        return ""
 
     def advance(self, step: int, counts: Sequence[int], digests: Sequence[int]) -> None:
         """Take no notice: which tasks a step has follows from the plan."""
@@ -188,13 +219,18 @@ class _TaskSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderSettings:
-    """Holds what a ready DataLoader says of its batches."""
+    """Holds what a ready DataLoader says of its batches.
+
+    `sampler`: gives the batches of an epoch; None if they are cut from all samples in turn, or from
+    a permutation of them.
+    """
 
     dataset: Any
-    batch_size: int
+    batch_size: int | None
     shuffle: bool
     drop_last: bool
     options: LoadOptions
+    sampler: Iterable[Any] | None
 
 
 def of_loader(loader: DataLoader[Any]) -> LoaderSettings:
@@ -202,36 +238,17 @@ def of_loader(loader: DataLoader[Any]) -> LoaderSettings:
 
     What is not kept, and changes no sample, is told in a warning.
     """
-    length, sampler = dataset_length(loader.dataset), loader.sampler
-    if loader.batch_size is None or type(loader.batch_sampler).__name__ != "BatchSampler":
+    if isinstance(loader.dataset, IterableDataset):
+        dataset_length(loader.dataset)
+    if loader.batch_sampler is None:
         raise UserError(
-            f"this DataLoader's batches come from a {type(loader.batch_sampler).__name__}: give "
-            "job.batches one with batch_size= instead of batch_sampler=, as each virtual rank "
-            "draws batches of its own"
+            "this DataLoader's batches come from a NoneType: give job.batches one with batch_size= "
+            "or batch_sampler="
         )
-    shuffles = (
-        isinstance(sampler, RandomSampler)
-        and not sampler.replacement
-        and sampler.num_samples == length
-    )
-    if not (shuffles or isinstance(sampler, SequentialSampler)):
-        raise UserError(
-            f"this DataLoader draws samples by a {type(sampler).__name__}: give job.batches one "
-            "with shuffle=True or shuffle=False, which uses every sample once in an epoch"
-        )
-    lost = {
-        "worker_init_fn": loader.worker_init_fn,
-        "generator": loader.generator,
-        "timeout": loader.timeout,
-    }
-    names = [name for name, value in lost.items() if value]
-    if names:
-        warnings.warn(
-            f"of this DataLoader {', '.join(names)} is not used: random numbers are keyed by the "
-            "job's seed, the step and the virtual rank",
-            UserWarning,
-            stacklevel=4,
-        )
+    check_sampler(loader.batch_sampler)
+    plain = type(loader.batch_sampler) is BatchSampler and loader.batch_size is not None
+    shuffles = plain and _shuffles(loader)
+    _tell_unused(loader)
     options: dict[str, Any] = {"num_workers": loader.num_workers, "collate_fn": loader.collate_fn}
     if loader.prefetch_factor is not None:
         options["prefetch_factor"] = loader.prefetch_factor
@@ -245,4 +262,33 @@ def of_loader(loader: DataLoader[Any]) -> LoaderSettings:
             multiprocessing_context=loader.multiprocessing_context,
             **options,
         ),
+        sampler=None
+        if shuffles or (plain and type(loader.sampler) is SequentialSampler)
+        else loader.batch_sampler,
     )
+
+
+def _shuffles(loader: DataLoader[Any]) -> bool:
+    """Tell whether an epoch is a permutation of all samples."""
+    sampler = loader.sampler
+    return (
+        type(sampler) is RandomSampler
+        and not sampler.replacement
+        and sampler.num_samples == dataset_length(loader.dataset)
+    )
+
+
+def _tell_unused(loader: DataLoader[Any]) -> None:
+    lost = {
+        "worker_init_fn": loader.worker_init_fn,
+        "generator": loader.generator,
+        "timeout": loader.timeout,
+    }
+    names = [name for name, value in lost.items() if value]
+    if names:
+        warnings.warn(
+            f"of this DataLoader {', '.join(names)} is not used: random numbers are keyed by the "
+            "job's seed, the step and the virtual rank",
+            UserWarning,
+            stacklevel=5,
+        )

@@ -1,21 +1,34 @@
 """Reads a stream: shards that can only be gone through in order, one for each virtual rank.
 
 A shard is read where its virtual rank is hosted. Where it comes to another worker it is opened
-there and gone through up to where the job stands, which costs reading what came before. Invariant:
-what a task gets depends on the shard's position only, never on who has read it before.
+there and gone through up to where the job stands, from its beginning or from the last state that
+its reader has told. Invariant: what a task gets depends on the shard's position only, never on who
+has read it before.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from holdfast.core.errors import UserError
 from holdfast.train.data.batch_loading import one_thread
-from holdfast.train.data.random_streams import enter_stream
+from holdfast.train.data.random_streams import enter_stream, keyed_apart
+from holdfast.train.data.rank_watch import ranks_watched
+from holdfast.train.data.reader_states import (
+    TELL_STEPS,
+    ReaderState,
+    alike,
+    heard,
+    keeps_state,
+    load,
+    packed,
+    told,
+)
 from holdfast.train.data.shard_positions import Position, StreamPlan
 
 MakeShard = Callable[[int, int], Iterable[Any]]  # number of the shard, number of shards
@@ -24,7 +37,8 @@ MakeShard = Callable[[int, int], Iterable[Any]]  # number of the shard, number o
 class Stream:
     """Holds a stream and the way its samples fall into steps; made by `Job.stream`.
 
-    `positions`: where the shards stand; a part of the job's state.
+    `positions`, `states`: where the shards stand, and what their readers have told; parts of the
+    job's state.
     """
 
     def __init__(
@@ -33,10 +47,13 @@ class Stream:
         collate_fn: Callable[[list[Any]], Any],
         plan: StreamPlan,
         positions: list[Position],
+        states: dict[int, ReaderState],
         tell: Callable[[str], None],
     ) -> None:
         self.plan = plan
         self.positions = positions
+        self.states = states
+        self.tells_states = False  # after the present step
         self.make = make
         self.collate = collate_fn
         self.tell = tell
@@ -55,6 +72,17 @@ class Stream:
         """Return what reads the batches."""
         return StreamSource(self, plan)
 
+    def check(self, step: int, counts: Sequence[int], digests: Sequence[int]) -> str:
+        """Check what all tasks of a step of the script have used, by virtual rank. UserError."""
+        stateful = self.plan.stateful(self.positions, step, counts, digests)
+        self.tells_states = stateful and (step - self.plan.first_step) % TELL_STEPS == 0
+        return ""
+
+    def hear(self, told: Mapping[int, bytes]) -> None:
+        """Take in what the readers of all shards have told of where they stand."""
+        found = {vrank: heard(data) for vrank, data in sorted(told.items())}
+        self.states.update({vrank: state for vrank, state in found.items() if state})
+
     def advance(self, step: int, counts: Sequence[int], digests: Sequence[int]) -> None:
         """Note what all tasks of a step of the script have used, by virtual rank. UserError."""
         self.positions[:] = self.plan.after(self.positions, step, counts, digests)
@@ -66,11 +94,14 @@ class Stream:
 
 @dataclass(slots=True)
 class _Shard:
-    """Reads one shard in one epoch."""
+    """Reads one shard in one epoch, which began in the step `began`."""
 
     epoch: int
+    began: int
+    reader: Iterable[Any]
     samples: Iterator[Any]
     taken: int = 0
+    ahead: list[Any] | None = None  # the next samples, if they had to be read early
 
 
 class StreamSource:
@@ -78,10 +109,12 @@ class StreamSource:
 
     def __init__(self, stream: Stream, plan: StreamPlan) -> None:
         self.plan = plan
-        self._stream = stream
+        self.stream = stream
         self._shards: dict[int, _Shard] = {}
         self._step = -1
         self._used: dict[int, tuple[list[Any], int]] = {}  # samples of the step, and their digest
+        self._watched = False  # it is known whether readers look at processes
+        self._refuses = False  # the states of readers, as one could not be used
 
     def follow(self, vranks: Sequence[int], from_step: int, until: int) -> None:
         """Close the shards that this worker does not host any more."""
@@ -94,13 +127,13 @@ class StreamSource:
             self._used.clear()
         if vrank not in self._used:
             with one_thread():
-                self._used[vrank] = self._read(step, vrank)
+                self._used[vrank] = self._watched_read(step, vrank)
         samples, _ = self._used[vrank]
         if not samples:
             return None
         enter_stream(self.plan.seed, step, vrank, "collate")
         with one_thread():
-            return self._stream.collate(samples)
+            return self.stream.collate(samples)
 
     def again(self, step: int, vrank: int) -> Any:
         """Return the batch of a task, collated once more: a stream is read only once."""
@@ -119,51 +152,124 @@ class StreamSource:
         """Close all shards."""
         self._shards.clear()
 
+    def state(self, vrank: int) -> bytes | None:
+        """Return where the reader of a shard stands, for other workers; None if it cannot say.
+
+        Each time another reader is opened there, to see that it goes on in the same way.
+        """
+        shard = self._shards.get(vrank)
+        if self._refuses or shard is None or not keeps_state(shard.reader):
+            return None
+        if shard.ahead is not None:  # its reader is past what was taken
+            return None
+        with one_thread(), keyed_apart(self.plan.seed, 0, "state"):
+            try:
+                state = shard.epoch, shard.taken, packed(shard.reader)
+                trial = self._open(vrank, shard.epoch, shard.began, state)
+                theirs = self._take(trial, vrank)
+            except Exception as error:  # noqa: BLE001 - the script's own; without it, it goes on
+                self._refuse(f"{type(error).__name__}: {error}")
+                return None
+            shard.ahead = self._take(shard, vrank)
+            shard.taken -= len(shard.ahead)
+            if not alike(shard.ahead, theirs):
+                self._refuse("a reader that begins there gives other samples")
+                return None
+        return told(state)
+
+    def _refuse(self, why: str) -> None:
+        self._refuses = True
+        self.stream.tell(
+            f"where the readers of a stream stand is not kept, and a shard that comes to another "
+            f"worker is read from its beginning: {why}"
+        )
+
+    def _watched_read(self, step: int, vrank: int) -> tuple[list[Any], int]:
+        """Read the next batch; the first time, see whether the reader cuts it by processes."""
+        if self._watched:
+            return self._read(step, vrank)
+        self._watched = True
+        with ranks_watched() as looked_at:
+            found = self._read(step, vrank)
+        if looked_at:
+            text = (
+                f"what reads the shards of a stream looks at {', '.join(looked_at)}: cut the "
+                "samples by (shard, shards) only, as any process may read any shard"
+            )
+            self.stream.tell(text)
+            warnings.warn(text, UserWarning, stacklevel=2)
+        return found
+
     def _read(self, step: int, vrank: int) -> tuple[list[Any], int]:
         """Read the next batch of a shard; at its end, the first one of its next epoch."""
-        epoch, taken, _ = self._stream.positions[vrank]
-        shard = self._at(vrank, self._stream.positions[vrank])
-        samples = self._take(shard, step, vrank)
+        epoch, taken, _ = self.stream.positions[vrank]
+        shard = self._at(vrank, self.stream.positions[vrank])
+        samples = self._take(shard, vrank)
         if not samples:
             epoch, taken = epoch + 1, 0
-            shard = self._shards[vrank] = self._open(vrank, epoch)
-            samples = self._take(shard, step, vrank)
+            shard = self._shards[vrank] = self._open(vrank, epoch, step)
+            samples = self._take(shard, vrank)
         if len(samples) < self.plan.batch_size:
             del self._shards[vrank]
-        return samples, self.plan.digest(vrank, epoch, taken, len(samples))
+        stateful = keeps_state(shard.reader)
+        return samples, self.plan.digest(vrank, epoch, taken, len(samples), stateful)
 
     def _at(self, vrank: int, position: Position) -> _Shard:
         """Return the shard's reader at this position, opened anew if need be."""
         epoch, taken, began = position
         shard = self._shards.get(vrank)
         if shard is None or shard.epoch != epoch or shard.taken > taken:
-            shard = self._shards[vrank] = self._open(vrank, epoch)
+            state = self.stream.states.get(vrank)
+            if state is not None and (state[0] != epoch or state[1] > taken):
+                state = None
+            shard = self._shards[vrank] = self._open(vrank, epoch, began, state)
         if shard.taken < taken:
-            self._stream.tell(
-                f"shard {vrank} is read up to sample {taken} of epoch {epoch} to go on"
+            self.stream.tell(
+                f"shard {vrank} is read from sample {shard.taken} to {taken} of epoch {epoch} to "
+                "go on"
             )
         while shard.taken < taken:
-            step = began + shard.taken // self.plan.batch_size
-            if not self._take(shard, step, vrank):
+            if not self._take(shard, vrank):
                 raise UserError(
                     f"shard {vrank} of the stream has ended after {shard.taken} samples where it "
                     f"had {taken} before: a shard must give the same samples each time"
                 )
         return shard
 
-    def _open(self, vrank: int, epoch: int) -> _Shard:
+    def _open(self, vrank: int, epoch: int, began: int, state: ReaderState | None = None) -> _Shard:
+        """Open a shard at its beginning, or where another reader of it stood."""
         enter_stream(self.plan.seed, epoch, vrank, "shard")
-        samples = self._stream.make(vrank, self.plan.virtual_ranks)
-        set_epoch = getattr(samples, "set_epoch", None)
+        reader = self.stream.make(vrank, self.plan.virtual_ranks)
+        _check_reader(reader)
+        set_epoch = getattr(reader, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(epoch)
-        return _Shard(epoch, iter(samples))
+        if state is None:
+            return _Shard(epoch, began, reader, iter(reader))
+        load(reader, state[2])
+        return _Shard(epoch, began, reader, iter(reader), taken=state[1])
 
-    def _take(self, shard: _Shard, step: int, vrank: int) -> list[Any]:
-        enter_stream(self.plan.seed, step, vrank, "data")
-        samples = list(itertools.islice(shard.samples, self.plan.batch_size))
+    def _take(self, shard: _Shard, vrank: int) -> list[Any]:
+        """Take the next samples; what they draw at random depends on where they stand only."""
+        samples, shard.ahead = shard.ahead, None
+        if samples is None:
+            step = shard.began + shard.taken // self.plan.batch_size
+            enter_stream(self.plan.seed, step, vrank, "data")
+            samples = list(itertools.islice(shard.samples, self.plan.batch_size))
         shard.taken += len(samples)
         return samples
+
+
+def _check_reader(reader: Any) -> None:
+    """Raise UserError for a reader that shares its samples out over processes by itself."""
+    for each in (reader, getattr(reader, "dataset", None)):
+        for kind in type(each).__mro__:
+            if kind.__name__ == "StreamingDataset" and kind.__module__.split(".")[0] == "streaming":
+                raise UserError(
+                    f"job.stream(...) with a {type(each).__name__}, which is cut by processes, not "
+                    "by (shard, shards): give job.batches a dataset whose __len__ and __getitem__ "
+                    "are its own, and virtual ranks share its samples"
+                )
 
 
 def shards_of(dataset: Any) -> MakeShard:
@@ -172,6 +278,7 @@ def shards_of(dataset: Any) -> MakeShard:
     `dataset`: a function of a shard's number and how many there are, or a dataset with a method
     `shard(num_shards, index)`, as those of Hugging Face's `datasets`.
     """
+    _check_reader(dataset)
     if callable(getattr(dataset, "shard", None)):
 
         def shard(number: int, count: int) -> Iterable[Any]:

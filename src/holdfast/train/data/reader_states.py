@@ -1,0 +1,87 @@
+"""Takes and loads the states of a stream's readers: where they stand, as plain values.
+
+A state saves a worker that takes over a shard from going through it again. Only who reads the shard
+knows it, so it is told to the others now and then. Invariant: nothing depends on it but time; a
+state from which a reader goes on with other samples is not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from holdfast.core.errors import UserError
+from holdfast.train.script_state import plain
+
+TELL_STEPS = 64  # steps of the script between two times that states are told
+STATE_BYTES_MAX = 1 << 20  # of one reader
+PARTS_MAX = 1000  # of a reader, that are looked at
+ReaderState = tuple[int, int, bytes]  # epoch, samples of it that were read, and the packed state
+_decode = msgspec.msgpack.Decoder(ReaderState).decode
+
+
+def keeps_state(reader: Any) -> bool:
+    """Tell whether a shard's reader can say where it stands, and begin there."""
+    found = (getattr(reader, name, None) for name in ("state_dict", "load_state_dict"))
+    return all(map(callable, found))
+
+
+def packed(reader: Any) -> bytes:
+    """Return a reader's state. UserError if it is not whole, not of plain values, or too large."""
+    if any("BufferShuffled" in type(each).__name__ for each in _parts(reader)):
+        raise UserError("the samples in its shuffle buffer are not in its state")
+    found = msgspec.msgpack.encode(plain(reader.state_dict(), "the state of a stream's reader"))
+    if len(found) > STATE_BYTES_MAX:
+        raise UserError(
+            f"the state of a stream's reader has {len(found)} bytes, more than {STATE_BYTES_MAX}"
+        )
+    return found
+
+
+def _parts(reader: Any) -> list[Any]:
+    """Return what a reader reads from, as loaders and Hugging Face's datasets hold it."""
+    found = [reader]
+    for each in found:
+        held = [getattr(each, name, None) for name in ("dataset", "_ex_iterable", "ex_iterable")]
+        held += getattr(each, "ex_iterables", None) or []
+        found += [part for part in held if part is not None]
+        if len(found) > PARTS_MAX:
+            break
+    return found
+
+
+def load(reader: Any, data: bytes) -> None:
+    """Let a reader that has not begun go on where another one stood."""
+    reader.load_state_dict(msgspec.msgpack.decode(data))
+
+
+def told(state: ReaderState) -> bytes:
+    """Return a state as it is told to the other workers."""
+    return msgspec.msgpack.encode(state)
+
+
+def heard(data: bytes) -> ReaderState | None:
+    """Return a state that was told; None if it is none."""
+    try:
+        return _decode(data)
+    except msgspec.MsgspecError:
+        return None
+
+
+def alike(left: Any, right: Any) -> bool:
+    """Tell whether two samples, or lists of them, are the same values."""
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, torch.Tensor):
+        return left.dtype == right.dtype and torch.equal(left, right)
+    if isinstance(left, np.ndarray):
+        return left.dtype == right.dtype and np.array_equal(left, right)
+    if isinstance(left, Mapping):
+        return list(left) == list(right) and all(alike(left[k], right[k]) for k in left)
+    if isinstance(left, Sequence) and not isinstance(left, str | bytes):
+        return len(left) == len(right) and all(map(alike, left, right))
+    return bool(left == right)
