@@ -60,6 +60,7 @@ class ScriptState:
         self.ended: list[int] = []  # after how many steps each finished loop has ended
         self.streams: dict[int, list[Position]] = {}  # where their shards stand
         self.trained = TrainedParameters()
+        self.quarantined: dict[int, dict[int, int]] = {}  # of each dataset: record, step
         self.told: dict[int, bytes] = {}  # in loops that only told values: by number of the loop
         self.attributes = ModuleAttributes([])  # of the protected modules, once these are known
 
@@ -72,6 +73,7 @@ class ScriptState:
             "values": values,
             "ended": list(self.ended),
             "streams": {number: list(found) for number, found in self.streams.items()},
+            "quarantined": {number: dict(found) for number, found in self.quarantined.items()},
             "told": dict(self.told),
             "modules": self.attributes.state_dict(),
             "trained": self.trained.state_dict(),
@@ -90,6 +92,10 @@ class ScriptState:
         self.trained.load_state_dict(state["trained"])
         for number, positions in state["streams"].items():
             self.streams.setdefault(number, [])[:] = positions
+        for number in {*self.quarantined, *state["quarantined"]}:
+            mine = self.quarantined.setdefault(number, {})
+            mine.clear()
+            mine.update(state["quarantined"].get(number, {}))
         for name in list(self.values):
             del self.values[name]
         self.values.update(copy.deepcopy(dict(state["values"])))

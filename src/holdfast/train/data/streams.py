@@ -27,6 +27,8 @@ class Stream:
     `positions`: where the shards stand; a part of the job's state.
     """
 
+    quarantine = None
+
     def __init__(
         self,
         make: MakeShard,
@@ -110,6 +112,10 @@ class StreamSource:
         """Return how many samples the task has used, and their digest."""
         samples, digest = self._used[vrank]
         return len(samples), digest
+
+    def told(self, step: int, vrank: int) -> bytes:
+        """Return nothing: what cannot be read of a stream ends the job."""
+        return b""
 
     def scale(self, step: int, vrank: int) -> float | None:
         """Return None, as the samples of the whole step are counted after it."""
