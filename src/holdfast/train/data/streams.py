@@ -114,7 +114,7 @@ class StreamSource:
         return len(samples), digest
 
     def told(self, step: int, vrank: int) -> bytes:
-        """Return nothing: what cannot be read of a stream ends the job."""
+        """Return that nothing is told: what cannot be read of a stream ends the job."""
         return b""
 
     def scale(self, step: int, vrank: int) -> float | None:
