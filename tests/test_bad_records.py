@@ -40,6 +40,14 @@ def test_the_budget_ends_a_run_with_one_sentence(start: Start, data: tuple[str, 
 
 
 @pytest.mark.slow
+def test_bad_data_end_a_run_with_one_sentence(start: Start, data: tuple[str, str, str]) -> None:
+    with start(data[0], data[1], "--raise", script="records.py", nproc=2) as run:
+        assert run.wait(RUN_S) == 1, run.log()
+        assert "Traceback" not in run.log()
+        assert any("differs from the index: restore it, give it mirrors" in e for e in run.err)
+
+
+@pytest.mark.slow
 def test_a_mirror_makes_a_run_whole(start: Start, data: tuple[str, str, str]) -> None:
     last = []
     for args in (data, (data[2], data[1])):

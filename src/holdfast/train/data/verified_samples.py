@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.core.errors import UserError, first_line
+from holdfast.core.errors import Damaged, UserError, first_line
 from holdfast.store.data_index import SampleIndex
 from holdfast.train.data.quarantine import REASON_CHARS_MAX, Bad, over_budget, replaced
 from holdfast.train.data.sample_digest import read_sample, sample_digest
@@ -68,7 +68,10 @@ class SampleReader:
         while True:
             used = replaced(raw, known | bad.keys(), self._length)[0].tolist()
             begin()
-            samples, errors = self._read(used, failed, begin)
+            try:
+                samples, errors = self._read(used, failed, begin)
+            except Damaged as damage:
+                raise _told(damage) from None
             if not errors:
                 break
             for record, error in errors.items():
@@ -144,6 +147,8 @@ class SampleReader:
         why = str(error) if differs else f"raises {type(error).__name__}: {first_line(error)}"
         why = why[:REASON_CHARS_MAX] + elsewhere
         if not self._checks.quarantines:
+            if isinstance(error, Damaged):
+                raise _told(error) from None
             if not differs:
                 raise error
             raise UserError(
@@ -159,6 +164,11 @@ class SampleReader:
     def _healed(self, record: int, failures: int) -> str:
         where = "read again" if failures < READS else f"taken from mirror {failures - READS + 1}"
         return f"record {record} of {type(self.dataset).__name__} was not sound, and was {where}"
+
+
+def _told(error: Damaged) -> UserError:
+    """Say of what a verifying dataset has raised what the user can do."""
+    return UserError(f'{error}: restore it, give it mirrors, or on_error="quarantine"')
 
 
 class _Differs(Exception):
