@@ -120,7 +120,7 @@ class Batches:
         """Take no notice: which samples a step uses follows from the plan."""
 
     def samples(self, step: int) -> dict[str, str]:
-        """Return digests of a few samples, which depend on the step: of none if all are verified."""
+        """Return digests of a few samples, by the step; of none if each is verified."""
         found: dict[str, str] = {}
         if self._checks is not None and (self._checks.index or self._checks.quarantines):
             return found
