@@ -15,8 +15,11 @@ from holdfast.core.job_spec import with_settings
 from holdfast.core.types import WorkerId
 from holdfast.observe.ledger_audit import verify
 from holdfast.store.data_index import write_index
+from holdfast.train.data.batch_loading import BatchSource, LoadOptions
+from holdfast.train.data.quarantine import Quarantine, encode_bad
 from holdfast.train.data.sample_digest import index_samples
-from holdfast.train.data.sampling import plan_of
+from holdfast.train.data.sampling import SamplePlan, plan_of
+from holdfast.train.data.verified_samples import Checks
 from holdfast.train.job import Job
 from loop_kit import DEATHS, dataset, digest, protected, step_once
 from support import SPEC
@@ -240,6 +243,26 @@ def test_data_workers_verify_what_they_read(index: Path) -> None:
     (plain,) = run(train(lambda me: dataset(RECORDS), None), 1)
     mirror = [dataset(RECORDS)]
     assert run(train(lambda me: Decaying(BAD), index, num_workers=1, mirrors=mirror), 1) == [plain]
+
+
+def test_what_was_loaded_ahead_leaves_out_what_is_quarantined_since() -> None:
+    """The record can be read here: it was another worker that told of it."""
+    plan = SamplePlan(length=RECORDS, batch_size=3, virtual_ranks=4, seed=1)
+    quarantine = Quarantine(1, RECORDS, {}, most=9)
+    source = BatchSource(
+        dataset(RECORDS), plan, LoadOptions(num_workers=1), Checks(quarantines=True), quarantine
+    )
+    source.follow([0], 0, STEPS)
+    source.batch(0, 0)
+    bad = int(plan.indices(1, 0)[0])  # has been sent to the data worker by now
+    quarantine.hear({3: encode_bad({bad: "why"})})
+    quarantine.settle(0)
+    x, _ = source.batch(1, 0)
+    used, _ = plan.replaced(plan.indices(1, 0), {bad})
+    assert torch.equal(x, dataset(RECORDS)[used.tolist()][0])
+    assert source.used(1, 0) == (3, plan.digest_of(used))
+    assert source.stats.discarded == 1
+    source.close()
 
 
 def test_what_does_not_fit_together_is_told(index: Path, tmp_path: Path) -> None:
