@@ -35,6 +35,7 @@ def test_the_public_surface() -> None:
         "Stream",
         "Task",
         "UserError",
+        "VerifiedFiles",
         "WorldError",
         "join",
     ]

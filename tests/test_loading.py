@@ -20,7 +20,8 @@ from torch.utils.data import IterableDataset
 
 from holdfast.core.errors import UserError, WorldError
 from holdfast.train.data import batch_loading as loading
-from holdfast.train.data.batch_loading import BatchSource, LoadOptions, dataset_length
+from holdfast.train.data.batch_loading import BatchSource, LoadOptions
+from holdfast.train.data.map_style import dataset_length
 from holdfast.train.data.sampling import SamplePlan
 
 SRC = str(Path(loading.__file__).parents[2])
@@ -370,6 +371,7 @@ def test_nothing_is_leaked_over_many_changes_and_kills(source):
 PARENT = """
 import sys, torch
 from holdfast.train.data.batch_loading import BatchSource, LoadOptions
+from holdfast.train.data.map_style import dataset_length
 from holdfast.train.data.sampling import SamplePlan
 sys.path.insert(0, {tests!r})
 from test_loading import Plain

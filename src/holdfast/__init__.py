@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.core.errors import HoldfastError, InvariantError, StateMismatch, UserError, WorldError
 
 if TYPE_CHECKING:
+    from holdfast.store.verified_files import VerifiedFiles
     from holdfast.train.job import Batches, Job, Step, Stream, Task, join
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "Stream",
     "Task",
     "UserError",
+    "VerifiedFiles",
     "WorldError",
     "join",
 ]
@@ -47,4 +49,8 @@ def __getattr__(name: str) -> Any:
         from holdfast.train import job
 
         return getattr(job, name)
+    if name == "VerifiedFiles":
+        from holdfast.store.verified_files import VerifiedFiles
+
+        return VerifiedFiles
     raise AttributeError(f"module 'holdfast' has no attribute {name!r}")

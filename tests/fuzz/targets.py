@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 import xxhash
 
-from holdfast.core.errors import Damaged, WireError
+from holdfast.core.errors import Damaged, UserError, WireError
 from holdfast.core.job_spec import find_problem
 from holdfast.core.types import (
     AgentId,
@@ -33,6 +33,16 @@ from holdfast.core.types import (
     WorkerStatus,
 )
 from holdfast.runtime.coordinate.journal import MAGIC, seal, unseal
+from holdfast.store.data_index import (
+    DIGEST_BYTES,
+    FileEntry,
+    FileIndex,
+    SampleIndex,
+    block_digest,
+    decode_index,
+    encode_index,
+)
+from holdfast.store.data_index import MAGIC as INDEX_MAGIC
 from holdfast.wire import frames
 from holdfast.wire.job_document import decode_job, encode_job
 from holdfast.wire.messages import (
@@ -194,6 +204,28 @@ def any_journal(data: bytes) -> None:
             assert unseal(seal(record)) == record
 
 
+def any_index(data: bytes) -> None:
+    """An index of data, the same when written again, or a UserError."""
+    head = (len(data) % 64).to_bytes(4, "little")
+    body = INDEX_MAGIC + head + data
+    sealed = body + block_digest(body)
+    for whole in (data, INDEX_MAGIC + data + block_digest(INDEX_MAGIC + data), sealed):
+        with contextlib.suppress(UserError):
+            index = decode_index(whole, "x")
+            assert decode_index(encode_index(index), "x") == index
+
+
+INDEXES = (
+    SampleIndex(digests=bytes(range(48))),
+    FileIndex(
+        block_bytes=4096,
+        files=(
+            FileEntry(name="a", size=5000, digests=bytes(range(32))),
+            FileEntry(name="b/c", size=1, digests=bytes(16)),
+        ),
+    ),
+)
+
 TARGETS: list[Callable[[bytes], None]] = [
     any_message,
     any_frames,
@@ -201,6 +233,7 @@ TARGETS: list[Callable[[bytes], None]] = [
     any_greeting,
     any_journal,
     any_job_document,
+    any_index,
 ]
 
 
@@ -217,6 +250,10 @@ def seeds() -> Iterator[bytes]:
     yield bytes([4]) + msgspec.msgpack.encode(RECORD)
     yield bytes([4]) + seal(RECORD)
     yield bytes([5]) + encode_job(SPEC)
+    for index in INDEXES:
+        whole = encode_index(index)
+        yield bytes([6]) + whole
+        yield bytes([6]) + whole[len(INDEX_MAGIC) : -DIGEST_BYTES]
 
 
 def one_input(data: bytes) -> None:

@@ -54,6 +54,14 @@ def render(report: LedgerReport) -> str:
             if report.dropped
             else []
         ),
+        *(
+            [
+                f"{report.quarantined} records were quarantined as bad, and others were used in "
+                f"their place {report.replaced} times, as was told"
+            ]
+            if report.quarantined
+            else []
+        ),
         _proved(report) if report.ok else "NOT PROVED",
     ]
     return "\n".join(lines)

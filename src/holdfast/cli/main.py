@@ -18,6 +18,7 @@ COMMANDS = {
     "demo": "train a small model through faults and prove that nothing changed",
     "ckpt": "list, verify, compare, repair and export checkpoints",
     "ledger": "prove from a run's ledger that every sample was used exactly once",
+    "data": "write digests of training data, and find what has changed since",
     "doctor": "examine this machine before it joins a job",
     "sim": "run the protocol in the deterministic simulator",
 }

@@ -218,6 +218,20 @@ class SilentErrors:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DataSettings:
+    """Sets what the job does about training data that are not as they should be."""
+
+    bad_samples_max: int = setting(
+        0,
+        "leave out at most this many bad records, where the script allows it, and stop the job at "
+        "one more; 0: stop at the first",
+        flag="--bad-samples-max",
+        metavar="N",
+        least=0,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
     """Holds everything that defines a job; the same on all its nodes for its whole life."""
 
@@ -230,6 +244,7 @@ class JobSpec:
     checkpoints: CheckpointSettings = field(default_factory=CheckpointSettings)
     stragglers: Stragglers = field(default_factory=Stragglers)
     silent_errors: SilentErrors = field(default_factory=SilentErrors)
+    data: DataSettings = field(default_factory=DataSettings)
 
     @property
     def workers_at_start(self) -> int:

@@ -12,7 +12,7 @@ import enum
 import errno
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,7 +32,8 @@ _Hex64 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
 class LedgerHeader:
     """Says who writes, and for which job. A later header in the same file names the next plan.
 
-    `backup`: how many workers' results a step may drop.
+    `backup`: how many workers' results a step may drop. `dataset`: a number for each dataset of
+    which records may be quarantined, from 1 on; `quarantined`: those that are at this place.
     """
 
     seed: int
@@ -41,6 +42,8 @@ class LedgerHeader:
     worker: int
     incarnation: int
     backup: int = 0
+    dataset: int = 0
+    quarantined: Sequence[int] = ()
 
 
 class Uses(enum.Enum):
@@ -69,7 +72,8 @@ class Place:
 class LedgerEntry:
     """Describes one committed step; `hosts`, `counts` and `digests` have one item per virtual rank.
 
-    A task that was dropped has count and digest 0.
+    A task that was dropped has count and digest 0. `bad`: by virtual rank, the records that a task
+    left out by itself, from the beginning of the script's step on.
     """
 
     place: Place
@@ -78,6 +82,7 @@ class LedgerEntry:
     counts: Sequence[int]
     digests: Sequence[int]
     loss: float
+    bad: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +110,8 @@ class HeaderLine(
     worker: _Natural
     incarnation: _Natural
     backup: _Natural = 0
+    dataset: _Natural = 0
+    quarantined: tuple[_Natural, ...] = ()
 
 
 class StepLine(
@@ -119,6 +126,7 @@ class StepLine(
     index: _Natural | None = None  # the plan's step, if that has another number
     uses: Uses = Uses.SAMPLES
     told: str = ""
+    bad: dict[int, tuple[_Natural, ...]] = {}
 
     @property
     def place(self) -> Place:
@@ -164,6 +172,8 @@ class LedgerWriter:
             worker=header.worker,
             incarnation=header.incarnation,
             backup=header.backup,
+            dataset=header.dataset,
+            quarantined=tuple(header.quarantined),
         )
         self._write(_encode(line))
 
@@ -179,6 +189,7 @@ class LedgerWriter:
             index=None if index == step else index,
             uses=uses,
             told=entry.place.told,
+            bad={vrank: tuple(records) for vrank, records in entry.bad.items()},
         )
         self._write(_encode(line))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -33,6 +33,7 @@ from holdfast.observe.ledger import (
     Uses,
     decode_line,
 )
+from holdfast.observe.left_out_audit import LeftOut
 
 FINDINGS_MAX = 1000
 FINDING_CHARS_MAX = 1000  # it may quote what the file says
@@ -45,7 +46,8 @@ class LedgerReport:
     """Holds what `verify` found; `lost` and `repeated` count samples over all epochs.
 
     `inexact_since`: the first step whose result may differ from that of sound machines. `dropped`:
-    samples of late workers that were left out by choice, in `dropped_in` steps.
+    samples of late workers that were left out by choice, in `dropped_in` steps. `quarantined`:
+    records that were told to be bad; others were used in their place `replaced` times.
     """
 
     findings: tuple[str, ...]
@@ -60,6 +62,8 @@ class LedgerReport:
     inexact_since: int | None = None
     dropped: int = 0
     dropped_in: int = 0
+    quarantined: int = 0
+    replaced: int = 0
 
     @property
     def ok(self) -> bool:
@@ -112,6 +116,9 @@ class Plan(AnyPlan, Protocol):
     def step_samples(self, step: int) -> int: ...
     def step_tasks(self, step: int) -> list[NDArray[np.int64]]: ...
     def digest_of(self, indices: NDArray[np.int64]) -> int: ...
+    def replaced(
+        self, indices: NDArray[np.int64], bad: Collection[int]
+    ) -> tuple[NDArray[np.int64], set[int]]: ...
     def epoch_of(self, step: int) -> tuple[int, int]: ...
     def samples_before(self, step: int) -> int: ...
 
@@ -134,6 +141,7 @@ def verify(run_dir: str | os.PathLike[str], plan_of: PlanOf) -> LedgerReport:
     if not paths:
         raise UserError(f"{directory} has no *.jsonl files: name the directory of a run")
     audit = _Audit(plan_of, _doubts(paths))
+    audit.left_out.read(paths, audit.withdrawn)
     for path in paths:
         audit.read(path)
     audit.check_steps()
@@ -153,6 +161,8 @@ def verify(run_dir: str | os.PathLike[str], plan_of: PlanOf) -> LedgerReport:
         inexact_since=min((d.step for d in audit.doubts if not d.again), default=None),
         dropped=sum(dropped),
         dropped_in=len(dropped),
+        quarantined=audit.left_out.count,
+        replaced=sum(step.replaced for step in audit.steps.values()),
     )
 
 
@@ -170,7 +180,7 @@ def _doubts(paths: Sequence[Path]) -> list[DoubtLine]:
 
 
 # What all copies of a step must agree on. Hashed, so that a million steps fit in memory.
-_CONTENT = ("plan", "place", "counts", "digests", "loss")
+_CONTENT = ("plan", "place", "counts", "digests", "loss", "bad")
 
 
 @dataclass(slots=True)
@@ -185,6 +195,7 @@ class _Step:
     marks: tuple[Sequence[int], Sequence[int]] = ((), ())  # of a stream: counts and digests
     commits: list[tuple[int, tuple[Host, ...], Host]] = field(default_factory=list)
     wrong: tuple[int, ...] = ()  # vranks whose samples are not the plan's
+    replaced: int = 0  # samples in whose place others were used
     dropped: tuple[int, ...] = ()  # vranks whose samples were left out by choice
 
 
@@ -198,6 +209,7 @@ class _Audit:
         self.replayed: list[int] = []
         self.copies = 0
         self.torn = 0
+        self.left_out = LeftOut()
         self._plan_of = plan_of
         self._plans: list[AnyPlan] = []
         self._plan_index: dict[bytes, int] = {}
@@ -227,12 +239,12 @@ class _Audit:
                     match self._parse(where, line):
                         case HeaderLine() as found:
                             header, plan = found, self._adopt(where, found)
-                        case StepLine() as entry if not self._withdrawn(entry):
+                        case StepLine() as entry if not self.withdrawn(entry):
                             self._take(where, header, plan, entry)
         except OSError as error:
             self.find(f"{path.name}: cannot be read: {error}")
 
-    def _withdrawn(self, entry: StepLine) -> bool:
+    def withdrawn(self, entry: StepLine) -> bool:
         """Tell whether the step was done again because something wrong may have been used in it."""
         return any(d.again and entry.step >= d.step and entry.view <= d.view for d in self.doubts)
 
@@ -279,8 +291,13 @@ class _Audit:
                     f"for {vranks} virtual ranks"
                 )
                 return
+        if wrong := self.left_out.foreign(header, entry.bad):
+            self.find(f"{where}: step {entry.step} {wrong}")
+            return
         self.copies += 1
-        content = (plan, entry.place, _hash(entry.counts), _hash(entry.digests), entry.loss)
+        marks = _hash(entry.counts), _hash(entry.digests)
+        bad = tuple(sorted(entry.bad.items()))
+        content = (plan, entry.place, *marks, entry.loss, bad)
         commit = entry.hosts if header.backup else ()  # done again, other tasks may be dropped
         step = self.steps.get(entry.step)
         if step is None:
@@ -294,7 +311,8 @@ class _Audit:
                 covering = self._plans[step.plan]
                 if isinstance(covering, Plan):
                     step.dropped = self._dropped(where, header, entry)
-                    step.wrong = self._compare(where, covering, entry, step.dropped)
+                    before = self.left_out.before(header.dataset, entry.place.index)
+                    self._compare(where, covering, entry, step, before)
                 else:
                     step.marks = entry.counts, [int(digest, 16) for digest in entry.digests]
         elif known != content:
@@ -340,22 +358,32 @@ class _Audit:
         return tuple(found) if len(hosts) <= header.backup else ()
 
     def _compare(
-        self, where: str, plan: Plan, entry: StepLine, dropped: Sequence[int]
-    ) -> tuple[int, ...]:
-        """Return the vranks whose counts or digests are not the plan's, except dropped ones."""
-        wrong = []
-        for vrank, task in enumerate(plan.step_tasks(entry.place.index)):
-            if vrank in dropped:
+        self, where: str, plan: Plan, entry: StepLine, step: _Step, before: frozenset[int]
+    ) -> None:
+        """Note the vranks whose counts or digests are not the plan's, except dropped ones.
+
+        `before`: the records that were quarantined in earlier steps.
+        """
+        wrong, others = [], 0
+        for vrank, planned in enumerate(plan.step_tasks(entry.place.index)):
+            if vrank in step.dropped:
                 continue
+            told = entry.bad.get(vrank, ())
+            task, problem = self.left_out.replaced(plan, planned, before, told)
+            others += int(np.count_nonzero(task != planned))
             name = f"{where}: step {entry.step} virtual rank {vrank}"
             count, digest = entry.counts[vrank], entry.digests[vrank]
-            if count != len(task):
+            if problem:
+                self.find(f"{name} {problem}")
+                wrong.append(vrank)
+            elif count != len(task):
                 self.find(f"{name} used {count} samples, its plan has {len(task)}")
                 wrong.append(vrank)
             elif digest != f"{plan.digest_of(task):016x}":
                 self.find(f"{name} used other samples than its plan's: digest {digest}")
                 wrong.append(vrank)
-        return tuple(wrong)
+        step.wrong = tuple(wrong)
+        step.replaced = others if entry.place.uses is Uses.SAMPLES else 0
 
     def check_steps(self) -> None:
         """Check that no step is missing, and none was committed twice while any worker survived.

@@ -16,7 +16,7 @@ import torch
 
 from holdfast.core import tree
 from holdfast.core.errors import UserError
-from holdfast.train.data.batch_loading import load_samples
+from holdfast.train.data.map_style import load_samples
 from holdfast.train.data.random_streams import enter_stream
 
 Metrics = dict[str, tuple[float, float]]  # sum and weight, by name

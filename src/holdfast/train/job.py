@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,19 @@ from torch.utils.data import DataLoader
 
 from holdfast.core.errors import UserError
 from holdfast.core.step.events import EventNoted, StepKind
+from holdfast.store.data_index import SampleIndex, read_index
 from holdfast.train.compose import Control, compose_control, compose_worker
-from holdfast.train.data.batch_loading import LoadOptions, dataset_length
+from holdfast.train.data.batch_loading import LoadOptions
+from holdfast.train.data.map_style import dataset_length
 from holdfast.train.data.order_plan import OrderPlan
+from holdfast.train.data.quarantine import Quarantine
 from holdfast.train.data.random_streams import enter_stream
 from holdfast.train.data.sampled_batches import SampledBatches
 from holdfast.train.data.sampling import SamplePlan
 from holdfast.train.data.shard_positions import StreamPlan
 from holdfast.train.data.sources import Batches, LoopData, NoDataset, Source, Task, of_loader
 from holdfast.train.data.streams import Stream, StreamSource, shards_of
+from holdfast.train.data.verified_samples import Checks, SampleReader
 from holdfast.train.environment import WorkerEnvironment, take_channel
 from holdfast.train.evaluation import Evaluation, without_training
 from holdfast.train.host_memory import keep_freed_memory
@@ -71,6 +75,7 @@ class Job:
         self._progress = ScriptState()
         self._script: ScriptThread | None = None  # once there is something to train
         self._step: Step | None = None  # that the script has, or has left by `break`
+        self._datasets = 0  # of which records may be quarantined
         self._streams = 0  # and orders that the script has made
         self._at_step_end: list[Callable[[Step], None]] = []
 
@@ -140,6 +145,9 @@ class Job:
         *,
         shuffle: bool = True,
         drop_last: bool = False,
+        index: str | os.PathLike[str] | None = None,
+        mirrors: Sequence[Any] = (),
+        on_error: str = "raise",
         **loading: Any,
     ) -> Batches | SampledBatches:
         """Batches of a map-style dataset: `batch_size` samples for each virtual rank and step.
@@ -148,8 +156,12 @@ class Job:
         epoch's last step shares out what remains, and gradients are weighted so that they stay the
         mean over the step's samples. `loading`: fields of LoadOptions (num_workers, collate_fn,
         pin_memory, prefetch_factor, ...). `dataset` may be a ready DataLoader, which then says all
-        of that; if it has a sampler of its own, each virtual rank takes the next batch. Raises
-        UserError.
+        of that; if it has a sampler of its own, each virtual rank takes the next batch.
+
+        `index`: a file that `holdfast data index` has written; each sample is compared with it. One
+        that differs is read again, then from `mirrors`, other datasets of the same samples.
+        `on_error`: "raise", or "quarantine" to have all workers leave out a bad record from then
+        on. Raises UserError.
         """
         if isinstance(dataset, DataLoader):
             if batch_size is not None or loading:
@@ -160,6 +172,11 @@ class Job:
             found = of_loader(dataset)
             dataset, batch_size, options = found.dataset, found.batch_size, found.options
             if found.sampler is not None:
+                if index is not None or mirrors or on_error != "raise":
+                    raise UserError(
+                        f"job.batches(loader) with a {type(found.sampler).__name__} takes neither "
+                        "index=, mirrors= nor on_error=: verify what the dataset itself reads"
+                    )
                 return self._sampled(dataset, found.sampler, options)
             shuffle, drop_last = found.shuffle, found.drop_last
         else:
@@ -177,7 +194,17 @@ class Job:
             shuffle=shuffle,
             drop_last=drop_last,
         )
-        return Batches(dataset, options, plan)
+        checks = self._checks(index, mirrors, on_error)
+        SampleReader(dataset, plan.length, checks).check_first(type(dataset).__name__)
+        quarantine = self._new_quarantine(plan.length) if checks.quarantines else None
+        return Batches(
+            dataset,
+            options,
+            plan,
+            checks,
+            quarantine,
+            lambda text: self._driver.post(EventNoted("data", text)),
+        )
 
     def stream(
         self,
@@ -353,6 +380,35 @@ class Job:
             return msgspec.msgpack.encode(evaluation.mean(script.told()))
 
         return msgspec.msgpack.decode(self._together(tell))
+
+    def _checks(self, index: Any, mirrors: Sequence[Any], on_error: str) -> Checks:
+        """Return how a dataset's samples are verified. UserError."""
+        spec = self._environment.spec
+        if on_error not in ("raise", "quarantine"):
+            raise UserError(f'on_error={on_error!r}: give "raise" or "quarantine"')
+        quarantines = on_error == "quarantine"
+        for flag, value in (
+            ("--backup", spec.stragglers.backup),
+            ("--audit", spec.silent_errors.audit),
+        ):
+            if quarantines and value:
+                raise UserError(
+                    f'on_error="quarantine" and {flag} {value} exclude each other: a worker that '
+                    "leaves out a record computes something else than others; set one of them off"
+                )
+        return Checks(
+            index=None if index is None else read_index(index, SampleIndex),
+            mirrors=tuple(mirrors),
+            quarantines=quarantines,
+            most=spec.data.bad_samples_max,
+        )
+
+    def _new_quarantine(self, length: int) -> Quarantine:
+        """Return what is left out of the script's next dataset with that many records."""
+        self._datasets += 1
+        records = self._progress.quarantined.setdefault(self._datasets, {})
+        most = self._environment.spec.data.bad_samples_max
+        return Quarantine(self._datasets, length, records, most)
 
     def _end_open_loop(self) -> None:
         """End a loop that the script has left by `break`. UserError if its step is not complete."""

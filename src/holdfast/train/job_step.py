@@ -147,6 +147,7 @@ class Step:
         source, vrank = self._source, task.vrank
         self._task_loss, self._task_weight = 0.0, UNWEIGHTED
         self._count, digest = source.used(self.index, vrank)
+        told = source.told(self.index, vrank)
         if self._count:
             purpose = f"model {self._rounds}" if self._rounds else "model"
             enter_stream(source.plan.seed, self.index, vrank, purpose)
@@ -159,7 +160,7 @@ class Step:
                 )
             self._vrank = None
         loss, weight = self._task_loss, self._task_weight
-        return FinishedTask(loss=loss, count=self._count, digest=digest, weight=weight)
+        return FinishedTask(loss=loss, count=self._count, digest=digest, weight=weight, told=told)
 
 
 def _mark(batch: int, finished: FinishedTask, gradient: int, sketch: Sketch = ()) -> RunMark:

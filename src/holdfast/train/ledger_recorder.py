@@ -5,6 +5,8 @@ Used by the script's thread; doubts come from the engine's.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from holdfast.core.step.backup import DropTally
 from holdfast.core.step.events import EventNoted
 from holdfast.core.types import WorkerId
@@ -14,8 +16,10 @@ from holdfast.observe.ledger import (
     LedgerHeader,
     LedgerWriter,
     Place,
+    Uses,
     ledger_path,
 )
+from holdfast.train.data.quarantine import Bad, Quarantine
 from holdfast.train.data.sampling import SamplePlan
 from holdfast.train.data.sources import Plan
 from holdfast.train.driver import Driver
@@ -32,12 +36,14 @@ class LedgerRecorder:
         self._driver = driver
         self._plan: Plan  # plan of the present loop
         self._ledger: LedgerWriter | None = None
+        self._quarantine: Quarantine | None = None  # of the loop's dataset
         self._header_due = False  # a header must still be written for the present loop
         self._tally = DropTally()  # what was dropped in the present loop
         self._copied = 0  # tasks of others that this worker computed, as last told
 
-    def begin(self, plan: Plan) -> None:
+    def begin(self, plan: Plan, quarantine: Quarantine | None = None) -> None:
         """Begin a loop, whose samples fall into steps like this."""
+        self._quarantine = quarantine
         self._plan, self._header_due, self._tally = plan, True, DropTally()
 
     def commit(self, place: Place, view: int, table: StepTable, loss: float, dropped: int) -> None:
@@ -50,6 +56,7 @@ class LedgerRecorder:
         if self._header_due:
             self._header_due = False
             ledger.begin(self._header())
+        left_out = None if place.uses is Uses.NO_SAMPLES else self._quarantine
         ledger.append(
             LedgerEntry(
                 place=place,
@@ -58,8 +65,21 @@ class LedgerRecorder:
                 counts=table.counts(),
                 digests=table.digests(),
                 loss=loss,
+                bad={} if left_out is None else {v: r for v, r in left_out.turn.items() if r},
             )
         )
+
+    def quarantined(
+        self, quarantine: Quarantine, news: Mapping[int, Bad], table: StepTable
+    ) -> None:
+        """Have the event log tell once of each record that was quarantined, and who met it."""
+        hosts, said = table.hosts(), set(quarantine.records)
+        for vrank, bad in news.items() if self._driver.leads else ():
+            for record, why in bad.items():
+                if record not in said:
+                    who = f"worker {hosts[vrank][0]}"
+                    self._tell("data", f"record {record} is quarantined: on {who} it {why}")
+                said.add(record)
 
     def doubt(self, step: int, view: int, again: bool) -> None:
         """Record that steps from this one on, committed up to `view`, may be wrong."""
@@ -113,4 +133,6 @@ class LedgerRecorder:
             worker=me.worker,
             incarnation=me.incarnation,
             backup=me.spec.stragglers.backup,
+            dataset=0 if self._quarantine is None else self._quarantine.number,
+            quarantined=() if self._quarantine is None else sorted(self._quarantine.records),
         )

@@ -63,6 +63,7 @@ class ScriptState:
         self.trained = TrainedParameters()
         self.readers: dict[int, dict[int, tuple[int, int, bytes]]] = {}  # their last told states
         self.orders: dict[int, list[OrderPosition]] = {}  # where those of samplers stand
+        self.quarantined: dict[int, dict[int, int]] = {}  # of each dataset: record, step
         self.told: dict[int, bytes] = {}  # in loops that only told values: by number of the loop
         self.attributes = ModuleAttributes([])  # of the protected modules, once these are known
 
@@ -77,6 +78,7 @@ class ScriptState:
             "streams": {number: list(found) for number, found in self.streams.items()},
             "readers": {number: dict(sorted(r.items())) for number, r in self.readers.items()},
             "orders": {number: list(found) for number, found in self.orders.items()},
+            "quarantined": {number: dict(found) for number, found in self.quarantined.items()},
             "told": dict(self.told),
             "modules": self.attributes.state_dict(),
             "trained": self.trained.state_dict(),
@@ -101,6 +103,10 @@ class ScriptState:
             known.update(readers)
         for number, order in state["orders"].items():
             self.orders.setdefault(number, [])[:] = order
+        for number in {*self.quarantined, *state["quarantined"]}:
+            mine = self.quarantined.setdefault(number, {})
+            mine.clear()
+            mine.update(state["quarantined"].get(number, {}))
         for name in list(self.values):
             del self.values[name]
         self.values.update(copy.deepcopy(dict(state["values"])))

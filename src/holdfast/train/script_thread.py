@@ -21,6 +21,7 @@ from holdfast.core.step.audit import Sketch
 from holdfast.core.step.events import Purpose, StepKind
 from holdfast.observe.ledger import Place, Uses
 from holdfast.train.checkpoint.saver import Saver
+from holdfast.train.data.quarantine import over_budget
 from holdfast.train.data.random_streams import enter_stream
 from holdfast.train.data.sampling import SamplePlan
 from holdfast.train.data.sources import LoopData, Plan, Source
@@ -116,6 +117,8 @@ class TaskRunner:
         """Note the row of a task that this worker hosts."""
         me, data = self._driver.status(), self._data
         host = me.worker, me.incarnation
+        if data.kind is StepKind.GRADIENTS:
+            data.values.put_told(vrank, finished.told)
         row = finished.loss, finished.count, finished.digest
         data.own.put(vrank, *row, host, finished.weight)
         if finished.left is not None:
@@ -125,7 +128,8 @@ class TaskRunner:
         """Note that a speculative task is this worker's own task now."""
         me = self._driver.status()
         with self._driver.monitor:
-            self._data.speculative.adopt(vrank, (me.worker, me.incarnation))
+            told = self._data.speculative.adopt(vrank, (me.worker, me.incarnation))
+            self._data.values.put_told(vrank, told)
 
 
 class ScriptThread:
@@ -181,6 +185,8 @@ class ScriptThread:
         """Note that the script is through with a step, or has left the loop after it."""
         step, (counts, digests) = self.progress.steps, self._marks
         self._loop_data.advance(step, counts, digests)
+        if self._loop_data.quarantine is not None:
+            self._loop_data.quarantine.settle(step)
         self.progress.steps = step + 1
 
     @property
@@ -246,7 +252,7 @@ class ScriptThread:
             ended = self.progress.ended[: self._loop]
             self._plan = self._loop_data.begin(ended[-1] if ended else 0)
             self._planned = True
-            self._recorder.begin(self._plan)
+            self._recorder.begin(self._plan, self._loop_data.quarantine)
 
     def _is_over(self, ends: Callable[[], bool]) -> bool:
         return self._loop < len(self.progress.ended) or ends()
@@ -289,7 +295,8 @@ class ScriptThread:
         data.buffers.remember()
         prints = guard.open(self._at, data.buffers.start, self._loop_data, whole=self._whole)
         with self._driver.monitor:
-            data.open(kind, prints)
+            tells = kind is StepKind.VALUES or self._loop_data.quarantine is not None
+            data.open(kind, prints, tells=tells)
             if proposal is not None:
                 data.values.put(PROPOSAL, proposal)
             self._driver.post(ev.StepOpened(self._at, kind, self._rested))
@@ -328,6 +335,7 @@ class ScriptThread:
         """
         data, plan, index = self._data, self._plan, self.progress.steps
         self._before_update()
+        self._quarantine()
         data.buffers.apply()
         table, vranks = data.table, plan.virtual_ranks
         counts = table.counts()
@@ -389,6 +397,19 @@ class ScriptThread:
     def stop(self) -> None:
         """Have all loops of all workers end after the next step."""
         self._data.wants_stop = True
+
+    def _quarantine(self) -> None:
+        """Take in which records tasks of the step had to leave out. UserError if too many had."""
+        quarantine, told = self._loop_data.quarantine, self._data.values.told
+        if quarantine is None or not told:
+            return
+        news = quarantine.hear(told)
+        self._recorder.quarantined(quarantine, news, self._data.table)
+        found = sum(len(records) for records in self.progress.quarantined.values())
+        total = found + len(quarantine.waiting)
+        if news and total > quarantine.most:
+            bad = [each for told in news.values() for each in told.items()]
+            raise UserError(over_budget(bad, total, quarantine.most))
 
     def _record(self, uses: Uses, loss: float, dropped: int, told: str = "") -> None:
         self.progress.stopped |= self._data.table.stops

@@ -23,15 +23,22 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, default_collate
 from torch.utils.data._utils import pin_memory, signal_handling
 
 from holdfast.core.errors import UserError, WorldError
+from holdfast.train.data.map_style import dataset_length
+from holdfast.train.data.quarantine import Quarantine, encode_bad, replaced
 from holdfast.train.data.random_streams import enter_stream
+from holdfast.train.data.sampling import SamplePlan
+from holdfast.train.data.verified_samples import Checks, Reading, SampleReader
 
 Task = tuple[int, int]  # (step, vrank)
-Item = tuple[int, int, list[Any]]  # a task, and the keys of its samples
+_Batch = tuple[Any, Reading]  # a collated batch, and what it was made of
+# A task, the keys of its samples, and records that it is to leave out.
+Order = tuple[Task, list[Any], frozenset[int]]
 
 RESTARTS_MAX = 3  # restarts of the data workers without one batch in between
 POLL_S = 0.2  # how soon the death of a data worker is noticed by somebody waiting for it
@@ -66,29 +73,6 @@ class LoadStats:
     restarts: int = 0  # restarts of the data workers, after one was killed
 
 
-def dataset_length(dataset: Any) -> int:
-    """Return the number of samples; UserError unless the dataset is map-style and has a length."""
-    name = type(dataset).__name__
-    if isinstance(dataset, IterableDataset):
-        raise UserError(
-            f"{name} is an IterableDataset, whose samples cannot be asked for by index: "
-            "give a map-style dataset with __getitem__ and __len__"
-        )
-    if not hasattr(dataset, "__len__"):
-        raise UserError(f"{name} has no __len__: give it one that returns its number of samples")
-    if not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")):
-        raise UserError(f"{name} has no __getitem__: give it one that returns a sample by index")
-    return len(dataset)
-
-
-def load_samples(dataset: Any, indices: list[int]) -> list[Any]:
-    """Return these samples: at once, if the dataset offers that."""
-    if getattr(dataset, "__getitems__", None):
-        found: list[Any] = dataset.__getitems__(indices)
-        return found
-    return [dataset[index] for index in indices]
-
-
 class LoadPlan(Protocol):
     """Says which samples the tasks read. `length`: of the dataset; None if that does not matter."""
 
@@ -120,14 +104,26 @@ class BatchSource:
     when the thread that started them ends.
     """
 
-    def __init__(self, dataset: Any, plan: LoadPlan, options: LoadOptions | None = None) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        plan: LoadPlan,
+        options: LoadOptions | None = None,
+        checks: Checks | None = None,
+        quarantine: Quarantine | None = None,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
         self.plan = plan
         self.options = options or LoadOptions()
         self.stats = LoadStats()
-        self._tasks = _Tasks(dataset, plan.seed, self.options.collate_fn)
-        self._feed = _Feed(plan)
+        self._quarantine = quarantine
+        self._say = say  # hears what was not sound and could be read all the same
+        reader = SampleReader(dataset, plan.length or 0, checks)
+        self._tasks = _Tasks(reader, plan.seed, self.options.collate_fn)
+        self._feed = _Feed(plan, self._left_out)
         self._pipeline = _Pipeline(self._tasks, self._feed, self.options)
-        self._ready: dict[Task, Any] = {}  # loaded ahead, still wanted, not yet asked for
+        self._ready: dict[Task, _Batch] = {}  # loaded ahead, still wanted, not yet asked for
+        self._last: tuple[Task, Reading] | None = None  # what was handed out last
         self._failures = 0  # restarts since a data worker last delivered anything
 
     def follow(self, vranks: Sequence[int], from_step: int, until: int) -> None:
@@ -136,8 +132,8 @@ class BatchSource:
         Called at the start and at every change of assignment; the first call starts the data
         workers. What was loaded ahead and is still wanted is kept. May go back to earlier steps.
         """
-        planned = self.plan.length
-        if planned is not None and (length := dataset_length(self._tasks.dataset)) != planned:
+        planned, dataset = self.plan.length, self._tasks.reader.dataset
+        if planned is not None and (length := dataset_length(dataset)) != planned:
             raise UserError(
                 f"the dataset has {length} samples but its plan was made for {planned}: "
                 "do not change a dataset's length during a job"
@@ -164,21 +160,36 @@ class BatchSource:
             self._receive()
         self._feed.held.add(task)  # not to be loaded ahead again, unless a follow() goes back
         if task in self._ready:
-            self.stats.ahead += 1
-            return self._ready.pop(task)
-        batch = self._inline(task)
+            batch, reading = self._ready.pop(task)
+            if self._is_current(task, reading):
+                self.stats.ahead += 1
+                return self._hand_out(task, batch, reading)
+            self.stats.discarded += 1
+        batch, reading = self._inline(task)
         # Loading took about as long as each data worker needed to finish what it was doing, so
         # that replacing tasks at the front of the queue waits for next to nothing.
         self._refresh(self.options.num_workers, idle_only=False)
-        return batch
+        return self._hand_out(task, batch, reading)
 
     def again(self, step: int, vrank: int) -> Any:
         """Load the batch of a task once more, in this process."""
-        return self._inline((step, vrank))
+        batch, reading = self._inline((step, vrank))
+        return self._hand_out((step, vrank), batch, reading)
 
     def used(self, step: int, vrank: int) -> tuple[int, int]:
         """Return how many samples a task uses, and the digest of their indices."""
-        return self.plan.task_samples(step, vrank), self.plan.digest(step, vrank)
+        reading = self._reading(step, vrank)
+        if reading is None:
+            return self.plan.task_samples(step, vrank), self.plan.digest(step, vrank)
+        used = np.array(reading.used, dtype=np.int64)
+        return len(used), SamplePlan.digest_of(used)
+
+    def told(self, step: int, vrank: int) -> bytes:
+        """Return which records a task whose batch was asked for had to leave out, and why."""
+        reading = self._reading(step, vrank)
+        known = self._left_out(vrank)
+        bad = {} if reading is None else reading.bad
+        return encode_bad({r: why for r, why in bad.items() if r not in known})
 
     def scale(self, step: int, vrank: int) -> float | None:
         """Return by what a task's mean counts in the step's; None if each sample counts alike."""
@@ -189,6 +200,30 @@ class BatchSource:
         self._pipeline.stop(kill=False)
         self._ready.clear()
         self._feed.forget(())
+
+    def _left_out(self, vrank: int) -> frozenset[int]:
+        return frozenset() if self._quarantine is None else self._quarantine.known(vrank)
+
+    def _reading(self, step: int, vrank: int) -> Reading | None:
+        """Return what the task's batch was made of, if that may be other records than planned."""
+        if self._quarantine is None or self._last is None or self._last[0] != (step, vrank):
+            return None
+        return self._last[1]
+
+    def _is_current(self, task: Task, reading: Reading) -> bool:
+        """Tell whether nothing was quarantined since, that a batch loaded ahead has used."""
+        known = self._left_out(task[1])
+        if not (known or reading.bad):
+            return True
+        planned = np.array(self.plan.keys(*task), dtype=np.int64)
+        used, met = replaced(planned, known | reading.bad.keys(), self.plan.length or 0)
+        return tuple(used.tolist()) == reading.used and met >= reading.bad.keys() - known
+
+    def _hand_out(self, task: Task, batch: Any, reading: Reading) -> Any:
+        self._last = task, reading
+        for text in reading.healed:
+            self._say(text)
+        return batch
 
     def _known(self) -> set[Task]:
         return {t for t in self._pipeline.sent if t is not None} | set(self._ready)
@@ -209,7 +244,7 @@ class BatchSource:
     def _receive(self) -> None:
         """Take one result from the data workers, in the order in which tasks were sent."""
         try:
-            task, failure, batch = self._pipeline.receive()
+            task, failure, found = self._pipeline.receive()
         except _DataWorkerLost as lost:
             self._restart(lost)
             return
@@ -222,7 +257,8 @@ class BatchSource:
             self._feed.held.discard(task)
             self._replay(task, failure)
         else:
-            self._ready[task] = batch
+            assert found is not None, "what was loaded without a failure is a batch"
+            self._ready[task] = found
 
     def _replay(self, task: Task, failure: str) -> None:
         """Load a task here after the dataset raised in a data worker.
@@ -271,13 +307,14 @@ class BatchSource:
                 return
             self._receive()
 
-    def _inline(self, task: Task) -> Any:
+    def _inline(self, task: Task) -> _Batch:
         self.stats.inline += 1
         with one_thread():
-            batch = self._tasks.load(*task, self.plan.keys(*task))
+            keys = self.plan.keys(*task)
+            batch, reading = self._tasks.load(task, keys, self._left_out(task[1]))
         if self.options.pin_memory and torch.cuda.is_available():
-            return pin_memory.pin_memory(batch)
-        return batch
+            return pin_memory.pin_memory(batch), reading
+        return batch, reading
 
 
 class _Tasks:
@@ -287,26 +324,29 @@ class _Tasks:
     worker's turn in the queue.
     """
 
-    def __init__(self, dataset: Any, seed: int, collate: Callable[[list[Any]], Any]) -> None:
-        self.dataset = dataset
+    def __init__(
+        self, reader: SampleReader, seed: int, collate: Callable[[list[Any]], Any]
+    ) -> None:
+        self.reader = reader
         self._seed = seed
         self._collate = collate
 
-    def __getitem__(self, item: Item | None) -> tuple[Task | None, str, Any]:
+    def __getitem__(self, order: Order | None) -> tuple[Task | None, str, _Batch | None]:
         """Return (task, traceback or "", batch)."""
-        if item is None:
+        if order is None:
             return None, "", None
-        task = item[:2]
         try:
-            return task, "", self.load(*item)
+            return order[0], "", self.load(*order)
         except Exception:  # noqa: BLE001 - whatever it is, the training process will meet it
-            return task, traceback.format_exc(), None
+            return order[0], traceback.format_exc(), None
 
-    def load(self, step: int, vrank: int, keys: list[Any]) -> Any:
+    def load(self, task: Task, keys: list[Any], left_out: frozenset[int]) -> _Batch:
         if not keys:
-            return None
-        enter_stream(self._seed, step, vrank, "data")
-        return self._collate(load_samples(self.dataset, keys))
+            return None, Reading(used=())
+        samples, reading = self.reader.load(
+            keys, left_out, lambda: enter_stream(self._seed, *task, "data")
+        )
+        return self._collate(samples), reading
 
 
 class _Feed:
@@ -316,7 +356,7 @@ class _Feed:
     workers running and their queue full, and needs no new iterator.
     """
 
-    def __init__(self, plan: LoadPlan) -> None:
+    def __init__(self, plan: LoadPlan, left_out: Callable[[int], frozenset[int]]) -> None:
         self.step = 0  # earlier ones are over
         self.held: set[Task] = set()  # loaded, being loaded, or handed out already
         self.sent: deque[Task | None] = deque()
@@ -324,6 +364,7 @@ class _Feed:
         self._vranks: tuple[int, ...] = ()
         self._until = 0
         self._next: tuple[int, int] = (0, 0)  # step, position in _vranks
+        self._left_out = left_out  # records, by virtual rank
 
     def follow(
         self, vranks: tuple[int, ...], from_step: int, until: int, *, keep: set[Task]
@@ -356,16 +397,16 @@ class _Feed:
         self._next = (step, 0)
         return None
 
-    def __iter__(self) -> Iterator[Item | None]:
+    def __iter__(self) -> Iterator[Order | None]:
         return self
 
-    def __next__(self) -> Item | None:
+    def __next__(self) -> Order | None:
         task = self.peek()
         keys = [] if task is None else self._plan.keys(*task)
         if task is not None:
             self.held.add(task)
         self.sent.append(task)
-        return None if task is None else (*task, keys)
+        return None if task is None else (task, keys, self._left_out(task[1]))
 
 
 class _DataWorkerLost(WorldError):
@@ -418,7 +459,7 @@ class _Pipeline:
             raise _DataWorkerLost(str(error)) from error
         _disarm(self._iterator)
 
-    def receive(self) -> tuple[Task | None, str, Any]:
+    def receive(self) -> tuple[Task | None, str, _Batch | None]:
         """Wait for the oldest result under way. Raises _DataWorkerLost."""
         while True:
             try:

@@ -111,6 +111,8 @@ class SampledBatches:
     `positions`: where the order stands; a part of the job's state.
     """
 
+    quarantine = None
+
     def __init__(
         self,
         dataset: Any,

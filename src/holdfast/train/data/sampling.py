@@ -15,7 +15,7 @@ import functools
 import hashlib
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from holdfast.core.errors import UserError, require
 from holdfast.train.data.order_plan import ORDER as SAMPLER_GIVEN
 from holdfast.train.data.order_plan import OrderPlan
+from holdfast.train.data.quarantine import replaced
 from holdfast.train.data.shard_positions import ORDER as STREAMED
 from holdfast.train.data.shard_positions import StreamPlan
 
@@ -149,6 +150,10 @@ class SamplePlan:
     def digest_of(indices: Indices) -> int:
         """Compute xxh3_64 over the indices as little-endian int64."""
         return xxhash.xxh3_64_intdigest(indices.astype("<i8", copy=False).tobytes())
+
+    def replaced(self, indices: Indices, bad: Collection[int]) -> tuple[Indices, set[int]]:
+        """Return what is used in place of bad records, and which of these were met."""
+        return replaced(indices, bad, self.length)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan in plain values, for ledgers and checkpoints."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,20 +17,16 @@ from torch.utils.data import (
 )
 
 from holdfast.core.errors import UserError
-from holdfast.train.data.batch_loading import (
-    BatchSource,
-    LoadOptions,
-    LoadPlan,
-    dataset_length,
-    load_samples,
-    one_thread,
-)
+from holdfast.train.data.batch_loading import BatchSource, LoadOptions, LoadPlan, one_thread
 from holdfast.train.data.content import content_print
+from holdfast.train.data.map_style import dataset_length, load_samples
 from holdfast.train.data.order_plan import OrderPlan
+from holdfast.train.data.quarantine import Quarantine
 from holdfast.train.data.random_streams import enter_stream, stream_seed
 from holdfast.train.data.sampler_orders import check_sampler
 from holdfast.train.data.sampling import SamplePlan
 from holdfast.train.data.shard_positions import StreamPlan
+from holdfast.train.data.verified_samples import Checks
 
 SAMPLES_COMPARED = 2  # at a time
 TASKS_MAX = 1 << 40  # of a job without a dataset: each counts as a sample of its own
@@ -57,6 +53,10 @@ class Source(Protocol):
         """Return how many samples a task whose batch was asked for uses, and their digest."""
         ...
 
+    def told(self, step: int, vrank: int) -> bytes:
+        """Return what is to be told of bad records in a task whose batch was asked for."""
+        ...
+
     def scale(self, step: int, vrank: int) -> float | None:
         """Return by what a task's mean counts in the step's; None if each sample counts alike."""
         ...
@@ -66,6 +66,11 @@ class Source(Protocol):
 
 class LoopData(Protocol):
     """Is what a loop goes through."""
+
+    @property
+    def quarantine(self) -> Quarantine | None:
+        """Return what is left out of the dataset; None if nothing may be."""
+        ...
 
     def begin(self, step: int) -> Plan:
         """Note that a loop that uses it begins at `step`; returns the plan from its first use."""
@@ -93,12 +98,21 @@ class Batches:
     """Holds a dataset and the way its samples fall into steps; made by `Job.batches`."""
 
     def __init__(
-        self, dataset: Any, options: LoadOptions, plan: SamplePlan, first_step: int | None = None
+        self,
+        dataset: Any,
+        options: LoadOptions,
+        plan: SamplePlan,
+        checks: Checks | None = None,
+        quarantine: Quarantine | None = None,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.dataset = dataset
         self.options = options
         self.plan = plan
-        self.first_step = first_step  # None: no loop has used it
+        self.first_step: int | None = None  # None: no loop has used it
+        self.quarantine = quarantine
+        self._checks = checks
+        self._say = say
 
     @property
     def steps_per_epoch(self) -> int:
@@ -113,7 +127,9 @@ class Batches:
 
     def source(self, plan: SamplePlan) -> BatchSource:
         """Return what loads the batches."""
-        return BatchSource(self.dataset, plan, self.options)
+        return BatchSource(
+            self.dataset, plan, self.options, self._checks, self.quarantine, self._say
+        )
 
     def check(self, step: int, counts: Sequence[int], digests: Sequence[int]) -> str:
         """Return that there is nothing to tell: which samples a step uses follows from the plan."""
@@ -123,8 +139,10 @@ class Batches:
         """Take no notice: which samples a step uses follows from the plan."""
 
     def samples(self, step: int) -> dict[str, str]:
-        """Return digests of a few samples, which depend on the step."""
+        """Return digests of a few samples, by the step; of none if each is verified."""
         found: dict[str, str] = {}
+        if self._checks is not None and (self._checks.index or self._checks.quarantines):
+            return found
         for i in range(SAMPLES_COMPARED):
             index = stream_seed(self.plan.seed, step, i, "compared") % self.plan.length
             found[f"sample {index} of the dataset"] = print_sample(
@@ -158,6 +176,8 @@ class Task:
 
 class NoDataset:
     """Stands for a loop whose script makes its batches by itself."""
+
+    quarantine = None
 
     def __init__(self, virtual_ranks: int, seed: int) -> None:
         self._plan = SamplePlan(
@@ -208,6 +228,10 @@ class _TaskSource:
     def used(self, step: int, vrank: int) -> tuple[int, int]:
         """Return that the task counts as one sample, and its digest."""
         return self.plan.task_samples(step, vrank), self.plan.digest(step, vrank)
+
+    def told(self, step: int, vrank: int) -> bytes:
+        """Return that nothing is told, as there are no records."""
+        return b""
 
     def scale(self, step: int, vrank: int) -> float:
         """Return by what a task's mean counts in the step's."""

@@ -41,6 +41,8 @@ class Stream:
     job's state.
     """
 
+    quarantine = None
+
     def __init__(
         self,
         make: MakeShard,
@@ -143,6 +145,10 @@ class StreamSource:
         """Return how many samples the task has used, and their digest."""
         samples, digest = self._used[vrank]
         return len(samples), digest
+
+    def told(self, step: int, vrank: int) -> bytes:
+        """Return that nothing is told: what cannot be read of a stream ends the job."""
+        return b""
 
     def scale(self, step: int, vrank: int) -> float | None:
         """Return None, as the samples of the whole step are counted after it."""

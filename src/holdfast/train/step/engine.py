@@ -285,7 +285,7 @@ class Engine(threading.Thread):
         if any(len({each for each in kind if each}) > 1 for kind in zip(*prints, strict=True)):
             self._explain(at, order.step)
         with self._driver.monitor:
-            unlike = data.speculative.contradicted(sums)
+            unlike = data.speculative.contradicted(sums, data.values.told)
             leads = at.view.leader == self._exchange.me.worker
             data.became_reduced(order.view, leads=leads)
         return ev.Summed(
@@ -324,7 +324,7 @@ class Engine(threading.Thread):
             used = torch.zeros_like(data.table.used)
         self._rows = TableGather(data.table, used, layout, data.prints)
         operations: list[Operation] = [self._rows]
-        if data.kind is StepKind.VALUES:
+        if data.tells:
             with driver.monitor:
                 operations.append(ValuesGather(data.values, layout, at.view))
         if data.gradients.active_tables:

@@ -6,7 +6,7 @@ first, what it has sent is compared with them. Used with the monitor held.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,7 @@ class FinishedTask:
 
     `weight`: by which its loss, a sum, is to be divided; UNWEIGHTED if it is a mean. `left`: the
     buffers, for virtual rank 0. `gradient`: its digest or its sketch, if one was taken, and `bits`.
+    `told`: which records it had to leave out.
     """
 
     loss: float
@@ -33,6 +34,7 @@ class FinishedTask:
     left: torch.Tensor | None = None
     gradient: Digest | None = None
     bits: int = 0
+    told: bytes = b""
 
 
 class SpeculativeTasks:
@@ -52,22 +54,31 @@ class SpeculativeTasks:
         """Keep a task whose virtual rank another worker hosts."""
         self._done[vrank] = task
 
-    def adopt(self, vrank: int, host: tuple[int, int]) -> None:
-        """Use the speculative task as the task itself: this worker hosts its virtual rank now."""
+    def adopt(self, vrank: int, host: tuple[int, int]) -> bytes:
+        """Use the speculative task as the task itself: this worker hosts its virtual rank now.
+
+        Returns what is told of it.
+        """
         task = self._done.pop(vrank)
         self._table.put(vrank, task.loss, task.count, task.digest, host, task.weight)
         if task.left is not None:
             self._buffers.keep(vrank, task.left)
         self._gradients.adopt(vrank)
+        return task.told
 
-    def contradicted(self, sums: Sequence[BucketSum | RowsSum]) -> tuple[int, ...]:
+    def contradicted(
+        self, sums: Sequence[BucketSum | RowsSum], told: Collection[int] = ()
+    ) -> tuple[int, ...]:
         """Return virtual ranks of which others have sent something else.
 
         Each member sees of a bucket only the piece that it sums, and of a virtual rank only what
-        has not been added to another one's before.
+        has not been added to another one's before. Nothing is said of those that have `told` of bad
+        records, there or here: they were computed from other samples.
         """
         found = []
         for vrank in sorted(self._done):
+            if vrank in told or self._done[vrank].told:
+                continue
             leaves = self._gradients.copy_of(vrank)
             if any(not each.agrees(vrank, leaves) for each in sums):
                 found.append(vrank)

@@ -1,6 +1,7 @@
 """Tells all members what tasks have come to besides gradients, or what the leader proposes.
 
-It is what a step of kind VALUES exchanges: bytes, by virtual rank or as the leader's. They are not
+It is what a step of kind VALUES exchanges: bytes, by virtual rank or as the leader's. With a step
+of gradients tasks tell in the same way which records of the dataset they could not read. Nothing is
 summed here: who hears them all does that, in the order of virtual ranks.
 """
 
@@ -34,6 +35,12 @@ class StepValues:
     def put(self, place: int, value: bytes) -> None:
         """Note what this worker says at a place."""
         self._mine[place] = value
+
+    def put_told(self, vrank: int, told: bytes) -> None:
+        """Note what this worker's task tells besides its gradient, which may be nothing."""
+        self._mine.pop(vrank, None)
+        if told:
+            self._mine[vrank] = told
 
     def mine(self, places: Iterable[int]) -> dict[int, bytes]:
         """Return what this worker says at those of these places where it says anything."""

@@ -1,0 +1,113 @@
+"""Knows from a run's ledger which records were quarantined when, for the proof of what was used.
+
+A record that a task has told of is left out by all from the script's next step on. Nothing else may
+take the place of a planned record: whoever uses another one without having told is found.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.core.errors import UserError
+from holdfast.observe.ledger import LINE_BYTES_MAX, HeaderLine, StepLine, Uses, decode_line
+
+_BAD, _HEADER = b'"bad"', b'"header"'  # one occurs in each line that matters here
+
+
+class ReplacingPlan(Protocol):
+    """Declares what is needed of a plan."""
+
+    def digest_of(self, indices: NDArray[np.int64]) -> int: ...
+
+    def replaced(
+        self, indices: NDArray[np.int64], bad: Collection[int]
+    ) -> tuple[NDArray[np.int64], set[int]]:
+        """Return what is used in place of bad records, and which of these were met."""
+        ...
+
+
+class LeftOut:
+    """Holds for each dataset, by its number, which records were told of in which script's step."""
+
+    def __init__(self) -> None:
+        self._told: dict[int, dict[int, set[int]]] = {}
+        self._sums: dict[int, tuple[list[int], list[frozenset[int]]]] = {}
+
+    def read(self, paths: Sequence[Path], withdrawn: Callable[[StepLine], bool]) -> None:
+        """Collect what all files tell, but for steps that do not count."""
+        for path in paths:
+            dataset = 0
+            with contextlib.suppress(OSError), path.open("rb") as file:
+                for line in iter(lambda: file.readline(LINE_BYTES_MAX), b""):
+                    if not (_BAD in line or _HEADER in line) or not line.endswith(b"\n"):
+                        continue
+                    with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
+                        match decode_line(line):
+                            case HeaderLine() as header:
+                                dataset = header.dataset
+                            case StepLine() as entry if not withdrawn(entry):
+                                self._note(dataset, entry)
+
+    def _note(self, dataset: int, entry: StepLine) -> None:
+        if entry.bad and dataset and entry.uses is not Uses.NO_SAMPLES:
+            told = self._told.setdefault(dataset, {}).setdefault(entry.place.index, set())
+            told.update(*entry.bad.values())
+
+    @property
+    def count(self) -> int:
+        """Return how many records were quarantined."""
+        return sum(len(set().union(*steps.values())) for steps in self._told.values())
+
+    def before(self, dataset: int, index: int) -> frozenset[int]:
+        """Return which records all leave out in this step of the script."""
+        if dataset not in self._told:
+            return frozenset()
+        if dataset not in self._sums:
+            found: frozenset[int] = frozenset()
+            sums, steps = [found], sorted(self._told[dataset])
+            for step in steps:
+                found |= self._told[dataset][step]
+                sums.append(found)
+            self._sums[dataset] = steps, sums
+        steps, sums = self._sums[dataset]
+        return sums[bisect.bisect_left(steps, index)]
+
+    def replaced(
+        self,
+        plan: ReplacingPlan,
+        task: NDArray[np.int64],
+        before: frozenset[int],
+        told: Sequence[int],
+    ) -> tuple[NDArray[np.int64], str]:
+        """Return what a task must have used in place of its indices, or what is wrong with it."""
+        if not (before or told):
+            return task, ""
+        try:
+            used, met = plan.replaced(task, before | set(told))
+        except UserError as error:
+            return task, str(error)
+        again = sorted(set(told) & before)
+        if again:
+            return task, f"tells anew of record {again[0]}, which was left out before"
+        unmet = sorted(set(told) - met)
+        if unmet:
+            return task, f"tells of record {unmet[0]}, which it had no reason to read"
+        return used, ""
+
+    def foreign(self, header: HeaderLine, bad: Mapping[int, Sequence[int]]) -> str:
+        """Say what is wrong with telling of bad records under this header; empty: nothing."""
+        if not bad:
+            return ""
+        if not header.dataset:
+            return "leaves out records, which its header does not allow"
+        if any(not 0 <= vrank < header.virtual_ranks for vrank in bad):
+            return f"leaves out records of virtual ranks {sorted(bad)}"
+        return ""

@@ -1,0 +1,183 @@
+"""Reads samples and compares them with what the dataset's index says, in whichever process reads.
+
+A sample that differs, or whose reading raises, is read again, then from each mirror. After that
+the reader gives up, or takes a substitute and says so. Invariant: what `load` returns is a function
+of the indices, of the records that are known to be bad and of those that it says to be bad: nothing
+else that was tried in vain leaves a trace, not even in the random generators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from holdfast.core.errors import Damaged, UserError, first_line
+from holdfast.store.data_index import SampleIndex
+from holdfast.train.data.map_style import load_samples
+from holdfast.train.data.quarantine import REASON_CHARS_MAX, Bad, over_budget, replaced
+from holdfast.train.data.sample_digest import read_sample, sample_digest
+
+READS = 2  # of a sample from the dataset itself; each mirror is asked once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checks:
+    """Says how what is read of a dataset is verified, and what is done about what is bad."""
+
+    index: SampleIndex | None = None
+    mirrors: tuple[Any, ...] = ()  # other datasets of the same samples
+    quarantines: bool = False
+    most: int = 0  # records that may be quarantined
+
+    @property
+    def patient(self) -> bool:
+        """Tell whether there is something to try after a dataset has raised."""
+        return bool(self.mirrors) or self.quarantines
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """Says which records a task has read in the end, and what was wrong with others."""
+
+    used: tuple[int, ...]
+    bad: Bad = field(default_factory=dict)
+    healed: tuple[str, ...] = ()
+
+
+class SampleReader:
+    """Reads the samples of one dataset. `length`: how many it has."""
+
+    def __init__(self, dataset: Any, length: int, checks: Checks | None = None) -> None:
+        self.dataset = dataset
+        self._length = length
+        self._checks = checks or Checks()
+
+    def load(
+        self, indices: list[int], known: frozenset[int], begin: Callable[[], None]
+    ) -> tuple[list[Any], Reading]:
+        """Return the samples of these indices, but for known bad records, and what was read.
+
+        `begin` enters the random generators' stream. What a dataset raises comes through, unless
+        there is something else to try. UserError for a bad sample that must not be left out.
+        """
+        checks = self._checks
+        if not (known or checks.index or checks.patient):  # the indices may be any keys
+            begin()
+            try:
+                return load_samples(self.dataset, indices), Reading(used=tuple(indices))
+            except Damaged as damage:
+                raise _told(damage) from None
+        raw = np.array(indices, dtype=np.int64)
+        failed: dict[int, int] = {}  # readings of a record that were in vain
+        bad: Bad = {}
+        while True:
+            used = replaced(raw, known | bad.keys(), self._length)[0].tolist()
+            begin()
+            try:
+                samples, errors = self._read(used, failed, begin)
+            except Damaged as damage:
+                raise _told(damage) from None
+            if not errors:
+                break
+            for record, error in errors.items():
+                failed[record] = failed.get(record, 0) + 1
+                if failed[record] == READS + len(self._checks.mirrors):
+                    self._give_up(record, error, known, bad)
+        healed = tuple(self._healed(r, n) for r, n in sorted(failed.items()) if r not in bad)
+        return samples, Reading(used=tuple(used), bad=bad, healed=healed)
+
+    def check_first(self, name: str) -> None:
+        """Raise UserError if the index is of another dataset: no sample of a few is as it says."""
+        index = self._checks.index
+        if index is None:
+            return
+        if len(index) != self._length:
+            raise UserError(
+                f"the index is of {len(index)} samples but {name} has {self._length}: give the "
+                "index of this dataset, or write it anew with `holdfast data index`"
+            )
+        probes = sorted({0, self._length // 2, self._length - 1})
+        errors = self._read(probes, {}, lambda: None)[1]
+        differing = [each for each in errors.values() if isinstance(each, _Differs)]
+        if len(probes) == len(differing) > 1:
+            raise UserError(
+                f"samples {', '.join(map(str, probes))} of {name} all differ from its index: give "
+                "the index of this dataset. If its samples are random, make them so in collate_fn"
+            )
+
+    def _read(
+        self, records: Sequence[int], failed: dict[int, int], begin: Callable[[], None]
+    ) -> tuple[list[Any], dict[int, Exception]]:
+        """Read samples once; returns them, and what is wrong with some."""
+        many = getattr(self.dataset, "__getitems__", None)
+        if many and not failed:
+            try:
+                samples = many(list(records))
+                return samples, self._differing(records, samples)
+            except Exception:
+                if not self._checks.patient:
+                    raise
+            begin()
+        samples, errors = [], {}
+        for record in records:
+            try:
+                samples.append(read_sample(self._place(failed.get(record, 0)), record))
+            except Exception as error:
+                if not self._checks.patient:
+                    raise
+                samples.append(None)
+                errors[record] = error
+        return samples, errors | self._differing(records, samples, errors)
+
+    def _place(self, failures: int) -> Any:
+        return self.dataset if failures < READS else self._checks.mirrors[failures - READS]
+
+    def _differing(
+        self, records: Sequence[int], samples: Sequence[Any], errors: Any = ()
+    ) -> dict[int, Exception]:
+        index = self._checks.index
+        if index is None:
+            return {}
+        return {
+            record: _Differs("differs from its index")
+            for record, sample in zip(records, samples, strict=True)
+            if record not in errors and sample_digest(sample) != index.digest(record)
+        }
+
+    def _give_up(self, record: int, error: Exception, known: frozenset[int], bad: Bad) -> None:
+        """Note a record as bad, or raise what says that it must not be left out."""
+        mirrors = len(self._checks.mirrors)
+        elsewhere = f", also in {mirrors} mirrors" if mirrors else ", also when it is read again"
+        differs = isinstance(error, _Differs)
+        why = str(error) if differs else f"raises {type(error).__name__}: {first_line(error)}"
+        why = why[:REASON_CHARS_MAX] + elsewhere
+        if not self._checks.quarantines:
+            if isinstance(error, Damaged):
+                raise _told(error) from None
+            if not differs:
+                raise error
+            raise UserError(
+                f"record {record} of {type(self.dataset).__name__} {why}: restore the data "
+                "(`holdfast data verify` says what differs), give mirrors=, or "
+                'on_error="quarantine"'
+            )
+        bad[record] = why
+        total = len(known | bad.keys())
+        if total > self._checks.most:
+            raise UserError(over_budget([(record, why)], total, self._checks.most))
+
+    def _healed(self, record: int, failures: int) -> str:
+        where = "read again" if failures < READS else f"taken from mirror {failures - READS + 1}"
+        return f"record {record} of {type(self.dataset).__name__} was not sound, and was {where}"
+
+
+def _told(error: Damaged) -> UserError:
+    """Say of what a verifying dataset has raised what the user can do."""
+    return UserError(f'{error}: restore it, give it mirrors, or on_error="quarantine"')
+
+
+class _Differs(Exception):
+    """Says that a sample is not what the index says."""
