@@ -152,7 +152,8 @@ def test_a_job_that_begins_from_a_checkpoint_trains_what_it_did(tmp_path: Path) 
     faults = tmp_path / "faults.txt"
     faults.write_text("worker 0 step 12 kill\nworker 1 step 12 kill\n")
     store, last = str(tmp_path / "store"), []
-    lost = ["--nproc", "2", "--faults", str(faults), "--store", store, "--save-every", "4"]
+    lost = ["--nproc", "2", "--no-rebalance", "--faults", str(faults)]
+    lost += ["--store", store, "--save-every", "4"]
     for name, options, words in (("alone", ["--nproc", "1"], []), ("lost", lost, [store])):
         script = [str(SCRIPTS / "frozen.py"), *words]
         with LocalRun(tmp_path / name, [*options, "--virtual", "4"], script) as run:
