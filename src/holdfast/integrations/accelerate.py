@@ -262,7 +262,7 @@ class Accelerator(accelerate.Accelerator):
         if self._is_protected:
             return
         self._is_protected = True
-        named = {"model": self._modules, "optimizer": self._calls.optimizers}
+        named: dict[str, list[Any]] = {"model": self._modules, "optimizer": self._calls.optimizers}
         named["scheduler"] = self._calls.schedulers
         found = {f"{n}{i or ''}": each for n, all_ in named.items() for i, each in enumerate(all_)}
         self.job.protect(**found, calls=self._calls)
@@ -305,11 +305,9 @@ class Accelerator(accelerate.Accelerator):
         """Do nothing: virtual ranks take the place of accumulation."""
         yield
 
-    @contextlib.contextmanager
-    def no_sync(self, model: Any = None) -> Iterator[None]:
+    def no_sync(self, model: Any = None) -> Any:
         """Refuse. UserError."""
         raise UserError("accelerator.no_sync does not work in a job: leave it out")
-        yield
 
     def clip_grad_norm_(
         self, parameters: Any, max_norm: float, norm_type: float = 2

@@ -207,11 +207,11 @@ class Strategy(SingleDeviceStrategy):
             yield
         finally:
             for each in both:
-                vars(each).pop("zero_grad", None)
+                each.__dict__.pop("zero_grad", None)
             for each in self._lightning_optimizers:
                 each._on_before_step = each._on_after_step = _nothing
             for name in ("clip_gradients", "log", "log_dict"):
-                vars(module).pop(name, None)
+                module.__dict__.pop(name, None)
 
     # ------------------------------------------------------------ workers
 

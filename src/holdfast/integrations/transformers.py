@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -49,6 +49,11 @@ class TrainerMixin:
     """
 
     job: Job
+    control: Any
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...  # what transformers.Trainer has
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Take what transformers.Trainer takes. Raises UserError for what cannot be kept."""
