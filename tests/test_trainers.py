@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import loop_kit
 from conftest import SCRIPTS, finish
+from holdfast.core.errors import UserError
 from holdfast.observe.ledger_audit import verify
 from holdfast.testing.local_run import LocalRun
 from holdfast.train.data.sampling import plan_of
+from holdfast.train.job import Job
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 HUGGING = [str(EXAMPLES / "finetune_transformers.py"), "--steps", "12", "--evaluate-every", "4"]
@@ -61,6 +66,7 @@ def test_a_death_changes_nothing(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", JOBS)
 def test_the_number_of_workers_deaths_and_joins_change_nothing(name: str, tmp_path: Path) -> None:
     """A worker dies and comes back; then the leader dies, whose place another takes."""
@@ -75,6 +81,7 @@ def test_the_number_of_workers_deaths_and_joins_change_nothing(name: str, tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_checkpoint_of_hugging_face_goes_on_as_if_it_had_not_ended(tmp_path: Path) -> None:
     """Dropout, data and schedule go on at the step of the checkpoint."""
     whole, _ = run(tmp_path / "whole", "transformers", 2)
@@ -122,6 +129,7 @@ print(*[float(p.detach().double().abs().sum()) for p in model.parameters()])
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_virtual_ranks_are_hugging_faces_gradient_accumulation(tmp_path: Path) -> None:
     """Tokens weigh alike, in whatever batch they are, also in the last step of an epoch."""
     pytest.importorskip("transformers")
@@ -148,3 +156,35 @@ for name in ("transformers", "accelerate", "lightning"):
     assert "pip install 'holdfast[transformers]'" in first
     assert "pip install 'holdfast[accelerate]'" in second
     assert "pip install 'holdfast[lightning]'" in third
+
+
+def test_a_job_that_begins_at_a_step_goes_on_as_the_whole_one() -> None:
+    """Which samples a step uses depends on its number, wherever the job has begun."""
+    kept: dict[str, Any] = {}
+
+    def whole(job: Job, me: Any) -> str:
+        model, optimizer = loop_kit.protected(job)
+        data = job.batches(loop_kit.dataset(), batch_size=4)
+        for step in job.steps(data, until=9):
+            if step.index == 6 and job.is_leader:
+                kept.update(copy.deepcopy({"m": model.state_dict(), "o": optimizer.state_dict()}))
+            loop_kit.step_once(step, model, optimizer)
+        return loop_kit.digest(model)
+
+    def rest(job: Job, me: Any) -> str:
+        model, optimizer = loop_kit.protected(job)
+        model.load_state_dict(kept["m"])
+        optimizer.load_state_dict(copy.deepcopy(kept["o"]))
+        job.begin_at(6)
+        data = job.batches(loop_kit.dataset(), batch_size=4)
+        seen = []
+        for step in job.steps(data, until=9):
+            seen.append((step.index, step.epoch))
+            loop_kit.step_once(step, model, optimizer)
+        assert seen == [(6, 1), (7, 1), (8, 1)]
+        with pytest.raises(UserError, match="before the first steps"):
+            job.begin_at(7)
+        return loop_kit.digest(model)
+
+    (expected, _) = loop_kit.results(whole, 2)
+    assert loop_kit.results(rest, 3) == [expected] * 3

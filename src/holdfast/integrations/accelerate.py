@@ -302,11 +302,11 @@ class Accelerator(accelerate.Accelerator):
 
     @contextlib.contextmanager
     def accumulate(self, *models: Any) -> Iterator[None]:
-        """Do nothing: virtual ranks take the place of accumulation."""
+        """Enter a block that changes nothing: virtual ranks take the place of accumulation."""
         yield
 
     def no_sync(self, model: Any = None) -> Any:
-        """Refuse. UserError."""
+        """Refuse to leave gradients alone. UserError."""
         raise UserError("accelerator.no_sync does not work in a job: leave it out")
 
     def clip_grad_norm_(
@@ -324,7 +324,7 @@ class Accelerator(accelerate.Accelerator):
 
     @property
     def num_processes(self) -> int:
-        """Return V: batch sizes and schedules are those of as many processes."""
+        """Return the number of virtual ranks: batch sizes and schedules are those of as many processes."""
         return self.job.virtual_ranks if "job" in vars(self) else 1
 
     @property
@@ -343,7 +343,7 @@ class Accelerator(accelerate.Accelerator):
             super().print(*args, **kwargs)
 
     def wait_for_everyone(self) -> None:
-        """Do nothing: steps and the ends of loops are where workers meet."""
+        """Return at once: steps and the ends of loops are where workers meet."""
 
     def gather(self, tensor: Any) -> Any:
         """Return the tensor: each worker evaluates all of a dataset."""
@@ -358,14 +358,14 @@ class Accelerator(accelerate.Accelerator):
         return tensor
 
     def save_state(self, *args: Any, **kwargs: Any) -> str:
-        """Refuse. UserError."""
+        """Refuse to save in this form. UserError."""
         raise UserError(
             "accelerator.save_state does not work in a job: start it with --store, which saves the "
             "whole job's state; save_model writes the model for use elsewhere"
         )
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse. UserError."""
+        """Refuse to load in this form. UserError."""
         raise UserError(
             "accelerator.load_state does not work in a job: `holdfast resume` goes on from a "
             "checkpoint of the job"

@@ -129,8 +129,9 @@ class Strategy(SingleDeviceStrategy):
                 found = closure()
             known = getattr(closure, "_result", None)
             if found is None or known is None:  # none of the step's batches was this worker's
-                known = closure._result = ClosureResult(closure_loss=None)  # type: ignore[attr-defined]
+                known = ClosureResult(closure_loss=None)
             known.loss = torch.tensor(step.loss)
+            vars(closure)["_result"] = known
             return known.loss
 
         return super().optimizer_step(optimizer, all_tasks, model, **kwargs)
@@ -338,7 +339,7 @@ class FitProgress:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Do nothing."""
+    """Take the place of what is done elsewhere."""
 
 
 def _clips(*args: Any, **kwargs: Any) -> None:

@@ -209,7 +209,7 @@ class TrainerMixin:
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> Any:
-        """Evaluate: where only the loss is asked for, shared over all workers; else on each."""
+        """Share an evaluation for the loss over all workers; do any other on each."""
         alone = isinstance(dataloader.dataset, IterableDataset)
         if not (self._is_protected and prediction_loss_only) or self.compute_metrics or alone:
             args = dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
