@@ -324,7 +324,7 @@ class Accelerator(accelerate.Accelerator):
 
     @property
     def num_processes(self) -> int:
-        """Return the number of virtual ranks: batch sizes and schedules are those of as many processes."""
+        """Return V, the virtual ranks: batch sizes and schedules are those of V processes."""
         return self.job.virtual_ranks if "job" in vars(self) else 1
 
     @property
