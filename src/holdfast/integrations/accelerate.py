@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from holdfast.core.errors import UserError
 from holdfast.integrations.accelerated import follow_leader
+from holdfast.integrations.loaders import plain_batches
 from holdfast.train.job import Batches, Step, joined
 
 try:
@@ -197,7 +198,7 @@ class JobLoader:
 
     def _batches(self) -> Batches:
         if self._data is None:
-            self._data = self._owner.job.batches(self._loader)
+            self._data = plain_batches(self._owner.job, self._loader)
         return self._data
 
 

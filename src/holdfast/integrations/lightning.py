@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from holdfast.core.errors import UserError
+from holdfast.integrations.loaders import plain_batches
 from holdfast.train.job import Batches, Job, Step, joined
 
 try:
@@ -60,7 +61,7 @@ class Strategy(SingleDeviceStrategy):
         if not trainer.training:
             return dataloader
         self._refuse(dataloader)
-        data = self.job.batches(dataloader)
+        data = plain_batches(self.job, dataloader)
         limit = trainer.limit_train_batches
         per_epoch = data.steps_per_epoch
         per_epoch = min(per_epoch, limit if isinstance(limit, int) else int(per_epoch * limit))

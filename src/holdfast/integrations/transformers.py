@@ -348,13 +348,15 @@ def _data_of(job: Job, loader: Any) -> tuple[Batches | Stream, int]:
             f"batches by a {type(batches).__name__} cannot be kept in a job: leave out the "
             "train_sampling_strategy, as each virtual rank draws batches of its own"
         )
+    shuffles = type(batches.sampler).__name__ in ("RandomSampler", "SeedableRandomSampler")
+    order: dict[str, Any] = {"shuffle": True} if shuffles else {"sampler": batches.sampler}
     with warnings.catch_warnings():  # of the Trainer's own generator
         warnings.filterwarnings("ignore", message="of this DataLoader")
         data = job.batches(
             DataLoader(  # as it was before Accelerate had it
                 loader.dataset,
                 batch_size=batches.batch_size,
-                sampler=batches.sampler,
+                **order,
                 drop_last=batches.drop_last,
                 num_workers=loader.num_workers,
                 collate_fn=loader.collate_fn,
@@ -362,6 +364,11 @@ def _data_of(job: Job, loader: Any) -> tuple[Batches | Stream, int]:
                 prefetch_factor=loader.prefetch_factor,
                 multiprocessing_context=loader.multiprocessing_context,
             )
+        )
+    if not isinstance(data, Batches):
+        raise UserError(
+            f"samples by a {type(batches.sampler).__name__} cannot be kept in this Trainer: leave "
+            "out the train_sampling_strategy"
         )
     return data, data.steps_per_epoch
 
