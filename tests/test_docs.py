@@ -43,6 +43,7 @@ def test_the_public_surface() -> None:
     assert public == [
         "agree",
         "batches",
+        "begin_at",
         "evaluate",
         "is_leader",
         "on_step_end",

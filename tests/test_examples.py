@@ -20,15 +20,25 @@ ARGS = {
     "gpt.py": ["--steps", "4", "--width", "32", "--layers", "1", "--batch-size", "4"],
     "digits.py": ["--steps", "4", "--batch-size", "8"],
     "gan.py": ["--steps", "21", "--batch-size", "8"],
+    "finetune_transformers.py": ["--steps", "4", "--width", "16", "--batch-size", "4"],
+    "lightning_module.py": ["--epochs", "1", "--samples", "100"],
     "stream.py": ["--steps", "12", "--batch-size", "2", "--width", "16", "--length", "16"],
 }
 
 
-@pytest.mark.parametrize("name", ARGS)
+SLOW = ("finetune_transformers.py", "lightning_module.py")  # to import what they need
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in ARGS]
+)
 def test_the_last_line_does_not_depend_on_the_workers(name: str, tmp_path: Path) -> None:
     # Not imported here: that changes the environment, of which no worker could then be forked.
     if name == "digits.py" and importlib.util.find_spec("sklearn") is None:
         pytest.skip("scikit-learn is not installed")
+    for package in ("transformers", "lightning"):
+        if package in name and importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
     last = []
     for workers in (1, 2):
         options = ["--nproc", str(workers), "--virtual", "2"]

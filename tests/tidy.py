@@ -23,7 +23,7 @@ FOLDERS = ("src", "tests", "examples", "benchmarks")
 # Highest first. A module may import from its own package and from any lower row; packages of one
 # row are strangers to each other. "" is holdfast/__init__.py.
 LAYERS = (
-    ("", "__main__", "testing"),
+    ("", "__main__", "testing", "integrations"),  # nothing imports integrations
     ("cli", "dashboard", "launch"),
     ("runtime", "sim"),
     ("train", "servers"),
@@ -35,13 +35,16 @@ LAYERS = (
 )
 FORBIDDEN = {("sim", "train"), ("testing", "cli")}  # although the rows would allow it
 PUBLIC_API_USERS = ("cli",)  # may `import holdfast` as a user would
-TORCH_USERS = ("train", "testing")
+TORCH_USERS = ("train", "testing", "integrations")
 
 # Where execution can start; every other module must be reachable from one of these.
 ENTRY_POINTS = (
     "holdfast",
     "holdfast.__main__",
     "holdfast.cli.main",
+    "holdfast.integrations.accelerate",
+    "holdfast.integrations.lightning",
+    "holdfast.integrations.transformers",
     "holdfast.train.checkpoint.dcp",
     "holdfast.testing.disturbed",
     "holdfast.testing.traced",

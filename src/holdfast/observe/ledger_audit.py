@@ -496,7 +496,9 @@ class _Audit:
     def _spans(self, plan: Plan, numbers: list[int]) -> list[tuple[int, int]]:
         """Return ranges of steps that the plan covers: `numbers`, and those missing before each."""
         present = sorted(self._using())
-        previous = dict(zip(present, [-1, *present], strict=False))
+        # A job may have begun with a model that was trained so far elsewhere: its first step says.
+        began = self.steps[0].place.index if 0 in self.steps else 0
+        previous = dict(zip(present, [began - 1, *present], strict=False))
         return [(max(previous[n] + 1, plan.first_step), n + 1) for n in numbers]
 
 

@@ -57,6 +57,11 @@ def join(*, seed: int | None = None) -> Job:
     return _jobs[-1]
 
 
+def joined(*, seed: int | None = None) -> Job:
+    """Return the job that this process has joined last; join one, with `seed`, if it has not."""
+    return _jobs[-1] if _jobs else join(seed=seed)
+
+
 def end_script() -> None:
     """End the loops that this process's script has left by `break`, since it is over. UserError."""
     for job in _jobs:
@@ -232,6 +237,18 @@ class Job:
             self._progress.readers.setdefault(number, {}),
             lambda text: self._driver.post(EventNoted("stream", text)),
         )
+
+    def begin_at(self, step: int) -> None:
+        """Begin a new job at this step, for a state that was trained so far elsewhere.
+
+        Data, epochs and random numbers go on from there. Call it before the first loop; a job that
+        has begun keeps its own place, which it tells this worker. Raises UserError.
+        """
+        if self._script is not None or step < 0:
+            raise UserError(
+                f"job.begin_at({step}): give 0 or more, before the first steps, evaluate or agree"
+            )
+        self._progress.steps = step
 
     def _sampled(
         self, dataset: Any, sampler: Iterable[Any], options: LoadOptions
