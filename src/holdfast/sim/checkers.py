@@ -357,6 +357,9 @@ class Truth:
             raise Violation(f"worker {process.key} goes from view {before} back to {view.number}")
         if view.member(process.worker) is None:
             raise Violation(f"worker {process.key} installs view {view.number} of others")
+        keys = [(member.worker, member.incarnation) for member in view.members]
+        if all(self.processes[key].spoiling.lacks for key in keys if key in self.processes):
+            self.errors.hidden = True  # nobody is left who has what the script kept
         lost = sorted(set(process.tokens) - set(view.hosted_by(process.worker)))
         in_step = process.open_step == process.machine.snapshot().committed == view.resume_step
         late = view.late_worker(process.worker) is not None
