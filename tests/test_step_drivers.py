@@ -379,7 +379,7 @@ class Sum:
         self._unlike = unlike
 
     def agrees(self, vrank: int, leaf: object) -> bool:
-        assert leaf == f"copy of {vrank}"
+        assert leaf == {0: f"copy of {vrank}"}
         return vrank not in self._unlike
 
 

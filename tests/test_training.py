@@ -470,6 +470,7 @@ def test_a_model_of_another_shape_is_named() -> None:
 
 # ---------------------------------------------------------------- the loop, in plain PyTorch
 
+UNGUARDED = {"silent_errors.repeat_steps": 0, "silent_errors.fingerprint_steps": 0}
 PLAIN_SCRIPT = """
 import torch, holdfast
 from torch import nn
@@ -509,9 +510,7 @@ def test_a_step_is_the_mean_over_its_samples_also_in_an_uneven_tail(tmp_path: Pa
     script = tmp_path / "plain.py"
     script.write_text(PLAIN_SCRIPT)
     run_dir = RunDir(tmp_path / "run")
-    run_dir.create(
-        with_settings(SPEC, {"workers.virtual": 4, "silent_errors.repeat_steps": 0}), b""
-    )
+    run_dir.create(with_settings(SPEC, {"workers.virtual": 4, **UNGUARDED}), b"")
     found = subprocess.run(
         [sys.executable, str(script)],
         check=False,

@@ -178,6 +178,10 @@ def compose_worker(
         driver.post(EventNoted("compiled", text))
     devices = [p.device for _, p in trained if p.is_cuda]
     _check_torch(modules, on_gpu=bool(devices), driver=driver)
+    for each in protected.values():
+        if isinstance(each, torch.amp.GradScaler) and each.is_enabled() and each._scale is None:
+            # By itself it waits for its first loss, which may come to none of this worker's tasks.
+            each._lazy_init_scale_growth_tracker(torch.device(each._device))
     filled, digest = FilledBuckets(driver.monitor), TaskDigest()
     by_row = progress.trained.by_row()
     gradients = Gradients(

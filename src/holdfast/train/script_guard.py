@@ -48,7 +48,7 @@ class ScriptGuard:
         self.attributes.begin_step(anew=looks)
         self.joined = False
         self._versions = self._written() if looks else {}
-        if self.others is not None and (looks or step < EARLY_STEPS):
+        if self.others is not None and self.cycle and (looks or step < EARLY_STEPS):
             self.others.look([module for _, module in self.modules])
         plain = 0
         if looks and self.prints.cycle:
