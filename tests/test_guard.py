@@ -532,17 +532,19 @@ print("ended")
             "ema.update_parameters(model)",
             "the script changes the parameters of a AveragedModel that is not protected",
         ),
-        (
+        pytest.param(
             "ema = copy.deepcopy(model)",
             "torch._foreach_lerp_([p.data for p in ema.parameters()], "
             "[p.data for p in model.parameters()], 0.1)",
             "the script changes the parameters of a Linear that is not protected",
+            marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             "torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), "
             "rank=0, world_size=1)",
             "",
             "torch.distributed is initialised",
+            marks=pytest.mark.slow,
         ),
     ],
 )
