@@ -149,8 +149,8 @@ def _check_torch(
     """Look for settings of torch that break the promise. UserError."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         raise UserError(
-            "torch.distributed is initialised: Holdfast itself exchanges gradients, through losses "
-            "of workers; leave out init_process_group()"
+            "torch.distributed is initialised, and its groups end with the first worker that is "
+            "lost: leave out init_process_group(), as Holdfast exchanges gradients itself"
         )
     for name, module in modules:
         if isinstance(module, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
