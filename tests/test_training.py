@@ -137,6 +137,19 @@ def test_the_sum_does_not_depend_on_who_hosts_what(
         for bucket in buckets:
             assert torch.equal(bucket.result.data, expected)
 
+    copies = [Flat(buckets[0].params) for _ in range(vranks)]
+    for copy, leaf in zip(copies, leaves, strict=True):
+        copy.data.copy_(leaf)
+    for each in sums:  # the parts are still what was received
+        assert all(each.agrees(v, {0: copies[v]}) for v in range(vranks))
+    for v in range(vranks):
+        # Others see it only within a sum, unless its part holds nothing else.
+        alone = any(start == v and min(w, vranks - v) == 1 for start, w in nodes[hosts[v]])
+        copies[v].data.add_(1)
+        unlike = [r for r in range(size) if not sums[r].agrees(v, {0: copies[v]})]
+        wide = [r for r in range(size) if sums[r]._pieces[r].stop > sums[r]._pieces[r].start]
+        assert unlike == [r for r in wide if alone and r != hosts[v]]
+
 
 # ---------------------------------------------------------------- what is wrong in them
 
@@ -251,6 +264,23 @@ def test_a_sum_that_is_not_finite_is_noticed_by_whoever_sums_it(dtype: torch.dty
         assert together(lambda r=0: run(r), lambda r=1: run(r)) == []
         first = FINITE if math.isfinite(value) else SOMEBODYS
         assert [each.doubt() for each in sums] == [FINITE, first]
+
+
+def test_what_is_not_finite_is_laid_to_whose_part_it_is() -> None:
+    for size, bad in ((4, 3), (4, 1), (3, 2), (7, 5)):
+        boxes, layouts, buckets, _ = summed_by(size)
+        next(iter(buckets[bad].partials.values())).data[0] = math.nan
+        sums = [BucketSum(b, layout) for b, layout in zip(buckets, layouts, strict=True)]
+
+        def run(rank: int, sums: list[BucketSum] = sums, boxes: list[Mailbox] = boxes) -> None:
+            sums[rank].gather(boxes[rank])
+            sums[rank].spread(boxes[rank])
+            sums[rank].finish()
+
+        assert together(*[lambda r=r: run(r) for r in range(size)]) == []
+        (looked,) = [r for r in range(size) if layouts[r].piece(r, 1000).start == 0]
+        found = [each.doubt() for each in sums]
+        assert found == [SOMEBODYS + bad if r == looked else FINITE for r in range(size)]
 
 
 # ---------------------------------------------------------------- fingerprints

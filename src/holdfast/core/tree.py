@@ -73,6 +73,11 @@ def fold(values: dict[Node, T], vranks: int, add: Callable[[T, T], T]) -> T:
     return value(root(vranks))
 
 
+def held_at_once(values: int, vranks: int) -> int:
+    """Return how many sums `fold` holds at once at most, of so many values; none is written to."""
+    return min(values // 2, root(vranks)[1].bit_length() - 1)
+
+
 def merge(
     values: dict[Node, T], node: Node, value: T, vranks: int, add: Callable[[T, T], T]
 ) -> None:

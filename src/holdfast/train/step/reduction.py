@@ -152,6 +152,7 @@ class BucketSum:
         self._pieces = [layout.piece(rank, numel, turned) for rank in range(layout.size)]
         self._own = {n: bucket.partials[n].data for n in layout.nodes[layout.rank]}
         self._received: dict[tree.Node, torch.Tensor] = {}
+        self._free: list[torch.Tensor] = []  # for sums of sums, on the way to the whole one
         self._pending: Pending | None = None
 
     def gather(self, transport: Transport) -> None:
@@ -161,10 +162,13 @@ class BucketSum:
         sends: list[Message] = []
         receives: list[Message] = []
         incoming = [(p, node) for p in layout.others for node in layout.nodes[p]]
-        scratch = bucket.scratch(width * len(incoming))
+        count = len(incoming) + tree.held_at_once(len(incoming) + len(self._own), layout.vranks)
+        scratch = bucket.scratch(width * count)
+        rows = [scratch[i * width : (i + 1) * width] for i in range(count)]
         for i, (peer, node) in enumerate(incoming):
-            self._received[node] = scratch[i * width : (i + 1) * width]
-            receives.append((peer, self._received[node]))
+            self._received[node] = rows[i]
+            receives.append((peer, rows[i]))
+        self._free = rows[len(incoming) + 1 :]  # one of the sums goes where the whole is wanted
         for peer in layout.others:
             parts = [data[self._pieces[peer]] for data in self._own.values()]
             sends += [(peer, part) for part in parts]
@@ -207,20 +211,18 @@ class BucketSum:
         return True
 
     def _fold(self, out: torch.Tensor, piece: slice) -> None:
-        """Sum into `out` without touching the partial sums: they may be needed again."""
-        layout = self._layout
-        own = {n: data[piece] for n, data in self._own.items()}
-        kept = {id(t) for t in own.values()}
+        """Sum into `out`, and leave all parts as they are: they may be looked at afterwards."""
+        parts = {n: data[piece] for n, data in self._own.items()} | self._received
+        kept = {id(part) for part in parts.values()}
+        free = [out, *self._free]  # the first that is taken ends up with the whole sum
 
         def add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-            into = next((t for t in (left, right) if id(t) not in kept), None)
-            if len(values) == 2:
-                into = out
-            return torch.add(left, right, out=torch.empty_like(left) if into is None else into)
+            ours = [each for each in (left, right) if id(each) not in kept]
+            free.extend(ours[1:])
+            return torch.add(left, right, out=ours[0] if ours else free.pop(0))
 
-        values = {**own, **self._received}
-        total = tree.fold(values, layout.vranks, add)
-        if total.data_ptr() != out.data_ptr():
+        total = tree.fold(parts, self._layout.vranks, add)
+        if total is not out:  # there was nothing to add
             out.copy_(total)
 
 
