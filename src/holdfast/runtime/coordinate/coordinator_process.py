@@ -39,12 +39,18 @@ from holdfast.runtime.coordinate.coordinator_server import (
     leave,
     tell,
 )
-from holdfast.runtime.coordinate.election import Election, EtcdJournal, Leadership, open_election
+from holdfast.runtime.coordinate.election import (
+    Election,
+    EtcdJournal,
+    Leader,
+    Leadership,
+    open_election,
+)
 from holdfast.runtime.coordinate.journal import FileJournal, Loaded
 from holdfast.runtime.rundir import RunDir
 from holdfast.wire.messages import StopRequest
 
-LOOK_S = 0.5  # between two checks for a job that nobody has begun yet
+LOOK_S = 0.5  # between two looks at what others do
 
 
 def main(argv: list[str]) -> int:
@@ -177,17 +183,29 @@ class Candidate:
         self._stopping = asyncio.ensure_future(self._pass_on_stop())
 
     async def _pass_on_stop(self) -> None:
-        """Ask the coordinator that leads to end the job, as our operator wants."""
-        try:
-            found = await self._election.leader()
-            if found is not None:
-                setup = self._setup
-                tls = client_of(setup.tls)
-                channel = await connect(found.host, found.port, setup.secret, tls=tls)
-                channel.send(StopRequest(reason="interrupted"))
-                await channel.finish()
-        except (OSError, WorldError) as error:
-            tell(f"cannot reach the leader to stop the job: {error}")
+        """Ask whoever leads to end the job, as our operator wants, until this standby ends too.
+
+        A leader may lose its term before others know of the stop, so each one is asked, once: who
+        is asked again ends the job without a last checkpoint.
+        """
+        asked, told = 0, ""
+        while True:
+            try:
+                found = await self._election.leader()
+                if found is not None and found.term > asked:
+                    await self._ask_to_stop(found)
+                    asked = found.term
+            except (OSError, WorldError) as error:
+                if told != str(error):
+                    tell(f"cannot reach the leader to stop the job: {error}")
+                told = str(error)
+            await asyncio.sleep(LOOK_S)
+
+    async def _ask_to_stop(self, leader: Leader) -> None:
+        tls = client_of(self._setup.tls)
+        channel = await connect(leader.host, leader.port, self._setup.secret, tls=tls)
+        channel.send(StopRequest(reason="interrupted"))
+        await channel.finish()
 
     async def _coordinate(self, spec: JobSpec, leadership: Leadership) -> str:
         setup, journal = self._setup, EtcdJournal(leadership)
