@@ -33,6 +33,7 @@ class CoordinatorPolicy:
     grace_s: float = 25.0  # for a last checkpoint; schedulers give 30 s between signal and kill
     hang_s: float = 1800.0  # a member others wait for, with nothing moving, is replaced after this
     speculation: float = 0.0  # share of all tasks that may be computed again for being late
+    feeds: bool = False  # workers receive the state while others train, and join when they have it
     retreats_max: int = 3  # times that the job goes back without coming further in between
     restart: RestartPolicy = field(default_factory=RestartPolicy)
 

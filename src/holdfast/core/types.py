@@ -98,6 +98,31 @@ class Invalidation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Follower:
+    """Names a worker that is brought up to date while others train, and where it listens."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    address: str = ""  # HOST:PORT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FollowOrder:
+    """Asks the members of `view` to feed these workers: the state of one step, and steps since.
+
+    It is void in any other view. `number` grows from order to order.
+    """
+
+    number: int
+    view: ViewNumber
+    followers: tuple[Follower, ...]
+
+    def names(self, worker: WorkerId, incarnation: Incarnation) -> bool:
+        """Tell whether this process is one of the followers."""
+        return any((f.worker, f.incarnation) == (worker, incarnation) for f in self.followers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStatus:
     """Holds all that the control plane knows of one incarnation of a worker.
 
@@ -125,6 +150,9 @@ class WorkerStatus:
     events: tuple[JobEvent, ...] = ()  # the newest few
     detail: str = ""  # why it was lost, or the traceback of a failure
     pid: int = 0
+    address: str = ""  # where it can be fed, before it is a member
+    abreast: int = 0  # the number of the order by which it was fed until nothing was missing
+    unfed: int = 0  # of the newest one that cannot be carried out here
 
     @property
     def has_state(self) -> bool:
@@ -212,6 +240,7 @@ class View:
     unproven: tuple[WorkerId, ...] = ()  # who has joined, and committed no step with others yet
     suspended: tuple[LateWorker, ...] = ()  # no members; these keep what is needed to catch up
     catching_up: tuple[LateWorker, ...] = ()  # joiners that catch up
+    fed: tuple[Follower, ...] = ()  # joiners that were fed, and may still wait for the last step
     invalidations: tuple[Invalidation, ...] = ()  # that are known
     reason: str = ""
 
@@ -236,6 +265,14 @@ class View:
     def late_worker(self, worker: WorkerId) -> LateWorker | None:
         """Return what a member has to catch up with; None if nothing."""
         return next((each for each in self.catching_up if each.worker == worker), None)
+
+    def is_late(self, worker: WorkerId) -> bool:
+        """Tell whether a member may still have to apply steps before that of the view."""
+        return self.late_worker(worker) is not None or self.feeds(worker)
+
+    def feeds(self, worker: WorkerId) -> bool:
+        """Tell whether this worker joins by what it was fed, while the others go on."""
+        return any(each.worker == worker for each in self.fed)
 
     def hosted(self) -> dict[WorkerId, tuple[int, ...]]:
         """Return what `hosted_by` says of each member, for all at once."""
@@ -304,6 +341,7 @@ class Directive:
     undecided: bool = False  # the coordinator still learns what there is: go on as before
     shutdown: bool = False
     save_wanted: bool = False  # the job ends: the state at the next boundary should be saved
+    follow: FollowOrder | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,6 +353,7 @@ class WorkerDirective:
     view: View | None = None
     release_loop: int = 0
     save_wanted: bool = False
+    follow: FollowOrder | None = None
     acting_until: float = float("inf")  # its node's clock: it promises its view then
 
 

@@ -362,7 +362,7 @@ class Truth:
             self.errors.hidden = True  # nobody is left who has what the script kept
         lost = sorted(set(process.tokens) - set(view.hosted_by(process.worker)))
         in_step = process.open_step == process.machine.snapshot().committed == view.resume_step
-        late = view.late_worker(process.worker) is not None
+        late = view.is_late(process.worker)
         if in_step and lost and not late:  # what it has computed is in sums by now
             raise Violation(f"worker {process.key} loses virtual ranks {lost} in mid-step")
 
@@ -373,6 +373,14 @@ class Truth:
             raise Violation(f"worker {process.key} donates in the middle of a step")
         if process.state != self.states[view.resume_step] and not self.errors.hidden:
             raise Violation(f"worker {process.key} donates a state that is not the job's")
+
+    def staged(self, process: Actor, step: int) -> None:
+        """Check what a member copies for workers that follow: the job's state, at rest."""
+        if not process.at_rest or process.step != step:
+            raise Violation(f"worker {process.key} copies its state in the middle of a step")
+        if process.state != self.states[step] and not self.errors.hidden:
+            raise Violation(f"worker {process.key} copies a state that is not the job's")
+        self.count["staged"] += 1
 
     def hosted(self, view: int, step: int, owners: tuple[WorkerId, ...]) -> None:
         """Check that all members of a view agree who hosts what in a step."""

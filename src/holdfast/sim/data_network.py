@@ -74,7 +74,7 @@ class DataNetwork:
             return
         if any(not p.alive or not p.open_group(group.number) for p in here):
             return
-        if self._apart and any(self._is_apart(a, b) for a in here for b in here):
+        if self._apart and any(self.is_apart(a, b) for a in here for b in here):
             return
         for p in here:
             p.post(world.rng.uniform(0.2, 1.0) * world.options.build_s, p.connected, group.number)
@@ -132,7 +132,7 @@ class DataNetwork:
         if sender.cut_through >= link[0] or self._cut_links or self._apart:
             if sender.cut_through >= link[0] or link in self._cut_links:
                 return
-            if self._is_apart(sender, receiver):
+            if self.is_apart(sender, receiver):
                 self._cut_links[link] = True  # order is kept: nothing later may overtake the loss
                 return
         receiver.deliver(received, (receiver, link[0], what, sender.key, body))
@@ -224,7 +224,7 @@ class DataNetwork:
         if group is None or process.is_connected:
             return
         here = self._arrived.get(group.number, [])
-        lost = tuple(p.worker for p in here if p.alive and self._is_apart(process, p))
+        lost = tuple(p.worker for p in here if p.alive and self.is_apart(process, p))
         if lost:
             process.feed(LinkLost(group.view.number, lost))
 
@@ -233,7 +233,8 @@ class DataNetwork:
         if group is not None and not process.is_connected:
             process.feed(GroupBroken(group.view.number, "the group could not be built in time"))
 
-    def _is_apart(self, a: Actor, b: Actor) -> bool:
+    def is_apart(self, a: Actor, b: Actor) -> bool:
+        """Tell whether nothing passes between the nodes of two processes."""
         return (a.agent, b.agent) in self._apart
 
 

@@ -104,6 +104,8 @@ class Options:
     rounds: int = 1  # steps from one boundary to the next, and
     tells_values: bool = False  # whether those that follow no boundary exchange values only
     forgetful: bool = False  # the script keeps something that workers which join lack
+    feeds: bool = False  # workers that join receive the state while others train
+    feed_fails: float = 0.0  # chance that a member has no memory for a copy of its state
     restore_s: float = 300.0  # for which a store may stay silent when the job begins from it
 
     @property
@@ -224,7 +226,14 @@ def draw(seed: int, small: bool = False) -> Options:
     options = _with_stores(options, Random(f"stores {seed} {small}"))
     options = _with_ends(options, Random(f"ends {seed} {small}"))
     options = _with_rounds(options, Random(f"rounds {seed} {small}"))
-    return _with_forgetful_scripts(options, Random(f"forgetful {seed} {small}"))
+    options = _with_forgetful_scripts(options, Random(f"forgetful {seed} {small}"))
+    return _with_feeds(options, Random(f"feeds {seed} {small}"))
+
+
+def _with_feeds(options: Options, rng: Random) -> Options:
+    """Have workers that join fed while others train, in half of the runs."""
+    feeds, fails = rng.random() < 0.5, rng.choice((0.0, 0.0, 0.1))
+    return dataclasses.replace(options, feeds=feeds, feed_fails=fails)
 
 
 def _with_forgetful_scripts(options: Options, rng: Random) -> Options:

@@ -50,6 +50,12 @@ class SeenSums(Protocol):
     looked: tuple[int, int]
 
 
+class Fed(Protocol):
+    """Takes in what others send to a process that follows."""
+
+    def heard(self, message: Any) -> None: ...
+
+
 class Actor(Protocol):
     """Is one worker process, as all but itself see it."""
 
@@ -86,6 +92,9 @@ class Actor(Protocol):
 
     @property
     def spoiling(self) -> Spoiling: ...
+
+    @property
+    def feeds(self) -> Fed: ...
 
     @property
     def exchanges(self) -> SeenSums: ...

@@ -30,6 +30,7 @@ from holdfast.sim.arithmetic import INITIAL_STATE, Key, apply
 from holdfast.sim.arithmetic import task as right
 from holdfast.sim.endings import SCRIPT_FAILED
 from holdfast.sim.exchanges import Exchanges, ExchangeWorld
+from holdfast.sim.feeds import Feeds, FeedWorld
 from holdfast.sim.groups import Group, What
 from holdfast.sim.script_checks import check_script
 from holdfast.sim.seams import ProcessNode
@@ -51,7 +52,7 @@ class WorkerMaker(Protocol):
     def worker(self) -> type[WorkerMachine]: ...
 
 
-class WorkerWorld(ExchangeWorld, Protocol):
+class WorkerWorld(ExchangeWorld, FeedWorld, Protocol):
     """Is the world around a process."""
 
     @property
@@ -111,6 +112,7 @@ class Process:
         self.step = 0  # steps applied to `state`
         self.spoiling = Spoiling(world.rng, world.truth.count)
         self.exchanges = Exchanges(self, world)
+        self.feeds = Feeds(self, world)
         self.tokens: dict[int, int] = {}  # of the tasks that it hosts
         self.copies: dict[int, int] = {}  # of its speculative tasks
         self.compute_us = 0  # of the step's tasks so far
@@ -138,6 +140,8 @@ class Process:
     def start(self) -> None:
         """Boot the script: the process was started."""
         options = self.world.options
+        if options.feeds:
+            self.feed(ev.Reachable("here"))
         self.post(self.world.rng.uniform(0.5, 1.5) * options.boot_s, self._enter_loop)
         self.post(self.world.rng.uniform(0.0, options.heartbeat_s), self._heartbeat)
 
@@ -176,6 +180,7 @@ class Process:
             return
         self.alive = False
         self.world.ended(self)
+        self.feeds.died()
         if self.group is not None:
             self.world.data.close(self, self.group, "peer died")
         self.host.process_ended(self, code, detail)
@@ -261,7 +266,19 @@ class Process:
                     self.last_step_of = event.view
                 world.truth.voted(self, effect.step, by_vote=isinstance(event, ev.Gathered))
                 self._script_next()
-            case ef.Begin() | ef.Compute() | ef.SaveShare() | ef.Release():
+            case ef.FeedStep(step):
+                self.feeds.send_step(step)
+            case ef.EndFeeding(finish):
+                self.feeds.end(finish=finish)
+            case ef.Follow(order):
+                self.feeds.follow(order)
+            case ef.Unfollow():
+                self.feeds.unfollow()
+            case ef.LoadFed(number):
+                self.feeds.load(number)
+            case ef.TakeFed(step):
+                self.feeds.take(step)
+            case ef.Begin() | ef.Compute() | ef.SaveShare() | ef.StageState() | ef.Release():
                 if isinstance(effect, ef.Release):
                     world.truth.released(self, effect.loop)
                 if isinstance(effect, ef.Compute) and effect.purpose is Purpose.SPECULATIVE:
@@ -363,6 +380,9 @@ class Process:
                 began = world.now
                 delay_s = world.delay(world.options.load_s) / 4
                 self.post(delay_s, self._copied, step, view, began)
+            case ef.StageState():
+                self._busy = True
+                self.post(world.delay(world.options.load_s) / 4, self._staged, effect)
             case ef.Release(_):
                 self.post(world.delay(0.001), self._released)
 
@@ -434,6 +454,12 @@ class Process:
         self._busy = False
         self.host.writer.save(self, step, view)
         self.feed(ev.ShareCopied(step, self.world.now - began))
+        self._script_next()
+
+    def _staged(self, effect: ef.StageState) -> None:
+        """Go on once its share of the state is copied for those who follow."""
+        self._busy = False
+        self.feed(ev.Staged(effect.order.number, self.feeds.staged(effect)))
         self._script_next()
 
     def _released(self) -> None:

@@ -87,6 +87,7 @@ class World:
             hang_s=options.hang_s,
             speculation=options.speculation,
             retreats_max=1000,
+            feeds=options.feeds,
             restart=RestartPolicy(
                 losses_max=options.losses_max,
                 backoff_s=0.1,

@@ -271,7 +271,7 @@ class AgentMachine:
         if directive.view is None and old is not None:
             directive = dataclasses.replace(directive, view=old.view)
         if directive.undecided and old is not None:
-            directive = dataclasses.replace(directive, wanted=old.wanted)
+            directive = dataclasses.replace(directive, wanted=old.wanted, follow=old.follow)
         self._directive = directive
         heard_at = self._sent_at.get(directive.heard)
         if heard_at is not None:
@@ -319,6 +319,7 @@ class AgentMachine:
             view=directive.view,
             release_loop=directive.release_loop,
             save_wanted=directive.save_wanted,
+            follow=directive.follow,
             acting_until=until,
         )
         old = process.told

@@ -28,6 +28,7 @@ from holdfast.core.membership.coordinator_events import (
 )
 from holdfast.core.membership.durable import Durable, speakers
 from holdfast.core.membership.event_log import EventLog
+from holdfast.core.membership.followers import Followers, strays
 from holdfast.core.membership.formation import (
     Proposal,
     Situation,
@@ -41,6 +42,7 @@ from holdfast.core.membership.formation import (
     make_view,
     next_view,
     present_nodes,
+    room_beside_drained,
     spans,
     surely_newest,
     survivors_of,
@@ -122,6 +124,7 @@ class CoordinatorMachine:
         self._progress = Progress(self._view.resume_step if self._view else 0)
         self._attendance = Attendance()
         self._budget = Budget(policy.speculation, policy.virtual_ranks)
+        self._followers = Followers(term, enabled=policy.feeds)
         self._agenda = Agenda(policy, self._roster, now)
         self._event_log = EventLog(record.slots if record else ())
         self._finished = False
@@ -315,7 +318,8 @@ class CoordinatorMachine:
             self._outcome = ""
         else:
             effects += self._stop_if_broken(situation)
-            effects += self._form(situation)
+            effects += self._form(self._situation(now))
+            effects += self._bring_up(self._situation(now))
             effects += self._invite(self._situation(now))
         return effects
 
@@ -475,6 +479,18 @@ class CoordinatorMachine:
         text = f"view {number}: workers {spans(proposal.workers)}; {proposal.why}"
         return Announce("view", text, None, number, proposal.resume_step)
 
+    def _bring_up(self, situation: Situation) -> Iterator[CoordinatorEffect]:
+        """Have workers that could join fed, and replace those that were, in vain."""
+        policy, followers, number = self._policy, self._followers, self._number
+        trains = self._stop_view < number and self._pending_view < number
+        trains = trains and len(self._members) >= policy.workers_min and self._stopping is None
+        trains = trains and not any(status.ended for status in situation.known)
+        room = room_beside_drained(situation, policy.virtual_ranks)
+        for line in followers.review(situation, room, may_order=trains):
+            yield Announce("join", line)
+        for status in strays(situation, followers.order):
+            yield self._order_anew(status, "it was fed, and not until it could join")
+
     def _invite(self, situation: Situation) -> Iterator[CoordinatorEffect]:
         """Plan a change at the next boundary: somebody can join, or too few are left."""
         view, policy = self._view, self._policy
@@ -506,7 +522,7 @@ class CoordinatorMachine:
         """Return the part of all directives, but for the view, that makes them worth sending."""
         counts = (self._stop_view, self._pending_view, self._number, self._release_loop)
         ending = self._stopping is not None, self._outcome is None
-        return *counts, self._learn_until is None, *ending
+        return *counts, self._learn_until is None, *ending, self._followers.order
 
     def _answer(self, name: AgentId) -> SendDirective:
         node, directive = self._roster.nodes[name], self._directive(name)
@@ -531,6 +547,7 @@ class CoordinatorMachine:
             undecided=self._learn_until is not None,
             shutdown=self._outcome is not None,
             save_wanted=self._stopping is not None,
+            follow=self._followers.order,
         )
 
     def _wanted(self, name: AgentId) -> Iterable[WantedProcess]:
@@ -551,7 +568,7 @@ class CoordinatorMachine:
         return self._view.members if self._view else ()
 
     def _situation(self, now: float) -> Situation:
-        return Situation(
+        found = Situation(
             view=self._view,
             roster=self._roster,
             lease=self._policy.lease,
@@ -559,6 +576,7 @@ class CoordinatorMachine:
             witness_at=self._witness_at,
             now=now,
         )
+        return self._followers.add_to(found)
 
     def _record(self) -> JobRecord:
         return JobRecord(

@@ -15,6 +15,7 @@ from holdfast.core.membership.resume import resume_step
 from holdfast.core.membership.roster import Roster
 from holdfast.core.types import (
     AgentId,
+    Follower,
     LateWorker,
     Member,
     Stage,
@@ -39,6 +40,7 @@ class Proposal:
     why: str
     suspended: tuple[LateWorker, ...] = ()
     catching_up: tuple[LateWorker, ...] = ()
+    fed: tuple[Follower, ...] = ()
     redone: int = 0  # tasks of suspended workers
 
 
@@ -47,7 +49,8 @@ class Situation:
     """Holds the present view, what is known of its members, and how much silence proves what.
 
     `silent`: nodes not heard for a while. `witness_at`: when some member of the view was first
-    heard to act in it no more.
+    heard to act in it no more. `abreast`: who has been fed until nothing was missing.
+    `waiting_for`: who is fed, or will be, so that it does not join in a pause.
     """
 
     view: View | None
@@ -56,6 +59,8 @@ class Situation:
     silent: frozenset[AgentId]
     witness_at: float | None
     now: float
+    abreast: tuple[Follower, ...] = ()
+    waiting_for: frozenset[WorkerId] = frozenset()
 
     @property
     def members(self) -> tuple[Member, ...]:
@@ -129,6 +134,18 @@ def candidates(situation: Situation) -> list[WorkerStatus]:
         if name not in situation.silent and not roster.draining(name) and not status.committed:
             found.append(status)
     return found
+
+
+def joiners_in_a_pause(situation: Situation) -> list[WorkerStatus]:
+    """Find candidates that are not to be fed while the others train."""
+    return [s for s in candidates(situation) if s.worker not in situation.waiting_for]
+
+
+def room_beside_drained(situation: Situation, vranks: int) -> int:
+    """Return how many more could be members once those on drained nodes have left."""
+    stay = [m for m in situation.members if not situation.roster.draining(m.agent)]
+    late = situation.view.suspended if situation.view is not None else ()
+    return max(vranks - len(stay) - len(late), 0)
 
 
 def returning(situation: Situation, step: int) -> list[LateWorker]:
@@ -245,9 +262,11 @@ def why_change(
 ) -> tuple[str, str] | None:
     """Choose a planned change of the view: its kind, and what will happen. None if all is well."""
     members = len(situation.members)
-    joiners = candidates(situation) if members < vranks else []
-    back = returning(situation, step) if members < vranks else []
-    joining = [*(s.worker for s in joiners), *(lag.worker for lag in back)]
+    room = members < vranks
+    joiners = joiners_in_a_pause(situation) if room else []
+    back = returning(situation, step) if room else []
+    fed = situation.abreast if room_beside_drained(situation, vranks) else ()
+    joining = _names(joiners, back, fed)
     left = leaving(situation)
     if joining:
         return "join", f"worker {spans(joining)} joins"
@@ -270,7 +289,7 @@ def survivors_of(situation: Situation) -> list[WorkerStatus] | None:
         if member.agent in situation.silent:
             return None
         # A worker that should catch up, and has not begun to, holds the state of an older step.
-        behind = view.late_worker(member.worker) is not None and status.view < view.number
+        behind = view.is_late(member.worker) and status.view < view.number
         if roster.ordered(status) and not behind:  # else its agent will end it
             alive.append(status)
     return [s for s in alive if s.has_state]
@@ -333,20 +352,32 @@ def next_view(
     back = returning(situation, step)[:room] if at_rest and len(kept) == len(survivors) else []
     if not _all_kept(view, kept):
         back = []
-    joiners = candidates(situation)[: room - len(back)] if at_rest else []
+    # Whoever is fed needs all that feed it, and nobody else joins with it, as others do not wait.
+    # Those that it takes the place of leave in the next view, when it can host their tasks.
+    everyone = [s.worker for s in survivors]
+    fed = situation.abreast[: max(vranks - len(kept), 0)] if at_rest and not back else ()
+    if fed and _all_kept(view, everyone):
+        kept = everyone
+    else:
+        fed = ()
+    enough = len(kept) + len(back) + len(fed) >= max(workers_min, 1)
+    find = joiners_in_a_pause if enough else candidates
+    joiners = find(situation)[: room - len(back)] if at_rest and not fed else []
     late = late_workers(survivors) if minds_late and not at_rest else []
     if not at_rest or not kept:
         # A node is left only while no step is under way, and by way of a view in which others
         # have received its state.
         kept = [s.worker for s in survivors if s not in late]
-        joiners, back = joiners[: max(vranks - len(kept), 0)], []
-    if at_rest and len(kept) + len(joiners) + len(back) < workers_min:
+        joiners, back, fed = joiners[: max(vranks - len(kept), 0)], [], ()
+    if at_rest and len(kept) + len(joiners) + len(back) + len(fed) < workers_min:
         return None
     staying = kept
-    joining = sorted([*(s.worker for s in joiners), *(lag.worker for lag in back)])
+    joining = sorted(_names(joiners, back, fed))
     members = sorted([*staying, *joining])
     if at_rest:
-        owners = assign_at_boundary(vranks, members, owners_now)
+        # Who is fed may still wait for the last step, and hosts nothing until it has voted once.
+        hosts = [w for w in members if all(w != each.worker for each in fed)]
+        owners = assign_at_boundary(vranks, hosts, owners_now)
         if joining:
             why = f"worker {spans(joining)} joins"
         elif len(kept) < len(survivors):
@@ -363,8 +394,16 @@ def next_view(
         why=why,
         suspended=tuple(_late_worker(s) for s in late),
         catching_up=tuple(back),
+        fed=fed,
         redone=sum(len(s.hosted) for s in late),
     )
+
+
+def _names(
+    joiners: Sequence[WorkerStatus], back: Sequence[LateWorker], fed: Sequence[Follower]
+) -> list[WorkerId]:
+    names = [status.worker for status in joiners]
+    return [*names, *(lag.worker for lag in back), *(follower.worker for follower in fed)]
 
 
 def _resume_step(
@@ -406,7 +445,7 @@ def present_owners(view: View, survivors: Sequence[WorkerStatus]) -> tuple[Worke
 def interrupted(situation: Situation) -> list[WorkerStatus]:
     """List members that had to stop while they caught up: they may be between any two steps."""
     view = situation.view
-    late = [lag.worker for lag in view.catching_up] if view is not None else []
+    late = _names([], view.catching_up, view.fed) if view is not None else []
     known = [s for s in situation.known if s.worker in late and s.stage == Stage.READY]
     return [s for s in known if s.dirty and s.promised >= s.view and situation.roster.ordered(s)]
 
@@ -490,6 +529,7 @@ def make_view(proposal: Proposal, number: ViewNumber, old: View | None, roster: 
         unproven=_unproven(proposal, old, roster),
         suspended=proposal.suspended,
         catching_up=proposal.catching_up,
+        fed=proposal.fed,
         reason=proposal.why,
     )
 
@@ -497,11 +537,21 @@ def make_view(proposal: Proposal, number: ViewNumber, old: View | None, roster: 
 def _unproven(proposal: Proposal, old: View | None, roster: Roster) -> tuple[WorkerId, ...]:
     """Return who joins, now or before the step that is done again, where others hold the state."""
     found = set(proposal.joiners)
-    if old is not None and old.resume_step == proposal.resume_step:
+    if old is not None and proposal.resume_step <= _proved_after(old):
         before = {m.worker: m.incarnation for m in old.members if m.worker in old.unproven}
         staying = [worker for worker in proposal.workers if worker in before]
         found |= {w for w in staying if before[w] == roster.slots[w].incarnation}
     return tuple(sorted(found)) if len(found) < len(proposal.workers) else ()
+
+
+def _proved_after(view: View) -> float:
+    """Return the step after which joiners of a view have committed tasks of their own.
+
+    Who was fed hosts its first ones a step later, or in another view if there is no room.
+    """
+    if view.fed and len(view.members) > len(view.owners):
+        return float("inf")
+    return view.resume_step + bool(view.fed)
 
 
 def check_view(view: View, vranks: int) -> None:

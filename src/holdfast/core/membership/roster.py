@@ -309,6 +309,7 @@ class Roster:
 _DECISIVE = attrgetter(
     *("incarnation", "stage", "view", "promised", "state", "at_boundary", "late", "ended"),
     *("loop", "unreached", "saved", "unreadable", "invalidations", "events", "detail"),
+    *("address", "abreast", "unfed"),
 )
 
 

@@ -12,7 +12,17 @@ from dataclasses import dataclass
 
 from holdfast.core.invalidations import Invalidations
 from holdfast.core.step.events import EventNoted, Purpose, Row, Topic
-from holdfast.core.types import Invalidation, LateWorker, View, ViewNumber, WorkerId, WorkerStatus
+from holdfast.core.types import (
+    FollowOrder,
+    Invalidation,
+    LateWorker,
+    Phase,
+    StateCopy,
+    View,
+    ViewNumber,
+    WorkerId,
+    WorkerStatus,
+)
 
 # ---------------------------------------------------------------- effects: at once
 
@@ -50,6 +60,46 @@ class KeepStep:
     """Keep this member's piece of the reduced gradient of `step`, for those who miss it."""
 
     step: int
+
+
+@dataclass(frozen=True, slots=True)
+class FeedStep:
+    """Send this member's piece of the reduced gradient of `step` to those who follow."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndFeeding:
+    """Feed nobody any more. `finish`: what was kept so far is still sent."""
+
+    finish: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Follow:
+    """Take in what the members of a view send to this worker by this order."""
+
+    order: FollowOrder
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFed:
+    """Load the state that was fed, while the script waits; then say FedLoaded."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class TakeFed:
+    """Put the gradient of `step`, as it was fed, into its place; then say FedTaken."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unfollow:
+    """Forget what was fed, and listen to no order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +169,15 @@ class SaveShare:
     """Copy this worker's share of the state after `step` steps, and have it saved."""
 
     step: int
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
+class StageState:
+    """Copy this worker's share of the state after `step` steps, and feed it to those who follow."""
+
+    step: int
+    order: FollowOrder
     view: View
 
 
@@ -249,7 +308,7 @@ class LookWhoIsLate:
     step: int
 
 
-ScriptEffect = Begin | Compute | SaveShare | Commit | Release
+ScriptEffect = Begin | Compute | SaveShare | StageState | Commit | Release
 EngineEffect = (
     Install
     | Restore
@@ -267,6 +326,12 @@ PromptEffect = (
     | Redo
     | Adopt
     | KeepStep
+    | FeedStep
+    | EndFeeding
+    | Follow
+    | LoadFed
+    | TakeFed
+    | Unfollow
     | PutRight
     | NoteDoubt
     | Withdraw
@@ -299,6 +364,16 @@ class BecameIdle:
     """The script has nothing of the step to compute for now; or it has again."""
 
     idle: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BecameFed:
+    """What this worker holds of the job has changed by what it was fed; None: not this."""
+
+    state: StateCopy | None = None
+    committed: int | None = None
+    phase: Phase | None = None
+    abreast: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,6 +414,14 @@ class SavedUpTo:
 
 
 Decision = (
-    BecameSynced | BecameReduced | BecameIdle | Decided | Doubted | Failed | SavedUpTo | EventNoted
+    BecameSynced
+    | BecameReduced
+    | BecameIdle
+    | BecameFed
+    | Decided
+    | Doubted
+    | Failed
+    | SavedUpTo
+    | EventNoted
 )
 Outcome = WorkerEffect | Decision

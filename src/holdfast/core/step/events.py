@@ -86,6 +86,14 @@ class ShareCopied:
 
 
 @dataclass(frozen=True, slots=True)
+class Staged:
+    """This worker's share of the state was copied for those who follow; `problem`: or why not."""
+
+    number: int
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class LoopFinishing:
     """The script's loop has no further step; saves under way are still waited for."""
 
@@ -118,6 +126,51 @@ class SaveEnded:
     problem: str = ""
     took_s: float = 0.0
     first: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Reachable:
+    """This worker can be fed at this address."""
+
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class StateFed:
+    """All shares of the state after `step` steps are here, sent by an order."""
+
+    number: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class FedLoaded:
+    """The state that was fed by an order is loaded."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepFed:
+    """All pieces of the gradient of `step` are here, sent by an order."""
+
+    number: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class FedTaken:
+    """The gradient of `step`, as it was fed, is in its place."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class FeedFailed:
+    """An order cannot be carried out here, as a follower or as one who feeds."""
+
+    number: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,10 +325,17 @@ WorkerEvent = (
     | StepOpened
     | TaskDone
     | ShareCopied
+    | Staged
     | LoopFinishing
     | LoopEnded
     | Directed
     | SaveEnded
+    | Reachable
+    | StateFed
+    | FedLoaded
+    | StepFed
+    | FedTaken
+    | FeedFailed
     | EventNoted
     | Tick
     | Connected

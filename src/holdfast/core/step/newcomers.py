@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Sequence
 
 from holdfast.core.step.audit import Audit, Ruling, Sentence
-from holdfast.core.types import View, WorkerId
+from holdfast.core.types import NO_VIEW, View, WorkerId
 
 
 class Refusal(enum.Enum):
@@ -31,6 +31,7 @@ class Newcomers:
     def __init__(self, *, looks: bool) -> None:
         self._looks = looks
         self._refused: frozenset[WorkerId] = frozenset()  # all members that may stay know the same
+        self._proved_in = NO_VIEW  # by now all of that view's have been
 
     def audits(
         self, view: View, step: int, owners: Sequence[WorkerId], planned: Sequence[Audit]
@@ -66,10 +67,15 @@ class Newcomers:
             return tuple(sorted(unlike)), Refusal.SCRIPT
         return tuple(sorted(unlike)), Refusal.QUARANTINED if before else Refusal.ANEW
 
-    def accepted(self, view: View, step: int) -> None:
-        """Note that the sums of a step are used."""
-        if self._watches(view, step):
+    def accepted(self, view: View, step: int, owners: Sequence[WorkerId]) -> None:
+        """Note that the sums of a step, with tasks of these owners, are used."""
+        if self._watches(view, step) and set(view.unproven) <= set(owners):
             self._refused = frozenset()
+            self._proved_in = view.number
 
     def _watches(self, view: View, step: int) -> bool:
-        return self._looks and step == view.resume_step and bool(view.unproven)
+        """Tell whether joiners are watched: in their first step, or the first that has a task."""
+        first = step == view.resume_step
+        if view.fed:
+            first = self._proved_in < view.number
+        return self._looks and first and bool(view.unproven)

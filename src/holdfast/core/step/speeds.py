@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from holdfast.core.assignment import assign_at_boundary
 from holdfast.core.step.balance import BalancePolicy, Balancer
 from holdfast.core.step.link_detector import COSTS_MIN_US, LinkDetector, Wait
 from holdfast.core.step.stragglers import Detector, Kind, Verdict
@@ -24,6 +25,8 @@ class Speeds:
         self._links = LinkDetector(view.workers)
         self._rebalance = policy is not None
         self._told_slow: dict[WorkerId, bool] = {}
+        self._policy = policy or BalancePolicy()
+        self._newly_fed = bool(view.fed) and len(view.members) <= len(view.owners)
 
     @property
     def owners(self) -> tuple[WorkerId, ...]:
@@ -45,9 +48,17 @@ class Speeds:
             costs = dict(zip(self._view.workers, compute_us, strict=True))
             found += [("slow", str(v)) for v in verdicts if self._worth_telling(v, costs)]
             found += [("slow", str(v)) for v in self._links.observe(waits, compute_us)]
-        if self._rebalance and self._balancer.observe(compute_us) and leads:
+        if self._newly_fed:
+            self._newly_fed = False
+            self._balancer = self._with_all()
+        elif self._rebalance and self._balancer.observe(compute_us) and leads:
             found.append(("balance", "; ".join(self._changes(counts))))
         return found
+
+    def _with_all(self) -> Balancer:
+        """Return the balance once all who were fed have voted: they host as many as others do."""
+        workers, owners = self._view.workers, self._view.owners
+        return Balancer(self._policy, workers, assign_at_boundary(len(owners), workers, owners))
 
     def _worth_telling(self, verdict: Verdict, costs: dict[WorkerId, int]) -> bool:
         if verdict.kind is Kind.RECOVERED:

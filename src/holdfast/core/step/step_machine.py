@@ -61,6 +61,7 @@ from holdfast.core.step.events import (
     TaskDone,
     Topic,
 )
+from holdfast.core.step.feeding import Feeding
 from holdfast.core.step.newcomers import Newcomers, Refusal
 from holdfast.core.step.open_step import OpenStep
 from holdfast.core.step.rulings import Rulings
@@ -112,6 +113,7 @@ class StepMachine:
         counting: Callable[[View, BalancePolicy | None], Counting] = Counting,
     ) -> None:
         self.saves = Saves(policy.saves)
+        self.feeding = Feeding()
         self.activity = Activity.CLOSED
         self.step = 0  # the one to be committed next
         self.owners: tuple[WorkerId, ...] = ()  # in that step
@@ -167,7 +169,7 @@ class StepMachine:
         if self._policy.keeps and self._rank == FIRST and view.invalidations != self._withdrawn:
             self._withdrawn = view.invalidations
             out.append(Withdraw(view.invalidations))
-        if not view.joiners:
+        if not view.joiners or view.fed:
             return [*out, *self._agree()]
         if not view.donors and view.resume_step:
             self.activity = Activity.RESTORE
@@ -187,9 +189,11 @@ class StepMachine:
 
     def catch_up(self) -> list[Outcome]:
         """Receive the next missed step once the script waits for it."""
-        view = self._view
         if self.activity is not Activity.CATCH_UP:
             return []
+        view = self._view
+        if view.feeds(self._me):  # it has been fed what it takes, or will be
+            return [] if self.step < view.resume_step else self._synced()
         if self.step < view.resume_step:
             opened = self._open is not None and self._open.index == self.step
             if not (opened and self._idle):
@@ -228,6 +232,12 @@ class StepMachine:
         audits.agree(alike, view.resume_step if any(row[1] for row in rows) else -1)
         self._counting = self._make_counting(view, self._policy.balance)
         self._rulings.synced(compared=bool(view.joiners))
+        if view.feeds(self._me) and self.step < view.resume_step:
+            self.activity = Activity.CATCH_UP
+            return []
+        return self._synced()
+
+    def _synced(self) -> list[Outcome]:
         self.activity = Activity.TASKS
         return [BecameSynced()]
 
@@ -461,11 +471,9 @@ class StepMachine:
     def sum_checked(self, event: SumChecked) -> list[Outcome]:
         """One more run of a bucket's sum was compared."""
         trial = self._trial
-        if (
-            self.activity is not Activity.CHECK_SUMS
-            or trial is None
-            or trial.bucket != event.bucket
-        ):
+        if self.activity is not Activity.CHECK_SUMS or trial is None:
+            return []
+        if trial.bucket != event.bucket:
             return []
         verdict = trial.hear(event.digests)
         if verdict is None:
@@ -480,7 +488,7 @@ class StepMachine:
     def _accepted(self) -> list[Outcome]:
         """The sums are right, as far as was looked; perhaps they are not finite."""
         self._audits.accepted()
-        self._newcomers.accepted(self._view, self.step)
+        self._newcomers.accepted(self._view, self.step, self.owners)
         looked = [audit.vrank for audit in self._audits.planned]
         self._rulings.summed(self.step, self.owners, looked)
         self.activity = Activity.VOTE
@@ -506,11 +514,8 @@ class StepMachine:
             return []
         sums = self._sums
         assert sums is not None, "only sums contradict a task"
-        texts = [
-            f"a copy of virtual rank {vrank} of step {self.step} came to other bits; the step is "
-            "computed again"
-            for vrank in sums.unlike
-        ]
+        found = f"of step {self.step} came to other bits; the step is computed again"
+        texts = [f"a copy of virtual rank {vrank} {found}" for vrank in sums.unlike]
         return [EventNoted("wrong", text) for text in texts]
 
     # ------------------------------------------------------------ the vote
@@ -530,6 +535,7 @@ class StepMachine:
             doubt=self.doubt,
             compute_us=0 if self._drops() else sums.compute_us,
             wait=sums.wait,
+            follow=self.feeding.opinion(),
         )
         return Gather(self._view.number, Topic.VOTE, vote.row())
 
@@ -546,6 +552,8 @@ class StepMachine:
         self._audits.agree(Alike(tally.alike), whole_step)
         if tally.save:
             self.saves.agree(self.step + 1, self._view)
+        out += self.feeding.committed(self.step)
+        self.feeding.agree(tally.follow, self.step + 1)
         if self._view.suspended:
             out.append(KeepStep(self.step))
         step = self._open

@@ -17,7 +17,7 @@ class Vote:
     `pending`: it knows of a planned change. `save`: the state after this step should be saved.
     `busy`: it still saves another one. `alike`: what audits ask from the next step on. `doubt`:
     whether what it has summed is finite. `compute_us`: how long its own tasks of the step took.
-    `wait`: for whom it waited at the end of the exchange.
+    `wait`: for whom it waited at the end of the exchange. `follow`: by which order it can feed.
     """
 
     view: ViewNumber
@@ -29,18 +29,19 @@ class Vote:
     doubt: int = FINITE
     compute_us: int = 0
     wait: Wait = NO_WAIT
+    follow: int = 0
 
     def row(self) -> Row:
         """Return the vote as it travels."""
         wait = self.wait
         flags = (int(self.pending), int(self.save), int(self.busy), self.alike, self.doubt)
         waited = (wait.ready_us, wait.peer, wait.waited_us)
-        return (self.view, self.step, *flags, self.compute_us, *waited)
+        return (self.view, self.step, *flags, self.compute_us, self.follow, *waited)
 
     @classmethod
     def of(cls, row: Row) -> Vote:
         """Read a vote that has travelled."""
-        view, step, pending, save, busy, alike, doubt, compute_us, *wait = map(int, row)
+        view, step, pending, save, busy, alike, doubt, compute_us, follow, *wait = map(int, row)
         return cls(
             view=ViewNumber(view),
             step=step,
@@ -51,6 +52,7 @@ class Vote:
             doubt=doubt,
             compute_us=compute_us,
             wait=Wait(*wait),
+            follow=follow,
         )
 
 
@@ -65,6 +67,7 @@ class Tally:
     doubts: tuple[int, ...]
     compute_us: tuple[int, ...]
     waits: tuple[Wait, ...]
+    follow: int  # the order by which all members can feed; 0: none
 
 
 def count_votes(rows: Sequence[Row]) -> Tally:
@@ -78,4 +81,5 @@ def count_votes(rows: Sequence[Row]) -> Tally:
         doubts=tuple(v.doubt for v in votes),
         compute_us=tuple(v.compute_us for v in votes),
         waits=tuple(v.wait for v in votes),
+        follow=votes[0].follow if len({v.follow for v in votes}) == 1 else 0,
     )

@@ -18,11 +18,13 @@ from holdfast.core.step import events as ev
 from holdfast.core.step.balance import BalancePolicy
 from holdfast.core.step.effects import Outcome, WorkerEffect
 from holdfast.core.step.events import WorkerEvent
+from holdfast.core.step.following import FedEvent, Following
 from holdfast.core.step.speculation import Lateness
 from holdfast.core.step.step_machine import StepMachine
 from holdfast.core.step.step_policy import Counting, StepPolicy
 from holdfast.core.types import (
     NO_VIEW,
+    FollowOrder,
     Incarnation,
     Invalidation,
     JobEvent,
@@ -54,6 +56,7 @@ class WorkerMachine:
         self._policy = policy or StepPolicy()
         self.lateness = Lateness(self._policy.patience)
         self._step = StepMachine(worker, self._policy, self, counting)
+        self._following = Following(self._policy.cycle)
         self._status = WorkerStatus(worker=worker, incarnation=incarnation)
         self._view: View | None = None
         self._last_step_of = NO_VIEW  # whose votes announced a change: it ends at the next boundary
@@ -137,6 +140,15 @@ class WorkerMachine:
         match event:
             case ev.LoopEntered() | ev.AtBoundary() | ev.ShareCopied() | ev.LoopFinishing():
                 return self._script_said(event)
+            case ev.Staged(number, problem):
+                return self._staged(number, problem)
+            case ev.Reachable(address):
+                self._change(address=address)
+                return []
+            case ev.StateFed() | ev.FedLoaded() | ev.StepFed() | ev.FedTaken():
+                return self._fed(event)
+            case ev.FeedFailed(number, reason):
+                return self._feed_failed(number, reason)
             case ev.StepOpened():
                 return self._step_opened(event)
             case ev.TaskDone():
@@ -184,13 +196,13 @@ class WorkerMachine:
                 # What a script does between two loops it would do again to a state saved there.
                 within = self._opened == self._status.committed - 1
                 copies = saves.at_boundary(self._status.committed) if within else []
-                return copies or self._at_boundary()
+                return copies or self._stage(within=within) or self._at_boundary()
             case ev.ShareCopied(step, stall_s, problem):
                 saves.copied(step, self._now, stall_s, problem)
                 text = f"step {step} is not saved: {problem}"
                 first = self._view is not None and self._view.workers[0] == self._status.worker
                 told = self._note_event("save", text) if problem and first else []
-                return [*told, *self._at_boundary()]
+                return [*told, *(self._stage(within=True) or self._at_boundary())]
             case ev.LoopFinishing():
                 return saves.finishing(self._status.committed)
 
@@ -198,7 +210,8 @@ class WorkerMachine:
         self._opened = event.step
         if not event.rested:
             self._change(phase=Phase.COMPUTING)
-        return [*self._step.opened(event), *self._step.catch_up()]
+        self._following.opened = event.step
+        return [*self._step.opened(event), *self._step.catch_up(), *self._follow()]
 
     def _group_said(  # noqa: RET503
         self,
@@ -257,6 +270,10 @@ class WorkerMachine:
                         self._change(reduced=reduced)
                 case ef.BecameIdle(idle):
                     effects += self._carry(self._idle(idle))
+                case ef.BecameFed():
+                    found = dataclasses.asdict(outcome)
+                    self._change(**{k: v for k, v in found.items() if v is not None})
+                    effects.append(self._tell())
                 case ef.Decided():
                     effects += self._carry(self._decided(outcome))
                 case ef.Doubted(invalidation, discarded):
@@ -286,12 +303,13 @@ class WorkerMachine:
         require(view is not None, "a group without a view")
         assert view is not None
         self.lateness.built(self._now)
+        ended = self._carry(self._following.end(self._status))
         status = self._status
         hosted, step = status.hosted, status.committed
         if not status.has_state:
             hosted, step = view.hosted_by(status.worker), view.resume_step
             self._change(state=StateCopy.CURRENT, committed=step, hosted=hosted)
-        return [self._tell(), *self._begin(), *self._step.synced(step, hosted)]
+        return [*ended, self._tell(), *self._begin(), *self._step.synced(step, hosted)]
 
     def _decided(self, vote: ef.Decided) -> Sequence[Outcome]:
         step, status = vote.step, self._status
@@ -350,6 +368,7 @@ class WorkerMachine:
                 outcomes += self._promise(view.number)  # what it holds is not to be begun from
             elif me is not None and me.incarnation == self._status.incarnation:
                 outcomes += self._install(view)
+        outcomes += self._ordered(directive.follow)
         return [*outcomes, *self._expire(), *self._release()]
 
     def _promise(self, number: ViewNumber) -> Sequence[Outcome]:
@@ -377,8 +396,10 @@ class WorkerMachine:
         outcomes = [*self._close_group(self._open_view)]
         if status.view > status.promised:
             outcomes += self._promise(status.view)
-            status = self._status
-        joining, late = status.worker in view.joiners, view.late_worker(status.worker) is not None
+        if not view.feeds(status.worker):
+            outcomes += self._carry(self._following.end(status))
+        status = self._status
+        joining, late = status.worker in view.joiners, view.is_late(status.worker)
         require(
             joining != status.has_state or late,
             f"view {view.number} takes worker {status.worker} for "
@@ -409,12 +430,13 @@ class WorkerMachine:
         )
         self.lateness.view(self._now)
         self._looked_in = -1
+        outcomes += self._step.feeding.enter(view)
         entered = self._step.enter(view, self._status.committed, self._status.hosted, self._now)
         outcomes += [*self._step.saves.compared(self._status.committed)]
         outcomes += [ef.Install(view), self._tell(), *entered]
         if not view.joiners or self._catches_up(view):
             outcomes += self._begin()
-        return outcomes
+        return [*outcomes, *self._follow()]
 
     def _phase_in_a_new_view(self, committing: bool) -> Phase:
         phase = self._status.phase
@@ -434,6 +456,8 @@ class WorkerMachine:
     def _at_boundary(self) -> Sequence[Outcome]:
         self._change(phase=Phase.BOUNDARY)
         view = self._view
+        if self._following.order is not None:
+            return self._follow()
         if view is None:
             return []
         if self._status.promised >= view.number:
@@ -443,6 +467,57 @@ class WorkerMachine:
         if view.joiners and not self._step.is_synced and not self._catches_up(view):
             return self._step.catch_up()
         return self._begin()
+
+    # ------------------------------------------------------------ fed, or feeding
+
+    def _stage(self, *, within: bool) -> Sequence[Outcome]:
+        """Copy this worker's share of the state for those who follow, if that is due now."""
+        view = self._view
+        if view is None or not self._acting_in(view.number):
+            return []
+        return self._step.feeding.at_boundary(self._status.committed, view, within=within)
+
+    def _staged(self, number: int, problem: str) -> Sequence[Outcome]:
+        told = self._feed_failed(number, problem) if problem else []
+        return [*told, *self._at_boundary()]
+
+    def _ordered(self, order: FollowOrder | None) -> Sequence[Outcome]:
+        """Hear by which order workers are fed: by this one, or this one by others."""
+        feeds = self._step.feeding.told(order, self._view)
+        if self._joins_fed:
+            return feeds
+        acts = self._acting_in(self._status.view)
+        found = self._carry(self._following.ordered(order, self._status, acts=acts))
+        return [*feeds, *found, self._tell()] if found else feeds
+
+    @property
+    def _joins_fed(self) -> bool:
+        """Tell whether it is a member, and may still have to apply what it was fed."""
+        view, status = self._view, self._status
+        joins = view is not None and view.feeds(status.worker) and self._acting_in(view.number)
+        return joins and self._following.order is not None
+
+    def _fed(self, event: FedEvent) -> Sequence[Outcome]:
+        found = self._carry(self._following.heard(event, self._status))
+        if isinstance(event, ev.FedTaken) and found and self._joins_fed:
+            self._step.committed(self._step.owners, ())
+        return [*found, *self._follow()]
+
+    def _follow(self) -> Sequence[Outcome]:
+        """Load or apply what was fed; go on as a member once nothing is missing."""
+        found = self._carry(self._following.follow(self._status))
+        return found or (self._step.catch_up() if self._joins_fed else [])
+
+    def _feed_failed(self, number: int, reason: str) -> Sequence[Outcome]:
+        """Note that an order cannot be carried out here; who depends on it leaves its view."""
+        self._step.feeding.failed(number)
+        self._change(unfed=max(self._status.unfed, number))
+        told = self._note_event("join", f"workers are not fed while others train: {reason}")
+        order = self._following.order
+        if order is None or order.number != number:
+            return told
+        left = self._promise(self._status.view) if self._joins_fed else []
+        return [*told, *left, *self._following.end(self._status), self._tell()]
 
     def _store_silent(self, view: ViewNumber, reason: str) -> Sequence[Outcome]:
         """Let the next view ask the store again; but give up after `restore_s`."""

@@ -1,0 +1,87 @@
+"""Decides one member's part in feeding workers that follow, while it trains. Pure.
+
+All members agree in their votes by which order they feed. At the next boundary each copies its
+share of the state, and from then on sends its pieces of all reduced gradients: who has got all
+shares and all pieces holds the state that the members hold.
+"""
+
+from __future__ import annotations
+
+from holdfast.core.step.effects import EndFeeding, FeedStep, Outcome, StageState
+from holdfast.core.types import FollowOrder, View
+
+SKIPPED_MAX = 2  # boundaries between loops, at which nothing is copied
+
+
+class Feeding:
+    """Keeps what was ordered, agreed on and copied; `unfed`: the newest order that has failed."""
+
+    def __init__(self) -> None:
+        self.unfed = 0
+        self._order: FollowOrder | None = None
+        self._agreed = 0
+        self._due: int | None = None  # after so many steps the state is copied, or soon after
+        self._skipped = 0
+        self._base: int | None = None  # the first step that is fed
+
+    def told(self, order: FollowOrder | None, view: View | None) -> list[Outcome]:
+        """Note by which order the coordinator wants this member of `view` to feed, if any."""
+        if order is None or view is None or order.view != view.number:
+            return self._end(finish=False)
+        if self._order is not None and order.number != self._order.number:
+            ended = self._end(finish=False)
+            self._order = order
+            return ended
+        self._order = order
+        return []
+
+    def enter(self, view: View) -> list[Outcome]:
+        """Note that another view begins, in which those who were fed may be members."""
+        return self._end(finish=bool(view.fed))
+
+    def opinion(self) -> int:
+        """Say by which order this member can feed; 0: none."""
+        order = self._order
+        return order.number if order is not None and order.number > self.unfed else 0
+
+    def agree(self, number: int, after: int) -> None:
+        """Note that all members can feed by this order, with the state after `after` steps."""
+        if number > self._agreed:
+            self._agreed, self._due, self._skipped = number, after, 0
+
+    def at_boundary(self, step: int, view: View, *, within: bool) -> list[Outcome]:
+        """Return the order to copy, if it is due.
+
+        `within`: the boundary lies between two steps of one loop; what a script does between two
+        loops it would do again to a state copied there.
+        """
+        order = self._order
+        if order is None or self._due is None or step < self._due or order.number != self._agreed:
+            return []
+        if not within:
+            self._skipped += 1
+            if self._skipped > SKIPPED_MAX:
+                self.unfed, self._due = order.number, None
+            return []
+        self._due, self._base = None, step
+        return [StageState(step, order, view)]
+
+    def staged(self, number: int, problem: str) -> None:
+        """Note that the copy is made, or why it is not."""
+        if problem:
+            self.failed(number)
+
+    def failed(self, number: int) -> None:
+        """Note that nobody can be fed by this order."""
+        self.unfed = max(self.unfed, number)
+        if number == self._agreed:
+            self._base = None
+
+    def committed(self, step: int) -> list[Outcome]:
+        """Return what follows from the commit of a step."""
+        return [FeedStep(step)] if self._base is not None and step >= self._base else []
+
+    def _end(self, *, finish: bool) -> list[Outcome]:
+        fed = self._base is not None
+        self._order = self._due = self._base = None
+        return [EndFeeding(finish)] if fed else []

@@ -1,0 +1,201 @@
+"""Simulates how the members of a view feed a worker that is not one of them, while they train.
+
+It carries, as sockets of its own would: what one process sends to another by one order arrives in
+order, or not at all once either has died or ended it. The follower's machine decides what is loaded
+and applied, and when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from holdfast.core.step import effects as ef
+from holdfast.core.step import events as ev
+from holdfast.core.types import FollowOrder
+from holdfast.sim.arithmetic import Key, Share
+from holdfast.sim.checkers import Truth
+from holdfast.sim.data_network import DataNetwork
+from holdfast.sim.exchanges import LACKS
+from holdfast.sim.seams import Actor, Clock
+from holdfast.sim.wrong_bits import Violation
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """Holds what member `rank` of `size` has copied: its whole state, of which it sends a share."""
+
+    step: int
+    rank: int
+    size: int
+    state: int | None
+    flipped: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class FedMessage:
+    """Holds one message to a follower: of which order, and a copy, a piece of a step, or the end.
+
+    `broken`: the connection has ended before its time.
+    """
+
+    number: int
+    content: Staged | tuple[int, Share] | None
+    broken: bool = False
+
+
+class FeedWorld(Clock, Protocol):
+    """Is the world around a process's feeds."""
+
+    @property
+    def data(self) -> DataNetwork: ...
+
+    @property
+    def truth(self) -> Truth: ...
+
+    @property
+    def processes(self) -> Mapping[Key, Actor]: ...
+
+
+class Feeds:
+    """Carries out what one process's machine decides of feeding others, and of being fed."""
+
+    def __init__(self, process: Actor, world: FeedWorld) -> None:
+        self._process = process
+        self._world = world
+        self._order: FollowOrder | None = None  # by which it feeds
+        self._place = (0, 1)  # its rank in the view of that, and the members
+        self._free_at: dict[Key, float] = {}  # when what was sent to a follower is there
+        self._number = 0  # of the order that it follows; 0: none
+        self._heard: dict[int, dict[int, Staged]] = {}  # by order and rank
+        self._steps: dict[int, dict[int, list[Share]]] = {}  # by order and step
+        self._broken: dict[int, bool] = {}
+
+    # ------------------------------------------------------------ feeding
+
+    def staged(self, effect: ef.StageState) -> str:
+        """Send this process's copy of the state; returns why it cannot be, or ""."""
+        process, world = self._process, self._world
+        if world.rng.random() < world.options.feed_fails:
+            world.truth.count["not staged"] += 1
+            return "there is no memory for a copy"
+        view = effect.view
+        self._order, self._place = effect.order, (view.rank(process.worker), len(view.members))
+        flipped = process.spoiling.flipped
+        world.truth.staged(process, effect.step)
+        copy = Staged(effect.step, *self._place, process.state, flipped)
+        self._send(copy, world.options.load_s)
+        return ""
+
+    def send_step(self, step: int) -> None:
+        """Send this process's piece of a sum that is committed."""
+        share = Share(*self._place, self._process.total or 0)
+        self._send((step, share))
+
+    def end(self, *, finish: bool) -> None:
+        """Send no more; unless it is to `finish`, what is under way may be lost."""
+        if self._order is not None and not finish:
+            self._break(self._order)
+        self._order = None
+
+    def died(self) -> None:
+        """Break off whatever this process sends."""
+        self.end(finish=False)
+
+    def _send(self, content: Staged | tuple[int, Share], extra_s: float = 0.0) -> None:
+        order, world = self._order, self._world
+        for key in self._followers(order):
+            at = world.now + world.delay(world.options.data_s) + extra_s
+            at = self._free_at[key] = max(at, self._free_at.get(key, 0.0))
+            assert order is not None
+            message = FedMessage(order.number, content)
+            world.at(at - world.now, self._arrive, key, message)
+
+    def _break(self, order: FollowOrder) -> None:
+        world = self._world
+        lost = world.rng.random() < world.options.cut_in_flight
+        for key in self._followers(order):
+            soon = world.now + world.delay(world.options.data_s)
+            at = soon if lost else max(soon, self._free_at.get(key, 0.0))
+            message = FedMessage(order.number, None, broken=True)
+            world.at(at - world.now, self._arrive, key, message)
+
+    def _followers(self, order: FollowOrder | None) -> list[Key]:
+        return [(int(f.worker), int(f.incarnation)) for f in order.followers] if order else []
+
+    def _arrive(self, key: Key, message: FedMessage) -> None:
+        receiver = self._world.processes.get(key)
+        if receiver is None or self._world.data.is_apart(self._process, receiver):
+            return
+        receiver.deliver(_heard, (receiver, message))
+
+    # ------------------------------------------------------------ being fed
+
+    def follow(self, order: FollowOrder) -> None:
+        """Take in what is sent by this order from now on, and was before."""
+        self._number = order.number
+        self._look()
+
+    def unfollow(self) -> None:
+        """Take in nothing any more."""
+        self._number = 0
+
+    def heard(self, message: FedMessage) -> None:
+        """Take in a message."""
+        match message.content:
+            case None:
+                self._broken[message.number] = True
+            case (step, share):
+                of_step = self._steps.setdefault(message.number, {})
+                of_step.setdefault(step, []).append(share)
+            case Staged() as copy if not self._broken.get(message.number):
+                self._heard.setdefault(message.number, {})[copy.rank] = copy
+        if message.number == self._number:
+            self._look()
+
+    def _look(self) -> None:
+        """Tell the machine of all that is here."""
+        number, process = self._number, self._process
+        copies = self._heard.get(number, {})
+        first = next(iter(copies.values()), None)
+        if first is not None and len(copies) == first.size:
+            process.feed(ev.StateFed(number, first.step))
+            for step, shares in sorted(self._steps.get(number, {}).items()):
+                if number == self._number and len(shares) == shares[0].size:
+                    process.feed(ev.StepFed(number, step))
+        if self._broken.pop(number, False):
+            process.feed(ev.FeedFailed(number, "a member feeds it no more"))
+
+    def load(self, number: int) -> None:
+        """Load the state, which takes a while."""
+        process, world = self._process, self._world
+        process.state = None
+        process.post(world.delay(world.options.load_s), self._loaded, number)
+
+    def _loaded(self, number: int) -> None:
+        process = self._process
+        if number != self._number:
+            return
+        copies = self._heard[number]
+        if len({(copy.step, copy.size, copy.state) for copy in copies.values()}) > 1:
+            raise Violation(f"worker {process.key} is fed copies that do not fit: {copies}")
+        for rank, copy in sorted(copies.items()):
+            process.state, process.step = copy.state, copy.step
+            if copy.flipped is not None and copy.flipped % copy.size == rank:
+                process.spoiling.flipped = copy.flipped
+        process.spoiling.lacks = LACKS * self._world.options.forgetful
+        process.feed(ev.FedLoaded(number))
+
+    def take(self, step: int) -> None:
+        """Put a sum that was fed where the script applies it."""
+        process, shares = self._process, sorted(self._steps[self._number].pop(step))
+        self._world.truth.put_together(process, step, shares)
+        process.total, process.total_step = shares[0].total, step
+        self._world.truth.count["steps fed"] += 1
+        process.feed(ev.FedTaken(step))
+
+
+def _heard(receiver: Actor, message: FedMessage) -> None:
+    """A message to a follower has come."""
+    receiver.feeds.heard(message)
