@@ -84,8 +84,8 @@ def test_two_workers_that_are_refused_in_turn_or_at_once_are_the_scripts_doing()
 def test_one_that_is_accepted_in_between_clears_the_script() -> None:
     newcomers = Newcomers(looks=True)
     judged(newcomers, joined(W1), leaves((W1, 1)))
-    newcomers.accepted(joined(W3), 5)  # not its first step
-    newcomers.accepted(joined(W3), 4)
+    newcomers.accepted(joined(W3), 5, OWNERS)  # not its first step
+    newcomers.accepted(joined(W3), 4, OWNERS)
     assert judged(newcomers, joined(W2), leaves((W2, 2)))[1] is Refusal.ANEW
     # Beside one that is right, as well.
     assert judged(newcomers, joined(W1, W3), leaves((W1, 1))) == ((W1,), Refusal.ANEW)

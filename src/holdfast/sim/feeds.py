@@ -23,7 +23,7 @@ from holdfast.sim.wrong_bits import Violation
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
+class StagedCopy:
     """Holds what member `rank` of `size` has copied: its whole state, of which it sends a share."""
 
     step: int
@@ -41,7 +41,7 @@ class FedMessage:
     """
 
     number: int
-    content: Staged | tuple[int, Share] | None
+    content: StagedCopy | tuple[int, Share] | None
     broken: bool = False
 
 
@@ -68,7 +68,7 @@ class Feeds:
         self._place = (0, 1)  # its rank in the view of that, and the members
         self._free_at: dict[Key, float] = {}  # when what was sent to a follower is there
         self._number = 0  # of the order that it follows; 0: none
-        self._heard: dict[int, dict[int, Staged]] = {}  # by order and rank
+        self._heard: dict[int, dict[int, StagedCopy]] = {}  # by order and rank
         self._steps: dict[int, dict[int, list[Share]]] = {}  # by order and step
         self._broken: dict[int, bool] = {}
 
@@ -84,7 +84,7 @@ class Feeds:
         self._order, self._place = effect.order, (view.rank(process.worker), len(view.members))
         flipped = process.spoiling.flipped
         world.truth.staged(process, effect.step)
-        copy = Staged(effect.step, *self._place, process.state, flipped)
+        copy = StagedCopy(effect.step, *self._place, process.state, flipped)
         self._send(copy, world.options.load_s)
         return ""
 
@@ -103,7 +103,7 @@ class Feeds:
         """Break off whatever this process sends."""
         self.end(finish=False)
 
-    def _send(self, content: Staged | tuple[int, Share], extra_s: float = 0.0) -> None:
+    def _send(self, content: StagedCopy | tuple[int, Share], extra_s: float = 0.0) -> None:
         order, world = self._order, self._world
         for key in self._followers(order):
             at = world.now + world.delay(world.options.data_s) + extra_s
@@ -149,7 +149,7 @@ class Feeds:
             case (step, share):
                 of_step = self._steps.setdefault(message.number, {})
                 of_step.setdefault(step, []).append(share)
-            case Staged() as copy if not self._broken.get(message.number):
+            case StagedCopy() as copy if not self._broken.get(message.number):
                 self._heard.setdefault(message.number, {})[copy.rank] = copy
         if message.number == self._number:
             self._look()

@@ -368,7 +368,7 @@ class BecameIdle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BecameFed:
-    """What this worker holds of the job has changed by what it was fed; None: not this."""
+    """This worker holds more of the job, by what it was fed; None: nothing new of that."""
 
     state: StateCopy | None = None
     committed: int | None = None

@@ -319,6 +319,19 @@ class StillAwaited:
     ranks: tuple[int, ...]
 
 
+GroupEvent = (
+    Connected
+    | Restored
+    | StoreSilent
+    | MissedHeard
+    | StatesCompared
+    | Gathered
+    | Summed
+    | SumChecked
+    | MemberDone
+    | CountSettled
+    | StillAwaited
+)
 WorkerEvent = (
     LoopEntered
     | AtBoundary

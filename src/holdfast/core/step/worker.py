@@ -213,20 +213,7 @@ class WorkerMachine:
         self._following.opened = event.step
         return [*self._step.opened(event), *self._step.catch_up(), *self._follow()]
 
-    def _group_said(  # noqa: RET503
-        self,
-        event: ev.Connected
-        | ev.Restored
-        | ev.StoreSilent
-        | ev.MissedHeard
-        | ev.StatesCompared
-        | ev.Gathered
-        | ev.Summed
-        | ev.SumChecked
-        | ev.MemberDone
-        | ev.CountSettled
-        | ev.StillAwaited,
-    ) -> Sequence[Outcome]:
+    def _group_said(self, event: ev.GroupEvent) -> Sequence[Outcome]:  # noqa: RET503
         """Handle an event of the view in which it acts."""
         step = self._step
         match event:
