@@ -25,7 +25,7 @@ DIGEST_WORDS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class StatePart:
     """Describes a range of one tensor's bytes, sent by one donor."""
 
     donor: int
@@ -96,7 +96,7 @@ class StateSync:
             body = torch.frombuffer(bytearray(skeleton), dtype=torch.uint8)
             for joiner in joiners:
                 self._transport.exchange([(joiner, size), (joiner, body)], [], TAG_STATE).wait()
-        for part in _parts([t.numel() * t.element_size() for t in tensors], donors):
+        for part in parts_of([t.numel() * t.element_size() for t in tensors], donors):
             if part.donor == rank:
                 data = state.as_bytes(tensors[part.tensor])[part.start : part.stop]
                 digest = digest_of(data)
@@ -111,7 +111,7 @@ class StateSync:
         skeleton = body.numpy().tobytes()
         tensors = [state.empty(meta) for meta in state.metas(skeleton)]
         under_way = []
-        for part in _parts([t.numel() * t.element_size() for t in tensors], donors):
+        for part in parts_of([t.numel() * t.element_size() for t in tensors], donors):
             data = state.as_bytes(tensors[part.tensor])[part.start : part.stop]
             digest = torch.zeros(DIGEST_WORDS, dtype=torch.int64)
             receives = [(part.donor, data), (part.donor, digest)]
@@ -125,16 +125,16 @@ class StateSync:
         self._loaded.load(skeleton, tensors)
 
 
-def _parts(sizes: list[int], donors: list[int]) -> list[_Part]:
+def parts_of(sizes: Sequence[int], donors: Sequence[int]) -> list[StatePart]:
     """Cut all tensors' bytes into one contiguous share per donor, in parts of bounded size."""
-    parts: list[_Part] = []
+    parts: list[StatePart] = []
     for number, donor in enumerate(donors):
         begin, end = part_of(sum(sizes), number, len(donors))
         at = 0
         for index, size in enumerate(sizes):
             first, last = max(begin - at, 0), min(end - at, size)
             starts = range(first, last, PART_BYTES)
-            parts += [_Part(donor, index, s, min(s + PART_BYTES, last)) for s in starts]
+            parts += [StatePart(donor, index, s, min(s + PART_BYTES, last)) for s in starts]
             at += size
     return parts
 

@@ -1,0 +1,289 @@
+"""Takes in what members feed this worker before it is one of them: the state, and reduced steps.
+
+Each member connects and sends its share; a thread for each reads it. What is complete is told to
+the machine, which says when it is loaded and applied.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from holdfast.core.errors import HoldfastError, StateMismatch, WireError, first_line
+from holdfast.core.step import events as ev
+from holdfast.core.types import FollowOrder
+from holdfast.train.checkpoint import state
+from holdfast.train.checkpoint.loaded_state import LoadedState
+from holdfast.train.checkpoint.transfer import StatePart, parts_of
+from holdfast.train.feeding import feed_frames
+from holdfast.train.feeding.feed_frames import FeedHead, bytes_of
+from holdfast.train.feeding.free_memory import free_bytes
+from holdfast.train.step.kept_step import HEAD, put_shared, room
+from holdfast.train.step.reduction import piece_of
+from holdfast.train.step.row_table import Rows
+from holdfast.train.step.step_data import StepData
+
+MARGIN = 0.9  # of the free memory, that may be taken
+Told = tuple[FeedHead, list[torch.Tensor]]  # one member's part of a step
+
+
+@dataclass(slots=True)
+class _Feed:
+    """Holds what has come by one order, from `size` members."""
+
+    number: int
+    size: int
+    step: int = -1
+    skeleton: bytes = b""
+    tensors: list[torch.Tensor] | None = None  # None: the skeleton is not here
+    left: int = 0  # parts of the state that are on their way
+    steps: dict[int, dict[int, Told]] = field(default_factory=dict)  # by step and rank
+    failure: str = ""
+    channels: list[socket.socket] = field(default_factory=list)
+
+    def parts(self, rank: int) -> list[StatePart]:
+        sizes = [t.nbytes for t in self.tensors or ()]
+        found = parts_of(sizes, list(range(self.size)))
+        return [part for part in found if part.donor == rank]
+
+    def news(self) -> list[ev.WorkerEvent]:
+        """Return all that is complete."""
+        found: list[ev.WorkerEvent] = []
+        if self.tensors is not None and not self.left:
+            found.append(ev.StateFed(self.number, self.step))
+        whole = [step for step, told in self.steps.items() if len(told) == self.size]
+        found += [ev.StepFed(self.number, step) for step in sorted(whole)]
+        if self.failure:
+            found.append(ev.FeedFailed(self.number, self.failure))
+        return found
+
+
+class FedReceiver:
+    """Listens for members that feed this worker. `tell` posts an event; it may block shortly."""
+
+    def __init__(
+        self,
+        data: StepData,
+        loaded: LoadedState,
+        tell: Callable[[ev.WorkerEvent], None],
+        fail: Callable[[BaseException], None],
+        key: bytes,
+    ) -> None:
+        self._data = data
+        self._loaded = loaded
+        self._tell = tell
+        self._fail = fail
+        self._key = key
+        self._lock = threading.Condition()
+        self._number = 0  # of the order that is followed; 0: none
+        self._feeds: dict[int, _Feed] = {}  # by order; members may be there before it
+        self._loading: threading.Thread | None = None
+
+    def listen(self, host: str) -> str:
+        """Begin to listen; returns where. OSError."""
+        family = socket.getaddrinfo(host, None)[0][0]
+        listener = socket.create_server((host, 0), family=family)
+        thread = threading.Thread(
+            target=self._accept, args=(listener,), name="holdfast-fed", daemon=True
+        )
+        thread.start()
+        return f"{host}:{listener.getsockname()[1]}"
+
+    # ------------------------------------------------------------ what the machine decides
+
+    def follow(self, order: FollowOrder) -> Sequence[ev.WorkerEvent]:
+        """Take in what comes by this order; returns what is complete already."""
+        with self._lock:
+            self._number = order.number
+            self._drop([n for n in self._feeds if n < order.number])
+            feed = self._feeds.get(order.number)
+            return feed.news() if feed is not None else ()
+
+    def unfollow(self) -> None:
+        """Forget what has come, and hang up."""
+        with self._lock:
+            number, self._number = self._number, 0
+            self._drop([n for n in self._feeds if n <= number])
+
+    def load(self, number: int) -> None:
+        """Load the state that has come, in a thread; the script waits meanwhile."""
+        self._loading = threading.Thread(
+            target=self._load, args=(number,), name="holdfast-load", daemon=True
+        )
+        self._loading.start()
+
+    def settled(self) -> None:
+        """Wait until nothing is being loaded any more."""
+        if self._loading is not None:
+            self._loading.join()
+
+    def take(self, step: int) -> Sequence[ev.WorkerEvent]:
+        """Put the gradient of a step, and what belongs to it, where the script finds them."""
+        with self._lock:
+            number = self._number
+            told = self._feeds[number].steps.pop(step)
+        try:
+            self._put(told)
+        except (WireError, IndexError, RuntimeError) as error:
+            return [ev.FeedFailed(number, f"step {step} does not fit: {first_line(error)}")]
+        return [ev.FedTaken(step)]
+
+    def _put(self, told: dict[int, Told]) -> None:
+        step, size = self._data, len(told)
+        gradients = step.gradients
+        if any(head.plan != gradients.plan for head, _ in told.values()):
+            raise WireError("the members train other parameters")
+        for rank, (_, buffers) in told.items():
+            for bucket, piece in zip(gradients.active, buffers, strict=False):
+                data = bucket.result.data
+                place = data[piece_of(rank, size, data.numel())]
+                place.copy_(piece.view(place.dtype))
+        head, rest = told[0][0], iter(told[0][1][len(gradients.active) :])
+        words = next(rest).view(torch.int64)
+        if words.numel() != HEAD:
+            raise WireError("the head of a step has another length")
+        rows = step.table.rows
+        rows.copy_(next(rest).view(rows.dtype).view(rows.shape))
+        used, left, values = next(rest), next(rest), next(rest)
+        for table, (count, dense) in zip(gradients.active_tables, head.tables, strict=True):
+            found = Rows.none(table.param, count, dense=dense)
+            for place in (found.places, found.values):
+                place.copy_(next(rest).view(place.dtype).view(place.shape))
+            table.result = found
+        put_shared(step, words, used, left, values)
+
+    def _load(self, number: int) -> None:
+        with self._lock:
+            feed = self._feeds.get(number)
+            if feed is None or number != self._number:
+                return
+            skeleton, tensors = feed.skeleton, feed.tensors or []
+        try:
+            self._loaded.load(skeleton, tensors)
+            held = state.fingerprint(*state.capture(self._loaded.protected))
+            if held != state.fingerprint(skeleton, tensors):
+                raise StateMismatch(
+                    "the protected objects do not hold the same state after loading it: make "
+                    "load_state_dict() keep every value of state_dict()"
+                )
+        except HoldfastError as error:
+            self._fail(error)
+            return
+        with self._lock:
+            feed.tensors = []  # the memory is free again
+            feed.left = -1
+        self._tell(ev.FedLoaded(number))
+
+    def _drop(self, numbers: list[int]) -> None:
+        for number in numbers:
+            feed = self._feeds.pop(number)
+            for channel in feed.channels:
+                channel.close()
+        self._lock.notify_all()
+
+    # ------------------------------------------------------------ connections
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            channel, _ = listener.accept()
+            args = (channel,)
+            threading.Thread(
+                target=self._serve, args=args, name="holdfast-fed", daemon=True
+            ).start()
+
+    def _serve(self, channel: socket.socket) -> None:
+        with channel:
+            try:
+                number, rank, size = feed_frames.accept(channel, self._key)
+            except (OSError, WireError):
+                return  # a stranger
+            with self._lock:
+                if number < self._number:
+                    return
+                feed = self._feeds.setdefault(number, _Feed(number=number, size=size))
+                feed.channels.append(channel)
+            try:
+                self._read(channel, feed, rank)
+            except (OSError, WireError, MemoryError, RuntimeError, IndexError) as error:
+                self._failed(feed, first_line(error))
+
+    def _read(self, channel: socket.socket, feed: _Feed, rank: int) -> None:
+        """Read all that one member sends. OSError, WireError."""
+        head = feed_frames.read_head(channel)
+        if head.kind != "state":
+            raise WireError(f"a member began with {head.kind!r}")
+        if rank == 0:
+            skeleton = room(head.buffers[0][0])
+            feed_frames.read_into(channel, bytes_of(skeleton), head.buffers[0])
+            self._begin(feed, head.step, skeleton.numpy().tobytes())
+        with self._lock:
+            while feed.tensors is None:
+                if self._feeds.get(feed.number) is not feed or feed.failure:
+                    return
+                self._lock.wait()
+            tensors = feed.tensors
+        if feed.step != head.step:
+            raise WireError(f"members have copied steps {feed.step} and {head.step}")
+        parts = feed.parts(rank)
+        while (head := feed_frames.read_head(channel)).kind != "end":
+            if head.kind == "part":
+                part = parts[head.index]
+                place = bytes_of(tensors[part.tensor])[part.start : part.stop]
+                feed_frames.read_into(channel, place, head.buffers[0])
+                self._came(feed, lambda: setattr(feed, "left", feed.left - 1))
+            else:
+                told = head, self._buffers(channel, head)
+                step, by_rank = head.step, feed.steps.setdefault(head.step, {})
+                assert step >= 0
+                self._came(feed, lambda: by_rank.__setitem__(rank, told))
+
+    def _begin(self, feed: _Feed, step: int, skeleton: bytes) -> None:
+        metas = state.metas(skeleton)
+        needed = sum(
+            torch.empty(m[1], dtype=getattr(torch, m[0]), device="meta").nbytes for m in metas
+        )
+        _check_room(needed)
+        tensors = [state.empty(meta) for meta in metas]
+        with self._lock:
+            feed.step, feed.skeleton, feed.tensors = step, skeleton, tensors
+            feed.left = len(parts_of([t.nbytes for t in tensors], list(range(feed.size))))
+            self._lock.notify_all()
+
+    def _buffers(self, channel: socket.socket, head: FeedHead) -> list[torch.Tensor]:
+        _check_room(sum(count for count, _ in head.buffers))
+        found = [room(count) for count, _ in head.buffers]
+        for buffer, named in zip(found, head.buffers, strict=True):
+            feed_frames.read_into(channel, bytes_of(buffer), named)
+        return found
+
+    def _came(self, feed: _Feed, note: Callable[[], None]) -> None:
+        """Note what has come, and tell the machine what is complete by that."""
+        with self._lock:
+            before = feed.news()
+            note()
+            news = feed.news() if feed.number == self._number else before
+        for event in news:
+            if event not in before:
+                self._tell(event)
+
+    def _failed(self, feed: _Feed, reason: str) -> None:
+        with self._lock:
+            if self._feeds.get(feed.number) is not feed:
+                return
+            feed.failure = feed.failure or reason
+            follows = feed.number == self._number
+            self._lock.notify_all()
+        if follows:
+            self._tell(ev.FeedFailed(feed.number, reason))
+
+
+def _check_room(needed: int) -> None:
+    free = free_bytes()
+    if needed > free * MARGIN:
+        raise MemoryError(
+            f"{needed >> 20} MiB more are needed, and {free >> 20} MiB of memory are free"
+        )

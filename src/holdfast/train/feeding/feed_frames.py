@@ -1,0 +1,152 @@
+"""Carries what a member sends to a worker that follows, over a TCP connection of its own.
+
+Both sides first prove that they are of the job (transport/proof.py). Then messages go one way: a
+head in MessagePack, and buffers whose digests are in it. Nothing here is ever executed or unpickled.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import time
+from collections.abc import Sequence
+
+import msgspec
+import torch
+import xxhash
+
+from holdfast.core.errors import WireError
+from holdfast.train.transport import proof
+
+HELLO = struct.Struct("!8sQII16s")  # magic, number of the order, rank, size, nonce
+MAGIC = b"hfeed\0\0\1"
+LENGTH = struct.Struct("!I")
+HEAD_BYTES_MAX = 1 << 20
+PROOF_S = 10.0  # for the proofs of both sides
+BLOCK_BYTES = 1 << 20  # that are sent at a time, so that a rate is kept evenly
+
+
+class FeedHead(msgspec.Struct, frozen=True, kw_only=True):
+    """Says what follows. `buffers`: bytes and digest of each.
+
+    `kind`: "state" (first, with the skeleton from rank 0), "part" (of the state), "step" or "end".
+    `step`: that of the state, or the one whose gradient it is. `index`: the number of the part.
+    `plan`: 63 bits of what is summed. `tables`: rows of each, and whether they are all.
+    """
+
+    kind: str
+    step: int = 0
+    index: int = 0
+    plan: int = 0
+    tables: tuple[tuple[int, bool], ...] = ()
+    buffers: tuple[tuple[int, bytes], ...] = ()
+
+
+class Pace:
+    """Keeps to a rate; `bytes_per_s`: 0 for none."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._rate = bytes_per_s
+        self._free_at = 0.0
+
+    def sent(self, count: int) -> None:
+        """Wait until so many bytes more may have been sent."""
+        if not self._rate:
+            return
+        now = time.monotonic()
+        self._free_at = max(self._free_at, now) + count / self._rate
+        if self._free_at > now + 0.001:
+            time.sleep(self._free_at - now)
+
+
+def connect(address: str, key: bytes, number: int, rank: int, size: int) -> socket.socket:
+    """Connect to a follower as rank `rank` of `size` that feed by an order. OSError, WireError."""
+    host, _, port = address.rpartition(":")
+    channel = socket.create_connection((host, int(port)), PROOF_S)
+    try:
+        hello = HELLO.pack(MAGIC, number, rank, size, os.urandom(proof.NONCE_BYTES))
+        channel.sendall(hello)
+        group = proof.group_name([hello, _exactly(channel, proof.NONCE_BYTES)])
+        channel.sendall(proof.token(key, group, 0, 1))
+        if not proof.is_token(_exactly(channel, proof.TOKEN_BYTES), key, group, 1, 0):
+            raise WireError(f"what listens at {address} has not proved that it is of this job")
+        channel.settimeout(None)
+    except BaseException:
+        channel.close()
+        raise
+    return channel
+
+
+def accept(channel: socket.socket, key: bytes) -> tuple[int, int, int]:
+    """Prove each other's job to whoever has connected; returns number, rank, size. OSError, WireError."""
+    channel.settimeout(PROOF_S)
+    hello = _exactly(channel, HELLO.size)
+    magic, number, rank, size, _ = HELLO.unpack(hello)
+    if magic != MAGIC or rank >= size:
+        raise WireError("a connection that is none of Holdfast's")
+    nonce = os.urandom(proof.NONCE_BYTES)
+    channel.sendall(nonce)
+    group = proof.group_name([hello, nonce])
+    if not proof.is_token(_exactly(channel, proof.TOKEN_BYTES), key, group, 0, 1):
+        raise WireError("a connection that has not proved that it is of this job")
+    channel.sendall(proof.token(key, group, 1, 0))
+    channel.settimeout(None)
+    return number, rank, size
+
+
+def send(
+    channel: socket.socket, head: FeedHead, buffers: Sequence[memoryview], pace: Pace | None = None
+) -> None:
+    """Send one message. OSError."""
+    named = tuple((len(each), xxhash.xxh3_128_digest(each)) for each in buffers)
+    data = msgspec.msgpack.encode(msgspec.structs.replace(head, buffers=named))
+    channel.sendall(LENGTH.pack(len(data)) + data)
+    for each in buffers:
+        for start in range(0, len(each), BLOCK_BYTES):
+            block = each[start : start + BLOCK_BYTES]
+            channel.sendall(block)
+            if pace is not None:
+                pace.sent(len(block))
+
+
+def read_head(channel: socket.socket) -> FeedHead:
+    """Read the head of the next message. OSError, WireError."""
+    (length,) = LENGTH.unpack(_exactly(channel, LENGTH.size))
+    if length > HEAD_BYTES_MAX:
+        raise WireError(f"a message to a follower has a head of {length} bytes")
+    try:
+        return msgspec.msgpack.decode(_exactly(channel, length), type=FeedHead)
+    except msgspec.MsgspecError as error:
+        raise WireError(f"a message to a follower cannot be read: {error}") from None
+
+
+def read_into(channel: socket.socket, place: memoryview, named: tuple[int, bytes]) -> None:
+    """Read a buffer to where it belongs, and check it. OSError, WireError."""
+    count, digest = named
+    if count != len(place):
+        raise WireError(f"a follower was sent {count} bytes where {len(place)} belong")
+    at = 0
+    while at < count:
+        read = channel.recv_into(place[at:], min(count - at, BLOCK_BYTES))
+        if not read:
+            raise WireError("a member has ended the connection")
+        at += read
+    if xxhash.xxh3_128_digest(place) != digest:
+        raise WireError("what a follower was sent has arrived damaged")
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """View the bytes of a contiguous host tensor."""
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _exactly(channel: socket.socket, count: int) -> bytes:
+    data = bytearray(count)
+    at = 0
+    while at < count:
+        read = channel.recv_into(memoryview(data)[at:])
+        if not read:
+            raise WireError("a member has ended the connection")
+        at += read
+    return bytes(data)

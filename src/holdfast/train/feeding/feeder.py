@@ -1,0 +1,242 @@
+"""Feeds workers that follow: a copy of this member's share of the state, then step after step.
+
+What may change while the next step computes is copied at the boundary; parameters and the
+optimizer's state while it computes, and `before_update` waits for the rest. Each follower has a
+thread of its own, so that training waits for none.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from holdfast.core.errors import WireError, first_line
+from holdfast.core.step import events as ev
+from holdfast.core.types import FollowOrder, View, WorkerId
+from holdfast.train.checkpoint import state
+from holdfast.train.checkpoint.staging import Copier
+from holdfast.train.checkpoint.transfer import StatePart, parts_of
+from holdfast.train.feeding import feed_frames
+from holdfast.train.feeding.feed_frames import FeedHead, Pace, bytes_of
+from holdfast.train.feeding.free_memory import free_bytes
+from holdfast.train.step.kept_step import KeptStep, room
+from holdfast.train.step.step_data import StepData
+
+Message = tuple[FeedHead, list[memoryview]]
+MARGIN = 0.9  # of the free memory, that copies and steps may take
+
+
+class Feeder:
+    """Feeds others for one member. `rate`: bytes a second at which the state is sent."""
+
+    def __init__(
+        self,
+        protected: Mapping[str, Any],
+        data: StepData,
+        tell: Callable[[ev.WorkerEvent], None],
+        key: bytes,
+        rate: float,
+    ) -> None:
+        self._protected = protected
+        self._data = data
+        self._tell = tell
+        self._key = key
+        self._rate = rate
+        self._copier = Copier(protected)
+        self._copying: threading.Thread | None = None
+        self._arena = room(0)
+        self._senders: list[_Sender] = []
+        self._rank = 0
+        self._number = 0
+
+    def stage(self, step: int, order: FollowOrder, view: View, me: WorkerId) -> str:
+        """Copy this worker's share of the state after `step` steps, and begin to send it.
+
+        Returns why there is no copy, or "". Called by the script's thread, between two steps.
+        """
+        self.end(finish=False)
+        self._rank, size = view.rank(me), len(view.members)
+        skeleton, tensors = state.capture(self._protected)
+        parts = parts_of([t.nbytes for t in tensors], list(range(size)))
+        mine = [part for part in parts if part.donor == self._rank]
+        needed = sum(part.stop - part.start for part in mine)
+        free = free_bytes() + len(self._arena)
+        if needed > free * MARGIN:
+            return f"a copy takes {needed >> 20} MiB of memory, and {free >> 20} MiB are free"
+        try:
+            self._copy(tensors, mine, needed)
+        except (MemoryError, RuntimeError) as error:
+            return first_line(error)
+        self._number = order.number
+        head = FeedHead(kind="state", step=step)
+        first = [memoryview(skeleton)] if self._rank == 0 else []
+        budget = max(int((free - needed) * MARGIN / 2), 1 << 20)
+        for follower in order.followers:
+            sender = _Sender(follower.address, budget, self._arrived)
+            sender.put((head, first))
+            self._senders.append(sender)
+        for sender in self._senders:
+            messages = self._messages(step, mine)
+            args = (sender, messages, (self._key, order.number, self._rank, size))
+            threading.Thread(target=self._run, args=args, name="holdfast-feed", daemon=True).start()
+        return ""
+
+    def before_update(self) -> None:
+        """Let copies under way come first: the state is about to change."""
+        self._copier.hold()
+        if self._copying is not None:
+            self._copying.join()
+            self._copying = None
+
+    def send_step(self, index: int, piece: Callable[[int], slice]) -> None:
+        """Send this member's piece of a reduced step, which the script has not touched yet."""
+        kept = KeptStep.of(self._data, piece)
+        buffers = [*kept.pieces]
+        tables: list[tuple[int, bool]] = []
+        if self._rank == 0:
+            used = kept.used.to(torch.uint8)
+            buffers += [kept.head, kept.rows, used, kept.left, kept.told]
+            tables = [(len(t.places), t.dense) for t in kept.tables]
+            buffers += [part for t in kept.tables for part in (t.places, t.values)]
+        plan = self._data.gradients.plan
+        head = FeedHead(kind="step", step=index, plan=plan, tables=tuple(tables))
+        message = head, [bytes_of(state.as_bytes(each)) for each in buffers]
+        for sender in self._senders:
+            sender.put(message)
+
+    def end(self, *, finish: bool) -> None:
+        """Feed nobody any more; unless it is to `finish`, connections end at once."""
+        for sender in self._senders:
+            sender.end(finish=finish)
+        self._senders = []
+        self._number = 0
+        if self._copying is None:
+            self._copier.release()
+            self._arena = room(0)  # whoever still sends of it holds it
+
+    # ------------------------------------------------------------ copies
+
+    def _copy(self, tensors: Sequence[torch.Tensor], parts: Sequence[StatePart], size: int) -> None:
+        """Copy these parts one after the other into the arena, most of them beside training."""
+        if len(self._arena) < size:
+            self._copier.release()
+            self._arena = room(size)  # pages are touched by whoever copies to them
+        memory, at = bytes_of(self._arena), 0
+        steady = self._steady()
+        places: dict[bool, list[tuple[int, torch.Tensor]]] = {False: [], True: []}
+        for part in parts:
+            tensor = tensors[part.tensor].detach()
+            late = not tensor.is_cuda and tensor.untyped_storage().data_ptr() in steady
+            flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+            places[late].append((at, flat[part.start : part.stop]))
+            at += part.stop - part.start
+        self._copier.copy(memory, places[False])
+        if places[True]:
+            args = (memory, places[True])
+            self._copying = threading.Thread(target=_copy_late, args=args, daemon=True)
+            self._copying.start()
+
+    def _steady(self) -> set[int]:
+        """Return where parameters and the optimizers' state lie, which tasks do not change."""
+        found: list[torch.Tensor] = []
+        for each in self._protected.values():
+            if isinstance(each, torch.nn.Module):
+                found += each.parameters()
+            elif isinstance(each, torch.optim.Optimizer):
+                values = (v for held in each.state.values() for v in held.values())
+                found += [v for v in values if isinstance(v, torch.Tensor)]
+        return {tensor.untyped_storage().data_ptr() for tensor in found}
+
+    def _arrived(self) -> None:
+        """Wait until the copy is complete."""
+        self._copier.arrived()
+        copying = self._copying
+        if copying is not None:
+            copying.join()
+
+    # ------------------------------------------------------------ sending
+
+    def _messages(self, step: int, parts: Sequence[StatePart]) -> list[Message]:
+        memory, at, found = bytes_of(self._arena), 0, []
+        for index, part in enumerate(parts):
+            size = part.stop - part.start
+            head = FeedHead(kind="part", step=step, index=index)
+            found.append((head, [memory[at : at + size]]))
+            at += size
+        return found
+
+    def _run(
+        self, sender: _Sender, state_parts: list[Message], whom: tuple[bytes, int, int, int]
+    ) -> None:
+        key, number, rank, size = whom
+        try:
+            sender.run(state_parts, key, (number, rank, size), Pace(self._rate))
+        except (OSError, WireError, ValueError) as error:
+            if not sender.ended:
+                text = f"sending to {sender.address} has failed: {first_line(error)}"
+                self._tell(ev.EventNoted("join", text))
+
+
+class _Sender:
+    """Sends to one follower, in a thread: the state first, then whatever was put."""
+
+    def __init__(self, address: str, budget: int, arrived: Callable[[], None]) -> None:
+        self.address = address
+        self.ended = False
+        self._budget = budget  # bytes that may wait
+        self._waiting = 0
+        self._arrived = arrived
+        self._queue: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._channel: Any = None
+
+    def put(self, message: Message) -> None:
+        """Send a message later; a follower that is too slow is fed no more."""
+        size = sum(map(len, message[1]))
+        with self._lock:
+            self._waiting += size
+            too_much = self._waiting > self._budget
+        if too_much:
+            self.end(finish=False)
+        else:
+            self._queue.put(message)
+
+    def end(self, *, finish: bool) -> None:
+        """Send nothing more; what waits is still sent if it is to `finish`."""
+        with self._lock:
+            self.ended = True
+            if not finish and self._channel is not None:
+                self._channel.close()
+        self._queue.put(None)
+
+    def run(self, parts: list[Message], key: bytes, who: tuple[int, int, int], pace: Pace) -> None:
+        """Connect, and send until it is ended. OSError, WireError."""
+        channel = feed_frames.connect(self.address, key, *who)
+        with self._lock:
+            self._channel = channel
+        with channel:
+            self._send(channel, self._queue.get())
+            self._arrived()
+            for head, buffers in parts:
+                feed_frames.send(channel, head, buffers, pace)
+            parts.clear()
+            while (message := self._queue.get()) is not None:
+                self._send(channel, message)
+            feed_frames.send(channel, FeedHead(kind="end"), [])
+
+    def _send(self, channel: Any, message: Message | None) -> None:
+        if message is not None:
+            feed_frames.send(channel, *message)
+            with self._lock:
+                self._waiting -= sum(map(len, message[1]))
+
+
+def _copy_late(memory: memoryview, places: Sequence[tuple[int, torch.Tensor]]) -> None:
+    for start, tensor in places:
+        if tensor.numel():
+            room = torch.frombuffer(memory, dtype=torch.uint8, count=tensor.numel(), offset=start)
+            room.copy_(tensor)

@@ -1,0 +1,24 @@
+"""Tells how much memory this process can still take, without the machine or its limits objecting."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+CGROUP = Path("/sys/fs/cgroup")
+UNLIMITED = 1 << 60
+
+
+def free_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = CGROUP) -> int:
+    """Return the bytes that are free: of the machine, or of the control group if that has less."""
+    found = UNLIMITED
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                found = int(line.split()[1]) << 10
+    with contextlib.suppress(OSError, ValueError):
+        most = (cgroup / "memory.max").read_text().strip()
+        used = int((cgroup / "memory.current").read_text())
+        if most != "max":
+            found = min(found, max(int(most) - used, 0))
+    return found
