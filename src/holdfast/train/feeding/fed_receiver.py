@@ -190,10 +190,8 @@ class FedReceiver:
     def _accept(self, listener: socket.socket) -> None:
         while True:
             channel, _ = listener.accept()
-            args = (channel,)
-            threading.Thread(
-                target=self._serve, args=args, name="holdfast-fed", daemon=True
-            ).start()
+            serve = threading.Thread(target=self._serve, args=(channel,), daemon=True)
+            serve.start()
 
     def _serve(self, channel: socket.socket) -> None:
         with channel:
@@ -234,20 +232,14 @@ class FedReceiver:
                 part = parts[head.index]
                 place = bytes_of(tensors[part.tensor])[part.start : part.stop]
                 feed_frames.read_into(channel, place, head.buffers[0])
-                self._came(feed, lambda: setattr(feed, "left", feed.left - 1))
+                self._came(feed, rank, None)
             else:
-                told = head, self._buffers(channel, head)
-                step, by_rank = head.step, feed.steps.setdefault(head.step, {})
-                assert step >= 0
-                self._came(feed, lambda: by_rank.__setitem__(rank, told))
+                self._came(feed, rank, (head, self._buffers(channel, head)))
 
     def _begin(self, feed: _Feed, step: int, skeleton: bytes) -> None:
         metas = state.metas(skeleton)
-        needed = sum(
-            torch.empty(m[1], dtype=getattr(torch, m[0]), device="meta").nbytes for m in metas
-        )
-        _check_room(needed)
-        tensors = [state.empty(meta) for meta in metas]
+        tensors = [state.empty(meta) for meta in metas]  # not touched yet
+        _check_room(sum(tensor.nbytes for tensor in tensors))
         with self._lock:
             feed.step, feed.skeleton, feed.tensors = step, skeleton, tensors
             feed.left = len(parts_of([t.nbytes for t in tensors], list(range(feed.size))))
@@ -260,15 +252,18 @@ class FedReceiver:
             feed_frames.read_into(channel, bytes_of(buffer), named)
         return found
 
-    def _came(self, feed: _Feed, note: Callable[[], None]) -> None:
-        """Note what has come, and tell the machine what is complete by that."""
+    def _came(self, feed: _Feed, rank: int, told: Told | None) -> None:
+        """Note a part of the state, or of a step, and tell the machine what is complete by that."""
         with self._lock:
             before = feed.news()
-            note()
-            news = feed.news() if feed.number == self._number else before
+            if told is None:
+                feed.left -= 1
+            else:
+                feed.steps.setdefault(told[0].step, {})[rank] = told
+            follows = feed.number == self._number
+            news = [event for event in feed.news() if event not in before] if follows else []
         for event in news:
-            if event not in before:
-                self._tell(event)
+            self._tell(event)
 
     def _failed(self, feed: _Feed, reason: str) -> None:
         with self._lock:

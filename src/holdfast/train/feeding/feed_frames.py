@@ -1,7 +1,7 @@
 """Carries what a member sends to a worker that follows, over a TCP connection of its own.
 
 Both sides first prove that they are of the job (transport/proof.py). Then messages go one way: a
-head in MessagePack, and buffers whose digests are in it. Nothing here is ever executed or unpickled.
+head in MessagePack, and buffers whose digests are in it. Nothing is ever executed or unpickled.
 """
 
 from __future__ import annotations
@@ -79,7 +79,10 @@ def connect(address: str, key: bytes, number: int, rank: int, size: int) -> sock
 
 
 def accept(channel: socket.socket, key: bytes) -> tuple[int, int, int]:
-    """Prove each other's job to whoever has connected; returns number, rank, size. OSError, WireError."""
+    """Prove each other's job to whoever has connected. OSError, WireError.
+
+    Returns the number of the order, and that this is rank `rank` of `size` that feed by it.
+    """
     channel.settimeout(PROOF_S)
     hello = _exactly(channel, HELLO.size)
     magic, number, rank, size, _ = HELLO.unpack(hello)

@@ -1,4 +1,4 @@
-"""Tells how much memory this process can still take, without the machine or its limits objecting."""
+"""Tells how much memory this process can still take."""
 
 from __future__ import annotations
 
