@@ -16,6 +16,7 @@ class QuietTimes:
     def __init__(self, options: Options) -> None:
         self._recovery_s = options.recovery_s
         self._vranks = options.vranks
+        self._feeding_s = options.feeding_s
         self._looks_late = options.speculation > 0  # views may change although nothing fails
         self._views_max = 2 * options.agents * options.slots + 2
         self._moved_at = 0.0
@@ -40,7 +41,8 @@ class QuietTimes:
         self._newest = view.number
         if self._views > self._views_max and not self._looks_late:
             raise Violation(f"{self._views} views follow each other, and nothing is wrong")
-        if len(view.members) < self._vranks:
+        fed_by = disturbed_until + self._recovery_s + self._feeding_s
+        if len(view.members) < self._vranks and now >= fed_by:
             self._check_idle(view, ordered)
 
     def _check_idle(self, view: View, ordered: Iterable[Actor]) -> None:

@@ -154,6 +154,12 @@ class Options:
         return step_s + messages_s + start_s + silence_s + back_off_s
 
     @property
+    def feeding_s(self) -> float:
+        """Return in what time a worker is fed that could join, at most; 0 if none is."""
+        step_s = 3 * self.vranks * self.task_s + 2 * self.optimizer_s + 40 * self.data_s
+        return (self.cycle + 4 * self.rounds + 4) * step_s * self.feeds
+
+    @property
     def finish_by_s(self) -> float:
         """Return when a run whose faults have ended must be over: every wait it may meet, twice."""
         work_s = self.steps * (self.vranks * self.task_s * 4 + self.optimizer_s + 40 * self.data_s)

@@ -93,9 +93,11 @@ class Errors:
         last = truth.completed and bool(truth.drops)  # nobody goes on from what it commits
         if self._decided.setdefault(step, total) != total and not last:
             living = [key for key in self._committers[step] if truth.processes[key].alive]
-            if living or not self.hidden:
+            if living or not (self.hidden or truth.drops):
                 raise Violation(f"step {step} is committed with two sums")
             self._decided[step] = total  # who committed the other one died before it told anybody
+            if truth.drops and total is not None and not self.hidden:
+                truth.goes_on(step, total)
         self._committers.setdefault(step, []).append(process.key)
         if self.hidden:
             return

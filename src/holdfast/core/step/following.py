@@ -35,6 +35,7 @@ class Following:
         self._is_loaded = False
         self._steps: set[int] = set()  # whose gradients are here
         self._taking = -1
+        self._is_stranded = False  # it was fed, and is no more: nothing follows for its script
         self._last = 0  # the number of the newest order that was begun
 
     def ordered(
@@ -57,6 +58,7 @@ class Following:
         if self.order is None:
             return []
         self.order = self._base = None
+        self._is_stranded = status.has_state
         self._is_loaded, self.opened, self._taking = False, -1, -1
         self._steps.clear()
         spoils = [BecameFed(state=StateCopy.DIRTY)] if status.has_state else []
@@ -86,7 +88,8 @@ class Following:
         """Load or apply what was fed, once the script waits for it."""
         order, at_boundary = self.order, status.phase is Phase.BOUNDARY
         if order is None or self._taking >= 0:
-            return []
+            idle = self._is_stranded and status.phase is Phase.COMPUTING
+            return [BecameFed(phase=Phase.WAITING)] if idle else []
         if not self._is_loaded:
             if self._base is None or status.state is not StateCopy.INITIAL or not at_boundary:
                 return []

@@ -503,8 +503,9 @@ class WorkerMachine:
         order = self._following.order
         if order is None or order.number != number:
             return told
-        left = self._promise(self._status.view) if self._joins_fed else []
-        return [*told, *left, *self._following.end(self._status), self._tell()]
+        left = self._carry(self._promise(self._status.view) if self._joins_fed else [])
+        ended = self._carry(self._following.end(self._status))
+        return [*told, *left, *ended, self._tell()]
 
     def _store_silent(self, view: ViewNumber, reason: str) -> Sequence[Outcome]:
         """Let the next view ask the store again; but give up after `restore_s`."""
