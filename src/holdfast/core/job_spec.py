@@ -120,6 +120,20 @@ class Nodes:
         metavar="SECONDS",
         above=0,
     )
+    join_rate: int = setting(
+        500,
+        "megabytes a second that each worker sends at most to workers that join, while it trains; "
+        "0: training always waits until they have received the state",
+        metavar="MB",
+        least=0,
+    )
+    join_pause: int = setting(
+        32,
+        "let training wait as well while a joining worker receives the state of a model of up to "
+        "this many megabytes, which takes less than to feed it step by step",
+        metavar="MB",
+        least=0,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,6 +315,7 @@ class JobSpec:
             workers_min=self.workers.min,
             lease=self.lease(),
             hang_s=self.workers.hang_s,
+            feeds=self.nodes.join_rate > 0,
             speculation=self.stragglers.speculation_budget - self.copies,
             restart=RestartPolicy(losses_max=self.workers.losses_max),
         )

@@ -12,7 +12,7 @@ import torch
 from holdfast.core.errors import UserError
 from holdfast.core.job_spec import JobSpec
 from holdfast.core.step.balance import BalancePolicy
-from holdfast.core.step.events import EventNoted
+from holdfast.core.step.events import EventNoted, Reachable
 from holdfast.core.step.saves import SavePolicy
 from holdfast.core.step.speculation import Patience
 from holdfast.core.step.step_policy import StepPolicy
@@ -27,6 +27,8 @@ from holdfast.train.checkpoint.saver import Saver, say
 from holdfast.train.compiled import advice
 from holdfast.train.driver import Driver, Link
 from holdfast.train.environment import WorkerEnvironment
+from holdfast.train.feeding.fed_receiver import FedReceiver
+from holdfast.train.feeding.feeder import Feeder
 from holdfast.train.ledger_recorder import LedgerRecorder
 from holdfast.train.monitor import Monitor
 from holdfast.train.optimizer_watch import OptimizerWatch
@@ -34,6 +36,7 @@ from holdfast.train.repeated_tasks import RepeatedTasks
 from holdfast.train.script_guard import ScriptGuard
 from holdfast.train.script_state import PROTECTED_AS, ScriptState
 from holdfast.train.script_thread import ScriptThread, TaskRunner
+from holdfast.train.state_copies import StateCopies
 from holdfast.train.step.bringing_up import BringingUp
 from holdfast.train.step.buckets import Gradients
 from holdfast.train.step.engine import Engine, Exchange
@@ -197,7 +200,10 @@ def compose_worker(
     store = Checkpoints(open_storage(where, say), say) if where else None
     missed = MissedSteps(data)
     restorer = None if store is None else Restorer(store, loaded)
-    bringing_up = BringingUp(driver, loaded, missed, restorer)
+    rate = spec.nodes.join_rate * 1e6
+    feeder = Feeder(protected, data, driver.post, me.peer_key, rate)
+    receiver = FedReceiver(data, loaded, driver.post, driver.fail, me.peer_key)
+    bringing_up = BringingUp(driver, loaded, missed, restorer, receiver.settled)
     gloo = GlooDevice(me.host, me.peer_key)
 
     def make_transport() -> Transport:
@@ -214,7 +220,7 @@ def compose_worker(
         backs_up=backs_up,
     )
     engine = Engine(driver, control.link, data, filled, bringing_up, exchange)
-    driver.serve(StepHands(data, engine, missed, bringing_up, recorder))
+    driver.serve(StepHands(data, engine, missed, bringing_up, recorder, feeder, receiver))
     saver = None
     if where and me.orders_fd is not None:
         orders = socket.socket(fileno=me.orders_fd)
@@ -223,6 +229,10 @@ def compose_worker(
     engine.start()
     if isinstance(control.link, SoloLink):
         control.link.start(driver)
-    script = ScriptThread(driver, data, runner, guard, saver, recorder, progress)
+    copies = StateCopies(driver, saver, feeder)
+    script = ScriptThread(driver, data, runner, guard, copies, recorder, progress)
+    large = sum(p.nbytes for _, p in trained) > spec.nodes.join_pause * 1e6
+    if rate and large and not isinstance(control.link, SoloLink):
+        driver.post(Reachable(receiver.listen(me.host)))
     OptimizerWatch(protected, lambda: script.is_open).start()
     return script

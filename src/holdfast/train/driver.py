@@ -23,7 +23,10 @@ from holdfast.core.types import Peer, Tick, View, WorkerStatus
 from holdfast.train.monitor import Monitor
 
 LOOK_S = 0.5  # between two looks at a group's links
-_SCRIPT = (ef.Begin, ef.Compute, ef.SaveShare, ef.Adopt, ef.Commit, ef.Release)
+_SCRIPT = (
+    *(ef.Begin, ef.Compute, ef.SaveShare, ef.StageState),
+    *(ef.Adopt, ef.Commit, ef.Release),
+)
 _ENGINE = (
     *(ef.Install, ef.Restore, ef.SendMissed, ef.ReceiveMissed, ef.SyncState, ef.ForgetMissed),
     *(ef.Gather, ef.Reduce, ef.CheckSum, ef.SendDone, ef.SendCounted),

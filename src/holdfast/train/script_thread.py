@@ -7,7 +7,6 @@ that follow each other with no boundary between them.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 
@@ -20,7 +19,6 @@ from holdfast.core.step import events as ev
 from holdfast.core.step.audit import Sketch
 from holdfast.core.step.events import Purpose, StepKind
 from holdfast.observe.ledger import Place, Uses
-from holdfast.train.checkpoint.saver import Saver
 from holdfast.train.data.quarantine import over_budget
 from holdfast.train.data.random_streams import enter_stream
 from holdfast.train.data.sampling import SamplePlan
@@ -29,13 +27,13 @@ from holdfast.train.driver import Driver
 from holdfast.train.ledger_recorder import LedgerRecorder
 from holdfast.train.script_guard import ScriptGuard
 from holdfast.train.script_state import ScriptState
+from holdfast.train.state_copies import StateCopies
 from holdfast.train.step.probe import current
 from holdfast.train.step.speculative import FinishedTask
 from holdfast.train.step.step_data import StepData
 from holdfast.train.step.values import PROPOSAL
 
 TOLD_CHARS_MAX = 1000  # of an agreed value, in the ledger
-SAVE_S_MAX = 600.0  # how long the end of a loop waits for a checkpoint under way
 
 
 class TaskRunner:
@@ -141,7 +139,7 @@ class ScriptThread:
         data: StepData,
         runner: TaskRunner,
         guard: ScriptGuard,
-        saver: Saver | None,
+        copies: StateCopies,
         recorder: LedgerRecorder,
         progress: ScriptState,
     ) -> None:
@@ -150,7 +148,7 @@ class ScriptThread:
         self._driver = driver
         self._data = data
         self.guard = guard
-        self._saver = saver
+        self._copies = copies
         self._recorder = recorder
         self._loop_data: LoopData  # that the present loop goes through
         self._plan: Plan  # of that
@@ -207,8 +205,7 @@ class ScriptThread:
         if self._planned:
             self._recorder.end()
         driver.post(ev.LoopFinishing())
-        if self._saver is not None:
-            self._saver.finish(SAVE_S_MAX)
+        self._copies.finish()
         driver.post(ev.LoopEnded())
         while not isinstance(driver.next_for_script(), ef.Release):
             pass
@@ -238,8 +235,8 @@ class ScriptThread:
         driver = self._driver
         driver.post(ev.AtBoundary())
         while not isinstance(order := driver.next_for_script(), ef.Begin):
-            if isinstance(order, ef.SaveShare):
-                self._save(order)
+            if isinstance(order, ef.SaveShare | ef.StageState):
+                self._copies.copy(order)
         self._first = self._loop if self._first is None else self._first
         self._rested = True
         self._at, self._whole, self.guard.joined = order.step, order.whole, order.joined
@@ -256,13 +253,6 @@ class ScriptThread:
 
     def _is_over(self, ends: Callable[[], bool]) -> bool:
         return self._loop < len(self.progress.ended) or ends()
-
-    def _save(self, order: ef.SaveShare) -> None:
-        began, problem = time.monotonic(), "there is no writer"
-        if self._saver is not None:
-            worker = self._driver.status().worker
-            problem = self._saver.copy(order.step, order.view, worker)
-        self._driver.post(ev.ShareCopied(order.step, time.monotonic() - began, problem))
 
     # ------------------------------------------------------------ steps
 
@@ -334,7 +324,7 @@ class ScriptThread:
         `first`: it is the first one of the script's step.
         """
         data, plan, index = self._data, self._plan, self.progress.steps
-        self._before_update()
+        self._copies.before_update()
         self._quarantine()
         data.buffers.apply()
         table, vranks = data.table, plan.virtual_ranks
@@ -378,7 +368,7 @@ class ScriptThread:
     def told(self) -> dict[int, bytes]:
         """Return what all members have told in the committed step, by virtual rank."""
         data = self._data
-        self._before_update()
+        self._copies.before_update()
         data.buffers.restore()
         self._record(Uses.NO_SAMPLES, 0.0, 0, agreed(data.values.told.get(PROPOSAL)))
         return dict(data.values.told)
@@ -415,10 +405,6 @@ class ScriptThread:
         self.progress.stopped |= self._data.table.stops
         place = Place(self._at - 1, self.progress.steps, uses, told)
         self._recorder.commit(place, self._data.reduced_in, self._data.table, loss, dropped)
-
-    def _before_update(self) -> None:
-        if self._saver is not None:
-            self._saver.before_update()
 
     def _total(self, values: dict[tree.Node, float]) -> float:
         return tree.fold(values, self._plan.virtual_ranks, lambda a, b: a + b)

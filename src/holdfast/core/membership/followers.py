@@ -56,7 +56,9 @@ class Followers:
         """Return the situation with who is fed, or has been, in it."""
         if not self._enabled or situation.view is None:
             return situation
-        fed = frozenset(s.worker for s in candidates(situation) if self.follows(s))
+        order = self.order
+        now = () if order is None else [f.worker for f, _ in self._left(order, situation)]
+        fed = frozenset([*now, *(s.worker for s in candidates(situation) if self.follows(s))])
         return dataclasses.replace(situation, abreast=self.abreast(situation), waiting_for=fed)
 
     def follows(self, status: WorkerStatus) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 from holdfast.core.errors import Aborted, Damaged, UserError, WorldError
 from holdfast.core.invalidations import Invalidations
@@ -32,11 +33,13 @@ class BringingUp:
         loaded: LoadedState,
         missed: MissedSteps,
         restorer: Restorer | None,
+        settled: Callable[[], None] = lambda: None,
     ) -> None:
         self._driver = driver
         self._loaded = loaded
         self._missed = missed
         self._restorer = restorer
+        self._settled = settled  # waits until nothing else loads a state here
 
     def carry_out(
         self,
@@ -47,6 +50,7 @@ class BringingUp:
     ) -> ev.WorkerEvent | None:
         """Do what a view needs before its steps; returns what came of it. Aborted."""
         donors = [view.rank(worker) for worker in view.donors]
+        self._settled()
         match order:
             case ef.Restore(_, step):
                 return self._restore(step, view, layout, transport)

@@ -8,6 +8,8 @@ from holdfast.core.errors import Aborted
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.types import ViewNumber
+from holdfast.train.feeding.fed_receiver import FedReceiver
+from holdfast.train.feeding.feeder import Feeder
 from holdfast.train.ledger_recorder import LedgerRecorder
 from holdfast.train.step.bringing_up import BringingUp
 from holdfast.train.step.engine import Engine
@@ -25,12 +27,16 @@ class StepHands:
         missed: MissedSteps,
         bringing_up: BringingUp,
         recorder: LedgerRecorder,
+        feeder: Feeder,
+        receiver: FedReceiver,
     ) -> None:
         self._data = data
         self._engine = engine
         self._missed = missed
         self._bringing_up = bringing_up
         self._recorder = recorder
+        self._feeder = feeder
+        self._receiver = receiver
 
     def carry_out(self, effect: ef.WorkerEffect) -> Sequence[ev.WorkerEvent]:
         """Do it; returns what the machine is to be told of it."""
@@ -51,4 +57,16 @@ class StepHands:
                 self._bringing_up.withdraw(invalidations)
             case ef.LookWhoIsLate(view, step):
                 return [ev.StillAwaited(view, step, tuple(self._engine.awaited()))]
+            case ef.FeedStep(step):
+                self._feeder.send_step(step, self._engine.piece)
+            case ef.EndFeeding(finish):
+                self._feeder.end(finish=finish)
+            case ef.Follow(order):
+                return self._receiver.follow(order)
+            case ef.LoadFed(number):
+                self._receiver.load(number)
+            case ef.TakeFed(step):
+                return self._receiver.take(step)
+            case ef.Unfollow():
+                self._receiver.unfollow()
         return []
