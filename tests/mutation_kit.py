@@ -24,6 +24,7 @@ GOES_ON = {  # to its end: what comes to light late in a job is not cut off
     "rounds": 1,
     "tells_values": False,
     "forgetful": False,
+    "feeds": False,
 }
 # Mistakes that only a rare situation brings to light: their swarms are aimed at it.
 PARTITIONS = {
@@ -143,6 +144,16 @@ FORGETFUL = {  # workers are lost, and those that join lack what the script keep
     "cycle": 3,
     "forgetful": True,
 }
+FED = {  # workers are lost, and others fed in their place
+    **_THIRTY_STEPS,
+    "slots": 1,
+    "boot_s": 0.1,
+    "faults": ("worker_crash",),
+    "fault_every_s": 1.0,
+    "cycle": 2,
+    "feeds": True,
+    "feed_fails": 0.0,
+}
 FLIPS = {  # most of them while an update runs, so that what is saved next is not right
     "slots": 1,
     "loops": (20,),
@@ -233,6 +244,17 @@ TUNED: dict[str, dict[str, object]] = {
     "a_joiner_vouches_for_all": WRONG,
     "wrong_sums_are_kept": WRONG,
     "joiners_are_believed": FORGETFUL,
+    "the_first_step_is_not_fed": FED | {"loops": (400,), "faults_end_s": 8.0},
+    "members_copy_at_different_boundaries": FED,
+    "who_is_fed_joins_before_it_has_every_step": FED | {"data_s": 0.1},
+    "who_is_fed_is_not_waited_for_until_all_was_compared": FED
+    | {"faults": ("flip", "worker_crash"), "agents": 3, "save_every": 3},
+    "who_was_fed_is_proved_before_its_first_task": FED | {"forgetful": True},
+    "a_view_without_tasks_for_who_was_fed_proves_it": FED
+    | {"forgetful": True, "faults": ("worker_crash", "link_break")},
+    "who_has_yet_to_take_the_last_step_counts_as_a_survivor": FED,
+    "all_wait_while_who_is_fed_receives_the_state_again": FED
+    | {"loops": (400,), "faults_end_s": 8.0},
     "who_was_unproven_is_proved_by_a_new_view": FORGETFUL
     | {"fault_every_s": 0.4, "task_s": 0.2, "data_s": 0.05},
     "a_discarded_state_is_begun_from": WRONG

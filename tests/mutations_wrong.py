@@ -73,7 +73,7 @@ def a_discarded_state_is_begun_from(patch: pytest.MonkeyPatch) -> Machines:
 
 @mutation
 def joiners_are_believed(patch: pytest.MonkeyPatch) -> Machines:
-    patch.setattr(Newcomers, "_watches", lambda self, view, step: False)
+    patch.setattr(Newcomers, "watched", lambda self, view: frozenset())
     return Machines()
 
 

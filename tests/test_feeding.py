@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 from holdfast.core.job_spec import with_settings
 from holdfast.core.types import WorkerId
 from holdfast.train.job import Job
-from loop_kit import dataset, digest, net, protected, step_once
+from loop_kit import dataset, digest, protected, step_once
 from support import SPEC
 from thread_cluster import ThreadCluster, ThreadWorker
 
@@ -50,7 +48,8 @@ def run(
 def test_who_joins_is_fed_and_the_result_is_the_same(workers: int) -> None:
     (expected,) = run(plain, 1)[0]
     found, cluster = run(plain, workers, {1: 30})
-    for kind, text in cluster.events: print(kind, text)
+    for kind, text in cluster.events:
+        print(kind, text)
     assert set(found) == {expected}
     assert len(found) == workers
     assert any("receives the state while" in text for text in cluster.told("join"))

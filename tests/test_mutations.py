@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import mutations_feeding  # noqa: F401 - it plants some
 import mutations_promises  # noqa: F401 - it plants more
 import mutations_step  # noqa: F401 - and more
 import mutations_work  # noqa: F401 - and more

@@ -23,19 +23,34 @@ def leaves(*wrong: tuple[WorkerId, int], steady: bool = True) -> Ruling:
     return Ruling(sentence=Sentence.LEAVE, wrong=wrong, steady=steady)
 
 
-def test_each_task_of_a_joiner_is_computed_by_a_donor_in_its_first_step_only() -> None:
+def test_each_task_of_a_joiner_is_computed_by_a_donor_until_one_is_committed() -> None:
     newcomers, view = Newcomers(looks=True), joined(W1, W3)
     planned = (Audit(0, W0, (W3,)), Audit(1, W1, (W3,)))
-    found = newcomers.audits(view, 4, OWNERS, planned)
+    found = newcomers.audits(view, OWNERS, planned)
     assert [audit.vrank for audit in found] == [0, 1, 3, 5, 7]
     assert found[0] == planned[0]  # the others' audits stay
     assert {a for audit in found[1:] for a in audit.auditors} == {W0, W2}
-    assert newcomers.audits(view, 5, OWNERS, planned) == planned
-    assert Newcomers(looks=False).audits(view, 4, OWNERS, planned) == planned
+    newcomers.accepted(view, (W0, W1, W3))
+    assert newcomers.audits(view, OWNERS, planned) == found  # the step may be done again
+    assert newcomers.committed(W1)
+    assert not newcomers.committed(W0)  # it has nothing to prove
+    assert newcomers.audits(view, OWNERS, planned) == planned
+    assert Newcomers(looks=False).audits(view, OWNERS, planned) == planned
+    assert Newcomers(looks=False).committed(W1)
 
 
-def test_who_has_joined_is_unproven_until_a_step_is_committed_with_others() -> None:
-    roster = Cluster(*map(member, range(4))).roster
+def test_who_hosts_nothing_at_first_is_watched_once_it_does() -> None:
+    newcomers, view = Newcomers(looks=True), joined(W1)
+    idle = (W0, W2, W3, W0)
+    assert newcomers.audits(view, idle, ()) == ()
+    newcomers.accepted(view, ())
+    assert not newcomers.committed(W1)
+    assert [audit.vrank for audit in newcomers.audits(view, OWNERS, ())] == [1, 5]
+
+
+def test_who_has_joined_is_unproven_until_a_task_of_it_is_committed() -> None:
+    first = [member(w, unproven=True) for w in range(4)]
+    roster = Cluster(*first).roster
 
     def unproven(step: int, *joiners: int, old: View | None = None, members: int = 4) -> tuple:
         workers = tuple(WorkerId(w) for w in range(members))
@@ -53,16 +68,20 @@ def test_who_has_joined_is_unproven_until_a_step_is_committed_with_others() -> N
     before = joined(W1)
     assert unproven(4, old=before) == (W1,)  # the step is done again
     assert unproven(4, 3, old=before) == (W1, W3)
+    assert unproven(5, old=before) == (W1,)  # it hosted nothing in the step before
+    proved = Cluster(*[member(w) for w in range(4)]).roster
+    there, roster = roster, proved
     assert unproven(5, old=before) == ()
     assert unproven(5, 3, old=before) == (W3,)
+    roster = there
     assert unproven(4, old=joined(W1, W3), members=3) == (W1,)
     assert unproven(4, old=joined(W0, W1), members=2) == ()  # nobody else is left
     roster.order_anew(W1)
     assert unproven(4, old=before) == ()
 
 
-def judged(newcomers: Newcomers, view: View, ruling: Ruling, step: int = 4) -> tuple:
-    return newcomers.judge(view, step, ruling, OWNERS)
+def judged(newcomers: Newcomers, view: View, ruling: Ruling) -> tuple:
+    return newcomers.judge(view, ruling, OWNERS)
 
 
 def test_a_joiner_is_refused_then_quarantined() -> None:
@@ -84,8 +103,9 @@ def test_two_workers_that_are_refused_in_turn_or_at_once_are_the_scripts_doing()
 def test_one_that_is_accepted_in_between_clears_the_script() -> None:
     newcomers = Newcomers(looks=True)
     judged(newcomers, joined(W1), leaves((W1, 1)))
-    newcomers.accepted(joined(W3), 5, OWNERS)  # not its first step
-    newcomers.accepted(joined(W3), 4, OWNERS)
+    newcomers.accepted(joined(W3), (W0, W2))
+    assert judged(newcomers, joined(W1), leaves((W1, 1)))[1] is Refusal.QUARANTINED
+    newcomers.accepted(joined(W3), (W0, W3))
     assert judged(newcomers, joined(W2), leaves((W2, 2)))[1] is Refusal.ANEW
     # Beside one that is right, as well.
     assert judged(newcomers, joined(W1, W3), leaves((W1, 1))) == ((W1,), Refusal.ANEW)
@@ -103,7 +123,10 @@ def test_one_that_is_accepted_in_between_clears_the_script() -> None:
 )
 def test_what_is_judged_as_ever(ruling: Ruling) -> None:
     assert judged(Newcomers(looks=True), joined(W1), ruling)[0] == ()
-    assert judged(Newcomers(looks=True), joined(W1), leaves((W1, 1)), step=5)[0] == ()
+    proved = Newcomers(looks=True)
+    proved.accepted(joined(W1), (W1,))
+    proved.committed(W1)
+    assert judged(proved, joined(W1), leaves((W1, 1)))[0] == ()
 
 
 def test_a_court_knows_who_is_steady() -> None:

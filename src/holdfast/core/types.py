@@ -152,6 +152,7 @@ class WorkerStatus:
     pid: int = 0
     address: str = ""  # where it can be fed, before it is a member
     abreast: int = 0  # the number of the order by which it was fed until nothing was missing
+    unproven: bool = False  # it has joined, and none of its tasks has been committed yet
     unfed: int = 0  # of the newest one that cannot be carried out here
 
     @property

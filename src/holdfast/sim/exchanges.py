@@ -167,7 +167,7 @@ class Exchanges:
         tokens = tuple((v, process.tokens[v] if counts else DROPPED) for v in hosted)
         flip = -2 if spoiling.flipped is None else spoiling.flipped
         part = flip if cycle and flip == reduce.step % cycle else -2
-        whole = flip if process.whole and cycle > 1 else 0
+        whole = flip + 10 if process.whole and cycle > 1 else 0  # 0: it was not taken
         wrongly = False
         if self._world.options.kind_of(reduce.step) is StepKind.GRADIENTS:
             wrongly, spoiling.sums_wrongly = spoiling.sums_wrongly, False

@@ -361,7 +361,7 @@ class CoordinatorMachine:
             self._agenda.stir(now)
         if now < self._agenda.still_since + self._policy.hang_s:
             return
-        stuck = any(s.waiting for s in situation.known)
+        stuck = any(s.waiting and s.hosted for s in situation.known)
         for status in situation.known if stuck else ():
             if not status.waiting and not status.ended and status.stage.alive:
                 yield self._order_anew(status, f"hung for {self._policy.hang_s:g} s")

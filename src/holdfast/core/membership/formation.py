@@ -535,23 +535,15 @@ def make_view(proposal: Proposal, number: ViewNumber, old: View | None, roster: 
 
 
 def _unproven(proposal: Proposal, old: View | None, roster: Roster) -> tuple[WorkerId, ...]:
-    """Return who joins, now or before the step that is done again, where others hold the state."""
+    """Return who joins, or has joined and committed no task yet, where others hold the state."""
     found = set(proposal.joiners)
-    if old is not None and proposal.resume_step <= _proved_after(old):
-        before = {m.worker: m.incarnation for m in old.members if m.worker in old.unproven}
-        staying = [worker for worker in proposal.workers if worker in before]
-        found |= {w for w in staying if before[w] == roster.slots[w].incarnation}
+    for member in old.members if old is not None else ():
+        worker, incarnation = member.worker, member.incarnation
+        before = old is not None and worker in old.unproven
+        if before and worker in proposal.workers and roster.wants(worker, incarnation):
+            status = roster.status(worker, incarnation)
+            found |= {worker} if status is None or status.unproven else set()
     return tuple(sorted(found)) if len(found) < len(proposal.workers) else ()
-
-
-def _proved_after(view: View) -> float:
-    """Return the step after which joiners of a view have committed tasks of their own.
-
-    Who was fed hosts its first ones a step later, or in another view if there is no room.
-    """
-    if view.fed and len(view.members) > len(view.owners):
-        return float("inf")
-    return view.resume_step + bool(view.fed)
 
 
 def check_view(view: View, vranks: int) -> None:

@@ -89,11 +89,11 @@ class Audits:
             return None
         self._classes.forget()
         self._planned_in = (view.number, step)
-        self._court = Court(view.unproven if step == view.resume_step else ())
+        self._court = Court(self._newcomers.watched(view))
         if kind is not StepKind.GRADIENTS or self.alike is Alike.NOTHING:
             return self.plan_again(())
         planned = plan(self._seed, step, owners, view.workers, self.share_of(step))
-        return self.plan_again(self._newcomers.audits(view, step, owners, planned))
+        return self.plan_again(self._newcomers.audits(view, owners, planned))
 
     def plan_again(self, audits: Sequence[Audit]) -> None:
         """Note that the step is computed once more, with these audits."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from holdfast.core.step.audit import Audit, Ruling, Sentence
 from holdfast.core.types import NO_VIEW, View, WorkerId
@@ -31,15 +31,17 @@ class Newcomers:
     def __init__(self, *, looks: bool) -> None:
         self._looks = looks
         self._refused: frozenset[WorkerId] = frozenset()  # all members that may stay know the same
-        self._proved_in = NO_VIEW  # by now all of that view's have been
+        self._accepted: frozenset[WorkerId] = frozenset()  # in the step to be committed next
+        self._proved: frozenset[WorkerId] = frozenset()  # in the present view
+        self._view = NO_VIEW  # that one's number
 
     def audits(
-        self, view: View, step: int, owners: Sequence[WorkerId], planned: Sequence[Audit]
+        self, view: View, owners: Sequence[WorkerId], planned: Sequence[Audit]
     ) -> tuple[Audit, ...]:
-        """Return `planned`, and an audit of each task of a joiner in its first step."""
-        if not self._watches(view, step):
+        """Return `planned`, and an audit of each task of a joiner until one step of it counts."""
+        joiners = self.watched(view)
+        if not joiners:
             return tuple(planned)
-        joiners = frozenset(view.unproven)
         others = [worker for worker in view.workers if worker not in joiners]
         found = {audit.vrank: audit for audit in planned}
         theirs = [vrank for vrank, owner in enumerate(owners) if owner in joiners]
@@ -48,18 +50,18 @@ class Newcomers:
         return tuple(found[vrank] for vrank in sorted(found))
 
     def judge(
-        self, view: View, step: int, ruling: Ruling, owners: Sequence[WorkerId]
+        self, view: View, ruling: Ruling, owners: Sequence[WorkerId]
     ) -> tuple[tuple[WorkerId, ...], Refusal]:
         """Return the joiners that are refused, if any, and what follows; all members come to it.
 
         They are if they have computed otherwise each time, and are all who did.
         """
-        joiners = frozenset(view.unproven)
+        joiners = self.watched(view)
         unlike = frozenset(worker for worker, _ in ruling.wrong)
         if ruling.sentence is Sentence.TIE:
             unlike = frozenset(owners[vrank] for vrank in ruling.disputed)
         judged = ruling.sentence in (Sentence.TIE, Sentence.LEAVE) and ruling.steady
-        if not (self._watches(view, step) and judged and unlike and unlike <= joiners):
+        if not (judged and unlike and unlike <= joiners):
             return (), Refusal.ANEW
         before = frozenset[WorkerId]() if unlike < joiners else self._refused  # one was accepted
         self._refused = before | unlike
@@ -67,15 +69,19 @@ class Newcomers:
             return tuple(sorted(unlike)), Refusal.SCRIPT
         return tuple(sorted(unlike)), Refusal.QUARANTINED if before else Refusal.ANEW
 
-    def accepted(self, view: View, step: int, owners: Sequence[WorkerId]) -> None:
-        """Note that the sums of a step, with tasks of these owners, are used."""
-        if self._watches(view, step) and set(view.unproven) <= set(owners):
+    def accepted(self, view: View, audited: Iterable[WorkerId]) -> None:
+        """Note that the sums of a step are used, in which tasks of these owners were audited."""
+        self._accepted = self.watched(view) & frozenset(audited)
+        if self._accepted:
             self._refused = frozenset()
-            self._proved_in = view.number
 
-    def _watches(self, view: View, step: int) -> bool:
-        """Tell whether joiners are watched: in their first step, or the first that has a task."""
-        first = step == view.resume_step
-        if view.fed:
-            first = self._proved_in < view.number
-        return self._looks and first and bool(view.unproven)
+    def committed(self, me: WorkerId) -> bool:
+        """Note that the step is committed; tell whether `me` has proved itself in this view."""
+        self._proved |= self._accepted
+        return me in self._proved or not self._looks
+
+    def watched(self, view: View) -> frozenset[WorkerId]:
+        """Return the joiners that have not proved yet that they compute as the others do."""
+        if view.number != self._view:
+            self._view, self._proved, self._accepted = view.number, frozenset(), frozenset()
+        return frozenset(view.unproven) - self._proved if self._looks else frozenset()

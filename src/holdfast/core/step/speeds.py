@@ -26,7 +26,8 @@ class Speeds:
         self._rebalance = policy is not None
         self._told_slow: dict[WorkerId, bool] = {}
         self._policy = policy or BalancePolicy()
-        self._newly_fed = bool(view.fed) and len(view.members) <= len(view.owners)
+        idle = [worker for worker in view.unproven if worker not in view.owners]
+        self._newly_fed = bool(idle) and len(view.members) <= len(view.owners)
 
     @property
     def owners(self) -> tuple[WorkerId, ...]:

@@ -118,6 +118,7 @@ class StepMachine:
         self.step = 0  # the one to be committed next
         self.owners: tuple[WorkerId, ...] = ()  # in that step
         self.hosted: tuple[int, ...] = ()  # by this worker
+        self.is_proved = False  # in this view it has committed tasks that others computed, too
         self._me = me
         self._policy = policy
         self._around = around
@@ -432,7 +433,7 @@ class StepMachine:
 
     def _audited(self, rows: Sequence[Row]) -> list[Outcome]:
         ruling = self._audits.rule(rows, self._view, self.owners)
-        refused, refusal = self._newcomers.judge(self._view, self.step, ruling, self.owners)
+        refused, refusal = self._newcomers.judge(self._view, ruling, self.owners)
         if refused:
             told = self._rulings.refuse(self.step, refused, refusal)
             if refusal is Refusal.SCRIPT:
@@ -488,8 +489,8 @@ class StepMachine:
     def _accepted(self) -> list[Outcome]:
         """The sums are right, as far as was looked; perhaps they are not finite."""
         self._audits.accepted()
-        self._newcomers.accepted(self._view, self.step, self.owners)
         looked = [audit.vrank for audit in self._audits.planned]
+        self._newcomers.accepted(self._view, (self.owners[vrank] for vrank in looked))
         self._rulings.summed(self.step, self.owners, looked)
         self.activity = Activity.VOTE
         return [*self._contradicted(), BecameReduced(self.doubt <= RIGHTLY), self._vote()]
@@ -515,8 +516,7 @@ class StepMachine:
         sums = self._sums
         assert sums is not None, "only sums contradict a task"
         found = f"of step {self.step} came to other bits; the step is computed again"
-        texts = [f"a copy of virtual rank {vrank} {found}" for vrank in sums.unlike]
-        return [EventNoted("wrong", text) for text in texts]
+        return [EventNoted("wrong", f"a copy of virtual rank {v} {found}") for v in sums.unlike]
 
     # ------------------------------------------------------------ the vote
 
@@ -567,6 +567,7 @@ class StepMachine:
         """The step is committed, and the next one begins."""
         self.step += 1
         self.owners, self.hosted = owners, hosted
+        self.is_proved = self._newcomers.committed(self._me)
         if self.activity is Activity.VOTE:
             self.activity = Activity.TASKS
 

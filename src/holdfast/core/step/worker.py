@@ -143,8 +143,7 @@ class WorkerMachine:
             case ev.Staged(number, problem):
                 return self._staged(number, problem)
             case ev.Reachable(address):
-                self._change(address=address)
-                return []
+                return self._change(address=address)
             case ev.StateFed() | ev.FedLoaded() | ev.StepFed() | ev.FedTaken():
                 return self._fed(event)
             case ev.FeedFailed(number, reason):
@@ -287,8 +286,7 @@ class WorkerMachine:
 
     def _group_synced(self) -> Sequence[Outcome]:
         view = self._view
-        require(view is not None, "a group without a view")
-        assert view is not None
+        assert view is not None, "a group without a view"
         self.lateness.built(self._now)
         ended = self._carry(self._following.end(self._status))
         status = self._status
@@ -321,6 +319,8 @@ class WorkerMachine:
             proved_at=proved_at,
         )
         self._step.committed(vote.owners, hosted)
+        if self._status.unproven and self._step.is_proved:
+            self._change(unproven=False)
         return [ef.Commit(step), *self._step.saves.compared(step + 1)]
 
     def _doubted(self, invalidation: Invalidation, discarded: bool) -> Sequence[Outcome]:
@@ -413,6 +413,7 @@ class WorkerMachine:
             hosted=() if late else view.hosted_by(status.worker),
             phase=self._phase_in_a_new_view(committing),
             unreached=(),
+            unproven=status.worker in view.unproven,
             state=StateCopy.DIRTY if late else status.state,  # of no use until it has caught up
         )
         self.lateness.view(self._now)
@@ -589,10 +590,11 @@ class WorkerMachine:
     def _acting_in(self, number: ViewNumber) -> bool:
         return self._status.view == number > self._status.promised
 
-    def _change(self, **fields: object) -> None:
+    def _change(self, **fields: object) -> Sequence[Outcome]:
         seq = self._status.seq + 1
         status = dataclasses.replace(self._status, seq=seq, **fields)  # type: ignore[arg-type]
         self._status = status
+        return []
 
     def _tell(self) -> ef.Tell:
         return ef.Tell(self._status)

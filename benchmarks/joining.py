@@ -1,0 +1,126 @@
+"""Joining: how long the others stand still while a worker joins, by the size of the state.
+
+One of three workers is killed, and its successor joins: once while all wait until it has received
+the state, and once fed while the others train. The stall is the longest gap between two commits of
+a survivor from then on until the new worker has tasks, less the usual one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from recovery import Line, lines
+
+from holdfast.testing.local_run import LocalRun
+
+WORKERS = 3
+SIZES_MB = (10, 100, 500, 1000, 2000)
+JOINS = 5
+RATE_MB = 500
+UNHURRIED_S = 300.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Join:
+    """Times of one join, in seconds. `usual`: a step before; `beside`: one while it is fed."""
+
+    stall_s: float
+    usual_s: float
+    beside_s: float
+    took_s: float  # from the first line of its script to its first task
+
+
+def gaps_of(found: list[Line], worker: int, after: float, before: float) -> list[float]:
+    ends = sorted(x.at for x in found if x.worker == worker and after <= x.at <= before)
+    return [b - a for a, b in itertools.pairwise(ends)]
+
+
+def one_join(run: LocalRun) -> Join:
+    """Kill worker 1, and watch its successor join."""
+    members = run.until_members(WORKERS, UNHURRIED_S)
+    seen = len(lines(run))
+    run.until(lambda: len(lines(run)) > seen + 24, UNHURRIED_S, "some steps of all")
+    killed_at = time.monotonic()
+    os.kill(members[1], signal.SIGKILL)
+    run.until(lambda: _works(lines(run), killed_at), UNHURRIED_S, "the new worker's tasks")
+    found = lines(run)
+    works_at = min(x.at for x in found if x.worker == 1 and x.at > killed_at and x.tasks)
+    went_on = [x for x in found if x.worker != 1 and x.at > killed_at]
+    first = sorted(went_on, key=lambda x: x.at)[2 * (WORKERS - 1)].at  # the loss is over
+    survivors = [w for w in range(WORKERS) if w != 1]
+    before = [g for w in survivors for g in gaps_of(found, w, 0.0, killed_at)][-20:]
+    during = [g for w in survivors for g in gaps_of(found, w, first, works_at)]
+    usual = statistics.median(during) if during else statistics.median(before)
+    return Join(
+        stall_s=max(during) - usual if during else 0.0,
+        usual_s=statistics.median(before),
+        beside_s=usual,
+        took_s=works_at - killed_at,
+    )
+
+
+def _works(found: list[Line], since: float) -> bool:
+    return any(x.worker == 1 and x.at > since and x.tasks for x in found)
+
+
+def measure(size_mb: int, *, feeds: bool, joins: int = JOINS) -> list[Join]:
+    """Measure joins of a worker to a job with a state of so many megabytes."""
+    script = str(Path(__file__).with_name("joining_worker.py"))
+    rate = RATE_MB if feeds else 0
+    options = ["--nproc", str(WORKERS), "--join-rate", str(rate), "--join-pause", "0"]
+    options += ["--fingerprint-steps", "4", "--repeat-steps", "0"]
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        with LocalRun(
+            Path(folder) / "run", options, [script, str(size_mb), "1000000"]
+        ) as run:
+            for number in range(joins):
+                found.append(one_join(run))
+                how = "fed" if feeds else "in a pause"
+                print(f"  {size_mb} MB, {how}, join {number + 1}: {found[-1]}", flush=True)
+    return found
+
+
+def lines_of_sheet() -> Iterator[str]:
+    """Yield the sheet's section."""
+    yield "## Joining, by the size of the state"
+    yield ""
+    yield f"One of {WORKERS} workers is killed and replaced, {JOINS} times; tasks of 50 ms that leave"
+    yield f"the processor alone. Fed at {RATE_MB} MB/s by each member, or while all wait. Target: a"
+    yield "stall of 50 ms, whatever the size."
+    yield ""
+    yield "| state | stall in a pause | stall when fed | step before | step while it is fed |"
+    yield "|---|---|---|---|---|"
+    for size in SIZES_MB:
+        pause, fed = measure(size, feeds=False), measure(size, feeds=True)
+        stalls = [statistics.median(j.stall_s for j in each) * 1e3 for each in (pause, fed)]
+        usual = statistics.median(j.usual_s for j in fed) * 1e3
+        beside = statistics.median(j.beside_s for j in fed) * 1e3
+        yield (
+            f"| {size} MB | {stalls[0]:.0f} ms | **{stalls[1]:.0f} ms** "
+            f"| {usual:.0f} ms | {beside:.0f} ms |"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", type=int, default=100, metavar="MB")
+    parser.add_argument("--joins", type=int, default=JOINS)
+    options = parser.parse_args()
+    for feeds in (False, True):
+        found = measure(options.size, feeds=feeds, joins=options.joins)
+        stall = statistics.median(each.stall_s for each in found)
+        print(f"{'fed' if feeds else 'in a pause'}: median stall {stall * 1e3:.0f} ms")
+
+
+if __name__ == "__main__":
+    main()
