@@ -2,19 +2,60 @@
 
 from __future__ import annotations
 
+import socket
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from holdfast.core.errors import HoldfastError, WireError
 from holdfast.core.job_spec import with_settings
 from holdfast.core.types import WorkerId
+from holdfast.testing.local_run import LocalRun, strike
+from holdfast.train.feeding import feed_frames, feeder
+from holdfast.train.feeding.feed_frames import FeedHead, Pace
+from holdfast.train.feeding.free_memory import free_bytes
 from holdfast.train.job import Job
-from loop_kit import dataset, digest, protected, step_once
+from loop_kit import Script, dataset, digest, net, protected, step_once
 from support import SPEC
 from thread_cluster import ThreadCluster, ThreadWorker
 
 FED = {"nodes.join_pause": 0, "silent_errors.fingerprint_steps": 4}
-STEPS = 150
+STEPS = 100
+KEY = b"k" * 32
+
+
+def run(
+    script: Script, workers: int, kill_at: dict[int, int] | None = None, **settings: Any
+) -> tuple[set[str], ThreadCluster]:
+    """Run a job whose workers are fed; returns what its scripts return, and the cluster."""
+    found: dict[WorkerId, str] = {}
+
+    def runs(job: Job, me: ThreadWorker) -> None:
+        returned = script(job, me)
+        job._end_open_loop()
+        found[me.worker] = returned
+
+    given = {"workers.nproc": workers, "workers.virtual": 4, **FED}
+    spec = with_settings(SPEC, given | {k.replace("__", "."): v for k, v in settings.items()})
+    at = {WorkerId(worker): number for worker, number in (kill_at or {}).items()}
+    cluster = ThreadCluster(spec, runs, at)
+    outcome = cluster.run()
+    assert not cluster.errors, cluster.errors
+    assert outcome == ""
+    return set(found.values()), cluster
+
+
+def joined_fed(cluster: ThreadCluster) -> bool:
+    return any("receives the state while" in text for text in cluster.told("join")) and any(
+        text.endswith("joins") for text in cluster.views
+    )
+
+
+# ---------------------------------------------------------------- scripts
 
 
 def plain(job: Job, me: ThreadWorker) -> str:
@@ -24,32 +65,224 @@ def plain(job: Job, me: ThreadWorker) -> str:
     return digest(model)
 
 
-def run(
-    script: Any, workers: int, kill_at: dict[int, int] | None = None, **settings: Any
-) -> tuple[list[str], ThreadCluster]:
-    found: dict[WorkerId, str] = {}
-
-    def runs(job: Job, me: ThreadWorker) -> None:
-        returned = script(job, me)
-        job._end_open_loop()
-        found[me.worker] = returned
-
-    given = {"workers.nproc": workers, "workers.virtual": 4, **FED, **settings}
-    spec = with_settings(SPEC, given)
-    at = {WorkerId(worker): number for worker, number in (kill_at or {}).items()}
-    cluster = ThreadCluster(spec, runs, at)
-    outcome = cluster.run()
-    assert not cluster.errors, cluster.errors
-    assert outcome == ""
-    return list(found.values()), cluster
+def with_buffers(job: Job, me: ThreadWorker) -> str:
+    """Statistics of batches, a scheduler, loops one after the other, and values between them."""
+    model = nn.Sequential(net(), nn.BatchNorm1d(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7)
+    job.protect(model=model, optimizer=optimizer, scheduler=scheduler)
+    data = job.batches(dataset(), batch_size=3)
+    for until in (30, 60, STEPS):
+        for step in job.steps(data, until=until):
+            step_once(step, model, optimizer)
+            scheduler.step()
+            job.values["best"] = min(job.values.get("best", 9.0), step.loss)
+        job.values["agreed"] = job.agree(round(job.values["best"], 3))
+    return digest(model) + str(dict(job.values))
 
 
-@pytest.mark.parametrize("workers", [2, 3, 4])
-def test_who_joins_is_fed_and_the_result_is_the_same(workers: int) -> None:
-    (expected,) = run(plain, 1)[0]
-    found, cluster = run(plain, workers, {1: 30})
-    for kind, text in cluster.events:
-        print(kind, text)
-    assert set(found) == {expected}
-    assert len(found) == workers
-    assert any("receives the state while" in text for text in cluster.told("join"))
+def in_rounds(job: Job, me: ThreadWorker) -> str:
+    """Two modules in turn: every other step of the job follows no boundary."""
+    first, second = net(seed=1), net(seed=2)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (first, second)]
+    job.protect(first=first, second=second, one=optimizers[0], two=optimizers[1])
+    for step in job.steps(job.batches(dataset(), batch_size=3), until=STEPS // 2):
+        for name, model, optimizer in zip(
+            ("first", "second"), (first, second), optimizers, strict=True
+        ):
+            for x, y in step.round(name):
+                step.backward(nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+    return digest(first, second)
+
+
+def sparse(job: Job, me: ThreadWorker) -> str:
+    model = nn.EmbeddingBag(50, 4, sparse=True)
+    nn.init.normal_(model.weight, generator=torch.Generator().manual_seed(1))
+    optimizer = torch.optim.SparseAdam(list(model.parameters()), lr=1e-2)
+    job.protect(model=model, optimizer=optimizer)
+    words = torch.randint(50, (64, 3), generator=torch.Generator().manual_seed(2))
+    data = torch.utils.data.TensorDataset(words)
+    for step in job.steps(job.batches(data, batch_size=4), until=STEPS):
+        for (x,) in step:
+            step.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return digest(model)
+
+
+@pytest.mark.parametrize("script", [plain, with_buffers, in_rounds, sparse])
+def test_who_joins_is_fed_and_the_result_is_the_same(script: Script) -> None:
+    expected, _ = run(script, 1)
+    for workers in (2, 3):
+        found, cluster = run(script, workers, {1: 30})
+        assert found == expected
+        assert joined_fed(cluster), cluster.events
+
+
+def test_a_member_dies_while_it_feeds() -> None:
+    """What was fed is of no use, and who was fed joins all the same, by another order."""
+    expected, _ = run(plain, 1)
+    for death in (60, 75, 90):
+        found, _ = run(plain, 3, {1: 30, 2: death})
+        assert found == expected
+
+
+def test_without_memory_for_a_copy_all_wait_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, _ = run(plain, 1)
+    monkeypatch.setattr(feeder, "free_bytes", lambda: 0)
+    found, cluster = run(plain, 2, {1: 30})
+    assert found == expected
+    assert any("of memory, and 0 MiB are free" in text for text in cluster.told("join"))
+    assert any(text.endswith("worker 1 joins") for text in cluster.views)
+
+
+def test_nobody_is_fed_without_a_rate() -> None:
+    _, cluster = run(plain, 2, {1: 30}, nodes__join_rate=0)
+    assert not any("receives the state while" in text for text in cluster.told("join"))
+    assert any(text.endswith("worker 1 joins") for text in cluster.views)
+
+
+def test_a_small_model_is_sent_while_all_wait() -> None:
+    _, cluster = run(plain, 2, {1: 30}, nodes__join_pause=1)
+    assert not any("receives the state while" in text for text in cluster.told("join"))
+    assert any(text.endswith("worker 1 joins") for text in cluster.views)
+
+
+# ---------------------------------------------------------------- the connection
+
+
+def pair(theirs: bytes = KEY) -> tuple[Any, Any]:
+    """Connect a member, with this key, to a follower; returns both ends, or errors."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    ends: list[Any] = [None, None]
+
+    def accepts() -> None:
+        channel, _ = listener.accept()
+        try:
+            ends[1] = (channel, feed_frames.accept(channel, KEY))
+        except (OSError, WireError) as error:
+            channel.close()
+            ends[1] = error
+
+    thread = threading.Thread(target=accepts)
+    thread.start()
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    try:
+        ends[0] = feed_frames.connect(address, theirs, 7, 1, 3)
+    except (OSError, WireError) as error:
+        ends[0] = error
+    thread.join()
+    listener.close()
+    return ends[0], ends[1]
+
+
+def test_both_sides_prove_that_they_are_of_the_job() -> None:
+    member, (follower, who) = pair()
+    assert who == (7, 1, 3)
+    data = bytes(range(200))
+    feed_frames.send(member, FeedHead(kind="step", step=4), [memoryview(data)], Pace(1e9))
+    head = feed_frames.read_head(follower)
+    place = bytearray(200)
+    feed_frames.read_into(follower, memoryview(place), head.buffers[0])
+    assert (head.kind, head.step, bytes(place)) == ("step", 4, data)
+    member.close()
+    follower.close()
+
+
+def test_a_stranger_is_sent_away() -> None:
+    member, follower = pair(b"x" * 32)
+    assert isinstance(member, HoldfastError | OSError)
+    assert "has not proved that it is of this job" in str(follower)
+
+
+def read_one(channel: socket.socket) -> None:
+    head = feed_frames.read_head(channel)
+    feed_frames.read_into(channel, memoryview(bytearray(100)), head.buffers[0])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda data: data[:-1] + b"!", "arrived damaged"),
+        (lambda data: data[:-20], "ended the connection"),
+        (lambda data: b"\xff" * 4 + data, "a head of"),
+        (lambda data: b"\0\0\0\3" + b"abc", "cannot be read"),
+    ],
+)
+def test_what_arrives_is_checked(spoil: Any, message: str) -> None:
+    member, follower = socket.socketpair()
+    with member, follower:
+        feed_frames.send(member, FeedHead(kind="part"), [memoryview(bytes(100))])
+        data = spoil(follower.recv(1 << 16))
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            ours.sendall(data)
+            ours.shutdown(socket.SHUT_WR)
+            with pytest.raises(WireError, match=message):
+                read_one(theirs)
+
+
+def test_a_pace_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, slept = [100.0], []
+    monkeypatch.setattr(feed_frames.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(feed_frames.time, "sleep", slept.append)
+    pace = Pace(1000.0)
+    pace.sent(500)
+    assert slept == [0.5]
+    clock[0] += 2.0
+    pace.sent(500)  # what was not sent in time is not caught up
+    assert slept == [0.5, 0.5]
+    Pace(0.0).sent(10**9)
+    assert slept == [0.5, 0.5]
+
+
+def test_memory_is_that_of_the_machine_or_of_its_group(tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable: 2048 kB\n")
+    assert free_bytes(tmp_path / "meminfo", tmp_path) == 2048 << 10
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("1000\n")
+    assert free_bytes(tmp_path / "meminfo", tmp_path) == 2048 << 10
+    (tmp_path / "memory.max").write_text("5000\n")
+    assert free_bytes(tmp_path / "meminfo", tmp_path) == 4000
+    assert free_bytes(tmp_path / "nothing", tmp_path) == 4000
+    assert free_bytes() > 1 << 20
+
+
+# ---------------------------------------------------------------- real processes
+
+
+def test_a_killed_worker_is_replaced_by_one_that_is_fed(tmp_path: Path) -> None:
+    script = tmp_path / "large.py"
+    script.write_text(
+        "import sys, hashlib, torch, holdfast\n"
+        "job = holdfast.join()\n"
+        "model = torch.nn.Linear(1000, 1000)\n"
+        "optimizer = torch.optim.AdamW(model.parameters())\n"
+        "job.protect(model=model, optimizer=optimizer)\n"
+        "data = job.batches(torch.utils.data.TensorDataset(torch.ones(64, 1000)), batch_size=4)\n"
+        "for step in job.steps(data, until=int(sys.argv[1])):\n"
+        "    tasks = 0\n"
+        "    for (x,) in step:\n"
+        "        step.backward((model(x) - 1).square().mean())\n"
+        "        tasks += 1\n"
+        "    optimizer.step()\n"
+        "    optimizer.zero_grad()\n"
+        "    print('STEP', job.worker, step.index, tasks, flush=True)\n"
+        "print(hashlib.sha256(model.weight.detach().numpy().tobytes()).hexdigest(), flush=True)\n"
+    )
+    options = ["--nproc", "2", "--virtual", "4", "--join-pause", "0", "--fingerprint-steps", "4"]
+    digests = []
+    for name, kills in (("quiet", False), ("killed", True)):
+        with LocalRun(tmp_path / name, options, [str(script), "150"]) as job:
+            if kills:
+                members = job.until_members(2)
+                job.until(lambda: any("STEP 1 3 " in line for line in job.out), 60, "step 5")
+                strike(members[1])
+            assert job.wait(120) == 0, job.log()
+            digests += [line for line in job.out if not line.startswith("STEP")]
+        if kills:
+            assert any("while the others train" in e["text"] for e in job.events("join"))
+            assert any(e["text"].endswith("worker 1 joins") for e in job.events("view"))
+    assert len(set(digests)) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Protocol
 
+from holdfast.core.types import AgentReport
 from holdfast.sim.arithmetic import Copy, Key
 from holdfast.sim.run_options import STORE_LOST, Options
 from holdfast.sim.seams import Actor
@@ -41,9 +42,8 @@ class Endings:
         self._stop_in = 0  # the view in which the job was stopped
         self._hurried = False  # it was to be stopped at once
         self._furthest = 0  # the step to which the job has come
-        # Processes that had ended by the commit of its last step, and of the one before: until the
-        # coordinator hears of a commit, it counts losses at the step before.
-        self._died_by_last = self._died_before = 0
+        self._heard = 0  # the same, as far as a coordinator has heard: from there it counts losses
+        self._died: dict[int, int] = {}  # how many processes had, when it first came to a step
 
     @property
     def ends(self) -> bool:
@@ -55,7 +55,12 @@ class Endings:
         """Note that a step is committed, perhaps once more."""
         if step >= self._furthest:
             self._furthest = step + 1
-            self._died_before, self._died_by_last = self._died_by_last, self._truth.count["died"]
+            self._died[step + 1] = self._truth.count["died"]
+
+    def heard(self, report: AgentReport) -> None:
+        """Note to which step the job has come, as the coordinator hears from a node."""
+        steps = [status.committed for status in report.workers if status.has_state]
+        self._heard = max([self._heard, *steps])
 
     def stop_asked(self, step: int) -> None:
         """The operator ends the job, which has come to this step."""
@@ -92,7 +97,7 @@ class Endings:
         """Count the processes that ended, or may not act, since the job last came further."""
         truth = self._truth
         silent = [p for p in truth.live.values() if p.paused or out_of_time(p)]
-        return truth.count["died"] - self._died_before + len(silent)
+        return truth.count["died"] - self._died.get(self._heard - 1, 0) + len(silent)
 
     def _one_against_joiners(self) -> bool:
         """Tell whether joiners lack something, or somebody who was there before them lies."""

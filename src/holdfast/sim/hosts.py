@@ -148,6 +148,7 @@ class CoordinatorHost:
             return
         if isinstance(event, ce.ReportArrived):
             world.truth.promises.heard(event.report, world.now)
+            world.truth.endings.heard(event.report)
         effects = machine.handle(event, self._clock())
         world.note(self, event, effects)
         machine.check()
