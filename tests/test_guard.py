@@ -533,6 +533,17 @@ print("ended")
             "the script changes the parameters of a AveragedModel that is not protected",
         ),
         pytest.param(
+            "first = {name: p.detach().clone() for name, p in model.named_parameters()}",
+            "best = {name: p.detach().clone() for name, p in model.named_parameters()}",
+            "",
+            marks=pytest.mark.slow,
+        ),
+        (
+            "ema = {name: p.detach().clone() for name, p in model.named_parameters()}",
+            "ema.update({n: 0.9 * ema[n] + 0.1 * p.detach() for n, p in model.named_parameters()})",
+            "the script changes a dictionary of tensors with names of parameters (weight, ...)",
+        ),
+        pytest.param(
             "ema = copy.deepcopy(model)",
             "torch._foreach_lerp_([p.data for p in ema.parameters()], "
             "[p.data for p in model.parameters()], 0.1)",
