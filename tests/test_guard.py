@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.data import TensorDataset
 
 from holdfast.core.errors import UserError
 from holdfast.core.job_spec import with_settings
 from holdfast.core.types import WorkerId
 from holdfast.train.job import Job
+from holdfast.train.step.module_attributes import ModuleAttributes
 from loop_kit import dataset, digest, everywhere, net, protected, results, step_once
 from support import SPEC
 from thread_cluster import ThreadCluster, ThreadWorker
@@ -120,6 +122,19 @@ def test_what_modules_keep_besides_their_state_is_carried(
 ) -> None:
     """And what tasks change of it (calls, hidden) does not reach the tasks after them."""
     everywhere(tempered(change))
+
+
+def test_weights_that_hooks_compute_are_nobodys_state() -> None:
+    """A worker without tasks, or with a forward pass of its own, has others of them meanwhile."""
+    model: Any = net()
+    prune.l1_unstructured(model[0], "weight", amount=0.3)  # type: ignore[no-untyped-call]
+    attributes = ModuleAttributes([("model", model)])
+    attributes.begin()
+    with torch.no_grad():
+        model[0].weight_orig.mul_(0.5)
+    model(torch.ones(1, 6))
+    model.steps = 1
+    assert attributes.state_dict() == {"attributes": {"model.steps": 1}, "buffers": {}}
 
 
 def test_lines_between_loops_are_not_done_twice_to_what_a_joiner_received() -> None:
@@ -531,6 +546,17 @@ print("ended")
             "ema = torch.optim.swa_utils.AveragedModel(model)",
             "ema.update_parameters(model)",
             "the script changes the parameters of a AveragedModel that is not protected",
+        ),
+        pytest.param(
+            "first = {name: p.detach().clone() for name, p in model.named_parameters()}",
+            "best = {name: p.detach().clone() for name, p in model.named_parameters()}",
+            "",
+            marks=pytest.mark.slow,
+        ),
+        (
+            "ema = {name: p.detach().clone() for name, p in model.named_parameters()}",
+            "ema.update({n: 0.9 * ema[n] + 0.1 * p.detach() for n, p in model.named_parameters()})",
+            "the script changes a dictionary of tensors with names of parameters (weight, ...)",
         ),
         pytest.param(
             "ema = copy.deepcopy(model)",

@@ -121,6 +121,9 @@ UNLIKE: list[Any] = [
     *(torch.zeros(4), torch.zeros(2, 2), torch.zeros(4, dtype=torch.int32), torch.zeros(0)),
     *(np.zeros(4), np.zeros(4, ">f8"), np.zeros((4, 1)), np.float32(1), np.float64(1)),
     *(torch.zeros(4, dtype=torch.bfloat16), torch.tensor(0.0), ["ab", "c"], ["a", "bc"]),
+    *(set(), {1, 2}, {1, 3}, {(1, 2)}, torch.eye(3).to_sparse(), torch.eye(4).to_sparse()),
+    *(2 * torch.eye(3).to_sparse(), torch.eye(3), torch.eye(3).to_sparse_csr()),
+    *(torch.eye(3).to_sparse_csc(), torch.tensor([1j]), torch.tensor([1j]).conj()),
 ]
 
 
@@ -129,6 +132,10 @@ def test_unlike_samples_have_unlike_digests() -> None:
     turned = torch.arange(6).view(2, 3).t()
     assert sample_digest(turned) == sample_digest(turned.contiguous())
     assert sample_digest((1, 2)) == sample_digest([1, 2])
+    words = [f"word {i}" for i in range(50)]
+    assert sample_digest(set(words)) == sample_digest(frozenset(reversed(words)))
+    twice = torch.sparse_coo_tensor([[1, 1]], [1.0, 2.0], (3,))
+    assert sample_digest(twice) == sample_digest(twice.coalesce())
     with pytest.raises(UserError, match=r"the sample\[1\] is a object"):
         sample_digest([1, object()])
 

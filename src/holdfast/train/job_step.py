@@ -16,8 +16,8 @@ from holdfast.core.errors import UserError
 from holdfast.core.step import effects as ef
 from holdfast.core.step.audit import Sketch
 from holdfast.core.step.events import Purpose
-from holdfast.train.data.content import content_print
 from holdfast.train.data.random_streams import enter_stream
+from holdfast.train.data.sample_digest import content_print
 from holdfast.train.data.sources import Source
 from holdfast.train.repeated_tasks import RunMark, result_print
 from holdfast.train.script_thread import ScriptThread

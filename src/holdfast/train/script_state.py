@@ -18,6 +18,8 @@ from holdfast.train.step.module_attributes import ModuleAttributes
 from holdfast.train.step.trained import TrainedParameters
 
 PROTECTED_AS = "holdfast"  # the name beside those that the script gives
+PLACES = frozenset({"streams", "readers", "orders", "quarantined"})  # where data stand
+KEPT = PLACES | {"steps", "stopped", "values", "ended", "told", "modules", "trained"}
 
 
 class Values(MutableMapping[str, Any]):
@@ -86,7 +88,7 @@ class ScriptState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the job's; StateMismatch if that is of another version."""
-        if set(state) != set(self.state_dict()):
+        if set(state) != KEPT:
             raise StateMismatch(
                 f"the script's progress is kept as {sorted(state)}, which this version of Holdfast "
                 "does not know: use the version that saved it"

@@ -1,7 +1,8 @@
 """Finds modules that a script changes step by step and has not protected: averages, targets.
 
 A worker that joins would begin them anew. Every module of the process is looked for once, in the
-first step; frozen ones (teachers, feature extractors) do not change, and are not told of.
+first step, and every dictionary of tensors by the names of a module's parameters; frozen ones
+(teachers, feature extractors) do not change, and are not told of.
 """
 
 from __future__ import annotations
@@ -9,13 +10,15 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from typing import Any
 
+import torch
 from torch import nn
 
 from holdfast.core.errors import UserError
 
-PARAMETERS_MAX = 4  # of a module that are looked at
+TENSORS_MAX = 4  # of a module that are looked at
 NUMBERS_MAX = 16  # of each
 Numbers = tuple[str, ...]
 
@@ -26,12 +29,15 @@ class UnprotectedModules:
     def __init__(self) -> None:
         self._found: list[tuple[weakref.ref[nn.Module], Numbers]] | None = None
         self._changed = 0  # how often in a row one was seen to have changed
+        self._tables: list[tuple[dict[str, Any], Numbers, int]] = []  # and how often in a row
 
     def look(self, protected: Collection[nn.Module]) -> None:
         """Look whether one has changed since the last look. UserError if it has twice."""
         if self._found is None:
             self._found = [(weakref.ref(m), _print(m)) for m in _others(protected)]
+            self._tables = [(each, _numbers(each.values()), 0) for each in _tables(protected)]
             return
+        self._look_at_tables()
         now = [(ref, seen, ref()) for ref, seen in self._found]
         changed = [m for _, seen, m in now if m is not None and _print(m) != seen]
         self._found = [(ref, _print(m)) for ref, _, m in now if m is not None]
@@ -42,6 +48,19 @@ class UnprotectedModules:
                 "protected, so that a worker that joins would begin it anew: name it in "
                 "job.protect(...), as averages of weights and target networks must be"
             )
+
+    def _look_at_tables(self) -> None:
+        """Go on with those that have changed, as the others' memory may be given back."""
+        now = [(each, _numbers(each.values()), seen, n) for each, seen, n in self._tables]
+        self._tables = [(each, found, n + 1) for each, found, seen, n in now if found != seen]
+        for each, _, times in self._tables:
+            if times > 1:
+                raise UserError(
+                    f"the script changes a dictionary of tensors with names of parameters "
+                    f"({next(iter(each))}, ...), which a worker that joins would begin anew: keep "
+                    "such averages in a module (torch.optim.swa_utils.AveragedModel), and name it "
+                    "in job.protect(...)"
+                )
 
 
 def _others(protected: Collection[nn.Module]) -> list[nn.Module]:
@@ -57,7 +76,29 @@ def _others(protected: Collection[nn.Module]) -> list[nn.Module]:
     ]
 
 
+def _tables(protected: Collection[nn.Module]) -> list[dict[str, Any]]:
+    """Return the dictionaries with a tensor of its own for each trained parameter of a module."""
+    kept = [each for m in protected for each in (*m.parameters(), *m.buffers())]
+    known = {each.data_ptr() for each in kept}
+    names = [{n for n, p in m.named_parameters() if p.requires_grad} for m in protected]
+    dicts = [each for each in gc.get_objects() if type(each) is dict]
+    return [
+        each
+        for each in dicts
+        if any(wanted and wanted <= each.keys() for wanted in names)
+        and all(_is_free(value) and value.data_ptr() not in known for value in each.values())
+    ]
+
+
+def _is_free(value: Any) -> bool:
+    return type(value) is torch.Tensor and value.layout == torch.strided and value.numel() > 0
+
+
 def _print(module: nn.Module) -> Numbers:
-    """Return the first numbers of a few parameters: what is written through `data` counts, too."""
-    few = itertools.islice((p for p in module.parameters() if p.numel()), PARAMETERS_MAX)
-    return tuple(repr(p.detach().flatten()[:NUMBERS_MAX].cpu().tolist()) for p in few)
+    return _numbers(module.parameters())
+
+
+def _numbers(tensors: Iterable[torch.Tensor]) -> Numbers:
+    """Return the first numbers of a few tensors: what is written through `data` counts, too."""
+    few = itertools.islice((each for each in tensors if each.numel()), TENSORS_MAX)
+    return tuple(repr(each.detach().flatten()[:NUMBERS_MAX].cpu().tolist()) for each in few)

@@ -18,11 +18,11 @@ from torch.utils.data import (
 
 from holdfast.core.errors import UserError
 from holdfast.train.data.batch_loading import BatchSource, LoadOptions, LoadPlan, one_thread
-from holdfast.train.data.content import content_print
 from holdfast.train.data.map_style import dataset_length, load_samples
 from holdfast.train.data.order_plan import OrderPlan
 from holdfast.train.data.quarantine import Quarantine
 from holdfast.train.data.random_streams import enter_stream, stream_seed
+from holdfast.train.data.sample_digest import content_print
 from holdfast.train.data.sampler_orders import check_sampler
 from holdfast.train.data.sampling import SamplePlan
 from holdfast.train.data.shard_positions import StreamPlan

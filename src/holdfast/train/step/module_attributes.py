@@ -148,7 +148,7 @@ class ModuleAttributes:
                 continue
             for name, value in now.items():
                 before = start.get(name, _ABSENT)
-                if before is value or name in _INTERNAL:
+                if before is value or name in _INTERNAL or name in _derived(now):
                     continue
                 if not (_is_carried(value) and (before is _ABSENT or _is_carried(before))):
                     continue
@@ -176,12 +176,23 @@ class ModuleAttributes:
         """Walk over (path, value, owner): a module for its buffers, else its dictionary."""
         for path, module in self._modules():
             attributes = vars(module)
+            derived = _derived(attributes)
             for name, value in attributes.items():
-                if name not in _INTERNAL and _is_carried(value):
+                if name not in _INTERNAL and name not in derived and _is_carried(value):
                     yield f"{path}.{name}", value, attributes
             for name in sorted(module._non_persistent_buffers_set):
                 if (buffer := module._buffers.get(name)) is not None:
                     yield f"{path}.{name}", buffer, module
+
+
+def _derived(attributes: Mapping[str, Any]) -> set[str]:
+    """Return what a module's hooks compute from parameters before each forward pass.
+
+    That is how pruning, and the weight and spectral norms of torch.nn.utils, keep weights.
+    """
+    hooks = attributes["_forward_pre_hooks"].values()
+    names = (getattr(each, "name", getattr(each, "_tensor_name", None)) for each in hooks)
+    return {name for name in names if isinstance(name, str)}
 
 
 def _seen(value: Any) -> _Seen:

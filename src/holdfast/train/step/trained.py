@@ -7,8 +7,11 @@ that line of the script, and takes it over from the others.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +20,8 @@ from holdfast.core.errors import StateMismatch, UserError
 
 Named = tuple[str, nn.Parameter]
 SHOWN = 3  # names in a message
+_KEPT = operator.attrgetter("_modules", "_parameters", "_buffers")  # of a module
+_VALUES = operator.methodcaller("values")
 
 
 class TrainedParameters:
@@ -24,8 +29,7 @@ class TrainedParameters:
 
     def __init__(self) -> None:
         self._modules: Mapping[str, nn.Module] = {}
-        self._seen: dict[str, list[object]] = {}  # ids and flags of all that is in a module
-        self._held: dict[str, list[object]] = {}  # the same things, so that no id comes back
+        self._seen: dict[str, _Content] = {}
         self._planned: list[str] = []  # names of those whose gradients are summed
         self._taken = False  # they have come with the job's state
 
@@ -87,16 +91,17 @@ class TrainedParameters:
         self._planned = self._trained() if planned is None else list(planned)
         summed = {id(every[name]) for name in self._planned if name in every}
         for name, module in self._modules.items():
-            self._held[name], self._seen[name] = _content(module, lambda p: id(p) in summed)
+            parts = list(module.modules())
+            self._seen[name] = _look_into(parts, lambda p: id(p) in summed)
 
     def _see(self, names: Collection[str]) -> bool:
         """Look at these modules; tells whether they are others than when they were seen last."""
         found = False
         for name, module in self._modules.items():
             if name in names:
-                held, seen = _content(module)
-                found |= seen != self._seen.get(name)
-                self._held[name], self._seen[name] = held, seen
+                seen = self._seen.get(name)
+                if seen is None or not _look_into(seen.modules).is_as(seen):
+                    self._seen[name], found = _look_into(list(module.modules())), True
         return found
 
     def _plan(self) -> list[Named]:
@@ -125,24 +130,40 @@ class TrainedParameters:
         ]
 
 
-def _content(
-    module: nn.Module,
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """Holds what is in modules: things, so that no identity comes back, and facts of them."""
+
+    modules: list[nn.Module]
+    sizes: list[int]  # how many children, parameters and buffers each has
+    held: list[object]  # their children and parameters
+    trains: list[bool]  # of the parameters
+    empty: list[bool]  # of the buffers
+
+    def is_as(self, other: _Content) -> bool:
+        """Tell whether the same modules hold the same, and train it."""
+        return (
+            self.sizes == other.sizes
+            and all(map(operator.is_, self.held, other.held))
+            and self.trains == other.trains
+            and self.empty == other.empty
+        )
+
+
+def _look_into(
+    modules: list[nn.Module],
     trains: Callable[[nn.Parameter], bool] = operator.attrgetter("requires_grad"),
-) -> tuple[list[object], list[object]]:
-    """Return what is in a module, and what tells it from others. Quick, as steps need it."""
-    held: list[object] = []
-    seen: list[object] = []
-    left: list[nn.Module | None] = [module]
-    while left:
-        each = left.pop()
-        if each is None:
-            continue
-        held.append(each)
-        seen.append(id(each))
-        for param in each._parameters.values():
-            if param is not None:
-                held.append(param)
-                seen.append((id(param), trains(param)))
-        seen += [buffer is None for buffer in each._buffers.values()]
-        left.extend(each._modules.values())
-    return held, seen
+) -> _Content:
+    """Return what is in each of these modules. Quick, as every step needs it."""
+    kept: list[Mapping[str, Any]] = list(itertools.chain.from_iterable(map(_KEPT, modules)))
+    children, params, buffers = (
+        list(itertools.chain.from_iterable(map(_VALUES, filter(None, kept[kind::3]))))
+        for kind in range(3)
+    )
+    return _Content(
+        modules,
+        list(map(len, kept)),
+        children + params,
+        [trains(each) for each in params if each is not None],
+        [each is None for each in buffers],
+    )
