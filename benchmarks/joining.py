@@ -79,14 +79,14 @@ def measure(size_mb: int, *, feeds: bool, joins: int = JOINS) -> list[Join]:
     options = ["--nproc", str(WORKERS), "--join-rate", str(rate), "--join-pause", "0"]
     options += ["--fingerprint-steps", "4", "--repeat-steps", "0"]
     found = []
-    with tempfile.TemporaryDirectory() as folder:
-        with LocalRun(
-            Path(folder) / "run", options, [script, str(size_mb), "1000000"]
-        ) as run:
-            for number in range(joins):
-                found.append(one_join(run))
-                how = "fed" if feeds else "in a pause"
-                print(f"  {size_mb} MB, {how}, join {number + 1}: {found[-1]}", flush=True)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        LocalRun(Path(folder) / "run", options, [script, str(size_mb), "1000000"]) as run,
+    ):
+        for number in range(joins):
+            found.append(one_join(run))
+            how = "fed" if feeds else "in a pause"
+            print(f"  {size_mb} MB, {how}, join {number + 1}: {found[-1]}", flush=True)
     return found
 
 
@@ -94,9 +94,9 @@ def lines_of_sheet() -> Iterator[str]:
     """Yield the sheet's section."""
     yield "## Joining, by the size of the state"
     yield ""
-    yield f"One of {WORKERS} workers is killed and replaced, {JOINS} times; tasks of 50 ms that leave"
-    yield f"the processor alone. Fed at {RATE_MB} MB/s by each member, or while all wait. Target: a"
-    yield "stall of 50 ms, whatever the size."
+    yield f"One of {WORKERS} workers is killed and replaced, {JOINS} times; tasks of 50 ms that"
+    yield f"leave the processor alone. Fed at {RATE_MB} MB/s by each member, or while all wait."
+    yield "Target: a stall of 50 ms, whatever the size."
     yield ""
     yield "| state | stall in a pause | stall when fed | step before | step while it is fed |"
     yield "|---|---|---|---|---|"

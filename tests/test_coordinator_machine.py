@@ -243,13 +243,14 @@ def test_a_failed_script_ends_the_job_with_its_first_worker_and_nothing_runs_on(
 
 def test_when_all_keep_still_while_somebody_waits_the_others_are_replaced() -> None:
     job = begun("a", "b")
-    job.say("a", 0, phase=Phase.WAITING)
+    job.say("a", 0, phase=Phase.WAITING, hosted=(0,))
     job.pass_time(100.0 + POLICY.hang_s - 1.0)
     assert job.announced("replaced") == []
     job.pass_time(100.0 + POLICY.hang_s + 1.0)
     assert job.announced("replaced") == ["worker 1 is replaced: hung for 60 s"]
     assert [w.incarnation for w in job.told["b"].wanted] == [2]
     calm = begun("a", "b")  # where nobody waits a script may take as long as it likes
+    calm.say("a", 0, phase=Phase.WAITING)  # who hosts nothing always does
     calm.pass_time(100.0 + 2 * POLICY.hang_s)
     assert calm.announced("replaced") == []
 

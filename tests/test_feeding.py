@@ -16,7 +16,7 @@ from holdfast.core.job_spec import with_settings
 from holdfast.core.types import WorkerId
 from holdfast.testing.local_run import LocalRun, strike
 from holdfast.train.feeding import feed_frames, feeder
-from holdfast.train.feeding.feed_frames import FeedHead, Pace
+from holdfast.train.feeding.feed_frames import FeedHead, SendRate
 from holdfast.train.feeding.free_memory import free_bytes
 from holdfast.train.job import Job
 from loop_kit import Script, dataset, digest, net, protected, step_once
@@ -182,7 +182,7 @@ def test_both_sides_prove_that_they_are_of_the_job() -> None:
     member, (follower, who) = pair()
     assert who == (7, 1, 3)
     data = bytes(range(200))
-    feed_frames.send(member, FeedHead(kind="step", step=4), [memoryview(data)], Pace(1e9))
+    feed_frames.send(member, FeedHead(kind="step", step=4), [memoryview(data)], SendRate(1e9))
     head = feed_frames.read_head(follower)
     place = bytearray(200)
     feed_frames.read_into(follower, memoryview(place), head.buffers[0])
@@ -228,13 +228,13 @@ def test_a_pace_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, slept = [100.0], []
     monkeypatch.setattr(feed_frames.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(feed_frames.time, "sleep", slept.append)
-    pace = Pace(1000.0)
+    pace = SendRate(1000.0)
     pace.sent(500)
     assert slept == [0.5]
     clock[0] += 2.0
     pace.sent(500)  # what was not sent in time is not caught up
     assert slept == [0.5, 0.5]
-    Pace(0.0).sent(10**9)
+    SendRate(0.0).sent(10**9)
     assert slept == [0.5, 0.5]
 
 

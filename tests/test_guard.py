@@ -246,6 +246,20 @@ def test_an_update_by_a_batchs_own_loss_is_told_and_blames_nobody() -> None:
         )
 
 
+def test_a_buffer_that_takes_the_last_batch_is_told_and_blames_nobody() -> None:
+    def script(job: Job, me: ThreadWorker) -> None:
+        model, optimizer = protected(job)
+        model.register_buffer("queue", torch.zeros(3, 6))
+        for step in job.steps(job.batches(dataset(), 3), until=40):
+            for x, y in step:
+                step.backward(nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+            model.queue.copy_(x)  # type: ignore[operator]
+
+    found = told(script, **{"silent_errors.fingerprint_steps": 1})
+    assert "model.queue differ between workers" in found
+
+
 def test_other_samples_at_the_same_places_are_named() -> None:
     def script(job: Job, me: ThreadWorker) -> None:
         model, optimizer = protected(job)

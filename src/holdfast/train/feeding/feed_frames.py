@@ -43,7 +43,7 @@ class FeedHead(msgspec.Struct, frozen=True, kw_only=True):
     buffers: tuple[tuple[int, bytes], ...] = ()
 
 
-class Pace:
+class SendRate:
     """Keeps to a rate; `bytes_per_s`: 0 for none."""
 
     def __init__(self, bytes_per_s: float) -> None:
@@ -99,7 +99,10 @@ def accept(channel: socket.socket, key: bytes) -> tuple[int, int, int]:
 
 
 def send(
-    channel: socket.socket, head: FeedHead, buffers: Sequence[memoryview], pace: Pace | None = None
+    channel: socket.socket,
+    head: FeedHead,
+    buffers: Sequence[memoryview],
+    rate: SendRate | None = None,
 ) -> None:
     """Send one message. OSError."""
     named = tuple((len(each), xxhash.xxh3_128_digest(each)) for each in buffers)
@@ -109,8 +112,8 @@ def send(
         for start in range(0, len(each), BLOCK_BYTES):
             block = each[start : start + BLOCK_BYTES]
             channel.sendall(block)
-            if pace is not None:
-                pace.sent(len(block))
+            if rate is not None:
+                rate.sent(len(block))
 
 
 def read_head(channel: socket.socket) -> FeedHead:
@@ -141,7 +144,7 @@ def read_into(channel: socket.socket, place: memoryview, named: tuple[int, bytes
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """View the bytes of a contiguous host tensor."""
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _exactly(channel: socket.socket, count: int) -> bytes:

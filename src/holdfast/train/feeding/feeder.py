@@ -21,7 +21,7 @@ from holdfast.train.checkpoint import state
 from holdfast.train.checkpoint.staging import Copier
 from holdfast.train.checkpoint.transfer import StatePart, parts_of
 from holdfast.train.feeding import feed_frames
-from holdfast.train.feeding.feed_frames import FeedHead, Pace, bytes_of
+from holdfast.train.feeding.feed_frames import FeedHead, SendRate, bytes_of
 from holdfast.train.feeding.free_memory import free_bytes
 from holdfast.train.step.kept_step import KeptStep, room
 from holdfast.train.step.step_data import StepData
@@ -174,7 +174,7 @@ class Feeder:
     ) -> None:
         key, number, rank, size = whom
         try:
-            sender.run(state_parts, key, (number, rank, size), Pace(self._rate))
+            sender.run(state_parts, key, (number, rank, size), SendRate(self._rate))
         except (OSError, WireError, ValueError) as error:
             if not sender.ended:
                 text = f"sending to {sender.address} has failed: {first_line(error)}"
@@ -213,7 +213,9 @@ class _Sender:
                 self._channel.close()
         self._queue.put(None)
 
-    def run(self, parts: list[Message], key: bytes, who: tuple[int, int, int], pace: Pace) -> None:
+    def run(
+        self, parts: list[Message], key: bytes, who: tuple[int, int, int], rate: SendRate
+    ) -> None:
         """Connect, and send until it is ended. OSError, WireError."""
         channel = feed_frames.connect(self.address, key, *who)
         with self._lock:
@@ -222,7 +224,7 @@ class _Sender:
             self._send(channel, self._queue.get())
             self._arrived()
             for head, buffers in parts:
-                feed_frames.send(channel, head, buffers, pace)
+                feed_frames.send(channel, head, buffers, rate)
             parts.clear()
             while (message := self._queue.get()) is not None:
                 self._send(channel, message)

@@ -38,7 +38,7 @@ from holdfast.train.step.reduction import (
     gather_bytes,
 )
 from holdfast.train.step.row_sums import RowsSum
-from holdfast.train.step.state_differences import explain
+from holdfast.train.step.state_differences import explain, in_short
 from holdfast.train.step.step_data import StepData
 from holdfast.train.step.sum_runs import SumRuns
 from holdfast.train.step.values import ValuesGather
@@ -89,6 +89,7 @@ class Engine(threading.Thread):
         self._rows: TableGather | None = None  # of the step that is being summed
         self._runs: SumRuns | None = None  # of the bucket whose sum is checked
         self._in: Membership | None = None
+        self._unlike: tuple[str, ...] = ()  # tensors that differed the last time that any did
 
     def run(self) -> None:
         """Carry out orders for ever."""
@@ -303,9 +304,11 @@ class Engine(threading.Thread):
     def _explain(self, at: Membership, step: int) -> None:
         """Find out together what of the states differs. UserError if it is the script's doing."""
         told = gather_bytes(at.transport, at.layout, self._exchange.describe())
-        unlike = explain(dict(zip(at.view.workers, told, strict=True)), step)
-        if unlike and at.layout.rank == 0:
-            self._driver.post(ev.EventNoted("wrong", f"what differs in step {step}: {unlike}"))
+        found = explain(dict(zip(at.view.workers, told, strict=True)), step, self._unlike)
+        self._unlike = found or self._unlike
+        if found and at.layout.rank == 0:
+            text = f"what differs in step {step}: {in_short(found)}"
+            self._driver.post(ev.EventNoted("wrong", text))
 
     def _checker(self, view: int) -> Callable[[], None]:
         return lambda: self._driver.check_alive(view)

@@ -8,7 +8,7 @@ most of them do and no worker has a majority on its side.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -72,10 +72,13 @@ class StateComparison:
         return msgspec.msgpack.encode((list(plain.items()), tensors))
 
 
-def explain(told: Mapping[WorkerId, bytes], step: int) -> str:
-    """Return which tensors differ, or "" if none does. UserError if it is the script's doing.
+def explain(
+    told: Mapping[WorkerId, bytes], step: int, before: Collection[str] = ()
+) -> tuple[str, ...]:
+    """Return which tensors differ. UserError if it is the script's doing.
 
-    `told`: what each worker has described.
+    `told`: what each worker has described. `before`: what differed the last time. A flipped bit is
+    in one tensor, and not in the same one again; what a script does wrong is.
     """
     states = {worker: _read(data) for worker, data in told.items()}
     paths = {path: None for plain, _ in states.values() for path in plain}
@@ -86,17 +89,23 @@ def explain(told: Mapping[WorkerId, bytes], step: int) -> str:
     names = [name for _, tensors in states.values() for name in tensors]
     every = list(dict.fromkeys(names))
     unlike = [n for n in every if len({each.get(n) for _, each in states.values()}) > 1]
-    if not unlike:
-        return ""
     digests = {w: hash(tuple(each.get(n, 0) for n in unlike)) for w, (_, each) in states.items()}
-    told_of = unlike[0] if len(unlike) == 1 else f"{unlike[0]} and {len(unlike) - 1} more tensors"
-    if judge(digests).right is None and len(unlike) > SHARED_MIN * len(every):
+    many = len(unlike) > SHARED_MIN * len(every)
+    again = any(name in before for name in unlike)
+    if unlike and judge(digests).right is None and (many or again):
+        once_more = " once more, as memory that fails rarely does" if again and not many else ""
         raise UserError(
-            f"{told_of} differ between workers at step {step}: the script updates them by "
-            "something that is not the same on all workers; use only .grad and step.loss, which "
-            "are, and not a batch's own loss, nor job.is_leader"
+            f"{in_short(unlike)} differ between workers at step {step}{once_more}: the script "
+            "updates them by something that is not the same on all workers; use only .grad, "
+            "step.loss and job.values, which are, and not the last batch or its loss, nor "
+            "job.is_leader"
         )
-    return told_of
+    return tuple(unlike)
+
+
+def in_short(names: Sequence[str]) -> str:
+    """Name the first one, and how many more there are."""
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more tensors"
 
 
 def _uneven(path: str, texts: Mapping[WorkerId, str], step: int) -> str:
