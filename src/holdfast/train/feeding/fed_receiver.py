@@ -28,6 +28,7 @@ from holdfast.train.step.row_table import Rows
 from holdfast.train.step.step_data import StepData
 
 MARGIN = 0.9  # of the free memory, that may be taken
+STRANGERS_MAX = 64  # connections that have proved nothing yet
 Told = tuple[FeedHead, list[torch.Tensor]]  # one member's part of a step
 
 
@@ -82,6 +83,7 @@ class FedReceiver:
         self._number = 0  # of the order that is followed; 0: none
         self._feeds: dict[int, _Feed] = {}  # by order; members may be there before it
         self._loading: threading.Thread | None = None
+        self._strangers = threading.BoundedSemaphore(STRANGERS_MAX)
 
     def listen(self, host: str) -> str:
         """Begin to listen; returns where. OSError."""
@@ -190,6 +192,9 @@ class FedReceiver:
     def _accept(self, listener: socket.socket) -> None:
         while True:
             channel, _ = listener.accept()
+            if not self._strangers.acquire(blocking=False):
+                channel.close()
+                continue
             serve = threading.Thread(target=self._serve, args=(channel,), daemon=True)
             serve.start()
 
@@ -199,6 +204,8 @@ class FedReceiver:
                 number, rank, size = feed_frames.accept(channel, self._key)
             except (OSError, WireError):
                 return  # a stranger
+            finally:
+                self._strangers.release()
             with self._lock:
                 if number < self._number:
                     return
