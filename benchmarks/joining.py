@@ -93,7 +93,7 @@ def measure(size_mb: int, *, feeds: bool, joins: int = JOINS) -> list[Join]:
         LocalRun(Path(folder) / "run", options, [script, str(size_mb), "1000000"]) as run,
     ):
         for number in range(joins):
-            found.append(one_join(run))
+            found.append(one_join(run, feeds=feeds))
             how = "fed" if feeds else "in a pause"
             print(f"  {size_mb} MB, {how}, join {number + 1}: {found[-1]}", flush=True)
     return found

@@ -224,12 +224,12 @@ def test_a_node_is_left_only_if_others_can_go_on() -> None:
     situation = cluster.situation(view_of(0, 1))
     assert fo.leaving(situation) == {}
     cluster.roster.nodes["n0"].draining = "asked"
-    assert fo.leaving(situation) == {"n0": "asked"}
+    assert fo.leaving(situation) == {"node n0": "asked"}
     cluster.roster.nodes["n1"].draining = "disk"
     assert fo.leaving(situation) == {}  # nobody would be left
     joined = Cluster(member(0), status(4))
     joined.roster.nodes["n0"].draining = "asked"
-    assert fo.leaving(joined.situation(view_of(0))) == {"n0": "asked"}
+    assert fo.leaving(joined.situation(view_of(0))) == {"node n0": "asked"}
 
 
 # ---------------------------------------------------------------- who survives

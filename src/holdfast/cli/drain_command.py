@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
     run_dir, tls, node = RunDir(options.run_dir), client_of(options.tls), AgentId(options.node)
     job_status(run_dir, tls)  # raises UserError if the run is over
-    order = DrainRequest(agent=node, reason=options.reason)
+    order = DrainRequest(agent=node, reason=options.reason, deadline_s=options.deadline)
     reply = ask(contact_of(run_dir, tls), run_dir.secret(), order, DrainReply)
     if reply.problem:
         raise UserError(reply.problem)
@@ -55,7 +55,22 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument(
         "--reason", default="drained by the operator", help="the reason, for the job's event log"
     )
+    found.add_argument(
+        "--deadline",
+        metavar="SECONDS",
+        type=_seconds,
+        default=float("inf"),
+        help="the node will be gone by then: leave it before, even if the workers that take its "
+        "place have not received the state yet (default: wait for them)",
+    )
     add_tls(found)
+    return found
+
+
+def _seconds(text: str) -> float:
+    found = float(text)
+    if not 0 < found < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
     return found
 
 

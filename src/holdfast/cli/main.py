@@ -13,6 +13,7 @@ COMMANDS = {
     "agent": "add this machine to a running job",
     "status": "show a running job: view, step, processes",
     "drain": "empty a node of a running job, which goes on without it",
+    "migrate": "move a worker of a running job to another node, while it trains",
     "coordinator": "stand by as another coordinator of a job, on any machine",
     "check": "try a training script on 1 and 2 workers, with a kill, and compare the bits",
     "demo": "train a small model through faults and prove that nothing changed",

@@ -298,6 +298,15 @@ class View:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Leaving:
+    """Names a worker that is to leave its node, for a worker on node `to` ("": on any)."""
+
+    worker: WorkerId
+    to: AgentId = AgentId("")
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AgentReport:
     """Agent to coordinator: the whole state of a node. `seq` grows within one agent incarnation."""
 
@@ -308,6 +317,8 @@ class AgentReport:
     pid: int = 0
     draining: str = ""  # why this node asks to be left at a step boundary, if it does
     failing: str = ""  # the check that it fails, if that is why
+    leaves_in_s: float = float("inf")  # after so long the node will be gone, as far as it knows
+    leaving: tuple[Leaving, ...] = ()  # workers that are to be moved
     view_known: ViewNumber = NO_VIEW
     view: View | None = None  # only for a coordinator that has forgotten it
     release_loop: int = 0

@@ -18,6 +18,7 @@ from holdfast.core.types import (
     AgentId,
     AgentReport,
     Directive,
+    Leaving,
     Peer,
     View,
     WorkerDirective,
@@ -82,11 +83,20 @@ class DrainRequest:
 
     agent: AgentId
     reason: str
+    deadline_s: float = float("inf")  # by then the node is gone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoveRequest:
+    """Orders that a worker of a node be moved to another, for an operator; passed on likewise."""
+
+    agent: AgentId
+    leaving: Leaving
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainReply:
-    """Answers whether a drain was passed on: empty, or why not."""
+    """Answers whether a drain or a move was passed on: empty, or why not."""
 
     problem: str
 
@@ -133,6 +143,7 @@ KINDS: dict[int, type] = {
     12: ViewedDirective,
     13: DrainRequest,
     14: DrainReply,
+    15: MoveRequest,
     20: PeerRequest,
     21: PeerReply,
 }

@@ -21,6 +21,7 @@ from holdfast.core.types import (
     AgentReport,
     Directive,
     Incarnation,
+    Leaving,
     ProcessRole,
     Stage,
     Tick,
@@ -88,6 +89,14 @@ class Drained:
     reason: str
     failing: str = ""  # the check that failed, unless somebody asks for it
     leave: bool = False  # the node leaves for good: quit once nothing runs here
+    deadline_s: float = float("inf")  # by then it is gone
+
+
+@dataclass(frozen=True, slots=True)
+class MoveAsked:
+    """A worker of this node is to be moved to another one."""
+
+    leaving: Leaving
 
 
 AgentEvent = (
@@ -98,6 +107,7 @@ AgentEvent = (
     | Sampled
     | CoordinatorReached
     | Drained
+    | MoveAsked
     | Tick
 )
 
@@ -198,6 +208,9 @@ class AgentMachine:
         self._policy = policy
         self._draining = self._failing = ""
         self._leaves = False
+        self._leave_by = float("inf")
+        self._leaving: dict[WorkerId, Leaving] = {}
+        self._now = 0.0
         self._processes: dict[WorkerId, _Process] = {}
         self._directive: Directive | None = None
         self._seq = 0
@@ -209,7 +222,7 @@ class AgentMachine:
     def handle(self, event: AgentEvent, now: float) -> list[AgentEffect]:
         """Apply one event at time `now` (seconds); return effects in order."""
         effects: list[AgentEffect] = []
-        urgent = False
+        urgent, self._now = False, now
         match event:
             case DirectiveArrived(directive):
                 effects += self._directed(directive, now)
@@ -227,10 +240,15 @@ class AgentMachine:
                 effects += self._sampled(worker, incarnation, sample)
             case CoordinatorReached():
                 urgent = True
-            case Drained(reason, failing, leave):
+            case Drained(reason, failing, leave, deadline_s):
                 if leave or not self._leaves:
-                    urgent = (reason, failing) != (self._draining, self._failing)
+                    sooner = now + deadline_s < self._leave_by
+                    urgent = sooner or (reason, failing) != (self._draining, self._failing)
                     self._draining, self._failing, self._leaves = reason, failing, leave
+                    self._leave_by = min(self._leave_by, now + deadline_s) if leave else deadline_s
+            case MoveAsked(leaving):
+                urgent = self._leaving.get(leaving.worker) != leaving
+                self._leaving[leaving.worker] = leaving
             case Tick():
                 pass
             case _:
@@ -461,6 +479,8 @@ class AgentMachine:
             pid=self._pid,
             draining=self._draining,
             failing=self._failing,
+            leaves_in_s=max(self._leave_by - self._now, 0.0),
+            leaving=tuple(each for _, each in sorted(self._leaving.items())),
             view_known=view.number if view else NO_VIEW,
             view=view if forgotten else None,
             release_loop=directive.release_loop if directive else 0,

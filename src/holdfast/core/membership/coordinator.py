@@ -30,6 +30,7 @@ from holdfast.core.membership.durable import Durable, speakers
 from holdfast.core.membership.event_log import EventLog
 from holdfast.core.membership.followers import Followers, strays
 from holdfast.core.membership.formation import (
+    LEAVE_RESERVE_S,
     Proposal,
     Situation,
     beginners,
@@ -190,6 +191,9 @@ class CoordinatorMachine:
             yield self._learn_until
         if self._stopping is not None:
             yield self._stopping.until
+        if self._followers.order is not None:
+            ends = (node.leave_by - LEAVE_RESERVE_S for node in self._roster.nodes.values())
+            yield from (at for at in ends if at != float("inf"))
         if self._outcome is not None:
             yield from (n.heard_at + lease.fence_s for n in self._roster.nodes.values())
 

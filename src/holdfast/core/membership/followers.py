@@ -59,7 +59,8 @@ class Followers:
         order = self.order
         now = () if order is None else [f.worker for f, _ in self._left(order, situation)]
         fed = frozenset([*now, *(s.worker for s in candidates(situation) if self.follows(s))])
-        return dataclasses.replace(situation, abreast=self.abreast(situation), waiting_for=fed)
+        abreast = self.abreast(situation)
+        return dataclasses.replace(situation, abreast=abreast, waiting_for=fed, feeding=bool(now))
 
     def follows(self, status: WorkerStatus) -> bool:
         """Tell whether a candidate is fed, rather than joining in a pause."""
@@ -83,7 +84,7 @@ class Followers:
             if status is None or not situation.roster.ordered(status):
                 continue
             agent = situation.roster.slots[follower.worker].agent
-            here = agent not in situation.silent and not situation.roster.draining(agent)
+            here = agent not in situation.silent and not situation.roster.leaves(follower.worker)
             if here and status.stage is Stage.READY and status.unfed < order.number:
                 found.append((follower, status))
         return found

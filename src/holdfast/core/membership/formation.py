@@ -26,6 +26,7 @@ from holdfast.core.types import (
 )
 
 QUARANTINED_S = 10.0  # workers quarantined for longer are not waited for
+LEAVE_RESERVE_S = 2.0  # before a node is gone, in which it is left whoever is being fed
 STEPS_MISSED_MAX = 64  # steps that a worker may miss and still catch up
 
 
@@ -61,6 +62,7 @@ class Situation:
     now: float
     abreast: tuple[Follower, ...] = ()
     waiting_for: frozenset[WorkerId] = frozenset()
+    feeding: bool = False  # somebody is
 
     @property
     def members(self) -> tuple[Member, ...]:
@@ -131,8 +133,11 @@ def candidates(situation: Situation) -> list[WorkerStatus]:
                 continue
         name = roster.slots[worker].agent
         # One that has begun to catch up, and had to stop, may be anywhere between two steps.
-        if name not in situation.silent and not roster.draining(name) and not status.committed:
+        if name not in situation.silent and not roster.leaves(worker) and not status.committed:
             found.append(status)
+    moves = any(node.leaving for node in roster.nodes.values())
+    if moves:  # whoever is on a node to which another is to be moved comes first
+        found.sort(key=lambda s: not roster.awaits_worker(roster.slots[s.worker].agent))
     return found
 
 
@@ -143,7 +148,7 @@ def joiners_in_a_pause(situation: Situation) -> list[WorkerStatus]:
 
 def room_beside_drained(situation: Situation, vranks: int) -> int:
     """Return how many more could be members once those on drained nodes have left."""
-    stay = [m for m in situation.members if not situation.roster.draining(m.agent)]
+    stay = [m for m in situation.members if not situation.roster.leaves(m.worker)]
     late = situation.view.suspended if situation.view is not None else ()
     return max(vranks - len(stay) - len(late), 0)
 
@@ -158,7 +163,7 @@ def returning(situation: Situation, step: int) -> list[LateWorker]:
         name = roster.slots[lag.worker].agent
         done = status.waiting or status.at_boundary
         ready = status.stage == Stage.READY and status.has_state and done
-        if ready and name not in situation.silent and not roster.draining(name):
+        if ready and name not in situation.silent and not roster.leaves(lag.worker):
             found.append(lag)
     return found
 
@@ -207,15 +212,26 @@ def surely_newest(situation: Situation) -> bool:
     return bool(well) and all(well)
 
 
-def leaving(situation: Situation) -> dict[AgentId, str]:
-    """Find nodes that members should leave at the next boundary, and why, if others can go on."""
-    nodes = situation.roster.nodes
-    if not any(node.draining for node in nodes.values()):
+def leaving(situation: Situation) -> dict[str, str]:
+    """Find whom members should leave at the next boundary, and why, if others can go on.
+
+    Those who are being fed are waited for: they take the places of those who leave, if these have
+    the time.
+    """
+    roster = situation.roster
+    if not any(node.draining or node.leaving for node in roster.nodes.values()):
         return {}
-    drained = {m.agent: situation.roster.draining(m.agent) for m in situation.members}
-    if not all(drained.values()) or candidates(situation):
-        return {name: why for name, why in drained.items() if why}
-    return {}
+    why = {m: roster.leaves(m.worker) for m in situation.members}
+    if all(why.values()) and not candidates(situation):
+        return {}
+    found = {m: reason for m, reason in why.items() if reason}
+    until = min((roster.nodes[m.agent].leave_by for m in found), default=0.0)
+    if situation.feeding and situation.now < until - LEAVE_RESERVE_S:
+        return {}
+    return {
+        f"node {m.agent}" if roster.draining(m.agent) else f"worker {m.worker}": reason
+        for m, reason in found.items()
+    }
 
 
 def why_broken(
@@ -271,8 +287,8 @@ def why_change(
     if joining:
         return "join", f"worker {spans(joining)} joins"
     if left:
-        name, why = min(left.items())
-        return "drain", f"node {name} is left ({why})"
+        who, why = min(left.items())
+        return "drain", f"{who} is left ({why})"
     return ("wait", "the job waits") if members < workers_min else None
 
 
@@ -345,8 +361,7 @@ def next_view(
     owners_now = present_owners(view, survivors)
     step, why = _resume_step(situation, view, survivors)
     at_rest = all(s.at_boundary for s in survivors)
-    slots = situation.roster.slots
-    drained = [s.worker for s in survivors if situation.roster.draining(slots[s.worker].agent)]
+    drained = [s.worker for s in survivors if situation.roster.leaves(s.worker)]
     kept = [s.worker for s in survivors if s.worker not in drained]
     room = max(vranks - len(kept), 0)
     back = returning(situation, step)[:room] if at_rest and len(kept) == len(survivors) else []

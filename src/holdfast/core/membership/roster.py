@@ -17,6 +17,7 @@ from holdfast.core.types import (
     AgentReport,
     Incarnation,
     JobRecord,
+    Leaving,
     ProcessRole,
     Slot,
     Stage,
@@ -26,6 +27,8 @@ from holdfast.core.types import (
     WorkerId,
     WorkerStatus,
 )
+
+SOONER_S = 0.5  # by so much a node's end must come nearer to be news
 
 
 class News(enum.Enum):
@@ -48,6 +51,8 @@ class NodeState:
     asks: str = ""  # why it asks to be drained
     failing: str = ""  # the failed check for which it asks, unless a person does
     draining: str = ""  # why it is drained
+    leave_by: float = float("inf")  # it is gone by then
+    leaving: tuple[Leaving, ...] = ()  # workers that are to be moved
     ending: bool = False  # its agent knows that the job is over
     fresh: bool = True  # nothing has been decided yet since it first spoke
     view_known: ViewNumber = NO_VIEW
@@ -111,8 +116,8 @@ class Roster:
         if node is None or node.incarnation != report.incarnation:
             node = self.nodes[report.agent] = NodeState(report.incarnation, report.seq, now)
         old, statuses = node.statuses, {s.worker: s for s in report.workers}
-        before = (node.offered, node.asks, node.failing, node.ending)
-        offers = (report.slots, report.draining, report.failing, report.ending)
+        before = (node.offered, node.asks, node.failing, node.ending, node.leaving)
+        offers = (report.slots, report.draining, report.failing, report.ending, report.leaving)
         changed = node.fresh or before != offers or len(old) != len(statuses)
         for worker, status in statuses.items():
             last = old.get(worker)
@@ -121,7 +126,10 @@ class Roster:
             if last is not None and moved(last, status):
                 self.moved_at = now
         node.seq, node.heard_at, node.pid = report.seq, now, report.pid
-        node.offered, node.asks, node.failing, node.ending = offers
+        node.offered, node.asks, node.failing, node.ending, node.leaving = offers
+        leave_by = now + report.leaves_in_s
+        changed |= leave_by < node.leave_by - SOONER_S
+        node.leave_by = min(node.leave_by, leave_by) if report.draining else float("inf")
         node.view_known, node.statuses = report.view_known, statuses
         self._note_newest(report.agent)
         return News.CHANGE if changed else News.NOTHING
@@ -210,10 +218,10 @@ class Roster:
 
         On a node that is being drained these are only members of the view: nothing starts there.
         """
-        draining = self.draining(name)
         for worker in self.here(name):
             slot = self.slots[worker]
-            stays = not draining or (view is not None and view.includes(worker, slot.incarnation))
+            acts = view is not None and view.includes(worker, slot.incarnation)
+            stays = acts or not self.leaves(worker)
             if slot.respawn_at is None and stays:
                 yield self._wanted_as(worker, slot.incarnation)
 
@@ -233,6 +241,17 @@ class Roster:
     def draining(self, name: AgentId) -> str:
         node = self.nodes.get(name)
         return node.draining if node is not None else ""
+
+    def leaves(self, worker: WorkerId) -> str:
+        """Return why a worker should leave its node, or ""."""
+        node = self.nodes.get(self.slots[worker].agent)
+        if node is None or node.draining:
+            return "" if node is None else node.draining
+        return next((each.reason for each in node.leaving if each.worker == worker), "")
+
+    def awaits_worker(self, name: AgentId) -> bool:
+        """Tell whether a worker is to be moved to this node."""
+        return any(each.to == name for node in self.nodes.values() for each in node.leaving)
 
     @property
     def placed(self) -> list[AgentId]:

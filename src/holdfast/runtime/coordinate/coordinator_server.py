@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, get_args
 
 from holdfast.core.errors import Deposed, HoldfastError, WireError, WorldError, assert_never
 from holdfast.core.job_spec import JobSpec
@@ -47,13 +47,16 @@ from holdfast.wire.messages import (
     DrainRequest,
     JoinReply,
     JoinRequest,
+    MoveRequest,
     StatusReply,
     StatusRequest,
     StopRequest,
 )
 
-Incoming = AgentReport | Address | JoinRequest | StatusRequest | StopRequest | DrainRequest
-INCOMING = (AgentReport, Address, JoinRequest, StatusRequest, StopRequest, DrainRequest)
+Incoming = (
+    AgentReport | Address | JoinRequest | StatusRequest | StopRequest | DrainRequest | MoveRequest
+)
+INCOMING = get_args(Incoming)
 TICK_S_MIN = 0.002
 FAREWELL_S = 2.0  # how long agents may take to hear that the job is over
 CRASHED = 70  # exit status of a coordinator that met a bug of ours
@@ -184,7 +187,7 @@ class CoordinatorServer:
                         channel.send(StatusReply(text=json.dumps(self._status())))
                     case StopRequest():
                         self.stop(message.reason)
-                    case DrainRequest():
+                    case DrainRequest() | MoveRequest():
                         channel.send(DrainReply(problem=self._pass_on(message)))
                     case _:
                         assert_never(message)
@@ -197,8 +200,8 @@ class CoordinatorServer:
                 del self._agents[agent]
                 self._agent_left()
 
-    def _pass_on(self, message: DrainRequest) -> str:
-        """Pass a drain on to the node, which then reports it; return why it cannot be done."""
+    def _pass_on(self, message: DrainRequest | MoveRequest) -> str:
+        """Pass a drain or a move on to the node, which then reports it; return why it cannot."""
         channel = self._agents.get(message.agent)
         if channel is None:
             names = ", ".join(sorted(self._agents)) or "none"
@@ -333,6 +336,7 @@ def _agents(snapshot: machine.CoordinatorSnapshot) -> list[dict[str, object]]:
 def _workers(snapshot: machine.CoordinatorSnapshot) -> list[dict[str, object]]:
     view = snapshot.record.view
     hosted = view.hosted() if view else {}
+    nodes = {slot.worker: slot.agent for slot in snapshot.record.slots}
     found = []
     for status in snapshot.workers:
         member = view is not None and view.includes(status.worker, status.incarnation)
@@ -342,6 +346,7 @@ def _workers(snapshot: machine.CoordinatorSnapshot) -> list[dict[str, object]]:
             {
                 "id": status.worker,
                 "pid": status.pid,
+                "agent": nodes.get(status.worker, ""),
                 "incarnation": status.incarnation,
                 "state": _state(status, member, view),
                 "virtual_ranks": list(vranks) if member else [],

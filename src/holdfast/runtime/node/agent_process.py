@@ -33,9 +33,9 @@ from holdfast.net.tls import client_of
 from holdfast.runtime.contact import Contact, contact_by
 from holdfast.runtime.node.worker_process import WorkerProcess, WorkerTemplate
 from holdfast.runtime.rundir import RunDir
-from holdfast.wire.messages import Address, AddressBook, DrainRequest
+from holdfast.wire.messages import Address, AddressBook, DrainRequest, MoveRequest
 
-FROM_COORDINATOR = (Directive, AddressBook, DrainRequest)
+FROM_COORDINATOR = (Directive, AddressBook, DrainRequest, MoveRequest)
 RECONNECT_S = 0.1
 HEALTH_S = 10.0  # between two rounds of light checks
 TICK_S_MIN = 0.01
@@ -93,7 +93,10 @@ class AgentServer:
                     if isinstance(m, Directive):
                         self._feed(machine.DirectiveArrived(m))
                     elif isinstance(m, DrainRequest):
-                        self._feed(machine.Drained(m.reason, leave=True))
+                        asked = machine.Drained(m.reason, leave=True, deadline_s=m.deadline_s)
+                        self._feed(asked)
+                    elif isinstance(m, MoveRequest):
+                        self._feed(machine.MoveAsked(m.leaving))
                     else:
                         for process in self._processes.values():
                             process.send(m)
