@@ -222,14 +222,14 @@ def test_a_change_is_planned_for_who_can_join_then_for_drains_then_for_too_few()
 def test_a_node_is_left_only_if_others_can_go_on() -> None:
     cluster = Cluster(member(0), member(1))
     situation = cluster.situation(view_of(0, 1))
-    assert fo.leaving(situation) == {}
+    assert fo.leaving(situation, 1) == {}
     cluster.roster.nodes["n0"].draining = "asked"
-    assert fo.leaving(situation) == {"node n0": "asked"}
+    assert fo.leaving(situation, 1) == {"node n0": "asked"}
     cluster.roster.nodes["n1"].draining = "disk"
-    assert fo.leaving(situation) == {}  # nobody would be left
+    assert fo.leaving(situation, 1) == {}  # nobody would be left
     joined = Cluster(member(0), status(4))
     joined.roster.nodes["n0"].draining = "asked"
-    assert fo.leaving(joined.situation(view_of(0))) == {"node n0": "asked"}
+    assert fo.leaving(joined.situation(view_of(0)), 1) == {"node n0": "asked"}
 
 
 # ---------------------------------------------------------------- who survives

@@ -299,9 +299,10 @@ class View:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaving:
-    """Names a worker that is to leave its node, for a worker on node `to` ("": on any)."""
+    """Names a process that is to take no part any more, for a worker on node `to` ("": on any)."""
 
     worker: WorkerId
+    incarnation: Incarnation = Incarnation(0)  # 0, in an order: the one that runs
     to: AgentId = AgentId("")
     reason: str = ""
 

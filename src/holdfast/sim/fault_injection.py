@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from holdfast.core.membership import agent as ag
+from holdfast.core.types import Leaving, WorkerId
 from holdfast.sim.hosts import AgentHost, HostWorld
 from holdfast.sim.run_options import RACK_SHARE, STORE_LOST
 from holdfast.sim.workers import Process
@@ -106,7 +107,7 @@ class Faults:
         match kind:
             case "agent_crash" | "agent_lost" | "partition" | "data_partition" | "writer_crash":
                 self._strike_node(kind)
-            case "agent_freeze" | "node_freeze" | "drain":
+            case "agent_freeze" | "node_freeze" | "drain" | "move":
                 self._strike_node(kind)
             case "rack_crash" | "rack_partition":
                 self._strike_rack(kind)
@@ -232,6 +233,12 @@ class Faults:
                 host.drained = True
                 host.handle(ag.Drained("asked for", rng.choice(("", "disk"))))
                 self._heals(duration_s, host.handle, ag.Drained(""))
+            case "move" if host.processes:
+                self._note(kind)
+                worker, to = rng.choice(sorted(host.processes)), rng.choice(hosts).name
+                host.handle(
+                    ag.MoveAsked(Leaving(worker=WorkerId(worker), to=to, reason="asked for"))
+                )
             case "partition":
                 self._note(kind)
                 self._cut(host, rng.choice(((True,), (False,), (True, False))), duration_s)

@@ -239,7 +239,9 @@ def draw(seed: int, small: bool = False) -> Options:
 def _with_feeds(options: Options, rng: Random) -> Options:
     """Have workers that join fed while others train, in half of the runs."""
     feeds, fails = rng.random() < 0.5, rng.choice((0.0, 0.0, 0.1))
-    return dataclasses.replace(options, feeds=feeds, feed_fails=fails)
+    moves = ("move",) if rng.random() < 0.2 else ()
+    faults = (*options.faults, *moves)
+    return dataclasses.replace(options, feeds=feeds, feed_fails=fails, faults=faults)
 
 
 def _with_forgetful_scripts(options: Options, rng: Random) -> Options:

@@ -247,8 +247,7 @@ class AgentMachine:
                     self._draining, self._failing, self._leaves = reason, failing, leave
                     self._leave_by = min(self._leave_by, now + deadline_s) if leave else deadline_s
             case MoveAsked(leaving):
-                urgent = self._leaving.get(leaving.worker) != leaving
-                self._leaving[leaving.worker] = leaving
+                urgent = self._move(leaving)
             case Tick():
                 pass
             case _:
@@ -480,13 +479,26 @@ class AgentMachine:
             draining=self._draining,
             failing=self._failing,
             leaves_in_s=max(self._leave_by - self._now, 0.0),
-            leaving=tuple(each for _, each in sorted(self._leaving.items())),
+            leaving=tuple(filter(self._runs, (v for _, v in sorted(self._leaving.items())))),
             view_known=view.number if view else NO_VIEW,
             view=view if forgotten else None,
             release_loop=directive.release_loop if directive else 0,
             ending=directive is not None and directive.shutdown,
             workers=tuple(p.status for _, p in sorted(self._processes.items())),
         )
+
+    def _move(self, leaving: Leaving) -> bool:
+        """Note that the process that runs as this worker is to be moved; tell if that is news."""
+        process = self._processes.get(leaving.worker)
+        if process is None:
+            return False
+        named = dataclasses.replace(leaving, incarnation=process.status.incarnation)
+        news = self._leaving.get(leaving.worker) != named
+        self._leaving[leaving.worker] = named
+        return news
+
+    def _runs(self, leaving: Leaving) -> bool:
+        return self._current(leaving.worker, leaving.incarnation) is not None
 
     def _current(self, worker: WorkerId, incarnation: Incarnation) -> _Process | None:
         process = self._processes.get(worker)

@@ -84,7 +84,7 @@ class Followers:
             if status is None or not situation.roster.ordered(status):
                 continue
             agent = situation.roster.slots[follower.worker].agent
-            here = agent not in situation.silent and not situation.roster.leaves(follower.worker)
+            here = agent not in situation.silent and not situation.roster.draining(agent)
             if here and status.stage is Stage.READY and status.unfed < order.number:
                 found.append((follower, status))
         return found

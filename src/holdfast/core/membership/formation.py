@@ -133,7 +133,7 @@ def candidates(situation: Situation) -> list[WorkerStatus]:
                 continue
         name = roster.slots[worker].agent
         # One that has begun to catch up, and had to stop, may be anywhere between two steps.
-        if name not in situation.silent and not roster.leaves(worker) and not status.committed:
+        if name not in situation.silent and not roster.draining(name) and not status.committed:
             found.append(status)
     moves = any(node.leaving for node in roster.nodes.values())
     if moves:  # whoever is on a node to which another is to be moved comes first
@@ -163,7 +163,7 @@ def returning(situation: Situation, step: int) -> list[LateWorker]:
         name = roster.slots[lag.worker].agent
         done = status.waiting or status.at_boundary
         ready = status.stage == Stage.READY and status.has_state and done
-        if ready and name not in situation.silent and not roster.leaves(lag.worker):
+        if ready and name not in situation.silent and not roster.draining(name):
             found.append(lag)
     return found
 
@@ -212,25 +212,40 @@ def surely_newest(situation: Situation) -> bool:
     return bool(well) and all(well)
 
 
-def leaving(situation: Situation) -> dict[str, str]:
+def who_leaves(
+    situation: Situation, workers: Sequence[WorkerId], workers_min: int
+) -> dict[WorkerId, str]:
+    """Find which of these members should leave, and why.
+
+    A node that is drained is left in any case; who is only moved stays while too few would go on.
+    """
+    roster = situation.roster
+    if not any(node.draining or node.leaving for node in roster.nodes.values()):
+        return {}
+    why = {worker: reason for worker in workers if (reason := roster.leaves(worker))}
+    found = {w: reason for w, reason in why.items() if roster.draining(roster.slots[w].agent)}
+    spared = len(workers) - len(found) + len(candidates(situation)) - workers_min
+    moved = [worker for worker in why if worker not in found]
+    return found | {worker: why[worker] for worker in moved[: max(spared, 0)]}
+
+
+def leaving(situation: Situation, workers_min: int) -> dict[str, str]:
     """Find whom members should leave at the next boundary, and why, if others can go on.
 
     Those who are being fed are waited for: they take the places of those who leave, if these have
     the time.
     """
-    roster = situation.roster
-    if not any(node.draining or node.leaving for node in roster.nodes.values()):
+    roster, workers = situation.roster, [m.worker for m in situation.members]
+    found = who_leaves(situation, workers, workers_min)
+    if not found or (len(found) == len(workers) and not candidates(situation)):
         return {}
-    why = {m: roster.leaves(m.worker) for m in situation.members}
-    if all(why.values()) and not candidates(situation):
-        return {}
-    found = {m: reason for m, reason in why.items() if reason}
-    until = min((roster.nodes[m.agent].leave_by for m in found), default=0.0)
+    agents = {worker: roster.slots[worker].agent for worker in found}
+    until = min(roster.nodes[agent].leave_by for agent in agents.values())
     if situation.feeding and situation.now < until - LEAVE_RESERVE_S:
         return {}
     return {
-        f"node {m.agent}" if roster.draining(m.agent) else f"worker {m.worker}": reason
-        for m, reason in found.items()
+        f"node {agents[w]}" if roster.draining(agents[w]) else f"worker {w}": reason
+        for w, reason in found.items()
     }
 
 
@@ -283,7 +298,7 @@ def why_change(
     back = returning(situation, step) if room else []
     fed = situation.abreast if room_beside_drained(situation, vranks) else ()
     joining = _names(joiners, back, fed)
-    left = leaving(situation)
+    left = leaving(situation, workers_min)
     if joining:
         return "join", f"worker {spans(joining)} joins"
     if left:
@@ -361,15 +376,15 @@ def next_view(
     owners_now = present_owners(view, survivors)
     step, why = _resume_step(situation, view, survivors)
     at_rest = all(s.at_boundary for s in survivors)
-    drained = [s.worker for s in survivors if situation.roster.leaves(s.worker)]
-    kept = [s.worker for s in survivors if s.worker not in drained]
+    everyone = [s.worker for s in survivors]
+    drained = list(who_leaves(situation, everyone, workers_min))
+    kept = [worker for worker in everyone if worker not in drained]
     room = max(vranks - len(kept), 0)
     back = returning(situation, step)[:room] if at_rest and len(kept) == len(survivors) else []
     if not _all_kept(view, kept):
         back = []
     # Whoever is fed needs all that feed it, and nobody else joins with it, as others do not wait.
     # Those that it takes the place of leave in the next view, when it can host their tasks.
-    everyone = [s.worker for s in survivors]
     fed = situation.abreast[: max(vranks - len(kept), 0)] if at_rest and not back else ()
     if fed and _all_kept(view, everyone):
         kept = everyone
@@ -503,7 +518,7 @@ def initial_view(ready: Sequence[WorkerStatus], vranks: int, step: int, again: s
 
     Step 0 is the initial state. `again`: why this is not the job's beginning.
     """
-    workers = tuple(s.worker for s in ready)[:vranks]
+    workers = tuple(sorted(s.worker for s in ready[:vranks]))
     where = f"from the checkpoint of step {step}" if step else "from step 0 again"
     return Proposal(
         workers=workers,

@@ -218,10 +218,11 @@ class Roster:
 
         On a node that is being drained these are only members of the view: nothing starts there.
         """
+        draining = self.draining(name)
         for worker in self.here(name):
             slot = self.slots[worker]
             acts = view is not None and view.includes(worker, slot.incarnation)
-            stays = acts or not self.leaves(worker)
+            stays = acts or not draining
             if slot.respawn_at is None and stays:
                 yield self._wanted_as(worker, slot.incarnation)
 
@@ -243,15 +244,19 @@ class Roster:
         return node.draining if node is not None else ""
 
     def leaves(self, worker: WorkerId) -> str:
-        """Return why a worker should leave its node, or ""."""
-        node = self.nodes.get(self.slots[worker].agent)
-        if node is None or node.draining:
+        """Return why a member should leave the job's views, or ""."""
+        slot = self.slots.get(worker)
+        node = self.nodes.get(slot.agent) if slot is not None else None
+        if slot is None or node is None or node.draining:
             return "" if node is None else node.draining
-        return next((each.reason for each in node.leaving if each.worker == worker), "")
+        named = (worker, slot.incarnation)
+        found = (each for each in node.leaving if (each.worker, each.incarnation) == named)
+        return next((each.reason for each in found), "")
 
     def awaits_worker(self, name: AgentId) -> bool:
         """Tell whether a worker is to be moved to this node."""
-        return any(each.to == name for node in self.nodes.values() for each in node.leaving)
+        every = (each for node in self.nodes.values() for each in node.leaving)
+        return any(each.to == name and self.wants(each.worker, each.incarnation) for each in every)
 
     @property
     def placed(self) -> list[AgentId]:

@@ -221,8 +221,7 @@ class StepMachine:
     def _agree(self) -> list[Outcome]:
         """A joiner does not know what the others have agreed on, nor who has missed a vote."""
         self.activity = Activity.AGREE
-        whole = self._audits.whole_step == self._view.resume_step
-        row = (int(self._audits.alike), int(whole))
+        row = (int(self._audits.alike), self._audits.whole_step)
         return [ForgetMissed(self._view.number), Gather(self._view.number, Topic.AGREE, row)]
 
     def _agreed(self, rows: Sequence[Row]) -> list[Outcome]:
@@ -230,7 +229,7 @@ class StepMachine:
         alike = Alike(int(max(row[0] for row in rows)))
         if self._policy.backup.workers:
             alike = Alike.NOTHING  # what is dropped cannot be compared
-        audits.agree(alike, view.resume_step if any(row[1] for row in rows) else -1)
+        audits.agree(alike, int(max(row[1] for row in rows)))
         self._counting = self._make_counting(view, self._policy.balance)
         self._rulings.synced(compared=bool(view.joiners))
         if view.feeds(self._me) and self.step < view.resume_step:
