@@ -39,13 +39,23 @@ def test_each_task_of_a_joiner_is_computed_by_a_donor_until_one_is_committed() -
     assert Newcomers(looks=False).committed(W1)
 
 
-def test_who_hosts_nothing_at_first_is_watched_once_it_does() -> None:
-    newcomers, view = Newcomers(looks=True), joined(W1)
-    idle = (W0, W2, W3, W0)
-    assert newcomers.audits(view, idle, ()) == ()
-    newcomers.accepted(view, ())
+def test_who_hosts_nothing_proves_itself_by_a_members_task() -> None:
+    newcomers, view, idle = Newcomers(looks=True), joined(W1), (W0, W2, W3, W0)
+    planned = (Audit(0, W0, (W2,)),)
+    assert newcomers.audits(view, idle, planned) == (*planned, Audit(1, W2, (W1,)))
+    newcomers.accepted(view, (W0, W2))  # all was computed again, by others
     assert not newcomers.committed(W1)
     assert [audit.vrank for audit in newcomers.audits(view, OWNERS, ())] == [1, 5]
+    newcomers.accepted(view, (W2, W1))
+    assert newcomers.committed(W1)
+    assert newcomers.audits(view, OWNERS, ()) == ()
+
+
+def test_who_differs_from_a_member_whose_task_it_computes_is_refused() -> None:
+    idle = (W0, W2, W3, W0)
+    for ruling in (leaves((W1, 1)), Ruling(sentence=Sentence.TIE, disputed=(1,), steady=True)):
+        refused = Newcomers(looks=True).judge(joined(W1), ruling, idle)
+        assert refused == ((W1,), Refusal.ANEW)
 
 
 def test_who_has_joined_is_unproven_until_a_task_of_it_is_committed() -> None:

@@ -100,9 +100,9 @@ class Endings:
         return truth.count["died"] - self._died.get(self._heard - 1, 0) + len(silent)
 
     def _one_against_joiners(self) -> bool:
-        """Tell whether joiners lack something, or somebody who was there before them lies."""
-        lies = any(p.spoiling.lies for p in self._truth.processes.values())
-        return self._options.forgetful or lies
+        """Tell whether joiners lack something, or somebody who was there before them is wrong."""
+        spoiled = (process.spoiling for process in self._truth.processes.values())
+        return self._options.forgetful or any(s.lies or s.flipped is not None for s in spoiled)
 
     def _stopped(self) -> None:
         """Check that a job which is stopped in good health has saved what it had come to."""

@@ -38,7 +38,11 @@ class Newcomers:
     def audits(
         self, view: View, owners: Sequence[WorkerId], planned: Sequence[Audit]
     ) -> tuple[Audit, ...]:
-        """Return `planned`, and an audit of each task of a joiner until one step of it counts."""
+        """Return `planned`, and audits by which joiners that are watched prove themselves.
+
+        Each of their tasks is computed by a member, too. Who hosts nothing has time, and computes a
+        member's task.
+        """
         joiners = self.watched(view)
         if not joiners:
             return tuple(planned)
@@ -47,6 +51,10 @@ class Newcomers:
         theirs = [vrank for vrank, owner in enumerate(owners) if owner in joiners]
         for vrank, auditor in zip(theirs, itertools.cycle(others)):
             found[vrank] = Audit(vrank, owners[vrank], (auditor,))
+        idle = sorted(joiners - frozenset(owners))
+        free = (vrank for vrank, owner in enumerate(owners) if vrank not in found)
+        for worker, vrank in zip(idle, free, strict=False):
+            found[vrank] = Audit(vrank, owners[vrank], (worker,))
         return tuple(found[vrank] for vrank in sorted(found))
 
     def judge(
@@ -59,7 +67,10 @@ class Newcomers:
         joiners = self.watched(view)
         unlike = frozenset(worker for worker, _ in ruling.wrong)
         if ruling.sentence is Sentence.TIE:
+            idle = joiners - frozenset(owners)  # those who compute members' tasks
+            of_members = any(owners[vrank] not in joiners for vrank in ruling.disputed)
             unlike = frozenset(owners[vrank] for vrank in ruling.disputed)
+            unlike = (unlike & joiners) | idle if of_members and idle else unlike
         judged = ruling.sentence in (Sentence.TIE, Sentence.LEAVE) and ruling.steady
         if not (judged and unlike and unlike <= joiners):
             return (), Refusal.ANEW
@@ -70,7 +81,7 @@ class Newcomers:
         return tuple(sorted(unlike)), Refusal.QUARANTINED if before else Refusal.ANEW
 
     def accepted(self, view: View, audited: Iterable[WorkerId]) -> None:
-        """Note that the sums of a step are used, in which tasks of these owners were audited."""
+        """Note that the sums of a step are used, in which these took part in audits."""
         self._accepted = self.watched(view) & frozenset(audited)
         if self._accepted:
             self._refused = frozenset()

@@ -489,7 +489,7 @@ class StepMachine:
         """The sums are right, as far as was looked; perhaps they are not finite."""
         self._audits.accepted()
         looked = [audit.vrank for audit in self._audits.planned]
-        self._newcomers.accepted(self._view, (self.owners[vrank] for vrank in looked))
+        self._newcomers.accepted(self._view, (w for a in self._audits.planned for w in a.workers))
         self._rulings.summed(self.step, self.owners, looked)
         self.activity = Activity.VOTE
         return [*self._contradicted(), BecameReduced(self.doubt <= RIGHTLY), self._vote()]
