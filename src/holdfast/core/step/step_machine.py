@@ -231,7 +231,7 @@ class StepMachine:
             alike = Alike.NOTHING  # what is dropped cannot be compared
         audits.agree(alike, int(max(row[1] for row in rows)))
         self._counting = self._make_counting(view, self._policy.balance)
-        self._rulings.synced(compared=bool(view.joiners))
+        self._rulings.synced(compared=bool(view.joiners) and not view.fed)
         if view.feeds(self._me) and self.step < view.resume_step:
             self.activity = Activity.CATCH_UP
             return []
