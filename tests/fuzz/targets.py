@@ -21,6 +21,7 @@ from holdfast.core.types import (
     Directive,
     Incarnation,
     JobRecord,
+    Leaving,
     Member,
     Peer,
     Slot,
@@ -53,6 +54,7 @@ from holdfast.wire.messages import (
     DrainRequest,
     JoinReply,
     JoinRequest,
+    MoveRequest,
     PeerReply,
     PeerRequest,
     StatusReply,
@@ -97,6 +99,10 @@ MESSAGES: list[object] = [
     StopRequest(reason="enough"),
     DrainRequest(agent=AgentId("node1"), reason="a new fan"),
     DrainReply(problem=""),
+    MoveRequest(
+        agent=AgentId("node1"),
+        leaving=Leaving(worker=WorkerId(3), incarnation=Incarnation(2), to=AgentId("node2")),
+    ),
 ]
 RECORD = JobRecord(
     term=3,

@@ -91,8 +91,9 @@ class Following:
             idle = self._is_stranded and status.phase is Phase.COMPUTING
             return [BecameFed(phase=Phase.WAITING)] if idle else []
         if not self._is_loaded:
-            if self._base is None or status.state is not StateCopy.INITIAL or not at_boundary:
-                return []
+            fresh = status.state is StateCopy.INITIAL and status.promised < order.view
+            if self._base is None or not fresh or not at_boundary:
+                return []  # who has promised may be taken into the next view as it then was
             return [BecameFed(state=StateCopy.DIRTY), LoadFed(order.number)]
         step = status.committed
         if step in self._steps:
