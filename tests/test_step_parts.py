@@ -305,6 +305,14 @@ def test_who_was_suspended_is_judged_by_when_it_left() -> None:
     assert trust.doubt([W1], 31, diverged=True) == Doubt(sums=None, saved=31)  # others know it
 
 
+def test_who_hosted_nothing_was_not_looked_at() -> None:
+    trust = trusting(1, 0, 1)
+    trust.summed(0, [W0, W1], [0])
+    trust.summed(1, [W0, W0], [0, 1])
+    assert trust.doubt([W1], 2, diverged=False) == Doubt(sums=0, saved=0)
+    assert trust.doubt([W0], 2, diverged=False) == Doubt(sums=None, saved=1)
+
+
 def test_without_a_cycle_only_audits_say_anything() -> None:
     trust = trusting(0, 0, 1)
     trust.summed(0, [W0, W1], [0])

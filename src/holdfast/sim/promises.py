@@ -39,8 +39,8 @@ class Promises:
 
     def heard(self, report: AgentReport, now: float) -> None:
         """Note that the coordinator takes in a report."""
-        _, newest = self._heard.get(report.agent, (now, report))
-        if (report.incarnation, report.seq) >= (newest.incarnation, newest.seq):
+        _, newest = self._heard.get(report.agent, (now, None))
+        if newest is None or (report.incarnation, report.seq) > (newest.incarnation, newest.seq):
             self._heard[report.agent] = now, report
             self._heard_by_any[report.agent] = now
             for status in report.workers:

@@ -145,6 +145,7 @@ class Errors:
         """Check that all begin from a state that is right: a checkpoint, or the beginning."""
         for step in [s for s in self._decided if s >= view.resume_step]:
             del self._decided[step], self._committers[step]
+        self._looks = {step: True for step in self._looks if step < view.resume_step}
         if self.since is not None and not self.hidden:
             if view.resume_step > self.since:
                 if self._noticed:

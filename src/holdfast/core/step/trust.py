@@ -67,7 +67,7 @@ class Trust:
                 self._seen[worker].agreed = step
             else:
                 self._seen[worker].covered = step + 1
-        for seen in self._seen.values():
+        for seen in (self._seen[worker] for worker in set(owners)):  # others were not looked at
             if seen.covered <= step:
                 seen.agreed = step + 1
 
