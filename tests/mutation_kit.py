@@ -248,8 +248,8 @@ TUNED: dict[str, dict[str, object]] = {
     "members_copy_at_different_boundaries": FED,
     "who_is_fed_joins_before_it_has_every_step": FED | {"data_s": 0.1},
     "who_is_fed_is_not_waited_for_until_all_was_compared": FED
-    | {"agents": 2, "slots": 2, "loops": (60,), "cycle": 8, "save_every": 3}
-    | {"faults": ("flip", "worker_crash"), "fault_every_s": 0.5},
+    | {"faults": ("flip", "worker_crash"), "fault_every_s": 0.7}
+    | {"agents": 3, "loops": (60,), "cycle": 8, "save_every": 3},
     "who_was_fed_is_proved_before_its_first_task": FED | {"forgetful": True},
     "a_view_without_tasks_for_who_was_fed_proves_it": FED
     | {"forgetful": True, "faults": ("worker_crash", "link_break")},

@@ -163,8 +163,10 @@ class ThreadCluster:
         self._round = threading.Condition()
         now = time.monotonic()
         self._coordinator = co.CoordinatorMachine(spec.policy(), 1, None, now, 0)
-        policy = ag.AgentPolicy(heartbeat_s=BEAT_S, lease=spec.lease())
-        self._agent = ag.AgentMachine(NODE, Incarnation(1), spec.workers.nproc, policy, 1)
+        spares = spec.spares(spec.workers.nproc)
+        slots = spec.workers.nproc + spares
+        policy = ag.AgentPolicy(heartbeat_s=BEAT_S, lease=spec.lease(), spares=spares)
+        self._agent = ag.AgentMachine(NODE, Incarnation(1), slots, policy, 1)
 
     def run(self) -> str:
         """Run the job; returns its outcome, empty for success."""

@@ -33,6 +33,8 @@ class CoordinatorPolicy:
     grace_s: float = 25.0  # for a last checkpoint; schedulers give 30 s between signal and kill
     hang_s: float = 1800.0  # a member others wait for, with nothing moving, is replaced after this
     speculation: float = 0.0  # share of all tasks that may be computed again for being late
+    spares: int | None = 0  # on each node; None: as many as losses make it worth
+    hot_spares: bool = False  # spares are members, and hold the state
     feeds: bool = False  # workers receive the state while others train, and join when they have it
     retreats_max: int = 3  # times that the job goes back without coming further in between
     restart: RestartPolicy = field(default_factory=RestartPolicy)
@@ -51,6 +53,18 @@ class Workers:
         "on that of the workers; auto: one for each worker that the job starts with",
         metavar="V",
         least=1,
+    )
+    spares: int | None = setting(
+        0,
+        "further workers to start on each node, which wait until one that trains is lost or "
+        "leaves; auto: as many in the whole job as its rate of losses makes worth it",
+        metavar="N|auto",
+        least=0,
+    )
+    hot_spares: bool = setting(
+        False,
+        "let spares apply each step as well, without computing tasks, so that they take over "
+        "with nothing to transfer",
     )
     min: int = setting(
         1,
@@ -282,6 +296,10 @@ class JobSpec:
         """Return how many processes of each role a node runs, unless it is told otherwise."""
         return {ProcessRole.WORKER: self.workers.nproc}
 
+    def spares(self, nproc: int) -> int:
+        """Return how many processes a node of `nproc` workers offers to run besides these."""
+        return nproc if self.workers.spares is None else self.workers.spares
+
     @property
     def copies(self) -> float:
         """Return the share of tasks that may be copied before a late worker is suspended."""
@@ -315,6 +333,8 @@ class JobSpec:
             workers_min=self.workers.min,
             lease=self.lease(),
             hang_s=self.workers.hang_s,
+            spares=self.workers.spares,
+            hot_spares=self.workers.hot_spares,
             feeds=self.nodes.join_rate > 0,
             speculation=self.stragglers.speculation_budget - self.copies,
             restart=RestartPolicy(losses_max=self.workers.losses_max),

@@ -242,6 +242,7 @@ class View:
     suspended: tuple[LateWorker, ...] = ()  # no members; these keep what is needed to catch up
     catching_up: tuple[LateWorker, ...] = ()  # joiners that catch up
     fed: tuple[Follower, ...] = ()  # joiners that were fed, and may still wait for the last step
+    spares: tuple[WorkerId, ...] = ()  # who hosts nothing as long as no other member is lost
     invalidations: tuple[Invalidation, ...] = ()  # that are known
     reason: str = ""
 
@@ -315,6 +316,7 @@ class AgentReport:
     incarnation: Incarnation
     seq: int
     slots: int
+    spares: int = 0  # so many of them are for workers that are held back
     pid: int = 0
     draining: str = ""  # why this node asks to be left at a step boundary, if it does
     failing: str = ""  # the check that it fails, if that is why

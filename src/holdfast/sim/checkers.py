@@ -37,6 +37,7 @@ from holdfast.sim.promises import Promises
 from holdfast.sim.quiet_times import QuietTimes
 from holdfast.sim.run_options import Options
 from holdfast.sim.seams import Actor
+from holdfast.sim.spare_rules import SpareRules
 from holdfast.sim.wrong_bits import Errors, Violation
 
 STEPS_UNHEARD = 40  # that may be committed before the coordinator hears of it and acts
@@ -54,7 +55,8 @@ class Truth:
         self.sums: list[int] = []
         self.errors = Errors(self, options)
         self.promises = Promises(options)
-        self.quiet_times = QuietTimes(options)
+        self.spare_rules = SpareRules(options)
+        self.quiet_times = QuietTimes(options, self.spare_rules)
         self.endings = Endings(self, options)
         self.views: dict[int, View] = {}
         self.newest = 0
@@ -189,7 +191,7 @@ class Truth:
         if record.view is not None:
             self._formed(record.view, now)  # by what was ordered until now
         if record.slots is not self._slots:
-            self.promises.ordered(record)
+            self.promises.ordered(record, now)
             self._slots = record.slots
             self.ordered = {int(s.worker): int(s.incarnation) for s in record.slots}
 
@@ -253,6 +255,7 @@ class Truth:
                 step = view.resume_step
                 self.goes_on(step, expected_sum(self.states[step], step, self.vranks))
         self._balanced(view)
+        self.spare_rules.formed(view)
 
     def _discarded(self, view: View) -> bool:
         """Tell whether a member knows that the states of all are not to be believed."""
@@ -392,6 +395,7 @@ class Truth:
     def summing(self, view: View, reduce: Reduce) -> None:
         """Check that all members of a view sum a step alike: who hosts what, and who counts."""
         self.hosted(view.number, reduce.step, reduce.owners)
+        self.spare_rules.hosted(view, reduce.step, reduce.owners)
         counted = tuple(reduce.counted)
         if self.counted.setdefault((view.number, reduce.step), counted) != counted:
             raise Violation(f"in view {view.number} step {reduce.step} counts other members")

@@ -25,6 +25,7 @@ class Promises:
         self._heard: dict[AgentId, tuple[float, AgentReport]] = {}  # by it: the newest of each
         self._heard_by_any: dict[AgentId, float] = {}  # coordinator, at last
         self._refused: dict[int, bool] = {}  # steps of checkpoints that it knows to be damaged
+        self._given_up: dict[tuple[int, int], bool] = {}  # processes that were silent for so long
         self._loops_left = 0  # loops that some script has gone on from
         self._votes: dict[int, int] = {}  # by view: the newest step committed by votes
         self.unreadable: dict[int, bool] = {}  # steps whose checkpoint was damaged at some time
@@ -51,8 +52,11 @@ class Promises:
 
     # ------------------------------------------------------------ what is promised
 
-    def ordered(self, record: JobRecord) -> None:
+    def ordered(self, record: JobRecord, now: float) -> None:
         """Check what the journal orders."""
+        for slot in record.slots:
+            if now - self._heard_at(slot.agent) >= self._options.abandon_s:
+                self._given_up[slot.worker, slot.incarnation - 1] = True
         nodes = sorted({slot.agent for slot in record.slots})
         if len(nodes) > self._options.nodes_max:
             raise Violation(f"{nodes} have slots: {self._options.nodes_max} nodes may take part")
@@ -100,7 +104,7 @@ class Promises:
     def starts_again(self, view: View, holder: Actor, now: float) -> None:
         """Check that a silent process which holds the state is given up as late as is promised."""
         waited_s = now - self._heard_at(holder.agent)
-        if waited_s < self._options.abandon_s:
+        if waited_s < self._options.abandon_s and holder.key not in self._given_up:
             raise Violation(f"view {view.number} gives up the state that {holder.key} holds")
 
     def voted(self, view: View, step: int) -> None:

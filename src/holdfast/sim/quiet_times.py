@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from holdfast.core.types import Stage, View
 from holdfast.sim.run_options import Options
 from holdfast.sim.seams import Actor
+from holdfast.sim.spare_rules import SpareRules
 from holdfast.sim.wrong_bits import Violation
 
 
 class QuietTimes:
     """Observes one run while nothing disturbs it; raises Violation when too little happens."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, spares: SpareRules) -> None:
         self._recovery_s = options.recovery_s
-        self._vranks = options.vranks
+        self._spares = spares
         self._feeding_s = options.feeding_s
         self._looks_late = options.speculation > 0  # views may change although nothing fails
         self._views_max = 2 * options.agents * options.slots + 2
@@ -42,10 +43,12 @@ class QuietTimes:
         if self._views > self._views_max and not self._looks_late:
             raise Violation(f"{self._views} views follow each other, and nothing is wrong")
         fed_by = disturbed_until + self._recovery_s + self._feeding_s
-        if len(view.members) < self._vranks and now >= fed_by:
-            self._check_idle(view, ordered)
+        if now >= fed_by:
+            self._check_idle(view, list(ordered))
 
-    def _check_idle(self, view: View, ordered: Iterable[Actor]) -> None:
+    def _check_idle(self, view: View, ordered: Sequence[Actor]) -> None:
+        if not self._spares.room_for(view, len({process.agent for process in ordered})):
+            return
         apart = [*view.workers, *(lag.worker for lag in view.suspended)]
         for process in ordered:
             ready = process.machine.snapshot().stage is Stage.READY

@@ -106,6 +106,8 @@ class Options:
     forgetful: bool = False  # the script keeps something that workers which join lack
     feeds: bool = False  # workers that join receive the state while others train
     feed_fails: float = 0.0  # chance that a member has no memory for a copy of its state
+    spares: int = 0  # of a node's slots, that are for workers that are held back
+    hot_spares: bool = False  # which take part in views
     restore_s: float = 300.0  # for which a store may stay silent when the job begins from it
 
     @property
@@ -233,7 +235,17 @@ def draw(seed: int, small: bool = False) -> Options:
     options = _with_ends(options, Random(f"ends {seed} {small}"))
     options = _with_rounds(options, Random(f"rounds {seed} {small}"))
     options = _with_forgetful_scripts(options, Random(f"forgetful {seed} {small}"))
-    return _with_feeds(options, Random(f"feeds {seed} {small}"))
+    options = _with_feeds(options, Random(f"feeds {seed} {small}"))
+    return _with_spares(options, Random(f"spares {seed} {small}"))
+
+
+def _with_spares(options: Options, rng: Random) -> Options:
+    """Hold workers back on each node, in some runs."""
+    if options.slots < 2 or options.backup.workers or rng.random() < 0.6:
+        return options
+    spares, hot = rng.randint(1, options.slots - 1), rng.random() < 0.5
+    fewest = min(options.workers_min, options.slots - spares)
+    return dataclasses.replace(options, spares=spares, hot_spares=hot, workers_min=fewest)
 
 
 def _with_feeds(options: Options, rng: Random) -> Options:

@@ -75,7 +75,9 @@ class World:
             suspect_s=options.suspect_s,
             abandon_s=options.abandon_s,
         )
-        self.agent_policy = AgentPolicy(heartbeat_s=options.heartbeat_s, lease=lease)
+        self.agent_policy = AgentPolicy(
+            heartbeat_s=options.heartbeat_s, lease=lease, spares=options.spares
+        )
         self.coordinator_policy = CoordinatorPolicy(
             virtual_ranks=options.vranks,
             nodes_min=options.nodes_min,
@@ -87,6 +89,8 @@ class World:
             hang_s=options.hang_s,
             speculation=options.speculation,
             retreats_max=1000,
+            spares=options.spares,
+            hot_spares=options.hot_spares,
             feeds=options.feeds,
             restart=RestartPolicy(
                 losses_max=options.losses_max,

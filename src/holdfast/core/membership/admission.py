@@ -31,7 +31,7 @@ def admit(situation: Situation, nodes_max: int) -> tuple[tuple[AgentId, ...], li
     waiting: list[AgentId] = []
     lines: list[str] = []
     for name, node in roster.nodes.items():
-        if node.offered <= len(roster.here(name)) or name in situation.silent:
+        if node.wanted <= len(roster.here(name)) or name in situation.silent:
             continue
         if not roster.here(name):
             if count >= nodes_max:

@@ -38,6 +38,7 @@ class AgentPolicy:
     heartbeat_s: float = 0.5
     lease: LeasePolicy = field(default_factory=LeasePolicy)
     freeze: FreezePolicy = field(default_factory=FreezePolicy)
+    spares: int = 0  # so many of the slots are for workers that are held back
 
 
 # ---------------------------------------------------------------- events
@@ -475,6 +476,7 @@ class AgentMachine:
             incarnation=self._incarnation,
             seq=self._seq,
             slots=self._slots,
+            spares=self._policy.spares,
             pid=self._pid,
             draining=self._draining,
             failing=self._failing,

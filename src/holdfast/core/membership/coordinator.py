@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 from holdfast.core.errors import assert_never, require
 from holdfast.core.job_spec import CoordinatorPolicy
@@ -20,6 +19,7 @@ from holdfast.core.membership.coordinator_events import (
     Announce,
     CoordinatorEffect,
     CoordinatorEvent,
+    CoordinatorSnapshot,
     Finish,
     Persist,
     ReportArrived,
@@ -31,16 +31,12 @@ from holdfast.core.membership.event_log import EventLog
 from holdfast.core.membership.followers import Followers, strays
 from holdfast.core.membership.formation import (
     LEAVE_RESERVE_S,
-    Proposal,
     Situation,
     beginners,
-    check_view,
     dirty_candidates,
     discarded,
-    initial_view,
     interrupted,
     last_view,
-    make_view,
     next_view,
     present_nodes,
     room_beside_drained,
@@ -53,10 +49,12 @@ from holdfast.core.membership.formation import (
     why_change,
 )
 from holdfast.core.membership.progress import Progress
+from holdfast.core.membership.reserve import Reserve, ReservePolicy
 from holdfast.core.membership.restart import quarantine, quarantine_wrong, replace_lost
 from holdfast.core.membership.review_schedule import Agenda
-from holdfast.core.membership.roster import News, NodeSnapshot, Roster
+from holdfast.core.membership.roster import News, Roster
 from holdfast.core.membership.stopping import Stopping
+from holdfast.core.membership.view_making import Proposal, check_view, initial_view, make_view
 from holdfast.core.step.speculation import Budget
 from holdfast.core.types import (
     NO_VIEW,
@@ -77,17 +75,6 @@ from holdfast.core.types import (
 )
 
 SKIPPED = 1000  # numbers passed over after the loss of the journal: more than were given unheard
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CoordinatorSnapshot:
-    record: JobRecord
-    step: int
-    stop_view: ViewNumber
-    pending_view: ViewNumber
-    agents: tuple[NodeSnapshot, ...]
-    workers: tuple[WorkerStatus, ...]
-    finished: bool
 
 
 class CoordinatorMachine:
@@ -126,6 +113,10 @@ class CoordinatorMachine:
         self._attendance = Attendance()
         self._budget = Budget(policy.speculation, policy.virtual_ranks)
         self._followers = Followers(term, enabled=policy.feeds)
+        held_back = ReservePolicy(
+            virtual_ranks=policy.virtual_ranks, spares=policy.spares, hot=policy.hot_spares
+        )
+        self._reserve = Reserve(held_back, now)
         self._agenda = Agenda(policy, self._roster, now)
         self._event_log = EventLog(record.slots if record else ())
         self._finished = False
@@ -352,6 +343,8 @@ class CoordinatorMachine:
 
     def _admit(self, situation: Situation) -> Iterator[CoordinatorEffect]:
         if self._release_loop < RELEASE_ALL:
+            for line in self._reserve.review(self._roster, self._view, situation.now):
+                yield Announce("node", line)
             waiting, lines = admit(situation, self._policy.nodes_max)
             not_drained = choose_drained(situation)
             self._attendance, news = attend(situation, waiting, not_drained, self._attendance)
@@ -379,6 +372,7 @@ class CoordinatorMachine:
         if self._release_loop < RELEASE_ALL:
             for worker, why in replace_lost(situation, self._policy.restart):
                 self._progress.losses += 1
+                self._reserve.lost(worker, self._roster, situation.now)
                 yield Announce("lost", f"worker {worker} was lost: {why}", worker)
 
     def _note_release(self) -> bool:
@@ -430,8 +424,8 @@ class CoordinatorMachine:
             return
         for status in interrupted(situation):
             yield self._order_anew(status, "it had to stop while it caught up")
-        sizes, minds_late = (policy.virtual_ranks, policy.workers_min), policy.speculation > 0
-        proposal = next_view(situation, survivors, *sizes, minds_late)
+        minds_late = policy.speculation > 0
+        proposal = next_view(situation, survivors, policy.workers_min, minds_late)
         if proposal is not None:
             yield self._install(proposal, situation.now)
 
@@ -458,7 +452,8 @@ class CoordinatorMachine:
         self._wanting_since = None
         self._progress.step = self._durable.step
         why = "every worker was lost" if self._view is not None else ""
-        proposal = initial_view(ready, policy.virtual_ranks, self._progress.step, why)
+        sizes = situation.room, policy.virtual_ranks
+        proposal = initial_view(ready, *sizes, self._progress.step, why)
         yield self._install(proposal, now)
 
     def _install(self, proposal: Proposal, now: float) -> Announce:
@@ -489,7 +484,7 @@ class CoordinatorMachine:
         trains = self._stop_view < number and self._pending_view < number
         trains = trains and len(self._members) >= policy.workers_min and self._stopping is None
         trains = trains and not any(status.ended for status in situation.known)
-        room = room_beside_drained(situation, policy.virtual_ranks)
+        room = room_beside_drained(situation)
         for line in followers.review(situation, room, may_order=trains):
             yield Announce("join", line)
         for status in strays(situation, followers.order):
@@ -502,9 +497,7 @@ class CoordinatorMachine:
             return
         for status in too_far_behind(situation, self._progress.step):
             yield self._order_anew(status, "it was suspended and has missed too many steps")
-        reason = why_change(
-            situation, policy.virtual_ranks, policy.workers_min, self._progress.step
-        )
+        reason = why_change(situation, policy.workers_min, self._progress.step)
         if reason is not None and not any(s.ended for s in situation.known):
             self._pending_view = view.number
             kind, text = reason
@@ -579,6 +572,7 @@ class CoordinatorMachine:
             silent=self._agenda.silent,
             witness_at=self._witness_at,
             now=now,
+            room=self._reserve.room(),
         )
         return self._followers.add_to(found)
 

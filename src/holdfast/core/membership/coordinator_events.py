@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from holdfast.core.types import AgentReport, Directive, JobRecord, Tick, ViewNumber, WorkerId
+from holdfast.core.membership.roster import NodeSnapshot
+from holdfast.core.types import (
+    AgentReport,
+    Directive,
+    JobRecord,
+    Tick,
+    ViewNumber,
+    WorkerId,
+    WorkerStatus,
+)
 
 # ---------------------------------------------------------------- events
 
@@ -65,3 +74,18 @@ class Finish:
 
 
 CoordinatorEffect = Persist | SendDirective | Announce | Finish
+
+# ---------------------------------------------------------------- what is seen of it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorSnapshot:
+    """Describes what the coordinator knows, for people and for tests."""
+
+    record: JobRecord
+    step: int
+    stop_view: ViewNumber
+    pending_view: ViewNumber
+    agents: tuple[NodeSnapshot, ...]
+    workers: tuple[WorkerStatus, ...]
+    finished: bool

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from holdfast.core.assignment import assign_at_boundary, assign_mid_step
-from holdfast.core.errors import require
 from holdfast.core.membership.lease import LeasePolicy, fenced_from
 from holdfast.core.membership.resume import resume_step
 from holdfast.core.membership.roster import Roster
+from holdfast.core.membership.view_making import NO_LIMIT, Proposal, Room, choose_hosts
 from holdfast.core.types import (
     AgentId,
     Follower,
@@ -20,7 +20,6 @@ from holdfast.core.types import (
     Member,
     Stage,
     View,
-    ViewNumber,
     WorkerId,
     WorkerStatus,
 )
@@ -31,27 +30,12 @@ STEPS_MISSED_MAX = 64  # steps that a worker may miss and still catch up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Proposal:
-    """Describes the next view, before it has a number."""
-
-    workers: tuple[WorkerId, ...]
-    owners: tuple[WorkerId, ...]
-    resume_step: int
-    joiners: tuple[WorkerId, ...]
-    why: str
-    suspended: tuple[LateWorker, ...] = ()
-    catching_up: tuple[LateWorker, ...] = ()
-    fed: tuple[Follower, ...] = ()
-    redone: int = 0  # tasks of suspended workers
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
     """Holds the present view, what is known of its members, and how much silence proves what.
 
     `silent`: nodes not heard for a while. `witness_at`: when some member of the view was first
     heard to act in it no more. `abreast`: who has been fed until nothing was missing.
-    `waiting_for`: who is fed, or will be, so that it does not join in a pause.
+    `waiting_for`: who is fed, or will be, so that it does not join in a pause. `room`: for members.
     """
 
     view: View | None
@@ -63,6 +47,7 @@ class Situation:
     abreast: tuple[Follower, ...] = ()
     waiting_for: frozenset[WorkerId] = frozenset()
     feeding: bool = False  # somebody is
+    room: Room = NO_LIMIT
 
     @property
     def members(self) -> tuple[Member, ...]:
@@ -146,11 +131,11 @@ def joiners_in_a_pause(situation: Situation) -> list[WorkerStatus]:
     return [s for s in candidates(situation) if s.worker not in situation.waiting_for]
 
 
-def room_beside_drained(situation: Situation, vranks: int) -> int:
+def room_beside_drained(situation: Situation) -> int:
     """Return how many more could be members once those on drained nodes have left."""
     stay = [m for m in situation.members if not situation.roster.leaves(m.worker)]
     late = situation.view.suspended if situation.view is not None else ()
-    return max(vranks - len(stay) - len(late), 0)
+    return max(situation.room.members - len(stay) - len(late), 0)
 
 
 def returning(situation: Situation, step: int) -> list[LateWorker]:
@@ -288,15 +273,13 @@ def why_broken(
     return reason
 
 
-def why_change(
-    situation: Situation, vranks: int, workers_min: int, step: int
-) -> tuple[str, str] | None:
+def why_change(situation: Situation, workers_min: int, step: int) -> tuple[str, str] | None:
     """Choose a planned change of the view: its kind, and what will happen. None if all is well."""
     members = len(situation.members)
-    room = members < vranks
+    room = members < situation.room.members
     joiners = joiners_in_a_pause(situation) if room else []
     back = returning(situation, step) if room else []
-    fed = situation.abreast if room_beside_drained(situation, vranks) else ()
+    fed = situation.abreast if room_beside_drained(situation) else ()
     joining = _names(joiners, back, fed)
     left = leaving(situation, workers_min)
     if joining:
@@ -363,7 +346,6 @@ def unreachable(situation: Situation) -> list[WorkerId]:
 def next_view(
     situation: Situation,
     survivors: Sequence[WorkerStatus],
-    vranks: int,
     workers_min: int,
     minds_late: bool = False,
 ) -> Proposal | None:
@@ -379,13 +361,14 @@ def next_view(
     everyone = [s.worker for s in survivors]
     drained = list(who_leaves(situation, everyone, workers_min))
     kept = [worker for worker in everyone if worker not in drained]
-    room = max(vranks - len(kept), 0)
+    most = situation.room.members
+    room = max(most - len(kept), 0)
     back = returning(situation, step)[:room] if at_rest and len(kept) == len(survivors) else []
     if not _all_kept(view, kept):
         back = []
     # Whoever is fed needs all that feed it, and nobody else joins with it, as others do not wait.
     # Those that it takes the place of leave in the next view, when it can host their tasks.
-    fed = situation.abreast[: max(vranks - len(kept), 0)] if at_rest and not back else ()
+    fed = situation.abreast[:room] if at_rest and not back else ()
     if fed and _all_kept(view, everyone):
         kept = everyone
     else:
@@ -398,7 +381,7 @@ def next_view(
         # A node is left only while no step is under way, and by way of a view in which others
         # have received its state.
         kept = [s.worker for s in survivors if s not in late]
-        joiners, back, fed = joiners[: max(vranks - len(kept), 0)], [], ()
+        joiners, back, fed = joiners[: max(most - len(kept), 0)], [], ()
     if at_rest and len(kept) + len(joiners) + len(back) + len(fed) < workers_min:
         return None
     staying = kept
@@ -406,14 +389,17 @@ def next_view(
     members = sorted([*staying, *joining])
     if at_rest:
         # Who is fed may still wait for the last step, and hosts nothing until it has voted once.
-        hosts = [w for w in members if all(w != each.worker for each in fed)]
-        owners = assign_at_boundary(vranks, hosts, owners_now)
+        arriving = [each.worker for each in fed]
+        hosts = choose_hosts(members, owners_now, situation.room, arriving)
+        now = [worker for worker in hosts if worker not in arriving]
+        owners = assign_at_boundary(len(view.owners), now, owners_now)
         if joining:
             why = f"worker {spans(joining)} joins"
         elif len(kept) < len(survivors):
             why = f"worker {spans(drained)} leaves"
     else:
-        owners = assign_mid_step(staying, owners_now)
+        hosts = choose_hosts(staying, owners_now, situation.room)
+        owners = assign_mid_step(hosts, owners_now)
     if late:
         why = f"worker {spans([s.worker for s in late])} is late in step {step} and is suspended"
     return Proposal(
@@ -425,6 +411,7 @@ def next_view(
         suspended=tuple(_late_worker(s) for s in late),
         catching_up=tuple(back),
         fed=fed,
+        spares=tuple(worker for worker in members if worker not in hosts),
         redone=sum(len(s.hosted) for s in late),
     )
 
@@ -509,24 +496,9 @@ def beginners(situation: Situation, workers_min: int | None) -> list[WorkerStatu
         w for w, slot in roster.slots.items() if (slot.respawn_at or now) <= now + QUARANTINED_S
     ]
     pending = [w for w in soon if w not in known or known[w].stage != Stage.EXITED]
-    enough = len(ready) >= len(pending) or (workers_min is not None and len(ready) >= workers_min)
+    enough = len(ready) >= min(len(pending), situation.room.hosts)
+    enough = enough or (workers_min is not None and len(ready) >= workers_min)
     return ready if enough else []
-
-
-def initial_view(ready: Sequence[WorkerStatus], vranks: int, step: int, again: str) -> Proposal:
-    """Propose a first view, when nobody holds the state; it starts from the checkpoint of `step`.
-
-    Step 0 is the initial state. `again`: why this is not the job's beginning.
-    """
-    workers = tuple(sorted(s.worker for s in ready[:vranks]))
-    where = f"from the checkpoint of step {step}" if step else "from step 0 again"
-    return Proposal(
-        workers=workers,
-        owners=assign_at_boundary(vranks, workers, ()),
-        resume_step=step,
-        joiners=workers,
-        why=f"{again}: {where}" if again else "the job starts",
-    )
 
 
 def last_view(situation: Situation, survivors: Sequence[WorkerStatus]) -> Proposal:
@@ -535,50 +507,13 @@ def last_view(situation: Situation, survivors: Sequence[WorkerStatus]) -> Propos
     assert view is not None
     step, why = _resume_step(situation, view, survivors)
     staying = sorted(s.worker for s in survivors)
+    owners_now = present_owners(view, survivors)
+    hosts = choose_hosts(staying, owners_now, situation.room)
     return Proposal(
         workers=tuple(staying),
-        owners=assign_mid_step(staying, present_owners(view, survivors)),
+        owners=assign_mid_step(hosts, owners_now),
         resume_step=step,
         joiners=(),
+        spares=tuple(worker for worker in staying if worker not in hosts),
         why=why,
     )
-
-
-def make_view(proposal: Proposal, number: ViewNumber, old: View | None, roster: Roster) -> View:
-    """Make a view; a leader that survives stays, to finish what it alone has begun."""
-    workers, joiners = proposal.workers, frozenset(proposal.joiners)
-    eligible = [w for w in workers if w not in joiners] or workers
-    slots = [(w, roster.slots[w]) for w in workers]
-    return View(
-        number=number,
-        members=tuple(Member(worker=w, incarnation=p.incarnation, agent=p.agent) for w, p in slots),
-        owners=proposal.owners,
-        resume_step=proposal.resume_step,
-        leader=old.leader if old is not None and old.leader in eligible else eligible[0],
-        joiners=proposal.joiners,
-        unproven=_unproven(proposal, old, roster),
-        suspended=proposal.suspended,
-        catching_up=proposal.catching_up,
-        fed=proposal.fed,
-        reason=proposal.why,
-    )
-
-
-def _unproven(proposal: Proposal, old: View | None, roster: Roster) -> tuple[WorkerId, ...]:
-    """Return who joins, or has joined and committed no task yet, where others hold the state."""
-    found = set(proposal.joiners)
-    for member in old.members if old is not None else ():
-        worker, incarnation = member.worker, member.incarnation
-        before = old is not None and worker in old.unproven
-        if before and worker in proposal.workers and roster.wants(worker, incarnation):
-            status = roster.status(worker, incarnation)
-            found |= {worker} if status is None or status.unproven else set()
-    return tuple(sorted(found)) if len(found) < len(proposal.workers) else ()
-
-
-def check_view(view: View, vranks: int) -> None:
-    """Assert what holds of every view."""
-    workers = list(view.workers)
-    require(workers == sorted(set(workers)), f"view {view.number} repeats a member")
-    require(set(view.owners) <= set(workers), f"view {view.number}: a stranger owns a rank")
-    require(len(view.owners) == vranks, f"view {view.number}: a virtual rank has no owner")

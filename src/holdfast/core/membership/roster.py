@@ -47,6 +47,8 @@ class NodeState:
     seq: int
     heard_at: float
     offered: int = 0  # slots
+    spares: int = 0  # so many of them are for workers that are held back
+    spares_wanted: int = 1 << 30  # of these
     pid: int = 0
     asks: str = ""  # why it asks to be drained
     failing: str = ""  # the failed check for which it asks, unless a person does
@@ -59,6 +61,11 @@ class NodeState:
     view_told: ViewNumber = NO_VIEW
     told: object = None  # what was sent last, but for the view
     statuses: dict[WorkerId, WorkerStatus] = field(default_factory=dict)
+
+    @property
+    def wanted(self) -> int:
+        """Return how many of its slots are used."""
+        return self.offered - max(self.spares - self.spares_wanted, 0)
 
 
 @dataclass(slots=True)
@@ -116,8 +123,9 @@ class Roster:
         if node is None or node.incarnation != report.incarnation:
             node = self.nodes[report.agent] = NodeState(report.incarnation, report.seq, now)
         old, statuses = node.statuses, {s.worker: s for s in report.workers}
-        before = (node.offered, node.asks, node.failing, node.ending, node.leaving)
-        offers = (report.slots, report.draining, report.failing, report.ending, report.leaving)
+        before = (node.offered, node.spares, node.asks, node.failing, node.ending, node.leaving)
+        asks = (report.draining, report.failing, report.ending, report.leaving)
+        offers = (report.slots, report.spares, *asks)
         changed = node.fresh or before != offers or len(old) != len(statuses)
         for worker, status in statuses.items():
             last = old.get(worker)
@@ -126,7 +134,8 @@ class Roster:
             if last is not None and moved(last, status):
                 self.moved_at = now
         node.seq, node.heard_at, node.pid = report.seq, now, report.pid
-        node.offered, node.asks, node.failing, node.ending, node.leaving = offers
+        node.offered, node.spares = report.slots, report.spares
+        node.asks, node.failing, node.ending, node.leaving = asks
         leave_by = now + report.leaves_in_s
         changed |= leave_by < node.leave_by - SOONER_S
         node.leave_by = min(node.leave_by, leave_by) if report.draining else float("inf")
@@ -170,8 +179,8 @@ class Roster:
             self._note_newest(slot.agent)
 
     def admit(self, name: AgentId) -> None:
-        """Give a node the slots that it offers; it keeps those it has."""
-        for _ in range(self.nodes[name].offered - len(self.here(name))):
+        """Give a node the slots that it should have; it keeps those it has."""
+        for _ in range(self.nodes[name].wanted - len(self.here(name))):
             self.add_slot(WorkerId(self.workers_named), SlotState(name, self.first))
 
     def drain(self, name: AgentId, view: View | None) -> None:

@@ -20,14 +20,15 @@ class Speeds:
 
     def __init__(self, view: View, policy: BalancePolicy | None) -> None:
         self._view = view
-        self._balancer = Balancer(policy or BalancePolicy(), view.workers, view.owners)
+        self._policy = policy or BalancePolicy()
+        self._hosts = tuple(w for w in view.workers if w not in view.spares)
+        self._balancer = Balancer(self._policy, self._hosts, view.owners)
         self._detector = Detector(view.workers)
         self._links = LinkDetector(view.workers)
         self._rebalance = policy is not None
         self._told_slow: dict[WorkerId, bool] = {}
-        self._policy = policy or BalancePolicy()
-        idle = [worker for worker in view.unproven if worker not in view.owners]
-        self._newly_fed = bool(idle) and len(view.members) <= len(view.owners)
+        idle = [w for w in view.unproven if w not in view.owners and w not in view.spares]
+        self._newly_fed = bool(idle) and len(self._hosts) <= len(view.owners)
 
     @property
     def owners(self) -> tuple[WorkerId, ...]:
@@ -42,23 +43,24 @@ class Speeds:
         Returns events: kinds and texts.
         """
         counts = self._balancer.counts
+        number = dict(zip(self._hosts, counts, strict=True))  # of tasks; spares have none
+        costs = dict(zip(self._view.workers, compute_us, strict=True))
         found: list[tuple[str, str]] = []
         if leads:
-            tasks_s = [us / n / 1e6 if n else 0.0 for us, n in zip(compute_us, counts, strict=True)]
+            tasks_s = [us / n / 1e6 if (n := number.get(w, 0)) else 0.0 for w, us in costs.items()]
             verdicts = self._detector.observe(tasks_s)
-            costs = dict(zip(self._view.workers, compute_us, strict=True))
             found += [("slow", str(v)) for v in verdicts if self._worth_telling(v, costs)]
             found += [("slow", str(v)) for v in self._links.observe(waits, compute_us)]
         if self._newly_fed:
             self._newly_fed = False
             self._balancer = self._with_all()
-        elif self._rebalance and self._balancer.observe(compute_us) and leads:
+        elif self._rebalance and self._balancer.observe([costs[w] for w in self._hosts]) and leads:
             found.append(("balance", "; ".join(self._changes(counts))))
         return found
 
     def _with_all(self) -> Balancer:
         """Return the balance once all who were fed have voted: they host as many as others do."""
-        workers, owners = self._view.workers, self._view.owners
+        workers, owners = self._hosts, self._view.owners
         return Balancer(self._policy, workers, assign_at_boundary(len(owners), workers, owners))
 
     def _worth_telling(self, verdict: Verdict, costs: dict[WorkerId, int]) -> bool:
@@ -72,7 +74,7 @@ class Speeds:
 
     def _changes(self, before: Sequence[int]) -> Iterator[str]:
         balancer = self._balancer
-        changes = zip(self._view.workers, before, balancer.counts, balancer.paces, strict=True)
+        changes = zip(self._hosts, before, balancer.counts, balancer.paces, strict=True)
         for worker, old, new, pace in changes:
             if old != new:
                 each = f" ({pace / 1000:.3g} ms each)" if pace else ""

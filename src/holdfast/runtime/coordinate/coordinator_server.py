@@ -312,7 +312,7 @@ class CoordinatorServer:
         }
 
 
-def _agents(snapshot: machine.CoordinatorSnapshot) -> list[dict[str, object]]:
+def _agents(snapshot: ce.CoordinatorSnapshot) -> list[dict[str, object]]:
     """List agents, including those of the view that a new coordinator has not heard yet."""
     view = snapshot.record.view
     members = collections.Counter(m.agent for m in view.members) if view else {}
@@ -333,7 +333,7 @@ def _agents(snapshot: machine.CoordinatorSnapshot) -> list[dict[str, object]]:
     return found
 
 
-def _workers(snapshot: machine.CoordinatorSnapshot) -> list[dict[str, object]]:
+def _workers(snapshot: ce.CoordinatorSnapshot) -> list[dict[str, object]]:
     view = snapshot.record.view
     hosted = view.hosted() if view else {}
     nodes = {slot.worker: slot.agent for slot in snapshot.record.slots}
@@ -357,7 +357,7 @@ def _workers(snapshot: machine.CoordinatorSnapshot) -> list[dict[str, object]]:
     return found
 
 
-def _job_state(snapshot: machine.CoordinatorSnapshot) -> str:
+def _job_state(snapshot: ce.CoordinatorSnapshot) -> str:
     view = snapshot.record.view
     if snapshot.record.outcome is not None:
         return "stopping"

@@ -229,10 +229,12 @@ def main(argv: list[str]) -> int:
     contact = contact_by(options.join, tls)
 
     async def serve() -> None:
-        policy = machine.AgentPolicy(heartbeat_s=spec.nodes.lease_s / 5, lease=spec.lease())
-        core = machine.AgentMachine(
-            options.name, Incarnation(options.incarnation), options.nproc, policy, os.getpid()
+        spares = spec.spares(options.nproc)
+        policy = machine.AgentPolicy(
+            heartbeat_s=spec.nodes.lease_s / 5, lease=spec.lease(), spares=spares
         )
+        slots, incarnation = options.nproc + spares, Incarnation(options.incarnation)
+        core = machine.AgentMachine(options.name, incarnation, slots, policy, os.getpid())
         template = WorkerTemplate(
             run_dir=run_dir, spec=spec, host=options.host, orders_fd=options.orders
         )

@@ -1,0 +1,125 @@
+"""Makes views of what was proposed, and chooses who hosts tasks in them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from holdfast.core.assignment import assign_at_boundary
+from holdfast.core.errors import require
+from holdfast.core.membership.roster import Roster
+from holdfast.core.types import (
+    Follower,
+    LateWorker,
+    Member,
+    View,
+    ViewNumber,
+    WorkerId,
+    WorkerStatus,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """Says how many members a view has at most: `hosts` of them host tasks, others are spares."""
+
+    hosts: int
+    spares: int = 0
+
+    @property
+    def members(self) -> int:
+        return self.hosts + self.spares
+
+
+NO_LIMIT = Room(hosts=1 << 30)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """Describes the next view, before it has a number."""
+
+    workers: tuple[WorkerId, ...]
+    owners: tuple[WorkerId, ...]
+    resume_step: int
+    joiners: tuple[WorkerId, ...]
+    why: str
+    suspended: tuple[LateWorker, ...] = ()
+    catching_up: tuple[LateWorker, ...] = ()
+    fed: tuple[Follower, ...] = ()
+    spares: tuple[WorkerId, ...] = ()
+    redone: int = 0  # tasks of suspended workers
+
+
+def choose_hosts(
+    workers: Collection[WorkerId],
+    owners_now: Sequence[WorkerId],
+    room: Room,
+    late: Collection[WorkerId] = (),
+) -> list[WorkerId]:
+    """Choose who hosts tasks: first who does already, and `late` ones last; others are spares."""
+    hosting = frozenset(owners_now) & frozenset(workers)
+    ranked = sorted(workers, key=lambda worker: (worker not in hosting, worker in late, worker))
+    return sorted(ranked[: max(room.hosts, len(hosting))])
+
+
+def initial_view(
+    ready: Sequence[WorkerStatus], room: Room, vranks: int, step: int, again: str
+) -> Proposal:
+    """Propose a first view, when nobody holds the state; it starts from the checkpoint of `step`.
+
+    Step 0 is the initial state. `again`: why this is not the job's beginning.
+    """
+    hosts = tuple(sorted(s.worker for s in ready[: room.hosts]))
+    workers = tuple(sorted(s.worker for s in ready[: room.members]))
+    where = f"from the checkpoint of step {step}" if step else "from step 0 again"
+    return Proposal(
+        workers=workers,
+        owners=assign_at_boundary(vranks, hosts, ()),
+        resume_step=step,
+        joiners=workers,
+        spares=tuple(worker for worker in workers if worker not in hosts),
+        why=f"{again}: {where}" if again else "the job starts",
+    )
+
+
+def make_view(proposal: Proposal, number: ViewNumber, old: View | None, roster: Roster) -> View:
+    """Make a view; a leader that survives stays, to finish what it alone has begun."""
+    workers, joiners = proposal.workers, frozenset(proposal.joiners)
+    eligible = [w for w in workers if w not in joiners] or workers
+    slots = [(w, roster.slots[w]) for w in workers]
+    return View(
+        number=number,
+        members=tuple(Member(worker=w, incarnation=p.incarnation, agent=p.agent) for w, p in slots),
+        owners=proposal.owners,
+        resume_step=proposal.resume_step,
+        leader=old.leader if old is not None and old.leader in eligible else eligible[0],
+        joiners=proposal.joiners,
+        unproven=_unproven(proposal, old, roster),
+        suspended=proposal.suspended,
+        catching_up=proposal.catching_up,
+        fed=proposal.fed,
+        spares=proposal.spares,
+        reason=proposal.why,
+    )
+
+
+def _unproven(proposal: Proposal, old: View | None, roster: Roster) -> tuple[WorkerId, ...]:
+    """Return who joins, or has joined and committed no task yet, where others hold the state."""
+    found = set(proposal.joiners)
+    for member in old.members if old is not None else ():
+        worker, incarnation = member.worker, member.incarnation
+        before = old is not None and worker in old.unproven
+        if before and worker in proposal.workers and roster.wants(worker, incarnation):
+            status = roster.status(worker, incarnation)
+            found |= {worker} if status is None or status.unproven else set()
+    return tuple(sorted(found)) if len(found) < len(proposal.workers) else ()
+
+
+def check_view(view: View, vranks: int) -> None:
+    """Assert what holds of every view."""
+    workers = list(view.workers)
+    require(workers == sorted(set(workers)), f"view {view.number} repeats a member")
+    require(set(view.owners) <= set(workers), f"view {view.number}: a stranger owns a rank")
+    spare = set(view.spares)
+    require(spare <= set(workers) - set(view.owners), f"view {view.number}: a spare owns a rank")
+    require(len(view.owners) == vranks, f"view {view.number}: a virtual rank has no owner")
