@@ -25,6 +25,7 @@ GOES_ON = {  # to its end: what comes to light late in a job is not cut off
     "tells_values": False,
     "forgetful": False,
     "feeds": False,
+    "spares": 0,
 }
 # Mistakes that only a rare situation brings to light: their swarms are aimed at it.
 PARTITIONS = {
@@ -154,6 +155,7 @@ FED = {  # workers are lost, and others fed in their place
     "feeds": True,
     "feed_fails": 0.0,
 }
+SPARES = {"slots": 3, "spares": 1, "hot_spares": True, "vranks": 12, "workers_min": 1}
 FLIPS = {  # most of them while an update runs, so that what is saved next is not right
     "slots": 1,
     "loops": (20,),
@@ -244,6 +246,14 @@ TUNED: dict[str, dict[str, object]] = {
     "a_joiner_vouches_for_all": WRONG,
     "wrong_sums_are_kept": WRONG,
     "joiners_are_believed": FORGETFUL,
+    "spares_are_given_tasks_to_balance": SPARES,
+    "who_is_lost_gives_its_place_up": SPARES | {"faults": ("worker_crash",)},
+    "who_is_last_hosts_tasks_in_mid_step": SPARES
+    | {"agents": 2, "agents_late": 0, "nodes_min": 1, "nodes_max": 2}
+    | {"faults": ("worker_crash",)},
+    "everyone_may_be_a_member": SPARES,
+    "hot_spares_are_not_brought_up_to_date": SPARES
+    | {"faults": ("worker_crash",), "loops": (400,), "faults_end_s": 2.0},
     "the_first_step_is_not_fed": FED | {"loops": (400,), "faults_end_s": 8.0},
     "members_copy_at_different_boundaries": FED,
     "who_is_fed_joins_before_it_has_every_step": FED | {"data_s": 0.1},

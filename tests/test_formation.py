@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from holdfast.core.errors import InvariantError
 from holdfast.core.membership import formation as fo
+from holdfast.core.membership import view_making as vm
 from holdfast.core.membership.formation import STEPS_MISSED_MAX
+from holdfast.core.membership.view_making import Room
 from holdfast.core.types import (
     Incarnation,
     LateWorker,
@@ -205,18 +207,18 @@ def test_a_silent_node_stops_the_view_if_others_can_go_on() -> None:
 def test_a_change_is_planned_for_who_can_join_then_for_drains_then_for_too_few() -> None:
     cluster = Cluster(member(0), member(1), status(4))
     situation = cluster.situation(view_of(0, 1))
-    assert fo.why_change(situation, 3, 1, 5) == ("join", "worker 4 joins")
-    assert fo.why_change(situation, 2, 1, 5) is None  # there is no virtual rank for it
-    assert fo.why_change(situation, 2, 3, 5) == ("wait", "the job waits")
-    assert fo.why_change(situation, 2, 2, 5) is None
+    assert fo.why_change(with_room(situation, 3), 1, 5) == ("join", "worker 4 joins")
+    assert fo.why_change(with_room(situation, 2), 1, 5) is None  # there is no virtual rank for it
+    assert fo.why_change(with_room(situation, 2), 3, 5) == ("wait", "the job waits")
+    assert fo.why_change(with_room(situation, 2), 2, 5) is None
     for name in ("n0", "n1"):
         cluster.roster.nodes[name].draining = "asked"
         expected = ("drain", f"node n0 is left ({'asked'})")
-        assert fo.why_change(situation, 2, 3, 5) == expected
+        assert fo.why_change(with_room(situation, 2), 3, 5) == expected
     view = view_of(0, suspended=(lag(1, 5),))
     back = Cluster(member(0), member(1, **WAITING)).situation(view)
-    assert fo.why_change(back, 2, 1, 8) == ("join", "worker 1 joins")
-    assert fo.why_change(back, 1, 1, 8) is None
+    assert fo.why_change(with_room(back, 2), 1, 8) == ("join", "worker 1 joins")
+    assert fo.why_change(with_room(back, 1), 1, 8) is None
 
 
 def test_a_node_is_left_only_if_others_can_go_on() -> None:
@@ -297,13 +299,17 @@ def test_the_view_is_surely_the_newest_if_all_its_members_are_heard_of_and_well(
 # ---------------------------------------------------------------- the next view
 
 
+def with_room(situation: fo.Situation, hosts: int, spares: int = 0) -> fo.Situation:
+    return dataclasses.replace(situation, room=Room(hosts=hosts, spares=spares))
+
+
 def following(cluster: Cluster, view: Any, *, vranks: int = 4, **fields: Any) -> Any:
     owners = tuple(view.workers[v % len(view.workers)] for v in range(vranks))
     situation = cluster.situation(dataclasses.replace(view, owners=owners))
     survivors = fo.survivors_of(situation)
     assert survivors is not None
     workers_min = fields.pop("workers_min", 1)
-    return fo.next_view(situation, survivors, vranks, workers_min, **fields)
+    return fo.next_view(with_room(situation, vranks), survivors, workers_min, **fields)
 
 
 def test_at_rest_who_waits_joins_as_far_as_there_are_virtual_ranks() -> None:
@@ -368,7 +374,7 @@ def test_what_a_member_committed_that_is_left_out_is_not_redone() -> None:
     view = view_of(0, 1, 2)
     survivors = [s for s in cluster.roster.newest.values() if s.worker != 2]
     for propose in (
-        lambda: fo.next_view(cluster.situation(view), survivors, 3, 1),
+        lambda: fo.next_view(with_room(cluster.situation(view), 3), survivors, 1),
         lambda: fo.last_view(cluster.situation(view), survivors),
     ):
         found = propose()
@@ -376,7 +382,7 @@ def test_what_a_member_committed_that_is_left_out_is_not_redone() -> None:
         assert found.resume_step == 6
     older = stopped(2, committed=6, view=ViewNumber(2))  # what it says is of another history
     cluster.hear("n2", older)
-    found = fo.next_view(cluster.situation(view), survivors, 3, 1)
+    found = fo.next_view(with_room(cluster.situation(view), 3), survivors, 1)
     assert found is not None
     assert found.resume_step == 5
 
@@ -411,13 +417,13 @@ def test_all_are_waited_for_at_first_and_after_that_enough() -> None:
 
 def test_a_first_view_hosts_all_and_says_from_where() -> None:
     ready = [status(w) for w in (2, 5, 7)]
-    fresh = fo.initial_view(ready, 2, 0, "")
+    fresh = vm.initial_view(ready, Room(hosts=2), 2, 0, "")
     assert (fresh.workers, fresh.owners, fresh.why) == ((2, 5), (2, 5), "the job starts")
     assert fresh.joiners == fresh.workers
-    again = fo.initial_view(ready, 4, 6, "lost")
+    again = vm.initial_view(ready, Room(hosts=4), 4, 6, "lost")
     assert again.owners == (2, 2, 5, 7)
     assert (again.resume_step, again.why) == (6, "lost: from the checkpoint of step 6")
-    assert fo.initial_view(ready, 4, 0, "lost").why == "lost: from step 0 again"
+    assert vm.initial_view(ready, Room(hosts=4), 4, 0, "lost").why == "lost: from step 0 again"
 
 
 def test_who_must_be_replaced_before_the_job_can_begin() -> None:
@@ -439,11 +445,11 @@ def test_a_view_keeps_its_leader_as_long_as_it_holds_the_state() -> None:
         (None, 0),
     ):
         proposal = following(cluster, view_of(0, 1), vranks=3)
-        view = fo.make_view(proposal, ViewNumber(7), old, cluster.roster)
+        view = vm.make_view(proposal, ViewNumber(7), old, cluster.roster)
         assert (view.number, view.leader) == (7, leader)
         assert [(m.worker, m.agent) for m in view.members] == [(0, "n0"), (1, "n1"), (4, "n4")]
-    first = fo.initial_view([status(4)], 1, 0, "")
-    assert fo.make_view(first, THREE, None, cluster.roster).leader == 4
+    first = vm.initial_view([status(4)], Room(hosts=1), 1, 0, "")
+    assert vm.make_view(first, THREE, None, cluster.roster).leader == 4
 
 
 @given(st.integers(0, 3))
@@ -456,11 +462,11 @@ def test_the_last_view_waits_for_nobody(missing: int) -> None:
 
 
 def test_what_no_view_may_be() -> None:
-    fo.check_view(view_of(0, 1), 2)
+    vm.check_view(view_of(0, 1), 2)
     for view, vranks in (
         (view_of(0, 0), 2),
         (view_of(0, 1, owners=(WorkerId(0), WorkerId(7))), 2),
         (view_of(0, 1), 3),
     ):
         with pytest.raises(InvariantError):
-            fo.check_view(view, vranks)
+            vm.check_view(view, vranks)

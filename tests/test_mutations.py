@@ -16,6 +16,7 @@ import pytest
 
 import mutations_feeding  # noqa: F401 - it plants some
 import mutations_promises  # noqa: F401 - it plants more
+import mutations_spares  # noqa: F401 - it plants some
 import mutations_step  # noqa: F401 - and more
 import mutations_work  # noqa: F401 - and more
 import mutations_wrong  # noqa: F401 - and more
@@ -466,6 +467,7 @@ FIRST_SEED = {
     "what_was_looked_for_in_an_old_view_is_copied_in_a_new_one": 30,
     "who_has_promised_still_leads": 142,
     "who_is_fed_is_not_waited_for_until_all_was_compared": 333,
+    "who_is_last_hosts_tasks_in_mid_step": 60,
     "who_is_behind_is_believed_about_assignments": 296,
     "who_stays_away_is_forgotten": 7,
     "witness_is_ignored": 20,

@@ -413,6 +413,13 @@ def _conflicts(spec: JobSpec, say: Callable[[str], str]) -> Iterator[str]:
             f"{say('stragglers.backup')} must be from 0 to {at_start - 1}: a step of {at_start} "
             "workers needs the result of one at least"
         )
+    if workers.hot_spares and workers.spares == 0:
+        yield f"{say('workers.hot_spares')} needs spares: say how many with --spares"
+    if workers.hot_spares and backup:
+        yield (
+            f"{say('workers.hot_spares')} and {say('stragglers.backup')} exclude each other: set "
+            "one of them to 0, or leave it out"
+        )
     if backup and spec.silent_errors.audit:
         yield (
             f"{say('stragglers.backup')} and {say('silent_errors.audit')} exclude each other: what "

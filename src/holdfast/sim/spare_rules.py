@@ -26,14 +26,17 @@ class SpareRules:
         last, self._last = self._last, view
         if not self._kept and view.spares:
             raise Violation(f"view {view.number} has spares, and none are to be held back")
-        if view.spares and not self._hot:
-            raise Violation(f"view {view.number} has spares that hold no state")
+        cold = (
+            {*view.spares} - {each.worker for each in view.fed} - {*(last.spares if last else ())}
+        )
+        if cold and not self._hot:  # others take the place of who is about to leave
+            raise Violation(f"view {view.number} has spares {sorted(cold)}: they should be warm")
         if frozenset(view.owners) & frozenset(view.spares):
             raise Violation(f"view {view.number}: a spare hosts tasks")
         computing = len(view.members) - len(view.spares)
         if self._kept and computing > self._most:
             raise Violation(f"{computing} workers compute in view {view.number}, and spares should")
-        if view.spares and last is not None and last.number != view.number:
+        if view.spares and view.donors and last is not None and last.number != view.number:
             before = len(last.members) - len(last.spares)
             if computing < before:
                 raise Violation(f"view {view.number} has lost workers, and its spares are not used")

@@ -24,7 +24,12 @@ from holdfast.runtime.contact import job_status
 from holdfast.runtime.rundir import RunDir
 
 POLL_S = 0.01
-ACTIVE = ("computing", "waiting", "ended")  # states of workers that are members of the view
+ACTIVE = (
+    "computing",
+    "waiting",
+    "ended",
+    "hot spare",
+)  # states of workers that are members of the view
 
 
 class RunEnded(AssertionError):

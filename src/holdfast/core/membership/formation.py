@@ -384,9 +384,8 @@ def next_view(
         joiners, back, fed = joiners[: max(most - len(kept), 0)], [], ()
     if at_rest and len(kept) + len(joiners) + len(back) + len(fed) < workers_min:
         return None
-    staying = kept
     joining = sorted(_names(joiners, back, fed))
-    members = sorted([*staying, *joining])
+    members = sorted([*kept, *joining])
     if at_rest:
         # Who is fed may still wait for the last step, and hosts nothing until it has voted once.
         arriving = [each.worker for each in fed]
@@ -398,7 +397,7 @@ def next_view(
         elif len(kept) < len(survivors):
             why = f"worker {spans(drained)} leaves"
     else:
-        hosts = choose_hosts(staying, owners_now, situation.room)
+        hosts = choose_hosts(kept, owners_now, situation.room)
         owners = assign_mid_step(hosts, owners_now)
     if late:
         why = f"worker {spans([s.worker for s in late])} is late in step {step} and is suspended"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from statistics import NormalDist
 
 from holdfast.core.membership.roster import Roster
 from holdfast.core.membership.view_making import Room
@@ -17,7 +18,9 @@ from holdfast.core.types import Incarnation, Stage, View, WorkerId
 
 # 419 unexpected interruptions in 54 days of 16,384 GPUs: "The Llama 3 Herd of Models" (2024), 3.3.4
 LOSS_EVERY_S = 54 * 86_400.0 * 16_384 / 419  # of one worker's time, before anything is observed
-REPLACE_S = 60.0  # likewise
+FORMER = 0.001  # losses that this counts for: what is observed soon weighs more
+REPLACE_S = 60.0  # to replace a worker, before anything is observed
+NORMAL_FROM = 500.0  # from this mean on a Poisson distribution is taken to be normal
 SPARES_MAX = 1 << 20
 ENOUGH = 0.99  # of the time, that many spares or fewer are needed
 
@@ -36,9 +39,11 @@ def spares_needed(mean: float, enough: float = ENOUGH) -> int:
 
     `mean`: that number's mean. Losses are taken to be independent, so it is Poisson distributed.
     """
-    count, term = 0, math.exp(-min(mean, 700.0))
-    total = term
-    while total < enough and count < 10 * mean + 10:
+    if mean > NORMAL_FROM:
+        return math.ceil(NormalDist(mean, math.sqrt(mean)).inv_cdf(enough))
+    count = 0
+    term = total = math.exp(-mean)
+    while total < enough:
         count += 1
         term *= mean / count
         total += term
@@ -92,7 +97,7 @@ class Reserve:
             node.spares_wanted = wanted // len(placed) + (i < wanted % len(placed))
 
     def _needed(self, workers: int) -> tuple[int, str]:
-        rate = (self._losses + 1) / (self._worked_s + LOSS_EVERY_S)
+        rate = (self._losses + FORMER) / (self._worked_s + FORMER * LOSS_EVERY_S)
         replace_s = max(self._replaced_s[-8:], default=REPLACE_S)
         found = spares_needed(rate * workers * replace_s)
         why = (

@@ -67,7 +67,8 @@ class Trust:
                 self._seen[worker].agreed = step
             else:
                 self._seen[worker].covered = step + 1
-        for seen in (self._seen[worker] for worker in set(owners)):  # others were not looked at
+        for worker in dict.fromkeys(owners):  # others were not looked at
+            seen = self._seen[worker]
             if seen.covered <= step:
                 seen.agreed = step + 1
 

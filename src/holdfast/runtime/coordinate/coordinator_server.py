@@ -380,6 +380,8 @@ def _state(status: WorkerStatus, member: bool, view: View | None) -> str:
         return "stopped"
     if not status.has_state:
         return "joining"
+    if view is not None and status.worker in view.spares:
+        return "hot spare"
     return "ended" if status.ended else "waiting" if status.waiting else "computing"
 
 
