@@ -279,7 +279,7 @@ def test_workers_are_told_what_is_new_and_a_view_only_once() -> None:
     fields: list[dict[str, Any]] = [
         dict(pending_view=ViewNumber(2)),
         dict(release_loop=1),
-        dict(save_wanted=True),
+        dict(save_wanted=3),
     ]
     for each in fields:
         (said,) = of(ag.SendWorker, node.want((0, 1), view_number=2, **each))

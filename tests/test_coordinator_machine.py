@@ -167,7 +167,7 @@ def test_a_directive_says_all_and_a_view_only_to_whom_it_is_new() -> None:
     job = begun("a", "b")
     told = job.told["a"]
     assert (told.term, told.agent_incarnation, told.view_number) == (7, 1, 1)
-    assert (told.undecided, told.shutdown, told.save_wanted) == (False, False, False)
+    assert (told.undecided, told.shutdown, told.save_wanted) == (False, False, 0)
     assert told.view is None  # it has said that it knows it
     (answer,) = job.hear("b", job.known["b"])
     assert answer.directive.view == job.view

@@ -87,7 +87,7 @@ def test_a_checkpoint_counts_once_its_state_was_compared() -> None:
     assert counting(saves.finishing(30)) == [30]  # nothing follows in which it would be compared
     saves.loop_entered()
     assert counting(saved(saves, 40, 40)) == []
-    assert counting(saves.want(40)) == [40]  # the job ends
+    assert counting(saves.want(1, 40)) == [40]  # the job ends
     assert counting(saved(saving(), 10, 10)) == [10]  # nothing is ever compared
 
 
@@ -121,10 +121,10 @@ def test_a_copy_that_nobody_took_is_not_made_again_after_every_step() -> None:
 
 def test_an_operator_who_ends_the_job_has_one_checkpoint_made() -> None:
     saves = saving()
-    assert saves.want(12) == []
+    assert saves.want(1, 12) == []
     assert saves.opinion(12, 0.0, leads=False) == (True, False)
     saves.agree(13, a_view(1, range(2)))
-    assert saves.want(13) == []  # asked for again and again until the job has ended
+    assert saves.want(1, 13) == []  # asked for again and again until the job has ended
     assert saves.opinion(13, 0.0, leads=False) == (False, False)
 
 

@@ -9,7 +9,7 @@ import socket
 import sys
 from pathlib import Path
 
-from holdfast.cli.shared_options import add_checks, add_secret, add_tls
+from holdfast.cli.shared_options import add_checks, add_notices, add_secret, add_tls
 from holdfast.core.errors import UserError
 from holdfast.core.types import AgentId, ProcessRole
 from holdfast.health.external_checks import parse_checks, save_checks
@@ -61,6 +61,15 @@ def parser() -> argparse.ArgumentParser:
         help="directory for this node's logs and ledger; the job's own run directory if shared "
         "(default: holdfast-runs/NAME)",
     )
+    found.add_argument(
+        "--notice-s",
+        type=float,
+        default=float("inf"),
+        metavar="SECONDS",
+        help="this machine ends so many seconds after it has sent this command SIGTERM: the time "
+        "that a cluster manager gives (default: others take over its work, however long it takes)",
+    )
+    add_notices(found)
     add_checks(found)
     return found
 
@@ -70,6 +79,8 @@ def main(argv: list[str]) -> int:
     contact = contact_by(options.join, client_of(options.tls))
     if options.nproc is not None and options.nproc < 1:
         raise UserError(f"--nproc {options.nproc}: at least 1 worker is needed")
+    if not options.notice_s > 0:
+        raise UserError(f"--notice-s {options.notice_s:g}: say how many seconds, more than 0")
     checks = parse_checks(options.check, options.check_limit_s)
     secret = load_secret(os.environ, file=options.secret_file, run_dir=options.run_dir)
     reply = ask(contact, secret, JoinRequest(), JoinReply, options.patience_s)
@@ -91,6 +102,8 @@ def main(argv: list[str]) -> int:
             join=options.join,
             tls=options.tls.absolute() if options.tls is not None else None,
             first_incarnation=incarnation_now() if options.name else 1,
+            notice_s=options.notice_s,
+            notices=options.notices,
         ),
         spec,
     )

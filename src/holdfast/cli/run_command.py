@@ -13,7 +13,7 @@ from pathlib import Path
 
 from holdfast.cli.job_config import JobConfig, read_config, write_config
 from holdfast.cli.job_options import add_settings, given_settings
-from holdfast.cli.shared_options import add_checks, add_secret, add_tls
+from holdfast.cli.shared_options import add_checks, add_notices, add_secret, add_tls
 from holdfast.core.errors import UserError, WorldError
 from holdfast.core.job_spec import JobSpec, as_flag, as_key, find_problem, with_settings
 from holdfast.core.settings import Setting
@@ -87,6 +87,7 @@ def _add_launch(found: argparse.ArgumentParser) -> None:
     group.add_argument("--port", type=int, default=0, help="listen here (default: a free port)")
     add_secret(group, "HOLDFAST_SECRET, or a new one in the run directory")
     add_tls(group)
+    add_notices(group)
     add_checks(found)
     group.add_argument(
         "--faults",
@@ -115,7 +116,7 @@ def main(argv: list[str]) -> int:
         site = CoordinatorSite(
             run_dir=run_dir, listener=listener, host=options.host, tls=options.tls
         )
-        return launch_job(site, spec)
+        return launch_job(site, spec, notices=options.notices)
 
 
 def write_new(path: Path, text: str) -> None:

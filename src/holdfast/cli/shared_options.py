@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from holdfast.health.external_checks import LIMIT_S
+from holdfast.runtime.node.notices import notice_source
 
 
 def add_secret(parser: argparse._ActionsContainer, otherwise: str) -> None:
@@ -27,6 +28,25 @@ def add_tls(parser: argparse._ActionsContainer) -> None:
         help="encrypt the control plane with TLS; DIR holds this machine's certificate tls.crt "
         "with its key tls.key, and ca.crt, the authority of all the job's certificates",
     )
+
+
+def add_notices(parser: argparse._ActionsContainer) -> None:
+    """Add --notices: where to ask whether this machine is about to be taken away."""
+    parser.add_argument(
+        "--notices",
+        type=source_name,
+        default="",
+        metavar="SOURCE",
+        help="ask there every two seconds whether this machine is about to be taken away, and have "
+        "others take over its work before: aws, gcp, azure, or the URL of your own server, which "
+        'answers 204, or 200 with {"in_s": 30, "reason": "..."} (docs/clusters.md)',
+    )
+
+
+def source_name(text: str) -> str:
+    """Check a source of notices. UserError."""
+    notice_source(text)
+    return text
 
 
 def add_checks(parser: argparse.ArgumentParser) -> None:

@@ -36,6 +36,7 @@ class CoordinatorPolicy:
     spares: int | None = 0  # on each node; None: as many as losses make it worth
     hot_spares: bool = False  # spares are members, and hold the state
     feeds: bool = False  # workers receive the state while others train, and join when they have it
+    keeps: bool = False  # checkpoints
     retreats_max: int = 3  # times that the job goes back without coming further in between
     restart: RestartPolicy = field(default_factory=RestartPolicy)
 
@@ -335,6 +336,7 @@ class JobSpec:
             hang_s=self.workers.hang_s,
             spares=self.workers.spares,
             hot_spares=self.workers.hot_spares,
+            keeps=bool(self.checkpoints.store),
             feeds=self.nodes.join_rate > 0,
             speculation=self.stragglers.speculation_budget - self.copies,
             restart=RestartPolicy(losses_max=self.workers.losses_max),

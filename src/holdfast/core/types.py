@@ -355,7 +355,7 @@ class Directive:
     release_loop: int = 0
     undecided: bool = False  # the coordinator still learns what there is: go on as before
     shutdown: bool = False
-    save_wanted: bool = False  # the job ends: the state at the next boundary should be saved
+    save_wanted: int = 0  # the newest order to save the state at the next boundary; 0: none
     follow: FollowOrder | None = None
 
 
@@ -367,7 +367,7 @@ class WorkerDirective:
     pending_view: ViewNumber = NO_VIEW
     view: View | None = None
     release_loop: int = 0
-    save_wanted: bool = False
+    save_wanted: int = 0
     follow: FollowOrder | None = None
     acting_until: float = float("inf")  # its node's clock: it promises its view then
 

@@ -40,6 +40,8 @@ class Node:
     join: str
     tls: Path | None = None
     first_incarnation: int = 1
+    notice_s: float = float("inf")  # from SIGTERM to this machine's end
+    notices: str = ""  # where to ask whether it is to be taken away
 
     def processes(self, spec: JobSpec) -> list[Kept]:
         """Return the processes to keep running: the agent, and a writer if there is a store."""
@@ -82,6 +84,8 @@ class Node:
                 *("--incarnation", str(self.first_incarnation + starts - 1)),
                 *("--nproc", str(self.nproc), "--parent", str(os.getpid())),
                 *(("--tls", str(self.tls)) if self.tls is not None else ()),
+                *(("--notice-s", str(self.notice_s)) if self.notice_s < float("inf") else ()),
+                *(("--notices", self.notices) if self.notices else ()),
                 *(("--orders", str(orders.fileno())) if orders is not None else ()),
             ]
 
@@ -129,10 +133,13 @@ class CoordinatorSite:
         )
 
 
-def launch_job(site: CoordinatorSite, spec: JobSpec, *, resume: bool = False) -> int:
+def launch_job(
+    site: CoordinatorSite, spec: JobSpec, *, resume: bool = False, notices: str = ""
+) -> int:
     """Run a job to its end. Returns the exit status: 0 success, 1 failure, 130 after Ctrl-C.
 
-    `resume`: it has run before; how it ended then does not count.
+    `resume`: it has run before; how it ended then does not count. `notices`: whom to ask whether
+    this machine is to be taken away.
     """
     host = f"[{site.host}]" if ":" in site.host else site.host
     join = spec.nodes.election or f"{host}:{site.listener.getsockname()[1]}"
@@ -150,6 +157,7 @@ def launch_job(site: CoordinatorSite, spec: JobSpec, *, resume: bool = False) ->
         join=join,
         tls=site.tls,
         first_incarnation=incarnation_now() if resume else 1,
+        notices=notices,
     )
     election = ["--election", spec.nodes.election] if spec.nodes.election else []
     coordinator = site.coordinator(election, ["--resume"] if resume else [])

@@ -89,6 +89,7 @@ class World:
             hang_s=options.hang_s,
             speculation=options.speculation,
             retreats_max=1000,
+            keeps=options.save_every > 0,
             spares=options.spares,
             hot_spares=options.hot_spares,
             feeds=options.feeds,

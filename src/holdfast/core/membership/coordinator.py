@@ -48,6 +48,7 @@ from holdfast.core.membership.formation import (
     why_broken,
     why_change,
 )
+from holdfast.core.membership.last_saves import LastSaves
 from holdfast.core.membership.progress import Progress
 from holdfast.core.membership.reserve import Reserve, ReservePolicy
 from holdfast.core.membership.restart import quarantine, quarantine_wrong, replace_lost
@@ -117,6 +118,7 @@ class CoordinatorMachine:
             virtual_ranks=policy.virtual_ranks, spares=policy.spares, hot=policy.hot_spares
         )
         self._reserve = Reserve(held_back, now)
+        self._last_saves = LastSaves(term)
         self._agenda = Agenda(policy, self._roster, now)
         self._event_log = EventLog(record.slots if record else ())
         self._finished = False
@@ -145,10 +147,9 @@ class CoordinatorMachine:
 
     def _stop(self, reason: str, saves: bool, now: float) -> Announce:
         if saves and self._stopping is None:
-            after = max(
-                self._progress.step, 1
-            )  # as far as it is known: reports may be on their way
+            after = max(self._progress.step, 1)  # as far as reports have told until now
             self._stopping = Stopping(reason, after, now + self._policy.grace_s)
+            self._last_saves.order(self._durable.step, now)
             return Announce("stop", "the job stops after a last checkpoint")
         self._outcome = reason
         return Announce("stop", reason)
@@ -182,6 +183,8 @@ class CoordinatorMachine:
             yield self._learn_until
         if self._stopping is not None:
             yield self._stopping.until
+        if self._last_saves.due_at is not None:
+            yield self._last_saves.due_at
         if self._followers.order is not None:
             ends = (node.leave_by - LEAVE_RESERVE_S for node in self._roster.nodes.values())
             yield from (at for at in ends if at != float("inf"))
@@ -316,6 +319,8 @@ class CoordinatorMachine:
             effects += self._form(self._situation(now))
             effects += self._bring_up(self._situation(now))
             effects += self._invite(self._situation(now))
+            lines = self._last_saves.review(self._situation(now), self._durable.step)
+            effects += [Announce("save", line) for line in lines if policy.keeps]
         return effects
 
     def _learns(self, situation: Situation) -> bool:
@@ -518,7 +523,7 @@ class CoordinatorMachine:
     def _common(self) -> tuple[object, ...]:
         """Return the part of all directives, but for the view, that makes them worth sending."""
         counts = (self._stop_view, self._pending_view, self._number, self._release_loop)
-        ending = self._stopping is not None, self._outcome is None
+        ending = self._last_saves.newest, self._outcome is None
         return *counts, self._learn_until is None, *ending, self._followers.order
 
     def _answer(self, name: AgentId) -> SendDirective:
@@ -543,7 +548,7 @@ class CoordinatorMachine:
             release_loop=self._release_loop,
             undecided=self._learn_until is not None,
             shutdown=self._outcome is not None,
-            save_wanted=self._stopping is not None,
+            save_wanted=self._last_saves.newest,
             follow=self._followers.order,
         )
 

@@ -37,8 +37,8 @@ class Saves:
         self._policy = policy
         self._pace: Pace | None = None
         self._last: int | None = None  # step that was saved, or that this worker began with
-        self._wanted = False  # at the next boundary, by an operator
-        self._stops = False  # the job ends
+        self._wanted = False  # at the next boundary, by an order
+        self._order = 0  # the newest one
         self._settled = False  # nobody will compare what is saved: it counts as it is
         self._busy: int | None = None  # the step whose share is being saved
         self._durable: list[SaveEnded] = []  # not compared yet
@@ -56,11 +56,11 @@ class Saves:
             if step >= committed and any(each not in view.members for each in savers):
                 del self._savers[step, number]
 
-    def want(self, committed: int) -> list[Outcome]:
-        """Save at the next boundary and let it count at once: an operator ends the job."""
-        if self._stops:
+    def want(self, order: int, committed: int) -> list[Outcome]:
+        """Save at the next boundary and let it count at once: the workers are about to end."""
+        if order <= self._order:
             return []
-        self._wanted = self._settled = self._stops = True
+        self._order, self._wanted, self._settled = order, True, True
         return self.compared(committed)
 
     def opinion(self, step: int, now: float, leads: bool) -> tuple[bool, bool]:
@@ -124,7 +124,7 @@ class Saves:
 
     def loop_entered(self) -> None:
         """Further steps compare what is saved again."""
-        self._settled = self._stops
+        self._settled = self._order > 0
 
     def compared(self, committed: int) -> list[Outcome]:
         """Return the checkpoints that count by now."""

@@ -346,8 +346,7 @@ class WorkerMachine:
         self._pending_view = max(self._pending_view, directive.pending_view)
         if directive.stop_view > self._status.promised:
             outcomes += self._promise(directive.stop_view)
-        if directive.save_wanted:
-            outcomes += self._step.saves.want(self._status.committed)
+        outcomes += self._step.saves.want(directive.save_wanted, self._status.committed)
         view = directive.view
         if view is not None and view.number > max(self._status.view, self._status.promised):
             me = view.member(self._status.worker)

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from holdfast.core.errors import WorldError, assert_never
+from holdfast.core.errors import WorldError, assert_never, first_line
 from holdfast.core.membership import agent as machine
 from holdfast.core.types import AgentId, Directive, Incarnation, Tick, WorkerId, WorkerStatus
 from holdfast.health.external_checks import ExternalCheck, load_checks
@@ -31,12 +31,14 @@ from holdfast.net.channel import Channel
 from holdfast.net.secret import read_run_dir
 from holdfast.net.tls import client_of
 from holdfast.runtime.contact import Contact, contact_by
+from holdfast.runtime.node.notices import NoticeSource, notice_source
 from holdfast.runtime.node.worker_process import WorkerProcess, WorkerTemplate
 from holdfast.runtime.rundir import RunDir
 from holdfast.wire.messages import Address, AddressBook, DrainRequest, MoveRequest
 
 FROM_COORDINATOR = (Directive, AddressBook, DrainRequest, MoveRequest)
 RECONNECT_S = 0.1
+NOTICE_EVERY_S = 2.0  # between two questions whether this machine is to be taken away
 HEALTH_S = 10.0  # between two rounds of light checks
 TICK_S_MIN = 0.01
 
@@ -63,15 +65,22 @@ class AgentServer:
         self._quit = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
 
-    async def run(self, contact: Contact, secret: bytes) -> None:
-        """Serve until the job is over and every worker has ended."""
-        leave = machine.Drained("it was asked to leave", leave=True)
+    async def run(
+        self, contact: Contact, secret: bytes, notice_s: float, notices: NoticeSource | None
+    ) -> None:
+        """Serve until the job is over and every worker has ended.
+
+        `notice_s`: from SIGTERM to the end of this machine; `notices`: whom to ask for its end.
+        """
+        leave = machine.Drained("it was asked to leave", leave=True, deadline_s=notice_s)
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, lambda: self._feed(leave))
         tasks = [
             asyncio.ensure_future(self._talk(contact, secret)),
             asyncio.ensure_future(self._watch()),
         ]
+        if notices is not None:
+            tasks.append(asyncio.ensure_future(self._watch_notices(notices)))
         if self._health_directory:
             tasks.append(asyncio.ensure_future(self._watch_health(self._health_directory)))
         await self._quit.wait()
@@ -81,6 +90,22 @@ class AgentServer:
             await self._coordinator.finish()
         for task in tasks:
             task.cancel()
+
+    async def _watch_notices(self, source: NoticeSource) -> None:
+        """Have this node left once its machine is to be taken away."""
+        problem = ""
+        while True:
+            try:
+                found = await asyncio.to_thread(source.poll)
+                if found is not None:
+                    leave = machine.Drained(found.reason, leave=True, deadline_s=found.in_s)
+                    self._feed(leave)
+            except (OSError, WorldError) as error:
+                if not problem:
+                    problem = first_line(error)
+                    text = f"holdfast: agent: no notices can be heard ({problem})"
+                    print(text, file=sys.stderr, flush=True)
+            await asyncio.sleep(NOTICE_EVERY_S)
 
     async def _talk(self, contact: Contact, secret: bytes) -> None:
         """Keep a connection to the coordinator, for ever: it may be restarted at any time."""
@@ -217,6 +242,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--host", help="by which other nodes reach this one")
     parser.add_argument("--parent", type=int)
     parser.add_argument("--tls", type=Path, metavar="DIR", help="with tls.crt, tls.key and ca.crt")
+    parser.add_argument("--notice-s", type=float, default=float("inf"))
+    parser.add_argument("--notices", type=notice_source, help="aws, gcp, azure or a URL")
     parser.add_argument("--orders", type=int, metavar="FD", help="to the checkpoint writer")
     options = parser.parse_args(argv)
     die_with_parent(options.parent)
@@ -240,7 +267,8 @@ def main(argv: list[str]) -> int:
         )
         # Nobody can take over from the only node, so nothing would follow from its checks.
         directory = str(run_dir.path) if spec.nodes_max > 1 else ""
-        await AgentServer(core, template, policy, directory, external).run(contact, secret)
+        server = AgentServer(core, template, policy, directory, external)
+        await server.run(contact, secret, options.notice_s, options.notices)
 
     asyncio.run(serve())
     return 0
