@@ -31,7 +31,7 @@ def add_tls(parser: argparse._ActionsContainer) -> None:
 
 
 def add_notices(parser: argparse._ActionsContainer) -> None:
-    """Add --notices: where to ask whether this machine is about to be taken away."""
+    """Add the option --notices, which says whom to ask whether this machine is taken away."""
     parser.add_argument(
         "--notices",
         type=source_name,

@@ -43,7 +43,7 @@ class NoticeSource:
     base: str = ""  # of the metadata server, if not where the cloud has it
 
     def poll(self) -> Notice | None:
-        """Ask once. Raises OSError or WorldError if nobody answers, or not as agreed."""
+        """Ask once whether there is a notice. OSError or WorldError if nobody answers as agreed."""
         try:
             match self.kind:
                 case "aws":
