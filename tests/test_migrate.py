@@ -6,6 +6,7 @@ import contextlib
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -89,11 +90,11 @@ class Nodes:
         return found
 
 
-@pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Nodes]:
+@contextlib.contextmanager
+def nodes_of(tmp_path: Path, virtual: int) -> Iterator[Nodes]:
     script = tmp_path / "moved.py"
     script.write_text(SCRIPT)
-    options = ["--nproc", "2", "--virtual", "2", "--nodes-max", "4"]
+    options = ["--nproc", "2", "--virtual", str(virtual), "--nodes-max", "4"]
     options += ["--join-pause", "0", "--fingerprint-steps", "4"]
     stop = tmp_path / "stop"
     with LocalRun(tmp_path / "run", options, [str(script), "0.01", str(stop)]) as run:
@@ -101,12 +102,18 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
         yield Nodes(run, stop)
 
 
-def undisturbed(tmp_path: Path, last: str) -> str:
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    with nodes_of(tmp_path, 2) as found:
+        yield found
+
+
+def undisturbed(tmp_path: Path, last: str, virtual: int = 2) -> str:
     """Run the same job alone up to the same step."""
     script = tmp_path / "alone.py"
     text = SCRIPT.replace("until=100_000", f"until={int(last) + 1}")
     script.write_text(text)
-    options = ["--nproc", "1", "--virtual", "2"]
+    options = ["--nproc", "1", "--virtual", str(virtual)]
     with LocalRun(tmp_path / "alone", options, [str(script), "0", str(tmp_path / "no")]) as run:
         assert run.wait(RUN_S) == 0, run.log()
     return (tmp_path / "no.digests").read_text().strip()
@@ -127,6 +134,21 @@ def test_workers_are_moved_and_a_node_drained_without_a_pause(nodes: Nodes, tmp_
         assert not any(e["kind"] == "lost" for e in nodes.run.events())
         found = nodes.finish()
     assert found == undisturbed(tmp_path, found.split()[1])
+
+
+@pytest.mark.slow
+def test_two_nodes_are_drained_at_once_the_leaders_too(tmp_path: Path) -> None:
+    with nodes_of(tmp_path, 4) as nodes, nodes.node("b", 2):
+        nodes.run.until_members(4, RUN_S)
+        with nodes.node("c", 4):
+            nodes.spares("c", 4)
+            with ThreadPoolExecutor(2) as pool:
+                for drained in pool.map(lambda name: nodes("drain", name), ("node0", "b")):
+                    assert drained.returncode == 0, drained.stderr
+            assert not any(e["kind"] == "lost" for e in nodes.run.events())
+            nodes.run.until(lambda: len(nodes.run.members()) == 4, RUN_S, "four members on c")
+            found = nodes.finish()
+    assert found == undisturbed(tmp_path, found.split()[1], 4)
 
 
 def test_what_cannot_be_moved_is_refused_in_one_sentence(nodes: Nodes) -> None:
