@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from holdfast.core.membership import formation
+from holdfast.core.membership import view_making
 from holdfast.core.membership.followers import Followers
-from holdfast.core.membership.formation import Proposal, Situation
+from holdfast.core.membership.formation import Situation
 from holdfast.core.membership.roster import Roster
+from holdfast.core.membership.view_making import Proposal
 from holdfast.core.step import effects as ef
 from holdfast.core.step.events import Row
 from holdfast.core.step.feeding import Feeding
@@ -87,7 +88,7 @@ def a_view_without_tasks_for_who_was_fed_proves_it(patch: pytest.MonkeyPatch) ->
         found = proposal.joiners
         return tuple(sorted(found)) if len(found) < len(proposal.workers) else ()
 
-    patch.setattr(formation, "_unproven", unproven)
+    patch.setattr(view_making, "_unproven", unproven)
     return Machines()
 
 

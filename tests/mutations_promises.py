@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from holdfast.core.membership import coordinator as co
-from holdfast.core.membership import formation
+from holdfast.core.membership import view_making
 from holdfast.core.membership.agent import AgentEffect, AgentMachine
 from holdfast.core.membership.durable import Durable
 from holdfast.core.membership.formation import Situation
@@ -86,7 +86,7 @@ def too_few_workers_go_on(patch: pytest.MonkeyPatch) -> Machines:
 
 @mutation
 def each_view_has_another_leader(patch: pytest.MonkeyPatch) -> Machines:
-    plain = formation.make_view
+    plain = view_making.make_view
 
     def make_view(proposal: Any, number: Any, old: View | None, roster: Roster) -> View:
         return plain(proposal, number, None, roster)

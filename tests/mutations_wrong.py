@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from holdfast.core.membership import formation
-from holdfast.core.membership.formation import Proposal
 from holdfast.core.membership.roster import Roster
+from holdfast.core.membership.view_making import Proposal
 from holdfast.core.step import audit
 from holdfast.core.step import effects as ef
 from holdfast.core.step.audit import Court, Ruling, Sentence

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.core.membership.formation import Proposal, make_view
 from holdfast.core.membership.progress import Progress
+from holdfast.core.membership.view_making import Proposal, make_view
 from holdfast.core.step.audit import Audit, Court, Ruling, Sentence
 from holdfast.core.step.newcomers import Newcomers, Refusal
 from holdfast.core.types import Incarnation, Phase, View, ViewNumber, WorkerId, WorkerStatus
