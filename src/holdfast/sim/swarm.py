@@ -54,6 +54,7 @@ def run_seed(
     """
     options = draw(seed, small) if nodes is None else draw_large(seed, nodes)
     if tuned:
+        tuned = {"spares": 0} | tuned if "slots" in tuned else tuned
         options = dataclasses.replace(options, **tuned)  # type: ignore[arg-type]
     world = World(options, machines or Machines(), listener)
     failure = ""
