@@ -57,6 +57,7 @@ class Job:
         self.known: dict[str, WorkerStatus] = {}
         self.told: dict[str, Directive] = {}
         self.done: list[ce.CoordinatorEffect] = []
+        self._asks: dict[str, dict[str, Any]] = {}
         self._seq = 0
         for name in names:
             self.hear(name)
@@ -78,9 +79,15 @@ class Job:
         self.now += self.pause_s
         told = self.told.get(AgentId(name))
         ending = told is not None and told.shutdown
-        values = dict(incarnation=Incarnation(1), seq=self._seq, slots=1, ending=ending) | fields
+        values = dict(incarnation=Incarnation(1), seq=self._seq, slots=1, ending=ending)
+        values |= self._asks.get(name, {}) | fields
         report = AgentReport(agent=AgentId(name), workers=tuple(statuses), **values)
         return self.feed(ce.ReportArrived(report))
+
+    def node(self, name: str, **asks: Any) -> None:
+        """Have a node ask for something, in every report from here on."""
+        self._asks[name] = asks
+        self.hear(name, self.known[name], view_known=self.number)
 
     def pass_time(self, until: float) -> None:
         """Tick at every deadline until then; all nodes are heard meanwhile."""
@@ -381,6 +388,25 @@ def test_events_of_workers_are_told_with_their_worker() -> None:
 
 
 # ---------------------------------------------------------------- the end
+
+
+def test_a_job_that_is_taken_away_whole_is_saved_at_once_and_as_late_as_can_be() -> None:
+    job = begun("a", "b", keeps=True)
+    job.say("a", 0, committed=6)
+    job.node("a", draining="taken away", leaves_in_s=60.0)
+    assert not job.told["a"].save_wanted  # worker 1 can go on
+    job.node("b", draining="taken away", leaves_in_s=50.0)
+    first = job.told["a"].save_wanted
+    assert first
+    job.pass_time(103.0)
+    job.say("a", 0, committed=9, saved=7)  # it took three seconds
+    job.pass_time(152.5)
+    assert job.told["a"].save_wanted == first
+    job.pass_time(153.5)
+    assert job.told["a"].save_wanted == first + 1
+    texts = [e.text for e in job.done if isinstance(e, ce.Announce) and e.kind == "save"]
+    assert len(texts) == 2
+    assert texts[0] == "all workers are taken away in 60 s: a checkpoint is made"
 
 
 def test_an_operator_stops_the_job_at_once_or_after_a_last_checkpoint() -> None:

@@ -107,7 +107,7 @@ class Faults:
         match kind:
             case "agent_crash" | "agent_lost" | "partition" | "data_partition" | "writer_crash":
                 self._strike_node(kind)
-            case "agent_freeze" | "node_freeze" | "drain" | "move":
+            case "agent_freeze" | "node_freeze" | "drain" | "move" | "notice":
                 self._strike_node(kind)
             case "rack_crash" | "rack_partition":
                 self._strike_rack(kind)
@@ -233,6 +233,13 @@ class Faults:
                 host.drained = True
                 host.handle(ag.Drained("asked for", rng.choice(("", "disk"))))
                 self._heals(duration_s, host.handle, ag.Drained(""))
+            case "notice":  # of the end of this machine; another one comes later
+                self._note(kind)
+                host.drained = True
+                in_s = rng.uniform(0.5, 8.0)
+                host.handle(ag.Drained("taken away", deadline_s=in_s))
+                self._heals(in_s, host.crash)
+                self._heals(in_s + duration_s, host.start)
             case "move" if host.processes:
                 self._note(kind)
                 worker, to = rng.choice(sorted(host.processes)), rng.choice(hosts).name

@@ -236,7 +236,8 @@ def draw(seed: int, small: bool = False) -> Options:
     options = _with_rounds(options, Random(f"rounds {seed} {small}"))
     options = _with_forgetful_scripts(options, Random(f"forgetful {seed} {small}"))
     options = _with_feeds(options, Random(f"feeds {seed} {small}"))
-    return _with_spares(options, Random(f"spares {seed} {small}"))
+    options = _with_spares(options, Random(f"spares {seed} {small}"))
+    return _with_notices(options, Random(f"notices {seed} {small}"))
 
 
 def _with_spares(options: Options, rng: Random) -> Options:
@@ -246,6 +247,13 @@ def _with_spares(options: Options, rng: Random) -> Options:
     spares, hot = rng.randint(1, options.slots - 1), rng.random() < 0.5
     fewest = min(options.workers_min, options.slots - spares)
     return dataclasses.replace(options, spares=spares, hot_spares=hot, workers_min=fewest)
+
+
+def _with_notices(options: Options, rng: Random) -> Options:
+    """Take machines away after a notice, in some runs."""
+    if rng.random() < 0.8:
+        return options
+    return dataclasses.replace(options, faults=(*options.faults, "notice"))
 
 
 def _with_feeds(options: Options, rng: Random) -> Options:

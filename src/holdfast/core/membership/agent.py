@@ -246,7 +246,8 @@ class AgentMachine:
                     sooner = now + deadline_s < self._leave_by
                     urgent = sooner or (reason, failing) != (self._draining, self._failing)
                     self._draining, self._failing, self._leaves = reason, failing, leave
-                    self._leave_by = min(self._leave_by, now + deadline_s) if leave else deadline_s
+                    leave_by = now + deadline_s
+                    self._leave_by = min(self._leave_by, leave_by) if leave else leave_by
             case MoveAsked(leaving):
                 urgent = self._move(leaving)
             case Tick():
