@@ -72,10 +72,8 @@ def what_was_not_reported_does_not_run(patch: pytest.MonkeyPatch) -> Machines:
 def too_few_workers_go_on(patch: pytest.MonkeyPatch) -> Machines:
     plain = co.why_change
 
-    def why_change(
-        situation: Situation, vranks: int, workers_min: int, step: int
-    ) -> tuple[str, str] | None:
-        return plain(situation, vranks, 1, step)
+    def why_change(situation: Situation, workers_min: int, step: int) -> tuple[str, str] | None:
+        return plain(situation, 1, step)
 
     patch.setattr(co, "why_change", why_change)
     return Machines()
@@ -201,11 +199,11 @@ def a_worker_in_its_own_code_is_taken_to_rest(patch: pytest.MonkeyPatch) -> Mach
 
 @mutation
 def nobody_is_asked_to_join(patch: pytest.MonkeyPatch) -> Machines:
-    patch.setattr(co, "why_change", lambda situation, vranks, workers_min, step: None)
+    patch.setattr(co, "why_change", lambda situation, workers_min, step: None)
     return Machines()
 
 
 @mutation
 def views_follow_each_other_for_no_reason(patch: pytest.MonkeyPatch) -> Machines:
-    patch.setattr(co, "why_change", lambda situation, vranks, workers_min, step: ("join", "again"))
+    patch.setattr(co, "why_change", lambda situation, workers_min, step: ("join", "again"))
     return Machines()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.membership import formation
+from holdfast.core.membership import view_making
 from holdfast.core.membership.roster import Roster
 from holdfast.core.membership.view_making import Proposal
 from holdfast.core.step import audit
@@ -79,10 +79,10 @@ def joiners_are_believed(patch: pytest.MonkeyPatch) -> Machines:
 
 @mutation
 def who_was_unproven_is_proved_by_a_new_view(patch: pytest.MonkeyPatch) -> Machines:
-    plain = formation._unproven
+    plain = view_making._unproven
 
     def unproven(proposal: Proposal, old: View | None, roster: Roster) -> tuple[WorkerId, ...]:
         return plain(proposal, None, roster)
 
-    patch.setattr(formation, "_unproven", unproven)
+    patch.setattr(view_making, "_unproven", unproven)
     return Machines()

@@ -40,6 +40,7 @@ class Saves:
         self._wanted = False  # at the next boundary, by an order
         self._order = 0  # the newest one
         self._settled = False  # nobody will compare what is saved: it counts as it is
+        self._members: tuple[Member, ...] = ()  # of the present view
         self._busy: int | None = None  # the step whose share is being saved
         self._durable: list[SaveEnded] = []  # not compared yet
         self._savers: dict[tuple[int, ViewNumber], tuple[Member, ...]] = {}  # of what may count
@@ -49,6 +50,7 @@ class Saves:
         if self._pace is None:
             self._pace = Pace(self._policy.pace, now)
         self._pace.members((m.worker, m.incarnation) for m in view.members)
+        self._members = view.members
 
     def left(self, view: View, committed: int) -> None:
         """Forget what was not compared in time with somebody who has saved a share of it."""
@@ -93,7 +95,8 @@ class Saves:
         if not self._policy.enabled or agreed is None or agreed[0] != step:
             return []
         self._last = self._busy = step
-        self._savers[step, agreed[1].number] = agreed[1].members
+        if all(each in self._members for each in agreed[1].members):  # else nobody can compare it
+            self._savers[step, agreed[1].number] = agreed[1].members
         return [SaveShare(step, agreed[1])]
 
     def copied(self, step: int, now: float, stall_s: float, problem: str) -> None:
