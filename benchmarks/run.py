@@ -14,12 +14,15 @@ from pathlib import Path
 
 import checkpoint
 import failover
+import joining
 import links
 import loading
+import moving
 import partition
 import recovery
 import scale
 import silent
+import spares
 import step_cost
 import step_time
 import stragglers
@@ -362,6 +365,7 @@ def _wrong_lines(table: silent.Table) -> Iterator[str]:
 SHEETS: dict[str, tuple[Callable[[], Iterator[str]], ...]] = {
     "TRAINING": (step_lines, cost_lines, recovery_lines),
     "LOADING": (loading.lines,),
+    "MOVING": (joining.lines_of_sheet, moving.lines, spares.lines),
     "CHECKPOINTS": (checkpoint_lines,),
     "STRAGGLERS": (
         detection_lines,
