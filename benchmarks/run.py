@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import checkpoint
+import compat
 import failover
 import joining
 import links
@@ -365,6 +366,7 @@ def _wrong_lines(table: silent.Table) -> Iterator[str]:
 SHEETS: dict[str, tuple[Callable[[], Iterator[str]], ...]] = {
     "TRAINING": (step_lines, cost_lines, recovery_lines),
     "LOADING": (loading.lines,),
+    "COMPAT": (compat.lines,),
     "MOVING": (joining.lines_of_sheet, moving.lines, spares.lines),
     "CHECKPOINTS": (checkpoint_lines,),
     "STRAGGLERS": (

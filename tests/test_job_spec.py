@@ -47,6 +47,8 @@ def values_of(setting: Setting) -> st.SearchStrategy[object]:
     found: st.SearchStrategy[object]
     if setting.key == "nodes.election":
         return st.sampled_from(["", URL])
+    if setting.key == "compat.preload":
+        return st.sampled_from(["", "a.b,c"])
     if setting.key == "checkpoints.store":
         return st.sampled_from([absolute_store(each) if each else "" for each in STORES])
     if setting.base is bool:
@@ -252,6 +254,21 @@ def test_a_bad_value_is_named_wherever_it_comes_from(
         decode_job(encode_job(spec))
     with pytest.raises((WireError, UnicodeEncodeError, OverflowError)):
         decode(encode(JoinReply(spec=spec, seen_as="")), JoinReply)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ("--compat --virtual 8", "--virtual 8 has no effect with --compat: leave it out"),
+        ("--compat --audit 0.5", "--audit 0.5 has no effect with --compat: leave it out"),
+        ("--compat --store /x", "--store /x has no effect with --compat: leave it out"),
+        ("--waiting 3", "--waiting 3 has an effect only with --compat: add that, or leave it out"),
+    ],
+)
+def test_options_that_a_script_has_no_use_for(options: str, problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
+        make_spec(parser().parse_args([*options.split(), __file__]))
+    assert make_spec(parser().parse_args(["--compat", "--waiting", "0", __file__])).compat.enabled
 
 
 def test_backup_and_audit_exclude_each_other() -> None:

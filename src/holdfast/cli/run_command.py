@@ -15,7 +15,14 @@ from holdfast.cli.job_config import JobConfig, read_config, write_config
 from holdfast.cli.job_options import add_settings, given_settings
 from holdfast.cli.shared_options import add_checks, add_notices, add_secret, add_tls
 from holdfast.core.errors import UserError, WorldError
-from holdfast.core.job_spec import JobSpec, as_flag, as_key, find_problem, with_settings
+from holdfast.core.job_spec import (
+    JobSpec,
+    as_flag,
+    as_key,
+    find_problem,
+    find_unheeded,
+    with_settings,
+)
 from holdfast.core.settings import Setting
 from holdfast.health.external_checks import parse_checks, save_checks
 from holdfast.net.secret import SECRET_BYTES_MIN, VARIABLE, load_secret
@@ -188,6 +195,8 @@ def make_job(options: argparse.Namespace) -> JobSpec:
 def make_spec(options: argparse.Namespace) -> JobSpec:
     """Make a job that can be launched here and now. UserError says what is in its way."""
     spec = make_job(options)
+    if problem := find_unheeded(spec, as_flag):
+        raise UserError(problem)
     if not spec.script:
         raise UserError("there is no script to run: name one after the options, or in --config")
     if not Path(spec.script).is_file():
@@ -196,6 +205,8 @@ def make_spec(options: argparse.Namespace) -> JobSpec:
         _check_unused(spec.checkpoints.store)
     if options.faults is None:
         return spec
+    if spec.compat.enabled:
+        raise UserError("--faults has no effect with --compat: leave one of them out")
     _check_faults(options.faults)
     args = (str(options.faults.absolute()), spec.script, *spec.args)
     return dataclasses.replace(spec, script=DISTURBED, args=args)

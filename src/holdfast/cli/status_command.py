@@ -46,9 +46,11 @@ def show(status: dict[str, Any]) -> None:
         f"[bold]{status['state']}[/bold]  view {status['view']}  step {status['step']}  "
         f"coordinator pid {status['coordinator']['pid']}  agents {agents}"
     )
-    table = Table("worker", "pid", "incarnation", "state", "step", "virtual ranks")
+    ranks_are = "rank" if status["group"] else "virtual ranks"
+    table = Table("worker", "pid", "incarnation", "state", "step", ranks_are)
     for worker in status["workers"]:
-        mark = " (leader)" if worker["id"] == status["leader"] else ""
+        leads = worker["id"] == status["leader"] and not status["group"]
+        mark = " (leader)" if leads else ""
         ranks = " ".join(map(str, worker["virtual_ranks"]))
         row = (worker["pid"], worker["incarnation"], worker["state"], worker["step"], ranks)
         table.add_row(f"{worker['id']}{mark}", *map(str, row))

@@ -20,6 +20,27 @@ from holdfast.core.types import ProcessRole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPolicy:
+    """Holds the settings that decide about groups of processes (core/membership/group.py)."""
+
+    nodes_min: int = 1
+    nodes_max: int = 1
+    spares: int | None = None  # on each node; None: as many as work there
+    restarts_max: int = 3  # in a row, without progress in between
+    steady_s: float = 600.0  # a group that has lived this long has made progress
+    hang_s: float = 1800.0  # a group that is idle for this long hangs
+    settle_s: float = 3.0  # after the last node came, before a group of fewer than there may be
+    late_s: float = 120.0  # nodes that are not ready by then are not waited for
+    backoff_s: float = 0.5  # before the second restart in a row; doubled with each further one
+    backoff_max_s: float = 30.0
+    lease: LeasePolicy = field(default_factory=LeasePolicy)
+
+    def working(self, slots: int) -> int:
+        """Return how many of a node's slots work, besides those of spares and of the store."""
+        return (slots - 1) // 2 if self.spares is None else slots - 1 - self.spares
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorPolicy:
     """Holds the settings that the coordinator's decisions depend on."""
 
@@ -262,6 +283,45 @@ class DataSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Compat:
+    """Sets how a script written for torchrun is run: all its processes restart after a failure."""
+
+    enabled: bool = setting(
+        False,
+        "run a script that was written for torchrun as it is: with RANK, WORLD_SIZE, MASTER_ADDR "
+        "and so on in its environment, and a restart of all its processes when one fails",
+        flag="--compat",
+    )
+    restarts_max: int = setting(
+        3,
+        "give up when a group of processes fails after this many restarts without progress in "
+        "between",
+        metavar="N",
+        least=0,
+    )
+    steady_s: float = setting(
+        600.0,
+        "a group that has run for this many seconds has made progress, unless its script writes "
+        "its step to the file $HOLDFAST_HEARTBEAT: then a step further than any before counts",
+        metavar="SECONDS",
+        least=0,
+    )
+    waiting: int | None = setting(
+        None,
+        "processes that wait on every node, torch imported, to take part after a failure; auto: "
+        "as many as work there",
+        metavar="N",
+        least=0,
+    )
+    preload: str = setting(
+        "",
+        "modules to import before a process is told its rank, besides PyTorch: NAME,NAME,...; not "
+        "those that read the rank or use a GPU as they are imported",
+        metavar="NAMES",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
     """Holds everything that defines a job; the same on all its nodes for its whole life."""
 
@@ -275,6 +335,7 @@ class JobSpec:
     stragglers: Stragglers = field(default_factory=Stragglers)
     silent_errors: SilentErrors = field(default_factory=SilentErrors)
     data: DataSettings = field(default_factory=DataSettings)
+    compat: Compat = field(default_factory=Compat)
 
     @property
     def workers_at_start(self) -> int:
@@ -323,6 +384,28 @@ class JobSpec:
             margin_s=lease_s / 5,
             suspect_s=lease_s / 2,
             abandon_s=self.nodes.abandon_s,
+        )
+
+    def slots(self, nproc: int) -> int:
+        """Return how many processes a node offers to run, of which `nproc` work."""
+        if not self.compat.enabled:
+            return nproc
+        return 1 + nproc + (nproc if self.compat.waiting is None else self.compat.waiting)
+
+    def modules(self) -> tuple[str, ...]:
+        """Return what a script for torchrun wants imported before it is told its rank."""
+        return tuple(filter(None, (name.strip() for name in self.compat.preload.split(","))))
+
+    def group_policy(self) -> GroupPolicy:
+        """Return the part of the settings by which groups of processes are decided on."""
+        return GroupPolicy(
+            nodes_min=self.nodes.min,
+            nodes_max=self.nodes_max,
+            spares=self.compat.waiting,
+            restarts_max=self.compat.restarts_max,
+            steady_s=self.compat.steady_s,
+            hang_s=self.workers.hang_s,
+            lease=self.lease(),
         )
 
     def policy(self) -> CoordinatorPolicy:
@@ -427,3 +510,29 @@ def _conflicts(spec: JobSpec, say: Callable[[str], str]) -> Iterator[str]:
             f"{say('stragglers.backup')} and {say('silent_errors.audit')} exclude each other: what "
             "is discarded cannot be compared, so set one of them to 0"
         )
+
+
+_HEEDED = frozenset(  # with --compat
+    {
+        *("workers.nproc", "workers.seed", "workers.threads", "workers.hang_s"),
+        *("nodes.min", "nodes.max", "nodes.election", "nodes.lease_s", "nodes.abandon_s"),
+    }
+)
+
+
+def find_unheeded(spec: JobSpec, name: Naming) -> str:
+    """Name a setting that a script for torchrun, or any other, has no use for; empty: none."""
+    compat = spec.compat.enabled
+    flag = SETTINGS["compat.enabled"].flag
+    for each in SETTINGS.values():
+        value = each.value_in(spec)
+        if value == each.default or (each.section == "compat") == compat:
+            continue
+        if not compat:
+            return f"{name(each, value)} has an effect only with {flag}: add that, or leave it out"
+        if each.key not in _HEEDED:
+            return (
+                f"{name(each, value)} has no effect with {flag}: leave it out, or let the script "
+                "call holdfast.join()"
+            )
+    return ""

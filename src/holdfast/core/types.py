@@ -40,6 +40,7 @@ class ProcessRole(enum.Enum):
     """Says what a process that an agent starts does for the job."""
 
     WORKER = "worker"  # runs the user's script and hosts virtual ranks
+    STORE = "store"  # serves torch.distributed's store to a group (core/membership/group.py)
 
 
 class Stage(enum.Enum):
@@ -149,6 +150,7 @@ class WorkerStatus:
     invalidations: tuple[Invalidation, ...] = ()  # that it knows of
     events: tuple[JobEvent, ...] = ()  # the newest few
     detail: str = ""  # why it was lost, or the traceback of a failure
+    activity: int = 0  # of a group's process: how often its node has seen it at work
     pid: int = 0
     address: str = ""  # where it can be fed, before it is a member
     abreast: int = 0  # the number of the order by which it was fed until nothing was missing
@@ -245,6 +247,7 @@ class View:
     spares: tuple[WorkerId, ...] = ()  # who hosts nothing as long as no other member is lost
     invalidations: tuple[Invalidation, ...] = ()  # that are known
     reason: str = ""
+    restarts: int = 0  # of a group of processes (core/membership/group.py): faults before it
 
     @property
     def workers(self) -> tuple[WorkerId, ...]:

@@ -47,6 +47,11 @@ class WorkerEnvironment:
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> WorkerEnvironment:
         """Take everything from the variables of a process. UserError names one that is wrong."""
+        if "HOLDFAST_GROUP" in environ:
+            raise UserError(
+                "this script calls holdfast.join(), so it needs no torchrun: run it without "
+                "--compat"
+            )
         run_dir = environ.get("HOLDFAST_RUN_DIR")
         role = environ.get("HOLDFAST_ROLE", ProcessRole.WORKER.value)
         if role not in [each.value for each in ProcessRole]:

@@ -367,6 +367,7 @@ class AgentMachine:
             committed=old.committed,
             phase=old.phase,
             proved_at=old.proved_at,
+            activity=old.activity,
         )
         return quiet != old or _TOLD(status) != _TOLD(old)
 

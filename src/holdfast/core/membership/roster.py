@@ -347,6 +347,7 @@ _DECISIVE = attrgetter(
 
 
 _RESTING = attrgetter("committed", "reduced", "waiting")
+_MOVING = attrgetter("committed", "waiting", "activity")
 
 
 def differs(old: WorkerStatus, new: WorkerStatus) -> bool:
@@ -360,4 +361,4 @@ def differs(old: WorkerStatus, new: WorkerStatus) -> bool:
 def moved(old: WorkerStatus, new: WorkerStatus) -> bool:
     """Tell whether this process has come further, or has begun or ended to wait for others."""
     same = old.incarnation == new.incarnation
-    return same and (old.committed, old.waiting) != (new.committed, new.waiting)
+    return same and _MOVING(old) != _MOVING(new)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Collection
 
 from holdfast.core.membership.liveness import ProcessSample
 
@@ -32,3 +33,15 @@ def _switches(pid: int) -> int:
                     if "voluntary_ctxt_switches" in line:
                         total += int(line.split()[1])
     return total
+
+
+def session_cpu_s(leaders: Collection[int]) -> dict[int, float]:
+    """Sum up the processor time of all living processes of these sessions, by session."""
+    found = dict.fromkeys(leaders, 0.0)
+    tick_s = 1.0 / os.sysconf("SC_CLK_TCK")
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError, IndexError), open(f"/proc/{name}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+            if (session := int(fields[3])) in found:
+                found[session] += (int(fields[11]) + int(fields[12])) * tick_s
+    return found

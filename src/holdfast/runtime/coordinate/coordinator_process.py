@@ -27,6 +27,7 @@ from pathlib import Path
 from holdfast.core.errors import Deposed, HoldfastError, WorldError
 from holdfast.core.job_spec import JobSpec
 from holdfast.core.membership import coordinator as machine
+from holdfast.core.membership.group import GroupMachine
 from holdfast.health.measure.lifetime import die_with_parent
 from holdfast.net.channel import connect
 from holdfast.net.secret import load_secret
@@ -92,8 +93,11 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
-def make_machine(spec: JobSpec, loaded: Loaded) -> machine.CoordinatorMachine:
+def make_machine(spec: JobSpec, loaded: Loaded) -> machine.CoordinatorMachine | GroupMachine:
     forgotten = loaded.term if loaded.damage else 0
+    if spec.compat.enabled:
+        now = time.monotonic()
+        return GroupMachine(spec.group_policy(), loaded.term, loaded.record, now, forgotten)
     return machine.CoordinatorMachine(
         spec.policy(), loaded.term, loaded.record, time.monotonic(), forgotten
     )

@@ -25,15 +25,18 @@ from holdfast.core.errors import Deposed, HoldfastError, WireError, WorldError, 
 from holdfast.core.job_spec import JobSpec
 from holdfast.core.membership import coordinator as machine
 from holdfast.core.membership import coordinator_events as ce
+from holdfast.core.membership.group import GroupMachine
 from holdfast.core.types import (
     RELEASE_ALL,
     AgentId,
     AgentReport,
     JobRecord,
     Peer,
+    ProcessRole,
     Stage,
     Tick,
     View,
+    WorkerId,
     WorkerStatus,
 )
 from holdfast.net.channel import Channel, Gate
@@ -110,7 +113,7 @@ class CoordinatorSetup:
 
 
 class CoordinatorServer:
-    """Drives one CoordinatorMachine; everything runs in one event loop.
+    """Drives one CoordinatorMachine or GroupMachine; everything runs in one event loop.
 
     `check` raises Deposed when nothing may be sent any more.
     """
@@ -119,7 +122,7 @@ class CoordinatorServer:
         self,
         setup: CoordinatorSetup,
         spec: JobSpec,
-        core: machine.CoordinatorMachine,
+        core: machine.CoordinatorMachine | GroupMachine,
         journal: Journal,
         check: Callable[[], None] = lambda: None,
     ) -> None:
@@ -309,13 +312,17 @@ class CoordinatorServer:
             "agents": _agents(snapshot),
             "workers": _workers(snapshot),
             "leader": view.leader if view else None,
+            "group": self._spec.compat.enabled,
         }
 
 
 def _agents(snapshot: ce.CoordinatorSnapshot) -> list[dict[str, object]]:
     """List agents, including those of the view that a new coordinator has not heard yet."""
     view = snapshot.record.view
-    members = collections.Counter(m.agent for m in view.members) if view else {}
+    stores = _stores(snapshot)
+    members = collections.Counter(
+        m.agent for m in (view.members if view else ()) if m.worker not in stores
+    )
     heard = {node.agent: node for node in snapshot.agents}
     found: list[dict[str, object]] = []
     for name in sorted({*heard, *members}):
@@ -333,14 +340,21 @@ def _agents(snapshot: ce.CoordinatorSnapshot) -> list[dict[str, object]]:
     return found
 
 
+def _stores(snapshot: ce.CoordinatorSnapshot) -> set[WorkerId]:
+    """Find the processes that serve torch.distributed's store to a group."""
+    return {s.worker for s in snapshot.record.slots if s.role is ProcessRole.STORE}
+
+
 def _workers(snapshot: ce.CoordinatorSnapshot) -> list[dict[str, object]]:
     view = snapshot.record.view
     hosted = view.hosted() if view else {}
     nodes = {slot.worker: slot.agent for slot in snapshot.record.slots}
+    stores = _stores(snapshot)
     found = []
     for status in snapshot.workers:
         member = view is not None and view.includes(status.worker, status.incarnation)
         agreed = view is not None and status.view == view.number  # the worker knows best
+        serves = status.worker in stores and status.stage is Stage.READY
         vranks = status.hosted if agreed else hosted.get(status.worker, ())
         found.append(
             {
@@ -348,7 +362,7 @@ def _workers(snapshot: ce.CoordinatorSnapshot) -> list[dict[str, object]]:
                 "pid": status.pid,
                 "agent": nodes.get(status.worker, ""),
                 "incarnation": status.incarnation,
-                "state": _state(status, member, view),
+                "state": "store" if serves else _state(status, member, view),
                 "virtual_ranks": list(vranks) if member else [],
                 "step": status.committed,
                 "detail": status.detail,

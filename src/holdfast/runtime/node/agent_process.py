@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import os
 import signal
 import sys
@@ -21,6 +22,7 @@ from pathlib import Path
 
 from holdfast.core.errors import WorldError, assert_never, first_line
 from holdfast.core.membership import agent as machine
+from holdfast.core.membership.liveness import FreezePolicy
 from holdfast.core.types import AgentId, Directive, Incarnation, Tick, WorkerId, WorkerStatus
 from holdfast.health.external_checks import ExternalCheck, load_checks
 from holdfast.health.history import Health, Watch
@@ -31,6 +33,7 @@ from holdfast.net.channel import Channel
 from holdfast.net.secret import read_run_dir
 from holdfast.net.tls import client_of
 from holdfast.runtime.contact import Contact, contact_by
+from holdfast.runtime.node.group_watch import GroupWatch, forking
 from holdfast.runtime.node.notices import NoticeSource, notice_source
 from holdfast.runtime.node.worker_process import WorkerProcess, WorkerTemplate
 from holdfast.runtime.rundir import RunDir
@@ -41,6 +44,9 @@ RECONNECT_S = 0.1
 NOTICE_EVERY_S = 2.0  # between two questions whether this machine is to be taken away
 HEALTH_S = 10.0  # between two rounds of light checks
 TICK_S_MIN = 0.01
+LOOKS_PER_HANG = 10
+LOOK_S_MIN, LOOK_S_MAX = 0.25, 10.0
+NEVER_FROZEN = FreezePolicy(stopped_samples=1 << 60, silent_samples=1 << 60)
 
 
 class AgentServer:
@@ -62,6 +68,7 @@ class AgentServer:
         self._coordinator: Channel | None = None
         self._processes: dict[WorkerId, WorkerProcess] = {}
         self._spawning: dict[WorkerId, asyncio.Task[None]] = {}
+        self._group = GroupWatch(template.run_dir) if template.spec.compat.enabled else None
         self._quit = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -81,6 +88,8 @@ class AgentServer:
         ]
         if notices is not None:
             tasks.append(asyncio.ensure_future(self._watch_notices(notices)))
+        if self._group is not None:
+            tasks.append(asyncio.ensure_future(self._watch_group(self._group)))
         if self._health_directory:
             tasks.append(asyncio.ensure_future(self._watch_health(self._health_directory)))
         await self._quit.wait()
@@ -143,6 +152,14 @@ class AgentServer:
                 if sample is not None:
                     self._feed(machine.Sampled(worker, process.incarnation, sample))
             await asyncio.sleep(self._policy.freeze.sample_s)
+
+    async def _watch_group(self, group: GroupWatch) -> None:
+        """Tell of processes that are at work, without their help."""
+        look_s = self._template.spec.workers.hang_s / LOOKS_PER_HANG
+        while True:
+            await asyncio.sleep(min(max(look_s, LOOK_S_MIN), LOOK_S_MAX))
+            for status in group.look(list(self._processes.values()), time.monotonic()):
+                self._feed(machine.WorkerSaid(status))
 
     async def _watch_health(self, directory: str) -> None:
         """Ask to be drained while this machine fails its checks, and for a while after."""
@@ -224,6 +241,9 @@ class AgentServer:
     def _on_message(self, process: WorkerProcess, message: WorkerStatus | Address) -> None:
         if isinstance(message, WorkerStatus):
             if (message.worker, message.incarnation) == (process.worker, process.incarnation):
+                if self._group is not None:
+                    self._group.note(message)
+                    process.label = f"rank {message.hosted[0]}" if message.hosted else process.label
                 self._feed(machine.WorkerSaid(message))
         elif self._coordinator is not None:
             self._coordinator.send(message)
@@ -255,22 +275,26 @@ def main(argv: list[str]) -> int:
     tls = client_of(options.tls)
     contact = contact_by(options.join, tls)
 
+    template = WorkerTemplate(
+        run_dir=run_dir, spec=spec, host=options.host, orders_fd=options.orders
+    )
+
     async def serve() -> None:
         spares = spec.spares(options.nproc)
         policy = machine.AgentPolicy(
             heartbeat_s=spec.nodes.lease_s / 5, lease=spec.lease(), spares=spares
         )
-        slots, incarnation = options.nproc + spares, Incarnation(options.incarnation)
+        if spec.compat.enabled:  # its processes may wait unmoved for as long as they like
+            policy = dataclasses.replace(policy, freeze=NEVER_FROZEN)
+        slots, incarnation = spec.slots(options.nproc) + spares, Incarnation(options.incarnation)
         core = machine.AgentMachine(options.name, incarnation, slots, policy, os.getpid())
-        template = WorkerTemplate(
-            run_dir=run_dir, spec=spec, host=options.host, orders_fd=options.orders
-        )
         # Nobody can take over from the only node, so nothing would follow from its checks.
         directory = str(run_dir.path) if spec.nodes_max > 1 else ""
         server = AgentServer(core, template, policy, directory, external)
         await server.run(contact, secret, options.notice_s, options.notices)
 
-    asyncio.run(serve())
+    with forking(template):
+        asyncio.run(serve())
     return 0
 
 

@@ -15,6 +15,7 @@ import random
 import runpy
 import sys
 import traceback
+from collections.abc import Callable
 from types import TracebackType
 from typing import NoReturn
 
@@ -28,14 +29,30 @@ MODULE = "holdfast.runtime.node.bootstrap"
 
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0, the script's own, or 1 after an exception."""
+    failure_fd = attach()
+    become(argv)
+    return run_told(lambda: _run(argv[0]), failure_fd)
+
+
+def attach() -> int:
+    """Tie this process to its agent; return the descriptor to which a failure is written."""
     die_with_parent(int(os.environ["HOLDFAST_PARENT"]))
     failure_fd = int(os.environ.pop("HOLDFAST_FAILURE_FD"))
     os.set_inheritable(failure_fd, False)
     os.set_inheritable(int(os.environ["HOLDFAST_FD"]), False)
+    return failure_fd
+
+
+def become(argv: list[str]) -> None:
+    """Set arguments and search path as python itself does for a script."""
     sys.argv = argv
-    sys.path[0] = os.path.dirname(os.path.realpath(argv[0]))  # as python itself does
+    sys.path[0] = os.path.dirname(os.path.realpath(argv[0]))
+
+
+def run_told(run: Callable[[], None], failure_fd: int) -> int:
+    """Run a script; tell of its failure, and return the exit code."""
     try:
-        _run(argv[0])
+        run()
     except SystemExit as end:
         if isinstance(end.code, int):
             _tell(failure_fd, f"the script ended with exit code {end.code}")

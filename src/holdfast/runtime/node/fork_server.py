@@ -1,6 +1,6 @@
 """Starts worker processes by forking one that has imported torch already.
 
-    python -m holdfast.runtime.node.fork_server LISTENER_FD PARENT_PID
+    python -m holdfast.runtime.node.fork_server LISTENER_FD PARENT_PID MODULE...
 
 Importing torch takes seconds of processor time, a fork milliseconds. Agents that find the path
 of the server's socket in their environment (`HOLDFAST_FORK_SERVER`) ask it for workers, by one
@@ -18,6 +18,7 @@ import array
 import contextlib
 import ctypes
 import fcntl
+import importlib
 import json
 import os
 import selectors
@@ -33,7 +34,7 @@ from typing import IO, Any, NoReturn
 
 from holdfast.core.job_spec import Workers
 from holdfast.health.measure.lifetime import die_with_parent
-from holdfast.runtime.node import bootstrap
+from holdfast.runtime.node import bootstrap, group_member, group_store
 
 MODULE = "holdfast.runtime.node.fork_server"
 VARIABLE = "HOLDFAST_FORK_SERVER"
@@ -42,6 +43,7 @@ REQUEST_BYTES_MAX = 4 << 20
 NUMBER = struct.Struct("!q")
 CLONE_NEWNET = 0x40000000
 REQUEST_S = 10.0  # for a request to arrive whole
+ENTRIES = {m.MODULE: m.main for m in (bootstrap, group_member, group_store)}
 FREE_FD = 200  # descriptors are moved above it before they are put in their places
 # What Python, torch and the libraries under it read only once, as they are loaded.
 READ_AT_IMPORT = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONPATH", "PYTHONHASHSEED")
@@ -87,13 +89,18 @@ class ForkedProcess:
 
 
 def fork(
-    path: str, arguments: Sequence[str], environment: Mapping[str, str], pass_fds: Sequence[int]
+    path: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    pass_fds: Sequence[int],
+    module: str = bootstrap.MODULE,
 ) -> ForkedProcess | None:
-    """Ask the server whose socket is `path` to run `bootstrap`; None if it refuses, or is gone.
+    """Ask the server whose socket is `path` to run a module; None if it refuses, or is gone.
 
-    Waits until the server has imported torch.
+    `module`: one of ENTRIES. Waits until the server has imported torch.
     """
     request = {
+        "module": module,
         "arguments": list(arguments),
         "environment": dict(environment),
         "directory": os.getcwd(),
@@ -128,16 +135,25 @@ def fork(
 
 
 @contextlib.contextmanager
-def started(path: Path, threads: int = Workers().threads) -> Iterator[None]:
-    """Run a fork server for workers of so many CPU threads, with its socket at `path`."""
+def started(
+    path: Path,
+    threads: int = Workers().threads,
+    variables: Mapping[str, str] | None = None,
+    modules: Sequence[str] = (),
+) -> Iterator[None]:
+    """Run a fork server for workers of so many CPU threads, with its socket at `path`.
+
+    `variables`: those that its processes will have, if not the job's. `modules`: to import besides.
+    """
+    job = bootstrap.environment_of_job(threads, Workers().seed)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen(128)
         server = subprocess.Popen(
-            [sys.executable, "-m", MODULE, str(listener.fileno()), str(os.getpid())],
+            [sys.executable, "-m", MODULE, str(listener.fileno()), str(os.getpid()), *modules],
             env={
                 **os.environ,
-                **bootstrap.environment_of_job(threads, Workers().seed),
+                **(job if variables is None else variables),
                 "PYTHONUNBUFFERED": "1",
             },
             stdin=subprocess.DEVNULL,
@@ -153,8 +169,9 @@ def started(path: Path, threads: int = Workers().threads) -> Iterator[None]:
 class _Server:
     """Forks on request, passes exit statuses on, and kills what belongs to agents that went."""
 
-    def __init__(self, listener: socket.socket) -> None:
+    def __init__(self, listener: socket.socket, modules: Sequence[str]) -> None:
         self._listener = listener
+        self._modules = modules
         self._selector = selectors.DefaultSelector()
         self._environment = dict(os.environ)
         self._children: dict[int, socket.socket] = {}
@@ -202,6 +219,9 @@ class _Server:
         if not self._loaded:
             import holdfast.train.preload  # noqa: F401 - takes seconds
 
+            for name in self._modules:
+                with contextlib.suppress(Exception):  # a process that needs it says why it fails
+                    importlib.import_module(name)
             self._loaded = True
         grouped_read, grouped_write = os.pipe()
         server, pid = os.getpid(), os.fork()
@@ -264,7 +284,7 @@ def _become(request: Mapping[str, Any], descriptors: Sequence[int], server: int)
     sys.path[0] = request["directory"]
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # as different in each process as it is after an import
-    bootstrap.leave(bootstrap.main(request["arguments"]))
+    bootstrap.leave(ENTRIES[request["module"]](request["arguments"]))
 
 
 def _enter_network(namespace: int) -> None:
@@ -312,11 +332,11 @@ def _receive_number(connection: socket.socket) -> int:
 
 
 def main(argv: Sequence[str]) -> NoReturn:
-    listener_fd, parent = map(int, argv)
+    listener_fd, parent = map(int, argv[:2])
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.set_inheritable(listener_fd, False)
-    _Server(socket.socket(fileno=listener_fd)).serve()
+    _Server(socket.socket(fileno=listener_fd), argv[2:]).serve()
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from holdfast.core.errors import WireError, assert_never
 from holdfast.core.job_spec import JobSpec
 from holdfast.core.types import Incarnation, ProcessRole, WorkerId, WorkerStatus
 from holdfast.net import secret
-from holdfast.runtime.node import bootstrap, fork_server
+from holdfast.runtime.node import bootstrap, fork_server, group_member, group_store
 from holdfast.runtime.node.fork_server import ForkedProcess
 from holdfast.runtime.rundir import RunDir
 from holdfast.wire.frames import Opener, Sealer
@@ -50,10 +50,20 @@ class WorkerTemplate:
         """Return the module that a process in this role runs, and its arguments."""
         match role:
             case ProcessRole.WORKER:
-                command = [bootstrap.MODULE, self.spec.script, *self.spec.args]
+                module = group_member.MODULE if self.spec.compat.enabled else bootstrap.MODULE
+                command = [module, self.spec.script, *self.spec.args]
+            case ProcessRole.STORE:
+                command = [group_store.MODULE]
             case _:
                 assert_never(role)
         return command
+
+    def job_variables(self) -> dict[str, str]:
+        """Return the variables of the job; a script for torchrun keeps those that are set."""
+        found = bootstrap.environment_of_job(self.spec.workers.threads, self.spec.workers.seed)
+        if self.spec.compat.enabled:
+            return {name: os.environ.get(name, value) for name, value in found.items()}
+        return found
 
     def environment(
         self,
@@ -67,7 +77,7 @@ class WorkerTemplate:
         inherited = {k: v for k, v in os.environ.items() if k != secret.VARIABLE}
         return {
             **inherited,
-            **bootstrap.environment_of_job(self.spec.workers.threads, self.spec.workers.seed),
+            **self.job_variables(),
             "PYTHONUNBUFFERED": "1",
             "HOLDFAST_FD": str(channel_fd),
             "HOLDFAST_FAILURE_FD": str(failure_fd),
@@ -107,6 +117,8 @@ class WorkerProcess:
         self.pid = 0
         self.running = False
         self.killed_early = False
+        self.printed = 0  # bytes
+        self.label = f"worker {worker}"  # at the head of its lines for people
         self._template = template
         self._popen: _Popen | ForkedProcess | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -132,10 +144,9 @@ class WorkerProcess:
         self.pid, self.running = self._popen.pid, True
         self._open_log()
         reader, self._writer = await asyncio.open_connection(sock=ours)
-        prefix = f"[worker {self.worker}] ".encode()
         self._pipes = [
-            asyncio.ensure_future(self._copy(self._popen.stdout, 1, b"")),
-            asyncio.ensure_future(self._copy(self._popen.stderr, 2, prefix)),
+            asyncio.ensure_future(self._copy(self._popen.stdout, 1)),
+            asyncio.ensure_future(self._copy(self._popen.stderr, 2)),
             asyncio.ensure_future(self._collect_failure(failure_read)),
         ]
         self._tasks = [
@@ -149,9 +160,9 @@ class WorkerProcess:
             self.worker, self.incarnation, channel_fd, failure_fd, self.role
         )
         pass_fds = (channel_fd, failure_fd, *self._template.pass_fds)
-        if (path := os.environ.get(fork_server.VARIABLE)) and command[0] == bootstrap.MODULE:
+        if (path := os.environ.get(fork_server.VARIABLE)) and command[0] in fork_server.ENTRIES:
             forked = await asyncio.to_thread(
-                fork_server.fork, path, command[1:], environment, pass_fds
+                fork_server.fork, path, command[1:], environment, pass_fds, command[0]
             )
             if forked is not None:
                 return forked
@@ -241,17 +252,21 @@ class WorkerProcess:
                 self.kill()
                 return
 
-    async def _copy(self, pipe: IO[bytes] | None, to_fd: int, prefix: bytes) -> None:
+    async def _copy(self, pipe: IO[bytes] | None, to_fd: int) -> None:
         """Pass whole lines on to the console, and everything to the log."""
         rest = b""
         async for data in _chunks(pipe):
             self._write_log(data)
+            self.printed += len(data)
             *lines, rest = (rest + data).split(b"\n")
             if len(rest) > LINE_BYTES_MAX:
                 lines, rest = [*lines, rest], b""
-            _write_all(to_fd, b"".join(prefix + line + b"\n" for line in lines))
+            _write_all(to_fd, b"".join(self._head(to_fd) + line + b"\n" for line in lines))
         if rest:
-            _write_all(to_fd, prefix + rest + b"\n")
+            _write_all(to_fd, self._head(to_fd) + rest + b"\n")
+
+    def _head(self, to_fd: int) -> bytes:
+        return b"" if to_fd == 1 else f"[{self.label}] ".encode()
 
     async def _collect_failure(self, descriptor: int) -> None:
         async for data in _chunks(os.fdopen(descriptor, "rb", buffering=0)):

@@ -1,0 +1,37 @@
+"""Tells a process that works from an idle one, without its help.
+
+Without a heartbeat a process is at work if it, with whatever it has started, uses processor time
+worth the name, or prints. So one that waits while it keeps a processor busy, as NCCL does, passes
+for one at work; a script that writes its step to a file is judged by that alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SHARE_MIN = 0.02  # of one processor; threads that only look after something need less
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivitySample:
+    """Holds one look at a process and at what it has started."""
+
+    at: float  # seconds
+    cpu_s: float  # used so far
+    printed: int  # bytes so far
+    step: int | None = None  # of its heartbeat
+
+
+class ActivityMeter:
+    """Watches one process. `observe` tells whether it was at work since the last look."""
+
+    def __init__(self, first: ActivitySample) -> None:
+        self._last = first
+
+    def observe(self, sample: ActivitySample) -> bool:
+        last, self._last = self._last, sample
+        if sample.step is not None:
+            return sample.step != last.step
+        # What a process that it had started has used is no more in the sum once that has ended.
+        busy = abs(sample.cpu_s - last.cpu_s) > SHARE_MIN * (sample.at - last.at)
+        return busy or sample.printed != last.printed

@@ -1,0 +1,101 @@
+"""Finds what is wrong with a group of processes, and counts what went wrong before. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from holdfast.core.job_spec import GroupPolicy
+from holdfast.core.membership.roster import Roster
+from holdfast.core.types import AgentId, Member, Stage, View, WorkerStatus
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFault:
+    """Says why a group has to end: in some words, and with all that is known, a traceback say."""
+
+    headline: str
+    detail: str = ""
+
+
+class Trials:
+    """Counts the restarts of a job's groups.
+
+    `restarts`: of the whole job. `in_vain`: faults in a row without progress in between. `next_at`:
+    when the next group may begin.
+    """
+
+    def __init__(self, now: float, restarts: int) -> None:
+        self.restarts = restarts
+        self.in_vain = 0
+        self.began_at = now
+        self.next_at = now
+        self.step = 0  # of this group
+        self.stepped_at = now
+        self.furthest = 0  # the greatest step that a process has told of
+        self._furthest_before = 0  # when the last group ended
+
+    def began(self, now: float) -> None:
+        """Note that a group begins."""
+        self.began_at, self.step = now, 0
+
+    def reached(self, step: int, now: float) -> None:
+        """Note a step that a script has told of."""
+        if step > self.step:
+            self.step, self.stepped_at = step, now
+            self.furthest = max(self.furthest, step)
+
+    def still_since(self, moved_at: float) -> float:
+        """Return since when the group does nothing: a script that tells its steps is believed."""
+        return max(self.stepped_at if self.step else moved_at, self.began_at)
+
+    def failed(self, now: float, policy: GroupPolicy) -> None:
+        """Count a fault; the first in a row is followed by a new group at once."""
+        if self.furthest:
+            progress = self.furthest > self._furthest_before
+        else:
+            progress = now >= self.began_at + policy.steady_s
+        self._furthest_before = self.furthest
+        self.restarts += 1
+        self.in_vain = 1 if progress else self.in_vain + 1
+        doublings = min(self.in_vain - 2, 20)
+        wait_s = min(policy.backoff_s * 2.0**doublings, policy.backoff_max_s)
+        self.next_at = now + wait_s if self.in_vain > 1 else now
+
+
+def ranks_of(view: View) -> tuple[Member, ...]:
+    """Return the members that run ranks, in the order of these; the store's process is none."""
+    by_worker = {member.worker: member for member in view.members}
+    return tuple(by_worker[worker] for worker in view.owners)
+
+
+def find_fault(view: View, roster: Roster, lost: Sequence[AgentId]) -> GroupFault | None:
+    """Find the process of a group that has failed; of several, one that a signal ended.
+
+    A report tells of failures as they happen, so several at once are rare: those that follow from
+    the first one, a closed connection for instance, come later.
+    """
+    ranks = ranks_of(view)
+    ended: list[tuple[int, WorkerStatus]] = []
+    for rank, member in enumerate(ranks):
+        if member.agent in lost or member.worker not in roster.slots:
+            return GroupFault(f"node {member.agent} with rank {rank} was lost")
+        status = roster.status(member.worker, member.incarnation)
+        if status is not None and status.stage in (Stage.LOST, Stage.FAILED):
+            ended.append((rank, status))
+        elif roster.dead(member.worker, member.incarnation) and status is None:
+            return GroupFault(f"rank {rank} on {member.agent} was lost: its agent was restarted")
+    if ended:
+        rank, status = min(ended, key=lambda each: (each[1].stage is not Stage.LOST, each[0]))
+        return _told(rank, ranks[rank], status)
+    store = view.member(view.leader)
+    if store is not None and roster.dead(store.worker, store.incarnation):
+        return GroupFault(f"the process of the store on {store.agent} was lost")
+    return None
+
+
+def _told(rank: int, member: Member, status: WorkerStatus) -> GroupFault:
+    first, _, rest = status.detail.partition("\n")
+    if rest:
+        return GroupFault(f"rank {rank} on {member.agent} failed", status.detail)
+    return GroupFault(f"rank {rank} on {member.agent} failed: {first}")

@@ -1,0 +1,81 @@
+"""Watches processes of a group from outside, for an agent, and lets them be forked."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from holdfast.core.membership.activity import ActivityMeter, ActivitySample
+from holdfast.core.types import NO_VIEW, Incarnation, WorkerId, WorkerStatus
+from holdfast.health.measure.procfs import session_cpu_s
+from holdfast.runtime.node import fork_server
+from holdfast.runtime.node.group_member import heartbeat_file, modules_of
+from holdfast.runtime.node.worker_process import WorkerProcess, WorkerTemplate
+from holdfast.runtime.rundir import RunDir
+
+
+class GroupWatch:
+    """Keeps what processes have said of themselves, and adds what is seen of them since."""
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self._run_dir = run_dir
+        self._said: dict[WorkerId, WorkerStatus] = {}
+        self._meters: dict[tuple[WorkerId, Incarnation], ActivityMeter] = {}
+
+    def note(self, status: WorkerStatus) -> None:
+        """Take in what a process says of itself; the newest counts."""
+        self._said[status.worker] = status
+
+    def look(self, processes: Sequence[WorkerProcess], now: float) -> Iterator[WorkerStatus]:
+        """Look at all that run a script; yield statuses of those at work since the last look."""
+        running = {p.worker: p for p in processes if p.running}
+        cpu_s = session_cpu_s({p.pid for p in running.values()})
+        meters, self._meters = self._meters, {}
+        for worker, process in running.items():
+            status = self._said.get(worker)
+            if status is None or status.incarnation != process.incarnation:
+                continue
+            if status.view == NO_VIEW:
+                continue
+            sample = ActivitySample(
+                at=now,
+                cpu_s=cpu_s.get(process.pid, 0.0),
+                printed=process.printed,
+                step=self._step(process),
+            )
+            key = (worker, process.incarnation)
+            meter = self._meters[key] = meters.get(key) or ActivityMeter(sample)
+            if meter.observe(sample):
+                self._said[worker] = status = dataclasses.replace(
+                    status,
+                    seq=status.seq + 1,
+                    activity=status.activity + 1,
+                    committed=max(sample.step or 0, status.committed),
+                )
+                yield status
+
+    def _step(self, process: WorkerProcess) -> int | None:
+        """Return the step that a script has written to its heartbeat file; None if it has not."""
+        path = heartbeat_file(self._run_dir.path, process.worker, process.incarnation)
+        try:
+            return int(Path(path).read_text())
+        except (OSError, ValueError):
+            return None
+
+
+@contextlib.contextmanager
+def forking(template: WorkerTemplate) -> Iterator[None]:
+    """Run a server that forks the processes of a group, unless there is one or they need none."""
+    if not template.spec.compat.enabled or fork_server.VARIABLE in os.environ:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
+        path = Path(folder, "fork")
+        variables, modules = template.job_variables(), modules_of(template.spec)
+        with fork_server.started(path, variables=variables, modules=modules):
+            os.environ[fork_server.VARIABLE] = str(path)
+            yield
