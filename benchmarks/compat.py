@@ -6,6 +6,7 @@ from the signal to the first line that any process of the next group prints afte
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import statistics
@@ -56,6 +57,9 @@ class Run:
             self._popen.wait(30.0)
         except subprocess.TimeoutExpired:
             self._popen.kill()
+        for pid in {pid for _, _, pid in self._lines}:  # torchrun may leave some behind
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def kill(self, rank: int) -> float:
         """Kill a rank of the group that trains; return the seconds until the next one trains."""
