@@ -80,6 +80,20 @@ def parse_address(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
+async def exchange(contact: Contact, secret: bytes, question: object, answer: type[T]) -> T | None:
+    """Ask the coordinator one question, once; None if it has closed the connection.
+
+    OSError, WorldError and asyncio.TimeoutError while it cannot be asked; UserError.
+    """
+    channel = await contact.connect(secret)
+    try:
+        channel.send(question)
+        found: T | None = await asyncio.wait_for(channel.receive(answer), ANSWER_S)
+        return found
+    finally:
+        channel.close()
+
+
 def ask(
     contact: Contact, secret: bytes, question: object, answer: type[T], patience_s: float = 0.0
 ) -> T:
@@ -87,18 +101,10 @@ def ask(
 
     `patience_s`: how long to try again while nobody answers.
     """
-
-    async def exchange() -> T | None:
-        channel = await contact.connect(secret)
-        channel.send(question)
-        found: T | None = await asyncio.wait_for(channel.receive(answer), ANSWER_S)
-        channel.close()
-        return found
-
     deadline, told = time.monotonic() + patience_s, False
     while True:
         try:
-            reply = asyncio.run(exchange())
+            reply = asyncio.run(exchange(contact, secret, question, answer))
         except asyncio.TimeoutError:
             problem = f"the coordinator at {contact} does not answer"
         except WorldError as error:

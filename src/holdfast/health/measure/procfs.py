@@ -22,6 +22,16 @@ def sample_process(pid: int) -> ProcessSample | None:
     return ProcessSample(state=fields[0], progress=ticks + _switches(pid))
 
 
+def started_at(pid: int) -> int | None:
+    """Return when a process began, in the kernel's ticks since boot; None if it has ended."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
 def _switches(pid: int) -> int:
     """Count the context switches of all threads: they grow even while a process only waits."""
     total = 0

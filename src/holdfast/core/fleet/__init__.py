@@ -1,0 +1,1 @@
+"""Decides which nodes a job asks a cluster manager for, and which it gives back. Pure."""

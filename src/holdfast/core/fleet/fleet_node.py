@@ -1,0 +1,173 @@
+"""Holds what the fleet knows of one placement and its agent, and judges whether that is over.
+
+Two speak of it: the manager, whose word decides what is asked for and given back, and the job's
+coordinator, whose word alone decides whether an agent that it has heard is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from holdfast.core.fleet.placements import (
+    FleetPolicy,
+    Holding,
+    NodeSeen,
+    Notice,
+    Placement,
+    PlacementId,
+)
+
+
+@dataclass(slots=True)
+class FleetNode:
+    """Records one placement; `missing_at`: when a listing without it was asked for, at last."""
+
+    id: PlacementId
+    tries: int = 0
+    answer_until: float | None = None  # an answer is awaited, for so long
+    retry_at: float | None = None
+    granted_at: float | None = None
+    tried_at: float = float("-inf")  # the end of the last try
+    missing_at: float = float("-inf")
+    kept: Placement | None = None  # as the manager lists it
+    copies: tuple[Placement, ...] = ()  # further ones of the same id
+    host: str = ""
+    runs_since: float | None = None
+    ended_since: float | None = None  # the manager's opinion
+    notice: Notice | None = None
+    heard: bool = False  # by the job, at any time
+    seen: NodeSeen | None = None
+    silent_since: float | None = None  # and without members
+    empty_since: float | None = None  # leaving, and without members
+    leaving: str = ""  # why it should be drained: it does not count any more
+    drain_at: float | None = None  # of the next request; None: it has not begun
+    over: str = ""  # why it is not needed any more
+    release_at: float = float("-inf")  # of the next request
+    releases: int = 0
+
+    @property
+    def alive(self) -> bool:
+        """Tell whether the job hears its agent."""
+        return self.seen is not None and not self.seen.silent
+
+    @property
+    def members(self) -> int:
+        return self.seen.members if self.seen is not None else 0
+
+    @property
+    def serves(self) -> bool:
+        return self.alive and self.members > 0
+
+    @property
+    def exists(self) -> bool:
+        """Tell whether the manager has given it, or may, and it is not to be given back."""
+        return not self.over and self.ended_since is None
+
+    @property
+    def counts(self) -> bool:
+        """Tell whether it is one of the nodes that the job should have."""
+        return self.exists and not self.leaving
+
+    @property
+    def disturbed(self) -> bool:
+        """Tell whether the job is just losing it, by choice or not."""
+        if self.members == 0 or self.seen is None:
+            return False
+        return self.seen.silent or bool(self.seen.draining) or self.drain_at is not None
+
+    @property
+    def asked(self) -> bool:
+        """Tell whether a request for it may still be carried out."""
+        return self.answer_until is not None or self.missing_at < self.tried_at
+
+    def list(self, listed: Sequence[Placement], asked_at: float, now: float) -> None:
+        """Take in what the manager lists under this id."""
+        present = [p for p in listed if p.holding is not Holding.ENDED]
+        if not present:
+            self.missing_at = max(self.missing_at, asked_at)
+            was = self.kept is not None or bool(listed)
+            self.kept, self.copies, self.notice = None, (), None
+            if was and self.ended_since is None:
+                self.ended_since = now
+            return
+        known = self.kept.handle if self.kept is not None else ""
+        present.sort(key=lambda p: (p.handle != known, p.holding is not Holding.RUNNING))
+        self.kept, self.copies = present[0], tuple(present[1:])
+        self.answer_until = self.retry_at = self.ended_since = None
+        self.host = self.kept.host or self.host
+        if self.kept.holding is not Holding.RUNNING:
+            self.runs_since = None
+        elif self.runs_since is None:
+            self.runs_since = now
+        self._note(self.kept.notice)
+
+    def _note(self, notice: Notice | None) -> None:
+        """Keep the earliest deadline of a notice that is repeated."""
+        old = self.notice
+        if notice is not None and old is not None and old.until is not None:
+            until = old.until if notice.until is None else min(old.until, notice.until)
+            notice = replace(notice, until=until)
+        self.notice = notice
+
+    def hear(self, seen: NodeSeen | None, now: float) -> bool:
+        """Take in what the job says of its agent; return whether that is the first that it says."""
+        first = not self.heard and seen is not None and (not seen.silent or seen.members > 0)
+        self.heard = self.heard or first
+        if not self.heard:
+            return False
+        self.seen = seen if seen is not None else NodeSeen(name=self.id, silent=True)
+        if self.alive or self.members > 0:
+            self.silent_since = None
+        elif self.silent_since is None:
+            self.silent_since = now
+        if not self.alive or self.members > 0 or not (self.leaving or self.seen.draining):
+            self.empty_since = None
+        elif self.empty_since is None:
+            self.empty_since = now
+        return first
+
+    def judge(self, policy: FleetPolicy, now: float) -> tuple[str, bool]:
+        """Return why it is over, or "", and whether its host is to blame.
+
+        Only for when the job has been heard: an agent that it then does not know holds no work.
+        """
+        if not self.heard:
+            return self._judge_unheard(policy, now)
+        unasked = not (self.leaving or self.notice is not None)
+        if self.silent_since is not None:
+            wait_s = policy.lost_s if self.ended_since is None else 0.0
+            if now >= self.silent_since + wait_s:
+                return ("its agent is lost" if unasked else "it has left"), unasked
+        if self.empty_since is not None and now >= self.empty_since + policy.lost_s:
+            asked_for = self.drain_at is not None or self.notice is not None
+            return "it has left", not asked_for
+        return "", False
+
+    def _judge_unheard(self, policy: FleetPolicy, now: float) -> tuple[str, bool]:
+        if self.ended_since is not None:
+            return "it ended before its agent was heard", self.runs_since is not None
+        if self.notice is not None:
+            return f"its host is about to be taken ({self.notice.reason})", False
+        if self.runs_since is not None and now >= self.runs_since + policy.join_s:
+            return f"its agent was not heard in {policy.join_s:g} s", True
+        if self.granted_at is not None and self.kept is None:
+            if self.missing_at >= self.granted_at + policy.unseen_s:
+                return "it was granted and never listed", False
+        return "", False
+
+    def alarms(self, policy: FleetPolicy) -> Iterator[float]:
+        """Yield when time alone may change what should be done about it."""
+        for moment, wait_s in (
+            (self.answer_until, 0.0),
+            (self.retry_at, 0.0),
+            (self.drain_at, 0.0),
+            (self.silent_since, policy.lost_s),
+            (self.empty_since, policy.lost_s),
+            (None if self.heard else self.runs_since, policy.join_s),
+            (self.ended_since if self.alive else None, policy.disowned_s),
+            (self.notice.until if self.notice is not None else None, -policy.drain_lead_s),
+            (self.release_at if self.over else None, 0.0),
+        ):
+            if moment is not None:
+                yield moment + wait_s

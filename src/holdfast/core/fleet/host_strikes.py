@@ -1,0 +1,54 @@
+"""Remembers which hosts have failed: each is avoided for longer every time, then readmitted.
+
+A host that is readmitted is on probation: its next failure counts on top of the earlier ones, until
+it has served for long enough without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from holdfast.core.fleet.placements import FleetPolicy
+
+
+@dataclass(slots=True)
+class _Host:
+    strikes: int
+    avoid_until: float
+    serves_since: float | None = None
+
+
+class HostStrikes:
+    """Keeps the hosts that have failed, by name; all others are as good as new."""
+
+    def __init__(self, policy: FleetPolicy) -> None:
+        self._policy = policy
+        self._hosts: dict[str, _Host] = {}
+
+    def strike(self, host: str, now: float) -> float:
+        """Note a failure; return for how long the host is avoided."""
+        found = self._hosts.setdefault(host, _Host(0, now))
+        found.strikes += 1
+        found.serves_since = None
+        doublings = min(found.strikes - 1, 30)
+        wait_s = min(self._policy.avoid_s * 2.0**doublings, self._policy.avoid_max_s)
+        found.avoid_until = max(found.avoid_until, now + wait_s)
+        return wait_s
+
+    def note_serving(self, serving: Collection[str], now: float) -> None:
+        """Note which hosts serve the job just now; forget those whose probation is over."""
+        for name, host in list(self._hosts.items()):
+            if name not in serving:
+                host.serves_since = None
+            elif host.serves_since is None:
+                host.serves_since = now
+            elif now >= host.serves_since + self._policy.probation_s:
+                del self._hosts[name]
+
+    def avoided(self, now: float) -> list[str]:
+        return sorted(name for name, host in self._hosts.items() if now < host.avoid_until)
+
+    def strikes(self, host: str) -> int:
+        found = self._hosts.get(host)
+        return found.strikes if found is not None else 0

@@ -1,0 +1,63 @@
+"""Defines the contract between a job and a cluster manager: all that an adapter has to do.
+
+An adapter decides nothing and remembers nothing that the manager could tell it: whatever it is
+asked, a new adapter of the same job answers alike. What it must keep is written down as tests, in
+holdfast.testing.cluster_contract.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from holdfast.core.fleet.placements import Placement, PlacementId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """Describes a placement that is wanted: one process, on a host of its own.
+
+    The manager should not start it again when it ends. `environment` is added to what the host
+    has; it may hold the job's secret, so it must not be shown to other users.
+    """
+
+    id: PlacementId
+    command: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    avoid: tuple[str, ...] = ()  # hosts, as listings name them
+
+
+class ClusterManager(Protocol):
+    """Asks one cluster manager for the nodes of one job.
+
+    Each method raises WorldError or OSError when the manager cannot be asked or refuses; then
+    whatever was asked for may have been done or not. Each may be cancelled.
+    """
+
+    async def observe(self) -> Sequence[Placement]:
+        """List all placements of this job that are waiting or running, with pending notices.
+
+        Those that have ended may be listed as such, or not at all. It must never leave out what
+        was there when it was called, so a manager that is away is an error, not an empty list.
+        """
+        ...
+
+    async def request(self, order: Order) -> None:
+        """Ask for a placement; return once the manager has taken the request in.
+
+        An order with an id that the manager still knows is the same request, made again: it must
+        not make a second placement.
+        """
+        ...
+
+    async def release(self, id_: PlacementId, handle: str) -> None:
+        """End a placement and all its processes, whatever becomes of its host; wait for nothing.
+
+        It is no error if there is none (any more).
+        """
+        ...
+
+    async def close(self) -> None:
+        """Close what the adapter holds open; placements stay."""
+        ...

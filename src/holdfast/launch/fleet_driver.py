@@ -1,0 +1,226 @@
+"""Drives one FleetMachine: asks the manager and the job in turn, and carries out what it decides.
+
+Everything runs in one event loop. What fails is only told to the machine or tried again by it; the
+driver itself never repeats anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.core.errors import UserError, WorldError, assert_never, first_line
+from holdfast.core.fleet import fleet_events as fe
+from holdfast.core.fleet.fleet import FleetMachine
+from holdfast.core.fleet.placements import NodeSeen, PlacementId
+from holdfast.core.types import AgentId, Tick
+from holdfast.launch.cluster_manager import ClusterManager, Order
+from holdfast.runtime.contact import Contact, exchange
+from holdfast.runtime.rundir import RunDir
+from holdfast.wire.messages import DrainReply, DrainRequest, StatusReply, StatusRequest
+
+FAILURES = (WorldError, UserError, OSError, asyncio.TimeoutError)
+TICK_S_MIN = 0.01
+LOOK_S = 1.0  # between two looks at what has been carried out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetPace:
+    """Sets how often manager and job are asked, and how long an answer may take. In seconds."""
+
+    observe_s: float = 2.0
+    hear_s: float = 0.5
+    answer_s: float = 30.0
+    release_s: float = 60.0  # after the job's end, for the manager to let go of everything
+    requests_max: int = 16  # under way at the same time
+
+
+class JobLink:
+    """Asks the coordinator of a job, wherever it is at the moment."""
+
+    def __init__(self, run_dir: RunDir, contact: Contact, secret: bytes) -> None:
+        self._run_dir = run_dir
+        self._contact = contact
+        self._secret = secret
+
+    def over(self) -> bool:
+        """Tell whether the job has ended, as its run directory says."""
+        return self._run_dir.outcome() is not None
+
+    async def nodes(self) -> tuple[NodeSeen, ...]:
+        """Return the nodes that the coordinator knows. Raises what FAILURES lists."""
+        reply = await exchange(self._contact, self._secret, StatusRequest(), StatusReply)
+        if reply is None:
+            raise WorldError("the coordinator has closed the connection")
+        return read_nodes(json.loads(reply.text))
+
+    async def drain(self, name: str, reason: str) -> None:
+        """Have a node drained; that it is not connected just now is no error."""
+        order = DrainRequest(agent=AgentId(name), reason=reason)
+        await exchange(self._contact, self._secret, order, DrainReply)
+
+
+def read_nodes(status: dict[str, Any]) -> tuple[NodeSeen, ...]:
+    """Read the nodes from what `holdfast status --json` prints."""
+    return tuple(
+        NodeSeen(
+            name=each["id"],
+            silent=each["silent"],
+            draining=each["draining"],
+            members=each["members"],
+        )
+        for each in status["agents"]
+    )
+
+
+class FleetDriver:
+    """Runs a machine against one manager and one job, until the job is over and all is released."""
+
+    def __init__(
+        self,
+        machine: FleetMachine,
+        manager: ClusterManager,
+        job: JobLink,
+        order: Callable[[PlacementId, Sequence[str]], Order],
+        say: Callable[[str], None],
+        pace: FleetPace,
+    ) -> None:
+        self._machine = machine
+        self._manager = manager
+        self._job = job
+        self._order = order
+        self._say = say
+        self._pace = pace
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._slots = asyncio.Semaphore(pace.requests_max)
+        self._requesting: set[PlacementId] = set()
+        self._finished = asyncio.Event()
+        self._ended = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._told: dict[str, str] = {}  # problems, so that each is told once
+
+    async def run(self) -> None:
+        """Keep the job's nodes, until the job is over. Whoever cancels it leaves them as they are.
+
+        After the end it waits for the manager for a while, and says what it may have kept.
+        """
+        self._spawn(self._watch_manager())
+        self._spawn(self._watch_job())
+        try:
+            while not self._finished.is_set():
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._finished.wait(), LOOK_S)
+                for task in [t for t in self._tasks if t.done()]:
+                    self._tasks.discard(task)
+                    task.result()  # a bug of ours ends the driver
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            if self._timer is not None:
+                self._timer.cancel()
+
+    def end(self) -> None:
+        """Take the job as over."""
+        if self._ended:
+            return
+        self._ended = True
+        asyncio.get_running_loop().call_later(self._pace.release_s, self._give_up)
+        self._feed(fe.JobEnded())
+
+    def _give_up(self) -> None:
+        if not self._finished.is_set():
+            kept = ", ".join(node.id for node in self._machine.snapshot().nodes)
+            self._say(f"the job is over, but the manager may still hold {kept or 'something'}")
+            self._finished.set()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks.add(asyncio.ensure_future(work))
+
+    # ------------------------------------------------------------ asking
+
+    async def _watch_manager(self) -> None:
+        while True:
+            asked_at = time.monotonic()
+            found = await self._try("the manager", self._manager.observe())
+            if found is not None:
+                self._feed(fe.Observed(tuple(found), asked_at))
+            await asyncio.sleep(self._pace.observe_s)
+
+    async def _watch_job(self) -> None:
+        while True:
+            if self._job.over():
+                self.end()
+                return
+            found = await self._try("the job", self._job.nodes())
+            if found is not None:
+                self._feed(fe.JobHeard(found))
+            await asyncio.sleep(self._pace.hear_s)
+
+    async def _try(self, whom: str, question: Coroutine[Any, Any, Any]) -> Any:
+        """Return the answer, or None when it fails; a problem is told once."""
+        try:
+            found = await asyncio.wait_for(question, self._pace.answer_s)
+        except FAILURES as error:
+            problem = first_line(error)
+            if self._told.get(whom) != problem:
+                self._told[whom] = problem
+                self._say(f"{whom} cannot be asked ({problem})")
+            return None
+        self._told.pop(whom, None)
+        return found
+
+    # ------------------------------------------------------------ acting
+
+    def _feed(self, event: fe.FleetEvent) -> None:
+        now = time.monotonic()
+        for effect in self._machine.handle(event, now):
+            self._carry_out(effect)
+        if self._timer is not None:
+            self._timer.cancel()
+        deadline = self._machine.deadline()
+        if deadline is not None and not self._finished.is_set():
+            delay_s = max(deadline - time.monotonic(), TICK_S_MIN)
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(delay_s, self._feed, Tick())
+
+    def _carry_out(self, effect: fe.FleetEffect) -> None:
+        match effect:
+            case fe.Request(id_, avoid):
+                self._spawn(self._request(self._order(id_, avoid)))
+            case fe.ReleasePlacement(id_, handle, _):
+                self._spawn(self._release(id_, handle))
+            case fe.DrainNode(id_, reason, until):
+                if until is not None:
+                    reason += f"; its host is taken in {max(until - time.monotonic(), 0):.0f} s"
+                self._spawn(self._drain(id_, reason))
+            case fe.Note(text):
+                self._say(text)
+            case fe.Finished():
+                self._finished.set()
+            case _:
+                assert_never(effect)
+
+    async def _request(self, order: Order) -> None:
+        if order.id in self._requesting:
+            return  # it still waits for its turn: that answer counts
+        self._requesting.add(order.id)
+        problem = ""
+        try:
+            async with self._slots:
+                await asyncio.wait_for(self._manager.request(order), self._pace.answer_s)
+        except FAILURES as error:
+            problem = first_line(error)
+        self._requesting.discard(order.id)
+        self._feed(fe.RequestAnswered(order.id, problem))
+
+    async def _release(self, id_: PlacementId, handle: str) -> None:
+        await self._try(f"the manager, to end {id_},", self._manager.release(id_, handle))
+
+    async def _drain(self, id_: PlacementId, reason: str) -> None:
+        await self._try(f"the job, to drain {id_},", self._job.drain(id_, reason))

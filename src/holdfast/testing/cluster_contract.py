@@ -1,0 +1,283 @@
+"""Holds the contract of every cluster manager's adapter, as cases to be run against a real one.
+
+    for case in CLUSTER_CASES: run_cluster_case(case, harness)
+
+A harness plays the operator and the misfortunes of one cluster with at least three idle hosts. A
+new adapter passes all cases, and `assert_survives` with a real job (docs/clusters.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol
+
+from holdfast.core.errors import HoldfastError
+from holdfast.core.fleet.placements import Holding, Placement, PlacementId
+from holdfast.launch.cluster_manager import ClusterManager, Order
+from holdfast.testing.local_run import LocalRun
+
+PREFIX = "hf-fake-"
+CASE_S = 90.0
+LOOK_S = 0.1
+SLEEPER = (sys.executable, "-c", "import time; time.sleep(600)")
+
+
+class ClusterHarness(Protocol):
+    """Acts on one cluster in its manager's own way; hosts are named as listings name them.
+
+    `away(True)` ends the manager's servers, as before an upgrade, and `away(False)` starts them
+    again; what runs on the hosts goes on. `kill` ends a host with all that runs there.
+    """
+
+    hosts: Sequence[str]
+
+    def manager(self, job: str = PREFIX) -> ClusterManager:
+        """Make an adapter of the job whose ids begin with `job`."""
+        ...
+
+    def kill(self, host: str) -> None: ...
+
+    def drain(self, host: str, reason: str) -> None: ...
+
+    def away(self, away: bool) -> None: ...
+
+    def processes(self, id_: PlacementId) -> list[int]:
+        """Return the processes of a placement, as this machine sees them."""
+        ...
+
+
+Case = Callable[[ClusterHarness, ClusterManager], Awaitable[None]]
+
+
+def order(number: int, avoid: Sequence[str] = (), prefix: str = PREFIX) -> Order:
+    """Make an order for a process that sleeps; ids are new in every run of a case."""
+    id_ = PlacementId(f"{prefix}{os.getpid()}-{time.monotonic_ns() // 1000:x}-{number}")
+    return Order(id=id_, command=SLEEPER, avoid=tuple(avoid))
+
+
+async def listed(manager: ClusterManager, id_: PlacementId) -> list[Placement]:
+    return [p for p in await manager.observe() if p.id == id_ and p.holding is not Holding.ENDED]
+
+
+async def until(ready: Callable[[], Awaitable[Any]], what: str, within_s: float = CASE_S) -> Any:
+    """Look until what `ready` returns is truthy, and return that; what fails is tried again."""
+    deadline = time.monotonic() + within_s
+    while True:
+        try:
+            if found := await ready():
+                return found
+        except (HoldfastError, OSError) as error:
+            what = f"{what.partition(' (')[0]} ({error})"
+        assert time.monotonic() < deadline, f"not in {within_s:g} s: {what}"
+        await asyncio.sleep(LOOK_S)
+
+
+async def running(harness: ClusterHarness, manager: ClusterManager, wanted: Order) -> Placement:
+    """Request a placement and wait until it runs."""
+    await manager.request(wanted)
+
+    async def runs() -> Placement | None:
+        found = await listed(manager, wanted.id)
+        up = found and found[0].holding is Holding.RUNNING and harness.processes(wanted.id)
+        return found[0] if up else None
+
+    found: Placement = await until(runs, f"{wanted.id} runs")
+    return found
+
+
+async def gone(harness: ClusterHarness, manager: ClusterManager, id_: PlacementId) -> None:
+    async def is_gone() -> bool:
+        return not await listed(manager, id_) and not harness.processes(id_)
+
+    await until(is_gone, f"{id_} is gone")
+
+
+# ---------------------------------------------------------------- cases
+
+
+async def a_placement_runs_on_a_named_host(h: ClusterHarness, manager: ClusterManager) -> None:
+    found = await running(h, manager, order(1))
+    assert found.host in h.hosts
+    assert found.notice is None
+
+
+async def hosts_to_avoid_are_avoided(h: ClusterHarness, manager: ClusterManager) -> None:
+    found = await running(h, manager, order(1, avoid=h.hosts[:-1]))
+    assert found.host == h.hosts[-1]
+
+
+async def two_placements_have_hosts_of_their_own(
+    h: ClusterHarness, manager: ClusterManager
+) -> None:
+    first, second = [await running(h, manager, order(number)) for number in (1, 2)]
+    assert first.host != second.host
+
+
+async def a_repeated_request_makes_no_second_placement(
+    h: ClusterHarness, manager: ClusterManager
+) -> None:
+    wanted = order(1)
+    await asyncio.gather(manager.request(wanted), manager.request(wanted))
+    await running(h, manager, wanted)
+    again = h.manager()
+    await again.request(wanted)
+    assert len(await listed(again, wanted.id)) == 1
+    await manager.release(wanted.id, (await listed(manager, wanted.id))[0].handle)
+    await gone(h, manager, wanted.id)
+
+
+async def a_released_placement_ends(h: ClusterHarness, manager: ClusterManager) -> None:
+    wanted = order(1)
+    found = await running(h, manager, wanted)
+    other = await running(h, manager, order(2))
+    await manager.release(wanted.id, found.handle)
+    await gone(h, manager, wanted.id)
+    await manager.release(wanted.id, found.handle)
+    assert await listed(manager, other.id)
+
+
+async def another_adapter_lists_the_same(h: ClusterHarness, manager: ClusterManager) -> None:
+    found = await running(h, manager, order(1))
+    assert await listed(h.manager(), found.id) == [found]
+
+
+async def other_jobs_are_not_listed(h: ClusterHarness, manager: ClusterManager) -> None:
+    other = h.manager("hf-other-")
+    wanted = order(1, prefix="hf-other-")
+    await running(h, other, wanted)
+    assert not await listed(manager, wanted.id)
+    await other.release(wanted.id, (await listed(other, wanted.id))[0].handle)
+    await gone(h, other, wanted.id)
+
+
+async def what_has_ended_is_not_started_again(h: ClusterHarness, manager: ClusterManager) -> None:
+    wanted = order(1)
+    await running(h, manager, wanted)
+    for pid in h.processes(wanted.id):
+        os.kill(pid, 9)
+    await gone(h, manager, wanted.id)
+    later = await running(h, manager, order(2))
+    assert not h.processes(wanted.id)
+    assert await listed(manager, later.id)
+
+
+async def a_killed_host_loses_its_placement_only(
+    h: ClusterHarness, manager: ClusterManager
+) -> None:
+    first, second = [await running(h, manager, order(number)) for number in (1, 2)]
+    pids = h.processes(second.id)
+    h.kill(first.host)
+    await gone(h, manager, first.id)
+    assert h.processes(second.id) == pids
+    assert await listed(manager, second.id)
+
+
+async def a_drained_host_is_announced(h: ClusterHarness, manager: ClusterManager) -> None:
+    first, second = [await running(h, manager, order(number)) for number in (1, 2)]
+    pids = h.processes(first.id)
+    h.drain(first.host, "a new fan")
+
+    async def noticed() -> Placement | None:
+        return next((p for p in await listed(manager, first.id) if p.notice is not None), None)
+
+    found: Placement = await until(noticed, "the notice")
+    assert found.notice is not None
+    assert "a new fan" in found.notice.reason
+    assert h.processes(first.id) == pids
+    assert (await listed(manager, second.id))[0].notice is None
+
+
+async def a_manager_that_is_away_is_an_error(h: ClusterHarness, manager: ClusterManager) -> None:
+    found = await running(h, manager, order(1))
+    pids = h.processes(found.id)
+    h.away(True)
+    try:
+        for question in (manager.observe(), manager.request(order(2))):
+            try:
+                answer = await asyncio.wait_for(question, CASE_S)
+            except (HoldfastError, OSError, asyncio.TimeoutError):
+                continue
+            raise AssertionError(f"a manager that is away has answered {answer!r}")
+    finally:
+        h.away(False)
+    back = await until(lambda: listed(manager, found.id), "the manager is back")
+    assert back == [found]
+    assert h.processes(found.id) == pids
+
+
+# The last ones change the cluster for good.
+CLUSTER_CASES: tuple[Case, ...] = (
+    a_placement_runs_on_a_named_host,
+    hosts_to_avoid_are_avoided,
+    two_placements_have_hosts_of_their_own,
+    a_repeated_request_makes_no_second_placement,
+    a_released_placement_ends,
+    another_adapter_lists_the_same,
+    other_jobs_are_not_listed,
+    what_has_ended_is_not_started_again,
+    a_manager_that_is_away_is_an_error,
+    a_drained_host_is_announced,
+    a_killed_host_loses_its_placement_only,
+)
+
+
+def run_cluster_case(case: Case, harness: ClusterHarness) -> None:
+    """Run one case, and release whatever it leaves."""
+
+    async def whole() -> None:
+        manager = harness.manager()
+        try:
+            await case(harness, manager)
+        finally:
+            for each in await manager.observe():
+                await manager.release(each.id, each.handle)
+            await until(lambda: _empty(manager), "everything is released")
+            await manager.close()
+
+    asyncio.run(whole())
+
+
+async def _empty(manager: ClusterManager) -> bool:
+    return all(p.holding is Holding.ENDED for p in await manager.observe())
+
+
+# ---------------------------------------------------------------- a whole job
+
+
+def assert_survives(run: LocalRun, harness: ClusterHarness, hold: Callable[[], None]) -> None:
+    """Kill one of a running job's hosts and drain another: both are replaced, and nothing is lost.
+
+    The job has three nodes of one worker and at least two hosts to spare. It is held at a step
+    until `hold()` is called. The caller waits for its end, and compares the result.
+    """
+    manager = harness.manager("hf-")
+
+    def placements() -> dict[str, str]:
+        """Host of each serving agent, by name; empty while somebody does not answer."""
+        try:
+            hosts = {p.id: p.host for p in asyncio.run(_observe(manager))}
+            serving = [a["id"] for a in run.status()["agents"] if a["members"] and not a["silent"]]
+        except (HoldfastError, OSError, asyncio.TimeoutError):
+            return {}
+        return {name: hosts[name] for name in serving if name in hosts}
+
+    def complete(without: Sequence[str]) -> dict[str, str] | None:
+        found = placements()
+        return found if len(found) == 3 and not set(without) & set(found) else None
+
+    first = run.until(lambda: complete([]), CASE_S, "three nodes")
+    killed, drained, _ = sorted(first)
+    harness.kill(first[killed])
+    second = run.until(lambda: complete([killed]), CASE_S, "a node in place of the killed one")
+    assert first[killed] not in second.values(), "the failed host is not avoided"
+    harness.drain(second[drained], "a new fan")
+    hold()  # a node is left at a step's boundary
+    run.until(lambda: complete([killed, drained]), CASE_S, "a node in place of the drained one")
+
+
+async def _observe(manager: ClusterManager) -> Sequence[Placement]:
+    return await asyncio.wait_for(manager.observe(), CASE_S)
