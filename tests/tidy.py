@@ -46,6 +46,7 @@ ENTRY_POINTS = (
     "holdfast.integrations.accelerate",
     "holdfast.integrations.lightning",
     "holdfast.integrations.transformers",
+    "holdfast.launch.fleet_process",
     "holdfast.train.checkpoint.dcp",
     "holdfast.testing.disturbed",
     "holdfast.testing.traced",

@@ -9,6 +9,7 @@ from holdfast.core.errors import HoldfastError
 
 COMMANDS = {
     "run": "run a training script on this machine, through failures",
+    "launch": "run a training script on the nodes of a cluster manager, and replace lost ones",
     "resume": "go on with a run that ended before its time",
     "agent": "add this machine to a running job",
     "status": "show a running job: view, step, processes",

@@ -15,7 +15,7 @@ from holdfast.core.fleet.placements import Placement, PlacementId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class PlacementOrder:
     """Describes a placement that is wanted: one process, on a host of its own.
 
     The manager should not start it again when it ends. `environment` is added to what the host
@@ -43,7 +43,7 @@ class ClusterManager(Protocol):
         """
         ...
 
-    async def request(self, order: Order) -> None:
+    async def request(self, order: PlacementOrder) -> None:
         """Ask for a placement; return once the manager has taken the request in.
 
         An order with an id that the manager still knows is the same request, made again: it must

@@ -19,13 +19,14 @@ from holdfast.core.fleet import fleet_events as fe
 from holdfast.core.fleet.fleet import FleetMachine
 from holdfast.core.fleet.placements import NodeSeen, PlacementId
 from holdfast.core.types import AgentId, Tick
-from holdfast.launch.cluster_manager import ClusterManager, Order
+from holdfast.launch.cluster_manager import ClusterManager, PlacementOrder
 from holdfast.runtime.contact import Contact, exchange
 from holdfast.runtime.rundir import RunDir
 from holdfast.wire.messages import DrainReply, DrainRequest, StatusReply, StatusRequest
 
 FAILURES = (WorldError, UserError, OSError, asyncio.TimeoutError)
 TICK_S_MIN = 0.01
+DEADLINE_S_MIN = 0.001  # what is overdue is still a drain at once
 LOOK_S = 1.0  # between two looks at what has been carried out
 
 
@@ -59,9 +60,9 @@ class JobLink:
             raise WorldError("the coordinator has closed the connection")
         return read_nodes(json.loads(reply.text))
 
-    async def drain(self, name: str, reason: str) -> None:
-        """Have a node drained; that it is not connected just now is no error."""
-        order = DrainRequest(agent=AgentId(name), reason=reason)
+    async def drain(self, name: str, reason: str, deadline_s: float = float("inf")) -> None:
+        """Have a node drained, within a time; that it is not connected just now is no error."""
+        order = DrainRequest(agent=AgentId(name), reason=reason, deadline_s=deadline_s)
         await exchange(self._contact, self._secret, order, DrainReply)
 
 
@@ -86,7 +87,7 @@ class FleetDriver:
         machine: FleetMachine,
         manager: ClusterManager,
         job: JobLink,
-        order: Callable[[PlacementId, Sequence[str]], Order],
+        order: Callable[[PlacementId, Sequence[str]], PlacementOrder],
         say: Callable[[str], None],
         pace: FleetPace,
     ) -> None:
@@ -196,9 +197,7 @@ class FleetDriver:
             case fe.ReleasePlacement(id_, handle, _):
                 self._spawn(self._release(id_, handle))
             case fe.DrainNode(id_, reason, until):
-                if until is not None:
-                    reason += f"; its host is taken in {max(until - time.monotonic(), 0):.0f} s"
-                self._spawn(self._drain(id_, reason))
+                self._spawn(self._drain(id_, reason, until))
             case fe.Note(text):
                 self._say(text)
             case fe.Finished():
@@ -206,7 +205,7 @@ class FleetDriver:
             case _:
                 assert_never(effect)
 
-    async def _request(self, order: Order) -> None:
+    async def _request(self, order: PlacementOrder) -> None:
         if order.id in self._requesting:
             return  # it still waits for its turn: that answer counts
         self._requesting.add(order.id)
@@ -222,5 +221,7 @@ class FleetDriver:
     async def _release(self, id_: PlacementId, handle: str) -> None:
         await self._try(f"the manager, to end {id_},", self._manager.release(id_, handle))
 
-    async def _drain(self, id_: PlacementId, reason: str) -> None:
-        await self._try(f"the job, to drain {id_},", self._job.drain(id_, reason))
+    async def _drain(self, id_: PlacementId, reason: str, until: float | None) -> None:
+        """Have the job leave a node; `until`: when it is taken, by our clock."""
+        left_s = float("inf") if until is None else max(until - time.monotonic(), DEADLINE_S_MIN)
+        await self._try(f"the job, to drain {id_},", self._job.drain(id_, reason, left_s))

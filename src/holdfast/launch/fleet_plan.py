@@ -11,7 +11,7 @@ from pathlib import Path
 from holdfast.core.errors import UserError
 from holdfast.core.fleet.placements import FleetPolicy, PlacementId
 from holdfast.core.job_spec import JobSpec
-from holdfast.launch.cluster_manager import Order
+from holdfast.launch.cluster_manager import PlacementOrder
 from holdfast.runtime.rundir import RunDir, write_json
 
 PLAN_FILE = "fleet.json"
@@ -22,7 +22,8 @@ class FleetPlan:
     """Holds what the fleet of one job is given for its whole life; it never holds the secret.
 
     `settings`: what the adapter of this manager wants to know. `join`: where agents find the
-    coordinator. `run_dir`: as the nodes see it. `drain_s`: how long before it ends a node is told.
+    coordinator. `run_dir`: as the nodes see it. `drain_s`: how long before it is taken a node is
+    left at the latest.
     """
 
     manager: str
@@ -32,6 +33,7 @@ class FleetPlan:
     join: str = ""
     drain_s: float = 60.0
     tls: str = ""
+    agent_options: tuple[str, ...] = ()
     settings: Mapping[str, str] = field(default_factory=dict)
 
     def policy(self, spec: JobSpec) -> FleetPolicy:
@@ -43,16 +45,17 @@ class FleetPlan:
             lost_s=2 * spec.nodes.lease_s,
         )
 
-    def order(self, id_: PlacementId, avoid: Sequence[str]) -> Order:
+    def order(self, id_: PlacementId, avoid: Sequence[str]) -> PlacementOrder:
         """Make the order of one more node, whose agent has the placement's id as its name."""
-        return Order(id=id_, command=self.agent(id_), avoid=tuple(avoid))
+        return PlacementOrder(id=id_, command=self.agent(id_), avoid=tuple(avoid))
 
     def agent(self, id_: PlacementId) -> tuple[str, ...]:
         """Return the command of an agent whose node shares the run directory."""
         return (
             *(sys.executable, "-m", "holdfast.cli.main", "agent", "--join", self.join),
-            *("--name", id_, "--run-dir", self.run_dir, "--drain-s", f"{self.drain_s:g}"),
+            *("--name", id_, "--run-dir", self.run_dir),
             *(("--tls", self.tls) if self.tls else ()),
+            *self.agent_options,
         )
 
     def write(self) -> None:

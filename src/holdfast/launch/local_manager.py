@@ -21,7 +21,7 @@ from holdfast.core.errors import Refused
 from holdfast.core.fleet.placements import Holding, Placement, PlacementId
 from holdfast.core.job_spec import JobSpec
 from holdfast.health.measure.procfs import started_at
-from holdfast.launch.cluster_manager import Order
+from holdfast.launch.cluster_manager import PlacementOrder
 from holdfast.launch.fleet_plan import FleetPlan, job_prefix
 
 FOLDER = "placements"
@@ -62,7 +62,7 @@ class LocalManager:
             for each in self.running()
         ]
 
-    async def request(self, order: Order) -> None:
+    async def request(self, order: PlacementOrder) -> None:
         with self._alone():
             known = self._folder / f"{order.id}.json"
             if known.exists():
@@ -95,7 +95,7 @@ class LocalManager:
             raise Refused(f"all {len(self._hosts)} hosts are taken or avoided")
         return free[0]
 
-    def start(self, order: Order, host: str) -> LocalPlacement:
+    def start(self, order: PlacementOrder, host: str) -> LocalPlacement:
         """Start what was ordered; a process of ours keeps it, and ends with the job's launcher."""
         command = [sys.executable, "-m", "holdfast.launch.local_place", str(self._keeper)]
         popen = subprocess.Popen(

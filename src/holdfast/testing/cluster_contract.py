@@ -9,20 +9,23 @@ new adapter passes all cases, and `assert_survives` with a real job (docs/cluste
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from holdfast.core.errors import HoldfastError
 from holdfast.core.fleet.placements import Holding, Placement, PlacementId
-from holdfast.launch.cluster_manager import ClusterManager, Order
+from holdfast.launch.cluster_manager import ClusterManager, PlacementOrder
 from holdfast.testing.local_run import LocalRun
 
 PREFIX = "hf-fake-"
 CASE_S = 90.0
 LOOK_S = 0.1
+MARK = "HOLDFAST_CONTRACT"
 SLEEPER = (sys.executable, "-c", "import time; time.sleep(600)")
 
 
@@ -53,10 +56,10 @@ class ClusterHarness(Protocol):
 Case = Callable[[ClusterHarness, ClusterManager], Awaitable[None]]
 
 
-def order(number: int, avoid: Sequence[str] = (), prefix: str = PREFIX) -> Order:
+def order(number: int, avoid: Sequence[str] = (), prefix: str = PREFIX) -> PlacementOrder:
     """Make an order for a process that sleeps; ids are new in every run of a case."""
     id_ = PlacementId(f"{prefix}{os.getpid()}-{time.monotonic_ns() // 1000:x}-{number}")
-    return Order(id=id_, command=SLEEPER, avoid=tuple(avoid))
+    return PlacementOrder(id=id_, command=SLEEPER, environment={MARK: "a b'c"}, avoid=tuple(avoid))
 
 
 async def listed(manager: ClusterManager, id_: PlacementId) -> list[Placement]:
@@ -76,7 +79,9 @@ async def until(ready: Callable[[], Awaitable[Any]], what: str, within_s: float 
         await asyncio.sleep(LOOK_S)
 
 
-async def running(harness: ClusterHarness, manager: ClusterManager, wanted: Order) -> Placement:
+async def running(
+    harness: ClusterHarness, manager: ClusterManager, wanted: PlacementOrder
+) -> Placement:
     """Request a placement and wait until it runs."""
     await manager.request(wanted)
 
@@ -103,6 +108,28 @@ async def a_placement_runs_on_a_named_host(h: ClusterHarness, manager: ClusterMa
     found = await running(h, manager, order(1))
     assert found.host in h.hosts
     assert found.notice is None
+
+
+def _environment(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/environ").read_bytes()
+
+
+async def the_ordered_environment_arrives(h: ClusterHarness, manager: ClusterManager) -> None:
+    wanted = order(1)
+    await running(h, manager, wanted)
+    assert any(f"{MARK}=a b'c".encode() in _environment(p) for p in h.processes(wanted.id))
+
+
+async def what_finds_no_host_waits_or_is_refused(
+    h: ClusterHarness, manager: ClusterManager
+) -> None:
+    wanted = order(1, avoid=h.hosts)
+    with contextlib.suppress(HoldfastError, OSError):
+        await manager.request(wanted)
+    for found in await listed(manager, wanted.id):
+        assert (found.holding, found.host) == (Holding.WAITING, "")
+        await manager.release(wanted.id, found.handle)
+    await gone(h, manager, wanted.id)
 
 
 async def hosts_to_avoid_are_avoided(h: ClusterHarness, manager: ClusterManager) -> None:
@@ -212,6 +239,8 @@ async def a_manager_that_is_away_is_an_error(h: ClusterHarness, manager: Cluster
 # The last ones change the cluster for good.
 CLUSTER_CASES: tuple[Case, ...] = (
     a_placement_runs_on_a_named_host,
+    the_ordered_environment_arrives,
+    what_finds_no_host_waits_or_is_refused,
     hosts_to_avoid_are_avoided,
     two_placements_have_hosts_of_their_own,
     a_repeated_request_makes_no_second_placement,

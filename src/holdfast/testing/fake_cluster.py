@@ -19,7 +19,7 @@ from typing import Any
 from holdfast.core.errors import Unreachable
 from holdfast.core.fleet.placements import Notice, Placement, PlacementId
 from holdfast.health.measure.procfs import started_at
-from holdfast.launch.cluster_manager import Order
+from holdfast.launch.cluster_manager import PlacementOrder
 from holdfast.launch.local_manager import LocalManager
 
 ORDERS = "told"
@@ -47,7 +47,7 @@ class FakeManager:
             found.append(each)
         return found
 
-    async def request(self, order: Order) -> None:
+    async def request(self, order: PlacementOrder) -> None:
         told = self._told()
         if told.get("hang"):
             await asyncio.Event().wait()

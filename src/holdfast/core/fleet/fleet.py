@@ -193,6 +193,7 @@ class FleetMachine:
         for node in self._nodes.values():
             if not node.over and self._ended_at is not None:
                 node.over = JOB_OVER
+                node.release_at = now + policy.farewell_s if node.alive else now
             if node.over or not self._job_heard:
                 continue
             node.over, blame = node.judge(policy, now)
@@ -291,8 +292,8 @@ class FleetMachine:
                 self._made += 1
                 id_ = PlacementId(f"{self._policy.prefix}{self._epoch}-{self._made}")
                 self._nodes[id_] = FleetNode(id_, retry_at=now)
-        avoid = {node.host for node in nodes if node.notice is not None and node.host}
-        hosts = tuple(sorted({*self._hosts.avoided(now), *avoid}))
+        noticed = [node.host for node in nodes if node.notice is not None and node.host]
+        hosts = tuple(sorted({*self._hosts.avoided(now), *noticed}))
         for node in self._nodes.values():
             if node.retry_at is None or now < node.retry_at or node.over:
                 continue

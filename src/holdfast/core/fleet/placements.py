@@ -81,6 +81,7 @@ class FleetPolicy:
     unseen_s: float = 60.0  # a placement that was granted and is not listed is given up
     join_s: float = 300.0  # so is one that runs, and whose agent the job has not heard
     lost_s: float = 5.0  # silence of an agent without members, before its place is given back
+    farewell_s: float = 10.0  # agents end by themselves when the job is over
     disowned_s: float = 30.0  # an agent works whose manager says that it has ended: it is drained
     avoid_s: float = 60.0  # a host that failed is avoided for this long; doubled each time
     avoid_max_s: float = 86400.0

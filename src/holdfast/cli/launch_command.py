@@ -1,0 +1,24 @@
+"""`holdfast launch` runs a job on nodes that it asks a cluster manager for, and replaces."""
+
+from __future__ import annotations
+
+import importlib
+
+from holdfast.core.errors import UserError
+
+LAUNCHERS = {
+    "local": "processes of this machine that stand for nodes, to try things out",
+}
+
+
+def main(argv: list[str]) -> int:
+    """Run the launcher that the first argument names; each is a module holdfast.cli.launch_NAME."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print("usage: holdfast launch MANAGER [OPTION ...] SCRIPT [ARG ...]\n")
+        for name, text in LAUNCHERS.items():
+            print(f"  {name:<6} {text}")
+        print("\nholdfast launch MANAGER --help tells more of one.")
+        return 0 if argv else 2
+    if argv[0] not in LAUNCHERS:
+        raise UserError(f"there is no launcher {argv[0]!r}: use one of {', '.join(LAUNCHERS)}")
+    return int(importlib.import_module(f"holdfast.cli.launch_{argv[0]}").main(argv[1:]))

@@ -1,0 +1,17 @@
+"""`holdfast launch local` runs a job on processes of this machine that stand for nodes."""
+
+from __future__ import annotations
+
+from holdfast.cli.launch_options import launch_parser, make_run_dir
+from holdfast.launch.cluster_job import launch_cluster_job
+
+
+def main(argv: list[str]) -> int:
+    """Run a job to its end. Returns the exit status."""
+    options = launch_parser(
+        "local",
+        "Run a training script on several nodes that are processes of this machine, and replace "
+        "those that are lost, as the other launchers do on a cluster.",
+    ).parse_args(argv)
+    run_dir = make_run_dir(options, "local", {})
+    return launch_cluster_job(run_dir, options.host, options.port)

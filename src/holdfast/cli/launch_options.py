@@ -1,0 +1,83 @@
+"""Makes a job and its plan from options, for the launchers of all cluster managers."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from holdfast.cli import run_command
+from holdfast.core.errors import UserError
+from holdfast.core.job_spec import JobSpec
+from holdfast.launch.fleet_plan import FleetPlan
+from holdfast.net.tls import server_of
+from holdfast.runtime.rundir import RunDir
+
+DRAIN_S = 60.0
+
+
+def launch_parser(manager: str, description: str) -> argparse.ArgumentParser:
+    """Make a parser with the options of `holdfast run`, and how many nodes to ask for."""
+    found = run_command.parser()
+    found.prog, found.description = f"holdfast launch {manager}", description
+    group = found.add_argument_group("nodes of the cluster")
+    group.add_argument(
+        "--nodes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="begin with this many nodes (default 1); --nodes-min says how many the first step "
+        "waits for (default: all of them), --nodes-max up to how many the job grows while the "
+        "cluster has room (default: N); during a move there may be one more",
+    )
+    group.add_argument(
+        "--drain-s",
+        type=float,
+        default=DRAIN_S,
+        metavar="S",
+        help="leave a node that is about to be taken this long before (default %(default)g)",
+    )
+    return found
+
+
+def make_launch(options: argparse.Namespace) -> tuple[JobSpec, int]:
+    """Make the job, and return with it how many nodes it should have. UserError."""
+    if options.nodes < 1:
+        raise UserError(f"--nodes {options.nodes}: at least 1 node is needed")
+    given = vars(options)
+    given.setdefault("nodes.min", options.nodes)
+    given.setdefault("nodes.max", max(options.nodes, given["nodes.min"]))
+    spec = run_command.make_spec(options)
+    wanted = spec.nodes_max
+    if wanted < options.nodes:
+        raise UserError(f"--nodes-max {wanted} must be at least --nodes {options.nodes}")
+    nodes = dataclasses.replace(spec.nodes, max=wanted + 1)  # one takes another's place
+    return dataclasses.replace(spec, nodes=nodes), wanted
+
+
+def make_run_dir(options: argparse.Namespace, manager: str, settings: Mapping[str, str]) -> RunDir:
+    """Make the run directory of a job with its plan. UserError."""
+    server_of(options.tls)  # says what is wrong with it
+    spec, wanted = make_launch(options)
+    name = time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
+    run_dir = RunDir((options.run_dir or Path("holdfast-runs") / name).absolute())
+    run_dir.create(spec, run_command.make_secret(options))
+    checks = [word for check in options.check for word in ("--check", check)]
+    if checks:
+        checks += ["--check-limit-s", f"{options.check_limit_s:g}"]
+    FleetPlan(
+        manager=manager,
+        run_dir=str(run_dir.path),
+        nodes=wanted,
+        nodes_max=wanted + 1,
+        drain_s=options.drain_s,
+        tls=str(options.tls.absolute()) if options.tls is not None else "",
+        agent_options=tuple(checks),
+        settings=dict(settings),
+    ).write()
+    print(f"holdfast: run directory {run_dir.path}", file=sys.stderr, flush=True)
+    return run_dir
