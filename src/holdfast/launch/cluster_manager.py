@@ -38,8 +38,9 @@ class ClusterManager(Protocol):
     async def observe(self) -> Sequence[Placement]:
         """List all placements of this job that are waiting or running, with pending notices.
 
-        Those that have ended may be listed as such, or not at all. It must never leave out what
-        was there when it was called, so a manager that is away is an error, not an empty list.
+        Those that have ended may be listed as such, with the host that they had, or not at all.
+        It must never leave out what was there when it was called, so a manager that is away is an
+        error, not an empty list.
         """
         ...
 

@@ -75,6 +75,7 @@ class FleetMachine:
         self._hosts = HostStrikes(policy)
         self._observed_at = float("-inf")  # when the newest listing was asked for
         self._job_heard = False
+        self._seen: dict[str, NodeSeen] = {}  # as the job has said last
         self._ended_at: float | None = None
         self._finished = False
         self._failures = 0  # in a row, with no agent heard in between
@@ -142,12 +143,13 @@ class FleetMachine:
         for id_, found in listed.items():
             if id_ not in self._nodes and any(p.holding is not Holding.ENDED for p in found):
                 self._nodes[id_] = FleetNode(id_)
+                self._nodes[id_].hear(self._seen.get(id_), now)
         for node in self._nodes.values():
             node.list(listed.get(node.id, ()), asked_at, now)
 
     def _hear(self, nodes: tuple[NodeSeen, ...], now: float) -> Iterator[FleetEffect]:
         self._job_heard = True
-        seen = {each.name: each for each in nodes}
+        seen = self._seen = {each.name: each for each in nodes}
         for each in nodes:
             id_ = PlacementId(each.name)
             if each.name.startswith(self._policy.prefix) and not each.silent:
@@ -199,7 +201,7 @@ class FleetMachine:
             node.over, blame = node.judge(policy, now)
             if not node.over:
                 continue
-            if not node.heard and node.runs_since is not None and node.notice is None:
+            if not node.heard and node.host and node.notice is None:
                 self._failures += 1
                 wait_s = _doubled(policy.retry_s, self._failures, policy.retry_max_s)
                 self._request_from = now + wait_s
@@ -226,9 +228,11 @@ class FleetMachine:
 
     def _drop_surplus(self) -> Iterator[FleetEffect]:
         """Give back who is too many: best who has no work yet, and of these the newest."""
-        counting = [node for node in self._nodes.values() if node.counts]
+        if not self._job_heard:
+            return
+        counting = [n for n in self._nodes.values() if n.counts and n.silent_since is None]
         counting.reverse()
-        counting.sort(key=lambda n: (n.heard, n.runs_since is not None))
+        counting.sort(key=lambda n: (n.heard, n.runs_since is not None, n.kept is not None))
         for node in counting[: max(len(counting) - self._wanted, 0)]:
             if node.heard:
                 node.leaving = NOT_NEEDED
@@ -301,7 +305,9 @@ class FleetMachine:
                 continue  # a listing since the last try will tell whether that was in vain
             node.tries += 1
             node.retry_at, node.answer_until = None, now + self._policy.answer_s
-            yield Request(node.id, hosts)
+            # Better a host that has failed than none: it may be all that the manager has.
+            picky = node.tries <= self._policy.picky_tries
+            yield Request(node.id, hosts if picky else tuple(sorted(noticed)))
 
 
 def _doubled(first_s: float, times: int, most_s: float) -> float:

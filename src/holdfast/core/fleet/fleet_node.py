@@ -87,6 +87,7 @@ class FleetNode:
         if not present:
             self.missing_at = max(self.missing_at, asked_at)
             was = self.kept is not None or bool(listed)
+            self.host = self.host or (listed[0].host if listed else "")
             self.kept, self.copies, self.notice = None, (), None
             if was and self.ended_since is None:
                 self.ended_since = now
@@ -112,7 +113,7 @@ class FleetNode:
 
     def hear(self, seen: NodeSeen | None, now: float) -> bool:
         """Take in what the job says of its agent; return whether that is the first that it says."""
-        first = not self.heard and seen is not None and (not seen.silent or seen.members > 0)
+        first = not self.heard and seen is not None
         self.heard = self.heard or first
         if not self.heard:
             return False
@@ -125,7 +126,7 @@ class FleetNode:
             self.empty_since = None
         elif self.empty_since is None:
             self.empty_since = now
-        return first
+        return first and self.alive
 
     def judge(self, policy: FleetPolicy, now: float) -> tuple[str, bool]:
         """Return why it is over, or "", and whether its host is to blame.
@@ -146,7 +147,7 @@ class FleetNode:
 
     def _judge_unheard(self, policy: FleetPolicy, now: float) -> tuple[str, bool]:
         if self.ended_since is not None:
-            return "it ended before its agent was heard", self.runs_since is not None
+            return "it ended before its agent was heard", bool(self.host)
         if self.notice is not None:
             return f"its host is about to be taken ({self.notice.reason})", False
         if self.runs_since is not None and now >= self.runs_since + policy.join_s:

@@ -78,6 +78,7 @@ class FleetPolicy:
     answer_s: float = 60.0  # until a request without an answer counts as failed
     retry_s: float = 2.0  # after the first failure in a row; doubled with each further one
     retry_max_s: float = 120.0
+    picky_tries: int = 3  # of a request, before it no longer avoids hosts for their failures
     unseen_s: float = 60.0  # a placement that was granted and is not listed is given up
     join_s: float = 300.0  # so is one that runs, and whose agent the job has not heard
     lost_s: float = 5.0  # silence of an agent without members, before its place is given back

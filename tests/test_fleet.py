@@ -1,0 +1,228 @@
+"""FleetMachine keeps its promises through faults from seeds, and planted bugs are caught."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from fleet_kit import PREFIX, Faults, run_fleet
+from holdfast.core.errors import InvariantError
+from holdfast.core.fleet import fleet_events as fe
+from holdfast.core.fleet.fleet import FleetMachine
+from holdfast.core.fleet.fleet_node import FleetNode
+from holdfast.core.fleet.host_strikes import HostStrikes
+from holdfast.core.fleet.placements import FleetPolicy, Holding, NodeSeen, Notice, Placement
+from holdfast.core.types import Tick
+
+SEEDS = 16
+
+
+def ids(effects: list[fe.FleetEffect], kind: type) -> list[str]:
+    return [e.id.removeprefix(PREFIX) for e in effects if isinstance(e, kind)]
+
+
+def placed(number: int, notice: Notice | None = None) -> Placement:
+    return Placement(
+        id=f"{PREFIX}e-{number}",
+        handle=str(number),
+        holding=Holding.RUNNING,
+        host=f"h{number}",
+        notice=notice,
+    )
+
+
+def serving(number: int, **fields: object) -> NodeSeen:
+    return NodeSeen(name=f"{PREFIX}e-{number}", **{"members": 1, **fields})
+
+
+def three_nodes() -> FleetMachine:
+    """A machine of a job that has the three nodes that it wants."""
+    machine = FleetMachine(FleetPolicy(prefix=PREFIX, nodes=3, nodes_max=4), "e")
+    machine.handle(fe.Observed((), 0.0), 0.0)
+    asked = ids(machine.handle(fe.JobHeard(()), 0.0), fe.Request)
+    assert asked == ["e-1", "e-2", "e-3"]
+    machine.handle(fe.Observed((placed(1), placed(2), placed(3)), 1.0), 1.0)
+    machine.handle(fe.JobHeard((serving(1), serving(2), serving(3))), 1.0)
+    return machine
+
+
+def test_a_notice_becomes_a_drain_with_its_deadline_and_another_node_is_requested() -> None:
+    machine = three_nodes()
+    warned = placed(2, Notice(reason="maintenance", until=300.0))
+    effects = machine.handle(fe.Observed((placed(1), warned, placed(3)), 2.0), 2.0)
+    drain = fe.DrainNode(warned.id, "maintenance", 300.0)
+    assert drain in effects
+    (request,) = [e for e in effects if isinstance(e, fe.Request)]
+    assert request.avoid == ("h2",)
+    assert machine.handle(Tick(), 3.0) == []
+    known = (serving(1), serving(2, draining="maintenance"), serving(3))
+    assert machine.handle(fe.JobHeard(known), 20.0) == []
+
+
+def test_the_loss_of_an_agent_is_the_jobs_word_and_never_the_managers() -> None:
+    machine = three_nodes()
+    everyone = (serving(1), serving(2), serving(3))
+    effects = machine.handle(fe.Observed((placed(1), placed(3)), 2.0), 2.0)
+    assert ids(effects, fe.Request) == ["e-4"]
+    assert ids(effects, fe.ReleasePlacement) == ids(effects, fe.DrainNode) == []
+    found = (placed(1), placed(2), placed(3), placed(4))
+    assert ids(machine.handle(fe.Observed(found, 3.0), 3.0), fe.ReleasePlacement) == ["e-4"]
+    silent = (*everyone[:2], serving(3, silent=True, members=0))
+    machine.handle(fe.JobHeard(silent), 4.0)
+    machine.handle(fe.Observed(found[:3], 5.0), 5.0)
+    effects = machine.handle(Tick(), 10.0)
+    assert ids(effects, fe.ReleasePlacement) == ["e-3"]
+
+
+def test_surplus_is_given_back_one_at_a_time() -> None:
+    machine = three_nodes()
+    assert ids(machine.handle(fe.NodesWanted(1), 2.0), fe.DrainNode) == ["e-2"]
+    left = (serving(1), serving(2, draining="x", members=0), serving(3))
+    assert ids(machine.handle(fe.JobHeard(left), 3.0), fe.DrainNode) == ["e-3"]
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_the_truth_agrees_with_the_invariants(seed: int) -> None:
+    run_fleet(seed)
+
+
+@pytest.mark.slow
+def test_the_truth_agrees_with_the_invariants_in_many_more_runs() -> None:
+    for seed in range(SEEDS, 400):
+        run_fleet(seed)
+
+
+# ---------------------------------------------------------------- planted bugs
+
+Plant = Callable[[pytest.MonkeyPatch], Faults | None]
+PLANTED: list[Plant] = []
+
+
+def planted(plant: Plant) -> Plant:
+    PLANTED.append(plant)
+    return plant
+
+
+@planted
+def a_request_is_repeated_before_a_listing_tells(patch: pytest.MonkeyPatch) -> Faults | None:
+    patch.setattr(FleetNode, "asked", property(lambda self: False))
+    return Faults(lost_answers=0.5, late_listings_s=12.0)
+
+
+@planted
+def an_old_listing_is_believed(patch: pytest.MonkeyPatch) -> Faults | None:
+    plain = FleetMachine._observe
+
+    def observe(self: FleetMachine, found: tuple[Placement, ...], at: float, now: float) -> None:
+        plain(self, found, at, now)
+        self._observed_at = float("-inf") if now < 1e9 and self._ended_at is None else at
+
+    patch.setattr(FleetMachine, "_observe", observe)
+    return Faults(late_listings_s=12.0, kill_every_s=60.0)
+
+
+@planted
+def the_manager_decides_who_is_lost(patch: pytest.MonkeyPatch) -> Faults | None:
+    plain = FleetNode.judge
+
+    def judge(self: FleetNode, policy: FleetPolicy, now: float) -> tuple[str, bool]:
+        if self.ended_since is not None:
+            return "its manager has ended it", False
+        return plain(self, policy, now)
+
+    patch.setattr(FleetNode, "judge", judge)
+    return Faults(disown_every_s=40.0)
+
+
+@planted
+def a_new_machine_asks_before_it_knows(patch: pytest.MonkeyPatch) -> Faults | None:
+    plain = FleetMachine.handle
+
+    def handle(self: FleetMachine, event: fe.FleetEvent, now: float) -> list[fe.FleetEffect]:
+        self._observed_at = max(self._observed_at, -1.0)
+        return plain(self, event, now)
+
+    patch.setattr(FleetMachine, "handle", handle)
+    return Faults(restart_every_s=60.0, late_listings_s=12.0)
+
+
+@planted
+def surplus_is_given_back_before_the_job_was_heard(patch: pytest.MonkeyPatch) -> Faults | None:
+    plain = FleetMachine._drop_surplus
+
+    def drop(self: FleetMachine) -> object:
+        heard, self._job_heard = self._job_heard, True
+        yield from plain(self)
+        self._job_heard = heard
+
+    patch.setattr(FleetMachine, "_drop_surplus", drop)
+    return Faults(restart_every_s=10.0, disown_every_s=20.0)
+
+
+@planted
+def all_leave_at_once(patch: pytest.MonkeyPatch) -> Faults | None:
+    patch.setattr(FleetNode, "disturbed", property(lambda self: False))
+    return Faults(notice_every_s=20.0)
+
+
+@planted
+def a_deadline_is_not_looked_at(patch: pytest.MonkeyPatch) -> Faults | None:
+    plain = FleetMachine._drain
+
+    def drain(self: FleetMachine, now: float) -> object:
+        for effect in plain(self, now):
+            if not (isinstance(effect, fe.DrainNode) and effect.until is not None):
+                yield effect
+
+    patch.setattr(FleetMachine, "_drain", drain)
+    return Faults(notice_every_s=40.0)
+
+
+@planted
+def hosts_that_fail_are_asked_again(patch: pytest.MonkeyPatch) -> Faults | None:
+    patch.setattr(HostStrikes, "avoided", lambda self, now: [])
+    return Faults(bad_hosts=5, kill_every_s=10.0)
+
+
+@planted
+def copies_are_kept(patch: pytest.MonkeyPatch) -> Faults | None:
+    plain = FleetNode.list
+
+    def listed(self: FleetNode, found: tuple[Placement, ...], at: float, now: float) -> None:
+        plain(self, found, at, now)
+        self.copies = ()
+
+    patch.setattr(FleetNode, "list", listed)
+    return Faults(copies=0.3)
+
+
+@planted
+def it_finishes_without_a_last_listing(patch: pytest.MonkeyPatch) -> Faults | None:
+    plain = FleetMachine._advance
+
+    def advance(self: FleetMachine, now: float) -> object:
+        yield from plain(self, now)
+        if self._ended_at is not None and not self._finished:
+            self._finished = True
+            yield fe.Finished()
+
+    patch.setattr(FleetMachine, "_advance", advance)
+    return Faults()
+
+
+@pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
+def test_a_planted_bug_is_caught(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failures(faults: Faults | None) -> list[str]:
+        found = []
+        for seed in range(6):
+            try:
+                run_fleet(seed, faults)
+            except (AssertionError, InvariantError) as error:
+                found.append(str(error))
+        return found
+
+    with monkeypatch.context() as patch:
+        faults = plant(patch)
+        assert failures(faults)
+    assert failures(faults) == [], "the unchanged code fails as well"
