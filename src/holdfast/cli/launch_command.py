@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 
 from holdfast.core.errors import UserError
+from holdfast.launch.fleet_plan import read_plan
+from holdfast.runtime.rundir import RunDir
 
 LAUNCHERS = {
     "local": "processes of this machine that stand for nodes, to try things out",
@@ -22,3 +24,11 @@ def main(argv: list[str]) -> int:
     if argv[0] not in LAUNCHERS:
         raise UserError(f"there is no launcher {argv[0]!r}: use one of {', '.join(LAUNCHERS)}")
     return int(importlib.import_module(f"holdfast.cli.launch_{argv[0]}").main(argv[1:]))
+
+
+def go_on(run_dir: RunDir, host: str, port: int) -> int:
+    """Go on with a job that a launcher began. Returns the exit status."""
+    manager = read_plan(run_dir).manager
+    found = manager if manager in LAUNCHERS else "local"
+    module = importlib.import_module(f"holdfast.cli.launch_{found}")
+    return int(module.go_on(run_dir, host, port))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from holdfast.cli.launch_options import launch_parser, make_run_dir
 from holdfast.launch.cluster_job import launch_cluster_job
+from holdfast.runtime.rundir import RunDir
 
 
 def main(argv: list[str]) -> int:
@@ -13,5 +14,9 @@ def main(argv: list[str]) -> int:
         "Run a training script on several nodes that are processes of this machine, and replace "
         "those that are lost, as the other launchers do on a cluster.",
     ).parse_args(argv)
-    run_dir = make_run_dir(options, "local", {})
-    return launch_cluster_job(run_dir, options.host, options.port)
+    return go_on(make_run_dir(options, "local", {}), options.host, options.port)
+
+
+def go_on(run_dir: RunDir, host: str, port: int) -> int:
+    """Run a job, or go on with it, from here."""
+    return launch_cluster_job(run_dir, host, port)

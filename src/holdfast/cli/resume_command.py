@@ -7,8 +7,10 @@ import os
 import sys
 from pathlib import Path
 
+from holdfast.cli import launch_command
 from holdfast.cli.shared_options import add_tls
 from holdfast.core.errors import UserError
+from holdfast.launch.fleet_plan import PLAN_FILE
 from holdfast.net.secret import VARIABLE
 from holdfast.net.tcp import listen
 from holdfast.net.tls import server_of
@@ -34,6 +36,8 @@ def main(argv: list[str]) -> int:
     tls = tls.absolute() if tls is not None else None
     os.environ.pop(VARIABLE, None)  # the run directory holds the secret
     os.chdir(spec.cwd)
+    if (run_dir.path / PLAN_FILE).exists():
+        return launch_command.go_on(run_dir, options.host, options.port)
     server_of(tls)  # raises UserError if the files are bad
     with listen(options.host, options.port) as listener:
         run_dir.reopen()

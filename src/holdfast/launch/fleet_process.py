@@ -3,7 +3,7 @@
     python -m holdfast.launch.fleet_process RUN_DIR PARENT_PID
 
 It may be killed at any time: another one learns from the manager and the job what there is. SIGTERM
-tells it that the job is over. Each manager has a module NAME_manager with an `open_manager`.
+tells it that the job is over. Each manager has a module with an `open_manager`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from holdfast.net.tls import client_of
 from holdfast.runtime.contact import contact_by
 from holdfast.runtime.rundir import RunDir
 
-MANAGERS = ("local", "slurm")
+MANAGERS = {
+    "local": "holdfast.launch.local_manager",
+    "fake": "holdfast.testing.fake_cluster",  # for tests
+}
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
@@ -65,7 +68,7 @@ def manager_of(plan: FleetPlan, run_dir: RunDir) -> ClusterManager:
     """Open the adapter that a plan names. UserError if there is none of that name."""
     if plan.manager not in MANAGERS:
         raise UserError(f"there is no manager {plan.manager!r}: use one of {', '.join(MANAGERS)}")
-    module = importlib.import_module(f"holdfast.launch.{plan.manager}_manager")
+    module = importlib.import_module(MANAGERS[plan.manager])
     found: ClusterManager = module.open_manager(plan, run_dir.spec())
     return found
 

@@ -277,19 +277,19 @@ async def _empty(manager: ClusterManager) -> bool:
 # ---------------------------------------------------------------- a whole job
 
 
-def assert_survives(run: LocalRun, harness: ClusterHarness, hold: Callable[[], None]) -> None:
+def assert_survives(run: LocalRun, harness: ClusterHarness, let_go: Callable[[], None]) -> None:
     """Kill one of a running job's hosts and drain another: both are replaced, and nothing is lost.
 
-    The job has three nodes of one worker and at least two hosts to spare. It is held at a step
-    until `hold()` is called. The caller waits for its end, and compares the result.
+    The job has three nodes of one worker and at least two hosts to spare. It takes minutes, unless
+    `let_go()` is called. The caller waits for its end, and compares the result.
     """
     manager = harness.manager("hf-")
 
     def placements() -> dict[str, str]:
-        """Host of each serving agent, by name; empty while somebody does not answer."""
+        """Return the host of each serving agent; empty while somebody does not answer."""
         try:
             hosts = {p.id: p.host for p in asyncio.run(_observe(manager))}
-            serving = [a["id"] for a in run.status()["agents"] if a["members"] and not a["silent"]]
+            serving = serving_nodes(run.status())
         except (HoldfastError, OSError, asyncio.TimeoutError):
             return {}
         return {name: hosts[name] for name in serving if name in hosts}
@@ -304,8 +304,18 @@ def assert_survives(run: LocalRun, harness: ClusterHarness, hold: Callable[[], N
     second = run.until(lambda: complete([killed]), CASE_S, "a node in place of the killed one")
     assert first[killed] not in second.values(), "the failed host is not avoided"
     harness.drain(second[drained], "a new fan")
-    hold()  # a node is left at a step's boundary
-    run.until(lambda: complete([killed, drained]), CASE_S, "a node in place of the drained one")
+    third = run.until(
+        lambda: complete([killed, drained]), CASE_S, "a node in place of the drained one"
+    )
+    assert second[drained] not in third.values(), "the drained host is used again"
+    let_go()
+
+
+def serving_nodes(status: dict[str, Any]) -> list[str]:
+    """Return the agents that train, once each of them has the job's state: after its first step."""
+    if not status["workers"] or max(w["step"] for w in status["workers"]) < 1:
+        return []
+    return sorted(a["id"] for a in status["agents"] if a["members"] and not a["silent"])
 
 
 async def _observe(manager: ClusterManager) -> Sequence[Placement]:

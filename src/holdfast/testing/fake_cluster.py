@@ -18,8 +18,10 @@ from typing import Any
 
 from holdfast.core.errors import Unreachable
 from holdfast.core.fleet.placements import Notice, Placement, PlacementId
+from holdfast.core.job_spec import JobSpec
 from holdfast.health.measure.procfs import started_at
 from holdfast.launch.cluster_manager import PlacementOrder
+from holdfast.launch.fleet_plan import FleetPlan, job_prefix
 from holdfast.launch.local_manager import LocalManager
 
 ORDERS = "told"
@@ -132,6 +134,12 @@ class FakeCluster:
             if "pid" in record and started_at(record["pid"]) == record["started"]:
                 found.append((record["id"], record["host"], record["pid"]))
         return found
+
+
+def open_manager(plan: FleetPlan, spec: JobSpec) -> FakeManager:
+    """Open the fake of a running job; the launcher is our parent."""
+    cluster = FakeCluster(Path(plan.settings["folder"]), int(plan.settings["hosts"]), os.getppid())
+    return cluster.manager(job_prefix(spec.job))
 
 
 def read_orders(folder: Path) -> dict[str, Any]:
