@@ -9,6 +9,7 @@ from holdfast.launch.fleet_plan import read_plan
 from holdfast.runtime.rundir import RunDir
 
 LAUNCHERS = {
+    "slurm": "a batch job of Slurm, and further ones as it grows",
     "local": "processes of this machine that stand for nodes, to try things out",
 }
 

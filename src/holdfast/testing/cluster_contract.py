@@ -101,6 +101,11 @@ async def gone(harness: ClusterHarness, manager: ClusterManager, id_: PlacementI
     await until(is_gone, f"{id_} is gone")
 
 
+def lives_on(now: Sequence[int], before: Sequence[int]) -> bool:
+    """Tell whether a placement's process is still the same; helpers beside it come and go."""
+    return any(pid in before for pid in now)
+
+
 # ---------------------------------------------------------------- cases
 
 
@@ -199,7 +204,7 @@ async def a_killed_host_loses_its_placement_only(
     pids = h.processes(second.id)
     h.kill(first.host)
     await gone(h, manager, first.id)
-    assert h.processes(second.id) == pids
+    assert lives_on(h.processes(second.id), pids)
     assert await listed(manager, second.id)
 
 
@@ -214,7 +219,7 @@ async def a_drained_host_is_announced(h: ClusterHarness, manager: ClusterManager
     found: Placement = await until(noticed, "the notice")
     assert found.notice is not None
     assert "a new fan" in found.notice.reason
-    assert h.processes(first.id) == pids
+    assert lives_on(h.processes(first.id), pids)
     assert (await listed(manager, second.id))[0].notice is None
 
 
@@ -232,8 +237,8 @@ async def a_manager_that_is_away_is_an_error(h: ClusterHarness, manager: Cluster
     finally:
         h.away(False)
     back = await until(lambda: listed(manager, found.id), "the manager is back")
-    assert back == [found]
-    assert h.processes(found.id) == pids
+    assert back == [found], f"{back} instead of {found}"
+    assert lives_on(h.processes(found.id), pids)
 
 
 # The last ones change the cluster for good.
@@ -288,7 +293,7 @@ def assert_survives(run: LocalRun, harness: ClusterHarness, let_go: Callable[[],
     def placements() -> dict[str, str]:
         """Return the host of each serving agent; empty while somebody does not answer."""
         try:
-            hosts = {p.id: p.host for p in asyncio.run(_observe(manager))}
+            hosts = {str(p.id): p.host for p in asyncio.run(_observe(manager))}
             serving = serving_nodes(run.status())
         except (HoldfastError, OSError, asyncio.TimeoutError):
             return {}

@@ -1,0 +1,91 @@
+"""`holdfast launch slurm` submits a job to Slurm, whose nodes it then keeps."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from holdfast.cli.launch_options import launch_parser, make_run_dir
+from holdfast.core.errors import UserError
+from holdfast.launch.fleet_plan import job_prefix, read_plan
+from holdfast.launch.slurm_scripts import job_script
+from holdfast.runtime.rundir import RunDir
+
+SCRIPT = "slurm_job.sh"
+
+
+def main(argv: list[str]) -> int:
+    """Submit a job, and return at once. Exit status 0: Slurm has taken it in."""
+    found = launch_parser(
+        "slurm",
+        "Submit a training script to Slurm: one job with --nodes nodes, which starts a coordinator "
+        "and one agent on each node, replaces nodes that are lost, leaves nodes that are drained, "
+        "and grows by further jobs. The run directory must be on a file system that all nodes "
+        "share. Workers' output goes to files in it.",
+    )
+    group = found.add_argument_group("Slurm")
+    group.add_argument(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="OPTION",
+        help="an option of sbatch for the job and its further jobs; may be repeated: "
+        "--sbatch=--partition=gpu --sbatch=--time=12:00:00",
+    )
+    group.add_argument(
+        "--write-script",
+        action="store_true",
+        help="write the batch script and say where it is, instead of submitting it",
+    )
+    found.set_defaults(host="")
+    options = found.parse_args(argv)
+    for each in options.sbatch:
+        if not each.startswith("-") or any(char in each for char in '\n"'):
+            raise UserError(f"--sbatch {each!r} is no option: write --sbatch=--partition=gpu")
+    settings = {"options": "\n".join(options.sbatch), "listen": options.host}
+    run_dir = make_run_dir(options, "slurm", settings)
+    write_script(run_dir, options.nodes, options.port)
+    if options.write_script:
+        print(f"holdfast: submit it with: sbatch {run_dir.path / SCRIPT}", file=sys.stderr)
+        return 0
+    return submit(run_dir)
+
+
+def go_on(run_dir: RunDir, host: str, port: int) -> int:
+    """Submit a job again, as it was."""
+    return submit(run_dir)
+
+
+def write_script(run_dir: RunDir, nodes: int, port: int) -> None:
+    plan, spec = read_plan(run_dir), run_dir.spec()
+    host = plan.settings["listen"]
+    listen = (*(("--host", host) if host else ()), "--port", str(port))
+    text = job_script(
+        name=job_prefix(spec.job).rstrip("-"),
+        prefix=job_prefix(spec.job),
+        nodes=nodes,
+        command=(sys.executable, "-m", "holdfast.launch.cluster_job", plan.run_dir, *listen),
+        output=f"{plan.run_dir}/slurm-%j.txt",
+        signal_s=plan.drain_s,
+        options=plan.settings["options"].split("\n") if plan.settings["options"] else (),
+    )
+    (run_dir.path / SCRIPT).write_text(text)
+
+
+def submit(run_dir: RunDir) -> int:
+    """Hand the script to sbatch. UserError with what it says if it refuses."""
+    try:
+        found = subprocess.run(
+            ["sbatch", "--parsable", str(run_dir.path / SCRIPT)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except FileNotFoundError:
+        raise UserError(
+            "there is no command sbatch here: use a machine that submits jobs"
+        ) from None
+    if found.returncode:
+        raise UserError(f"sbatch refuses the job: {found.stderr.strip()}")
+    print(f"holdfast: submitted as Slurm job {found.stdout.strip()}", file=sys.stderr, flush=True)
+    return 0

@@ -1,0 +1,240 @@
+"""Gets a job's nodes from Slurm: in the job's own allocation first, then by further jobs.
+
+An agent in the allocation is a step of its own, so that it can be ended and replaced alone; each
+further job has one node. Names of steps and jobs are the placements' ids. Nothing is remembered but
+which requests are under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from holdfast.core.errors import Refused, Unreachable
+from holdfast.core.fleet.placements import Holding, Notice, Placement, PlacementId
+from holdfast.core.job_spec import JobSpec
+from holdfast.launch import slurm_tables as tables
+from holdfast.launch.cluster_manager import PlacementOrder
+from holdfast.launch.fleet_plan import FleetPlan, job_prefix
+from holdfast.launch.slurm_scripts import NODE
+
+ENDED_ALREADY = ("Invalid job id", "already completing or completed", "does not exist")
+STEP_S = 20.0  # for a step to be listed
+LOOK_S = 0.1
+NODE_SCRIPT = "slurm_node.sh"
+
+
+class SlurmManager:
+    """Lists, requests and ends the placements whose ids begin with `prefix`.
+
+    `allocation`: id of the job whose hosts are used first; empty: there is none. `options`: of
+    sbatch, for further jobs. `drain_s`: how long before the end of its time a job is told.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        prefix: str,
+        allocation: str = "",
+        options: Sequence[str] = (),
+        drain_s: float = 60.0,
+    ) -> None:
+        self._folder = folder
+        self._prefix = prefix
+        self._allocation = allocation
+        self._options = tuple(options)
+        self._drain_s = drain_s
+        self._alone = asyncio.Lock()
+        self._steps: list[subprocess.Popen[bytes]] = []
+
+    async def observe(self) -> Sequence[Placement]:
+        self._steps = [step for step in self._steps if step.poll() is None]
+        jobs, nodes = await self._jobs(), await self._nodes()
+        now, wall = time.monotonic(), time.time()
+        found = []
+        for job in jobs:
+            if not job.name.startswith(self._prefix):
+                continue
+            node = nodes.get(job.hosts)
+            notice = _notice(node)
+            if job.ends_at is not None and job.holding is Holding.RUNNING and notice is None:
+                left_s = job.ends_at - wall
+                if left_s <= 2 * self._drain_s:
+                    notice = Notice(reason="its job's time is over soon", until=now + left_s)
+            found.append(_placement(job.name, job.id, job.holding, job.hosts, notice))
+        held = await self._allocated(jobs)
+        for step in await self._own_steps():
+            node = nodes.get(step.host)
+            # A host that fails is taken out of the allocation, but its steps stay listed.
+            runs = step.host in held and (node is None or node.up)
+            holding = Holding.RUNNING if runs else Holding.ENDED
+            found.append(_placement(step.name, step.id, holding, step.host, _notice(node)))
+        return found
+
+    async def request(self, order: PlacementOrder) -> None:
+        async with self._alone:  # what was asked for must be listed before more is decided
+            found = await self.observe()
+            if any(each.id == order.id for each in found):
+                return
+            host = await self._free_host(found, order.avoid)
+            if host:
+                await self._start_step(order, host)
+            else:
+                await self._submit(order)
+
+    async def release(self, id_: PlacementId, handle: str) -> None:
+        await self._ask("scancel", handle, allow=ENDED_ALREADY)
+
+    async def close(self) -> None:
+        pass
+
+    # ------------------------------------------------------------ asking
+
+    async def _jobs(self) -> list[tables.SlurmJob]:
+        """List this user's jobs, with those that have just ended."""
+        text = await self._ask(
+            *("squeue", "--me", "--noheader", "--all", "--states=all"), f"--format={tables.JOBS}"
+        )
+        return tables.read_jobs(text)
+
+    async def _nodes(self) -> dict[str, tables.SlurmNode]:
+        text = await self._ask("sinfo", "--noheader", "--all", "--Node", f"--format={tables.NODES}")
+        return {node.name: node for node in tables.read_nodes(text)}
+
+    async def _own_steps(self) -> list[tables.SlurmStep]:
+        if not self._allocation:
+            return []
+        text = await self._ask(
+            *("squeue", "--me", "--noheader", "--all", "--steps"), f"--format={tables.STEPS}"
+        )
+        steps = tables.read_steps(text)
+        mine = [s for s in steps if s.id.startswith(f"{self._allocation}.")]
+        return [s for s in mine if s.name.startswith(self._prefix)]
+
+    async def _allocated(self, jobs: Sequence[tables.SlurmJob]) -> list[str]:
+        """Return the hosts that the allocation has now."""
+        hosts = next((job.hosts for job in jobs if job.id == self._allocation), "")
+        if not hosts:
+            return []
+        return (await self._ask("scontrol", "show", "hostnames", hosts)).split()
+
+    async def _free_host(self, found: Sequence[Placement], avoid: Sequence[str]) -> str:
+        """Return a host of the allocation that works and has no agent; empty if there is none."""
+        if not self._allocation:
+            return ""
+        nodes = await self._nodes()
+        taken = [p.host for p in found if p.holding is not Holding.ENDED]
+        for host in await self._allocated(await self._jobs()):
+            node = nodes.get(host)
+            good = node is not None and node.up and not node.leaving
+            if good and host not in taken and host not in avoid:
+                return host
+        return ""
+
+    # ------------------------------------------------------------ acting
+
+    async def _start_step(self, order: PlacementOrder, host: str) -> None:
+        """Start a step, and wait until it is listed. Refused if it ends at once."""
+        command = [
+            *("srun", f"--jobid={self._allocation}", f"--job-name={order.id}", "--overlap"),
+            *("--nodes=1", "--ntasks=1", f"--nodelist={host}", "--mem=0", "--cpu-bind=none"),
+            *("--input=none", "--unbuffered", "bash", str(self._node_script()), *order.command),
+        ]
+        step = _start_apart(command, self._environment(order, keep=True))
+        self._steps.append(step)
+        deadline = time.monotonic() + STEP_S
+        while not any(each.name == order.id for each in await self._own_steps()):
+            if step.poll() is not None:
+                raise Refused(f"srun on {host} ended with status {step.returncode}")
+            if time.monotonic() >= deadline:
+                step.kill()
+                raise Unreachable(f"srun on {host} did not start a step in {STEP_S:g} s")
+            await asyncio.sleep(LOOK_S)
+
+    async def _submit(self, order: PlacementOrder) -> None:
+        await self._ask(
+            *("sbatch", "--parsable", *self._options, f"--job-name={order.id}"),
+            *("--nodes=1", "--ntasks=1", "--exclusive", "--no-requeue"),
+            f"--signal=B:TERM@{self._drain_s:.0f}",
+            f"--output={self._folder / 'logs' / order.id}.txt",
+            *([f"--exclude={','.join(order.avoid)}"] if order.avoid else []),
+            *(str(self._node_script()), *order.command),
+            environment=self._environment(order, keep=False),
+        )
+
+    def _environment(self, order: PlacementOrder, *, keep: bool) -> dict[str, str]:
+        """Make what the agent is given; `keep` what tells of the allocation."""
+        own = {n: v for n, v in os.environ.items() if keep or not n.startswith("SLURM_")}
+        own |= {n: v for n, v in os.environ.items() if n == "SLURM_CONF"}
+        return {
+            **own,
+            **order.environment,
+            "HOLDFAST_PLACEMENT": order.id,
+            "HOLDFAST_SLURM_JOB": self._allocation,
+        }
+
+    def _node_script(self) -> Path:
+        (self._folder / "logs").mkdir(parents=True, exist_ok=True)
+        path = self._folder / NODE_SCRIPT
+        if not path.exists():
+            temporary = path.with_suffix(f".{os.getpid()}")
+            temporary.write_text(NODE)
+            temporary.rename(path)
+        return path
+
+    async def _ask(
+        self, *command: str, environment: Mapping[str, str] | None = None, allow: Sequence[str] = ()
+    ) -> str:
+        """Run a command of Slurm. Unreachable: it failed, and did not say what `allow` lists."""
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=environment,
+            )
+        except FileNotFoundError:
+            raise Unreachable(f"there is no command {command[0]}: is Slurm installed?") from None
+        try:
+            out, err = await process.communicate()
+        except asyncio.CancelledError:
+            if process.returncode is None:
+                process.kill()
+            raise
+        problem = err.decode(errors="replace").strip()
+        if process.returncode and not any(each in problem for each in allow):
+            raise Unreachable(f"{command[0]}: {problem or f'exit status {process.returncode}'}")
+        return out.decode(errors="replace")
+
+
+def _start_apart(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start a process that outlives us: whatever replaces us finds its step in Slurm's list."""
+    return subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
+    )
+
+
+def _notice(node: tables.SlurmNode | None) -> Notice | None:
+    return Notice(reason=node.leaving) if node is not None and node.leaving else None
+
+
+def _placement(
+    name: str, handle: str, holding: Holding, host: str, notice: Notice | None
+) -> Placement:
+    return Placement(id=PlacementId(name), handle=handle, holding=holding, host=host, notice=notice)
+
+
+def open_manager(plan: FleetPlan, spec: JobSpec) -> SlurmManager:
+    """Open the manager of the job in whose allocation we run."""
+    return SlurmManager(
+        Path(plan.run_dir),
+        job_prefix(spec.job),
+        os.environ.get("SLURM_JOB_ID", ""),
+        plan.settings.get("options", "").split("\n") if plan.settings.get("options") else (),
+        plan.drain_s,
+    )

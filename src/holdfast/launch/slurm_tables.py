@@ -1,0 +1,107 @@
+"""Reads what Slurm's commands print, in the formats that are asked for here. Pure.
+
+Fields are separated by `|`; what may hold any character comes last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+
+from holdfast.core.errors import Damaged
+from holdfast.core.fleet.placements import Holding
+
+JOBS = "%i|%t|%B|%N|%e|%j"  # of squeue: id, state, host of the script, hosts, end, name
+STEPS = "%i|%N|%j"  # of squeue --steps
+NODES = "%N|%T|%E"  # of sinfo --Node: name, state, reason
+
+WAITING = ("PD", "CF", "RQ", "RF", "RH", "RD", "RS", "SE", "SO")
+RUNNING = ("R", "S", "ST", "SI", "RV")
+FLAGS = "*~#!%$@^-+"  # that follow a node's state
+LEAVING = ("draining", "drained", "drng", "drain", "maint", "perfctrs", "reboot")
+GONE = ("down", "fail", "failing", "powered_down", "unknown", "future", "error")
+NONE = ("", "n/a", "N/A", "(null)", "NONE", "Unknown")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmJob:
+    """Describes a job; `ends_at`: when its time is over, in Unix seconds, if that is known."""
+
+    id: str
+    name: str
+    holding: Holding
+    script_host: str = ""
+    hosts: str = ""  # as Slurm abbreviates them
+    ends_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmStep:
+    id: str
+    name: str
+    host: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmNode:
+    """Describes a host: whether it runs things, and why it should be left if it should."""
+
+    name: str
+    up: bool
+    leaving: str
+
+
+def read_jobs(text: str) -> list[SlurmJob]:
+    """Read the output of squeue in the format JOBS. Damaged."""
+    return [_job(*fields) for fields in _rows(text, 6)]
+
+
+def _job(id_: str, state: str, script_host: str, hosts: str, end: str, name: str) -> SlurmJob:
+    holding = Holding.ENDED  # also while it completes: nothing of it is started any more
+    if state in RUNNING:
+        holding = Holding.RUNNING
+    elif state in WAITING:
+        holding = Holding.WAITING
+    return SlurmJob(
+        id=id_,
+        name=name,
+        holding=holding,
+        script_host="" if script_host in NONE else script_host,
+        hosts="" if hosts in NONE else hosts,
+        ends_at=_time(end),
+    )
+
+
+def read_steps(text: str) -> list[SlurmStep]:
+    """Read the output of squeue --steps in the format STEPS. Damaged."""
+    return [SlurmStep(id=i, name=name, host=host) for i, host, name in _rows(text, 3)]
+
+
+def read_nodes(text: str) -> list[SlurmNode]:
+    """Read the output of sinfo --Node in the format NODES; a host may be in several partitions."""
+    found = {name: _node(name, state, why) for name, state, why in _rows(text, 3)}
+    return list(found.values())
+
+
+def _node(name: str, state: str, reason: str) -> SlurmNode:
+    word, marks = state.rstrip(FLAGS).lower(), state[len(state.rstrip(FLAGS)) :]
+    leaving = word in LEAVING or "@" in marks  # @: it is to be rebooted
+    why = reason if reason not in ("none", *NONE) else f"Slurm calls it {state}"
+    return SlurmNode(name=name, up=word not in GONE, leaving=why if leaving else "")
+
+
+def _rows(text: str, fields: int) -> list[list[str]]:
+    rows = [line.split("|", fields - 1) for line in text.splitlines() if line.strip()]
+    for row in rows:
+        if len(row) != fields:
+            raise Damaged(f"Slurm's answer cannot be read: {'|'.join(row)[:200]!r}")
+    return [[each.strip() for each in row] for row in rows]
+
+
+def _time(text: str) -> float | None:
+    if text in NONE:
+        return None
+    try:
+        return datetime.fromisoformat(text).timestamp()  # Slurm speaks of local time
+    except ValueError:
+        raise Damaged(f"Slurm's answer cannot be read: {text[:40]!r} is no time") from None

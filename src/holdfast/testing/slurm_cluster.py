@@ -1,0 +1,227 @@
+"""Runs a real Slurm on this machine: munged, slurmctld and several slurmd, each a host of its own.
+
+It is for tests of jobs under Slurm, and a harness for the contract of adapters. The patience of the
+servers is short, so that tests need not wait for minutes until a host counts as down.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from holdfast.core.fleet.placements import PlacementId
+from holdfast.launch.slurm_manager import SlurmManager
+from holdfast.testing.cluster_contract import PREFIX
+
+PACKAGES = {
+    "munged": "munge",
+    "slurmctld": "slurmctld",
+    "slurmd": "slurmd",
+    "srun": "slurm-client",
+}
+PATH = "/usr/sbin:/sbin:/usr/bin:/bin"
+WAIT_S = 30.0
+CLIENTS = ("srun", "sbatch", "slurmstepd", "slurmd", "slurmctld")
+CONFIGURATION = """\
+ClusterName=holdfast
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.sock
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+MailProg=/bin/true
+SelectType=select/linear
+SchedulerType=sched/backfill
+SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0
+SlurmctldTimeout=5
+SlurmdTimeout=6
+KillWait=5
+MinJobAge=30
+MessageTimeout=5
+ReturnToService=2
+"""
+
+
+class SlurmCluster:
+    """Starts a cluster of `hosts` hosts for the length of a with statement.
+
+    The environment variable SLURM_CONF names it meanwhile. `allocation`: the id of a job whose
+    hosts adapters that `manager` makes use first.
+    """
+
+    def __init__(self, folder: Path, hosts: int = 6) -> None:
+        self.folder = folder
+        self.hosts: Sequence[str] = tuple(f"node{number}" for number in range(hosts))
+        self.allocation = ""
+        self._servers: dict[str, subprocess.Popen[bytes]] = {}
+        self._before: str | None = None
+
+    @staticmethod
+    def missing() -> str:
+        """Say what is missing here, with the package that brings it; empty if nothing is."""
+        for command, package in PACKAGES.items():
+            if shutil.which(command, path=PATH) is None:
+                return f"there is no {command} here (package {package})"
+        return "" if os.geteuid() == 0 else "Slurm's daemons are run as root"
+
+    def __enter__(self) -> SlurmCluster:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "state").mkdir()
+        key = self.folder / "munge.key"
+        key.touch(0o600)
+        key.write_bytes(secrets.token_bytes(128))
+        ports = free_ports(len(self.hosts) + 1)
+        text = CONFIGURATION.format(
+            host=socket.gethostname(), port=ports[0], user="root", folder=self.folder
+        )
+        for host, port in zip(self.hosts, ports[1:], strict=True):
+            text += (
+                f"NodeName={host} NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 "
+                f"Port={port} CPUs=1 RealMemory=100\n"
+            )
+        text += "PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP\n"
+        (self.folder / "slurm.conf").write_text(text)
+        self._before = os.environ.get("SLURM_CONF")
+        os.environ["SLURM_CONF"] = str(self.folder / "slurm.conf")
+        try:
+            self._start_all()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            self.slurm("scancel", "--me")
+        for server in self._servers.values():
+            server.kill()
+            server.wait()
+        for pid in our_processes(f"SLURM_CONF={self.folder}/slurm.conf"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        os.environ.pop("SLURM_CONF", None)
+        if self._before is not None:
+            os.environ["SLURM_CONF"] = self._before
+
+    def _start_all(self) -> None:
+        f = self.folder
+        self._start(
+            *("munged", "munged", "--foreground", "--force", f"--key-file={f}/munge.key"),
+            *(f"--socket={f}/munge.sock", f"--pid-file={f}/munged.pid"),
+            *(f"--log-file={f}/munged.log", f"--seed-file={f}/munged.seed"),
+        )
+        self._until((f / "munge.sock").exists, "munged listens")
+        self._start("slurmctld", "slurmctld", "-D", "-i")
+        self._until(lambda: "UP" in self.slurm("scontrol", "ping"), "slurmctld answers")
+        for host in self.hosts:
+            self._start(host, "slurmd", "-D", "-N", host)
+        self._until(lambda: self.states() == ["idle"] * len(self.hosts), "all hosts are idle")
+
+    def _start(self, name: str, *command: str) -> None:
+        with open(self.folder / f"{name}.out", "ab") as output:
+            self._servers[name] = subprocess.Popen(
+                command,
+                executable=shutil.which(command[0], path=PATH),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    def _until(self, ready: object, what: str) -> None:
+        assert callable(ready)
+        deadline = time.monotonic() + WAIT_S
+        while not ready():
+            logs = sorted(self.folder.glob("*.out"))
+            tails = "\n".join(f"{p.name}: {p.read_text()[-300:]}" for p in logs)
+            assert time.monotonic() < deadline, f"not in {WAIT_S:g} s: {what}\n{tails}"
+            time.sleep(0.05)
+
+    def slurm(self, *command: str) -> str:
+        """Run one of Slurm's commands, and return what it prints; it may fail."""
+        found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=WAIT_S)
+        return found.stdout.strip()
+
+    def states(self) -> list[str]:
+        """Return the state of each host, in order."""
+        return self.slurm("sinfo", "--noheader", "--Node", "--format=%T").split()
+
+    def allocate(self, hosts: int) -> str:
+        """Hold so many hosts as an allocation, from which placements are served first."""
+        subprocess.run(
+            ["salloc", f"--nodes={hosts}", "--exclusive", "--no-kill", "--no-shell"],
+            capture_output=True,
+            check=True,
+            timeout=WAIT_S,
+        )
+        jobs = self.slurm("squeue", "--me", "--noheader", "--format=%i").split()
+        self.allocation = max(jobs, key=int)
+        return self.allocation
+
+    # ------------------------------------------------------------ harness
+
+    def manager(self, job: str = PREFIX) -> SlurmManager:
+        allocation = self.allocation if job == PREFIX else ""
+        return SlurmManager(self.folder / "placements", job, allocation)
+
+    def kill(self, host: str) -> None:
+        """End a host with all that runs there: its daemon first, which could tell of the rest."""
+        self._servers[host].kill()
+        self._servers[host].wait()
+        for pid in our_processes(f"SLURMD_NODENAME={host}"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def drain(self, host: str, reason: str) -> None:
+        self.slurm("scontrol", "update", f"nodename={host}", "state=drain", f"reason={reason}")
+
+    def away(self, away: bool) -> None:
+        if away:
+            self._servers["slurmctld"].terminate()  # killed, it would forget the last seconds
+            self._servers["slurmctld"].wait()
+        else:
+            self._start("slurmctld", "slurmctld", "-D")
+            self._until(lambda: "UP" in self.slurm("scontrol", "ping"), "slurmctld answers")
+
+    def processes(self, id_: PlacementId) -> list[int]:
+        found = our_processes(f"HOLDFAST_PLACEMENT={id_}")
+        return [pid for pid in found if command_of(pid) not in CLIENTS]
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("", 0))) for _ in range(count)]
+        return [int(each.getsockname()[1]) for each in sockets]
+
+
+def our_processes(variable: str) -> list[int]:
+    """Find the other processes that have NAME=VALUE in their environment."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if variable.encode() in Path("/proc", name, "environ").read_bytes().split(b"\0"):
+                found.append(int(name))
+    return [pid for pid in found if pid != os.getpid()]
+
+
+def command_of(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return ""
