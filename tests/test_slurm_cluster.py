@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from holdfast.testing.cluster_contract import CLUSTER_CASES, Case, run_cluster_case
+from conftest import SCRIPTS, finish
+from holdfast.cli.main import main
+from holdfast.core.errors import HoldfastError
+from holdfast.store.checkpoints import Checkpoints
+from holdfast.store.open import open_storage
+from holdfast.testing.cluster_contract import (
+    CLUSTER_CASES,
+    Case,
+    assert_survives,
+    run_cluster_case,
+    serving_nodes,
+)
+from holdfast.testing.local_run import LocalRun
 from holdfast.testing.slurm_cluster import SlurmCluster
+
+SCRIPT, STEPS = str(SCRIPTS / "paced.py"), "600"
+OPTIONS = ["--nproc", "1", "--virtual", "4"]
+JOB_S = 150.0
 
 pytestmark = [
     pytest.mark.slow,
@@ -28,3 +49,162 @@ def slurm(
 @pytest.mark.parametrize("case", CLUSTER_CASES, ids=lambda case: case.__name__)
 def test_slurm_keeps_the_contract(case: Case, slurm: SlurmCluster) -> None:
     run_cluster_case(case, slurm)
+
+
+# ---------------------------------------------------------------- jobs
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    (folder / "go").touch()
+    with LocalRun(folder / "run", OPTIONS, [SCRIPT, str(folder / "go"), STEPS]) as run:
+        return finish(run)
+
+
+# `sbatch --wait` takes a job that is requeued for one that has ended.
+SUBMIT = """
+id=$(sbatch --parsable "$0") || exit 1
+echo "$id"
+while true; do
+  case "$(scontrol show job "$id" | grep -o 'JobState=[A-Z_]*')" in
+    *COMPLETED) exit 0 ;;
+    *FAILED | *CANCELLED | *TIMEOUT | *NODE_FAIL) exit 1 ;;
+  esac
+  sleep 0.2
+done
+"""
+
+
+class SlurmRun:
+    """A job under Slurm, whose LocalRun submits it and waits for its end."""
+
+    def __init__(self, tmp_path: Path, slurm: SlurmCluster, *options: str) -> None:
+        self.run_dir, self.go, self.slurm = tmp_path / "run", tmp_path / "go", slurm
+        words = ["--run-dir", str(self.run_dir), "--host", "127.0.0.1", "--write-script"]
+        words += [*options, *OPTIONS, SCRIPT, str(self.go), STEPS]
+        assert main(["launch", "slurm", *words]) == 0
+
+        def submit(command: list[str], **how: Any) -> subprocess.Popen[str]:
+            script = str(self.run_dir / "slurm_job.sh")
+            return subprocess.Popen(["bash", "-c", SUBMIT, script], **how)
+
+        self.run = LocalRun(self.run_dir, [], [], popen=submit)
+
+    def until(self, ready: Callable[[], Any], what: str) -> Any:
+        try:
+            return self.run.until(ready, JOB_S, what)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.log()}") from None
+
+    def begin(self) -> str:
+        """Return the id of the job, once Slurm has taken it in."""
+        self.until(lambda: self.run.out, "the submission")
+        self.slurm.allocation = self.run.out[0]
+        return self.slurm.allocation
+
+    def serving(self) -> list[str]:
+        with contextlib.suppress(HoldfastError):
+            return serving_nodes(self.run.status())
+        return []
+
+    def script_host(self) -> str:
+        return self.slurm.slurm(
+            "squeue", "--noheader", f"--jobs={self.slurm.allocation}", "--format=%B"
+        )
+
+    def further_jobs(self) -> dict[str, str]:
+        """Return the names of the further jobs that run, with their ids."""
+        text = self.slurm.slurm("squeue", "--noheader", "--states=R", "--format=%j %i")
+        jobs = dict(line.split() for line in text.splitlines())
+        return {name: id_ for name, id_ in jobs.items() if name.count("-") > 1}
+
+    def steps_saved(self) -> bool:
+        return bool(Checkpoints(open_storage(str(self.run_dir.parent / "store"))).steps())
+
+    def digest(self) -> str:
+        """Let the job go on to its end, and return what it has printed."""
+        self.go.touch()
+        assert self.run.wait(JOB_S) == 0, self.log()
+        written = "\n".join(p.read_text() for p in self.outputs())
+        (found,) = re.findall("^[0-9a-f]{64}$", written, re.MULTILINE)
+        return str(found)
+
+    def outputs(self) -> list[Path]:
+        return [*self.run_dir.glob("slurm-*.txt"), *self.run_dir.glob("logs/hf-*.txt")]
+
+    def log(self) -> str:
+        return "\n".join(f"{p.name}: {p.read_text()[-3000:]}" for p in self.outputs())
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    with SlurmCluster(tmp_path_factory.mktemp("slurm"), hosts=9) as made:
+        yield made
+
+
+@pytest.mark.timeout(400)
+def test_a_job_survives_a_killed_and_a_drained_host(
+    tmp_path: Path, cluster: SlurmCluster, undisturbed: str
+) -> None:
+    job = SlurmRun(tmp_path, cluster, "--nodes", "3")
+    with job.run:
+        job.begin()
+        job.until(job.serving, "the first step")
+        assert_survives(job.run, cluster, job.go.touch, keep=job.script_host())
+        assert job.digest() == undisturbed
+    assert not job.further_jobs()
+
+
+@pytest.mark.timeout(400)
+def test_a_further_job_is_replaced_and_a_requeued_job_goes_on(
+    tmp_path: Path, cluster: SlurmCluster, undisturbed: str
+) -> None:
+    store = ("--store", str(tmp_path / "store"), "--save-every", "10", "--abandon-s", "8")
+    job = SlurmRun(tmp_path, cluster, "--nodes", "1", "--nodes-max", "2", *store)
+    with job.run:
+        id_ = job.begin()
+        job.until(lambda: len(job.serving()) == 2, "a further job")
+        ((name, further),) = job.further_jobs().items()
+        cluster.slurm("scancel", further)
+
+        def another() -> bool:
+            found = job.serving()
+            return len(found) == 2 and name not in found
+
+        job.until(another, "another job in place of the cancelled one")
+        job.until(job.steps_saved, "a checkpoint")
+        before = job.serving()
+        cluster.slurm("scontrol", "requeue", id_)
+
+        def anew() -> bool:
+            found = job.serving()
+            return len(found) == 2 and not set(found) & set(before)
+
+        job.until(anew, "new nodes of the requeued job")
+        assert "restored" in job.log()
+        assert job.digest() == undisturbed
+    assert not job.further_jobs()
+
+
+@pytest.mark.timeout(400)
+def test_a_job_whose_script_has_lost_its_host_is_requeued_by_a_node(
+    tmp_path: Path, cluster: SlurmCluster, undisturbed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOLDFAST_SLURM_LOOK_S", "2")
+    store = ("--store", str(tmp_path / "store"), "--save-every", "10", "--abandon-s", "8")
+    job = SlurmRun(tmp_path, cluster, "--nodes", "2", *store)
+    with job.run:
+        job.begin()
+        job.until(lambda: len(job.serving()) == 2, "two nodes")
+        job.until(job.steps_saved, "a checkpoint")
+        before, host = job.serving(), job.script_host()
+        cluster.kill(host)
+
+        def anew() -> bool:
+            found = job.serving()
+            return len(found) == 2 and not set(found) & set(before)
+
+        job.until(anew, "new nodes of the requeued job")
+        assert job.script_host() != host
+        assert job.digest() == undisturbed

@@ -12,6 +12,7 @@ from holdfast.launch.slurm_scripts import job_script
 from holdfast.runtime.rundir import RunDir
 
 SCRIPT = "slurm_job.sh"
+ABANDON_S = 60.0  # only a requeue brings a coordinator back after so long, and that ends all nodes
 
 
 def main(argv: list[str]) -> int:
@@ -37,7 +38,7 @@ def main(argv: list[str]) -> int:
         action="store_true",
         help="write the batch script and say where it is, instead of submitting it",
     )
-    found.set_defaults(host="")
+    found.set_defaults(host="", **{"nodes.abandon_s": ABANDON_S})
     options = found.parse_args(argv)
     for each in options.sbatch:
         if not each.startswith("-") or any(char in each for char in '\n"'):

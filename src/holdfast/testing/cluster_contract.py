@@ -282,11 +282,14 @@ async def _empty(manager: ClusterManager) -> bool:
 # ---------------------------------------------------------------- a whole job
 
 
-def assert_survives(run: LocalRun, harness: ClusterHarness, let_go: Callable[[], None]) -> None:
+def assert_survives(
+    run: LocalRun, harness: ClusterHarness, let_go: Callable[[], None], keep: str = ""
+) -> None:
     """Kill one of a running job's hosts and drain another: both are replaced, and nothing is lost.
 
-    The job has three nodes of one worker and at least two hosts to spare. It takes minutes, unless
-    `let_go()` is called. The caller waits for its end, and compares the result.
+    The job has three nodes of one worker and at least two hosts to spare; the host `keep` stays. It
+    takes minutes, unless `let_go()` is called. The caller waits for its end, and compares the
+    result.
     """
     manager = harness.manager("hf-")
 
@@ -304,7 +307,7 @@ def assert_survives(run: LocalRun, harness: ClusterHarness, let_go: Callable[[],
         return found if len(found) == 3 and not set(without) & set(found) else None
 
     first = run.until(lambda: complete([]), CASE_S, "three nodes")
-    killed, drained, _ = sorted(first)
+    killed, drained = [name for name in sorted(first) if first[name] != keep][:2]
     harness.kill(first[killed])
     second = run.until(lambda: complete([killed]), CASE_S, "a node in place of the killed one")
     assert first[killed] not in second.values(), "the failed host is not avoided"

@@ -1,7 +1,8 @@
 """Runs a real Slurm on this machine: munged, slurmctld and several slurmd, each a host of its own.
 
 It is for tests of jobs under Slurm, and a harness for the contract of adapters. The patience of the
-servers is short, so that tests need not wait for minutes until a host counts as down.
+servers is short, so that tests need not wait for minutes until a host counts as down, or a job that
+was requeued may start (cred_expire).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ PACKAGES = {
 }
 PATH = "/usr/sbin:/sbin:/usr/bin:/bin"
 WAIT_S = 30.0
+DAEMON_OF = "HOLDFAST_SLURM_DAEMON_OF"  # in the environment of a host's daemons
 CLIENTS = ("srun", "sbatch", "slurmstepd", "slurmd", "slurmctld")
 CONFIGURATION = """\
 ClusterName=holdfast
@@ -37,7 +39,7 @@ SlurmctldPort={port}
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.sock
+AuthInfo=socket={folder}/munge.sock,cred_expire=5
 CredType=cred/munge
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
@@ -143,6 +145,7 @@ class SlurmCluster:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
+                env={**os.environ, DAEMON_OF: name},
             )
 
     def _until(self, ready: object, what: str) -> None:
@@ -178,16 +181,18 @@ class SlurmCluster:
     # ------------------------------------------------------------ harness
 
     def manager(self, job: str = PREFIX) -> SlurmManager:
-        allocation = self.allocation if job == PREFIX else ""
+        allocation = self.allocation if job in {PREFIX, "hf-"} else ""
         return SlurmManager(self.folder / "placements", job, allocation)
 
     def kill(self, host: str) -> None:
-        """End a host with all that runs there: its daemon first, which could tell of the rest."""
-        self._servers[host].kill()
-        self._servers[host].wait()
-        for pid in our_processes(f"SLURMD_NODENAME={host}"):
+        """End a host with all that runs there: its daemons first, who could tell of the rest."""
+        for pid in [
+            *(self._servers[host].pid, *our_processes(f"{DAEMON_OF}={host}")),
+            *our_processes(f"SLURMD_NODENAME={host}"),
+        ]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        self._servers[host].wait()
 
     def drain(self, host: str, reason: str) -> None:
         self.slurm("scontrol", "update", f"nodename={host}", "state=drain", f"reason={reason}")

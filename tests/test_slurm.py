@@ -1,0 +1,181 @@
+"""What Slurm prints is read, and what it runs is written; the real one is in test_slurm_cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from holdfast.cli.main import main
+from holdfast.core.errors import Damaged, Unreachable
+from holdfast.core.fleet.placements import Holding
+from holdfast.launch import slurm_tables as tables
+from holdfast.launch.slurm_manager import SlurmManager
+from holdfast.launch.slurm_scripts import NODE, job_script
+
+JOBS = """\
+2|F|n/a||N/A|hf-x-2
+3|PD|n/a||N/A|hf-x-3
+1|R|node1|node1|2026-11-23T07:00:52|hf-x-1
+4|R|node0|node[0,2-3]|NONE|a|name
+5|CG|node4|node4|2026-11-23T07:00:52|hf-x-5
+6|CF|n/a|node5|NONE|hf-x-6
+"""
+NODES = """\
+node0|allocated|none
+node1|draining|a new fan | or two
+node1|draining|a new fan | or two
+node2|down*|Not responding
+node3|mixed@|none
+node4|idle~|none
+"""
+
+
+def test_jobs_are_read() -> None:
+    failed, waiting, runs, allocation, ends, starts = tables.read_jobs(JOBS)
+    assert (failed.holding, waiting.holding, runs.holding) == (
+        Holding.ENDED,
+        Holding.WAITING,
+        Holding.RUNNING,
+    )
+    assert (waiting.hosts, waiting.script_host, waiting.ends_at) == ("", "", None)
+    wanted = datetime.datetime(2026, 11, 23, 7, 0, 52).astimezone().timestamp()
+    assert (runs.hosts, runs.name, runs.ends_at) == ("node1", "hf-x-1", wanted)
+    assert (allocation.hosts, allocation.name) == ("node[0,2-3]", "a|name")
+    assert ends.holding is Holding.ENDED
+    assert starts.holding is Holding.WAITING
+
+
+def test_steps_are_read() -> None:
+    assert tables.read_steps("4.0|node0|hf-y-1\n4.batch|node0|batch\n") == [
+        tables.SlurmStep(id="4.0", name="hf-y-1", host="node0"),
+        tables.SlurmStep(id="4.batch", name="batch", host="node0"),
+    ]
+
+
+def test_nodes_are_read() -> None:
+    found = {node.name: (node.up, node.leaving) for node in tables.read_nodes(NODES)}
+    assert found == {
+        "node0": (True, ""),
+        "node1": (True, "a new fan | or two"),
+        "node2": (False, ""),
+        "node3": (True, "Slurm calls it mixed@"),
+        "node4": (True, ""),
+    }
+
+
+@pytest.mark.parametrize("text", ["1|R|node1", "1|R|n|n|yesterday|hf-x-1"])
+def test_what_cannot_be_read_is_said(text: str) -> None:
+    with pytest.raises(Damaged, match="Slurm's answer cannot be read"):
+        tables.read_jobs(text)
+
+
+def test_without_slurm_the_manager_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(Unreachable, match="there is no command squeue: is Slurm installed"):
+        asyncio.run(SlurmManager(tmp_path, "hf-x-").observe())
+
+
+def write_script(tmp_path: Path, *options: str) -> str:
+    script = tmp_path / "train.py"
+    script.touch()
+    run_dir = str(tmp_path / "a run")
+    words = ["launch", "slurm", "--run-dir", run_dir, "--write-script", *options, str(script)]
+    assert main(words) == 0
+    path = tmp_path / "a run" / "slurm_job.sh"
+    assert subprocess.run(["bash", "-n", path], check=False).returncode == 0
+    return path.read_text()
+
+
+def test_the_script_of_a_job_says_all_to_slurm(tmp_path: Path) -> None:
+    text = write_script(
+        tmp_path, "--nodes", "4", "--nodes-max", "8", "--sbatch=--partition=gpu", "--drain-s=90"
+    )
+    directives = [line for line in text.splitlines() if line.startswith("#SBATCH")]
+    for wanted in (
+        "--nodes=4",
+        "--no-kill",
+        "--requeue",
+        "--signal=B:USR1@90",
+        "--exclusive",
+        "--partition=gpu",
+        "--open-mode=append",
+    ):
+        assert f"#SBATCH {wanted}" in directives
+    assert f'#SBATCH "--output={tmp_path}/a run/slurm-%j.txt"' in directives
+    assert f"-m holdfast.launch.cluster_job '{tmp_path}/a run' --port 0 &" in text
+
+
+def test_options_that_are_none_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", "slurm", "--sbatch", "gpu", "train.py"]) == 2
+    assert "--sbatch 'gpu' is no option: write --sbatch=--partition=gpu" in capsys.readouterr().err
+
+
+def run_with_fakes(
+    tmp_path: Path, script: str, **commands: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a script whose Slurm is these shell commands; what they are told is in `told`."""
+    for name in ("squeue", "scontrol", "scancel"):
+        body = commands.get(name, "true")
+        path = tmp_path / name
+        path.write_text(f'#!/bin/bash\necho "{name} $*" >> {tmp_path}/told\n{body}\n')
+        path.chmod(0o755)
+    path = tmp_path / "script.sh"
+    path.write_text(script)
+    return subprocess.run(
+        ["bash", str(path), "sleep", "60"],
+        env={
+            "PATH": f"{tmp_path}:/usr/bin:/bin",
+            "HOLDFAST_SLURM_JOB": "7",
+            "HOLDFAST_SLURM_LOOK_S": "0.1",
+            "SLURM_JOB_ID": "7",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=30,
+    )
+
+
+def told(tmp_path: Path) -> list[str]:
+    return (tmp_path / "told").read_text().splitlines()
+
+
+def test_a_node_ends_with_its_job_and_requeues_one_that_lost_its_script(tmp_path: Path) -> None:
+    over = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
+    assert run_with_fakes(tmp_path, NODE, squeue=over).returncode == -15
+    once = f'[ -e {tmp_path}/seen ] && exit 0; touch {tmp_path}/seen; echo "R node0 node[1-2]"'
+    assert run_with_fakes(tmp_path, NODE, squeue=once, scontrol="echo node1").returncode == -15
+    assert "scontrol requeue 7" in told(tmp_path)
+
+
+def test_a_node_goes_on_while_slurm_is_away(tmp_path: Path) -> None:
+    away = (
+        f"echo x >> {tmp_path}/count; [ $(wc -l < {tmp_path}/count) -gt 3 ] && exit 0; "
+        "echo 'Unable to contact slurm controller' >&2; exit 1"
+    )
+    assert run_with_fakes(tmp_path, NODE, squeue=away).returncode == -15
+    assert len(told(tmp_path)) == 4
+
+
+@pytest.mark.parametrize(("signal", "requeued"), [("USR1", True), ("TERM", False)])
+def test_a_job_is_requeued_when_its_time_is_over_and_not_when_it_is_cancelled(
+    tmp_path: Path, signal: str, requeued: bool
+) -> None:
+    command = (
+        "bash",
+        "-c",
+        f"trap 'exit 130' TERM; kill -{signal} $PPID; sleep 20 >&- 2>&- & wait",
+    )
+    script = job_script(
+        name="hf-x", prefix="hf-x-", nodes=2, command=command, output="o", signal_s=60
+    )
+    jobs = "printf '3 hf-x-1\\n4 other\\n5 hf-x-2\\n'"
+    assert run_with_fakes(tmp_path, script, squeue=jobs).returncode == 130
+    assert [line for line in told(tmp_path) if "scancel" in line] == ["scancel 3", "scancel 5"]
+    assert ("scontrol requeue 7" in told(tmp_path)) is requeued
