@@ -4,6 +4,7 @@
 #   make demo                     train, break things, prove that nothing was lost
 #   make check test               what every change must pass
 #   make test-all                 the same, with the slow tests
+#   make test-clusters            jobs under real cluster managers, such as Slurm
 #   make demo PYTHON=python3.12   with another interpreter
 #   make demo TORCH_INDEX=URL     take torch from a second package index as well
 #
@@ -25,7 +26,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
 PYTEST := $(BIN)/python -m pytest -q
 
-.PHONY: help demo check test test-all fuzz sim mutants bench clean
+.PHONY: help demo check test test-all test-clusters fuzz sim mutants bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -47,6 +48,11 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	$(PYTEST) -n 2 --dist worksteal -m "" $(PYTEST_OPTIONS)
+
+# Real cluster managers, started by the tests; those that are not installed are skipped, with the
+# package that brings them.
+test-clusters: $(STAMP)
+	$(PYTEST) -m clusters -rs $(PYTEST_OPTIONS)
 
 # The same as the slow tests of tests/test_fuzz.py; COUNT=N inputs for each of the two fuzzers.
 fuzz: $(STAMP)

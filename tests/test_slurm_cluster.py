@@ -32,6 +32,7 @@ JOB_S = 150.0
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.clusters,
     pytest.mark.skipif(bool(SlurmCluster.missing()), reason=SlurmCluster.missing()),
 ]
 
@@ -182,7 +183,7 @@ def test_a_further_job_is_replaced_and_a_requeued_job_goes_on(
             return len(found) == 2 and not set(found) & set(before)
 
         job.until(anew, "new nodes of the requeued job")
-        assert "restored" in job.log()
+        assert "from the checkpoint of step" in job.log()
         assert job.digest() == undisturbed
     assert not job.further_jobs()
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from holdfast.cli import run_command
+from holdfast.cli.job_config import read_config
 from holdfast.core.errors import UserError
 from holdfast.core.job_spec import JobSpec
 from holdfast.launch.fleet_plan import FleetPlan
@@ -48,15 +49,21 @@ def make_launch(options: argparse.Namespace) -> tuple[JobSpec, int]:
     """Make the job, and return with it how many nodes it should have. UserError."""
     if options.nodes < 1:
         raise UserError(f"--nodes {options.nodes}: at least 1 node is needed")
-    given = vars(options)
-    given.setdefault("nodes.min", options.nodes)
-    given.setdefault("nodes.max", max(options.nodes, given["nodes.min"]))
+    prefer(options, "nodes.min", options.nodes)
+    prefer(options, "nodes.max", options.nodes)
     spec = run_command.make_spec(options)
     wanted = spec.nodes_max
     if wanted < options.nodes:
         raise UserError(f"--nodes-max {wanted} must be at least --nodes {options.nodes}")
     nodes = dataclasses.replace(spec.nodes, max=wanted + 1)  # one takes another's place
     return dataclasses.replace(spec, nodes=nodes), wanted
+
+
+def prefer(options: argparse.Namespace, key: str, value: object) -> None:
+    """Set a setting of the job, unless the command line or the configuration file gives it."""
+    given = read_config(options.config).settings if options.config is not None else {}
+    if key not in given:
+        vars(options).setdefault(key, value)
 
 
 def make_run_dir(options: argparse.Namespace, manager: str, settings: Mapping[str, str]) -> RunDir:

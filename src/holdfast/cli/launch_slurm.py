@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from holdfast.cli.launch_options import launch_parser, make_run_dir
+from holdfast.cli.launch_options import launch_parser, make_run_dir, prefer
 from holdfast.core.errors import UserError
 from holdfast.launch.fleet_plan import job_prefix, read_plan
 from holdfast.launch.slurm_scripts import job_script
@@ -38,8 +38,9 @@ def main(argv: list[str]) -> int:
         action="store_true",
         help="write the batch script and say where it is, instead of submitting it",
     )
-    found.set_defaults(host="", **{"nodes.abandon_s": ABANDON_S})
+    found.set_defaults(host="")
     options = found.parse_args(argv)
+    prefer(options, "nodes.abandon_s", ABANDON_S)
     for each in options.sbatch:
         if not each.startswith("-") or any(char in each for char in '\n"'):
             raise UserError(f"--sbatch {each!r} is no option: write --sbatch=--partition=gpu")

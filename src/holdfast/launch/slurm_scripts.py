@@ -11,14 +11,13 @@ JOB = """\
 #!/bin/bash
 {directives}
 again=no
-trap 'again=yes; kill -TERM "$job"' USR1
-trap 'kill -TERM "$job"' TERM INT
+trap 'again=yes; kill -TERM $!' USR1
+trap 'kill -TERM $!' TERM INT
 {command} &
-job=$!
 while true; do
-  wait "$job"
+  wait $!
   code=$?
-  kill -0 "$job" 2>/dev/null || break
+  kill -0 $! 2>/dev/null || break
 done
 squeue --me --noheader --format='%i %j' |
   while read -r id name; do case "$name" in {prefix}*) scancel "$id" ;; esac; done
