@@ -7,7 +7,7 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from holdfast.cli import run_command
@@ -45,13 +45,16 @@ def launch_parser(manager: str, description: str) -> argparse.ArgumentParser:
     return found
 
 
-def make_launch(options: argparse.Namespace) -> tuple[JobSpec, int]:
+def make_launch(
+    options: argparse.Namespace,
+    make: Callable[[argparse.Namespace], JobSpec] = run_command.make_spec,
+) -> tuple[JobSpec, int]:
     """Make the job, and return with it how many nodes it should have. UserError."""
     if options.nodes < 1:
         raise UserError(f"--nodes {options.nodes}: at least 1 node is needed")
     prefer(options, "nodes.min", options.nodes)
     prefer(options, "nodes.max", options.nodes)
-    spec = run_command.make_spec(options)
+    spec = make(options)
     wanted = spec.nodes_max
     if wanted < options.nodes:
         raise UserError(f"--nodes-max {wanted} must be at least --nodes {options.nodes}")
@@ -73,9 +76,6 @@ def make_run_dir(options: argparse.Namespace, manager: str, settings: Mapping[st
     name = time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
     run_dir = RunDir((options.run_dir or Path("holdfast-runs") / name).absolute())
     run_dir.create(spec, run_command.make_secret(options))
-    checks = [word for check in options.check for word in ("--check", check)]
-    if checks:
-        checks += ["--check-limit-s", f"{options.check_limit_s:g}"]
     FleetPlan(
         manager=manager,
         run_dir=str(run_dir.path),
@@ -83,8 +83,15 @@ def make_run_dir(options: argparse.Namespace, manager: str, settings: Mapping[st
         nodes_max=wanted + 1,
         drain_s=options.drain_s,
         tls=str(options.tls.absolute()) if options.tls is not None else "",
-        agent_options=tuple(checks),
+        agent_options=agent_options(options),
         settings=dict(settings),
     ).write()
     print(f"holdfast: run directory {run_dir.path}", file=sys.stderr, flush=True)
     return run_dir
+
+
+def agent_options(options: argparse.Namespace) -> tuple[str, ...]:
+    """Return the options of every agent: the site's own checks."""
+    checks = [word for check in options.check for word in ("--check", check)]
+    limit = ["--check-limit-s", f"{options.check_limit_s:g}"] if checks else []
+    return (*checks, *limit)

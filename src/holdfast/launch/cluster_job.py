@@ -50,11 +50,21 @@ def launch_cluster_job(run_dir: RunDir, host: str, port: int = 0) -> int:
         if resume:
             run_dir.reopen()
             asyncio.run(release_all(manager_of(plan, run_dir)))
-        tls = Path(plan.tls) if plan.tls else None
-        site = CoordinatorSite(run_dir=run_dir, listener=listener, host=host, tls=tls)
-        election = ["--election", spec.nodes.election] if spec.nodes.election else []
-        coordinator = site.coordinator(election, ["--resume"] if resume else [])
-        interrupted = Supervisor([coordinator, _fleet(plan)]).run()
+        return coordinate(run_dir, plan, listener, host, resume=resume)
+
+
+def coordinate(
+    run_dir: RunDir, plan: FleetPlan, listener: socket.socket, host: str, *, resume: bool
+) -> int:
+    """Run coordinator and fleet, until the job is over or a signal comes. Returns the exit status.
+
+    `host`: this machine, as agents reach it. `resume`: how the job ended before does not count.
+    """
+    tls, election = Path(plan.tls) if plan.tls else None, run_dir.spec().nodes.election
+    site = CoordinatorSite(run_dir=run_dir, listener=listener, host=host, tls=tls)
+    elected = ["--election", election] if election else []
+    coordinator = site.coordinator(elected, ["--resume"] if resume else [])
+    interrupted = Supervisor([coordinator, _fleet(plan)]).run()
     outcome = run_dir.outcome()
     if outcome:
         print(f"holdfast: {outcome}", file=sys.stderr, flush=True)

@@ -28,6 +28,7 @@ from holdfast.runtime.rundir import RunDir
 MANAGERS = {
     "local": "holdfast.launch.local_manager",
     "slurm": "holdfast.launch.slurm_manager",
+    "kubernetes": "holdfast.launch.kubernetes_manager",
     "fake": "holdfast.testing.fake_cluster",  # for tests
 }
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"

@@ -1,0 +1,184 @@
+"""`holdfast launch k8s` writes the manifests of a job for Kubernetes, or applies them."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from holdfast.cli import run_command
+from holdfast.cli.launch_options import agent_options, launch_parser, make_launch
+from holdfast.core.errors import UserError
+from holdfast.core.job_spec import JobSpec
+from holdfast.launch.fleet_plan import FleetPlan, job_prefix
+from holdfast.launch.kubernetes_manifests import KubernetesSite, manifests, service_host
+from holdfast.launch.kubernetes_names import instance_of
+
+PORT = 29600
+RUN_DIR = "/holdfast/run"
+KEPT_BACK = {  # options of `holdfast run` that mean this machine
+    "tls": "--tls is not supported with Kubernetes yet: encrypt the pods' network instead",
+    "faults": "--faults has no place in Kubernetes: try it with `holdfast run`",
+    "write_config": "--write-config is an option of `holdfast run`",
+}
+CLAIM = (
+    "a volume claim that all pods share (ReadWriteMany), for the run directory with all logs; "
+    "without it only the coordinator's part outlives its pod, on a new claim"
+)
+SPREAD = "spread agents over the values of this label of nodes"
+POD = (
+    "a pod template in YAML (metadata, spec) that agents' pods are made from, for tolerations, node "
+    "selectors, volumes; a container `agent` in it is ours"
+)
+OUT = "write the manifests to a new file that only you can read (default: print them)"
+
+
+def main(argv: list[str]) -> int:
+    """Print the manifests, write them to a file, or apply them. Returns the exit status."""
+    options = parser().parse_args(argv)
+    for name, problem in KEPT_BACK.items():
+        if getattr(options, name) is not None:
+            raise UserError(problem)
+    spec, wanted = make_launch(options, make_spec)
+    run_dir = PurePosixPath(options.run_dir or RUN_DIR)
+    if not run_dir.is_absolute() or len(run_dir.parts) < 3:
+        raise UserError(f"--run-dir {run_dir} must be a path such as {RUN_DIR}, below a volume")
+    site = KubernetesSite(
+        namespace=options.namespace,
+        image=options.image,
+        volume=str(run_dir.parent),
+        port=options.port,
+        claim=options.claim,
+        storage=options.storage,
+        spread=options.spread,
+        resources=resources(options),
+        pod=read_pod(options.pod) if options.pod is not None else {},
+    )
+    address = f"{options.host or service_host(spec, site.namespace)}:{site.port}"
+    plan = FleetPlan(
+        manager="kubernetes",
+        run_dir=str(run_dir),
+        nodes=wanted,
+        nodes_max=wanted + 1,
+        join=spec.nodes.election or address,
+        drain_s=options.drain_s,
+        agent_options=agent_options(options),
+        settings={"namespace": site.namespace, "address": address},
+    )
+    text = as_yaml(manifests(site, spec, plan, run_command.make_secret(options)))
+    deliver(options, text)
+    name = instance_of(job_prefix(spec.job))
+    print(
+        f"holdfast: job {name}; its output: kubectl -n {site.namespace} logs -f job/{name}",
+        file=sys.stderr,
+        flush=True,
+    )
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    found = launch_parser(
+        "k8s",
+        "Write the manifests of a job for Kubernetes: a coordinator, which keeps as many pods of "
+        "agents as the job needs, and replaces those that are lost. They hold the job's secret.",
+    )
+    found.set_defaults(host="", port=PORT)
+    group = found.add_argument_group("Kubernetes")
+
+    for name, metavar, default, text in (
+        ("image", "IMAGE", None, "image with Python, Holdfast and the script"),
+        ("workdir", "DIR", "/workspace", "where the script is in the image"),
+        ("namespace", "NAME", "default", "namespace of all that belongs to the job"),
+        ("cpu", "N", "", "processor cores of each agent's pod, such as 8 or 500m"),
+        ("memory", "SIZE", "", "memory of each agent's pod, such as 64Gi"),
+        ("gpus", "N", "", "NVIDIA GPUs of each agent's pod"),
+        ("claim", "NAME", "", CLAIM),
+        ("storage", "SIZE", "1Gi", "size of the coordinator's new claim"),
+        ("spread", "LABEL", "topology.kubernetes.io/zone", SPREAD),
+    ):
+        shown = f"{text} (default: {default})" if default else text
+        required = default is None
+        group.add_argument(
+            f"--{name}", metavar=metavar, default=default, help=shown, required=required
+        )
+    group.add_argument("--pod", type=Path, metavar="FILE", help=POD)
+    group.add_argument("--out", type=Path, metavar="FILE", help=OUT)
+    group.add_argument("--apply", action="store_true", help="apply them with kubectl instead")
+    return found
+
+
+def make_spec(options: argparse.Namespace) -> JobSpec:
+    """Make the job, whose script is looked for in the image. UserError."""
+    store = vars(options).get("checkpoints.store", "")
+    if store and "://" not in store and not store.startswith("/"):
+        raise UserError(f"--store {store} must be a full path in the pods, or a bucket's URL")
+    spec = run_command.make_job(options)
+    if not spec.script:
+        raise UserError("there is no script to run: name one after the options, or in --config")
+    if not options.workdir.startswith("/"):
+        raise UserError(f"--workdir {options.workdir} must be a full path in the image")
+    return dataclasses.replace(spec, cwd=options.workdir)
+
+
+def resources(options: argparse.Namespace) -> dict[str, str]:
+    asked = {"cpu": options.cpu, "memory": options.memory, "nvidia.com/gpu": options.gpus}
+    return {name: value for name, value in asked.items() if value}
+
+
+def read_pod(path: Path) -> dict[str, Any]:
+    """Read the user's pod template. UserError."""
+    yaml = import_yaml()
+    try:
+        found = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"--pod {path} cannot be read: {error}") from None
+    parts = found if isinstance(found, dict) else {"?": None}
+    if (
+        not all(isinstance(parts.get(key, {}), dict) for key in ("metadata", "spec"))
+        or "?" in parts
+    ):
+        raise UserError(f"--pod {path} is no pod template: it has parts `metadata` and `spec`")
+    return {key: parts[key] for key in ("metadata", "spec") if key in parts}
+
+
+def as_yaml(objects: list[dict[str, Any]]) -> str:
+    apart = json.loads(json.dumps(objects))  # else what is the same would become an alias
+    text: str = import_yaml().safe_dump_all(apart, sort_keys=False, width=100)
+    return text
+
+
+def import_yaml() -> Any:
+    try:
+        return importlib.import_module("yaml")
+    except ImportError:
+        raise UserError(
+            "launching in Kubernetes needs more packages: pip install 'holdfast[kubernetes]'"
+        ) from None
+
+
+def deliver(options: argparse.Namespace, text: str) -> None:
+    """Do with the manifests what was asked. UserError."""
+    if options.out is not None:
+        try:
+            descriptor = os.open(options.out, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(descriptor, "w") as file:
+                file.write(text)
+        except OSError as error:
+            raise UserError(f"--out {options.out} cannot be written: {error.strerror}") from None
+    if options.apply:
+        try:
+            found = subprocess.run(
+                ["kubectl", "apply", "-f", "-"], input=text, text=True, check=False
+            )
+        except OSError as error:
+            raise UserError(f"kubectl cannot be run ({error.strerror}): use --out FILE") from None
+        if found.returncode:
+            raise UserError(f"kubectl apply has failed ({found.returncode})")
+    elif options.out is None:
+        print(text, end="")

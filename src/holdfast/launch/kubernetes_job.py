@@ -1,0 +1,122 @@
+"""Runs a job's coordinator and controller in a pod, wherever Kubernetes starts it.
+
+    python -m holdfast.launch.kubernetes_job RUN_DIR
+
+The job, its plan and its secret come from the environment; RUN_DIR is on a volume that outlives
+the pod. Its address stays the same, so agents find the next pod, and the job goes on. So SIGTERM,
+with which Kubernetes ends pods, ends only this pod; SIGINT stops the job, as Ctrl-C does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from httpx2 import HTTPError
+from lightkube import ApiError, AsyncClient, ConfigError
+from lightkube.resources.batch_v1 import Job
+from lightkube.types import PatchType
+
+from holdfast.core.errors import Damaged, HoldfastError, UserError, first_line
+from holdfast.health.measure.lifetime import die_with_parent
+from holdfast.launch.cluster_job import coordinate
+from holdfast.launch.fleet_plan import FleetPlan, job_prefix
+from holdfast.launch.kubernetes_manifests import (
+    ADDRESS_VARIABLE,
+    JOB_VARIABLE,
+    PLAN_VARIABLE,
+)
+from holdfast.launch.kubernetes_names import instance_of
+from holdfast.net.secret import load_secret
+from holdfast.net.tcp import listen
+from holdfast.runtime.contact import parse_address
+from holdfast.runtime.coordinate.journal import FileJournal
+from holdfast.runtime.rundir import RunDir
+from holdfast.wire.job_document import decode_job
+
+CRASHED = 3  # worth another pod
+ENDED = 128 + signal.SIGTERM
+INSIDE = "--inside"
+LOOK_S = 1.0
+
+
+def main(argv: list[str]) -> int:
+    if argv[1:] != [INSIDE]:
+        return keep([sys.executable, "-m", "holdfast.launch.kubernetes_job", argv[0], INSIDE])
+    die_with_parent(os.getppid())
+    try:
+        return run(RunDir(Path(argv[0])))
+    except UserError as error:
+        print(f"holdfast: {error}", file=sys.stderr, flush=True)
+        return 2
+    except HoldfastError as error:
+        print(f"holdfast: {error}", file=sys.stderr, flush=True)
+        return CRASHED
+
+
+def keep(command: list[str]) -> int:
+    """Run the job in a process of its own, which SIGTERM kills without a word to the job."""
+    popen = subprocess.Popen(command)
+
+    def end(number: int, frame: object) -> None:
+        popen.kill()
+        os._exit(ENDED)
+
+    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGINT, lambda number, frame: popen.terminate())
+    return popen.wait()
+
+
+def run(run_dir: RunDir) -> int:
+    """Begin the job, or go on with it where another pod left it. Returns the exit status."""
+    plan = prepare(run_dir)
+    outcome = run_dir.outcome()
+    if outcome is not None:
+        print(f"holdfast: the job is over: {outcome or 'it succeeded'}", file=sys.stderr)
+        return 1 if outcome else 0
+    waited = False
+    while FileJournal(run_dir.journal).held():
+        if not waited:
+            print("holdfast: another pod still coordinates: waiting", file=sys.stderr, flush=True)
+        waited = True
+        time.sleep(LOOK_S)
+    _, port = parse_address(plan.settings["address"])
+    with listen(host := os.environ[ADDRESS_VARIABLE], port) as listener:
+        code = coordinate(run_dir, plan, listener, host, resume=False)
+    if code and run_dir.outcome() is not None:
+        asyncio.run(no_more_pods(plan.settings["namespace"], job_prefix(run_dir.spec().job)))
+    return code
+
+
+async def no_more_pods(namespace: str, prefix: str) -> None:
+    """Let the Job fail with this pod: another one could change nothing."""
+    try:
+        client = AsyncClient(namespace=namespace)
+        limit = {"spec": {"backoffLimit": 0}}
+        await client.patch(Job, instance_of(prefix), limit, patch_type=PatchType.MERGE)
+        await client.close()
+    except (ApiError, ConfigError, HTTPError) as error:
+        print(f"holdfast: Kubernetes will try again ({first_line(error)})", file=sys.stderr)
+
+
+def prepare(run_dir: RunDir) -> FleetPlan:
+    """Make the run directory, unless an earlier pod has; return the job's plan. UserError."""
+    secret = load_secret(os.environ)
+    try:
+        spec = decode_job(os.environ.pop(JOB_VARIABLE).encode())
+        plan = FleetPlan(**json.loads(os.environ.pop(PLAN_VARIABLE)))
+    except (Damaged, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"this is no pod of a job's coordinator: {error}") from None
+    run_dir.attach(spec, secret)
+    plan.write()
+    return plan
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,51 @@
+"""Has the node of a pod left before the pod ends: the hook that Kubernetes runs before it does.
+
+    python -m holdfast.launch.kubernetes_leave JOIN SECONDS
+
+It works without the controller; the secret and the node's name are in the environment. It returns
+once the node has no work any more, or nobody answers: then SIGTERM asks the agent itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+from holdfast.core.errors import HoldfastError
+from holdfast.core.types import AgentId
+from holdfast.net.secret import load_secret
+from holdfast.runtime.contact import Contact, contact_by, exchange
+from holdfast.wire.messages import DrainReply, DrainRequest, StatusReply, StatusRequest
+
+LOOK_S = 0.5
+
+
+async def leave(contact: Contact, secret: bytes, node: AgentId, within_s: float) -> None:
+    """Have a node drained, and wait until it is."""
+    until = time.monotonic() + within_s
+    order = DrainRequest(agent=node, reason="its pod is being deleted", deadline_s=within_s)
+    reply = await exchange(contact, secret, order, DrainReply)
+    while reply is not None and not reply.problem and time.monotonic() < until:
+        status = await exchange(contact, secret, StatusRequest(), StatusReply)
+        agents = json.loads(status.text)["agents"] if status is not None else []
+        if not any(each["members"] for each in agents if each["id"] == node):
+            return
+        await asyncio.sleep(LOOK_S)
+
+
+def main(argv: Sequence[str]) -> int:
+    try:
+        secret, node = load_secret(os.environ), AgentId(os.environ["HOLDFAST_POD"])
+        asyncio.run(leave(contact_by(argv[0]), secret, node, float(argv[1])))
+    except (HoldfastError, OSError, asyncio.TimeoutError) as error:
+        print(f"holdfast: {node} cannot be drained ({error})", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,145 @@
+"""Asks Kubernetes for a job's nodes: each is a pod, whose name is the placement's id.
+
+A pod that exists already cannot be created again, so a repeated request is the same request.
+Whatever is known is in the cluster: pods are found by their labels, never remembered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+from httpx2 import HTTPError
+from lightkube import ApiError, AsyncClient
+from lightkube.resources.batch_v1 import Job
+from lightkube.resources.core_v1 import Node, Pod, PodTemplate
+
+from holdfast.core.errors import Refused, Unreachable, first_line
+from holdfast.core.fleet.placements import Placement, PlacementId
+from holdfast.core.job_spec import JobSpec
+from holdfast.launch.cluster_manager import PlacementOrder
+from holdfast.launch.fleet_plan import FleetPlan, job_prefix
+from holdfast.launch.kubernetes_names import AGENT, instance_of, labels_of
+from holdfast.launch.kubernetes_notices import TwoClocks, placement_of
+
+RELEASE_S = 10  # for what runs in a pod that is given back to end by itself
+FORBIDDEN, MISSING, CONFLICT, TOO_MANY, BROKEN = 403, 404, 409, 429, 500
+
+
+class KubernetesManager:
+    """Creates, lists and deletes the pods of one job's agents, in one namespace.
+
+    The ids of its placements begin with `prefix`. What they are made from is the PodTemplate of
+    the job's name; they go when the Job of that name goes.
+    """
+
+    def __init__(self, client: AsyncClient, namespace: str, prefix: str) -> None:
+        self._client = client
+        self._namespace = namespace
+        self._prefix = prefix
+        self._blind = False  # towards nodes, and it has been said
+
+    async def observe(self) -> Sequence[Placement]:
+        with told_apart():
+            labels = {**labels_of(self._prefix, AGENT)}
+            listed = self._client.list(Pod, namespace=self._namespace, labels=labels)
+            pods = [pod async for pod in listed]
+            nodes = await self._nodes() if pods else {}
+        clocks = TwoClocks(wall=time.time(), monotonic=time.monotonic())
+        return [placement_of(pod, nodes, clocks) for pod in pods]
+
+    async def request(self, order: PlacementOrder) -> None:
+        name, namespace = instance_of(self._prefix), self._namespace
+        with told_apart():
+            job = await self._client.get(Job, name, namespace=namespace)
+            template = await self._client.get(PodTemplate, name, namespace=namespace)
+            pod = fill(template.to_dict()["template"], order)
+            pod["metadata"]["ownerReferences"] = [reference(job)]
+            try:
+                await self._client.create(cast(Pod, Pod.from_dict(pod)), namespace=namespace)
+            except ApiError as error:
+                if error.response.status_code != CONFLICT:
+                    raise
+
+    async def release(self, id_: PlacementId, handle: str) -> None:
+        with told_apart():
+            try:
+                found = await self._client.get(Pod, id_, namespace=self._namespace)
+                if found.metadata is not None and found.metadata.uid == handle:
+                    await self._client.delete(
+                        Pod, id_, namespace=self._namespace, grace_period=RELEASE_S
+                    )
+            except ApiError as error:
+                if error.response.status_code != MISSING:
+                    raise
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    async def _nodes(self) -> dict[str, Node]:
+        """Return the cluster's nodes by name; none if we may not see them."""
+        try:
+            found = [node async for node in self._client.list(Node)]
+        except ApiError as error:
+            if error.response.status_code != FORBIDDEN:
+                raise
+            if not self._blind:
+                self._blind = True
+                print(
+                    "holdfast: nodes may not be listed, so taints are not seen; pods' evictions and"
+                    " deletions are",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            return {}
+        return {node.metadata.name: node for node in found if node.metadata and node.metadata.name}
+
+
+def reference(job: Job) -> dict[str, str]:
+    """Return what makes a pod go when the Job goes."""
+    assert job.metadata is not None
+    name, uid = job.metadata.name or "", job.metadata.uid or ""
+    return {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": uid}
+
+
+def fill(template: Mapping[str, Any], order: PlacementOrder) -> dict[str, Any]:
+    """Make the pod of an order, on none of the hosts to avoid."""
+    pod: dict[str, Any] = copy.deepcopy(dict(template))
+    pod["metadata"]["name"] = order.id
+    spec = pod["spec"]
+    agent = next(each for each in spec["containers"] if each["name"] == AGENT)
+    agent["command"] = list(order.command)
+    given = [{"name": name, "value": value} for name, value in order.environment.items()]
+    agent["env"] = [*agent.get("env", ()), *given]
+    if order.avoid:
+        elsewhere = [
+            {"key": "metadata.name", "operator": "NotIn", "values": [host]} for host in order.avoid
+        ]
+        node = spec.setdefault("affinity", {}).setdefault("nodeAffinity", {})
+        required = node.setdefault("requiredDuringSchedulingIgnoredDuringExecution", {})
+        for term in required.setdefault("nodeSelectorTerms", [{}]):
+            term["matchFields"] = [*term.get("matchFields", ()), *elsewhere]
+    return pod
+
+
+@contextlib.contextmanager
+def told_apart() -> Iterator[None]:
+    """Raise Refused for what Kubernetes will not do, and Unreachable for what may yet succeed."""
+    try:
+        yield
+    except ApiError as error:
+        code = error.response.status_code
+        kind = Unreachable if code >= BROKEN or code == TOO_MANY else Refused
+        raise kind(f"Kubernetes says: {first_line(error)}") from None
+    except HTTPError as error:
+        raise Unreachable(f"Kubernetes does not answer ({first_line(error)})") from None
+
+
+def open_manager(plan: FleetPlan, spec: JobSpec) -> KubernetesManager:
+    """Open the manager of a plan, inside a pod or with the user's own kubeconfig."""
+    namespace = plan.settings["namespace"]
+    return KubernetesManager(AsyncClient(namespace=namespace), namespace, job_prefix(spec.job))

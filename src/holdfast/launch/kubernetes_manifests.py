@@ -1,0 +1,233 @@
+"""Writes the Kubernetes objects of one job, as plain values ready for YAML. Pure.
+
+The coordinator, and the controller that keeps the nodes, are one pod of a Job. The agents' pods are
+created by the controller from the PodTemplate that is made here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.core.job_spec import JobSpec
+from holdfast.launch.fleet_plan import FleetPlan, job_prefix
+from holdfast.launch.kubernetes_names import AGENT, COORDINATOR, instance_of, labels_of
+from holdfast.net.secret import VARIABLE
+from holdfast.wire.job_document import encode_job
+
+Manifest = dict[str, Any]
+
+JOB_VARIABLE, PLAN_VARIABLE, ADDRESS_VARIABLE = "HOLDFAST_JOB", "HOLDFAST_PLAN", "HOLDFAST_POD_IP"
+SECRET_KEY, JOB_KEY, PLAN_KEY = "secret", "job.json", "fleet.json"
+HOSTNAME = "kubernetes.io/hostname"
+AWAY_S = 30  # a node that is not ready for so long loses its pods; the job's lease is quicker
+SPARE_S = 15  # after a drain, before the kubelet kills
+TRIES_MAX = 100  # pods of the coordinator, one after the other
+SHARED = ("imagePullSecrets", "securityContext")  # of the user's template, by all pods
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KubernetesSite:
+    """Says where in Kubernetes a job runs, and with what.
+
+    `claim`: a volume claim that all pods share; without one the coordinator alone gets a new one.
+    `volume`: where it is mounted. `spread`: label of nodes by whose values pods are spread.
+    `resources`: limits of an agent. `pod`: a pod template that the agents' pods are made from.
+    """
+
+    namespace: str
+    image: str
+    volume: str
+    port: int
+    claim: str = ""
+    storage: str = "1Gi"
+    spread: str = "topology.kubernetes.io/zone"
+    resources: Mapping[str, str] = field(default_factory=dict)
+    pod: Mapping[str, Any] = field(default_factory=dict)
+
+
+def service_host(spec: JobSpec, namespace: str) -> str:
+    """Return the name by which pods find the coordinator, wherever it is."""
+    return f"{instance_of(job_prefix(spec.job))}.{namespace}.svc"
+
+
+def manifests(
+    site: KubernetesSite, spec: JobSpec, plan: FleetPlan, secret: bytes
+) -> list[Manifest]:
+    """Write all objects of a job, in the order in which they should be created."""
+    name, prefix = instance_of(job_prefix(spec.job)), job_prefix(spec.job)
+
+    def named(api: str, kind: str, **parts: Any) -> Manifest:
+        about = {"name": name, "namespace": site.namespace, "labels": labels_of(prefix)}
+        return {"apiVersion": api, "kind": kind, "metadata": about, **parts}
+
+    held = {
+        SECRET_KEY: secret.hex(),
+        JOB_KEY: encode_job(spec).decode(),
+        PLAN_KEY: json.dumps(dataclasses.asdict(plan)),
+    }
+    coordinator = labels_of(prefix, COORDINATOR)
+    found = [
+        named("v1", "Secret", type="Opaque", stringData=held),
+        named("v1", "ServiceAccount"),
+        *_rights(site, name, named),
+        named(
+            "v1",
+            "Service",
+            spec={
+                "clusterIP": "None",
+                "selector": coordinator,
+                "publishNotReadyAddresses": True,
+                "ports": [{"name": "holdfast", "port": site.port}],
+            },
+        ),
+    ]
+    if plan.nodes > 1:  # Kubernetes counts pods that no set of its own keeps by number only
+        chosen = {"matchLabels": labels_of(prefix, AGENT)}
+        budget = {"minAvailable": plan.nodes - 1, "selector": chosen}
+        found.append(named("policy/v1", "PodDisruptionBudget", spec=budget))
+    if not site.claim:
+        storage = {"requests": {"storage": site.storage}}
+        claim = {"accessModes": ["ReadWriteOnce"], "resources": storage}
+        found.append(named("v1", "PersistentVolumeClaim", spec=claim))
+    found.append(named("v1", "PodTemplate", template=agent_template(site, name, prefix, plan)))
+    job = _coordinator_job(site, name, plan.run_dir, coordinator)
+    return [*found, named("batch/v1", "Job", spec=job)]
+
+
+def _rights(site: KubernetesSite, name: str, named: Any) -> list[Manifest]:
+    """Let the controller keep pods, and see nodes, whose taints announce what will happen."""
+    account = [{"kind": "ServiceAccount", "name": name, "namespace": site.namespace}]
+    group = "rbac.authorization.k8s.io"
+    wide = f"{name}-{site.namespace}"
+    found = []
+    for kind, rules in (
+        (
+            "Role",
+            [
+                _rule("", "pods", "create", "get", "list", "delete"),
+                {**_rule("", "podtemplates", "get"), "resourceNames": [name]},
+                {**_rule("batch", "jobs", "get", "patch"), "resourceNames": [name]},
+            ],
+        ),
+        ("ClusterRole", [_rule("", "nodes", "list")]),
+    ):
+        role = named(f"{group}/v1", kind, rules=rules)
+        reference = {"apiGroup": group, "kind": kind, "name": name if kind == "Role" else wide}
+        binding = named(f"{group}/v1", f"{kind}Binding", roleRef=reference, subjects=account)
+        for each in (role, binding):
+            if kind == "ClusterRole":
+                del each["metadata"]["namespace"]
+                each["metadata"]["name"] = wide
+            found.append(each)
+    return found
+
+
+def _rule(group: str, resource: str, *verbs: str) -> dict[str, list[str]]:
+    return {"apiGroups": [group], "resources": [resource], "verbs": list(verbs)}
+
+
+def _coordinator_job(
+    site: KubernetesSite, name: str, run_dir: str, labels: Mapping[str, str]
+) -> Manifest:
+    container = {
+        "name": COORDINATOR,
+        "image": site.image,
+        "command": ["python3", "-m", "holdfast.launch.kubernetes_job", run_dir],
+        "env": [
+            _from_secret(VARIABLE, name, SECRET_KEY),
+            _from_secret(JOB_VARIABLE, name, JOB_KEY),
+            _from_secret(PLAN_VARIABLE, name, PLAN_KEY),
+            {"name": ADDRESS_VARIABLE, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+        ],
+        "ports": [{"name": "holdfast", "containerPort": site.port}],
+        "volumeMounts": [{"name": "run", "mountPath": site.volume}],
+    }
+    claim = {"persistentVolumeClaim": {"claimName": site.claim or name}}
+    shared = {key: site.pod["spec"][key] for key in SHARED if key in site.pod.get("spec", {})}
+    spec: Manifest = {
+        **shared,
+        "serviceAccountName": name,
+        "restartPolicy": "Never",
+        "tolerations": _away(),
+        "containers": [container],
+        "volumes": [{"name": "run", **claim}],
+    }
+    return {
+        "backoffLimit": TRIES_MAX,
+        "template": {"metadata": {"labels": dict(labels)}, "spec": spec},
+    }
+
+
+def agent_template(site: KubernetesSite, name: str, prefix: str, plan: FleetPlan) -> Manifest:
+    """Make what all pods of agents have in common, on top of the user's own template."""
+    pod: Manifest = json.loads(json.dumps(dict(site.pod)))
+    metadata, spec = pod.setdefault("metadata", {}), pod.setdefault("spec", {})
+    labels = labels_of(prefix, AGENT)
+    metadata["labels"] = {**metadata.get("labels", {}), **labels}
+    containers = spec.setdefault("containers", [])
+    agent = next((each for each in containers if each.get("name") == AGENT), None)
+    if agent is None:
+        containers.append(agent := {"name": AGENT})
+    agent["image"] = site.image
+    leave = ["python3", "-m", "holdfast.launch.kubernetes_leave", plan.join, f"{plan.drain_s:g}"]
+    agent["lifecycle"] = {"preStop": {"exec": {"command": leave}}}
+    agent["env"] = [
+        *agent.get("env", ()),
+        _from_secret(VARIABLE, name, SECRET_KEY),
+        {"name": "HOLDFAST_POD", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
+    ]
+    if site.resources:
+        agent["resources"] = {"limits": dict(site.resources), "requests": dict(site.resources)}
+    shared = (
+        {"persistentVolumeClaim": {"claimName": site.claim}} if site.claim else {"emptyDir": {}}
+    )
+    _mount(spec, agent, site.volume, {"name": "run", **shared})
+    _mount(spec, agent, "/dev/shm", {"name": "memory", "emptyDir": {"medium": "Memory"}})
+    spec.setdefault("automountServiceAccountToken", False)
+    spec["restartPolicy"] = "Never"
+    spec["terminationGracePeriodSeconds"] = round(plan.drain_s) + SPARE_S
+    spec["tolerations"] = [*spec.get("tolerations", ()), *_away()]
+    _spread(spec, site.spread, labels)
+    return pod
+
+
+def _mount(spec: Manifest, container: Manifest, path: str, volume: Manifest) -> None:
+    """Mount a volume, unless the user's template has one there."""
+    mounts = container.setdefault("volumeMounts", [])
+    if all(each["mountPath"] != path for each in mounts):
+        mounts.append({"name": volume["name"], "mountPath": path})
+        spec.setdefault("volumes", []).append(volume)
+
+
+def _spread(spec: Manifest, key: str, labels: Mapping[str, str]) -> None:
+    """Give each agent a host of its own, and spread them over failure domains where possible."""
+    chosen = {"matchLabels": dict(labels)}
+    apart = spec.setdefault("affinity", {}).setdefault("podAntiAffinity", {})
+    alone = {"labelSelector": chosen, "topologyKey": HOSTNAME}
+    required = "requiredDuringSchedulingIgnoredDuringExecution"
+    apart[required] = [*apart.get(required, ()), alone]
+    domain = {"maxSkew": 1, "topologyKey": key, "whenUnsatisfiable": "ScheduleAnyway"}
+    spec["topologySpreadConstraints"] = [
+        *spec.get("topologySpreadConstraints", ()),
+        {**domain, "labelSelector": chosen},
+    ]
+
+
+def _away() -> list[Manifest]:
+    return [
+        {
+            "key": f"node.kubernetes.io/{what}",
+            "operator": "Exists",
+            "effect": "NoExecute",
+            "tolerationSeconds": AWAY_S,
+        }
+        for what in ("not-ready", "unreachable")
+    ]
+
+
+def _from_secret(variable: str, name: str, key: str) -> Manifest:
+    return {"name": variable, "valueFrom": {"secretKeyRef": {"name": name, "key": key}}}

@@ -1,0 +1,23 @@
+"""Names what belongs to a job in Kubernetes: labels, and the parts that they tell apart."""
+
+from __future__ import annotations
+
+AGENT = "agent"
+COORDINATOR = "coordinator"
+NAME, INSTANCE, COMPONENT = (
+    f"app.kubernetes.io/{key}" for key in ("name", "instance", "component")
+)
+
+
+def labels_of(prefix: str, component: str = "") -> dict[str, str]:
+    """Return the labels of a part of the job whose placements' ids begin with `prefix`.
+
+    Kubernetes recommends these keys, so its tools show them.
+    """
+    labels = {NAME: "holdfast", INSTANCE: instance_of(prefix)}
+    return {**labels, COMPONENT: component} if component else labels
+
+
+def instance_of(prefix: str) -> str:
+    """Return the name of all that a job has only one of."""
+    return prefix.rstrip("-")
