@@ -18,7 +18,7 @@ from holdfast.core.errors import UserError
 from holdfast.core.job_spec import JobSpec
 from holdfast.launch.fleet_plan import FleetPlan, job_prefix
 from holdfast.launch.kubernetes_manifests import KubernetesSite, manifests, service_host
-from holdfast.launch.kubernetes_names import instance_of
+from holdfast.launch.kubernetes_names import AGENT, COMPONENT, INSTANCE, instance_of
 
 PORT = 29600
 RUN_DIR = "/holdfast/run"
@@ -33,8 +33,8 @@ CLAIM = (
 )
 SPREAD = "spread agents over the values of this label of nodes"
 POD = (
-    "a pod template in YAML (metadata, spec) that agents' pods are made from, for tolerations, node "
-    "selectors, volumes; a container `agent` in it is ours"
+    "a pod template in YAML (metadata, spec) that agents' pods are made from, for tolerations, "
+    "node selectors, volumes; a container `agent` in it is ours"
 )
 OUT = "write the manifests to a new file that only you can read (default: print them)"
 
@@ -74,8 +74,10 @@ def main(argv: list[str]) -> int:
     text = as_yaml(manifests(site, spec, plan, run_command.make_secret(options)))
     deliver(options, text)
     name = instance_of(job_prefix(spec.job))
+    logs = f"kubectl -n {site.namespace} logs -f"
     print(
-        f"holdfast: job {name}; its output: kubectl -n {site.namespace} logs -f job/{name}",
+        f"holdfast: job {name}\nholdfast: its events: {logs} job/{name}\n"
+        f"holdfast: its output: {logs} -l {INSTANCE}={name},{COMPONENT}={AGENT}",
         file=sys.stderr,
         flush=True,
     )

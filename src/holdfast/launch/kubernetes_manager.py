@@ -11,7 +11,7 @@ import copy
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from httpx2 import HTTPError
 from lightkube import ApiError, AsyncClient
@@ -45,7 +45,7 @@ class KubernetesManager:
 
     async def observe(self) -> Sequence[Placement]:
         with told_apart():
-            labels = {**labels_of(self._prefix, AGENT)}
+            labels: Any = labels_of(self._prefix, AGENT)
             listed = self._client.list(Pod, namespace=self._namespace, labels=labels)
             pods = [pod async for pod in listed]
             nodes = await self._nodes() if pods else {}
@@ -59,8 +59,9 @@ class KubernetesManager:
             template = await self._client.get(PodTemplate, name, namespace=namespace)
             pod = fill(template.to_dict()["template"], order)
             pod["metadata"]["ownerReferences"] = [reference(job)]
+            create: Any = self._client.create  # its types do not fit those of from_dict
             try:
-                await self._client.create(cast(Pod, Pod.from_dict(pod)), namespace=namespace)
+                await create(Pod.from_dict(pod), namespace=namespace)
             except ApiError as error:
                 if error.response.status_code != CONFLICT:
                     raise

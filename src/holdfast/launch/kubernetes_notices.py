@@ -18,9 +18,13 @@ if TYPE_CHECKING:
     from lightkube.resources.core_v1 import Node, Pod
 
 REASON = "holdfast/reason"  # an operator's own words, as an annotation of a node
-OVERDUE_S = 10.0  # a kubelet that is there has ended a pod by then, after its grace period
+# After its grace period a pod counts as ended, if nobody has confirmed it for so long: a node that
+# is away never does, and another one may still be taking its volumes from it.
+OVERDUE_AWAY_S, OVERDUE_S = 2.0, 60.0
 OVER = ("Succeeded", "Failed")
-UNSCHEDULABLE = "node.kubernetes.io/unschedulable"
+UNSCHEDULABLE, UNREACHABLE = (
+    f"node.kubernetes.io/{name}" for name in ("unschedulable", "unreachable")
+)
 # They come and go by themselves; those of them that evict have the effect NoExecute too.
 PASSING = frozenset(
     f"node.kubernetes.io/{name}"
@@ -52,21 +56,25 @@ def placement_of(pod: Pod, nodes: Mapping[str, Node], clocks: TwoClocks) -> Plac
     assert pod.metadata is not None
     assert pod.spec is not None
     host = pod.spec.nodeName or ""
+    node = nodes.get(host)
     return Placement(
         id=PlacementId(pod.metadata.name or ""),
         handle=pod.metadata.uid or "",
-        holding=_holding(pod, clocks),
+        holding=_holding(pod, node, clocks),
         host=host,
-        notice=_notice(pod, nodes.get(host), clocks),
+        notice=_notice(pod, node, clocks),
     )
 
 
-def _holding(pod: Pod, clocks: TwoClocks) -> Holding:
+def _holding(pod: Pod, node: Node | None, clocks: TwoClocks) -> Holding:
     assert pod.metadata is not None
     phase = pod.status.phase if pod.status is not None else None
     deleted = pod.metadata.deletionTimestamp
-    if phase in OVER or (deleted is not None and clocks.age(deleted) > OVERDUE_S):
-        return Holding.ENDED  # a node that is away never says that it has ended a pod
+    taints = (node.spec.taints if node is not None and node.spec is not None else None) or ()
+    away = any(taint.key == UNREACHABLE for taint in taints)
+    overdue_s = OVERDUE_AWAY_S if away else OVERDUE_S
+    if phase in OVER or (deleted is not None and clocks.age(deleted) > overdue_s):
+        return Holding.ENDED
     return Holding.WAITING if phase in (None, "Pending") else Holding.RUNNING
 
 

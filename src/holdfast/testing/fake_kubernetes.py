@@ -1,0 +1,322 @@
+"""Plays the API of Kubernetes, with a scheduler and node controller, so that tests need no cluster.
+
+It keeps objects as the real one does where that matters: names are taken, uids are new, pods are
+deleted after their grace period by their kubelet, selectors choose. Kubelets are those of the test
+kit (kubelet.py). Nothing is validated; a schema does that (kubernetes-validate).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from datetime import datetime, timedelta, timezone
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+Object = dict[str, Any]
+Place = tuple[str, str]  # resource, and namespace or ""
+
+ACT_S = 0.05
+GRACE_S = 30
+REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
+
+
+class Status(Exception):
+    """Carries an answer that is no object: its HTTP status and reason."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+
+    def body(self) -> Object:
+        text = str(self)
+        parts = {"status": "Failure", "message": text, "reason": text, "code": self.code}
+        return {"kind": "Status", "apiVersion": "v1", "metadata": {}, **parts}
+
+
+class FakeKubernetes:
+    """Holds all objects; used as a context manager it serves them at `url`.
+
+    `away` has it answer nothing. A node whose lease is not renewed for `grace_s` is unreachable.
+    """
+
+    def __init__(self, grace_s: float = 1.0) -> None:
+        self.away = threading.Event()
+        self.forbidden: set[str] = set()  # resources
+        self._grace_s = grace_s
+        self._objects: dict[Place, dict[str, Object]] = {}
+        self._lock = threading.RLock()
+        self._version = 0
+        self._over = threading.Event()
+        self._server: ThreadingHTTPServer | None = None
+
+    def __enter__(self) -> FakeKubernetes:
+        fake = self
+
+        class Answers(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                _answer(self, fake)
+
+            do_POST = do_PUT = do_PATCH = do_DELETE = do_GET  # noqa: N815
+
+            def handle(self) -> None:
+                with contextlib.suppress(ConnectionError):
+                    super().handle()
+
+            def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+        self._server.daemon_threads = True
+        for work in (self._server.serve_forever, self._act):
+            threading.Thread(target=work, daemon=True).start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._over.set()
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+
+    @property
+    def url(self) -> str:
+        assert self._server is not None
+        return f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    # ------------------------------------------------------------ requests
+
+    def handle(self, method: str, target: str, body: Object) -> Object:
+        """Carry out one request. Status says what is wrong with it."""
+        parts = urlsplit(target)
+        asked = {key: values[0] for key, values in parse_qs(parts.query).items()}
+        place, name, below = _read_path(parts.path)
+        if place[0] in self.forbidden:
+            raise Status(403, f"{place[0]} is forbidden")
+        with self._lock:
+            here = self._objects.setdefault(place, {})
+            if method == "POST" and below == "eviction":
+                return self._delete(here, name, body.get("deleteOptions") or {})
+            if method == "POST" and below == "token":
+                return {"status": {"token": name}}
+            if method == "POST":
+                return self._create(place, here, body)
+            if not name:
+                listed = here.values() if here or place[1] else self._all(place[0])
+                chosen = [each for each in listed if _chosen(each, asked)]
+                return {"kind": "List", "metadata": {"resourceVersion": "1"}, "items": chosen}
+            if name not in here:
+                raise Status(404, f'{place[0]} "{name}" not found')
+            if method == "DELETE":
+                return self._delete(here, name, {**body, **asked})
+            if method in ("PATCH", "PUT"):
+                here[name] = self._new(_merged(here[name], body) if method == "PATCH" else body)
+            return here[name]
+
+    def _new(self, found: Object) -> Object:
+        self._version += 1
+        found["metadata"]["resourceVersion"] = str(self._version)
+        return found
+
+    def _create(self, place: Place, here: dict[str, Object], body: Object) -> Object:
+        resource, namespace = place
+        about = body.setdefault("metadata", {})
+        about.setdefault("name", about.get("generateName", "") + uuid.uuid4().hex[:5])
+        if about["name"] in here:
+            raise Status(409, f'{resource} "{about["name"]}" already exists')
+        about.update(uid=str(uuid.uuid4()), creationTimestamp=_stamp())
+        if namespace:
+            about["namespace"] = namespace
+        if resource == "pods":
+            body.setdefault("status", {})["phase"] = "Pending"
+        here[about["name"]] = self._new(body)
+        return body
+
+    def _delete(self, here: dict[str, Object], name: str, how: Object) -> Object:
+        """Delete at once, or have a pod's kubelet end it first."""
+        found = here[name]
+        wanted_s = how.get("gracePeriodSeconds")
+        if "nodeName" in found.get("spec", {}) and found["status"]["phase"] in (
+            *("Pending", "Running"),
+        ):
+            default_s = found["spec"].get("terminationGracePeriodSeconds", GRACE_S)
+            grace_s = default_s if wanted_s is None else int(wanted_s)
+            if grace_s > 0:
+                until = found["metadata"].get("deletionTimestamp", "9")  # it is only ever sooner
+                found["metadata"]["deletionTimestamp"] = min(until, _stamp(grace_s))
+                return self._new(found)
+        return here.pop(name)
+
+    # ------------------------------------------------------------ controllers
+
+    def _act(self) -> None:
+        while not self._over.wait(ACT_S):
+            if not self.away.is_set():
+                with self._lock:
+                    self._watch_nodes()
+                    self._schedule()
+                    self._evict()
+                    self._run_jobs()
+
+    def _all(self, resource: str) -> Iterator[Object]:
+        for (each, _), found in list(self._objects.items()):
+            if each == resource:
+                yield from list(found.values())
+
+    def _watch_nodes(self) -> None:
+        leases = self._objects.get(("leases", "kube-node-lease"), {})
+        for node in self._all("nodes"):
+            lease = leases.get(node["metadata"]["name"])
+            if lease is None:
+                continue
+            age_s = time.time() - _moment(lease["spec"]["renewTime"])
+            taints = node["spec"].setdefault("taints", [])
+            key = "node.kubernetes.io/unreachable"
+            known = [taint for taint in taints if taint["key"] == key]
+            if age_s > self._grace_s and not known:
+                taints.append({"key": key, "effect": "NoExecute", "timeAdded": _stamp()})
+            elif age_s <= self._grace_s and known:
+                taints.remove(known[0])
+
+    def _schedule(self) -> None:
+        pods = list(self._all("pods"))
+        nodes = sorted(self._all("nodes"), key=lambda node: str(node["metadata"]["name"]))
+        for pod in pods:
+            if "nodeName" not in pod["spec"]:
+                fits = [node for node in nodes if _fits(pod, node, pods)]
+                if fits:
+                    pod["spec"]["nodeName"] = fits[0]["metadata"]["name"]
+                    self._new(pod)
+
+    def _evict(self) -> None:
+        nodes = {node["metadata"]["name"]: node for node in self._all("nodes")}
+        for pod in self._all("pods"):
+            node = nodes.get(pod["spec"].get("nodeName"), {"spec": {}})
+            deleted = "deletionTimestamp" in pod["metadata"]
+            for taint in node["spec"].get("taints", ()):
+                bearable = [t for t in pod["spec"].get("tolerations", ()) if _tolerates(t, taint)]
+                limits = [each.get("tolerationSeconds") for each in bearable]
+                if taint["effect"] != "NoExecute" or None in limits or deleted:
+                    continue
+                since = _moment(taint.get("timeAdded", _stamp()))
+                if time.time() >= since + min(limits, default=0):
+                    about = pod["metadata"]
+                    self._delete(self._objects["pods", about["namespace"]], about["name"], {})
+                    deleted = True
+
+    def _run_jobs(self) -> None:
+        for job in self._all("jobs"):
+            about, spec = job["metadata"], job["spec"]
+            here = self._objects.setdefault(("pods", about["namespace"]), {})
+            mine = [p for p in here.values() if p["metadata"].get("job") == about["uid"]]
+            phases = [p["status"]["phase"] for p in mine]
+            ended = "Succeeded" in phases or phases.count("Failed") > spec["backoffLimit"]
+            going = [p for p in mine if "deletionTimestamp" not in p["metadata"]]
+            alive = [p for p in going if p["status"]["phase"] in ("Pending", "Running")]
+            if ended:
+                done = "Complete" if "Succeeded" in phases else "Failed"
+                job["status"] = {"conditions": [{"type": done, "status": "True"}]}
+            elif not alive and spec.get("parallelism", 1):
+                pod = json.loads(json.dumps(spec["template"]))
+                pod["metadata"].update(generateName=f"{about['name']}-", job=about["uid"])
+                self._create(("pods", about["namespace"]), here, pod)
+
+
+def _answer(request: BaseHTTPRequestHandler, fake: FakeKubernetes) -> None:
+    length = int(request.headers.get("Content-Length") or 0)
+    text = request.rfile.read(length)
+    if fake.away.is_set():
+        request.close_connection = True
+        return
+    try:
+        code, found = 200, fake.handle(request.command, request.path, json.loads(text or b"{}"))
+    except Status as status:
+        code, found = status.code, status.body()
+    data = json.dumps(found).encode()
+    with contextlib.suppress(ConnectionError):
+        request.send_response(code)
+        request.send_header("Content-Type", "application/json")
+        request.send_header("Content-Length", str(len(data)))
+        request.end_headers()
+        request.wfile.write(data)
+
+
+def _read_path(path: str) -> tuple[Place, str, str]:
+    """Return resource and namespace, the object's name and what is asked below it."""
+    parts = path.strip("/").split("/")
+    parts = parts[2:] if parts[0] == "api" else parts[3:]
+    namespace = ""
+    if parts[0] == "namespaces" and len(parts) > 2:
+        namespace, parts = parts[1], parts[2:]
+    name, below = [*parts[1:], "", ""][:2]
+    return (parts[0], namespace), name, below
+
+
+def _chosen(found: Object, asked: dict[str, str]) -> bool:
+    labels = found["metadata"].get("labels", {})
+    for each in filter(None, asked.get("labelSelector", "").split(",")):
+        key, _, value = each.replace("==", "=").partition("=")
+        if labels.get(key) != value:
+            return False
+    for each in filter(None, asked.get("fieldSelector", "").split(",")):
+        key, _, value = each.replace("==", "=").partition("=")
+        part: Any = found
+        for word in key.split("."):
+            part = part.get(word, "")
+        if part != value:
+            return False
+    return True
+
+
+def _merged(old: Any, new: Any) -> Any:
+    """Apply a JSON merge patch."""
+    if not isinstance(new, dict) or not isinstance(old, dict):
+        return new
+    merged = {**old, **{key: _merged(old.get(key), value) for key, value in new.items()}}
+    return {key: value for key, value in merged.items() if value is not None}
+
+
+def _fits(pod: Object, node: Object, pods: list[Object]) -> bool:
+    spec, name = pod["spec"], node["metadata"]["name"]
+    tolerations = spec.get("tolerations", ())
+    if node["spec"].get("unschedulable"):
+        return False
+    for taint in node["spec"].get("taints", ()):
+        if not any(_tolerates(each, taint) for each in tolerations):
+            return False
+    affinity = spec.get("affinity", {})
+    terms = affinity.get("nodeAffinity", {}).get(REQUIRED, {}).get("nodeSelectorTerms", ())
+    for field in (f for term in terms for f in term.get("matchFields", ())):
+        if name in field["values"]:  # NotIn is all that is used here
+            return False
+    there = [p for p in pods if p["spec"].get("nodeName") == name]
+    there = [p for p in there if p["status"]["phase"] in ("Pending", "Running")]
+    for term in affinity.get("podAntiAffinity", {}).get(REQUIRED, ()):
+        chosen = term["labelSelector"]["matchLabels"].items()
+        if any(chosen <= p["metadata"].get("labels", {}).items() for p in there):
+            return False
+    return True
+
+
+def _tolerates(toleration: Object, taint: Object) -> bool:
+    same = toleration.get("value", "") == taint.get("value", "")
+    return (
+        toleration.get("effect", taint["effect"]) == taint["effect"]
+        and toleration.get("key", taint["key"]) == taint["key"]
+        and (toleration.get("operator") == "Exists" or same)
+    )
+
+
+def _stamp(later_s: float = 0.0) -> str:
+    moment = datetime.now(timezone.utc) + timedelta(seconds=later_s)
+    return moment.strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _moment(stamp: str) -> float:
+    return datetime.fromisoformat(stamp.replace("Z", "+00:00")).timestamp()

@@ -1,0 +1,273 @@
+"""Plays the kubelet of one node, for tests: pods' containers are processes of this machine.
+
+    python -m holdfast.testing.kubelet NAME --root DIR [--zone ZONE]
+
+It registers the node, renews its lease and its Ready condition, runs what the scheduler has bound
+to the node, and ends what is deleted: the hook preStop, SIGTERM, and SIGKILL after the grace
+period. KUBECONFIG says where the API is. Images mean nothing here, all pods share the file system
+and the address of this machine, and paths below DIR stand for volumes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from httpx2 import HTTPError
+from lightkube import ApiError, Client
+from lightkube.resources.coordination_v1 import Lease
+from lightkube.resources.core_v1 import Node, Pod, Secret, ServiceAccount
+from lightkube.types import PatchType
+
+from holdfast.health.measure.lifetime import die_with_parent
+
+LOOK_S = 0.1
+RENEW_S = 0.5
+LEASES = "kube-node-lease"
+ADDRESS = "127.0.0.1"
+POD_MARK, NODE_MARK = "HOLDFAST_TEST_POD", "HOLDFAST_TEST_NODE"
+
+
+def marked(mark: str, value: str) -> list[int]:
+    """Return the live processes whose environment says so."""
+    wanted, found = f"{mark}={value}".encode(), []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if wanted in Path("/proc", name, "environ").read_bytes().split(b"\0"):
+                found.append(int(name))
+    return found
+
+
+def kill_marked(mark: str, value: str) -> None:
+    """Kill all processes of a pod or node, and those that they still start."""
+    while found := marked(mark, value):
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+@dataclass
+class RunningPod:
+    """Holds what the kubelet knows of a pod: its only container's process."""
+
+    name: str
+    namespace: str
+    container: dict[str, Any]
+    environment: dict[str, str]
+    popen: subprocess.Popen[bytes]
+    hook: subprocess.Popen[bytes] | None = None
+    stages: set[str] = field(default_factory=set)
+    told: bool = False
+
+
+class Kubelet:
+    """Runs the pods of one node; a pod whose process it does not know has failed."""
+
+    def __init__(self, client: Client, name: str, zone: str, root: Path) -> None:
+        self._client = client
+        self._name = name
+        self._zone = zone
+        self._root = root
+        self._pods: dict[str, RunningPod] = {}  # by uid
+        self._renewed_at = float("-inf")
+
+    def run(self) -> None:
+        while True:
+            try:
+                self._look()
+            except ApiError as error:
+                sys.stderr.write(f"kubelet {self._name}: {error}\n")
+            except HTTPError:
+                pass  # the API is away: what runs goes on
+            time.sleep(LOOK_S)
+
+    def _look(self) -> None:
+        if time.monotonic() >= self._renewed_at + RENEW_S:
+            self._renew()
+            self._renewed_at = time.monotonic()
+        listed = self._client.list(Pod, namespace="*", fields={"spec.nodeName": self._name})
+        pods = {pod["metadata"]["uid"]: pod for pod in (each.to_dict() for each in listed)}
+        for uid in [uid for uid in self._pods if uid not in pods]:  # deleted by force
+            kill_marked(POD_MARK, self._pods.pop(uid).name)
+        for uid, pod in pods.items():
+            running = self._pods.get(uid)
+            if running is not None:
+                self._watch(uid, running, pod)
+            elif "deletionTimestamp" in pod["metadata"]:
+                self._delete(pod["metadata"]["namespace"], pod["metadata"]["name"])
+            elif pod["status"].get("phase") == "Pending":
+                self._start(uid, pod)
+            elif pod["status"].get("phase") == "Running":
+                self._tell(pod["metadata"]["namespace"], pod["metadata"]["name"], "Failed", 137)
+
+    # ------------------------------------------------------------ the node
+
+    def _renew(self) -> None:
+        """Register the node if it is not, and say that it is ready."""
+        now = datetime.now(timezone.utc)
+        heard = now.strftime("%Y-%m-%dT%H:%M:%SZ")
+        ready = {"type": "Ready", "status": "True", "reason": "KubeletReady"}
+        ready |= {"lastHeartbeatTime": heard, "lastTransitionTime": heard}
+        room = {"cpu": "64", "memory": "256Gi", "pods": "110"}
+        status = {"conditions": [ready], "capacity": room, "allocatable": room}
+        labels = {
+            "kubernetes.io/hostname": self._name,
+            "topology.kubernetes.io/zone": self._zone,
+        }
+        about: dict[str, Any] = {"name": self._name, "labels": labels}
+        spec: dict[str, Any] = {"holderIdentity": self._name, "leaseDurationSeconds": 40}
+        spec["renewTime"] = now.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        create: Any = self._client.create
+        patch: Any = self._client.patch
+        try:
+            patch(Node.Status, self._name, {"status": status}, patch_type=PatchType.STRATEGIC)
+        except ApiError as error:
+            if error.response.status_code != 404:
+                raise
+            create(Node.from_dict({"metadata": about, "spec": {}, "status": status}))
+        how = {"namespace": LEASES, "patch_type": PatchType.MERGE}
+        try:
+            patch(Lease, self._name, {"spec": spec}, **how)
+        except ApiError as error:
+            if error.response.status_code != 404:
+                raise
+            lease = {"metadata": {"name": self._name, "namespace": LEASES}, "spec": spec}
+            create(Lease.from_dict(lease))
+
+    # ------------------------------------------------------------ pods
+
+    def _start(self, uid: str, pod: dict[str, Any]) -> None:
+        about, container = pod["metadata"], pod["spec"]["containers"][0]
+        name, namespace = about["name"], about["namespace"]
+        for mount in container.get("volumeMounts", ()):
+            if Path(mount["mountPath"]).is_relative_to(self._root):
+                Path(mount["mountPath"]).mkdir(parents=True, exist_ok=True)
+        path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
+        marks = {POD_MARK: name, NODE_MARK: self._name, "HOSTNAME": name, "PATH": path}
+        logs = self._root / "pods"
+        logs.mkdir(exist_ok=True)
+        environment = {**os.environ, **marks, **self._environment(pod, container)}
+        del environment["KUBECONFIG"]
+        if account := pod["spec"].get("serviceAccountName"):
+            config = self._account(namespace, account, logs / f"{name}.kubeconfig")
+            environment["KUBECONFIG"] = str(config)
+        with open(logs / f"{name}.log", "ab") as log:
+            popen = subprocess.Popen(
+                [*container["command"], *container.get("args", ())],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self._pods[uid] = RunningPod(name, namespace, container, environment, popen)
+        self._tell(namespace, name, "Running")
+
+    def _environment(self, pod: dict[str, Any], container: dict[str, Any]) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for each in container.get("env", ()):
+            source = each.get("valueFrom", {})
+            if "secretKeyRef" in source:
+                wanted = source["secretKeyRef"]
+                namespace = pod["metadata"]["namespace"]
+                secret = self._client.get(Secret, wanted["name"], namespace=namespace).to_dict()
+                plain = secret.get("stringData", {}).get(wanted["key"])
+                data = secret.get("data", {}).get(wanted["key"], "")
+                found[each["name"]] = plain or base64.b64decode(data).decode()
+            elif "fieldRef" in source:
+                fields = {"status.podIP": ADDRESS, "metadata.name": pod["metadata"]["name"]}
+                found[each["name"]] = fields[source["fieldRef"]["fieldPath"]]
+            else:
+                found[each["name"]] = each.get("value", "")
+        return found
+
+    def _account(self, namespace: str, account: str, path: Path) -> Path:
+        """Write how a pod reaches the API as its service account."""
+        create: Any = self._client.create
+        asked = ServiceAccount.Token.from_dict({"metadata": {}, "spec": {"audiences": []}})
+        token = create(asked, account, namespace=namespace).to_dict()["status"]["token"]
+        config = json.loads(Path(os.environ["KUBECONFIG"]).read_text())
+        config["users"][0]["user"] = {"token": token}
+        path.write_text(json.dumps(config))
+        return path
+
+    def _watch(self, uid: str, running: RunningPod, pod: dict[str, Any]) -> None:
+        deleted = pod["metadata"].get("deletionTimestamp")
+        if running.popen.poll() is not None and not running.told:
+            kill_marked(POD_MARK, running.name)
+            code = running.popen.returncode
+            self._tell(
+                running.namespace,
+                running.name,
+                "Failed" if code else "Succeeded",
+                code if code >= 0 else 128 - code,
+            )
+            running.told = True
+        if deleted is None:
+            return
+        if running.told:
+            self._delete(running.namespace, running.name)
+            del self._pods[uid]
+            return
+        self._end(running, datetime.fromisoformat(deleted.replace("Z", "+00:00")))
+
+    def _end(self, running: RunningPod, until: datetime) -> None:
+        """Take the next step towards the end of a pod that is deleted."""
+        if "hook" not in running.stages:
+            running.stages.add("hook")
+            hook = running.container.get("lifecycle", {}).get("preStop", {}).get("exec")
+            if hook is not None:
+                running.hook = subprocess.Popen(
+                    hook["command"], env=running.environment, stdin=subprocess.DEVNULL
+                )
+        over = datetime.now(timezone.utc) >= until
+        waits = running.hook is not None and running.hook.poll() is None
+        if "term" not in running.stages and (over or not waits):
+            running.stages.add("term")
+            running.popen.terminate()
+        if over:
+            kill_marked(POD_MARK, running.name)
+
+    def _tell(self, namespace: str, name: str, phase: str, code: int | None = None) -> None:
+        status: dict[str, Any] = {"phase": phase, "podIP": ADDRESS}
+        ready = "True" if phase == "Running" else "False"
+        status["conditions"] = [{"type": "Ready", "status": ready}]
+        if code is not None:
+            state = {"terminated": {"exitCode": code}}
+            parts = {"image": "", "imageID": "", "ready": False, "restartCount": 0}
+            status["containerStatuses"] = [{"name": "main", "state": state, **parts}]
+        patch: Any = self._client.patch
+        with contextlib.suppress(ApiError):  # it is gone
+            patch(Pod.Status, name, {"status": status}, namespace=namespace,
+                  patch_type=PatchType.STRATEGIC)  # fmt: skip
+
+    def _delete(self, namespace: str, name: str) -> None:
+        with contextlib.suppress(ApiError):
+            self._client.delete(Pod, name, namespace=namespace, grace_period=0)
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="holdfast.testing.kubelet")
+    parser.add_argument("name")
+    parser.add_argument("--root", type=Path, required=True)
+    parser.add_argument("--zone", default="zone0")
+    options = parser.parse_args(argv)
+    die_with_parent(os.getppid())
+    Kubelet(Client(), options.name, options.zone, options.root).run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,244 @@
+"""Plays the operator of a small Kubernetes cluster, real or faked: a harness of the contract suite.
+
+The nodes are kubelets of the test kit (kubelet.py), each a process of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+from httpx2 import HTTPError
+from lightkube import ApiError, AsyncClient, Client, KubeConfig
+from lightkube.codecs import from_dict
+from lightkube.generic_resource import create_namespaced_resource
+from lightkube.resources.core_v1 import Node, Pod
+from lightkube.types import PatchType
+
+from holdfast.core.fleet.placements import PlacementId
+from holdfast.launch.kubernetes_manager import KubernetesManager
+from holdfast.launch.kubernetes_names import AGENT, instance_of, labels_of
+from holdfast.launch.kubernetes_notices import REASON
+from holdfast.testing.kubelet import NODE_MARK, POD_MARK, kill_marked, marked
+
+NAMESPACE = "default"
+UP_S = 60.0
+AWAY_S = 2  # a node that is unreachable for so long loses its pods
+PREFIX = "hf-fake-"
+
+
+OLD_BUDGET = "policy/v1beta1"  # of servers before 1.21
+create_namespaced_resource(
+    "policy", "v1beta1", "PodDisruptionBudget", "poddisruptionbudgets"
+)  # so that the client knows it
+
+
+class Known(Exception):
+    """Says that an object is there already."""
+
+
+class KubernetesCluster:
+    """Runs some kubelets against an API, and disturbs them; used as a context manager.
+
+    `away`: ends the control plane's servers (True), and starts them again.
+    """
+
+    def __init__(
+        self, folder: Path, config: Path, away: Callable[[bool], None], nodes: int = 3
+    ) -> None:
+        self.folder = folder
+        self.config = config
+        self.hosts = tuple(f"node{number}" for number in range(nodes))
+        self.away = away
+        self._kubelets: dict[str, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> KubernetesCluster:
+        for host in self.hosts:
+            self.start(host)
+        self.until(lambda: len(self.ready()) == len(self.hosts), "all nodes are ready")
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for host in self.hosts:
+            self.end(host)
+
+    @functools.cached_property
+    def client(self) -> Client:
+        return Client(KubeConfig.from_file(self.config), namespace=NAMESPACE)
+
+    def manager(self, job: str = PREFIX) -> KubernetesManager:
+        """Make an adapter, after what a launch would have made."""
+        self.apply(contract_objects(job))
+        client = AsyncClient(KubeConfig.from_file(self.config), namespace=NAMESPACE)
+        return KubernetesManager(client, NAMESPACE, job)
+
+    def apply(self, objects: list[dict[str, Any]]) -> None:
+        """Create objects, unless they are there."""
+        for each in objects:
+            with contextlib.suppress(Known):
+                try:
+                    self._create(each)
+                except ApiError as error:
+                    budget = each["kind"] == "PodDisruptionBudget"
+                    if not budget or error.response.status_code != 404:
+                        raise
+                    self._create({**each, "apiVersion": OLD_BUDGET})
+
+    def _create(self, found: dict[str, Any]) -> None:
+        create: Any = self.client.create
+        try:
+            create(from_dict(found))
+        except ApiError as error:
+            if error.response.status_code == 409:
+                raise Known from None
+            raise
+
+    # ------------------------------------------------------------ nodes
+
+    def start(self, host: str) -> None:
+        """Start the kubelet of a node; what runs there is not known to it."""
+        zone = f"zone{self.hosts.index(host) % 2}"
+        command = [sys.executable, "-m", "holdfast.testing.kubelet", host, "--zone", zone]
+        self._kubelets[host] = subprocess.Popen(
+            [*command, "--root", str(self.folder)],
+            env={**os.environ, "KUBECONFIG": str(self.config)},
+            stdin=subprocess.DEVNULL,
+        )
+
+    def kill(self, host: str) -> None:
+        """End a node with all that runs there, without a word to anybody."""
+        self.end(host)
+
+    def end(self, host: str) -> None:
+        kubelet = self._kubelets.pop(host, None)
+        if kubelet is not None:
+            kubelet.kill()
+            kubelet.wait()
+        kill_marked(NODE_MARK, host)
+
+    def freeze(self, host: str) -> None:
+        """Stop a node's kubelet, but not what runs there: the node is unreachable for others."""
+        self._kubelets[host].send_signal(signal.SIGSTOP)
+
+    def drain(self, host: str, reason: str) -> None:
+        """Cordon a node, and say why."""
+        about = {"annotations": {REASON: reason}}
+        self._patch_node(host, {"metadata": about, "spec": {"unschedulable": True}})
+
+    def taint(self, host: str, key: str, effect: str) -> None:
+        self._patch_node(host, {"spec": {"taints": [{"key": key, "effect": effect}]}})
+
+    def _patch_node(self, host: str, change: dict[str, Any]) -> None:
+        self.client.patch(Node, host, change, patch_type=PatchType.MERGE)
+
+    def ready(self) -> list[str]:
+        """Return the nodes on which pods can be started."""
+        found = []
+        for each in (node.to_dict() for node in self.client.list(Node)):
+            conditions = each["status"].get("conditions", ())
+            up = any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
+            if up and not each.get("spec", {}).get("taints"):
+                found.append(each["metadata"]["name"])
+        return found
+
+    # ------------------------------------------------------------ pods
+
+    def processes(self, id_: PlacementId) -> list[int]:
+        return marked(POD_MARK, id_)
+
+    def pods(self, job: str, component: str = AGENT) -> dict[str, dict[str, Any]]:
+        labels: Any = labels_of(job, component)
+        found = self.client.list(Pod, labels=labels)
+        return {
+            pod.metadata.name: pod.to_dict() for pod in found if pod.metadata and pod.metadata.name
+        }
+
+    def delete(self, pod: str) -> None:
+        """Delete a pod, as `kubectl delete pod` does."""
+        self.client.delete(Pod, pod)
+
+    def evict(self, pod: str) -> None:
+        """Ask for a pod's eviction, as `kubectl drain` does. ApiError: its budget forbids it."""
+        about = {"name": pod, "namespace": NAMESPACE}
+        body = {"apiVersion": "policy/v1beta1", "kind": "Eviction", "metadata": about}
+        create: Any = self.client.create
+        create(Pod.Eviction.from_dict(body), pod)
+
+    def until(self, ready: Callable[[], Any], what: str, within_s: float = UP_S) -> Any:
+        """Look until something is true; the API may be away meanwhile."""
+        deadline = time.monotonic() + within_s
+        while True:
+            with contextlib.suppress(HTTPError):
+                if found := ready():
+                    return found
+            assert time.monotonic() < deadline, f"not in {within_s:g} s: {what}"
+            time.sleep(0.05)
+
+
+def contract_objects(job: str) -> list[dict[str, Any]]:
+    """Return what belongs to a job that consists of placements only."""
+    name, labels = instance_of(job), labels_of(job, AGENT)
+    about = {"name": name, "namespace": NAMESPACE, "labels": labels_of(job)}
+    alone = {"labelSelector": {"matchLabels": labels}, "topologyKey": "kubernetes.io/hostname"}
+    required = {"requiredDuringSchedulingIgnoredDuringExecution": [alone]}
+    spec = {
+        "containers": [{"name": AGENT, "image": "none"}],
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": 1,
+        "affinity": {"podAntiAffinity": required},
+        "tolerations": [
+            {
+                "key": f"node.kubernetes.io/{what}",
+                "operator": "Exists",
+                "effect": "NoExecute",
+                "tolerationSeconds": AWAY_S,
+            }
+            for what in ("not-ready", "unreachable")
+        ],
+    }
+    idle = {"containers": [{"name": "none", "image": "none"}], "restartPolicy": "Never"}
+    return [
+        {
+            "apiVersion": "v1",
+            "kind": "PodTemplate",
+            "metadata": about,
+            "template": {"metadata": {"labels": labels}, "spec": spec},
+        },
+        {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "metadata": about,
+            "spec": {"parallelism": 0, "backoffLimit": 0, "template": {"spec": idle}},
+        },
+    ]
+
+
+def write_kubeconfig(path: Path, url: str, token: str = "", authority: Path | None = None) -> Path:
+    """Write how to reach an API. JSON is YAML."""
+    cluster: dict[str, Any] = {"server": url}
+    if authority is not None:
+        cluster["certificate-authority"] = str(authority)
+    found = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [{"name": "test", "cluster": cluster}],
+        "users": [{"name": "test", "user": {"token": token} if token else {}}],
+        "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test"}}],
+        "current-context": "test",
+    }
+    path.write_text(json.dumps(found))
+    return path
+
+
+def read_manifests(text: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(text))

@@ -1,0 +1,220 @@
+"""Jobs in Kubernetes survive what happens to nodes and pods: against a fake, and a real one."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import SCRIPTS
+from holdfast.cli.main import main
+from holdfast.core.errors import HoldfastError
+from holdfast.core.fleet.placements import Placement
+from holdfast.runtime.contact import job_status
+from holdfast.runtime.rundir import RunDir
+from holdfast.testing.cluster_contract import CLUSTER_CASES, assert_survives, run_cluster_case
+from holdfast.testing.etcd_cluster import free_ports
+
+pytest.importorskip("lightkube")
+
+from lightkube.resources.batch_v1 import Job
+
+from holdfast.launch.kubernetes_names import COORDINATOR
+from holdfast.testing import control_plane
+from holdfast.testing.control_plane import ControlPlane
+from holdfast.testing.fake_kubernetes import FakeKubernetes
+from holdfast.testing.kubernetes_cluster import (
+    KubernetesCluster,
+    read_manifests,
+    write_kubeconfig,
+)
+
+pytestmark = pytest.mark.timeout(600)
+STEPS = 200
+STEP_S = 240.0
+needs_binaries = pytest.mark.skipif(bool(control_plane.missing()), reason=control_plane.missing())
+
+
+class KubernetesRun:
+    """Launches a job in a cluster whose nodes share this machine's files, and watches it."""
+
+    def __init__(self, cluster: KubernetesCluster, *options: str) -> None:
+        self.cluster = cluster
+        self.run_dir = RunDir(cluster.folder / "volume" / "run")
+        self.name = ""
+        self._options = options
+
+    def launch(self, *script: str) -> None:
+        port = str(free_ports(1)[0])
+        command = ["launch", "k8s", "--image", "none", "--workdir", str(SCRIPTS), "--port", port]
+        command += ["--host", "127.0.0.1", "--run-dir", str(self.run_dir.path), *self._options]
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            assert main([*command, "--nproc", "1", "--virtual", "4", *script]) == 0
+        objects = read_manifests(printed.getvalue())
+        self.name = objects[0]["metadata"]["name"]
+        self.cluster.apply([*objects, volume(self.cluster.folder)])
+
+    @property
+    def prefix(self) -> str:
+        return f"{self.name}-"
+
+    def status(self) -> dict[str, Any]:
+        return job_status(self.run_dir)
+
+    def until(self, ready: Callable[[], Any], timeout_s: float, what: str) -> Any:
+        try:
+            return self.cluster.until(ready, what, timeout_s)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.log()}") from None
+
+    def serving(self) -> list[str]:
+        """Names of the agents that have work; none while somebody does not answer."""
+        with contextlib.suppress(HoldfastError, OSError):
+            agents = self.status()["agents"]
+            return [a["id"] for a in agents if a["members"] and not a["silent"]]
+        return []
+
+    def host(self, pod: str) -> str:
+        found: str = self.cluster.pods(self.prefix)[pod]["spec"]["nodeName"]
+        return found
+
+    def until_replaced(self, gone: str) -> None:
+        def replaced() -> bool:
+            serving = self.serving()
+            return len(serving) == 3 and gone not in serving
+
+        self.until(replaced, STEP_S, f"another node in place of {gone}")
+
+    def finish(self) -> str:
+        """Wait until the Job is complete; return the last line of the workers' output."""
+
+        def ended() -> str | None:
+            job = self.cluster.client.get(Job, self.name).to_dict()
+            conditions = job.get("status", {}).get("conditions", ())
+            return next((c["type"] for c in conditions if c["status"] == "True"), None)
+
+        end = self.until(ended, STEP_S, "the end of the Job")
+        assert end in ("Complete", "SuccessCriteriaMet"), self.log()
+        self.cluster.until(lambda: not self.alive(), "no pod is left")
+        lines = [
+            line
+            for path in (self.cluster.folder / "pods").glob(f"{self.name}-*.log")
+            for line in path.read_text().splitlines()
+            if re.fullmatch("[0-9a-f]{64}", line)
+        ]
+        assert len(lines) == 1, self.log()
+        return lines[0]
+
+    def alive(self) -> list[str]:
+        """Return the agents' pods whose processes run."""
+        return [pod for pod in self.cluster.pods(self.prefix) if self.cluster.processes(pod)]
+
+    def log(self) -> str:
+        paths = sorted((self.cluster.folder / "pods").glob("*.log"))
+        return "\n".join(f"-- {path.name}\n{path.read_text()[-3000:]}" for path in paths)
+
+
+class JobHarness:
+    """Is the harness of the contract suite for one job, whatever prefix is asked for."""
+
+    def __init__(self, run: KubernetesRun) -> None:
+        self._run = run
+        self.hosts, self.kill, self.drain = run.cluster.hosts, run.cluster.kill, run.cluster.drain
+        self.away, self.processes = run.cluster.away, run.cluster.processes
+
+    def manager(self, job: str = "") -> Any:
+        return self
+
+    async def observe(self) -> Sequence[Placement]:
+        """List the job's placements, each time by a new adapter."""
+        manager = self._run.cluster.manager(self._run.prefix)
+        try:
+            return await manager.observe()
+        finally:
+            await manager.close()
+
+
+def volume(folder: Path) -> dict[str, Any]:
+    """Return a volume for the coordinator's claim."""
+    spec = {
+        "capacity": {"storage": "10Gi"},
+        "accessModes": ["ReadWriteOnce"],
+        "hostPath": {"path": str(folder)},
+    }
+    about = {"name": f"volume-{folder.parent.name}"}
+    return {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": about, "spec": spec}
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> Iterator[KubernetesCluster]:
+    with FakeKubernetes() as api:
+
+        def away(away: bool) -> None:
+            (api.away.set if away else api.away.clear)()
+
+        config = write_kubeconfig(tmp_path / "config", api.url)
+        with KubernetesCluster(tmp_path, config, away, nodes=7) as found:
+            yield found
+
+
+@pytest.fixture
+def real(tmp_path: Path) -> Iterator[KubernetesCluster]:
+    with ControlPlane(tmp_path) as plane:
+        print(f"control plane {plane.version()}")
+        with KubernetesCluster(tmp_path, plane.config, plane.away, nodes=7) as found:
+            yield found
+
+
+def survive(cluster: KubernetesCluster, expected: str) -> None:
+    """Disturb a job in every way that a cluster knows; what it ends with is `expected`."""
+    run = KubernetesRun(cluster, "--nodes", "3", "--drain-s", "10")
+    go = cluster.folder / "go"
+    script = [str(SCRIPTS / "trainer.py"), "--steps", str(STEPS), "--task-s", "0.3"]
+    run.launch(*script, "--hold", "5", str(go))
+    watched: Any = run  # it behaves like a LocalRun
+    assert_survives(watched, JobHarness(run), go.touch)
+
+    deleted = min(run.serving())
+    cluster.delete(deleted)
+    run.until_replaced(deleted)
+
+    coordinator = next(iter(cluster.pods(run.prefix, COORDINATOR)))
+    cluster.delete(coordinator)
+    cluster.until(
+        lambda: set(cluster.pods(run.prefix, COORDINATOR)) - {coordinator} and run.serving(),
+        "another pod of the coordinator",
+    )
+    assert len(run.until(lambda: len(run.serving()) == 3 and run.serving(), STEP_S, "three")) == 3
+
+    tainted = min(run.serving())
+    cluster.taint(run.host(tainted), "maintenance", "NoExecute")
+    run.until_replaced(tainted)
+    assert run.finish() == expected
+
+
+@pytest.mark.slow
+def test_a_job_survives_what_happens_in_a_fake(
+    fake: KubernetesCluster, reference: Callable[[int], str]
+) -> None:
+    survive(fake, reference(STEPS))
+
+
+@pytest.mark.slow
+@needs_binaries
+def test_a_job_survives_what_happens_in_a_real_cluster(
+    real: KubernetesCluster, reference: Callable[[int], str]
+) -> None:
+    survive(real, reference(STEPS))
+
+
+@pytest.mark.slow
+@needs_binaries
+def test_a_real_cluster_keeps_the_contract(real: KubernetesCluster) -> None:
+    for case in CLUSTER_CASES:
+        run_cluster_case(case, real)
