@@ -7,9 +7,6 @@ from collections.abc import Iterator
 import pytest
 
 from holdfast.testing.cluster_contract import CLUSTER_CASES, Case, run_cluster_case
-
-pytest.importorskip("lightkube")
-
 from holdfast.testing.fake_kubernetes import FakeKubernetes
 from holdfast.testing.kubernetes_cluster import KubernetesCluster, write_kubeconfig
 

@@ -10,32 +10,34 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from conftest import SCRIPTS
-from holdfast.cli.main import main
-from holdfast.core.errors import HoldfastError
-from holdfast.core.fleet.placements import Placement
-from holdfast.runtime.contact import job_status
-from holdfast.runtime.rundir import RunDir
-from holdfast.testing.cluster_contract import CLUSTER_CASES, assert_survives, run_cluster_case
-from holdfast.testing.etcd_cluster import free_ports
-
-pytest.importorskip("lightkube")
-
 from lightkube.resources.batch_v1 import Job
 
+from conftest import SCRIPTS, finish
+from holdfast.cli.main import main
+from holdfast.core.errors import HoldfastError, Refused
+from holdfast.core.fleet.placements import Placement
 from holdfast.launch.kubernetes_names import COORDINATOR
+from holdfast.runtime.contact import job_status
+from holdfast.runtime.rundir import RunDir
 from holdfast.testing import control_plane
+from holdfast.testing.cluster_contract import (
+    CLUSTER_CASES,
+    assert_survives,
+    run_cluster_case,
+    serving_nodes,
+)
 from holdfast.testing.control_plane import ControlPlane
+from holdfast.testing.etcd_cluster import free_ports
 from holdfast.testing.fake_kubernetes import FakeKubernetes
 from holdfast.testing.kubernetes_cluster import (
     KubernetesCluster,
     read_manifests,
     write_kubeconfig,
 )
+from holdfast.testing.local_run import LocalRun
 
 pytestmark = pytest.mark.timeout(600)
-STEPS = 200
+STEPS = "1000"  # of 0.3 s each until everything has happened
 STEP_S = 240.0
 needs_binaries = pytest.mark.skipif(bool(control_plane.missing()), reason=control_plane.missing())
 
@@ -48,6 +50,7 @@ class KubernetesRun:
         self.run_dir = RunDir(cluster.folder / "volume" / "run")
         self.name = ""
         self._options = options
+        self._coordinator = ""
 
     def launch(self, *script: str) -> None:
         port = str(free_ports(1)[0])
@@ -76,13 +79,20 @@ class KubernetesRun:
     def serving(self) -> list[str]:
         """Names of the agents that have work; none while somebody does not answer."""
         with contextlib.suppress(HoldfastError, OSError):
-            agents = self.status()["agents"]
-            return [a["id"] for a in agents if a["members"] and not a["silent"]]
+            return serving_nodes(self.status())
         return []
 
     def host(self, pod: str) -> str:
         found: str = self.cluster.pods(self.prefix)[pod]["spec"]["nodeName"]
         return found
+
+    def coordinator(self) -> str:
+        """Return the coordinator's pod, the newest that is not being deleted."""
+        found = self.cluster.pods(self.prefix, COORDINATOR)
+        left = [name for name, p in found.items() if "deletionTimestamp" not in p["metadata"]]
+        running = [name for name in left if found[name]["status"].get("phase") == "Running"]
+        self._coordinator = running[0] if running else self._coordinator
+        return self._coordinator
 
     def until_replaced(self, gone: str) -> None:
         def replaced() -> bool:
@@ -159,7 +169,7 @@ def fake(tmp_path: Path) -> Iterator[KubernetesCluster]:
             (api.away.set if away else api.away.clear)()
 
         config = write_kubeconfig(tmp_path / "config", api.url)
-        with KubernetesCluster(tmp_path, config, away, nodes=7) as found:
+        with KubernetesCluster(tmp_path, config, away, nodes=9) as found:
             yield found
 
 
@@ -167,50 +177,78 @@ def fake(tmp_path: Path) -> Iterator[KubernetesCluster]:
 def real(tmp_path: Path) -> Iterator[KubernetesCluster]:
     with ControlPlane(tmp_path) as plane:
         print(f"control plane {plane.version()}")
-        with KubernetesCluster(tmp_path, plane.config, plane.away, nodes=7) as found:
+        with KubernetesCluster(tmp_path, plane.config, plane.away, nodes=9) as found:
             yield found
 
 
-def survive(cluster: KubernetesCluster, expected: str) -> None:
-    """Disturb a job in every way that a cluster knows; what it ends with is `expected`."""
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the digest of the job on one worker, of one machine."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    go = folder / "go"
+    go.touch()
+    options = ["--nproc", "1", "--virtual", "4"]
+    with LocalRun(folder / "run", options, [str(SCRIPTS / "paced.py"), str(go), STEPS]) as run:
+        return finish(run)
+
+
+def launched(cluster: KubernetesCluster) -> tuple[KubernetesRun, Path]:
+    """Launch a job of three nodes, which goes on until the file appears that is returned."""
     run = KubernetesRun(cluster, "--nodes", "3", "--drain-s", "10")
     go = cluster.folder / "go"
-    script = [str(SCRIPTS / "trainer.py"), "--steps", str(STEPS), "--task-s", "0.3"]
-    run.launch(*script, "--hold", "5", str(go))
+    run.launch(str(SCRIPTS / "paced.py"), str(go), STEPS)
+    return run, go
+
+
+def lose_and_drain(run: KubernetesRun) -> None:
     watched: Any = run  # it behaves like a LocalRun
-    assert_survives(watched, JobHarness(run), go.touch)
-
-    deleted = min(run.serving())
-    cluster.delete(deleted)
-    run.until_replaced(deleted)
-
-    coordinator = next(iter(cluster.pods(run.prefix, COORDINATOR)))
-    cluster.delete(coordinator)
-    cluster.until(
-        lambda: set(cluster.pods(run.prefix, COORDINATOR)) - {coordinator} and run.serving(),
-        "another pod of the coordinator",
-    )
-    assert len(run.until(lambda: len(run.serving()) == 3 and run.serving(), STEP_S, "three")) == 3
-
-    tainted = min(run.serving())
-    cluster.taint(run.host(tainted), "maintenance", "NoExecute")
-    run.until_replaced(tainted)
-    assert run.finish() == expected
+    assert_survives(watched, JobHarness(run), lambda: None)
 
 
 @pytest.mark.slow
-def test_a_job_survives_what_happens_in_a_fake(
-    fake: KubernetesCluster, reference: Callable[[int], str]
-) -> None:
-    survive(fake, reference(STEPS))
+def test_a_job_survives_in_a_fake(fake: KubernetesCluster, undisturbed: str) -> None:
+    run, go = launched(fake)
+    lose_and_drain(run)
+    go.touch()
+    assert run.finish() == undisturbed
 
 
 @pytest.mark.slow
 @needs_binaries
-def test_a_job_survives_what_happens_in_a_real_cluster(
-    real: KubernetesCluster, reference: Callable[[int], str]
-) -> None:
-    survive(real, reference(STEPS))
+def test_a_job_survives_in_a_real_cluster(real: KubernetesCluster, undisturbed: str) -> None:
+    """Its nodes die and are cordoned, tainted and cut off; its pods are deleted and evicted."""
+    run, go = launched(real)
+    lose_and_drain(run)
+
+    deleted = min(run.serving())
+    real.delete(deleted)
+    run.until_replaced(deleted)
+
+    coordinator = run.coordinator()
+    real.delete(coordinator)
+    run.until(lambda: run.coordinator() != coordinator, STEP_S, "another pod of the coordinator")
+    run.until(lambda: len(run.serving()) == 3, STEP_S, "that all nodes are known again")
+
+    tainted = min(run.serving())
+    real.taint(run.host(tainted), "maintenance", "NoExecute")
+    run.until_replaced(tainted)
+
+    evicted, spared = sorted(run.serving())[:2]
+    real.evict(evicted)
+    with pytest.raises(Refused, match="disruption budget"):
+        real.evict(spared)
+    run.until_replaced(evicted)
+
+    cut_off = min(run.serving())
+    real.freeze(run.host(cut_off))
+    run.until_replaced(cut_off)
+
+    coordinator = run.coordinator()
+    real.kill(real.pods(run.prefix, COORDINATOR)[coordinator]["spec"]["nodeName"])
+    run.until(lambda: run.coordinator() != coordinator, STEP_S, "a coordinator elsewhere")
+    run.until(lambda: len(run.serving()) == 3, STEP_S, "that all nodes are known, or replaced")
+    go.touch()
+    assert run.finish() == undisturbed
 
 
 @pytest.mark.slow

@@ -140,13 +140,12 @@ def read_pod(path: Path) -> dict[str, Any]:
         found = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError(f"--pod {path} cannot be read: {error}") from None
-    parts = found if isinstance(found, dict) else {"?": None}
-    if (
-        not all(isinstance(parts.get(key, {}), dict) for key in ("metadata", "spec"))
-        or "?" in parts
-    ):
+    pod = dict(found) if isinstance(found, dict) else {"": None}
+    for key in ("apiVersion", "kind"):
+        pod.pop(key, None)
+    if not all(k in ("metadata", "spec") and isinstance(part, dict) for k, part in pod.items()):
         raise UserError(f"--pod {path} is no pod template: it has parts `metadata` and `spec`")
-    return {key: parts[key] for key in ("metadata", "spec") if key in parts}
+    return pod
 
 
 def as_yaml(objects: list[dict[str, Any]]) -> str:

@@ -1,0 +1,318 @@
+"""A job's manifests for Kubernetes are valid, and what Kubernetes says is read as it is meant."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from lightkube.resources.core_v1 import Node, Pod
+
+from holdfast.cli import launch_k8s
+from holdfast.cli.main import main
+from holdfast.core.errors import Refused, UserError
+from holdfast.core.fleet.placements import Holding, PlacementId
+from holdfast.launch import kubernetes_job
+from holdfast.launch.cluster_manager import PlacementOrder
+from holdfast.launch.kubernetes_manager import KubernetesManager, fill
+from holdfast.launch.kubernetes_notices import OVERDUE_AWAY_S, OVERDUE_S, TwoClocks, placement_of
+from holdfast.net.secret import parse_secret
+from holdfast.testing.fake_kubernetes import FakeKubernetes
+from holdfast.testing.kubernetes_cluster import KubernetesCluster, write_kubeconfig
+from holdfast.wire.job_document import decode_job
+
+NOW = datetime(2026, 1, 1, tzinfo=timezone.utc)
+CLOCKS = TwoClocks(wall=NOW.timestamp(), monotonic=1000.0)
+KINDS = (
+    "Secret ServiceAccount Role RoleBinding ClusterRole ClusterRoleBinding Service "
+    "PodDisruptionBudget PersistentVolumeClaim PodTemplate Job"
+).split()
+
+
+def launch(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, dict[str, Any]]:
+    """Return the manifests of a job by their kinds."""
+    command = ["launch", "k8s", "--image", "team/train:7", "--nodes", "3", "--virtual", "8"]
+    assert main([*command, *options, "train.py", "--lr", "1"]) == 0
+    return {each["kind"]: each for each in yaml.safe_load_all(capsys.readouterr().out)}
+
+
+@pytest.mark.parametrize("version", ["1.26", "1.37"])
+@pytest.mark.parametrize("options", [[], ["--claim", "shared", "--gpus", "8", "--memory", "64Gi"]])
+def test_the_manifests_are_valid(
+    version: str, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = launch(capsys, *options)
+    assert list(found) == [kind for kind in KINDS if kind != "PersistentVolumeClaim" or not options]
+    for each in found.values():
+        kubernetes_validate.validate(each, version, strict=True)
+    pod = {"apiVersion": "v1", "kind": "Pod", **found["PodTemplate"]["template"]}
+    order = PlacementOrder(id=PlacementId("hf-1"), command=("a",), avoid=("n1", "n2"))
+    kubernetes_validate.validate(fill(pod, order), version, strict=True)
+    pod["spec"]["restartpolicy"] = "Never"
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(pod, version, strict=True)
+
+
+def test_a_coordinator_begins_with_what_was_launched(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "volume" / "run"
+    found = launch(capsys, "--run-dir", str(run_dir), "--namespace", "ml", "--nodes-max", "5")
+    held = found["Secret"]["stringData"]
+    spec = decode_job(held["job.json"].encode())
+    name = found["Job"]["metadata"]["name"]
+    assert (spec.cwd, spec.script, spec.args) == ("/workspace", "train.py", ("--lr", "1"))
+    assert (spec.nodes.min, spec.nodes.max) == (3, 6)
+    for variable, key in (("SECRET", "secret"), ("JOB", "job.json"), ("PLAN", "fleet.json")):
+        monkeypatch.setenv(f"HOLDFAST_{variable}", held[key])
+    first = kubernetes_job.prepare(kubernetes_job.RunDir(run_dir))
+    assert (first.nodes, first.nodes_max) == (5, 6)
+    assert first.join == f"{name}.ml.svc:29600"
+    assert kubernetes_job.RunDir(run_dir).secret() == parse_secret(held["secret"], "")
+    assert not any(key in os.environ for key in ("HOLDFAST_SECRET", "HOLDFAST_JOB"))
+    for variable, key in (("SECRET", "secret"), ("JOB", "job.json"), ("PLAN", "fleet.json")):
+        monkeypatch.setenv(f"HOLDFAST_{variable}", held[key])
+    assert kubernetes_job.prepare(kubernetes_job.RunDir(run_dir)) == first
+    monkeypatch.delenv("HOLDFAST_PLAN", raising=False)
+    monkeypatch.setenv("HOLDFAST_SECRET", held["secret"])
+    with pytest.raises(UserError, match="no pod of a job's coordinator"):
+        kubernetes_job.prepare(kubernetes_job.RunDir(run_dir))
+
+
+def test_agents_are_made_from_the_users_template(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    spec = {
+        "nodeSelector": {"pool": "gpu"},
+        "imagePullSecrets": [{"name": "registry"}],
+        "tolerations": [{"key": "gpu", "operator": "Exists"}],
+        "containers": [{"name": "agent", "volumeMounts": [{"name": "d", "mountPath": "/dev/shm"}]}],
+        "volumes": [{"name": "d", "hostPath": {"path": "/dev/shm"}}],
+    }
+    path = tmp_path / "pod.yaml"
+    path.write_text(yaml.safe_dump({"kind": "Pod", "spec": spec}))
+    found = launch(capsys, "--pod", str(path), "--spread", "rack")
+    made = found["PodTemplate"]["template"]["spec"]
+    assert made["nodeSelector"] == {"pool": "gpu"}
+    assert len(made["tolerations"]) == 3
+    (agent,) = made["containers"]
+    assert [each["mountPath"] for each in agent["volumeMounts"]] == ["/dev/shm", "/holdfast"]
+    assert made["topologySpreadConstraints"][0]["topologyKey"] == "rack"
+    coordinator = found["Job"]["spec"]["template"]["spec"]
+    assert coordinator["imagePullSecrets"] == [{"name": "registry"}]
+    assert "nodeSelector" not in coordinator
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--workdir", "here"], "--workdir here must be a full path"),
+        (["--run-dir", "/run"], "--run-dir /run must be a path such as"),
+        (["--tls", "certificates"], "--tls is not supported"),
+        (["--store", "checkpoints"], "--store checkpoints must be a full path"),
+        (["--pod", "nowhere.yaml"], "--pod nowhere.yaml cannot be read"),
+        (["--nodes", "0"], "--nodes 0: at least 1"),
+    ],
+)
+def test_bad_options_are_refused(
+    options: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", "k8s", "--image", "i", *options, "train.py"]) == 2
+    assert problem in capsys.readouterr().err
+
+
+def test_a_template_that_is_none_is_refused(tmp_path: Path) -> None:
+    for text in ("[1]", "spec: 3", "containers: []", "{"):
+        (tmp_path / "pod.yaml").write_text(text)
+        with pytest.raises(UserError, match=r"pod\.yaml"):
+            launch_k8s.read_pod(tmp_path / "pod.yaml")
+
+
+def test_manifests_are_delivered_as_asked(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of them is closed to others, and `--apply` gives them to kubectl."""
+    out, applied = tmp_path / "job.yaml", tmp_path / "applied"
+    command = ["launch", "k8s", "--image", "i", "train.py"]
+    assert main([*command[:4], "--out", str(out), "train.py"]) == 0
+    assert oct(out.stat().st_mode)[-3:] == "600"
+    assert main([*command[:4], "--out", str(out), "train.py"]) == 2
+    kubectl = tmp_path / "kubectl"
+    kubectl.write_text(f'#!/bin/sh\necho "$@" > {applied}\ncat >> {applied}\n')
+    kubectl.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert main([*command[:4], "--apply", "train.py"]) == 0
+    first, rest = applied.read_text().split("\n", 1)
+    assert first == "apply -f -"
+    assert len(list(yaml.safe_load_all(rest))) == 10  # one node needs no disruption budget
+    kubectl.write_text("#!/bin/sh\nexit 3\n")
+    assert main([*command[:4], "--apply", "train.py"]) == 2
+    assert capsys.readouterr().out == ""
+
+
+# ---------------------------------------------------------------- what Kubernetes says
+
+
+def later(seconds: float) -> str:
+    return (NOW + timedelta(seconds=seconds)).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def read(
+    pod: dict[str, Any] | None = None,
+    node: dict[str, Any] | None = None,
+    words: str = "",
+    phase: str = "Running",
+    **status: Any,
+) -> tuple[Holding, tuple[str, float | None] | None]:
+    """Return how a pod on a node is read; parts of its metadata, and of the node's spec."""
+    bears = {"key": "node.kubernetes.io/unreachable", "operator": "Exists", "tolerationSeconds": 30}
+    rent = {"key": "rent", "value": "due", "effect": "NoSchedule"}
+    made = {
+        "metadata": {"name": "hf-1", "uid": "u", **(pod or {})},
+        "spec": {"containers": [], "nodeName": "n", "tolerations": [bears, rent]},
+        "status": {"phase": phase, **status},
+    }
+    about = {"name": "n", "annotations": {"holdfast/reason": words} if words else {}}
+    nodes: Any = {"n": Node.from_dict({"metadata": about, "spec": node or {}})}
+    typed: Any = Pod.from_dict(made)
+    found = placement_of(typed, nodes, CLOCKS)
+    assert (found.id, found.handle, found.host) == ("hf-1", "u", "n")
+    notice = found.notice
+    return found.holding, None if notice is None else (notice.reason, notice.until)
+
+
+def taint(key: str, effect: str, value: str = "", added_s: float | None = None) -> dict[str, Any]:
+    made: dict[str, Any] = {"key": key, "effect": effect, "value": value}
+    return made if added_s is None else {**made, "timeAdded": later(added_s)}
+
+
+def test_a_pod_is_read() -> None:
+    assert read() == (Holding.RUNNING, None)
+    assert read(phase="Pending") == (Holding.WAITING, None)
+    assert read(phase="Unknown") == (Holding.RUNNING, None)
+    assert read(phase="Succeeded") == read(phase="Failed") == (Holding.ENDED, None)
+
+
+def test_a_pod_that_is_deleted_goes_at_the_end_of_its_grace_period() -> None:
+    assert read({"deletionTimestamp": later(20)}) == (
+        Holding.RUNNING,
+        ("its pod is being deleted", 1020.0),
+    )
+    evicted = {"type": "DisruptionTarget", "status": "True", "message": "Eviction API: evicting"}
+    assert read({"deletionTimestamp": later(20)}, conditions=[evicted])[1] == (
+        "Eviction API: evicting",
+        1020.0,
+    )
+    assert read(conditions=[evicted])[1] == ("Eviction API: evicting", None)
+    assert read(conditions=[{**evicted, "status": "False"}])[1] is None
+
+
+def test_a_pod_that_nobody_confirms_to_have_ended_has() -> None:
+    unreachable = {"taints": [taint("node.kubernetes.io/unreachable", "NoExecute")]}
+    for node, overdue_s in (({}, OVERDUE_S), (unreachable, OVERDUE_AWAY_S)):
+        assert read({"deletionTimestamp": later(1 - overdue_s)}, node)[0] is Holding.RUNNING
+        assert read({"deletionTimestamp": later(-1 - overdue_s)}, node)[0] is Holding.ENDED
+
+
+@pytest.mark.parametrize(
+    ("node", "expected"),
+    [
+        ([taint("maintenance", "NoExecute", "fan", -5)], ("maintenance=fan:NoExecute", 995.0)),
+        ([taint("maintenance", "NoExecute")], ("maintenance:NoExecute", 1000.0)),
+        ([taint("node.kubernetes.io/unreachable", "NoExecute", "", -5)],
+         ("node.kubernetes.io/unreachable:NoExecute", 1025.0)),
+        ([taint("node.kubernetes.io/unreachable", "NoSchedule")], None),
+        ([taint("node.kubernetes.io/memory-pressure", "NoSchedule")], None),
+        ([taint("ToBeDeletedByClusterAutoscaler", "NoSchedule", "17")],
+         ("ToBeDeletedByClusterAutoscaler=17:NoSchedule", None)),
+        ([taint("rent", "NoSchedule", "due")], None),
+        ([taint("rent", "NoSchedule", "paid")], ("rent=paid:NoSchedule", None)),
+        ([taint("rent", "PreferNoSchedule", "paid")], None),
+        ([taint("a", "NoSchedule"), taint("b", "NoExecute", "", -1)], ("b:NoExecute", 999.0)),
+    ],
+)  # fmt: skip
+def test_taints_that_are_not_tolerated_are_notices(
+    node: list[dict[str, Any]], expected: tuple[str, float | None] | None
+) -> None:
+    if expected is not None:
+        expected = (f"its node is tainted {expected[0]}", expected[1])
+    assert read(node={"taints": node}) == (Holding.RUNNING, expected)
+
+
+def test_a_cordoned_node_is_to_be_left() -> None:
+    taints = [taint("node.kubernetes.io/unschedulable", "NoSchedule")]
+    cordon = {"unschedulable": True, "taints": taints}
+    assert read(node=cordon)[1] == ("its node is cordoned", None)
+    assert read(node=cordon, words="a new fan")[1] == ("its node is cordoned (a new fan)", None)
+
+
+def test_the_most_urgent_notice_counts() -> None:
+    node = {"unschedulable": True, "taints": [taint("a", "NoExecute", "", 0)]}
+    assert read({"deletionTimestamp": later(20)}, node)[1] == (
+        "its node is tainted a:NoExecute",
+        1000.0,
+    )
+
+
+# ---------------------------------------------------------------- the adapter
+
+
+def test_an_adapter_without_rights_to_nodes_sees_pods(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def scene() -> None:
+        manager = cluster.manager()
+        order = PlacementOrder(id=PlacementId("hf-fake-1"), command=("true",))
+        await manager.request(order)
+        for _ in range(2):
+            assert [each.id for each in await manager.observe()] == [order.id]
+        await manager.close()
+
+    with FakeKubernetes() as api:
+        api.forbidden.add("nodes")
+        cluster = KubernetesCluster(
+            tmp_path, write_kubeconfig(tmp_path / "config", api.url), lambda away: None
+        )
+        asyncio.run(scene())
+    assert len(re.findall("nodes may not be listed", capsys.readouterr().err)) == 1
+
+
+def test_an_order_of_a_job_that_is_gone_is_refused(tmp_path: Path) -> None:
+    """Otherwise nothing would ever end its pod."""
+
+    async def scene() -> None:
+        manager = cluster.manager()
+        await manager.close()
+        other: KubernetesManager = cluster.manager()
+        cluster.client.delete(kubernetes_job.Job, "hf-fake")
+        order = PlacementOrder(id=PlacementId("hf-fake-1"), command=("true",))
+        with pytest.raises(Refused, match="not found"):
+            await other.request(order)
+        await other.close()
+
+    with FakeKubernetes() as api:
+        config = write_kubeconfig(tmp_path / "config", api.url)
+        cluster = KubernetesCluster(tmp_path, config, lambda away: None)
+        asyncio.run(scene())
+
+
+def test_a_job_that_failed_for_good_gets_no_more_pods(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FakeKubernetes() as api:
+        config = write_kubeconfig(tmp_path / "config", api.url)
+        cluster = KubernetesCluster(tmp_path, config, lambda away: None)
+        asyncio.run(cluster.manager().close())
+        patch: Any = cluster.client.patch
+        patch(kubernetes_job.Job, "hf-fake", {"spec": {"backoffLimit": 100}})
+        monkeypatch.setenv("KUBECONFIG", str(config))
+        asyncio.run(kubernetes_job.no_more_pods("default", "hf-fake-"))
+        found = cluster.client.get(kubernetes_job.Job, "hf-fake").to_dict()
+        assert found["spec"]["backoffLimit"] == 0
+        asyncio.run(kubernetes_job.no_more_pods("default", "hf-none-"))  # says so, and that is all
