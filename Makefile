@@ -4,7 +4,7 @@
 #   make demo                     train, break things, prove that nothing was lost
 #   make check test               what every change must pass
 #   make test-all                 the same, with the slow tests
-#   make test-clusters            jobs under real cluster managers, such as Slurm
+#   make test-clusters            jobs on real cluster managers, where they are installed
 #   make demo PYTHON=python3.12   with another interpreter
 #   make demo TORCH_INDEX=URL     take torch from a second package index as well
 #
@@ -49,8 +49,8 @@ test: $(STAMP)
 test-all: $(STAMP)
 	$(PYTEST) -n 2 --dist worksteal -m "" $(PYTEST_OPTIONS)
 
-# Real cluster managers, started by the tests; those that are not installed are skipped, with the
-# package that brings them.
+# Those that are not installed are skipped, with the package that brings them; docs/kubernetes.md
+# says where KUBEBUILDER_ASSETS comes from. One process: each test is a cluster.
 test-clusters: $(STAMP)
 	$(PYTEST) -m clusters -rs $(PYTEST_OPTIONS)
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
+import os
 import re
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ from lightkube.resources.batch_v1 import Job
 from conftest import SCRIPTS, finish
 from holdfast.cli.main import main
 from holdfast.core.errors import HoldfastError, Refused
-from holdfast.core.fleet.placements import Placement
+from holdfast.core.fleet.placements import Placement, PlacementId
 from holdfast.launch.kubernetes_names import COORDINATOR
 from holdfast.runtime.contact import job_status
 from holdfast.runtime.rundir import RunDir
@@ -101,16 +104,25 @@ class KubernetesRun:
 
         self.until(replaced, STEP_S, f"another node in place of {gone}")
 
-    def finish(self) -> str:
-        """Wait until the Job is complete; return the last line of the workers' output."""
+    def processes(self, module: str) -> list[int]:
+        """Return the processes of the coordinator's pod that run a module."""
+        pids = self.cluster.processes(PlacementId(self.coordinator()))
+        return [p for p in pids if module in Path(f"/proc/{p}/cmdline").read_text().split("\0")]
 
-        def ended() -> str | None:
+    def ended(self) -> str:
+        """Wait for the end of the Job, and return how it ended."""
+
+        def end() -> str | None:
             job = self.cluster.client.get(Job, self.name).to_dict()
             conditions = job.get("status", {}).get("conditions", ())
             return next((c["type"] for c in conditions if c["status"] == "True"), None)
 
-        end = self.until(ended, STEP_S, "the end of the Job")
-        assert end in ("Complete", "SuccessCriteriaMet"), self.log()
+        found: str = self.until(end, STEP_S, "the end of the Job")
+        return found
+
+    def finish(self) -> str:
+        """Wait until the Job is complete; return the last line of the workers' output."""
+        assert self.ended() in ("Complete", "SuccessCriteriaMet"), self.log()
         self.cluster.until(lambda: not self.alive(), "no pod is left")
         lines = [
             line
@@ -214,6 +226,44 @@ def test_a_job_survives_in_a_fake(fake: KubernetesCluster, undisturbed: str) -> 
 
 
 @pytest.mark.slow
+def test_a_node_is_left_without_the_controller(fake: KubernetesCluster, undisturbed: str) -> None:
+    """The hook of its pod sees to that; the next controller finds that a node is missing."""
+    run, go = launched(fake)
+    run.until(lambda: len(run.serving()) == 3, STEP_S, "three nodes")
+    (fleet,) = run.processes("holdfast.launch.fleet_process")
+    os.kill(fleet, signal.SIGSTOP)
+    deleted = min(run.serving())
+    fake.delete(deleted)
+    run.until(lambda: not fake.processes(PlacementId(deleted)), STEP_S, "the end of its pod")
+    assert len(run.serving()) == 2
+    told = [json.loads(line) for line in run.run_dir.events.read_text().splitlines()]
+    (drain,) = [each["text"] for each in told if each["kind"] == "drain"]
+    assert "its pod is being deleted" in drain
+    os.kill(fleet, signal.SIGKILL)
+    run.until_replaced(deleted)
+    go.touch()
+    assert run.finish() == undisturbed
+
+
+@pytest.mark.slow
+def test_a_job_that_is_stopped_is_not_tried_again(fake: KubernetesCluster) -> None:
+    run, _ = launched(fake)
+    run.until(lambda: len(run.serving()) == 3, STEP_S, "three nodes")
+    first = [pid for pid in run.processes("holdfast.launch.kubernetes_job") if _first(pid)]
+    os.kill(first[0], signal.SIGINT)
+    assert run.ended() == "Failed"
+    assert run.run_dir.outcome() == "interrupted"
+    fake.until(lambda: not run.alive(), "no pod is left")
+    assert len(fake.pods(run.prefix, COORDINATOR)) == 1
+
+
+def _first(pid: int) -> bool:
+    """Tell whether this is the pod's own process, which has no parent in the pod."""
+    return "--inside" not in Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+
+
+@pytest.mark.slow
+@pytest.mark.clusters
 @needs_binaries
 def test_a_job_survives_in_a_real_cluster(real: KubernetesCluster, undisturbed: str) -> None:
     """Its nodes die and are cordoned, tainted and cut off; its pods are deleted and evicted."""
@@ -252,6 +302,7 @@ def test_a_job_survives_in_a_real_cluster(real: KubernetesCluster, undisturbed: 
 
 
 @pytest.mark.slow
+@pytest.mark.clusters
 @needs_binaries
 def test_a_real_cluster_keeps_the_contract(real: KubernetesCluster) -> None:
     for case in CLUSTER_CASES:
