@@ -12,6 +12,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
+from lightkube.resources.batch_v1 import Job
 from lightkube.resources.core_v1 import Node, Pod
 
 from holdfast.cli import launch_k8s
@@ -283,6 +284,32 @@ def test_an_adapter_without_rights_to_nodes_sees_pods(
     assert len(re.findall("nodes may not be listed", capsys.readouterr().err)) == 1
 
 
+def test_a_pod_is_only_released_by_its_own_handle(tmp_path: Path) -> None:
+    async def scene() -> None:
+        manager = cluster.manager()
+        await manager.request(PlacementOrder(id=PlacementId("hf-fake-1"), command=("true",)))
+        (found,) = await manager.observe()
+        await manager.release(found.id, "another")
+        assert list(await manager.observe()) == [found]
+        await manager.release(found.id, found.handle)
+        assert list(await manager.observe()) == []
+        await manager.release(found.id, found.handle)
+        await manager.close()
+
+    with FakeKubernetes() as api:
+        config = write_kubeconfig(tmp_path / "config", api.url)
+        cluster = KubernetesCluster(tmp_path, config, lambda away: None)
+        asyncio.run(scene())
+
+
+def test_an_image_without_the_client_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"holdfast\[kubernetes\]"):
+        kubernetes_job.run(kubernetes_job.RunDir(tmp_path))
+
+
 def test_an_order_of_a_job_that_is_gone_is_refused(tmp_path: Path) -> None:
     """Otherwise nothing would ever end its pod."""
 
@@ -290,7 +317,7 @@ def test_an_order_of_a_job_that_is_gone_is_refused(tmp_path: Path) -> None:
         manager = cluster.manager()
         await manager.close()
         other: KubernetesManager = cluster.manager()
-        cluster.client.delete(kubernetes_job.Job, "hf-fake")
+        cluster.client.delete(Job, "hf-fake")
         order = PlacementOrder(id=PlacementId("hf-fake-1"), command=("true",))
         with pytest.raises(Refused, match="not found"):
             await other.request(order)
@@ -310,9 +337,9 @@ def test_a_job_that_failed_for_good_gets_no_more_pods(
         cluster = KubernetesCluster(tmp_path, config, lambda away: None)
         asyncio.run(cluster.manager().close())
         patch: Any = cluster.client.patch
-        patch(kubernetes_job.Job, "hf-fake", {"spec": {"backoffLimit": 100}})
+        patch(Job, "hf-fake", {"spec": {"backoffLimit": 100}})
         monkeypatch.setenv("KUBECONFIG", str(config))
         asyncio.run(kubernetes_job.no_more_pods("default", "hf-fake-"))
-        found = cluster.client.get(kubernetes_job.Job, "hf-fake").to_dict()
+        found = cluster.client.get(Job, "hf-fake").to_dict()
         assert found["spec"]["backoffLimit"] == 0
         asyncio.run(kubernetes_job.no_more_pods("default", "hf-none-"))  # says so, and that is all

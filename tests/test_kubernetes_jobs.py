@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -63,7 +64,8 @@ class KubernetesRun:
         with contextlib.redirect_stdout(printed):
             assert main([*command, "--nproc", "1", "--virtual", "4", *script]) == 0
         objects = read_manifests(printed.getvalue())
-        self.name = objects[0]["metadata"]["name"]
+        if objects:
+            self.name = objects[0]["metadata"]["name"]
         self.cluster.apply([*objects, volume(self.cluster.folder)])
 
     @property
@@ -298,6 +300,21 @@ def test_a_job_survives_in_a_real_cluster(real: KubernetesCluster, undisturbed: 
     run.until(lambda: run.coordinator() != coordinator, STEP_S, "a coordinator elsewhere")
     run.until(lambda: len(run.serving()) == 3, STEP_S, "that all nodes are known, or replaced")
     go.touch()
+    assert run.finish() == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.clusters
+@needs_binaries
+@pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl is not installed")
+def test_a_job_is_applied_by_kubectl(
+    real: KubernetesCluster, undisturbed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, go = KubernetesRun(real, "--apply"), real.folder / "go"
+    go.touch()
+    monkeypatch.setenv("KUBECONFIG", str(real.config))
+    run.launch(str(SCRIPTS / "paced.py"), str(go), STEPS)
+    run.name = next(iter(real.client.list(Job))).to_dict()["metadata"]["name"]
     assert run.finish() == undisturbed
 
 

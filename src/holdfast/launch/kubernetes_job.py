@@ -10,6 +10,7 @@ with which Kubernetes ends pods, ends only this pod; SIGINT stops the job, as Ct
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import os
 import signal
@@ -17,11 +18,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-
-from httpx2 import HTTPError
-from lightkube import ApiError, AsyncClient, ConfigError
-from lightkube.resources.batch_v1 import Job
-from lightkube.types import PatchType
 
 from holdfast.core.errors import Damaged, HoldfastError, UserError, first_line
 from holdfast.health.measure.lifetime import die_with_parent
@@ -75,6 +71,8 @@ def keep(command: list[str]) -> int:
 
 def run(run_dir: RunDir) -> int:
     """Begin the job, or go on with it where another pod left it. Returns the exit status."""
+    if importlib.util.find_spec("lightkube") is None:
+        raise UserError("this image lacks a package: build it with holdfast[kubernetes]")
     plan = prepare(run_dir)
     outcome = run_dir.outcome()
     if outcome is not None:
@@ -96,6 +94,11 @@ def run(run_dir: RunDir) -> int:
 
 async def no_more_pods(namespace: str, prefix: str) -> None:
     """Let the Job fail with this pod: another one could change nothing."""
+    from httpx2 import HTTPError
+    from lightkube import ApiError, AsyncClient, ConfigError
+    from lightkube.resources.batch_v1 import Job
+    from lightkube.types import PatchType
+
     try:
         client = AsyncClient(namespace=namespace)
         limit = {"spec": {"backoffLimit": 0}}

@@ -21,7 +21,7 @@ from urllib.parse import parse_qs, urlsplit
 Object = dict[str, Any]
 Place = tuple[str, str]  # resource, and namespace or ""
 
-ACT_S = 0.05
+ACT_S = 0.02
 GRACE_S = 30
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 

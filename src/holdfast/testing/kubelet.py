@@ -32,7 +32,7 @@ from lightkube.types import PatchType
 
 from holdfast.health.measure.lifetime import die_with_parent
 
-LOOK_S = 0.1
+LOOK_S = 0.05
 RENEW_S = 0.5
 LEASES = "kube-node-lease"
 ADDRESS = "127.0.0.1"
