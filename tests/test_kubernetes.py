@@ -173,7 +173,7 @@ def read(
 ) -> tuple[Holding, tuple[str, float | None] | None]:
     """Return how a pod on a node is read; parts of its metadata, and of the node's spec."""
     bears = {"key": "node.kubernetes.io/unreachable", "operator": "Exists", "tolerationSeconds": 30}
-    rent = {"key": "rent", "value": "due", "effect": "NoSchedule"}
+    rent = {"key": "rent", "value": "due"}
     made = {
         "metadata": {"name": "hf-1", "uid": "u", **(pod or {})},
         "spec": {"containers": [], "nodeName": "n", "tolerations": [bears, rent]},
@@ -233,6 +233,7 @@ def test_a_pod_that_nobody_confirms_to_have_ended_has() -> None:
         ([taint("ToBeDeletedByClusterAutoscaler", "NoSchedule", "17")],
          ("ToBeDeletedByClusterAutoscaler=17:NoSchedule", None)),
         ([taint("rent", "NoSchedule", "due")], None),
+        ([taint("rent", "NoExecute", "due")], None),
         ([taint("rent", "NoSchedule", "paid")], ("rent=paid:NoSchedule", None)),
         ([taint("rent", "PreferNoSchedule", "paid")], None),
         ([taint("a", "NoSchedule"), taint("b", "NoExecute", "", -1)], ("b:NoExecute", 999.0)),

@@ -17,7 +17,12 @@ from holdfast.cli.launch_options import agent_options, launch_parser, make_launc
 from holdfast.core.errors import UserError
 from holdfast.core.job_spec import JobSpec
 from holdfast.launch.fleet_plan import FleetPlan, job_prefix
-from holdfast.launch.kubernetes_manifests import KubernetesSite, manifests, service_host
+from holdfast.launch.kubernetes_manifests import (
+    AGENT_OPTIONS,
+    KubernetesSite,
+    manifests,
+    service_host,
+)
 from holdfast.launch.kubernetes_names import AGENT, COMPONENT, INSTANCE, instance_of
 
 PORT = 29600
@@ -68,7 +73,7 @@ def main(argv: list[str]) -> int:
         nodes_max=wanted + 1,
         join=spec.nodes.election or address,
         drain_s=options.drain_s,
-        agent_options=agent_options(options),
+        agent_options=(*AGENT_OPTIONS, *agent_options(options)),
         settings={"namespace": site.namespace, "address": address},
     )
     text = as_yaml(manifests(site, spec, plan, run_command.make_secret(options)))

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 from holdfast.core.errors import HoldfastError
 from holdfast.core.types import AgentId
+from holdfast.launch.kubernetes_manifests import POD_VARIABLE
 from holdfast.net.secret import load_secret
 from holdfast.runtime.contact import Contact, contact_by, exchange
 from holdfast.wire.messages import DrainReply, DrainRequest, StatusReply, StatusRequest
@@ -39,7 +40,7 @@ async def leave(contact: Contact, secret: bytes, node: AgentId, within_s: float)
 
 def main(argv: Sequence[str]) -> int:
     try:
-        secret, node = load_secret(os.environ), AgentId(os.environ["HOLDFAST_POD"])
+        secret, node = load_secret(os.environ), AgentId(os.environ[POD_VARIABLE])
         asyncio.run(leave(contact_by(argv[0]), secret, node, float(argv[1])))
     except (HoldfastError, OSError, asyncio.TimeoutError) as error:
         print(f"holdfast: {node} cannot be drained ({error})", file=sys.stderr, flush=True)

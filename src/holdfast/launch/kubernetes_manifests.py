@@ -20,7 +20,10 @@ from holdfast.wire.job_document import encode_job
 
 Manifest = dict[str, Any]
 
-JOB_VARIABLE, PLAN_VARIABLE, ADDRESS_VARIABLE = "HOLDFAST_JOB", "HOLDFAST_PLAN", "HOLDFAST_POD_IP"
+JOB_VARIABLE, PLAN_VARIABLE = "HOLDFAST_JOB", "HOLDFAST_PLAN"
+POD_VARIABLE, ADDRESS_VARIABLE = "HOLDFAST_POD", "HOLDFAST_POD_IP"
+# Kubernetes puts the value in. What the coordinator sees may be the address of a node.
+AGENT_OPTIONS = ("--host", f"$({ADDRESS_VARIABLE})")
 SECRET_KEY, JOB_KEY, PLAN_KEY = "secret", "job.json", "fleet.json"
 HOSTNAME = "kubernetes.io/hostname"
 AWAY_S = 30  # a node that is not ready for so long loses its pods; the job's lease is quicker
@@ -85,9 +88,9 @@ def manifests(
             },
         ),
     ]
-    if plan.nodes > 1:  # Kubernetes counts pods that no set of its own keeps by number only
+    if spec.nodes.min > 1:  # pods that Kubernetes does not keep itself are only counted
         chosen = {"matchLabels": labels_of(prefix, AGENT)}
-        budget = {"minAvailable": plan.nodes - 1, "selector": chosen}
+        budget = {"minAvailable": spec.nodes.min - 1, "selector": chosen}
         found.append(named("policy/v1", "PodDisruptionBudget", spec=budget))
     if not site.claim:
         storage = {"requests": {"storage": site.storage}}
@@ -141,7 +144,7 @@ def _coordinator_job(
             _from_secret(VARIABLE, name, SECRET_KEY),
             _from_secret(JOB_VARIABLE, name, JOB_KEY),
             _from_secret(PLAN_VARIABLE, name, PLAN_KEY),
-            {"name": ADDRESS_VARIABLE, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+            _from_pod(ADDRESS_VARIABLE, "status.podIP"),
         ],
         "ports": [{"name": "holdfast", "containerPort": site.port}],
         "volumeMounts": [{"name": "run", "mountPath": site.volume}],
@@ -178,7 +181,8 @@ def agent_template(site: KubernetesSite, name: str, prefix: str, plan: FleetPlan
     agent["env"] = [
         *agent.get("env", ()),
         _from_secret(VARIABLE, name, SECRET_KEY),
-        {"name": "HOLDFAST_POD", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
+        _from_pod(ADDRESS_VARIABLE, "status.podIP"),
+        _from_pod(POD_VARIABLE, "metadata.name"),
     ]
     if site.resources:
         agent["resources"] = {"limits": dict(site.resources), "requests": dict(site.resources)}
@@ -231,3 +235,7 @@ def _away() -> list[Manifest]:
 
 def _from_secret(variable: str, name: str, key: str) -> Manifest:
     return {"name": variable, "valueFrom": {"secretKeyRef": {"name": name, "key": key}}}
+
+
+def _from_pod(variable: str, field_path: str) -> Manifest:
+    return {"name": variable, "valueFrom": {"fieldRef": {"fieldPath": field_path}}}

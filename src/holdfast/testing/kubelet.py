@@ -15,6 +15,7 @@ import base64
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -56,6 +57,11 @@ def kill_marked(mark: str, value: str) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
+
+
+def expand(word: str, environment: dict[str, str]) -> str:
+    """Put in the values of variables that a command names."""
+    return re.sub(r"\$\((\w+)\)", lambda m: environment.get(m[1], m[0]), word)
 
 
 @dataclass
@@ -165,7 +171,7 @@ class Kubelet:
             environment["KUBECONFIG"] = str(config)
         with open(logs / f"{name}.log", "ab") as log:
             popen = subprocess.Popen(
-                [*container["command"], *container.get("args", ())],
+                [expand(word, environment) for word in container["command"]],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
