@@ -44,7 +44,9 @@ def launch(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, dict[
 
 
 @pytest.mark.parametrize("version", ["1.26", "1.37"])
-@pytest.mark.parametrize("options", [[], ["--claim", "shared", "--gpus", "8", "--memory", "64Gi"]])
+@pytest.mark.parametrize(
+    "options", [[], ["--claim", "shared", "--gpus", "8", "--tls-secret", "certs"]]
+)
 def test_the_manifests_are_valid(
     version: str, options: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -115,7 +117,7 @@ def test_agents_are_made_from_the_users_template(
     [
         (["--workdir", "here"], "--workdir here must be a full path"),
         (["--run-dir", "/run"], "--run-dir /run must be a path such as"),
-        (["--tls", "certificates"], "--tls is not supported"),
+        (["--tls", "certificates"], "--tls names a folder of this machine"),
         (["--store", "checkpoints"], "--store checkpoints must be a full path"),
         (["--pod", "nowhere.yaml"], "--pod nowhere.yaml cannot be read"),
         (["--nodes", "0"], "--nodes 0: at least 1"),

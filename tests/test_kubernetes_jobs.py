@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 from lightkube.resources.batch_v1 import Job
 
 from conftest import SCRIPTS, finish
@@ -21,6 +22,7 @@ from holdfast.cli.main import main
 from holdfast.core.errors import HoldfastError, Refused
 from holdfast.core.fleet.placements import Placement, PlacementId
 from holdfast.launch.kubernetes_names import COORDINATOR
+from holdfast.net.tls import client_of
 from holdfast.runtime.contact import job_status
 from holdfast.runtime.rundir import RunDir
 from holdfast.testing import control_plane
@@ -55,6 +57,7 @@ class KubernetesRun:
         self.name = ""
         self._options = options
         self._coordinator = ""
+        self.tls: Path | None = None
 
     def launch(self, *script: str) -> None:
         port = str(free_ports(1)[0])
@@ -73,7 +76,7 @@ class KubernetesRun:
         return f"{self.name}-"
 
     def status(self) -> dict[str, Any]:
-        return job_status(self.run_dir)
+        return job_status(self.run_dir, client_of(self.tls))
 
     def until(self, ready: Callable[[], Any], timeout_s: float, what: str) -> Any:
         try:
@@ -206,9 +209,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
         return finish(run)
 
 
-def launched(cluster: KubernetesCluster) -> tuple[KubernetesRun, Path]:
+def launched(cluster: KubernetesCluster, *options: str) -> tuple[KubernetesRun, Path]:
     """Launch a job of three nodes, which goes on until the file appears that is returned."""
-    run = KubernetesRun(cluster, "--nodes", "3", "--drain-s", "10")
+    run = KubernetesRun(cluster, "--nodes", "3", "--drain-s", "10", *options)
     go = cluster.folder / "go"
     run.launch(str(SCRIPTS / "paced.py"), str(go), STEPS)
     return run, go
@@ -229,18 +232,29 @@ def test_a_job_survives_in_a_fake(fake: KubernetesCluster, undisturbed: str) -> 
 
 @pytest.mark.slow
 def test_a_node_is_left_without_the_controller(fake: KubernetesCluster, undisturbed: str) -> None:
-    """The hook of its pod sees to that; the next controller finds that a node is missing."""
-    run, go = launched(fake)
+    """The hook of its pod sees to that; the next controller finds that a node is missing.
+
+    The control plane is encrypted.
+    """
+    tls = fake.folder / "volume" / "tls"  # where the Secret would be mounted
+    tls.mkdir(parents=True)
+    authority = trustme.CA()
+    leaf = authority.issue_cert("127.0.0.1")
+    leaf.cert_chain_pems[0].write_to_path(tls / "tls.crt")
+    leaf.private_key_pem.write_to_path(tls / "tls.key")
+    authority.cert_pem.write_to_path(tls / "ca.crt")
+    run, go = launched(fake, "--tls-secret", "certificates")
+    run.tls = tls
     run.until(lambda: len(run.serving()) == 3, STEP_S, "three nodes")
     (fleet,) = run.processes("holdfast.launch.fleet_process")
     os.kill(fleet, signal.SIGSTOP)
     deleted = min(run.serving())
     fake.delete(deleted)
     run.until(lambda: not fake.processes(PlacementId(deleted)), STEP_S, "the end of its pod")
-    assert len(run.serving()) == 2
+    run.until(lambda: len(run.serving()) == 2, STEP_S, "two nodes")
     told = [json.loads(line) for line in run.run_dir.events.read_text().splitlines()]
-    (drain,) = [each["text"] for each in told if each["kind"] == "drain"]
-    assert "its pod is being deleted" in drain
+    drains = [each["text"] for each in told if each["kind"] == "drain"]
+    assert "its pod is being deleted" in drains[0]
     os.kill(fleet, signal.SIGKILL)
     run.until_replaced(deleted)
     go.touch()

@@ -28,13 +28,17 @@ from holdfast.launch.kubernetes_names import AGENT, COMPONENT, INSTANCE, instanc
 PORT = 29600
 RUN_DIR = "/holdfast/run"
 KEPT_BACK = {  # options of `holdfast run` that mean this machine
-    "tls": "--tls is not supported with Kubernetes yet: encrypt the pods' network instead",
+    "tls": "--tls names a folder of this machine: with Kubernetes use --tls-secret",
     "faults": "--faults has no place in Kubernetes: try it with `holdfast run`",
     "write_config": "--write-config is an option of `holdfast run`",
 }
 CLAIM = (
     "a volume claim that all pods share (ReadWriteMany), for the run directory with all logs; "
     "without it only the coordinator's part outlives its pod, on a new claim"
+)
+TLS = (
+    "encrypt the control plane with the certificates of this Secret: tls.crt and tls.key, good for "
+    "*.NAMESPACE.svc, and ca.crt"
 )
 SPREAD = "spread agents over the values of this label of nodes"
 POD = (
@@ -64,6 +68,7 @@ def main(argv: list[str]) -> int:
         spread=options.spread,
         resources=resources(options),
         pod=read_pod(options.pod) if options.pod is not None else {},
+        certificates=options.tls_secret,
     )
     address = f"{options.host or service_host(spec, site.namespace)}:{site.port}"
     plan = FleetPlan(
@@ -73,6 +78,7 @@ def main(argv: list[str]) -> int:
         nodes_max=wanted + 1,
         join=spec.nodes.election or address,
         drain_s=options.drain_s,
+        tls=site.tls,
         agent_options=(*AGENT_OPTIONS, *agent_options(options)),
         settings={"namespace": site.namespace, "address": address},
     )
@@ -107,6 +113,7 @@ def parser() -> argparse.ArgumentParser:
         ("gpus", "N", "", "NVIDIA GPUs of each agent's pod"),
         ("claim", "NAME", "", CLAIM),
         ("storage", "SIZE", "1Gi", "size of the coordinator's new claim"),
+        ("tls-secret", "NAME", "", TLS),
         ("spread", "LABEL", "topology.kubernetes.io/zone", SPREAD),
     ):
         shown = f"{text} (default: {default})" if default else text

@@ -84,8 +84,8 @@ def run(run_dir: RunDir) -> int:
             print("holdfast: another pod still coordinates: waiting", file=sys.stderr, flush=True)
         waited = True
         time.sleep(LOOK_S)
-    _, port = parse_address(plan.settings["address"])
-    with listen(host := os.environ[ADDRESS_VARIABLE], port) as listener:
+    host, port = parse_address(plan.settings["address"])
+    with listen(os.environ[ADDRESS_VARIABLE], port) as listener:
         code = coordinate(run_dir, plan, listener, host, resume=False)
     if code and run_dir.outcome() is not None:
         asyncio.run(no_more_pods(plan.settings["namespace"], job_prefix(run_dir.spec().job)))

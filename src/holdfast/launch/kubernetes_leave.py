@@ -1,6 +1,6 @@
 """Has the node of a pod left before the pod ends: the hook that Kubernetes runs before it does.
 
-    python -m holdfast.launch.kubernetes_leave JOIN SECONDS
+    python -m holdfast.launch.kubernetes_leave JOIN SECONDS [CERTIFICATES]
 
 It works without the controller; the secret and the node's name are in the environment. It returns
 once the node has no work any more, or nobody answers: then SIGTERM asks the agent itself.
@@ -14,11 +14,13 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from holdfast.core.errors import HoldfastError
 from holdfast.core.types import AgentId
 from holdfast.launch.kubernetes_manifests import POD_VARIABLE
 from holdfast.net.secret import load_secret
+from holdfast.net.tls import client_of
 from holdfast.runtime.contact import Contact, contact_by, exchange
 from holdfast.wire.messages import DrainReply, DrainRequest, StatusReply, StatusRequest
 
@@ -41,7 +43,8 @@ async def leave(contact: Contact, secret: bytes, node: AgentId, within_s: float)
 def main(argv: Sequence[str]) -> int:
     try:
         secret, node = load_secret(os.environ), AgentId(os.environ[POD_VARIABLE])
-        asyncio.run(leave(contact_by(argv[0]), secret, node, float(argv[1])))
+        contact = contact_by(argv[0], client_of(Path(argv[2]) if argv[2:] else None))
+        asyncio.run(leave(contact, secret, node, float(argv[1])))
     except (HoldfastError, OSError, asyncio.TimeoutError) as error:
         print(f"holdfast: {node} cannot be drained ({error})", file=sys.stderr, flush=True)
         return 1

@@ -29,6 +29,7 @@ HOSTNAME = "kubernetes.io/hostname"
 AWAY_S = 30  # a node that is not ready for so long loses its pods; the job's lease is quicker
 SPARE_S = 15  # after a drain, before the kubelet kills
 TRIES_MAX = 100  # pods of the coordinator, one after the other
+READABLE = 0o440  # by the pod's group, for those that do not run as root
 SHARED = ("imagePullSecrets", "securityContext")  # of the user's template, by all pods
 
 
@@ -39,6 +40,7 @@ class KubernetesSite:
     `claim`: a volume claim that all pods share; without one the coordinator alone gets a new one.
     `volume`: where it is mounted. `spread`: label of nodes by whose values pods are spread.
     `resources`: limits of an agent. `pod`: a pod template that the agents' pods are made from.
+    `certificates`: a Secret with those of all pods, for TLS.
     """
 
     namespace: str
@@ -50,6 +52,12 @@ class KubernetesSite:
     spread: str = "topology.kubernetes.io/zone"
     resources: Mapping[str, str] = field(default_factory=dict)
     pod: Mapping[str, Any] = field(default_factory=dict)
+    certificates: str = ""
+
+    @property
+    def tls(self) -> str:
+        """Return where the certificates are in pods; empty without TLS."""
+        return f"{self.volume}/tls" if self.certificates else ""
 
 
 def service_host(spec: JobSpec, namespace: str) -> str:
@@ -147,9 +155,7 @@ def _coordinator_job(
             _from_pod(ADDRESS_VARIABLE, "status.podIP"),
         ],
         "ports": [{"name": "holdfast", "containerPort": site.port}],
-        "volumeMounts": [{"name": "run", "mountPath": site.volume}],
     }
-    claim = {"persistentVolumeClaim": {"claimName": site.claim or name}}
     shared = {key: site.pod["spec"][key] for key in SHARED if key in site.pod.get("spec", {})}
     spec: Manifest = {
         **shared,
@@ -157,8 +163,8 @@ def _coordinator_job(
         "restartPolicy": "Never",
         "tolerations": _away(),
         "containers": [container],
-        "volumes": [{"name": "run", **claim}],
     }
+    _mount_all(site, spec, container, site.claim or name)
     return {
         "backoffLimit": TRIES_MAX,
         "template": {"metadata": {"labels": dict(labels)}, "spec": spec},
@@ -177,6 +183,7 @@ def agent_template(site: KubernetesSite, name: str, prefix: str, plan: FleetPlan
         containers.append(agent := {"name": AGENT})
     agent["image"] = site.image
     leave = ["python3", "-m", "holdfast.launch.kubernetes_leave", plan.join, f"{plan.drain_s:g}"]
+    leave += [plan.tls] if plan.tls else []
     agent["lifecycle"] = {"preStop": {"exec": {"command": leave}}}
     agent["env"] = [
         *agent.get("env", ()),
@@ -186,10 +193,7 @@ def agent_template(site: KubernetesSite, name: str, prefix: str, plan: FleetPlan
     ]
     if site.resources:
         agent["resources"] = {"limits": dict(site.resources), "requests": dict(site.resources)}
-    shared = (
-        {"persistentVolumeClaim": {"claimName": site.claim}} if site.claim else {"emptyDir": {}}
-    )
-    _mount(spec, agent, site.volume, {"name": "run", **shared})
+    _mount_all(site, spec, agent, site.claim)
     _mount(spec, agent, "/dev/shm", {"name": "memory", "emptyDir": {"medium": "Memory"}})
     spec.setdefault("automountServiceAccountToken", False)
     spec["restartPolicy"] = "Never"
@@ -197,6 +201,15 @@ def agent_template(site: KubernetesSite, name: str, prefix: str, plan: FleetPlan
     spec["tolerations"] = [*spec.get("tolerations", ()), *_away()]
     _spread(spec, site.spread, labels)
     return pod
+
+
+def _mount_all(site: KubernetesSite, spec: Manifest, container: Manifest, claim: str) -> None:
+    """Mount what every pod has: a place for the run directory, on a claim or not; certificates."""
+    shared = {"persistentVolumeClaim": {"claimName": claim}} if claim else {"emptyDir": {}}
+    _mount(spec, container, site.volume, {"name": "run", **shared})
+    if site.tls:
+        held = {"secretName": site.certificates, "defaultMode": READABLE}
+        _mount(spec, container, site.tls, {"name": "tls", "secret": held})
 
 
 def _mount(spec: Manifest, container: Manifest, path: str, volume: Manifest) -> None:
