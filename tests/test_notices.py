@@ -15,7 +15,7 @@ import pytest
 
 from conftest import RUN_S
 from holdfast.core.errors import UserError, WorldError
-from holdfast.runtime.node.notices import Notice, NoticeSource, notice_source
+from holdfast.runtime.node.notices import MachineNotice, NoticeSource, notice_source
 from holdfast.testing.local_run import LocalRun
 
 Answer = Callable[[str, str, dict[str, str]], tuple[int, str]]  # of method, path and headers
@@ -52,7 +52,7 @@ def serving(answer: Answer) -> Iterator[str]:
             thread.join()
 
 
-def polled(kind: str, answer: Answer) -> Notice | None:
+def polled(kind: str, answer: Answer) -> MachineNotice | None:
     with serving(answer) as url:
         return NoticeSource(kind, url).poll() if "/" not in kind else NoticeSource(url).poll()
 
@@ -61,7 +61,7 @@ def in_a_minute() -> datetime:
     return datetime.now(timezone.utc) + timedelta(seconds=60)
 
 
-def about_a_minute(notice: Notice | None, reason: str) -> bool:
+def about_a_minute(notice: MachineNotice | None, reason: str) -> bool:
     return notice is not None and notice.reason == reason and 30 < notice.in_s <= 61
 
 
@@ -86,7 +86,9 @@ def test_an_instance_of_google_cloud_says_that_it_is_preempted() -> None:
             (200, word) if headers.get("metadata-flavor") == "Google" else (403, "")
         )
 
-    assert polled("gcp", answer("TRUE")) == Notice(in_s=30.0, reason="the instance is preempted")
+    assert polled("gcp", answer("TRUE")) == MachineNotice(
+        in_s=30.0, reason="the instance is preempted"
+    )
     assert polled("gcp", answer("FALSE")) is None
 
 
@@ -110,7 +112,7 @@ def test_events_of_azure_count_if_they_name_this_machine() -> None:
 def test_a_server_of_ones_own_is_asked() -> None:
     assert polled("http://", lambda *_: (204, "")) is None
     found = polled("http://", lambda *_: (200, '{"in_s": 12.5, "reason": "the lab closes"}'))
-    assert found == Notice(in_s=12.5, reason="the lab closes")
+    assert found == MachineNotice(in_s=12.5, reason="the lab closes")
 
 
 @pytest.mark.parametrize("body", ["[", "{}", '{"in_s": "soon"}', '{"in_s": -1}', '{"in_s": NaN}'])

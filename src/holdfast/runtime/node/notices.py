@@ -28,7 +28,7 @@ AZURE_KINDS = ("Preempt", "Terminate", "Reboot", "Redeploy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Notice:
+class MachineNotice:
     """Says that this machine is taken away in `in_s` seconds, and why."""
 
     in_s: float
@@ -42,7 +42,7 @@ class NoticeSource:
     kind: str
     base: str = ""  # of the metadata server, if not where the cloud has it
 
-    def poll(self) -> Notice | None:
+    def poll(self) -> MachineNotice | None:
         """Ask once whether there is a notice. OSError or WorldError if nobody answers as agreed."""
         try:
             match self.kind:
@@ -57,7 +57,7 @@ class NoticeSource:
         except (ValueError, KeyError, TypeError) as error:
             raise WorldError(f"an answer cannot be read: {first_line(error)}") from None
 
-    def _aws(self, base: str) -> Notice | None:
+    def _aws(self, base: str) -> MachineNotice | None:
         token = _get(
             f"{base}/latest/api/token",
             {"X-aws-ec2-metadata-token-ttl-seconds": "300"},
@@ -69,23 +69,25 @@ class NoticeSource:
             return None
         answer = json.loads(found)
         at = datetime.fromisoformat(answer["time"].replace("Z", "+00:00"))
-        return Notice(in_s=_until(at), reason=f"the spot instance is to {answer['action']}")
+        return MachineNotice(in_s=_until(at), reason=f"the spot instance is to {answer['action']}")
 
-    def _gcp(self, base: str) -> Notice | None:
+    def _gcp(self, base: str) -> MachineNotice | None:
         url = f"{base}/computeMetadata/v1/instance/preempted"
         found = _get(url, {"Metadata-Flavor": "Google"})
         if found is None or found.strip().upper() != "TRUE":
             return None
-        return Notice(in_s=GOOGLE_S, reason="the instance is preempted")
+        return MachineNotice(in_s=GOOGLE_S, reason="the instance is preempted")
 
-    def _azure(self, base: str) -> Notice | None:
+    def _azure(self, base: str) -> MachineNotice | None:
         headers = {"Metadata": "true"}
         name = _get(
             f"{base}/metadata/instance/compute/name?api-version=2021-02-01&format=text", headers
         )
         found = _get(f"{base}/metadata/scheduledevents?api-version=2020-07-01", headers)
         notices = [
-            Notice(in_s=_azure_s(event), reason=f"the machine is to {event['EventType']}".lower())
+            MachineNotice(
+                in_s=_azure_s(event), reason=f"the machine is to {event['EventType']}".lower()
+            )
             for event in json.loads(found or "{}").get("Events", [])
             if event["EventType"] in AZURE_KINDS and (name or "") in event["Resources"]
         ]
@@ -101,14 +103,14 @@ def notice_source(text: str) -> NoticeSource | None:
     return NoticeSource(text)
 
 
-def _own(found: str | None) -> Notice | None:
+def _own(found: str | None) -> MachineNotice | None:
     if not found:
         return None
     answer = json.loads(found)
     in_s = float(answer["in_s"])
     if not in_s >= 0:
         raise ValueError(f"in_s {in_s} is no time from now")
-    return Notice(in_s=in_s, reason=str(answer.get("reason") or "it is to be taken away"))
+    return MachineNotice(in_s=in_s, reason=str(answer.get("reason") or "it is to be taken away"))
 
 
 def _azure_s(event: Mapping[str, Any]) -> float:
