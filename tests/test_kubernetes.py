@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 from datetime import datetime, timedelta, timezone
@@ -121,6 +122,8 @@ def test_agents_are_made_from_the_users_template(
         (["--store", "checkpoints"], "--store checkpoints must be a full path"),
         (["--pod", "nowhere.yaml"], "--pod nowhere.yaml cannot be read"),
         (["--nodes", "0"], "--nodes 0: at least 1"),
+        (["--image", ""], "there is no image"),
+        (["--restarts-max", "3"], "--restarts-max 3 has an effect only with --compat"),
     ],
 )
 def test_bad_options_are_refused(
@@ -157,6 +160,58 @@ def test_manifests_are_delivered_as_asked(
     kubectl.write_text("#!/bin/sh\nexit 3\n")
     assert main([*command[:4], "--apply", "train.py"]) == 2
     assert capsys.readouterr().out == ""
+
+
+KUBECTL = """\
+#!/bin/sh
+echo "$@" >> {folder}/asked
+case "$1" in
+get) cat {folder}/job ;;
+create) cat > {folder}/created; test ! -e {folder}/full ;;
+esac
+"""
+
+
+def test_a_job_that_failed_is_resumed_by_another_of_its_name(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = launch(capsys)["Job"]
+    name = made["metadata"]["name"]
+    job = json.loads(json.dumps(made))
+    job["metadata"] |= {"uid": "u", "resourceVersion": "7"}
+    job["spec"] |= {"selector": {"matchLabels": {"controller-uid": "u"}}, "backoffLimit": 0}
+    given = {"controller-uid": "u", "batch.kubernetes.io/job-name": name}
+    job["spec"]["template"]["metadata"]["labels"] |= given
+    kubectl = tmp_path / "kubectl"
+    kubectl.write_text(KUBECTL.format(folder=tmp_path))
+    kubectl.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    command = ["launch", "k8s", "--resume", name]
+
+    for ended, problem in (("", "is running"), ("Complete", "has succeeded")):
+        job["status"] = {"conditions": [{"type": ended, "status": "True"}] if ended else []}
+        (tmp_path / "job").write_text(json.dumps(job))
+        assert main(command) == 2
+        assert f"the job {name} {problem}: there is nothing to resume" in capsys.readouterr().err
+    assert not (tmp_path / "created").exists()
+
+    job["status"] = {"conditions": [{"type": "Failed", "status": "True"}]}
+    (tmp_path / "job").write_text(json.dumps(job))
+    assert main(command) == 0
+    again = json.loads((tmp_path / "created").read_text())
+    environment = again["spec"]["template"]["spec"]["containers"][0]["env"]
+    word = environment.pop()
+    assert word["name"] == "HOLDFAST_RESUME"
+    assert len(word["value"]) == 8
+    assert again == made
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert asked[-2].startswith(f"delete job {name} --namespace default --cascade=foreground")
+
+    (tmp_path / "full").touch()
+    assert main(command) == 2
+    assert f"the Job is in {name}.json" in capsys.readouterr().err
+    assert json.loads((tmp_path / f"{name}.json").read_text())["metadata"]["name"] == name
 
 
 # ---------------------------------------------------------------- what Kubernetes says

@@ -22,6 +22,7 @@ from holdfast.cli.main import main
 from holdfast.core.errors import HoldfastError, Refused
 from holdfast.core.fleet.placements import Placement, PlacementId
 from holdfast.launch.kubernetes_names import COORDINATOR
+from holdfast.launch.kubernetes_resume import job_again
 from holdfast.net.tls import client_of
 from holdfast.runtime.contact import job_status
 from holdfast.runtime.rundir import RunDir
@@ -262,15 +263,29 @@ def test_a_node_is_left_without_the_controller(fake: KubernetesCluster, undistur
 
 
 @pytest.mark.slow
-def test_a_job_that_is_stopped_is_not_tried_again(fake: KubernetesCluster) -> None:
-    run, _ = launched(fake)
+def test_a_job_that_is_stopped_is_not_tried_again_until_it_is_resumed(
+    fake: KubernetesCluster, undisturbed: str
+) -> None:
+    run, go = launched(fake, "--store", str(fake.folder / "store"), "--save-every", "5")
     run.until(lambda: len(run.serving()) == 3, STEP_S, "three nodes")
+    run.until(lambda: run.status()["step"] >= 7, STEP_S, "a checkpoint")
+    stop(run)
+    assert len(fake.pods(run.prefix, COORDINATOR)) == 1
+    job = fake.client.get(Job, run.name).to_dict()
+    go.touch()
+    fake.client.delete(Job, run.name)
+    fake.client.create(Job.from_dict(job_again(job, "again")))
+    assert run.finish() == undisturbed
+    assert "from the checkpoint of step" in run.run_dir.events.read_text()
+
+
+def stop(run: KubernetesRun) -> None:
+    """Stop a job as Ctrl-C does, and wait until nothing of it is left."""
     first = [pid for pid in run.processes("holdfast.launch.kubernetes_job") if _first(pid)]
     os.kill(first[0], signal.SIGINT)
     assert run.ended() == "Failed"
     assert run.run_dir.outcome() == "interrupted"
-    fake.until(lambda: not run.alive(), "no pod is left")
-    assert len(fake.pods(run.prefix, COORDINATOR)) == 1
+    run.cluster.until(lambda: not run.alive(), "no pod is left")
 
 
 def _first(pid: int) -> bool:
@@ -321,14 +336,17 @@ def test_a_job_survives_in_a_real_cluster(real: KubernetesCluster, undisturbed: 
 @pytest.mark.clusters
 @needs_binaries
 @pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl is not installed")
-def test_a_job_is_applied_by_kubectl(
+def test_a_job_is_applied_and_resumed_by_kubectl(
     real: KubernetesCluster, undisturbed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, go = KubernetesRun(real, "--apply"), real.folder / "go"
-    go.touch()
     monkeypatch.setenv("KUBECONFIG", str(real.config))
     run.launch(str(SCRIPTS / "paced.py"), str(go), STEPS)
     run.name = next(iter(real.client.list(Job))).to_dict()["metadata"]["name"]
+    run.until(lambda: len(run.serving()) == 1, STEP_S, "a node")
+    stop(run)
+    go.touch()
+    assert main(["launch", "k8s", "--resume", run.name]) == 0
     assert run.finish() == undisturbed
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from conftest import RUN_S, SCRIPTS, finish
+from holdfast.cli.launch_options import agent_options, launch_parser
 from holdfast.cli.main import main
 from holdfast.core.errors import HoldfastError
 from holdfast.core.job_spec import JobSpec, Nodes, Workers
@@ -131,9 +132,17 @@ def test_a_finished_job_is_not_resumed_and_a_wrong_number_of_nodes_is_refused(
     for options, problem in (
         (["--nodes", "0"], "--nodes 0: at least 1 node is needed"),
         (["--nodes", "3", "--nodes-max", "2"], "--nodes-max 2 must be at least --nodes-min 3"),
+        (["--write-config", "-"], "--write-config is an option of `holdfast run`"),
+        (["--restarts-max", "3"], "--restarts-max 3 has an effect only with --compat"),
     ):
         run_dir = ["--run-dir", str(tmp_path / "run")]
         assert main(["launch", "local", *run_dir, *options, SCRIPT, "go"]) == 2
         assert problem in capsys.readouterr().err
     assert main(["launch", "slrum", SCRIPT]) == 2
     assert "there is no launcher 'slrum'" in capsys.readouterr().err
+
+
+def test_agents_are_told_where_notices_and_checks_come_from() -> None:
+    words = ["--notices", "aws", "--check", "fans=true", "--check-limit-s", "9"]
+    assert agent_options(launch_parser("local", "").parse_args([*words, SCRIPT])) == tuple(words)
+    assert agent_options(launch_parser("local", "").parse_args([SCRIPT])) == ()

@@ -1,4 +1,4 @@
-"""`holdfast drain` has a node hand its work over to others and leave the job."""
+"""`holdfast drain` has nodes hand their work over to others and leave the job."""
 
 from __future__ import annotations
 
@@ -23,33 +23,41 @@ PATIENCE_S = 60.0  # how long a coordinator may fail to answer
 
 
 def main(argv: list[str]) -> int:
-    """Return 0 once the node is empty, or the job is over; 130 after Ctrl-C."""
+    """Return 0 once the nodes are empty, or the job is over; 130 after Ctrl-C."""
     options = parser().parse_args(argv)
-    run_dir, tls, node = RunDir(options.run_dir), client_of(options.tls), AgentId(options.node)
-    job_status(run_dir, tls)  # raises UserError if the run is over
-    order = DrainRequest(agent=node, reason=options.reason, deadline_s=options.deadline)
-    reply = ask(contact_of(run_dir, tls), run_dir.secret(), order, DrainReply)
-    if reply.problem:
-        raise UserError(reply.problem)
-    waiting = f"{node} leaves at the next step boundary, once others can take its work"
+    run_dir, tls = RunDir(options.run_dir), client_of(options.tls)
+    nodes = list(dict.fromkeys(AgentId(node) for node in options.nodes))
+    known = [agent["id"] for agent in job_status(run_dir, tls)["agents"]]
+    if unknown := [node for node in nodes if node not in known]:
+        raise UserError(
+            f"there is no node {unknown[0]!r} in the job; its nodes: {', '.join(known)}"
+        )
+    names = " and ".join(nodes)
+    for node in nodes:
+        order = DrainRequest(agent=node, reason=options.reason, deadline_s=options.deadline)
+        reply = ask(contact_of(run_dir, tls), run_dir.secret(), order, DrainReply)
+        if reply.problem:
+            raise UserError(reply.problem)
     try:
-        with Console(stderr=True).status(waiting):
-            _wait(run_dir, tls, node)
+        with Console(stderr=True).status(f"{names}: waiting until others have taken the work"):
+            for node in nodes:
+                _wait(run_dir, tls, node)
     except KeyboardInterrupt:
-        print(f"holdfast: no longer waiting; {node} still drains", file=sys.stderr)
+        print(f"holdfast: no longer waiting for {names}, still drained", file=sys.stderr)
         return 130
-    print(f"holdfast: {node} has left the job")
+    for node in nodes:
+        print(f"holdfast: {node} has left the job")
     return 0
 
 
 def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(
         prog="holdfast drain",
-        description="Drain a node before maintenance: its workers leave at a step boundary, once "
-        "others have their state, and its agent ends. No work is lost. Waits until it is done.",
+        description="Drain nodes before maintenance: their workers leave at a step boundary, once "
+        "others have the state, and their agents end. No work is lost. Waits until it is done.",
     )
     found.add_argument(
-        "node", metavar="NODE", help="the node's name, as `holdfast status` shows it"
+        "nodes", metavar="NODE", nargs="+", help="a node's name, as `holdfast status` shows it"
     )
     found.add_argument("--run-dir", type=Path, required=True, help="run directory of the job")
     found.add_argument(
@@ -60,8 +68,8 @@ def parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         type=_seconds,
         default=float("inf"),
-        help="the node will be gone by then: leave it before, even if the workers that take its "
-        "place have not received the state yet (default: wait for them)",
+        help="the nodes will be gone by then: leave them before, even if the workers that take "
+        "their place have not received the state yet (default: wait for them)",
     )
     add_tls(found)
     return found

@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import json
 import os
+import secrets
 import subprocess
 import sys
 from pathlib import Path, PurePosixPath
@@ -15,7 +16,7 @@ from typing import Any
 from holdfast.cli import run_command
 from holdfast.cli.launch_options import agent_options, launch_parser, make_launch
 from holdfast.core.errors import UserError
-from holdfast.core.job_spec import JobSpec
+from holdfast.core.job_spec import JobSpec, as_flag, find_unheeded
 from holdfast.launch.fleet_plan import FleetPlan, job_prefix
 from holdfast.launch.kubernetes_manifests import (
     AGENT_OPTIONS,
@@ -24,13 +25,13 @@ from holdfast.launch.kubernetes_manifests import (
     service_host,
 )
 from holdfast.launch.kubernetes_names import AGENT, COMPONENT, INSTANCE, instance_of
+from holdfast.launch.kubernetes_resume import job_again
 
 PORT = 29600
 RUN_DIR = "/holdfast/run"
 KEPT_BACK = {  # options of `holdfast run` that mean this machine
     "tls": "--tls names a folder of this machine: with Kubernetes use --tls-secret",
     "faults": "--faults has no place in Kubernetes: try it with `holdfast run`",
-    "write_config": "--write-config is an option of `holdfast run`",
 }
 CLAIM = (
     "a volume claim that all pods share (ReadWriteMany), for the run directory with all logs; "
@@ -45,12 +46,20 @@ POD = (
     "a pod template in YAML (metadata, spec) that agents' pods are made from, for tolerations, "
     "node selectors, volumes; a container `agent` in it is ours"
 )
+RESUME = (
+    "go on with this job of --namespace, which was stopped or has failed, from its newest "
+    "checkpoint; without a script or other options"
+)
 OUT = "write the manifests to a new file that only you can read (default: print them)"
 
 
 def main(argv: list[str]) -> int:
     """Print the manifests, write them to a file, or apply them. Returns the exit status."""
     options = parser().parse_args(argv)
+    if options.resume:
+        return resume(options.resume, options.namespace)
+    if not options.image:
+        raise UserError("there is no image: name one that holds Holdfast and the script, --image")
     for name, problem in KEPT_BACK.items():
         if getattr(options, name) is not None:
             raise UserError(problem)
@@ -105,7 +114,7 @@ def parser() -> argparse.ArgumentParser:
     group = found.add_argument_group("Kubernetes")
 
     for name, metavar, default, text in (
-        ("image", "IMAGE", None, "image with Python, Holdfast and the script"),
+        ("image", "IMAGE", "", "image with Python, Holdfast and the script"),
         ("workdir", "DIR", "/workspace", "where the script is in the image"),
         ("namespace", "NAME", "default", "namespace of all that belongs to the job"),
         ("cpu", "N", "", "processor cores of each agent's pod, such as 8 or 500m"),
@@ -115,12 +124,10 @@ def parser() -> argparse.ArgumentParser:
         ("storage", "SIZE", "1Gi", "size of the coordinator's new claim"),
         ("tls-secret", "NAME", "", TLS),
         ("spread", "LABEL", "topology.kubernetes.io/zone", SPREAD),
+        ("resume", "JOB", "", RESUME),
     ):
         shown = f"{text} (default: {default})" if default else text
-        required = default is None
-        group.add_argument(
-            f"--{name}", metavar=metavar, default=default, help=shown, required=required
-        )
+        group.add_argument(f"--{name}", metavar=metavar, default=default, help=shown)
     group.add_argument("--pod", type=Path, metavar="FILE", help=POD)
     group.add_argument("--out", type=Path, metavar="FILE", help=OUT)
     group.add_argument("--apply", action="store_true", help="apply them with kubectl instead")
@@ -133,6 +140,8 @@ def make_spec(options: argparse.Namespace) -> JobSpec:
     if store and "://" not in store and not store.startswith("/"):
         raise UserError(f"--store {store} must be a full path in the pods, or a bucket's URL")
     spec = run_command.make_job(options)
+    if problem := find_unheeded(spec, as_flag):
+        raise UserError(problem)
     if not spec.script:
         raise UserError("there is no script to run: name one after the options, or in --config")
     if not options.workdir.startswith("/"):
@@ -185,13 +194,33 @@ def deliver(options: argparse.Namespace, text: str) -> None:
         except OSError as error:
             raise UserError(f"--out {options.out} cannot be written: {error.strerror}") from None
     if options.apply:
-        try:
-            found = subprocess.run(
-                ["kubectl", "apply", "-f", "-"], input=text, text=True, check=False
-            )
-        except OSError as error:
-            raise UserError(f"kubectl cannot be run ({error.strerror}): use --out FILE") from None
-        if found.returncode:
-            raise UserError(f"kubectl apply has failed ({found.returncode})")
+        print(kubectl("apply", "-f", "-", given=text), end="", file=sys.stderr)
     elif options.out is None:
         print(text, end="")
+
+
+def resume(name: str, namespace: str) -> int:
+    """Start the Job of a job again. Returns the exit status. UserError."""
+    job = ("job", name, "--namespace", namespace)
+    again = job_again(json.loads(kubectl("get", *job, "--output=json")), secrets.token_hex(4))
+    kubectl("delete", *job, "--cascade=foreground", "--wait")
+    try:
+        kubectl("create", "-f", "-", given=json.dumps(again))
+    except UserError as error:
+        kept = Path(f"{name}.json")
+        kept.write_text(json.dumps(again))
+        raise UserError(f"{error}: the Job is in {kept}, for `kubectl create -f`") from None
+    return 0
+
+
+def kubectl(*words: str, given: str = "") -> str:
+    """Run kubectl, and return what it prints. UserError; it has said why."""
+    try:
+        found = subprocess.run(
+            ["kubectl", *words], input=given, stdout=subprocess.PIPE, text=True, check=False
+        )
+    except OSError as error:
+        raise UserError(f"kubectl cannot be run ({error.strerror}): use --out FILE") from None
+    if found.returncode:
+        raise UserError(f"kubectl {words[0]} has failed ({found.returncode})")
+    return found.stdout

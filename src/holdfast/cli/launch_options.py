@@ -52,6 +52,8 @@ def make_launch(
     """Make the job, and return with it how many nodes it should have. UserError."""
     if options.nodes < 1:
         raise UserError(f"--nodes {options.nodes}: at least 1 node is needed")
+    if options.write_config is not None:
+        raise UserError("--write-config is an option of `holdfast run`: use it there")
     prefer(options, "nodes.min", options.nodes)
     prefer(options, "nodes.max", options.nodes)
     spec = make(options)
@@ -91,7 +93,8 @@ def make_run_dir(options: argparse.Namespace, manager: str, settings: Mapping[st
 
 
 def agent_options(options: argparse.Namespace) -> tuple[str, ...]:
-    """Return the options of every agent: the site's own checks."""
+    """Return the options of every agent: where notices come from, and the site's own checks."""
+    notices = ["--notices", options.notices] if options.notices else []
     checks = [word for check in options.check for word in ("--check", check)]
     limit = ["--check-limit-s", f"{options.check_limit_s:g}"] if checks else []
-    return (*checks, *limit)
+    return (*notices, *checks, *limit)

@@ -29,6 +29,7 @@ from holdfast.launch.kubernetes_manifests import (
     PLAN_VARIABLE,
 )
 from holdfast.launch.kubernetes_names import instance_of
+from holdfast.launch.kubernetes_resume import RESUME_VARIABLE
 from holdfast.net.secret import load_secret
 from holdfast.net.tcp import listen
 from holdfast.runtime.contact import parse_address
@@ -39,6 +40,7 @@ from holdfast.wire.job_document import decode_job
 CRASHED = 3  # worth another pod
 ENDED = 128 + signal.SIGTERM
 INSIDE = "--inside"
+RESUMED_FILE = "resumed"
 LOOK_S = 1.0
 
 
@@ -73,9 +75,12 @@ def run(run_dir: RunDir) -> int:
     """Begin the job, or go on with it where another pod left it. Returns the exit status."""
     if importlib.util.find_spec("lightkube") is None:
         raise UserError("this image lacks a package: build it with holdfast[kubernetes]")
+    word = os.environ.pop(RESUME_VARIABLE, "")
     plan = prepare(run_dir)
-    outcome = run_dir.outcome()
-    if outcome is not None:
+    resume, outcome = word != resumed(run_dir), run_dir.outcome()
+    if resume and outcome:
+        run_dir.reopen()
+    elif outcome is not None:
         print(f"holdfast: the job is over: {outcome or 'it succeeded'}", file=sys.stderr)
         return 1 if outcome else 0
     waited = False
@@ -86,10 +91,18 @@ def run(run_dir: RunDir) -> int:
         time.sleep(LOOK_S)
     host, port = parse_address(plan.settings["address"])
     with listen(os.environ[ADDRESS_VARIABLE], port) as listener:
-        code = coordinate(run_dir, plan, listener, host, resume=False)
+        code = coordinate(run_dir, plan, listener, host, resume=resume)
+    if resume and run_dir.outcome() is not None:
+        (run_dir.path / RESUMED_FILE).write_text(word)  # until then the next pod resumes it, too
     if code and run_dir.outcome() is not None:
         asyncio.run(no_more_pods(plan.settings["namespace"], job_prefix(run_dir.spec().job)))
     return code
+
+
+def resumed(run_dir: RunDir) -> str:
+    """Return the word by which a Job has resumed the run and ended; empty: none has."""
+    path = run_dir.path / RESUMED_FILE
+    return path.read_text() if path.exists() else ""
 
 
 async def no_more_pods(namespace: str, prefix: str) -> None:
