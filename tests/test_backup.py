@@ -151,6 +151,7 @@ for step in job.steps(data, until=14):
 """
 
 
+@pytest.mark.slow
 def test_gradient_and_loss_are_means_over_the_samples_that_count(tmp_path: Path) -> None:
     """Also in steps of a single sample: its worker is waited for."""
     script = tmp_path / "ones.py"
@@ -163,7 +164,8 @@ def test_gradient_and_loss_are_means_over_the_samples_that_count(tmp_path: Path)
     assert report.dropped + report.samples == 3 * 37 + 2 * 12
 
 
-@pytest.mark.parametrize("worker", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("worker", [0, 2])
 def test_a_worker_that_always_comes_last_is_always_left_out(
     worker: int, start: Start, tmp_path: Path
 ) -> None:

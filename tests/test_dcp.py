@@ -27,6 +27,7 @@ RANKS = Path(__file__).parent / "scripts" / "dcp_ranks.py"
 RUN_S = 100.0
 
 
+@pytest.mark.slow
 def test_what_three_ranks_save_any_number_loads(tmp_path: Path) -> None:
     store = tmp_path / "store"
     words = [str(tmp_path), str(store), "100", "save:3", "load:2", "load:1"]

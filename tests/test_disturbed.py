@@ -173,9 +173,8 @@ def told(run: LocalRun, what: str) -> list[str]:
     return [event["text"] for event in run.events("view") if what in event["text"]]
 
 
-@pytest.mark.parametrize(
-    "worker", [0, *(pytest.param(worker, marks=pytest.mark.slow) for worker in (2, 3))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("worker", [0, 2, 3])
 def test_a_late_worker_is_suspended_and_catches_up(
     worker: int, start: Start, reference: Reference, tmp_path: Path
 ) -> None:
@@ -224,6 +223,7 @@ def test_without_a_budget_everybody_is_waited_for(
     assert told(run, "suspended") == []
 
 
+@pytest.mark.slow
 def test_what_others_are_late_with_is_copied(
     start: Start, reference: Reference, tmp_path: Path
 ) -> None:

@@ -46,7 +46,7 @@ def test_data_loader_processes_do_not_matter(start: Start, reference: Reference)
 # at any exchange are in tests/test_thread_cluster.py, too: in threads, and so in a fraction of a
 # second each.
 KILLS = [
-    "SIGKILL:forward:4:1",
+    pytest.param("SIGKILL:forward:4:1", marks=pytest.mark.slow),
     pytest.param("SIGKILL:backward:4:0", marks=pytest.mark.slow),
     "SIGKILL:gather:4:2",
     pytest.param("SIGKILL:spread:4:3", marks=pytest.mark.slow),
@@ -58,7 +58,7 @@ KILLS = [
     pytest.param("SIGKILL:forward:0:3", marks=pytest.mark.slow),
     pytest.param("SIGKILL:forward:4:0,1", marks=pytest.mark.slow),
     "SIGKILL:vote:4:0,1,2",
-    "SIGKILL:end:11:0",
+    pytest.param("SIGKILL:end:11:0", marks=pytest.mark.slow),
     "SIGSEGV:backward:4:2",
 ]
 

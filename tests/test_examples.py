@@ -26,7 +26,8 @@ ARGS = {
 }
 
 
-SLOW = ("finetune_transformers.py", "lightning_module.py")  # to import what they need
+# They import much, or have another example beside them that is as hard.
+SLOW = ("digits.py", "finetune_transformers.py", "gan.py", "lightning_module.py")
 
 
 @pytest.mark.parametrize(
@@ -50,7 +51,8 @@ def test_the_last_line_does_not_depend_on_the_workers(name: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("name", "steps", "samples"), [("gan.py", 43, 21 * 4 * 8), ("stream.py", 12, 12 * 4 * 2)]
+    ("name", "steps", "samples"),
+    [("gan.py", 43, 21 * 4 * 8), pytest.param("stream.py", 12, 12 * 4 * 2, marks=pytest.mark.slow)],
 )
 def test_deaths_change_nothing(name: str, steps: int, samples: int, tmp_path: Path) -> None:
     """Of the GAN's steps every second one is a round, and the fortieth an evaluation."""

@@ -112,7 +112,10 @@ def sparse(job: Job, me: ThreadWorker) -> str:
     return digest(model)
 
 
-@pytest.mark.parametrize("script", [plain, with_buffers, in_rounds, sparse])
+@pytest.mark.parametrize(
+    "script",
+    [plain, in_rounds, *(pytest.param(s, marks=pytest.mark.slow) for s in (with_buffers, sparse))],
+)
 def test_who_joins_is_fed_and_the_result_is_the_same(script: Script) -> None:
     expected, _ = run(script, 1)
     for workers in (2, 3):
@@ -253,6 +256,7 @@ def test_memory_is_that_of_the_machine_or_of_its_group(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- real processes
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_replaced_by_one_that_is_fed(tmp_path: Path) -> None:
     script = tmp_path / "large.py"
     script.write_text(

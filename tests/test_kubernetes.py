@@ -123,7 +123,7 @@ def test_agents_are_made_from_the_users_template(
         (["--pod", "nowhere.yaml"], "--pod nowhere.yaml cannot be read"),
         (["--nodes", "0"], "--nodes 0: at least 1"),
         (["--image", ""], "there is no image"),
-        (["--restarts-max", "3"], "--restarts-max 3 has an effect only with --compat"),
+        (["--restarts-max", "7"], "--restarts-max 7 has an effect only with --compat"),
     ],
 )
 def test_bad_options_are_refused(

@@ -133,7 +133,7 @@ def test_a_finished_job_is_not_resumed_and_a_wrong_number_of_nodes_is_refused(
         (["--nodes", "0"], "--nodes 0: at least 1 node is needed"),
         (["--nodes", "3", "--nodes-max", "2"], "--nodes-max 2 must be at least --nodes-min 3"),
         (["--write-config", "-"], "--write-config is an option of `holdfast run`"),
-        (["--restarts-max", "3"], "--restarts-max 3 has an effect only with --compat"),
+        (["--restarts-max", "7"], "--restarts-max 7 has an effect only with --compat"),
     ):
         run_dir = ["--run-dir", str(tmp_path / "run")]
         assert main(["launch", "local", *run_dir, *options, SCRIPT, "go"]) == 2

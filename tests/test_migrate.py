@@ -7,11 +7,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from conftest import RUN_S
-from holdfast.core.errors import HoldfastError
+from holdfast.cli.migrate_command import make_order
+from holdfast.core.errors import HoldfastError, UserError
 from holdfast.testing.local_run import LocalRun
 
 HOLDFAST = (sys.executable, "-m", "holdfast.cli.main")
@@ -149,6 +151,25 @@ def test_two_nodes_are_drained_at_once_the_leaders_too(tmp_path: Path) -> None:
     assert found == undisturbed(tmp_path, found.split()[1], 4)
 
 
+def test_a_move_that_cannot_be_is_refused() -> None:
+    workers = [
+        {"id": 0, "state": "computing", "agent": "a"},
+        {"id": 1, "state": "computing", "agent": "b"},
+        {"id": 2, "state": "spare", "agent": "b"},
+    ]
+    status: dict[str, Any] = {"agents": [{"id": name} for name in "abc"], "workers": workers}
+    assert make_order(status, 0, "b", "").agent == "a"
+    for worker, to, problem in (
+        (0, "x", "there is no node 'x' in the job; its nodes: a, b, c"),
+        (2, "a", "worker 2 takes no part in the job; 0, 1 do"),
+        (0, "a", "worker 0 is on node a already"),
+        (0, "c", "no worker waits on node c"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            make_order(status, worker, to, "")
+
+
+@pytest.mark.slow
 def test_what_cannot_be_moved_is_refused_in_one_sentence(nodes: Nodes) -> None:
     for words, message in (
         (("9", "--to", "node0"), "worker 9 takes no part in the job; 0, 1 do"),

@@ -103,9 +103,8 @@ def _reaches(run: LocalRun, step: int) -> Callable[[], int]:
     return reached
 
 
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_random_faults(seed: int, start: Start, reference: Reference) -> None:
     run_seed(seed, start, reference)
 

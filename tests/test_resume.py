@@ -47,6 +47,7 @@ def last_view(run: LocalRun) -> str:
     return str(run.events("view")[-1]["text"])
 
 
+@pytest.mark.slow
 def test_saving_changes_nothing_and_keeps_the_newest(
     tmp_path: Path, reference: Callable[[int], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -123,6 +124,7 @@ def test_an_interrupted_job_can_be_resumed_and_a_finished_one_not(
     assert "has succeeded" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_preempted_job_saves_before_it_stops(
     tmp_path: Path, reference: Callable[[int], str]
 ) -> None:

@@ -57,7 +57,7 @@ def run(
     return digest, job
 
 
-@pytest.mark.parametrize("name", ["accelerate", "lightning"])
+@pytest.mark.parametrize("name", ["accelerate", pytest.param("lightning", marks=pytest.mark.slow)])
 def test_a_death_changes_nothing(name: str, tmp_path: Path) -> None:
     alone, _ = run(tmp_path / "alone", name, 1)
     struck, job = run(tmp_path / "struck", name, 2, faults="worker 1 step 3 kill\n")

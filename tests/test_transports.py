@@ -240,6 +240,7 @@ def scrambled(rank: int) -> MakeTransport:
     return lambda: Scrambled(device)
 
 
+@pytest.mark.slow
 def test_the_contract_catches_planted_bugs() -> None:
     case = {c.__name__: c for c in CONTRACT}
     assert run_contract(case["aborts"], forgetful, size=2, timeout_s=2.0) != []

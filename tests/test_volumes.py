@@ -245,6 +245,7 @@ def content_of(storage: VolumeStorage) -> bytes:
     return bytes(data)
 
 
+@pytest.mark.slow
 def test_a_thousand_flipped_bits_are_all_found_and_all_mended() -> None:
     rng = random.Random(11)
     for _ in range(200):

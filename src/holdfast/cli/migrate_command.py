@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
     """Return 0 once the worker has left its node, or the job is over; 130 after Ctrl-C."""
     options = parser().parse_args(argv)
     run_dir, tls = RunDir(options.run_dir), client_of(options.tls)
-    order = _order(job_status(run_dir, tls), options.worker, options.to, options.reason)
+    order = make_order(job_status(run_dir, tls), options.worker, options.to, options.reason)
     reply = ask(contact_of(run_dir, tls), run_dir.secret(), order, DrainReply)
     if reply.problem:
         raise UserError(reply.problem)
@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
-def _order(status: dict[str, Any], worker: int, to: str, reason: str) -> MoveRequest:
+def make_order(status: dict[str, Any], worker: int, to: str, reason: str) -> MoveRequest:
     """Return what to ask for; UserError if it cannot be done."""
     nodes = [agent["id"] for agent in status["agents"]]
     if to not in nodes:
