@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from holdfast.cli import check_command
 from holdfast.core.errors import UserError
+from holdfast.testing.local_run import processes_that_name
 from holdfast.testing.script_check import JOINS, START, WORKERS, TracedRun, compare
+from support import until
 
 SCRIPT = """
 import torch, holdfast
@@ -106,3 +112,51 @@ def test_bad_arguments(arguments: list[str], says: str, tmp_path: Path) -> None:
     script.write_text("")
     with pytest.raises(UserError, match=says):
         check_command.main([str(script) if each == "SCRIPT" else each for each in arguments])
+
+
+@pytest.mark.slow
+def test_a_check_that_is_killed_leaves_no_process_behind(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(before="", after="pass"))
+    command = [sys.executable, "-m", "holdfast.cli.main", "check", str(script)]
+    check = subprocess.Popen(command, env={**os.environ, "TMPDIR": str(tmp_path)})
+
+    def trained() -> bool:
+        assert check.poll() is None
+        return any(tmp_path.glob("holdfast-check-*/*/traces/*"))
+
+    try:
+        until(trained, "a step")
+    finally:
+        check.kill()
+        check.wait()
+    until(lambda: not processes_that_name(tmp_path), "the end of all that it has started")
+
+
+@pytest.mark.slow
+def test_a_script_that_fails_everywhere_is_told_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("raise SystemExit('boom')")
+    assert check_command.main([str(script)]) == 1
+    said = capsys.readouterr().out
+    assert said.count("boom") <= 2  # the worker that says so may be another one
+    assert "holdfast-check-" not in said
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+def test_a_check_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script, disk = tmp_path / "train.py", tmp_path / "disk"
+    script.write_text(SCRIPT.format(before="", after="pass"))
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=40k", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("this machine does not allow mounts")
+    monkeypatch.setattr(tempfile, "tempdir", str(disk))
+    try:
+        with pytest.raises(UserError, match=f"recorded in {disk}: No space left on device"):
+            check_command.main([str(script)])
+        until(lambda: not processes_that_name(disk), "the end of all that it has started")
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)

@@ -277,8 +277,22 @@ def breaks(job: Job, me: ThreadWorker) -> Any:
     return digest(model)
 
 
-def test_a_loop_may_be_left_by_break() -> None:
-    everywhere(breaks)
+def keeps_the_iterator(job: Job, me: ThreadWorker) -> Any:
+    """Does what workers do together after a loop that Python does not know to be over."""
+    model, optimizer = protected(job)
+    loop = job.steps(job.batches(dataset(), 3), until=9)
+    for step in loop:
+        step_once(step, model, optimizer)
+        if step.index == 4:
+            break
+    found = job.agree("after"), job.evaluate(lambda batch: model(batch[0]).mean(), dataset(20), 4)
+    del loop
+    return digest(model), found
+
+
+@pytest.mark.parametrize("script", [breaks, keeps_the_iterator])
+def test_a_loop_may_be_left_by_break(script: Script) -> None:
+    everywhere(script)
 
 
 def test_a_step_that_was_left_early_is_told() -> None:

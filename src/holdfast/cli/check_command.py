@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
 import tempfile
 import time
@@ -74,14 +73,19 @@ def main(argv: list[str]) -> int:
     if options.steps <= KILL_STEP:
         raise UserError(f"--steps {options.steps} is too few: give more than {KILL_STEP}")
     console = Console(stderr=options.json)
-    directory = Path(tempfile.mkdtemp(prefix="holdfast-check-"))
     try:
-        runs, findings, steps = check(options, directory, console)
+        with tempfile.TemporaryDirectory(
+            prefix="holdfast-check-", ignore_cleanup_errors=True
+        ) as directory:
+            runs, findings, steps = check(options, Path(directory), console)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+    except OSError as error:
+        raise UserError(
+            f"the runs cannot be recorded in {tempfile.gettempdir()}: {error.strerror}; "
+            "make room there, or set TMPDIR to another folder"
+        ) from None
     if options.json:
         print(json.dumps(to_dict(runs, findings, steps), indent=2))
     else:
@@ -119,7 +123,7 @@ def run_once(
     sizes = ("--nproc", str(workers), "--virtual", str(options.virtual))
     script = (TRACED, str(plan), options.script, *options.args)
     until = time.monotonic() + options.timeout
-    with LocalRun(place / "run", (*sizes, *GUARD), script) as run:
+    with LocalRun(place / "run", (*sizes, *GUARD), script, bound=True) as run:
         while run.running() and not _is_enough(traces, options.steps, kill):
             if time.monotonic() >= until:
                 raise UserError(
@@ -129,7 +133,8 @@ def run_once(
             time.sleep(POLL_S)
         ended = not run.running()
         code = run.wait(options.timeout) if ended else 0
-        problem = "\n".join(run.err[-12:]) if code else ""
+        said = [line for line in run.err if str(directory) not in line]  # it will be gone
+        problem = "\n".join(said[-12:]) if code else ""
         events = run.events()
     bar.update(task, completed=1, total=1)
     texts = [event["text"] for event in events if event["kind"] in SCRIPT_EVENTS]
@@ -161,14 +166,20 @@ def report(
         else:
             says = f"[green]the same bits in {steps} steps[/green]"
         console.print(f"{run.name:<32} {says}", highlight=False)
-    for run in runs:
-        for text in (*run.told, *([run.problem] if run.problem else [])):
-            console.print(f"\n{run.name}: {text}", highlight=False, markup=False)
+    for text in dict.fromkeys(text for run in runs for text in said_of(run)):
+        names = [run.name for run in runs if text in said_of(run)]
+        whose = "all runs" if len(names) == len(runs) else "; ".join(names)
+        console.print(f"\n{whose}: {text}", highlight=False, markup=False)
     for each in findings:
         text = f"\n{each.run}: {each.path} is the first to differ, before step {each.step}."
         console.print(f"{text} Likely {each.cause}.", highlight=False, markup=False)
     if not findings and not any(run.problem or run.told for run in runs):
         console.print("\nThis script keeps the promise, as far as these runs show.")
+
+
+def said_of(run: TracedRun) -> tuple[str, ...]:
+    """Return what is told of a run: by the guard, and why it has failed."""
+    return (*run.told, run.problem) if run.problem else tuple(run.told)
 
 
 def to_dict(runs: Sequence[TracedRun], findings: Sequence[Divergence], steps: int) -> dict:

@@ -207,7 +207,7 @@ def make_run(run_dir: Path, workers: int, options: argparse.Namespace) -> LocalR
     virtual = max(VIRTUAL_RANKS, options.workers)
     flags = ["--nproc", str(workers), "--virtual", str(virtual), "--seed", str(options.seed)]
     script = [spec.origin, "--steps", str(options.steps), "--print-every", "1", *options.args]
-    return LocalRun(run_dir, flags, script)
+    return LocalRun(run_dir, flags, script, bound=True)
 
 
 def train(

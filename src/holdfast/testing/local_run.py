@@ -22,6 +22,7 @@ from holdfast.core.errors import HoldfastError
 from holdfast.net.tls import client_of
 from holdfast.runtime.contact import job_status
 from holdfast.runtime.rundir import RunDir
+from holdfast.testing import for_life
 
 POLL_S = 0.01
 ACTIVE = (
@@ -47,8 +48,13 @@ class LocalRun:
         popen: Callable[..., subprocess.Popen[str]] = subprocess.Popen,
         tls: Path | None = None,
         command: Sequence[str] = (),
+        bound: bool = False,
     ) -> None:
-        """Prepare a run. `command`: another than `run`, with arguments, that works in `run_dir`."""
+        """Prepare a run. `command`: another than `run`, with arguments, that works in `run_dir`.
+
+        `bound`: it ends with the thread that enters the context, also if that is killed.
+        """
+        self._bound = bound
         self._command = list(command)
         self.run_dir = RunDir(run_dir)
         self.tls = tls
@@ -62,9 +68,10 @@ class LocalRun:
 
     def __enter__(self) -> LocalRun:
         command = self._command or ["run", "--run-dir", str(self.run_dir.path)]
+        first = (for_life.__name__, str(os.getpid())) if self._bound else ()
         self._popen = self._start(
             [
-                *(sys.executable, "-m", "holdfast.cli.main", *command),
+                *(sys.executable, "-m", *first, "holdfast.cli.main", *command),
                 *(("--tls", str(self.tls)) if self.tls is not None else ()),
                 *(*self._options, *self._script),
             ],
@@ -142,16 +149,8 @@ class LocalRun:
         return []
 
     def leftovers(self) -> list[int]:
-        """Find live processes of this run.
-
-        They name its directory in environment or arguments, or hold it, or a file in it, open.
-        """
-        mark = str(self.run_dir.path.resolve())
-        found = []
-        for name in filter(str.isdigit, os.listdir("/proc")):
-            if int(name) not in (os.getpid(), self.pid) and _names(Path("/proc", name), mark):
-                found.append(int(name))
-        return found
+        """Find live processes of this run: those that name its directory."""
+        return [pid for pid in processes_that_name(self.run_dir.path) if pid != self.pid]
 
     def log(self) -> str:
         return "\n".join([*self.err[-40:], *self.out[-10:]])
@@ -160,6 +159,13 @@ class LocalRun:
         if self._popen is None:
             raise RuntimeError("the run has not been started: use it in a with statement")
         return self._popen
+
+
+def processes_that_name(path: Path) -> list[int]:
+    """Find other live processes that name a path in environment or arguments, or hold it open."""
+    mark = str(path.resolve())
+    others = [name for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
+    return [int(name) for name in others if _names(Path("/proc", name), mark)]
 
 
 def _names(process: Path, mark: str) -> bool:
