@@ -165,7 +165,7 @@ class Step:
 
 def _mark(batch: int, finished: FinishedTask, gradient: int, sketch: Sketch = ()) -> RunMark:
     result = result_print(finished.loss, finished.weight, gradient)
-    return RunMark(batch=batch, result=result, sketch=sketch)
+    return RunMark(batch=batch, result=result, sketch=sketch, told=finished.told)
 
 
 def _weight(weight: float | torch.Tensor) -> float:

@@ -26,6 +26,7 @@ class RunMark:
     batch: int
     result: int
     sketch: Sketch = ()  # of the gradient, where it was asked for
+    told: bytes = b""  # of records that could not be read
 
 
 class RepeatedTasks:
@@ -61,6 +62,8 @@ class RepeatedTasks:
         wrong.
         """
         counts, *others = runs
+        if any(each.told != counts.told for each in others):
+            return True  # a record has come or gone between them, which is no fault of the script
         if any(_agree(counts, each) for each in others):
             return True
         if len(runs) < ATTEMPTS - 1:
