@@ -168,6 +168,7 @@ FLIPS = {  # most of them while an update runs, so that what is saved next is no
     "task_s": 0.15,
     "optimizer_s": 1.0,
 }
+TAKEN_AWAY = {"faults": ("flip", "notice"), "fault_every_s": 0.4, "agents": 2}
 LOST = {  # with its only node
     "agents": 1,
     "slots": 2,
@@ -280,6 +281,7 @@ TUNED: dict[str, dict[str, object]] = {
     "a_checkpoint_counts_although_who_saved_it_left_uncompared": WRONG
     | FLIPS
     | {"faults": ("flip", "worker_crash"), "fault_every_s": 0.8},
+    "a_last_checkpoint_is_not_checked": WRONG | FLIPS | TAKEN_AWAY,
     "a_step_does_not_wait_for_enough": BACKUP,
     "two_members_read_the_settlement_differently": BACKUP,
     "who_is_dropped_adds_its_tasks": BACKUP,

@@ -61,6 +61,20 @@ def a_checkpoint_counts_although_who_saved_it_left_uncompared(
     return Machines()
 
 
+@mutation
+def a_last_checkpoint_is_not_checked(patch: pytest.MonkeyPatch) -> Machines:
+    plain = Saves.at_boundary
+
+    def at_boundary(self: Saves, step: int) -> list[ef.Outcome]:
+        return [
+            dataclasses.replace(each, checked=False) if isinstance(each, ef.SaveShare) else each
+            for each in plain(self, step)
+        ]
+
+    patch.setattr(Saves, "at_boundary", at_boundary)
+    return Machines()
+
+
 # ---------------------------------------------------------------- who counts
 
 

@@ -11,6 +11,7 @@ from holdfast.core.step.effects import SavedUpTo, SaveShare
 from holdfast.core.step.events import EventNoted, SaveEnded
 from holdfast.core.step.save_interval import PacePolicy
 from holdfast.core.step.saves import SavePolicy, Saves
+from holdfast.core.step.vote import Wish
 from holdfast.core.types import ViewNumber
 from machine_kit import a_view
 
@@ -23,7 +24,7 @@ def saving(every: int = 10, *, compared: bool = False) -> Saves:
 
 def saved(saves: Saves, step: int, committed: int) -> list[Any]:
     """Have a checkpoint agreed on, copied, and made durable once so many steps are committed."""
-    saves.agree(step, a_view(1, range(2)))
+    saves.agree(step, a_view(1, range(2)), Wish.SAVE)
     saves.at_boundary(step)
     saves.copied(step, 0.0, 0.1, "")
     return saves.ended(answered(step), committed)
@@ -38,7 +39,7 @@ def test_every_so_many_steps_the_leader_wants_one_and_once_for_each() -> None:
     for step in range(4, 40):
         due, _ = saves.opinion(step, float(step), leads=True)
         if due:
-            saves.agree(step + 1, a_view(1, range(2)))
+            saves.agree(step + 1, a_view(1, range(2)), due)
             assert saves.at_boundary(step + 1) == [SaveShare(step + 1, a_view(1, range(2)))]
             saves.copied(step + 1, float(step), 0.1, "")
             saves.ended(answered(step + 1), step + 1)
@@ -53,7 +54,7 @@ def test_every_so_many_steps_the_leader_wants_one_and_once_for_each() -> None:
 def test_only_what_was_agreed_on_is_copied() -> None:
     saves = saving()
     assert saves.at_boundary(10) == []
-    saves.agree(10, a_view(3, range(2)))
+    saves.agree(10, a_view(3, range(2)), Wish.SAVE)
     assert saves.at_boundary(9) == saves.at_boundary(11) == []
     assert saves.at_boundary(10) == [SaveShare(10, a_view(3, range(2)))]
 
@@ -62,7 +63,7 @@ def test_only_what_was_agreed_on_is_copied() -> None:
 def test_a_worker_is_busy_from_the_order_to_the_answer(early: bool) -> None:
     """Also if the answer is here before the script says that it has copied."""
     saves = saving()
-    saves.agree(10, a_view(1, range(2)))
+    saves.agree(10, a_view(1, range(2)), Wish.SAVE)
     saves.at_boundary(10)
     assert saves.opinion(10, 1.0, leads=True) == (False, True)
     failed = SaveEnded(10, ViewNumber(1), problem="the writer died")
@@ -87,7 +88,8 @@ def test_a_checkpoint_counts_once_its_state_was_compared() -> None:
     assert counting(saves.finishing(30)) == [30]  # nothing follows in which it would be compared
     saves.loop_entered()
     assert counting(saved(saves, 40, 40)) == []
-    assert counting(saves.want(1, 40)) == [40]  # the job ends
+    saves.want(1)  # the job ends
+    assert counting(saves.compared(40)) == []
     assert counting(saved(saving(), 10, 10)) == [10]  # nothing is ever compared
 
 
@@ -112,19 +114,21 @@ def test_a_copy_that_nobody_took_is_not_made_again_after_every_step() -> None:
     pace = PacePolicy(least_s=3600.0, most_s=3600.0)
     saves = Saves(SavePolicy(enabled=True, pace=pace))
     saves.enter(a_view(1, [0]), 0.0)
-    assert saves.opinion(9, 7200.0, leads=True) == (True, False)
-    saves.agree(10, a_view(1, [0]))
+    assert saves.opinion(9, 7200.0, leads=True) == (Wish.SAVE, False)
+    saves.agree(10, a_view(1, [0]), Wish.SAVE)
     assert saves.at_boundary(10) == [SaveShare(10, a_view(1, [0]))]
     saves.copied(10, 7200.0, 0.5, "the writer takes no orders")
     assert saves.opinion(10, 7201.0, leads=True) == (False, False)
 
 
 def test_an_operator_who_ends_the_job_has_one_checkpoint_made() -> None:
-    saves = saving()
-    assert saves.want(1, 12) == []
-    assert saves.opinion(12, 0.0, leads=False) == (True, False)
-    saves.agree(13, a_view(1, range(2)))
-    assert saves.want(1, 13) == []  # asked for again and again until the job has ended
+    saves = saving(compared=True)
+    saves.want(1)
+    assert saves.opinion(12, 0.0, leads=False) == (Wish.LAST_SAVE, False)
+    saves.agree(13, a_view(1, range(2)), Wish.LAST_SAVE)
+    assert saves.at_boundary(13) == [SaveShare(13, a_view(1, range(2)), checked=True)]
+    assert counting(saves.ended(answered(13), 13)) == [13]  # nobody may compare it
+    saves.want(1)  # asked for again and again until the job has ended
     assert saves.opinion(13, 0.0, leads=False) == (False, False)
 
 
@@ -134,7 +138,7 @@ def test_what_a_worker_saved_that_left_uncompared_does_not_count(durable_first: 
     for others, counts in ((range(3), True), ([0], False)):
         saves = saving(compared=True)
         saves.loop_entered()
-        saves.agree(10, a_view(1, range(2)))
+        saves.agree(10, a_view(1, range(2)), Wish.SAVE)
         saves.at_boundary(10)
         if durable_first:
             assert counting(saves.ended(answered(10), 10)) == []

@@ -154,7 +154,7 @@ def a_saver(
         if save.problem and told is not None:
             told.append(save.problem)
 
-    return Saver(orders, "job", protected, tell)
+    return Saver(orders, "job", protected, tell, lambda: 7)
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
@@ -402,7 +402,7 @@ def test_without_a_writer_no_more_is_copied_than_with_one() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     theirs.close()
     told: list[SaveEnded] = []
-    saver = Saver(ours, "job", {"thing": Thing(1)}, told.append)
+    saver = Saver(ours, "job", {"thing": Thing(1)}, told.append, lambda: 7)
     problem = saver.copy(10, view(1), WorkerId(0))
     assert "takes no orders" in problem
     saver.finish(RUN_S)

@@ -24,12 +24,13 @@ class SpareRules:
     def formed(self, view: View) -> None:
         """Check a view that the coordinator has formed."""
         last, self._last = self._last, view
-        if not self._kept and view.spares:
-            raise Violation(f"view {view.number} has spares, and none are to be held back")
+        # Who is fed takes the place of one that is about to leave, in a later view.
         cold = (
             {*view.spares} - {each.worker for each in view.fed} - {*(last.spares if last else ())}
         )
-        if cold and not self._hot:  # others take the place of who is about to leave
+        if not self._kept and cold:
+            raise Violation(f"view {view.number} has spares, and none are to be held back")
+        if cold and not self._hot:
             raise Violation(f"view {view.number} has spares {sorted(cold)}: they should be warm")
         if frozenset(view.owners) & frozenset(view.spares):
             raise Violation(f"view {view.number}: a spare hosts tasks")

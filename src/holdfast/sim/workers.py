@@ -21,7 +21,6 @@ from holdfast.core.types import (
     AgentId,
     Incarnation,
     Tick,
-    View,
     WorkerDirective,
     WorkerId,
     WorkerStatus,
@@ -375,11 +374,10 @@ class Process:
                 self.post(delay_s, self._computed, effect)
             case ef.Commit(step):
                 self._commit(step)
-            case ef.SaveShare(step, view):
+            case ef.SaveShare():
                 self._busy = True
-                began = world.now
                 delay_s = world.delay(world.options.load_s) / 4
-                self.post(delay_s, self._copied, step, view, began)
+                self.post(delay_s, self._copied, effect, world.now)
             case ef.StageState():
                 self._busy = True
                 self.post(world.delay(world.options.load_s) / 4, self._staged, effect)
@@ -449,11 +447,11 @@ class Process:
             self._open(self.step, whole=False, rested=False)
         self._script_next()
 
-    def _copied(self, step: int, view: View, began: float) -> None:
+    def _copied(self, share: ef.SaveShare, began: float) -> None:
         """Go on once its share of the state is copied: the node's writer saves it."""
         self._busy = False
-        self.host.writer.save(self, step, view)
-        self.feed(ev.ShareCopied(step, self.world.now - began))
+        self.host.writer.save(self, share)
+        self.feed(ev.ShareCopied(share.step, self.world.now - began))
         self._script_next()
 
     def _staged(self, effect: ef.StageState) -> None:

@@ -6,8 +6,8 @@ others, which may come from other nodes, and then the checkpoint is durable.
 
 from __future__ import annotations
 
+from holdfast.core.step.effects import SaveShare
 from holdfast.core.step.events import SaveEnded
-from holdfast.core.types import View
 from holdfast.sim.arithmetic import Copy
 from holdfast.sim.checkers import Truth
 from holdfast.sim.seams import Actor, Clock
@@ -22,30 +22,31 @@ class WriterHost:
         self._world = world
         self._truth = truth
         self._starts = 0
-        self._under_way: list[tuple[Actor, int, View]] = []
+        self._under_way: list[tuple[Actor, SaveShare]] = []
 
     def crash(self) -> None:
         """Lose what is not written yet; workers learn of it by their sockets."""
         self._starts += 1
         lost, self._under_way = self._under_way, []
-        for process, step, view in lost:
-            event = SaveEnded(step, view.number, problem="the writer died")
+        for process, order in lost:
+            event = SaveEnded(order.step, order.view.number, problem="the writer died")
             process.post(self._world.delay(0.01), process.feed, event)
 
-    def save(self, process: Actor, step: int, view: View) -> None:
+    def save(self, process: Actor, share: SaveShare) -> None:
         """Write a worker's share of the state after so many steps."""
         world = self._world
         copy: Copy = (process.state, process.spoiling.flipped)
-        order = (process, step, view)
+        order = (process, share)
         self._under_way.append(order)
-        self._truth.copied(step)
+        self._truth.copied(share.step)
         delay_s = world.delay(world.options.load_s)
         world.at(delay_s, self._written, self._starts, order, copy)
 
-    def _written(self, starts: int, order: tuple[Actor, int, View], copy: Copy) -> None:
+    def _written(self, starts: int, order: tuple[Actor, SaveShare], copy: Copy) -> None:
         if starts != self._starts:
             return
-        process, step, view = order
+        process, share = order
+        step, view = share.step, share.view
         rank, truth = view.rank(process.worker), self._truth
         truth.share_written(step, view, rank, copy)
         if rank == 0:
@@ -54,14 +55,15 @@ class WriterHost:
             self._under_way.remove(order)
             process.post(0.001, process.feed, SaveEnded(step, view.number))
 
-    def _await_others(self, starts: int, order: tuple[Actor, int, View], until: float) -> None:
+    def _await_others(self, starts: int, order: tuple[Actor, SaveShare], until: float) -> None:
         if starts != self._starts:
             return
-        process, step, view = order
-        world = self._world
+        process, share = order
+        step, view, world = share.step, share.view, self._world
         if self._truth.shares_complete(step, view):
-            durable = self._truth.made_durable(step, view)
-            event = SaveEnded(step, view.number, durable, "" if durable else "it is invalidated")
+            durable = self._truth.made_durable(step, view, checked=share.checked)
+            problem = "" if durable else "it is invalidated, or its shares are unlike"
+            event = SaveEnded(step, view.number, durable, problem)
         elif world.now > until:
             event = SaveEnded(step, view.number, problem="a share did not come")
         else:

@@ -97,6 +97,7 @@ class SavedPart:
     entries: tuple[Entry, ...]
     written_bytes: int  # the rest was there already
     base: int | None = None  # the checkpoint that holds the rest
+    state_print: int = 0  # of the whole state of which this is a share; 0: it is not told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -121,8 +121,11 @@ class Saving:
         )
         self._storage.put(self._intent, [encode_intent(intent)])
 
-    def write(self, items: Sequence[Item], writer: int = 0) -> SavedPart:
-        """Save these items; `writer` tells the writers of one checkpoint apart. WorldError."""
+    def write(self, items: Sequence[Item], writer: int = 0, state_print: int = 0) -> SavedPart:
+        """Save these items; `writer` tells the writers of one checkpoint apart. WorldError.
+
+        `state_print`: of the state of which they are a share; all writers' must be equal.
+        """
         pack = pack_name(self.step, self.token, writer)
         planner = _Planner(items, self.known, pack)
         new = planner.new_chunks()
@@ -131,7 +134,11 @@ class Saving:
         if first is not None:
             written = self._storage.put(pack, itertools.chain([first], new))
         return SavedPart(
-            packs=planner.packs(), entries=planner.entries, written_bytes=written, base=self.base
+            packs=planner.packs(),
+            entries=planner.entries,
+            written_bytes=written,
+            base=self.base,
+            state_print=state_print,
         )
 
     def publish(self, part: SavedPart) -> None:
@@ -165,6 +172,8 @@ class Saving:
 
     def commit(self, parts: Sequence[SavedPart], about: dict[str, str]) -> Manifest:
         """Complete the checkpoint once all writers are done; it exists on return. WorldError."""
+        if len({part.state_print for part in parts}) > 1:
+            raise WorldError(f"step {self.step} cannot be kept: its shares are of unlike states")
         manifest = merge(self.step, self.token, parts, about)
         problem = problem_of(manifest)
         if problem:

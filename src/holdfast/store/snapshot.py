@@ -46,7 +46,8 @@ class Order:
     """Asks to save this memory as share `rank` of `size` of the checkpoint of `step` and `view`.
 
     `token`: what all shares of one checkpoint, and no others, have in common. `table_at` and
-    `table_bytes`: where in the memory its items are listed.
+    `table_bytes`: where in the memory its items are listed. `state_print`: of the whole state of
+    which this is a share; 0: it is not told.
     """
 
     step: int
@@ -56,6 +57,7 @@ class Order:
     size: int
     table_at: int
     table_bytes: int
+    state_print: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -224,7 +224,12 @@ def compose_worker(
     saver = None
     if where and me.orders_fd is not None:
         orders = socket.socket(fileno=me.orders_fd)
-        saver = Saver(orders, spec.job, protected, driver.post)
+
+        def print_at_rest() -> int:
+            data.buffers.remember()
+            return whole_print()
+
+        saver = Saver(orders, spec.job, protected, driver.post, print_at_rest)
     runner = TaskRunner(driver, data, keeps_all_buffers=backs_up)
     engine.start()
     if isinstance(control.link, SoloLink):

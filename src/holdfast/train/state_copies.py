@@ -30,7 +30,7 @@ class StateCopies:
             return
         problem = "there is no writer"
         if self._saver is not None:
-            problem = self._saver.copy(order.step, order.view, worker)
+            problem = self._saver.copy(order.step, order.view, worker, checked=order.checked)
         self._driver.post(ev.ShareCopied(order.step, time.monotonic() - began, problem))
 
     def before_update(self) -> None:

@@ -166,10 +166,15 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class SaveShare:
-    """Copy this worker's share of the state after `step` steps, and have it saved."""
+    """Copy this worker's share of the state after `step` steps, and have it saved.
+
+    `checked`: nobody may take a further step and compare it, so prints of the state are written
+    with the shares, and the checkpoint exists only if they are equal.
+    """
 
     step: int
     view: View
+    checked: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from holdfast.core.step.effects import Outcome, SavedUpTo, SaveShare
 from holdfast.core.step.events import EventNoted, SaveEnded
 from holdfast.core.step.save_interval import Pace, PacePolicy
+from holdfast.core.step.vote import Wish
 from holdfast.core.types import Member, View, ViewNumber
 
 
@@ -40,6 +41,7 @@ class Saves:
         self._wanted = False  # at the next boundary, by an order
         self._order = 0  # the newest one
         self._settled = False  # nobody will compare what is saved: it counts as it is
+        self._last_save = -1  # the newest that is checked as it is written, and so counts at once
         self._members: tuple[Member, ...] = ()  # of the present view
         self._busy: int | None = None  # the step whose share is being saved
         self._durable: list[SaveEnded] = []  # not compared yet
@@ -58,18 +60,16 @@ class Saves:
             if step >= committed and any(each not in view.members for each in savers):
                 del self._savers[step, number]
 
-    def want(self, order: int, committed: int) -> list[Outcome]:
+    def want(self, order: int) -> None:
         """Save at the next boundary and let it count at once: the workers are about to end."""
-        if order <= self._order:
-            return []
-        self._order, self._wanted, self._settled = order, True, True
-        return self.compared(committed)
+        if order > self._order:
+            self._order, self._wanted = order, True
 
-    def opinion(self, step: int, now: float, leads: bool) -> tuple[bool, bool]:
+    def opinion(self, step: int, now: float, leads: bool) -> tuple[Wish, bool]:
         """Say, once for each step, whether the state after it should be saved; and whether busy."""
         policy, busy = self._policy, self._busy is not None
         if not policy.enabled or self._pace is None:
-            return False, False
+            return Wish.NONE, False
         self._pace.step(now, busy)
         if self._last is None:
             self._last = step
@@ -78,16 +78,21 @@ class Saves:
             if policy.every
             else self._pace.due(now)
         )
-        return (due and leads) or self._wanted, busy
+        if self._wanted:
+            return Wish.LAST_SAVE, busy
+        return Wish.SAVE if due and leads else Wish.NONE, busy
 
-    def agree(self, after: int, view: View) -> None:
+    def agree(self, after: int, view: View, wish: Wish) -> None:
         """Note that all members save the state after `after` steps."""
         self.agreed, self._wanted = (after, view), False
+        if wish is Wish.LAST_SAVE:
+            self._last_save = after
 
     def postpone(self, step: int) -> None:
         """Note that the script did not rest after `step` steps: save at the next boundary."""
         if self.agreed is not None and self.agreed[0] == step:
             self.agreed = step + 1, self.agreed[1]
+            self._last_save += self._last_save == step
 
     def at_boundary(self, step: int) -> list[Outcome]:
         """Return the order to copy, if the state as it is now was agreed on."""
@@ -97,7 +102,7 @@ class Saves:
         self._last = self._busy = step
         if all(each in self._members for each in agreed[1].members):  # else nobody can compare it
             self._savers[step, agreed[1].number] = agreed[1].members
-        return [SaveShare(step, agreed[1])]
+        return [SaveShare(step, agreed[1], self._policy.compared and step == self._last_save)]
 
     def copied(self, step: int, now: float, stall_s: float, problem: str) -> None:
         """Note that the script stood still for a copy; the writer may have answered by now."""
@@ -127,15 +132,17 @@ class Saves:
 
     def loop_entered(self) -> None:
         """Further steps compare what is saved again."""
-        self._settled = self._order > 0
+        self._settled = False
 
     def compared(self, committed: int) -> list[Outcome]:
         """Return the checkpoints that count by now."""
-        waits = self._policy.compared and not self._settled
-        ready = [save for save in self._durable if not waits or committed > save.step]
-        self._durable = [save for save in self._durable if save not in ready]
         found: list[Outcome] = []
-        for save in ready:
+        for save in list(self._durable):
+            checked = save.step == self._last_save
+            waits = self._policy.compared and not self._settled and not checked
+            if waits and committed <= save.step:
+                continue
+            self._durable.remove(save)
             savers = self._savers.pop((save.step, save.view), ())
             found += [SavedUpTo(save.step, save.view)] if savers or not waits else []
         return found

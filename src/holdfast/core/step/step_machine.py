@@ -550,7 +550,7 @@ class StepMachine:
         whole_step = self.step + 1 if tally.save else self._audits.whole_step
         self._audits.agree(Alike(tally.alike), whole_step)
         if tally.save:
-            self.saves.agree(self.step + 1, self._view)
+            self.saves.agree(self.step + 1, self._view, tally.save)
         out += self.feeding.committed(self.step)
         self.feeding.agree(tally.follow, self.step + 1)
         if self._view.suspended:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,11 +11,20 @@ from holdfast.core.step.link_detector import NO_WAIT, Wait
 from holdfast.core.types import ViewNumber
 
 
+class Wish(enum.IntEnum):
+    """Says whether the state after a step should be saved; the strongest wish of all counts."""
+
+    NONE = 0
+    SAVE = 1
+    LAST_SAVE = 2  # the workers are about to end: nobody may take a further step
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vote:
     """Holds what a member says at the end of a step.
 
-    `pending`: it knows of a planned change. `save`: the state after this step should be saved.
+    `pending`: it knows of a planned change. `save`: whether the state after this step should be
+    saved, and counts without a further step.
     `busy`: it still saves another one. `alike`: what audits ask from the next step on. `doubt`:
     whether what it has summed is finite. `compute_us`: how long its own tasks of the step took.
     `wait`: for whom it waited at the end of the exchange. `follow`: by which order it can feed.
@@ -23,7 +33,7 @@ class Vote:
     view: ViewNumber
     step: int
     pending: bool = False
-    save: bool = False
+    save: Wish = Wish.NONE
     busy: bool = False
     alike: int = 0
     doubt: int = FINITE
@@ -46,7 +56,7 @@ class Vote:
             view=ViewNumber(view),
             step=step,
             pending=bool(pending),
-            save=bool(save),
+            save=Wish(save),
             busy=bool(busy),
             alike=alike,
             doubt=doubt,
@@ -62,7 +72,7 @@ class Tally:
 
     alien: bool  # one is of another view or step
     pending: bool
-    save: bool
+    save: Wish
     alike: int
     doubts: tuple[int, ...]
     compute_us: tuple[int, ...]
@@ -76,7 +86,7 @@ def count_votes(rows: Sequence[Row]) -> Tally:
     return Tally(
         alien=len({(v.view, v.step) for v in votes}) > 1,
         pending=any(v.pending for v in votes),
-        save=any(v.save for v in votes) and not any(v.busy for v in votes),
+        save=Wish.NONE if any(v.busy for v in votes) else max(v.save for v in votes),
         alike=max(v.alike for v in votes),
         doubts=tuple(v.doubt for v in votes),
         compute_us=tuple(v.compute_us for v in votes),

@@ -346,7 +346,7 @@ class WorkerMachine:
         self._pending_view = max(self._pending_view, directive.pending_view)
         if directive.stop_view > self._status.promised:
             outcomes += self._promise(directive.stop_view)
-        outcomes += self._step.saves.want(directive.save_wanted, self._status.committed)
+        self._step.saves.want(directive.save_wanted)
         view = directive.view
         if view is not None and view.number > max(self._status.view, self._status.promised):
             me = view.member(self._status.worker)

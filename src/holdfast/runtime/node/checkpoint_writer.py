@@ -94,7 +94,7 @@ class Writer:
             before.abandon()
         saving = self._store.begin(order.step, order.token, order.rank)
         try:
-            part = saving.write(delivery.items(), order.rank)
+            part = saving.write(delivery.items(), order.rank, order.state_print)
             if order.rank > 0:
                 saving.publish(part)
                 with self._lock:

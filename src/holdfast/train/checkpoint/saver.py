@@ -44,6 +44,7 @@ class Saver:
     """Copies this worker's share of the state, and has the writer of its node save it.
 
     `orders`: to that writer. `tell` is called, in a thread, with how each save has ended.
+    `whole_print` returns a print of the whole state, the same for all workers.
     """
 
     def __init__(
@@ -52,7 +53,9 @@ class Saver:
         job: str,
         protected: Mapping[str, Any],
         tell: Callable[[SaveEnded], None],
+        whole_print: Callable[[], int],
     ) -> None:
+        self._whole_print = whole_print
         self._orders = orders
         self._job = job
         self._protected = protected
@@ -61,10 +64,11 @@ class Saver:
         self._copier = Copier(protected)
         self._thread: list[threading.Thread] = []  # the save under way: none or one
 
-    def copy(self, step: int, view: View, me: WorkerId) -> str:
+    def copy(self, step: int, view: View, me: WorkerId, *, checked: bool = False) -> str:
         """Copy this worker's share of the state after `step` steps, and have it saved.
 
-        Returns why there is no copy, or "". The script stands still meanwhile.
+        `checked`: it is saved only if all members have the same state. The script stands still
+        meanwhile. Returns why there is no copy, or "".
         """
         rank, size, began = view.rank(me), len(view.members), time.monotonic()
         try:
@@ -77,6 +81,7 @@ class Saver:
                 size=size,
                 table_at=table_at,
                 table_bytes=table_bytes,
+                state_print=self._whole_print() if checked else 0,
             )
             # Unless copies are still under way this worker may die now: its share will be saved.
             answers = None if self._copier.busy else send(self._orders, order, self._arena)

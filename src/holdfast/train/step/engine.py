@@ -20,7 +20,7 @@ from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.step.backup import FIRST
 from holdfast.core.step.events import FINITE, StepKind, Topic
-from holdfast.core.types import Peer, View
+from holdfast.core.types import Peer, View, WorkerId
 from holdfast.train.driver import Driver, EngineOrder, Link, ViewRendezvous
 from holdfast.train.step.backup_messages import BackupMessages
 from holdfast.train.step.bringing_up import BringingUp
@@ -44,6 +44,8 @@ from holdfast.train.step.sum_runs import SumRuns
 from holdfast.train.step.values import ValuesGather
 from holdfast.train.step.waits import Waits
 from holdfast.train.transport.seam import AloneTransport, Rendezvous, Transport
+
+NOT_TOLD = b"-"  # by those who have no state to describe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +147,8 @@ class Engine(threading.Thread):
                 BackupMessages.send(at.transport, at.layout, others, step, flags)
             case ef.Restore() | ef.SendMissed() | ef.ReceiveMissed() | ef.SyncState():
                 event = self._bringing_up.carry_out(order, at.view, at.layout, at.transport)
+                if isinstance(event, ev.StatesCompared) and event.prints:
+                    self._explain(at, at.view.resume_step, [worker for worker, _ in event.prints])
                 if event is not None:
                     self._driver.post(event)
             case ef.ForgetMissed():
@@ -284,7 +288,7 @@ class Engine(threading.Thread):
         self._rows = None
         prints = [rows.prints[rank] for rank in range(at.layout.size)]
         if any(len({each for each in kind if each}) > 1 for kind in zip(*prints, strict=True)):
-            self._explain(at, order.step)
+            self._explain(at, order.step, at.view.workers)
         with self._driver.monitor:
             unlike = data.speculative.contradicted(sums, data.values.told)
             leads = at.view.leader == self._exchange.me.worker
@@ -301,10 +305,12 @@ class Engine(threading.Thread):
             wait=at.waits.told(),
         )
 
-    def _explain(self, at: Membership, step: int) -> None:
-        """Find out together what of the states differs. UserError if it is the script's doing."""
-        told = gather_bytes(at.transport, at.layout, self._exchange.describe())
-        found = explain(dict(zip(at.view.workers, told, strict=True)), step, self._unlike)
+    def _explain(self, at: Membership, step: int, holders: Sequence[WorkerId]) -> None:
+        """Find out together what of the holders' states differs. UserError: the script does it."""
+        holds = at.view.workers[at.layout.rank] in holders
+        mine = self._exchange.describe() if holds else NOT_TOLD
+        told = zip(at.view.workers, gather_bytes(at.transport, at.layout, mine), strict=True)
+        found = explain({w: text for w, text in told if w in holders}, step, self._unlike)
         self._unlike = found or self._unlike
         if found and at.layout.rank == 0:
             text = f"what differs in step {step}: {in_short(found)}"
