@@ -190,19 +190,6 @@ def test_several_writers_save_parts_of_one_checkpoint() -> None:
     assert len(storage.names(PACKS)) == 2
 
 
-def test_parts_of_unlike_states_are_no_checkpoint() -> None:
-    store, every = Checkpoints(MemoryStorage()), items(make_state(3))
-    for prints in ((1, 2), (0, 1), (1, 1)):
-        saving = store.begin(5)
-        parts = [saving.write(every[i : i + 1], i, each) for i, each in enumerate(prints)]
-        if prints == (1, 1):
-            saving.commit(parts, {})
-        else:
-            with pytest.raises(WorldError, match="step 5 cannot be kept: its shares are of unlike"):
-                saving.commit(parts, {})
-        assert store.steps() == ([5] if prints == (1, 1) else [])
-
-
 # ---------------------------------------------------------------- damage
 
 

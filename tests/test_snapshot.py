@@ -145,6 +145,7 @@ def a_saver(
     protected: dict[str, Any],
     saved: list[int],
     told: list[str] | None = None,
+    state_print: int = 7,
 ) -> Saver:
     """`saved`, `told`: the steps that are durable, and why others are not, go there."""
 
@@ -154,7 +155,7 @@ def a_saver(
         if save.problem and told is not None:
             told.append(save.problem)
 
-    return Saver(orders, "job", protected, tell, lambda: 7)
+    return Saver(orders, "job", protected, tell, lambda: state_print)
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
@@ -178,6 +179,23 @@ def test_what_several_workers_save_any_one_restores(
     assert store.storage.names(PARTS) == []
     assert len(store.manifest(40).packs) == size  # nothing has changed: all is of step 10
     assert {p.split("/")[1][:12] for p in store.manifest(40).packs} == {f"{10:012d}"}
+
+
+def test_a_last_checkpoint_of_unlike_states_does_not_exist(
+    tmp_path: Path, orders: socket.socket
+) -> None:
+    """A bit may have flipped since states were compared, and no step follows that compares them."""
+    saved: list[int] = []
+    told: list[str] = []
+    for step, (other, checked) in enumerate(((8, True), (8, False), (7, True)), start=1):
+        prints = (7, other)
+        savers = [a_saver(orders, {"thing": Thing(1)}, saved, told, each) for each in prints]
+        for rank, saver in enumerate(savers):
+            assert saver.copy(step, view(2, step), WorkerId(rank), checked=checked) == ""
+        for saver in savers:
+            saver.finish(RUN_S)
+    assert told == ["step 1 cannot be kept: its shares are of unlike states"]
+    assert saved == Checkpoints(FileStorage(tmp_path)).steps() == [2, 3]
 
 
 class Mail:

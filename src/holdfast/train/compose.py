@@ -166,6 +166,25 @@ def _check_torch(
         driver.post(EventNoted("script", f"{text}, and bits may differ; set it to False"))
 
 
+def _saver(
+    control: Control,
+    protected: Mapping[str, Any],
+    buffers: Buffers,
+    whole_print: Callable[[], int],
+) -> Saver | None:
+    """Return what copies and saves this worker's shares; None without a store or a writer."""
+    me, driver = control.environment, control.driver
+    if not me.spec.checkpoints.store or me.orders_fd is None:
+        return None
+
+    def print_at_rest() -> int:
+        buffers.remember()
+        return whole_print()
+
+    orders = socket.socket(fileno=me.orders_fd)
+    return Saver(orders, me.spec.job, protected, driver.post, print_at_rest)
+
+
 def compose_worker(
     control: Control, protected: Mapping[str, Any], progress: ScriptState
 ) -> ScriptThread:
@@ -221,15 +240,7 @@ def compose_worker(
     )
     engine = Engine(driver, control.link, data, filled, bringing_up, exchange)
     driver.serve(StepHands(data, engine, missed, bringing_up, recorder, feeder, receiver))
-    saver = None
-    if where and me.orders_fd is not None:
-        orders = socket.socket(fileno=me.orders_fd)
-
-        def print_at_rest() -> int:
-            data.buffers.remember()
-            return whole_print()
-
-        saver = Saver(orders, spec.job, protected, driver.post, print_at_rest)
+    saver = _saver(control, protected, data.buffers, whole_print)
     runner = TaskRunner(driver, data, keeps_all_buffers=backs_up)
     engine.start()
     if isinstance(control.link, SoloLink):
