@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from conftest import RUN_S
 from holdfast.cli.migrate_command import make_order
 from holdfast.core.errors import HoldfastError, UserError
 from holdfast.testing.local_run import LocalRun
+from support import start_etcd
 
 HOLDFAST = (sys.executable, "-m", "holdfast.cli.main")
 SCRIPT = """
@@ -45,14 +47,14 @@ class Nodes:
 
     def __init__(self, run: LocalRun, stop: Path) -> None:
         self.run = run
-        self._stop = stop
+        self.stop = stop
 
     @contextlib.contextmanager
-    def node(self, name: str, nproc: int) -> Iterator[None]:
+    def node(self, name: str, nproc: int, join: str = "") -> Iterator[None]:
         host, port = self.run.run_dir.address()
         popen = subprocess.Popen(
             [
-                *(*HOLDFAST, "agent", "--join", f"{host}:{port}", "--name", name),
+                *(*HOLDFAST, "agent", "--join", join or f"{host}:{port}", "--name", name),
                 *("--nproc", str(nproc), "--run-dir", str(self.run.run_dir.path)),
             ],
             stdout=subprocess.DEVNULL,
@@ -85,18 +87,18 @@ class Nodes:
 
     def finish(self) -> str:
         """End the job at the same step; returns the digest that all workers have come to."""
-        self._stop.touch()
+        self.stop.touch()
         assert self.run.wait(RUN_S) == 0, self.run.log()
-        (found,) = set(self._stop.with_suffix(".digests").read_text().splitlines())
+        (found,) = set(self.stop.with_suffix(".digests").read_text().splitlines())
         return found
 
 
 @contextlib.contextmanager
-def nodes_of(tmp_path: Path, virtual: int) -> Iterator[Nodes]:
+def nodes_of(tmp_path: Path, virtual: int, *more: str) -> Iterator[Nodes]:
     script = tmp_path / "moved.py"
     script.write_text(SCRIPT)
     options = ["--nproc", "2", "--virtual", str(virtual), "--nodes-max", "4"]
-    options += ["--join-pause", "0", "--fingerprint-steps", "4"]
+    options += ["--join-pause", "0", "--fingerprint-steps", "4", *more]
     stop = tmp_path / "stop"
     with LocalRun(tmp_path / "run", options, [str(script), "0.01", str(stop)]) as run:
         run.until_members(2)
@@ -149,6 +151,33 @@ def test_two_nodes_are_drained_at_once_the_leaders_too(tmp_path: Path) -> None:
             nodes.run.until(lambda: len(nodes.run.members()) == 4, RUN_S, "four members on c")
             found = nodes.finish()
     assert found == undisturbed(tmp_path, found.split()[1], 4)
+
+
+@pytest.mark.slow
+def test_workers_and_coordinator_leave_the_first_machine(tmp_path: Path) -> None:
+    """It is drained, and then ends without a word; a standby goes on with the job."""
+    with start_etcd(tmp_path, 1) as etcd:
+        url = etcd.url("moved")
+        with nodes_of(tmp_path, 2, "--election", url) as nodes, nodes.node("b", 2, url):
+            run = nodes.run.run_dir
+            command = [*HOLDFAST, "coordinator", "--election", url, "--host", "127.0.0.1"]
+            command += ["--run-dir", str(tmp_path / "standby")]
+            command += ["--secret-file", str(run.path / "secret")]
+            standby = subprocess.Popen(command)
+            try:
+                nodes.spares("b", 2)
+                drained = nodes("drain", "node0")
+                assert drained.returncode == 0, drained.stderr
+                assert not any(e["kind"] == "lost" for e in nodes.run.events())
+                nodes.run.signal(signal.SIGKILL)
+                nodes.run.wait(RUN_S)
+                nodes.stop.touch()
+                assert standby.wait(RUN_S) == 0
+            finally:
+                standby.kill()
+                standby.wait()
+            (found,) = set(nodes.stop.with_suffix(".digests").read_text().splitlines())
+    assert found == undisturbed(tmp_path, found.split()[1])
 
 
 def test_a_move_that_cannot_be_is_refused() -> None:
