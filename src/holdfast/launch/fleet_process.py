@@ -29,6 +29,7 @@ MANAGERS = {
     "local": "holdfast.launch.local_manager",
     "slurm": "holdfast.launch.slurm_manager",
     "kubernetes": "holdfast.launch.kubernetes_manager",
+    "ray": "holdfast.launch.ray_manager",
     "fake": "holdfast.testing.fake_cluster",  # for tests
 }
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"

@@ -1,0 +1,141 @@
+"""Speaks with Ray, in a process of its own: one question and one answer a line, as JSON.
+
+    python -m holdfast.launch.ray_driver ADDRESS
+
+Ray's library blocks for as long as it likes, writes where it likes, and ends its process when the
+cluster is away for long. Here that harms nobody: RayLink, which asks, starts another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ray
+from ray._raylet import IMPLICIT_RESOURCE_PREFIX, GcsClient
+from ray.core.generated import gcs_pb2
+
+from holdfast.core.errors import first_line
+from holdfast.launch.ray_place import RayPlace
+from holdfast.launch.ray_tables import STATES, selector
+
+NAMESPACE = "holdfast"
+ASK_S = 10.0
+
+
+class RayDriver:
+    """Carries out questions by Ray's own words; each method is one of them."""
+
+    def __init__(self, address: str, loop: asyncio.AbstractEventLoop) -> None:
+        self._gcs = GcsClient(address=address)
+        self._loop = loop
+
+    def hello(self) -> dict[str, Any]:
+        """Say at which address this machine is in the cluster."""
+        return {"host": ray.util.get_node_ip_address(), "version": ray.__version__}
+
+    def tables(self) -> dict[str, Any]:
+        """List our actors that wait or run, then the nodes that are up: theirs are among these."""
+        actors = [actor for state in STATES for actor in self._actors(state)]
+        draining = self._gcs.get_draining_nodes(timeout=ASK_S)
+        nodes = []
+        for node in self._gcs.get_all_node_info(timeout=ASK_S).values():
+            if node.state == gcs_pb2.GcsNodeInfo.ALIVE:
+                id_ = node.node_id.hex()
+                found = {"id": id_, "name": node.node_name or node.node_manager_address}
+                found["resources"] = dict(node.resources_total)
+                found |= {"drains": id_ in draining, "drained_at": draining.get(id_, 0) / 1000}
+                nodes.append(found)
+        return {"actors": actors, "nodes": nodes}
+
+    def start(self, order: Mapping[str, Any]) -> None:
+        """Have an actor made, unless there is one of that name: one node never gets two of a unit.
+
+        Every node has one of each implicit resource; so Ray itself keeps agents apart, and what
+        waits for a node shows an autoscaler that one is wanted.
+        """
+        place: Any = ray.remote(RayPlace)
+        place.options(
+            name=order["name"],
+            namespace=NAMESPACE,
+            get_if_exists=True,
+            lifetime="detached",
+            max_restarts=0,
+            max_task_retries=0,
+            num_cpus=order["cpus"],
+            num_gpus=order["gpus"],
+            resources={f"{IMPLICIT_RESOURCE_PREFIX}{order['unit']}": 1.0},
+            label_selector=selector(order["avoid"]),
+        ).remote(order["command"], order["environment"], order["output"])
+
+    def end(self, name: str, handle: str) -> None:
+        """Kill an actor, if it is still the one of this name."""
+        try:
+            actor = ray.get_actor(name, namespace=NAMESPACE)
+        except ValueError:
+            return
+        if actor._actor_id.hex() == handle:
+            ray.kill(actor)
+
+    def _actors(self, state: str) -> list[dict[str, str]]:
+        asked = self._gcs.async_get_all_actor_info(actor_state_name=state, timeout=ASK_S)
+        return [
+            {
+                "id": actor.actor_id.hex(),
+                "name": actor.name,
+                "state": state,
+                "node": actor.address.node_id.hex(),
+            }
+            for actor in self._loop.run_until_complete(asked).values()
+            if actor.ray_namespace == NAMESPACE
+        ]
+
+
+def connect(address: str) -> RayDriver:
+    ray.init(address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+    return RayDriver(ray.get_runtime_context().gcs_address, asyncio.new_event_loop())
+
+
+def reply(answer: Callable[[], Any]) -> dict[str, Any]:
+    """Make the reply to a question: what was found, or what Ray says, and whether it refuses."""
+    try:
+        return {"found": answer()}
+    except Exception as error:  # noqa: BLE001  # Ray's errors are of many families
+        refused = isinstance(error, (TypeError, ValueError))
+        return {"problem": first_line(error), "refused": refused}
+
+
+def read_lines(lines: queue.SimpleQueue[str]) -> None:
+    """Pass questions on; whoever asked may go at any time, while Ray does not answer."""
+    for line in sys.stdin:
+        lines.put(line)
+    os._exit(0)
+
+
+def main(argv: list[str]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # whatever else is printed is not an answer
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+    threading.Thread(target=read_lines, args=(lines,), daemon=True).start()
+    drivers: list[RayDriver] = []
+    while True:
+        word, given = json.loads(lines.get())
+
+        def answer() -> Any:
+            if not drivers:
+                drivers.append(connect(argv[0]))
+            return getattr(drivers[0], word)(*given)
+
+        answers.write(json.dumps(reply(answer)) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,71 @@
+"""Holds one agent in an actor of Ray, whose life is the agent's.
+
+    python -m holdfast.launch.ray_place ACTOR_PID COMMAND ...
+
+Ray imports the class on the nodes; nothing here needs Ray. When an actor ends, Ray kills its
+children and not theirs. So what keeps the agent (local_place.py) is made nobody's child: it
+outlives the actor for as long as it takes to end everything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from holdfast.launch import local_place
+
+
+class RayPlace:
+    """Runs a command until either ends: the actor that this is, or the command."""
+
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], output: str
+    ) -> None:
+        keeper = start(command, environment, Path(output))
+        threading.Thread(target=end_with, args=(keeper,), daemon=True).start()
+
+
+def start(command: Sequence[str], environment: Mapping[str, str], output: Path) -> int:
+    """Start a command that ends with this process; return the pid of what keeps it.
+
+    Whatever it prints is added to the file `output`.
+    """
+    output.parent.mkdir(parents=True, exist_ok=True)
+    module = (sys.executable, "-m", "holdfast.launch.ray_place", str(os.getpid()))
+    with open(output, "ab") as file:
+        starter = subprocess.run(
+            [*module, *command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=file,
+            env={**os.environ, **environment},
+            check=True,
+        )
+    return int(starter.stdout)
+
+
+def end_with(pid: int) -> None:
+    """End this process when another one has ended."""
+    with contextlib.suppress(ProcessLookupError):
+        select.select([os.pidfd_open(pid)], [], [])
+    os._exit(0)
+
+
+def main(argv: list[str]) -> int:
+    pid = os.fork()
+    if pid:
+        print(pid, flush=True)
+        return 0
+    os.setsid()
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # else our starter is waited for until the end
+    return local_place.main(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,100 @@
+"""Reads what Ray says of its nodes and actors, as placements with notices. Pure.
+
+The words are those of ray_driver.py, which asks Ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.core.errors import Damaged
+from holdfast.core.fleet.placements import Holding, Notice, Placement, PlacementId
+
+# An actor that may yet run is in one of these, and goes through them in this order only, since it
+# is never restarted: asked for one after the other, they leave none out.
+WAITING_STATES, RUNNING_STATE = ("DEPENDENCIES_UNREADY", "PENDING_CREATION"), "ALIVE"
+STATES = (*WAITING_STATES, RUNNING_STATE)
+NODE_LABEL = "ray.io/node-id"  # that Ray gives to every node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayNode:
+    """Describes a node that is up; `drained_at`: on the clock on the wall, 0 if nobody has said."""
+
+    id: str
+    name: str
+    resources: Mapping[str, float]
+    drains: bool = False
+    drained_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayActor:
+    """Describes an actor; `node` is empty until it has one."""
+
+    id: str
+    name: str
+    state: str
+    node: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayTables:
+    nodes: tuple[RayNode, ...]
+    actors: tuple[RayActor, ...]
+
+    def placements(self, prefix: str, now: float, wall: float) -> list[Placement]:
+        """Return the placements of one job. `now` and `wall`: one moment on two clocks."""
+        nodes = {node.id: node for node in self.nodes}
+        mine = {actor.id: actor for actor in self.actors if actor.name.startswith(prefix)}
+        return [_placement(actor, nodes, now - wall) for actor in mine.values()]
+
+    def ids(self, hosts: Sequence[str]) -> list[str]:
+        """Return the ids of the nodes that have these names."""
+        return [node.id for node in self.nodes if node.name in hosts]
+
+    def fitting(self, share: Mapping[str, float]) -> int:
+        """Count the nodes that have so much of everything, in use or not."""
+        return sum(
+            not node.drains and all(node.resources.get(k, 0.0) >= v for k, v in share.items())
+            for node in self.nodes
+        )
+
+
+def read_tables(answer: Mapping[str, Any]) -> RayTables:
+    """Read the tables from a driver's answer; of an actor that is listed twice the later word counts.
+
+    Damaged: it does not say what it should.
+    """
+    try:
+        return RayTables(
+            nodes=tuple(RayNode(**each) for each in answer["nodes"]),
+            actors=tuple(RayActor(**each) for each in answer["actors"]),
+        )
+    except (KeyError, TypeError) as error:
+        raise Damaged(f"Ray's answer cannot be read: {error}") from None
+
+
+def selector(nodes: Sequence[str]) -> dict[str, str]:
+    """Return the label selector that keeps an actor from these nodes."""
+    return {NODE_LABEL: f"!in({','.join(nodes)})"} if nodes else {}
+
+
+def _placement(actor: RayActor, nodes: Mapping[str, RayNode], ahead_s: float) -> Placement:
+    node = nodes.get(actor.node)
+    holding, notice = Holding.WAITING, None
+    if actor.state == RUNNING_STATE:
+        # A node is known to be lost a moment before its actors are.
+        holding = Holding.ENDED if node is None else Holding.RUNNING
+    if node is not None and node.drains:
+        until = node.drained_at + ahead_s if node.drained_at else None
+        notice = Notice(reason="Ray drains its node", until=until)
+    return Placement(
+        id=PlacementId(actor.name),
+        handle=actor.id,
+        holding=holding,
+        host=node.name if node is not None else "",
+        notice=notice,
+    )
