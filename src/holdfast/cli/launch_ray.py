@@ -42,7 +42,7 @@ def go_on(run_dir: RunDir, host: str, port: int) -> int:
     """Run a job, or go on with it, from here."""
     settings = read_plan(run_dir).settings
     if host == HERE:
-        host = settings["listen"] or ask(settings["address"], "hello")["host"]
+        host = settings["listen"] or ask(settings["address"], "hello")[0]["host"]
     return launch_cluster_job(run_dir, host, port)
 
 
@@ -95,30 +95,29 @@ def parser() -> argparse.ArgumentParser:
 
 def reach(options: argparse.Namespace) -> str:
     """Return this machine's address in the cluster, which has nodes enough. UserError."""
-    tables = read_tables(ask(options.address, "tables"))
+    hello, found = ask(options.address, "hello", "tables")
     share = RayShare(cpus=options.cpus, gpus=options.gpus).resources
-    fitting = tables.fitting(share)
+    fitting = read_tables(found).fitting(share)
     if fitting < options.nodes and not options.wait_for_nodes:
         each = ", ".join(f"{number:g} {name}" for name, number in share.items())
         raise UserError(
-            f"--nodes {options.nodes}: the cluster has {fitting} nodes with {each}; start more, "
-            f"or give {WAIT} if they come by themselves"
+            f"--nodes {options.nodes}: the cluster has {fitting} with {each}; start more, or give "
+            f"{WAIT} if they come by themselves"
         )
-    return str(options.host or ask(options.address, "hello")["host"])
+    return str(options.host or hello["host"])
 
 
-def ask(address: str, word: str) -> Any:
-    """Ask the cluster one question. UserError: there is no cluster, or no Ray."""
+def ask(address: str, *words: str) -> list[Any]:
+    """Ask the cluster some questions. UserError: there is no cluster, or no Ray."""
     where = f"no Ray cluster can be used at --address {address}"
     if "://" in address:
         raise UserError(f"{where}: give HOST:PORT of its head, on a machine that is in the cluster")
     host, _, port = address.rpartition(":")
-    link = link_to(address)
     try:
-        if port.isdecimal():  # Ray would try for a minute
-            socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
-        with contextlib.closing(link):
-            return link.ask(word)
+        with contextlib.closing(link_to(address)) as link:
+            if port.isdecimal():  # Ray would try for a minute
+                socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+            return [link.ask(word) for word in words]
     except (WorldError, OSError, OverflowError) as error:
         raise UserError(
             f"{where} ({first_line(error)}): start one with `ray start --head`, and join it from "

@@ -15,18 +15,16 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import ray
-from ray._raylet import IMPLICIT_RESOURCE_PREFIX, GcsClient
 from ray.core.generated import gcs_pb2
 
 from holdfast.core.errors import first_line
 from holdfast.launch.ray_place import RayPlace
-from holdfast.launch.ray_tables import STATES, selector
+from holdfast.launch.ray_tables import NAMESPACE, STATES, selector
 
-NAMESPACE = "holdfast"
 ASK_S = 10.0
 
 
@@ -34,7 +32,7 @@ class RayDriver:
     """Carries out questions by Ray's own words; each method is one of them."""
 
     def __init__(self, address: str, loop: asyncio.AbstractEventLoop) -> None:
-        self._gcs = GcsClient(address=address)
+        self._gcs = ray._raylet.GcsClient(address=address)
         self._loop = loop
 
     def hello(self) -> dict[str, Any]:
@@ -43,7 +41,7 @@ class RayDriver:
 
     def tables(self) -> dict[str, Any]:
         """List our actors that wait or run, then the nodes that are up: theirs are among these."""
-        actors = [actor for state in STATES for actor in self._actors(state)]
+        actors = self._loop.run_until_complete(self._actors())
         draining = self._gcs.get_draining_nodes(timeout=ASK_S)
         nodes = []
         for node in self._gcs.get_all_node_info(timeout=ASK_S).values():
@@ -61,6 +59,7 @@ class RayDriver:
         Every node has one of each implicit resource; so Ray itself keeps agents apart, and what
         waits for a node shows an autoscaler that one is wanted.
         """
+        unit = f"{ray._raylet.IMPLICIT_RESOURCE_PREFIX}{order['unit']}"
         place: Any = ray.remote(RayPlace)
         place.options(
             name=order["name"],
@@ -71,7 +70,7 @@ class RayDriver:
             max_task_retries=0,
             num_cpus=order["cpus"],
             num_gpus=order["gpus"],
-            resources={f"{IMPLICIT_RESOURCE_PREFIX}{order['unit']}": 1.0},
+            resources={unit: 1.0},
             label_selector=selector(order["avoid"]),
         ).remote(order["command"], order["environment"], order["output"])
 
@@ -84,32 +83,35 @@ class RayDriver:
         if actor._actor_id.hex() == handle:
             ray.kill(actor)
 
-    def _actors(self, state: str) -> list[dict[str, str]]:
-        asked = self._gcs.async_get_all_actor_info(actor_state_name=state, timeout=ASK_S)
-        return [
-            {
-                "id": actor.actor_id.hex(),
-                "name": actor.name,
-                "state": state,
-                "node": actor.address.node_id.hex(),
-            }
-            for actor in self._loop.run_until_complete(asked).values()
-            if actor.ray_namespace == NAMESPACE
-        ]
+    async def _actors(self) -> list[dict[str, str]]:
+        found = []
+        for state in STATES:
+            listed = await self._gcs.async_get_all_actor_info(actor_state_name=state, timeout=ASK_S)
+            for actor in listed.values():
+                if actor.ray_namespace == NAMESPACE:
+                    about = {"id": actor.actor_id.hex(), "name": actor.name, "state": state}
+                    found.append(about | {"node": actor.address.node_id.hex()})
+        return found
+
+
+def answer(driver: RayDriver | None, address: str, line: str) -> tuple[RayDriver | None, str]:
+    """Answer a line, and connect before if that has not been done; return also the driver.
+
+    The answer is what was found, or what Ray says, and whether it refuses.
+    """
+    word, given = json.loads(line)
+    try:
+        driver = driver or connect(address)
+        reply = {"found": getattr(driver, word)(*given)}
+    except Exception as error:  # noqa: BLE001  # Ray's errors are of many families
+        refused = isinstance(error, (TypeError, ValueError))
+        reply = {"problem": first_line(error), "refused": refused}
+    return driver, json.dumps(reply)
 
 
 def connect(address: str) -> RayDriver:
     ray.init(address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
     return RayDriver(ray.get_runtime_context().gcs_address, asyncio.new_event_loop())
-
-
-def reply(answer: Callable[[], Any]) -> dict[str, Any]:
-    """Make the reply to a question: what was found, or what Ray says, and whether it refuses."""
-    try:
-        return {"found": answer()}
-    except Exception as error:  # noqa: BLE001  # Ray's errors are of many families
-        refused = isinstance(error, (TypeError, ValueError))
-        return {"problem": first_line(error), "refused": refused}
 
 
 def read_lines(lines: queue.SimpleQueue[str]) -> None:
@@ -125,16 +127,10 @@ def main(argv: list[str]) -> None:
     os.dup2(2, 1)  # whatever else is printed is not an answer
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=read_lines, args=(lines,), daemon=True).start()
-    drivers: list[RayDriver] = []
+    driver = None
     while True:
-        word, given = json.loads(lines.get())
-
-        def answer() -> Any:
-            if not drivers:
-                drivers.append(connect(argv[0]))
-            return getattr(drivers[0], word)(*given)
-
-        answers.write(json.dumps(reply(answer)) + "\n")
+        driver, reply = answer(driver, argv[0], lines.get())
+        answers.write(f"{reply}\n")
 
 
 if __name__ == "__main__":

@@ -85,8 +85,6 @@ def open_manager(plan: FleetPlan, spec: JobSpec) -> RayManager:
     """Open the manager of a plan, on a machine that is in the cluster."""
     logs, settings = Path(plan.run_dir, "logs"), plan.settings
     secret = {} if settings[SHARED] else {VARIABLE: read_run_dir(Path(plan.run_dir)).hex()}
-    share = RayShare(
-        cpus=float(settings["cpus"]), gpus=float(settings["gpus"]), environment=secret
-    )
+    share = RayShare(cpus=float(settings["cpus"]), gpus=float(settings["gpus"]), environment=secret)
     link = link_to(settings["address"], logs / "ray.txt")
     return RayManager(link, job_prefix(spec.job), logs, share)

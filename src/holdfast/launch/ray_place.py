@@ -24,9 +24,7 @@ from holdfast.launch import local_place
 class RayPlace:
     """Runs a command until either ends: the actor that this is, or the command."""
 
-    def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str], output: str
-    ) -> None:
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], output: str) -> None:
         keeper = start(command, environment, Path(output))
         threading.Thread(target=end_with, args=(keeper,), daemon=True).start()
 
@@ -63,7 +61,9 @@ def main(argv: list[str]) -> int:
         print(pid, flush=True)
         return 0
     os.setsid()
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # else our starter is waited for until the end
+    os.dup2(
+        sys.stderr.fileno(), sys.stdout.fileno()
+    )  # else our starter is waited for until the end
     return local_place.main(argv)
 
 

@@ -16,6 +16,8 @@ from holdfast.core.fleet.placements import Holding, Notice, Placement, Placement
 # is never restarted: asked for one after the other, they leave none out.
 WAITING_STATES, RUNNING_STATE = ("DEPENDENCIES_UNREADY", "PENDING_CREATION"), "ALIVE"
 STATES = (*WAITING_STATES, RUNNING_STATE)
+DRAINED = "Ray drains its node"  # it does not tell for what reason
+NAMESPACE = "holdfast"  # of all our actors: their names tell the jobs apart
 NODE_LABEL = "ray.io/node-id"  # that Ray gives to every node
 
 
@@ -32,7 +34,7 @@ class RayNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayActor:
-    """Describes an actor; `node` is empty until it has one."""
+    """Describes an actor that waits or runs; `node`: of these two."""
 
     id: str
     name: str
@@ -46,7 +48,10 @@ class RayTables:
     actors: tuple[RayActor, ...]
 
     def placements(self, prefix: str, now: float, wall: float) -> list[Placement]:
-        """Return the placements of one job. `now` and `wall`: one moment on two clocks."""
+        """Return the placements of one job. `now` and `wall`: one moment on two clocks.
+
+        Of an actor that has been listed in two states the later one counts.
+        """
         nodes = {node.id: node for node in self.nodes}
         mine = {actor.id: actor for actor in self.actors if actor.name.startswith(prefix)}
         return [_placement(actor, nodes, now - wall) for actor in mine.values()]
@@ -64,10 +69,7 @@ class RayTables:
 
 
 def read_tables(answer: Mapping[str, Any]) -> RayTables:
-    """Read the tables from a driver's answer; of an actor that is listed twice the later word counts.
-
-    Damaged: it does not say what it should.
-    """
+    """Read the tables from a driver's answer. Damaged: it does not say what it should."""
     try:
         return RayTables(
             nodes=tuple(RayNode(**each) for each in answer["nodes"]),
@@ -83,18 +85,16 @@ def selector(nodes: Sequence[str]) -> dict[str, str]:
 
 
 def _placement(actor: RayActor, nodes: Mapping[str, RayNode], ahead_s: float) -> Placement:
+    id_ = PlacementId(actor.name)
+    if actor.state != RUNNING_STATE:  # the node that it then has is only where it waits
+        return Placement(id=id_, handle=actor.id, holding=Holding.WAITING)
     node = nodes.get(actor.node)
-    holding, notice = Holding.WAITING, None
-    if actor.state == RUNNING_STATE:
-        # A node is known to be lost a moment before its actors are.
-        holding = Holding.ENDED if node is None else Holding.RUNNING
-    if node is not None and node.drains:
+    if node is None:  # Ray knows of a lost node a moment before it ends its actors
+        return Placement(id=id_, handle=actor.id, holding=Holding.ENDED)
+    notice = None
+    if node.drains:
         until = node.drained_at + ahead_s if node.drained_at else None
-        notice = Notice(reason="Ray drains its node", until=until)
+        notice = Notice(reason=DRAINED, until=until)
     return Placement(
-        id=PlacementId(actor.name),
-        handle=actor.id,
-        holding=holding,
-        host=node.name if node is not None else "",
-        notice=notice,
+        id=id_, handle=actor.id, holding=Holding.RUNNING, host=node.name, notice=notice
     )

@@ -1,0 +1,162 @@
+"""A real Ray cluster on this machine: its adapter keeps the contract, and jobs survive it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import SCRIPTS, finish
+from holdfast.core.errors import HoldfastError
+from holdfast.testing.cluster_contract import (
+    CLUSTER_CASES,
+    Case,
+    assert_survives,
+    run_cluster_case,
+    serving_nodes,
+)
+from holdfast.testing.local_run import LocalRun, strike
+from holdfast.testing.ray_cluster import RayCluster
+
+SCRIPT, STEPS = str(SCRIPTS / "paced.py"), "600"
+OPTIONS = ["--nproc", "1", "--virtual", "4"]
+JOB_S = 150.0
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.clusters,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(bool(RayCluster.missing()), reason=RayCluster.missing()),
+]
+
+
+@pytest.fixture(scope="module")
+def contract_cluster() -> Iterator[RayCluster]:
+    with RayCluster(hosts=4) as made:
+        yield made
+
+
+@pytest.mark.parametrize("case", CLUSTER_CASES, ids=lambda case: case.__name__)
+def test_ray_keeps_the_contract(case: Case, contract_cluster: RayCluster) -> None:
+    run_cluster_case(case, contract_cluster)
+
+
+# ---------------------------------------------------------------- jobs
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    (folder / "go").touch()
+    with LocalRun(folder / "run", OPTIONS, [SCRIPT, str(folder / "go"), STEPS]) as run:
+        return finish(run)
+
+
+@pytest.fixture
+def cluster() -> Iterator[RayCluster]:
+    with RayCluster(hosts=5) as made:
+        yield made
+
+
+class RayRun:
+    """A job on Ray that goes on slowly until it is let go."""
+
+    def __init__(self, tmp_path: Path, cluster: RayCluster, *options: str) -> None:
+        self.go, self.cluster = tmp_path / "go", cluster
+        command = ("launch", "ray", "--address", cluster.address, "--host", "127.0.0.1")
+        command += ("--run-dir", str(tmp_path / "run"), *options)
+        script = [SCRIPT, str(self.go), STEPS]
+        self.run = LocalRun(tmp_path / "run", OPTIONS, script, command=command)
+
+    def until(self, ready: Callable[[], Any], what: str) -> Any:
+        try:
+            return self.run.until(ready, JOB_S, what)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.written()}") from None
+
+    def hosts(self) -> dict[str, str]:
+        """Return the hosts of the agents that train; none while somebody does not answer."""
+        with contextlib.suppress(HoldfastError):
+            found = serving_nodes(self.run.status())
+            tables = self.cluster.tables().placements("hf-", 0.0, 0.0)
+            hosts = {str(each.id): each.host for each in tables}
+            return {name: hosts[name] for name in found if hosts.get(name)}
+        return {}
+
+    def three(self, without: str = "") -> dict[str, str]:
+        def complete() -> dict[str, str]:
+            found = self.hosts()
+            return found if len(found) == 3 and without not in found else {}
+
+        what = f"another node in place of {without}" if without else "three nodes"
+        found: dict[str, str] = self.until(complete, what)
+        return found
+
+    def written(self) -> str:
+        """Return what agents and workers have printed."""
+        return "\n".join(p.read_text() for p in self.run.run_dir.path.glob("logs/hf-*.txt"))
+
+    def digest(self) -> str:
+        """Let the job go on to its end, and return what it has printed; nothing is left."""
+        self.go.touch()
+        finish(self.run)
+        (found,) = re.findall("^[0-9a-f]{64}$", self.written(), re.MULTILINE)
+        assert not self.cluster.tables().actors
+        return str(found)
+
+
+def test_a_job_survives_a_killed_and_a_drained_host(
+    tmp_path: Path, cluster: RayCluster, undisturbed: str
+) -> None:
+    job = RayRun(tmp_path, cluster, "--nodes", "3")
+    with job.run:
+        job.three()
+        assert_survives(job.run, cluster, job.go.touch)
+        assert job.digest() == undisturbed
+
+
+def test_a_job_survives_lost_raylets_and_actors_deadlines_and_its_fleets_death(
+    tmp_path: Path, cluster: RayCluster, undisturbed: str
+) -> None:
+    job = RayRun(tmp_path, cluster, "--nodes", "3")
+    with job.run:
+        lost, host = next(iter(job.three().items()))
+        os.kill(cluster.raylet(host), signal.SIGKILL)
+        taken, _ = next(iter(job.three(without=lost).items()))
+        cluster.kill_actor(taken)
+        before = job.three(without=taken)
+        strike(job.until(lambda: fleet_of(job.run), "the fleet's process"))
+        drained, host = next(iter(before.items()))
+        cluster.drain(host, "a new fan", within_s=30)
+        assert host not in job.three(without=drained).values()
+        assert job.digest() == undisturbed
+    assert len(job.run.events("drain")) == 1
+
+
+def test_an_interrupted_job_is_resumed(
+    tmp_path: Path, cluster: RayCluster, undisturbed: str
+) -> None:
+    store = ("--store", str(tmp_path / "store"), "--save-every", "10")
+    job = RayRun(tmp_path, cluster, "--nodes", "3", *store)
+    with job.run:
+        before = job.three()
+        os.kill(job.run.pid, signal.SIGKILL)
+    again = LocalRun(tmp_path / "run", [], [], command=("resume", str(tmp_path / "run")))
+    job.run = again
+    with again:
+        assert not set(job.three()) & set(before)
+        assert job.digest() == undisturbed
+
+
+def fleet_of(run: LocalRun) -> int:
+    for pid in run.leftovers():
+        with contextlib.suppress(OSError):
+            if b"holdfast.launch.fleet_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return pid
+    return 0
