@@ -142,7 +142,7 @@ def test_a_job_survives_lost_raylets_and_actors_deadlines_and_its_fleets_death(
 def test_an_interrupted_job_is_resumed(
     tmp_path: Path, cluster: RayCluster, undisturbed: str
 ) -> None:
-    store = ("--store", str(tmp_path / "store"), "--save-every", "10")
+    store = ("--store", str(tmp_path / "store"), "--save-every", "10", "--abandon-s", "8")
     job = RayRun(tmp_path, cluster, "--nodes", "3", *store)
     with job.run:
         before = job.three()

@@ -7,7 +7,7 @@ import contextlib
 import socket
 from typing import Any
 
-from holdfast.cli.launch_options import launch_parser, make_run_dir
+from holdfast.cli.launch_options import launch_parser, make_run_dir, prefer
 from holdfast.core.errors import UserError, WorldError, first_line
 from holdfast.launch.cluster_job import launch_cluster_job
 from holdfast.launch.fleet_plan import read_plan
@@ -17,6 +17,7 @@ from holdfast.launch.ray_tables import read_tables
 from holdfast.runtime.rundir import RunDir
 
 CONNECT_S = 5.0
+ABANDON_S = 60.0  # whoever resumes a job has given all nodes back before
 HERE = "127.0.0.1"  # what `holdfast resume` gives unless it is told
 WAIT = "--wait-for-nodes"
 
@@ -27,6 +28,7 @@ def main(argv: list[str]) -> int:
     for name in ("cpus", "gpus"):
         if not 0 <= getattr(options, name) < float("inf"):
             raise UserError(f"--{name} {getattr(options, name):g}: an agent needs 0 or more")
+    prefer(options, "nodes.abandon_s", ABANDON_S)
     host = reach(options)
     settings = {
         "address": options.address,

@@ -11,17 +11,25 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from holdfast.core.fleet.placements import Placement, PlacementId
 from holdfast.core.job_spec import JobSpec
 from holdfast.launch.cluster_manager import PlacementOrder
 from holdfast.launch.fleet_plan import FleetPlan, job_prefix
-from holdfast.launch.ray_link import RayLink, link_to
+from holdfast.launch.ray_link import link_to
 from holdfast.launch.ray_tables import RayTables, read_tables
 from holdfast.net.secret import VARIABLE, read_run_dir
 
 SHARED = "shared"
+
+
+class RayAnswers(Protocol):
+    """Answers the questions that ray_driver.py knows. Refused, or Unreachable."""
+
+    def ask(self, word: str, *given: Any) -> Any: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +51,7 @@ class RayManager:
     What agents print goes to files in `folder`, on their own nodes.
     """
 
-    def __init__(self, link: RayLink, prefix: str, folder: Path, share: RayShare) -> None:
+    def __init__(self, link: RayAnswers, prefix: str, folder: Path, share: RayShare) -> None:
         self._link = link
         self._prefix = prefix
         self._folder = folder
