@@ -14,6 +14,8 @@ import pytest
 
 from conftest import SCRIPTS, finish
 from holdfast.core.errors import HoldfastError
+from holdfast.store.checkpoints import Checkpoints
+from holdfast.store.open import open_storage
 from holdfast.testing.cluster_contract import (
     CLUSTER_CASES,
     Case,
@@ -26,12 +28,12 @@ from holdfast.testing.ray_cluster import RayCluster
 
 SCRIPT, STEPS = str(SCRIPTS / "paced.py"), "600"
 OPTIONS = ["--nproc", "1", "--virtual", "4"]
-JOB_S = 150.0
+JOB_S = 240.0
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.clusters,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(bool(RayCluster.missing()), reason=RayCluster.missing()),
 ]
 
@@ -98,6 +100,9 @@ class RayRun:
         found: dict[str, str] = self.until(complete, what)
         return found
 
+    def steps_saved(self) -> bool:
+        return bool(Checkpoints(open_storage(str(self.go.parent / "store"))).steps())
+
     def written(self) -> str:
         """Return what agents and workers have printed."""
         return "\n".join(p.read_text() for p in self.run.run_dir.path.glob("logs/hf-*.txt"))
@@ -146,12 +151,14 @@ def test_an_interrupted_job_is_resumed(
     job = RayRun(tmp_path, cluster, "--nodes", "3", *store)
     with job.run:
         before = job.three()
+        job.until(job.steps_saved, "a checkpoint")
         os.kill(job.run.pid, signal.SIGKILL)
     again = LocalRun(tmp_path / "run", [], [], command=("resume", str(tmp_path / "run")))
     job.run = again
     with again:
         assert not set(job.three()) & set(before)
         assert job.digest() == undisturbed
+    assert any("from the checkpoint of step" in line for line in again.err)
 
 
 def fleet_of(run: LocalRun) -> int:

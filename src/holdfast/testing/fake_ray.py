@@ -12,7 +12,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,12 +63,13 @@ class FakeRay:
     def ask(self, word: str, *given: Any) -> Any:
         if self._away:
             raise Unreachable("Ray does not answer")
-        return {
+        answers: dict[str, Callable[..., Any]] = {
             "hello": self._hello,
             "tables": self._tables,
             "start": self._start,
             "end": self._end,
-        }[word](*given)
+        }
+        return answers[word](*given)
 
     def close(self) -> None:
         pass
