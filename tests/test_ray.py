@@ -19,7 +19,8 @@ from holdfast.cli import launch_ray
 from holdfast.cli.main import main
 from holdfast.core.errors import Damaged, Refused, Unreachable
 from holdfast.core.fleet.placements import Holding, Notice, Placement, PlacementId
-from holdfast.launch import ray_place
+from holdfast.launch import ray_manager, ray_place
+from holdfast.launch.fleet_plan import read_plan
 from holdfast.launch.ray_link import RayLink
 from holdfast.launch.ray_manager import RayManager, RayShare
 from holdfast.launch.ray_tables import RayTables, read_tables, selector
@@ -252,34 +253,52 @@ def test_the_adapter_keeps_the_contract(case: Case, cluster: FakeRay) -> None:
     run_cluster_case(case, cluster)
 
 
+class Recorder(FakeRay):
+    """Keeps what it is asked to start, and starts nothing."""
+
+    started: dict[str, Any]
+
+    def ask(self, word: str, *given: Any) -> Any:
+        if word == "start":
+            self.started = json.loads(json.dumps(given[0]))
+            return None
+        return super().ask(word, *given)
+
+
 def test_an_order_says_all_to_ray(tmp_path: Path) -> None:
-    class Recorder(FakeRay):
-        asked: Any = None
-
-        def ask(self, word: str, *given: Any) -> Any:
-            if word == "start":
-                self.asked = given[0]
-                return None
-            return super().ask(word, *given)
-
-    ray = Recorder(tmp_path)
-    share = RayShare(cpus=8, gpus=4, environment={"HOLDFAST_SECRET": "s"})
+    ray, share = Recorder(tmp_path), RayShare(cpus=8, gpus=4)
     wanted = order(1, avoid=["n1", "gone"])
     asyncio.run(RayManager(ray, "hf-fake-", tmp_path, share).request(wanted))
-    assert json.loads(json.dumps(ray.asked)) == {
+    assert ray.started == {
         "name": wanted.id,
         "command": list(wanted.command),
-        "environment": {
-            **wanted.environment,
-            "HOLDFAST_PLACEMENT": wanted.id,
-            "HOLDFAST_SECRET": "s",
-        },
+        "environment": {**wanted.environment, "HOLDFAST_PLACEMENT": wanted.id},
         "output": f"{tmp_path}/{wanted.id}.txt",
         "cpus": 8,
         "gpus": 4,
         "unit": "hf-fake-",
         "avoid": ["id-n1"],
     }
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_secret_goes_through_ray_only_where_no_file_system_is_shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    ray = Recorder(tmp_path)
+    monkeypatch.setattr(launch_ray, "link_to", lambda address: ray)
+    monkeypatch.setattr(ray_manager, "link_to", lambda address, log: ray)
+    monkeypatch.setattr(launch_ray, "launch_cluster_job", lambda *how: 0)
+    options = ["--run-dir", str(tmp_path / "run"), "--cpus", "0.5"]
+    assert main(["launch", "ray", *options, *(() if shared else ("--not-shared",)), __file__]) == 0
+    run_dir = RunDir(tmp_path / "run")
+    manager = ray_manager.open_manager(read_plan(run_dir), run_dir.spec())
+    asyncio.run(manager.request(order(1)))
+    secret = {} if shared else {"HOLDFAST_SECRET": run_dir.secret().hex()}
+    found = ray.started["environment"]
+    assert {n: v for n, v in found.items() if n == "HOLDFAST_SECRET"} == secret
+    assert (ray.started["cpus"], ray.started["gpus"]) == (0.5, 0.0)
+    assert ray.started["output"].startswith(f"{tmp_path}/run/logs/hf-")
 
 
 # ---------------------------------------------------------------- the command
