@@ -14,8 +14,6 @@ import pytest
 
 from conftest import SCRIPTS, finish
 from holdfast.core.errors import HoldfastError
-from holdfast.store.checkpoints import Checkpoints
-from holdfast.store.open import open_storage
 from holdfast.testing.cluster_contract import (
     CLUSTER_CASES,
     Case,
@@ -72,7 +70,7 @@ class RayRun:
     def __init__(self, tmp_path: Path, cluster: RayCluster, *options: str) -> None:
         self.go, self.cluster = tmp_path / "go", cluster
         command = ("launch", "ray", "--address", cluster.address, "--host", "127.0.0.1")
-        command += ("--run-dir", str(tmp_path / "run"), *options)
+        command += ("--run-dir", str(tmp_path / "run"), "--cpus", "0.5", *options)
         script = [SCRIPT, str(self.go), STEPS]
         self.run = LocalRun(tmp_path / "run", OPTIONS, script, command=command)
 
@@ -100,8 +98,9 @@ class RayRun:
         found: dict[str, str] = self.until(complete, what)
         return found
 
-    def steps_saved(self) -> bool:
-        return bool(Checkpoints(open_storage(str(self.go.parent / "store"))).steps())
+    def saved(self) -> bool:
+        """Tell whether the coordinator knows of a checkpoint."""
+        return any("is saved" in line for line in self.run.err)
 
     def written(self) -> str:
         """Return what agents and workers have printed."""
@@ -151,14 +150,15 @@ def test_an_interrupted_job_is_resumed(
     job = RayRun(tmp_path, cluster, "--nodes", "3", *store)
     with job.run:
         before = job.three()
-        job.until(job.steps_saved, "a checkpoint")
+        job.until(job.saved, "a checkpoint")
         os.kill(job.run.pid, signal.SIGKILL)
     again = LocalRun(tmp_path / "run", [], [], command=("resume", str(tmp_path / "run")))
     job.run = again
     with again:
         assert not set(job.three()) & set(before)
         assert job.digest() == undisturbed
-    assert any("from the checkpoint of step" in line for line in again.err)
+    told = [line for line in again.err if "view" in line]
+    assert any("from the checkpoint of step" in line for line in told), told
 
 
 def fleet_of(run: LocalRun) -> int:

@@ -42,7 +42,7 @@ class RayDriver:
     def tables(self) -> dict[str, Any]:
         """List our actors that wait or run, then the nodes that are up: theirs are among these."""
         actors = self._loop.run_until_complete(self._actors())
-        draining = self._gcs.get_draining_nodes(timeout=ASK_S)
+        draining = ray._private.state.state.get_draining_nodes()
         nodes = []
         for node in self._gcs.get_all_node_info(timeout=ASK_S).values():
             if node.state == gcs_pb2.GcsNodeInfo.ALIVE:

@@ -67,7 +67,7 @@ class RayCluster:
     def __exit__(self, *exc: object) -> None:
         for link in self._links:
             link.close()
-        while found := our_processes(f"{CLUSTER}={self.folder}"):
+        while found := [*our_processes(f"{CLUSTER}={self.folder}"), *self._titled()]:
             for pid in found:
                 kill_tree(pid)
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -139,7 +139,7 @@ class RayCluster:
     # ------------------------------------------------------------ harness
 
     def manager(self, job: str = PREFIX) -> RayManager:
-        return RayManager(self.link(), job, self.folder / "placements", RayShare())
+        return RayManager(self.link(), job, self.folder / "placements", RayShare(cpus=0.5))
 
     def raylet(self, host: str) -> int:
         """Return the process that makes a host part of the cluster."""
@@ -192,6 +192,17 @@ class RayCluster:
 
     def processes(self, id_: PlacementId) -> list[int]:
         return our_processes(f"HOLDFAST_PLACEMENT={id_}")
+
+    def _titled(self) -> list[int]:
+        """Find those that have written a title over their environment: they hold a log open."""
+        found = []
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError):
+                if Path("/proc", name, "cmdline").read_bytes().startswith(b"ray::"):
+                    files = [os.readlink(fd) for fd in Path("/proc", name, "fd").iterdir()]
+                    if any(file.startswith(f"{self.folder}/") for file in files):
+                        found.append(int(name))
+        return found
 
     def processes_on(self, host: str) -> list[int]:
         return our_processes(f"{NODE}={self.folder.name}-{host}")
