@@ -48,7 +48,7 @@ class Reader:
         if self.error is not None:
             raise self.error
 
-    def older_than(self, step: int, invalidations: Any) -> int:
+    def instead_of(self, step: int, invalidations: Any) -> int:
         self.asked.append((step, invalidations))
         return 5
 

@@ -401,18 +401,25 @@ def test_members_may_have_agreed_on_other_owners_and_the_furthest_knows() -> Non
 def test_all_are_waited_for_at_first_and_after_that_enough() -> None:
     cluster = Cluster(status(0), status(1, stage=Stage.BOOTING), status(4))
     situation = cluster.situation()
-    assert fo.beginners(situation, None) == []
-    assert numbers(fo.beginners(situation, 2)) == [0, 4]
-    assert fo.beginners(situation, 3) == []
+    assert fo.beginners(situation, 1, None) == []
+    assert numbers(fo.beginners(situation, 1, 2)) == [0, 4]
+    assert fo.beginners(situation, 1, 3) == []
     cluster.roster.slots[WorkerId(1)].respawn_at = cluster.now + fo.QUARANTINED_S
-    assert fo.beginners(situation, None) == []
+    assert fo.beginners(situation, 1, None) == []
     cluster.roster.slots[WorkerId(1)].respawn_at = cluster.now + fo.QUARANTINED_S + 1
-    assert numbers(fo.beginners(situation, None)) == [0, 4]
+    assert numbers(fo.beginners(situation, 1, None)) == [0, 4]
     cluster.roster.slots[WorkerId(1)].respawn_at = None
     cluster.hear("n1", status(1, stage=Stage.EXITED))
-    assert numbers(fo.beginners(situation, None)) == [0, 4]
+    assert numbers(fo.beginners(situation, 1, None)) == [0, 4]
     cluster.hear("n4", status(4, state=StateCopy.DIRTY))
-    assert fo.beginners(situation, None) == []
+    assert fo.beginners(situation, 1, None) == []
+
+
+def test_nobody_waits_for_silent_nodes_where_enough_others_are_there() -> None:
+    cluster = Cluster(status(0), status(1, stage=Stage.BOOTING), status(4))
+    situation = cluster.situation(None, 1)
+    assert numbers(fo.beginners(situation, 2, None)) == [0, 4]
+    assert fo.beginners(situation, 3, None) == []
 
 
 def test_a_first_view_hosts_all_and_says_from_where() -> None:

@@ -157,6 +157,8 @@ def test_an_interrupted_job_is_resumed(
     with again:
         assert not set(job.three()) & set(before)
         assert job.digest() == undisturbed
+    begun = [event["text"] for event in again.events("view")]
+    assert any("from the checkpoint of step" in text for text in begun), begun
 
 
 def fleet_of(run: LocalRun) -> int:

@@ -158,6 +158,26 @@ def a_saver(
     return Saver(orders, "job", protected, tell, lambda: state_print)
 
 
+def test_what_workers_saved_without_their_coordinator_is_begun_from_once_it_was_compared(
+    tmp_path: Path, orders: socket.socket
+) -> None:
+    """They go on, and remove the one that the coordinator knows."""
+    saved: list[int] = []
+    saver = a_saver(orders, {"thing": Thing(1)}, saved)
+    for step in (10, 20, 30, 40, 50):
+        saver.copy(step, view(1, 1), WorkerId(0))
+        saver.finish(RUN_S)
+    store = Checkpoints(FileStorage(tmp_path))
+    restorer = Restorer(store, LoadedState({"thing": Thing(2)}))
+    assert store.steps() == [30, 40, 50]
+    assert restorer.instead_of(10, ()) == 40  # nobody has said that 50 counts
+    assert restorer.instead_of(10, (Invalidation(after=35, view=ViewNumber(1)),)) == 0
+    assert restorer.instead_of(40, ()) == 30
+    saver.copy(60, view(1, 2), WorkerId(0))
+    saver.finish(RUN_S)
+    assert restorer.instead_of(10, ()) == 40  # 50 was not compared in its own view
+
+
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_what_several_workers_save_any_one_restores(
     size: int, tmp_path: Path, orders: socket.socket
@@ -259,15 +279,15 @@ def test_a_checkpoint_that_cannot_be_read_gives_way_to_the_newest_other_one(
         saver.finish(RUN_S)
     store = Checkpoints(FileStorage(tmp_path))
     restorer = Restorer(store, LoadedState(thing))
-    assert restorer.older_than(40, ()) == 30
-    assert restorer.older_than(30, ()) == 20
-    assert restorer.older_than(20, ()) == 10  # never one that is newer than what was agreed on
-    assert restorer.older_than(10, ()) == 0
+    assert restorer.instead_of(40, ()) == 30
+    assert restorer.instead_of(30, ()) == 20
+    assert restorer.instead_of(20, ()) == 10  # never one that is newer than what was agreed on
+    assert restorer.instead_of(10, ()) == 0
     manifest = tmp_path / manifest_name(30)
     manifest.write_bytes(manifest.read_bytes()[:-1])
-    assert restorer.older_than(40, ()) == 20
+    assert restorer.instead_of(40, ()) == 20
     assert (
-        Restorer(Checkpoints(FileStorage(tmp_path / "none")), LoadedState(thing)).older_than(10, ())
+        Restorer(Checkpoints(FileStorage(tmp_path / "none")), LoadedState(thing)).instead_of(10, ())
         == 0
     )
 
@@ -291,7 +311,7 @@ def test_what_is_invalidated_is_neither_begun_from_nor_saved(
     for step in (10, 20, 30):
         save(step, 1)
     invalidation = Invalidation(after=10, view=ViewNumber(1))
-    assert restorer.older_than(99, (invalidation,)) == 10
+    assert restorer.instead_of(99, (invalidation,)) == 10
     restorer.withdraw((invalidation,))
     assert store.steps() == [10]
     save(40, 1)

@@ -451,7 +451,7 @@ class CoordinatorMachine:
         if self._wanting_since is None:
             self._wanting_since = now
         late = now >= self._wanting_since + policy.settle_s
-        ready = beginners(situation, policy.workers_min if late else None)
+        ready = beginners(situation, policy.nodes_min, policy.workers_min if late else None)
         if not ready:
             return
         self._wanting_since = None

@@ -484,15 +484,19 @@ def present_nodes(situation: Situation) -> int:
     return sum(1 for n in roster.nodes if roster.here(n) and n not in situation.silent)
 
 
-def beginners(situation: Situation, workers_min: int | None) -> list[WorkerStatus]:
+def beginners(situation: Situation, nodes_min: int, workers_min: int | None) -> list[WorkerStatus]:
     """Choose who begins the job, or begins it again: everybody, or, with `workers_min`, so many.
 
-    The result is empty while more are waited for.
+    The result is empty while more are waited for. Silent nodes are not, where `nodes_min` others
+    are there: if they come back their workers join, and nobody waits for that.
     """
     roster, known, now = situation.roster, situation.roster.newest, situation.now
     ready = [s for s in candidates(situation) if not s.dirty]
+    gone = situation.silent if present_nodes(situation) >= nodes_min else frozenset()
     soon = [
-        w for w, slot in roster.slots.items() if (slot.respawn_at or now) <= now + QUARANTINED_S
+        worker
+        for worker, slot in roster.slots.items()
+        if (slot.respawn_at or now) <= now + QUARANTINED_S and slot.agent not in gone
     ]
     pending = [w for w in soon if w not in known or known[w].stage != Stage.EXITED]
     enough = len(ready) >= min(len(pending), situation.room.hosts)

@@ -221,11 +221,11 @@ class Restored:
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """The checkpoint that the view begins from cannot be read; an older one can (0: none)."""
+    """The checkpoint that the view begins from cannot be read; another one can (0: none)."""
 
     view: ViewNumber
     step: int
-    older: int
+    other: int
     reason: str = ""
 
 

@@ -171,8 +171,8 @@ class WorkerMachine:
                 if not self._status.has_state:
                     self._change(state=StateCopy.DIRTY)
                 return []
-            case ev.Unreadable(view, step, older):
-                self._change(unreadable=step, saved=older, state=StateCopy.DIRTY)
+            case ev.Unreadable(view, step, other):
+                self._change(unreadable=step, saved=other, state=StateCopy.DIRTY)
                 told = self._note_event("rot", event.reason) if event.reason else []
                 return [*told, *(self._promise(view) or [self._tell()])]
             case Tick():

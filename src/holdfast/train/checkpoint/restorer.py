@@ -60,24 +60,37 @@ class Restorer:
         loading()
         self._loaded.load(skeleton, tensors)
 
-    def older_than(self, step: int, invalidations: Sequence[Invalidation]) -> int:
+    def instead_of(self, step: int, invalidations: Sequence[Invalidation]) -> int:
         """Find the newest checkpoint before `step` that is valid and every byte of which is right.
 
-        Returns 0 if there is none. WorldError when the store does not answer.
+        Workers that have outlived their coordinator may have saved others, and removed all that it
+        knew: so if there is none before, the newest after it counts that another one has followed
+        in the same view, as then its state has been compared. Returns 0 if there is none.
+        WorldError when the store does not answer.
         """
-        for other in reversed([s for s in self._store.steps() if s < step]):
+        views: dict[int, str] = {}  # in which each was made, of those that are valid
+        names = [invalidation_name(each.after, each.view) for each in invalidations]
+        for other in self._store.steps():
             try:
                 about = self._store.manifest(other).about
-                names = (
-                    invalidation_name(invalidation.after, invalidation.view)
-                    for invalidation in invalidations
-                )
-                if any(is_withdrawn(name, other, about) for name in names):
-                    continue
-                if not self._store.verify(other):
-                    return other
             except (Damaged, Missing) as error:
                 say(f"the checkpoint of step {other} is not used: {error}")
+                continue
+            if not any(is_withdrawn(name, other, about) for name in names):
+                views[other] = about.get("view", "")
+        before = [other for other in views if other < step]
+        after = [other for other in views if other > step]
+        followed = [a for a in after if any(views[b] == views[a] for b in after if b > a)]
+        return self._newest(before) or self._newest(followed)
+
+    def _newest(self, steps: Sequence[int]) -> int:
+        """Return the newest of these every byte of which is right; 0 if there is none."""
+        for step in reversed(steps):
+            try:
+                if not self._store.verify(step):
+                    return step
+            except (Damaged, Missing) as error:
+                say(f"the checkpoint of step {step} is not used: {error}")
         return 0
 
     def withdraw(self, invalidations: Sequence[Invalidation]) -> None:

@@ -110,8 +110,8 @@ class BringingUp:
             except (Damaged, Missing) as error:
                 text = f"the checkpoint of step {step} is not used: {error}"
                 say(text)
-                older = restorer.older_than(step, view.invalidations)
-                return ev.Unreadable(number, step, older, text)
+                other = restorer.instead_of(step, view.invalidations)
+                return ev.Unreadable(number, step, other, text)
         except Aborted:
             raise
         except WorldError as error:  # it may answer again: the next view tries
