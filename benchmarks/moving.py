@@ -82,6 +82,8 @@ def move(run: LocalRun, number: int) -> str:
     run_dir = str(run.run_dir.path)
     command = [*HOLDFAST, "migrate", str(worker), "--to", to, "--run-dir", run_dir]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if "no worker waits" in done.stderr:  # it has begun anew since
+        return move(run, number)
     assert done.returncode == 0, done.stderr
     return to
 
