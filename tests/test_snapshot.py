@@ -60,7 +60,7 @@ from holdfast.train.checkpoint.saver import Saver
 from holdfast.train.checkpoint.shares import share_of
 from holdfast.train.checkpoint.staging import Copier
 from holdfast.train.step.reduction import Layout
-from holdfast.train.transport.seam import Message
+from mail_kit import Mail, Noisy
 from support import until
 
 SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=3), max_size=8)
@@ -216,36 +216,6 @@ def test_a_last_checkpoint_of_unlike_states_does_not_exist(
             saver.finish(RUN_S)
     assert told == ["step 1 cannot be kept: its shares are of unlike states"]
     assert saved == Checkpoints(FileStorage(tmp_path)).steps() == [2, 3]
-
-
-class Mail:
-    """A transport of threads: messages of a pair arrive in the order sent, once both are there."""
-
-    ordered = False
-
-    def __init__(self, boxes: dict[tuple[int, int], queue.Queue[torch.Tensor]], rank: int) -> None:
-        self.boxes = boxes
-        self.rank = rank
-
-    def exchange(self, sends: list[Message], receives: list[Message], tag: int) -> Mail:
-        for peer, tensor in sends:
-            self.boxes[self.rank, peer].put(tensor.clone())
-        for peer, tensor in receives:
-            tensor.copy_(self.boxes[peer, self.rank].get(timeout=RUN_S))
-        return self
-
-    def wait(self) -> None:
-        return
-
-
-class Noisy(Mail):
-    """What rank 0 sends loses a bit."""
-
-    def exchange(self, sends: list[Message], receives: list[Message], tag: int) -> Mail:
-        if self.rank == 0 and sends:
-            sends = [(peer, tensor.clone()) for peer, tensor in sends]
-            sends[0][1].view(torch.uint8)[0] ^= 1
-        return super().exchange(sends, receives, tag)
 
 
 def restore_together(
