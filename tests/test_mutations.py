@@ -437,6 +437,7 @@ FIRST_SEED = {
     "a_discarded_state_is_begun_from": 351,
     "a_drained_node_is_used_on": 103,
     "a_joiner_vouches_for_all": 2,
+    "a_last_checkpoint_is_not_checked": 28,
     "a_view_without_tasks_for_who_was_fed_proves_it": 54,
     "agent_obeys_an_older_term": 40,
     "broken_group_is_not_given_up": 681,
@@ -474,7 +475,7 @@ FIRST_SEED = {
     "witness_is_ignored": 20,
     "worker_acts_after_promising": 30,
     "worker_installs_a_view_it_gave_up": 60,
-    "worker_minds_no_clock": 604,
+    "worker_minds_no_clock": 921,
     "worker_promises_without_aborting": 30,
 }
 

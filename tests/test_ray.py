@@ -194,8 +194,11 @@ threading.Event().wait()
 """
 
 
-def actor(tmp_path: Path, script: str) -> tuple[subprocess.Popen[str], str]:
-    """Start an actor, and return it once its command runs, with the mark of its processes."""
+def actor(tmp_path: Path, script: str, *, stays: bool = True) -> tuple[subprocess.Popen[str], str]:
+    """Start an actor, and return it once its command runs, with the mark of its processes.
+
+    `stays`: the command does not end by itself, and the actor with it.
+    """
     mark = f"{tmp_path}/mark"
     process = subprocess.Popen(
         [sys.executable, "-c", ACTOR, script, mark, str(tmp_path / "logs" / "out.txt")],
@@ -203,7 +206,7 @@ def actor(tmp_path: Path, script: str) -> tuple[subprocess.Popen[str], str]:
         text=True,
     )
     assert process.stdout is not None
-    assert process.stdout.readline() == "up\n"
+    assert not stays or process.stdout.readline() == "up\n"
     return process, f"MARK={mark}"
 
 
@@ -227,7 +230,8 @@ def test_an_actor_takes_all_its_processes_along_and_its_children_are_not_theirs(
 
 
 def test_an_actor_ends_with_its_command_and_keeps_what_it_has_printed(tmp_path: Path) -> None:
-    process, mark = actor(tmp_path, "import sys; print('one'); print('two', file=sys.stderr)")
+    command = "import sys; print('one'); print('two', file=sys.stderr)"
+    process, mark = actor(tmp_path, command, stays=False)
     assert process.wait(WAIT_S) == 0
     assert not our_processes(mark)
     assert sorted((tmp_path / "logs" / "out.txt").read_text().split()) == ["one", "two"]
