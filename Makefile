@@ -3,7 +3,7 @@
 #
 #   make demo                     train, break things, prove that nothing was lost
 #   make check test               what every change must pass
-#   make test-all                 the same, with the slow tests
+#   make test-all                 the same, with the slow tests, for an hour
 #   make test-clusters            jobs on real cluster managers, where they are installed
 #   make demo PYTHON=python3.12   with another interpreter
 #   make demo TORCH_INDEX=URL     take torch from a second package index as well
@@ -54,7 +54,7 @@ test: $(STAMP)
 	$(PYTEST) -n 2 --dist worksteal $(PYTEST_OPTIONS)
 
 test-all: $(STAMP)
-	$(PYTEST) -n 2 --dist worksteal -m "" $(PYTEST_OPTIONS)
+	$(PYTEST) -n 2 --dist worksteal -m "not clusters" $(PYTEST_OPTIONS)
 
 # Those that are not installed are skipped, with the package that brings them; docs/kubernetes.md
 # says where KUBEBUILDER_ASSETS comes from. One process: each test is a cluster.

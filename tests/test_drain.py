@@ -51,6 +51,7 @@ def node(run: LocalRun, name: str) -> Iterator[subprocess.Popen[bytes]]:
             [
                 *(*HOLDFAST, "agent", "--join", f"{host}:{port}", "--name", name),
                 *("--tls", str(run.tls), "--run-dir", str(run.run_dir.path)),
+                *("--domain", f"rack={name}"),
             ],
             stdout=output,
             stderr=output,
@@ -65,7 +66,7 @@ def node(run: LocalRun, name: str) -> Iterator[subprocess.Popen[bytes]]:
 @pytest.fixture
 def run(tmp_path: Path, certificates: Path) -> Iterator[LocalRun]:
     """A job that begins with two nodes, and is held early on until `let_go`."""
-    options = ["--nproc", "1", "--virtual", "4", "--nodes-min", "2"]
+    options = ["--nproc", "1", "--virtual", "4", "--nodes-min", "2", "--domain", "rack=first"]
     words = [str(SCRIPT), "--steps", str(STEPS), "--hold", str(HELD), str(tmp_path / "go")]
     with LocalRun(tmp_path / "run", options, words, tls=certificates) as made:
         made.until(made.run_dir.coordinator.exists, RUN_S, "the coordinator listens")
@@ -89,11 +90,16 @@ def draining(run: LocalRun, name: str) -> bool:
     return any(a["draining"] for a in run.status()["agents"] if a["id"] == name)
 
 
+def domains(run: LocalRun) -> dict[str, list[str]]:
+    return {agent["id"]: agent["domains"] for agent in run.status()["agents"]}
+
+
 def test_a_drained_node_leaves_and_the_job_goes_on(
     run: LocalRun, reference: Callable[[int], str]
 ) -> None:
     with node(run, "far") as far:
         run.until_members(2)
+        assert domains(run) == {"far": ["rack=far"], "node0": ["rack=first"]}
         unknown = holdfast(run, "drain", "fra")
         assert unknown.returncode == 2
         assert "no node 'fra'" in unknown.stderr

@@ -22,13 +22,14 @@ def ids(effects: list[fe.FleetEffect], kind: type) -> list[str]:
     return [e.id.removeprefix(PREFIX) for e in effects if isinstance(e, kind)]
 
 
-def placed(number: int, notice: Notice | None = None) -> Placement:
+def placed(number: int, notice: Notice | None = None, *domains: str) -> Placement:
     return Placement(
         id=f"{PREFIX}e-{number}",
         handle=str(number),
         holding=Holding.RUNNING,
         host=f"h{number}",
         notice=notice,
+        domains=domains,
     )
 
 
@@ -73,6 +74,18 @@ def test_the_loss_of_an_agent_is_the_jobs_word_and_never_the_managers() -> None:
     machine.handle(fe.Observed(found[:3], 5.0), 5.0)
     effects = machine.handle(Tick(), 10.0)
     assert ids(effects, fe.ReleasePlacement) == ["e-3"]
+
+
+def test_failure_domains_are_told_until_the_job_knows_them() -> None:
+    machine = three_nodes()
+    everyone = (serving(1), serving(2), serving(3))
+    told = fe.LabelNode(placed(2).id, ("rack=r7",))
+    found = (placed(1), placed(2, None, "rack=r7"), placed(3))
+    assert machine.handle(fe.Observed(found, 2.0), 2.0) == [told]
+    assert machine.handle(fe.JobHeard(everyone), 3.0) == []
+    assert machine.handle(fe.JobHeard(everyone), 8.0) == [told]
+    otherwise = (serving(1), serving(2, domains=("rack=r8",)), serving(3))  # said on the machine
+    assert machine.handle(fe.JobHeard(otherwise), 20.0) == []
 
 
 def test_surplus_is_given_back_one_at_a_time() -> None:

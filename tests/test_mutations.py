@@ -434,7 +434,7 @@ def an_unreadable_checkpoint_is_tried_again(patch: pytest.MonkeyPatch) -> Machin
 FIRST_SEED = {
     "a_checkpoint_counts_although_who_saved_it_left_uncompared": 221,
     "a_contradicted_speculative_task_is_ignored": 30,
-    "a_discarded_state_is_begun_from": 351,
+    "a_discarded_state_is_begun_from": 307,
     "a_drained_node_is_used_on": 103,
     "a_joiner_vouches_for_all": 2,
     "a_last_checkpoint_is_not_checked": 28,

@@ -69,7 +69,16 @@ class RayRun:
 
     def __init__(self, tmp_path: Path, cluster: RayCluster, *options: str) -> None:
         self.go, self.cluster = tmp_path / "go", cluster
-        command = ("launch", "ray", "--address", cluster.address, "--host", "127.0.0.1")
+        command = (
+            "launch",
+            "ray",
+            "--address",
+            cluster.address,
+            "--host",
+            "127.0.0.1",
+            "--domain-label",
+            "rack",
+        )
         command += ("--run-dir", str(tmp_path / "run"), "--cpus", "0.5", *options)
         script = [SCRIPT, str(self.go), STEPS]
         self.run = LocalRun(tmp_path / "run", OPTIONS, script, command=command)

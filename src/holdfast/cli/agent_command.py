@@ -9,7 +9,8 @@ import socket
 import sys
 from pathlib import Path
 
-from holdfast.cli.shared_options import add_checks, add_notices, add_secret, add_tls
+from holdfast.cli.shared_options import add_checks, add_domains, add_notices, add_secret, add_tls
+from holdfast.core.domains import read_domains
 from holdfast.core.errors import UserError
 from holdfast.core.types import AgentId, ProcessRole
 from holdfast.health.external_checks import parse_checks, save_checks
@@ -70,6 +71,7 @@ def parser() -> argparse.ArgumentParser:
         "that a cluster manager gives (default: others take over its work, however long it takes)",
     )
     add_notices(found)
+    add_domains(found)
     add_checks(found)
     return found
 
@@ -81,6 +83,7 @@ def main(argv: list[str]) -> int:
         raise UserError(f"--nproc {options.nproc}: at least 1 worker is needed")
     if not options.notice_s > 0:
         raise UserError(f"--notice-s {options.notice_s:g}: say how many seconds, more than 0")
+    domains = read_domains(options.domain)
     checks = parse_checks(options.check, options.check_limit_s)
     secret = load_secret(os.environ, file=options.secret_file, run_dir=options.run_dir)
     reply = ask(contact, secret, JoinRequest(), JoinReply, options.patience_s)
@@ -104,6 +107,7 @@ def main(argv: list[str]) -> int:
             first_incarnation=incarnation_now() if options.name else 1,
             notice_s=options.notice_s,
             notices=options.notices,
+            domains=domains,
         ),
         spec,
     )

@@ -16,7 +16,7 @@ from holdfast.core.types import AgentId
 from holdfast.net.tls import client_of
 from holdfast.runtime.contact import ask, contact_of, job_status
 from holdfast.runtime.rundir import RunDir
-from holdfast.wire.messages import DrainReply, DrainRequest
+from holdfast.wire.messages import DrainRequest, OrderReply
 
 LOOK_S = 0.2  # between checks of the job
 PATIENCE_S = 60.0  # how long a coordinator may fail to answer
@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
     names = " and ".join(nodes)
     for node in nodes:
         order = DrainRequest(agent=node, reason=options.reason, deadline_s=options.deadline)
-        reply = ask(contact_of(run_dir, tls), run_dir.secret(), order, DrainReply)
+        reply = ask(contact_of(run_dir, tls), run_dir.secret(), order, OrderReply)
         if reply.problem:
             raise UserError(reply.problem)
     try:

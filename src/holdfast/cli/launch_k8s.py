@@ -24,7 +24,7 @@ from holdfast.launch.kubernetes_manifests import (
     manifests,
     service_host,
 )
-from holdfast.launch.kubernetes_names import AGENT, COMPONENT, INSTANCE, instance_of
+from holdfast.launch.kubernetes_names import AGENT, COMPONENT, INSTANCE, ZONE, instance_of
 from holdfast.launch.kubernetes_resume import job_again
 
 PORT = 29600
@@ -41,7 +41,7 @@ TLS = (
     "encrypt the control plane with the certificates of this Secret: tls.crt and tls.key, good for "
     "*.NAMESPACE.svc, and ca.crt"
 )
-SPREAD = "spread agents over the values of this label of nodes"
+SPREAD = "failure domains: spread agents over the values of this label of nodes"
 POD = (
     "a pod template in YAML (metadata, spec) that agents' pods are made from, for tolerations, "
     "node selectors, volumes; a container `agent` in it is ours"
@@ -89,7 +89,7 @@ def main(argv: list[str]) -> int:
         drain_s=options.drain_s,
         tls=site.tls,
         agent_options=(*AGENT_OPTIONS, *agent_options(options)),
-        settings={"namespace": site.namespace, "address": address},
+        settings={"namespace": site.namespace, "address": address, "domain": site.spread},
     )
     text = as_yaml(manifests(site, spec, plan, run_command.make_secret(options)))
     deliver(options, text)
@@ -123,7 +123,7 @@ def parser() -> argparse.ArgumentParser:
         ("claim", "NAME", "", CLAIM),
         ("storage", "SIZE", "1Gi", "size of the coordinator's new claim"),
         ("tls-secret", "NAME", "", TLS),
-        ("spread", "LABEL", "topology.kubernetes.io/zone", SPREAD),
+        ("spread", "LABEL", ZONE, SPREAD),
         ("resume", "JOB", "", RESUME),
     ):
         shown = f"{text} (default: {default})" if default else text

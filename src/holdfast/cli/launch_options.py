@@ -54,6 +54,9 @@ def make_launch(
         raise UserError(f"--nodes {options.nodes}: at least 1 node is needed")
     if options.write_config is not None:
         raise UserError("--write-config is an option of `holdfast run`: use it there")
+    if options.domain:
+        text = "the cluster manager says in which domains nodes are; or give it to `holdfast agent`"
+        raise UserError(f"--domain {options.domain[0]}: {text}")
     prefer(options, "nodes.min", options.nodes)
     prefer(options, "nodes.max", options.nodes)
     spec = make(options)

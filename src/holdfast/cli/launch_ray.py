@@ -20,6 +20,7 @@ CONNECT_S = 5.0
 ABANDON_S = 60.0  # whoever resumes a job has given all nodes back before
 HERE = "127.0.0.1"  # what `holdfast resume` gives unless it is told
 WAIT = "--wait-for-nodes"
+DOMAIN_LABEL = "ray.io/availability-zone"
 
 
 def main(argv: list[str]) -> int:
@@ -34,6 +35,7 @@ def main(argv: list[str]) -> int:
         "address": options.address,
         "cpus": f"{options.cpus:g}",
         "gpus": f"{options.gpus:g}",
+        "domain": options.domain_label,
         "listen": options.host,
         SHARED: "yes" if options.shared else "",
     }
@@ -58,6 +60,12 @@ def parser() -> argparse.ArgumentParser:
     )
     found.set_defaults(host="")
     group = found.add_argument_group("Ray")
+    group.add_argument(
+        "--domain-label",
+        default=DOMAIN_LABEL,
+        metavar="LABEL",
+        help="failure domains: the values of this label of nodes (default: %(default)s)",
+    )
     group.add_argument(
         "--address",
         default="auto",

@@ -18,7 +18,7 @@ from holdfast.core.types import AgentId, Leaving, WorkerId
 from holdfast.net.tls import client_of
 from holdfast.runtime.contact import ask, contact_of, job_status
 from holdfast.runtime.rundir import RunDir
-from holdfast.wire.messages import DrainReply, MoveRequest
+from holdfast.wire.messages import MoveRequest, OrderReply
 
 MEMBER = ("computing", "waiting", "ended", "changing view", "stopped", "joining")
 
@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
     run_dir, tls = RunDir(options.run_dir), client_of(options.tls)
     order = make_order(job_status(run_dir, tls), options.worker, options.to, options.reason)
-    reply = ask(contact_of(run_dir, tls), run_dir.secret(), order, DrainReply)
+    reply = ask(contact_of(run_dir, tls), run_dir.secret(), order, OrderReply)
     if reply.problem:
         raise UserError(reply.problem)
     waiting = f"a worker on {options.to} takes the place of worker {options.worker}"

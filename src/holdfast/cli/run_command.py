@@ -13,7 +13,8 @@ from pathlib import Path
 
 from holdfast.cli.job_config import JobConfig, read_config, write_config
 from holdfast.cli.job_options import add_settings, given_settings
-from holdfast.cli.shared_options import add_checks, add_notices, add_secret, add_tls
+from holdfast.cli.shared_options import add_checks, add_domains, add_notices, add_secret, add_tls
+from holdfast.core.domains import read_domains
 from holdfast.core.errors import UserError, WorldError
 from holdfast.core.job_spec import (
     JobSpec,
@@ -95,6 +96,7 @@ def _add_launch(found: argparse.ArgumentParser) -> None:
     add_secret(group, "HOLDFAST_SECRET, or a new one in the run directory")
     add_tls(group)
     add_notices(group)
+    add_domains(group)
     add_checks(found)
     group.add_argument(
         "--faults",
@@ -116,6 +118,7 @@ def main(argv: list[str]) -> int:
     run_dir = RunDir(options.run_dir or Path("holdfast-runs") / name)
     server_of(options.tls)  # says what is wrong with it
     checks = parse_checks(options.check, options.check_limit_s)
+    domains = read_domains(options.domain)
     with listen(options.host, options.port) as listener:
         run_dir.create(spec, make_secret(options))
         save_checks(run_dir.path, FIRST_NODE, checks)
@@ -123,7 +126,7 @@ def main(argv: list[str]) -> int:
         site = CoordinatorSite(
             run_dir=run_dir, listener=listener, host=options.host, tls=options.tls
         )
-        return launch_job(site, spec, notices=options.notices)
+        return launch_job(site, spec, notices=options.notices, domains=domains)
 
 
 def write_new(path: Path, text: str) -> None:

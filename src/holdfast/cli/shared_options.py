@@ -43,6 +43,18 @@ def add_notices(parser: argparse._ActionsContainer) -> None:
     )
 
 
+def add_domains(parser: argparse._ActionsContainer) -> None:
+    """Add the option --domain, which says what this machine shares with others that may fail."""
+    parser.add_argument(
+        "--domain",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="this machine is in that failure domain, such as rack=r7, whose machines may all be "
+        "lost at once; repeat it for other kinds of domains",
+    )
+
+
 def source_name(text: str) -> str:
     """Check a source of notices. UserError."""
     notice_source(text)

@@ -36,6 +36,7 @@ def _agent(agent: dict[str, Any]) -> str:
     marks = [f"pid {agent['pid']}", f"{agent['members']} workers train"]
     marks += ["silent"] if agent["silent"] else []
     marks += [f"draining: {agent['draining']}"] if agent["draining"] else []
+    marks += agent["domains"]
     return f"{agent['id']} ({', '.join(marks)})"
 
 

@@ -12,6 +12,8 @@ import enum
 from dataclasses import dataclass
 from typing import NamedTuple, NewType
 
+from holdfast.core.domains import Domains
+
 WorkerId = NewType("WorkerId", int)
 AgentId = NewType("AgentId", str)
 Incarnation = NewType("Incarnation", int)
@@ -325,6 +327,7 @@ class AgentReport:
     failing: str = ""  # the check that it fails, if that is why
     leaves_in_s: float = float("inf")  # after so long the node will be gone, as far as it knows
     leaving: tuple[Leaving, ...] = ()  # workers that are to be moved
+    domains: Domains = ()  # failure domains that this node is in
     view_known: ViewNumber = NO_VIEW
     view: View | None = None  # only for a coordinator that has forgotten it
     release_loop: int = 0

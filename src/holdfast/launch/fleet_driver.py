@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast.core.domains import Domains
 from holdfast.core.errors import UserError, WorldError, assert_never, first_line
 from holdfast.core.fleet import fleet_events as fe
 from holdfast.core.fleet.fleet import FleetMachine
@@ -22,7 +23,13 @@ from holdfast.core.types import AgentId, Tick
 from holdfast.launch.cluster_manager import ClusterManager, PlacementOrder
 from holdfast.runtime.contact import Contact, exchange
 from holdfast.runtime.rundir import RunDir
-from holdfast.wire.messages import DrainReply, DrainRequest, StatusReply, StatusRequest
+from holdfast.wire.messages import (
+    DrainRequest,
+    LabelRequest,
+    OrderReply,
+    StatusReply,
+    StatusRequest,
+)
 
 FAILURES = (WorldError, UserError, OSError, asyncio.TimeoutError)
 TICK_S_MIN = 0.01
@@ -63,7 +70,12 @@ class JobLink:
     async def drain(self, name: str, reason: str, deadline_s: float = float("inf")) -> None:
         """Have a node drained, within a time; that it is not connected just now is no error."""
         order = DrainRequest(agent=AgentId(name), reason=reason, deadline_s=deadline_s)
-        await exchange(self._contact, self._secret, order, DrainReply)
+        await exchange(self._contact, self._secret, order, OrderReply)
+
+    async def label(self, name: str, domains: Domains) -> None:
+        """Tell which failure domains a node is in, if it is connected just now."""
+        order = LabelRequest(agent=AgentId(name), domains=domains)
+        await exchange(self._contact, self._secret, order, OrderReply)
 
 
 def read_nodes(status: dict[str, Any]) -> tuple[NodeSeen, ...]:
@@ -74,6 +86,7 @@ def read_nodes(status: dict[str, Any]) -> tuple[NodeSeen, ...]:
             silent=each["silent"],
             draining=each["draining"],
             members=each["members"],
+            domains=tuple(each["domains"]),
         )
         for each in status["agents"]
     )
@@ -198,6 +211,9 @@ class FleetDriver:
                 self._spawn(self._release(id_, handle))
             case fe.DrainNode(id_, reason, until):
                 self._spawn(self._drain(id_, reason, until))
+            case fe.LabelNode(id_, domains):
+                told = self._job.label(id_, domains)
+                self._spawn(self._try(f"the job, to label {id_},", told))
             case fe.Note(text):
                 self._say(text)
             case fe.Finished():

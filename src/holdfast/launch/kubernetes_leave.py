@@ -22,7 +22,7 @@ from holdfast.launch.kubernetes_manifests import POD_VARIABLE
 from holdfast.net.secret import load_secret
 from holdfast.net.tls import client_of
 from holdfast.runtime.contact import Contact, contact_by, exchange
-from holdfast.wire.messages import DrainReply, DrainRequest, StatusReply, StatusRequest
+from holdfast.wire.messages import DrainRequest, OrderReply, StatusReply, StatusRequest
 
 LOOK_S = 0.5
 
@@ -31,7 +31,7 @@ async def leave(contact: Contact, secret: bytes, node: AgentId, within_s: float)
     """Have a node drained, and wait until it is."""
     until = time.monotonic() + within_s
     order = DrainRequest(agent=node, reason="its pod is being deleted", deadline_s=within_s)
-    reply = await exchange(contact, secret, order, DrainReply)
+    reply = await exchange(contact, secret, order, OrderReply)
     while reply is not None and not reply.problem and time.monotonic() < until:
         status = await exchange(contact, secret, StatusRequest(), StatusReply)
         agents = json.loads(status.text)["agents"] if status is not None else []

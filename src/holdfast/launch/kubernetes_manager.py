@@ -34,13 +34,15 @@ class KubernetesManager:
     """Creates, lists and deletes the pods of one job's agents, in one namespace.
 
     The ids of its placements begin with `prefix`. What they are made from is the PodTemplate of
-    the job's name; they go when the Job of that name goes.
+    the job's name; they go when the Job of that name goes. `label`: of nodes, whose values are
+    failure domains.
     """
 
-    def __init__(self, client: AsyncClient, namespace: str, prefix: str) -> None:
+    def __init__(self, client: AsyncClient, namespace: str, prefix: str, label: str = "") -> None:
         self._client = client
         self._namespace = namespace
         self._prefix = prefix
+        self._label = label
         self._blind = False  # towards nodes, and it has been said
 
     async def observe(self) -> Sequence[Placement]:
@@ -50,7 +52,7 @@ class KubernetesManager:
             pods = [pod async for pod in listed]
             nodes = await self._nodes() if pods else {}
         clocks = TwoClocks(wall=time.time(), monotonic=time.monotonic())
-        return [placement_of(pod, nodes, clocks) for pod in pods]
+        return [placement_of(pod, nodes, clocks, self._label) for pod in pods]
 
     async def request(self, order: PlacementOrder) -> None:
         name, namespace = instance_of(self._prefix), self._namespace
@@ -143,4 +145,5 @@ def told_apart() -> Iterator[None]:
 def open_manager(plan: FleetPlan, spec: JobSpec) -> KubernetesManager:
     """Open the manager of a plan, inside a pod or with the user's own kubeconfig."""
     namespace = plan.settings["namespace"]
-    return KubernetesManager(AsyncClient(namespace=namespace), namespace, job_prefix(spec.job))
+    client, label = AsyncClient(namespace=namespace), plan.settings.get("domain", "")
+    return KubernetesManager(client, namespace, job_prefix(spec.job), label)

@@ -14,7 +14,7 @@ from typing import Any
 
 from holdfast.core.job_spec import JobSpec
 from holdfast.launch.fleet_plan import FleetPlan, job_prefix
-from holdfast.launch.kubernetes_names import AGENT, COORDINATOR, instance_of, labels_of
+from holdfast.launch.kubernetes_names import AGENT, COORDINATOR, ZONE, instance_of, labels_of
 from holdfast.net.secret import VARIABLE
 from holdfast.wire.job_document import encode_job
 
@@ -49,7 +49,7 @@ class KubernetesSite:
     port: int
     claim: str = ""
     storage: str = "1Gi"
-    spread: str = "topology.kubernetes.io/zone"
+    spread: str = ZONE
     resources: Mapping[str, str] = field(default_factory=dict)
     pod: Mapping[str, Any] = field(default_factory=dict)
     certificates: str = ""

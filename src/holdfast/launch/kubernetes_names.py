@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+ZONE = "topology.kubernetes.io/zone"  # label of nodes
 AGENT = "agent"
 COORDINATOR = "coordinator"
 NAME, INSTANCE, COMPONENT = (

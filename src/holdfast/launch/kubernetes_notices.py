@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING
 
+from holdfast.core.domains import Domains
 from holdfast.core.fleet.placements import Holding, Notice, Placement, PlacementId
 
 if TYPE_CHECKING:
@@ -51,8 +52,10 @@ class TwoClocks:
         return self.monotonic - self.age(moment) + later_s
 
 
-def placement_of(pod: Pod, nodes: Mapping[str, Node], clocks: TwoClocks) -> Placement:
-    """Return the placement that a pod is."""
+def placement_of(
+    pod: Pod, nodes: Mapping[str, Node], clocks: TwoClocks, label: str = ""
+) -> Placement:
+    """Return the placement that a pod is. `label`: of nodes, whose values are failure domains."""
     assert pod.metadata is not None
     assert pod.spec is not None
     host = pod.spec.nodeName or ""
@@ -63,7 +66,13 @@ def placement_of(pod: Pod, nodes: Mapping[str, Node], clocks: TwoClocks) -> Plac
         holding=_holding(pod, node, clocks),
         host=host,
         notice=_notice(pod, node, clocks),
+        domains=_domains(node, label),
     )
+
+
+def _domains(node: Node | None, label: str) -> Domains:
+    labels = (node.metadata.labels if node is not None and node.metadata is not None else {}) or {}
+    return (f"{label}={labels[label]}",) if labels.get(label) else ()
 
 
 def _holding(pod: Pod, node: Node | None, clocks: TwoClocks) -> Holding:

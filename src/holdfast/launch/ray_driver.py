@@ -49,6 +49,7 @@ class RayDriver:
                 id_ = node.node_id.hex()
                 found = {"id": id_, "name": node.node_name or node.node_manager_address}
                 found["resources"] = dict(node.resources_total)
+                found["labels"] = dict(node.labels)
                 found |= {"drains": id_ in draining, "drained_at": draining.get(id_, 0) / 1000}
                 nodes.append(found)
         return {"actors": actors, "nodes": nodes}

@@ -34,11 +34,15 @@ class RayAnswers(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayShare:
-    """Says what each agent gets of its node. `environment` is added to what orders bring."""
+    """Says what each agent gets of its node. `environment` is added to what orders bring.
+
+    `label`: of nodes, whose values are failure domains.
+    """
 
     cpus: float = 1.0
     gpus: float = 0.0
     environment: Mapping[str, str] = field(default_factory=dict)
+    label: str = ""
 
     @property
     def resources(self) -> dict[str, float]:
@@ -59,7 +63,8 @@ class RayManager:
 
     async def observe(self) -> Sequence[Placement]:
         tables = await self._tables()
-        return tables.placements(self._prefix, time.monotonic(), time.time())
+        label = self._share.label
+        return tables.placements(self._prefix, time.monotonic(), time.time(), label)
 
     async def request(self, order: PlacementOrder) -> None:
         tables = await self._tables()
@@ -93,6 +98,11 @@ def open_manager(plan: FleetPlan, spec: JobSpec) -> RayManager:
     """Open the manager of a plan, on a machine that is in the cluster."""
     logs, settings = Path(plan.run_dir, "logs"), plan.settings
     secret = {} if settings[SHARED] else {VARIABLE: read_run_dir(Path(plan.run_dir)).hex()}
-    share = RayShare(cpus=float(settings["cpus"]), gpus=float(settings["gpus"]), environment=secret)
+    share = RayShare(
+        cpus=float(settings["cpus"]),
+        gpus=float(settings["gpus"]),
+        environment=secret,
+        label=settings["domain"],
+    )
     link = link_to(settings["address"], logs / "ray.txt")
     return RayManager(link, job_prefix(spec.job), logs, share)

@@ -6,9 +6,10 @@ The words are those of ray_driver.py, which asks Ray.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from holdfast.core.domains import Domains
 from holdfast.core.errors import Damaged
 from holdfast.core.fleet.placements import Holding, Notice, Placement, PlacementId
 
@@ -30,6 +31,7 @@ class RayNode:
     resources: Mapping[str, float]
     drains: bool = False
     drained_at: float = 0.0
+    labels: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,14 +49,17 @@ class RayTables:
     nodes: tuple[RayNode, ...]
     actors: tuple[RayActor, ...]
 
-    def placements(self, prefix: str, now: float, wall: float) -> list[Placement]:
+    def placements(self, prefix: str, now: float, wall: float, label: str = "") -> list[Placement]:
         """Return the placements of one job. `now` and `wall`: one moment on two clocks.
 
-        Of an actor that has been listed in two states the later one counts.
+        `label`: of nodes, whose values are failure domains. Of an actor that has been listed in
+        two states the later one counts.
         """
         nodes = {node.id: node for node in self.nodes}
         mine = {actor.id: actor for actor in self.actors if actor.name.startswith(prefix)}
-        return [_placement(actor, nodes, now - wall) for actor in mine.values()]
+        found = [_placement(actor, nodes, now - wall) for actor in mine.values()]
+        labels = {node.name: node.labels for node in self.nodes}
+        return [replace(p, domains=_domains(labels.get(p.host, {}), label)) for p in found]
 
     def ids(self, hosts: Sequence[str]) -> list[str]:
         """Return the ids of the nodes that have these names."""
@@ -82,6 +87,10 @@ def read_tables(answer: Mapping[str, Any]) -> RayTables:
 def selector(nodes: Sequence[str]) -> dict[str, str]:
     """Return the label selector that keeps an actor from these nodes."""
     return {NODE_LABEL: f"!in({','.join(nodes)})"} if nodes else {}
+
+
+def _domains(labels: Mapping[str, str], label: str) -> Domains:
+    return (f"{label}={labels[label]}",) if labels.get(label) else ()
 
 
 def _placement(actor: RayActor, nodes: Mapping[str, RayNode], ahead_s: float) -> Placement:

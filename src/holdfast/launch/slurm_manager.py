@@ -8,6 +8,7 @@ which requests are under way.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import subprocess
 import time
@@ -23,6 +24,7 @@ from holdfast.launch.fleet_plan import FleetPlan, job_prefix
 from holdfast.launch.slurm_scripts import NODE
 
 ENDED_ALREADY = ("Invalid job id", "already completing or completed", "does not exist")
+NO_TOPOLOGY = ("topology", "No switch", "not found")
 STEP_S = 20.0  # for a step to be listed
 LOOK_S = 0.1
 NODE_SCRIPT = "slurm_node.sh"
@@ -50,6 +52,7 @@ class SlurmManager:
         self._drain_s = drain_s
         self._alone = asyncio.Lock()
         self._steps: list[subprocess.Popen[bytes]] = []
+        self._switches: dict[str, str] = {}  # by host; they do not change while we run
 
     async def observe(self) -> Sequence[Placement]:
         self._steps = [step for step in self._steps if step.poll() is None]
@@ -73,7 +76,7 @@ class SlurmManager:
             runs = step.host in held and (node is None or node.up)
             holding = Holding.RUNNING if runs else Holding.ENDED
             found.append(_placement(step.name, step.id, holding, step.host, _notice(node)))
-        return found
+        return [await self._labelled(placement) for placement in found]
 
     async def request(self, order: PlacementOrder) -> None:
         async with self._alone:  # what was asked for must be listed before more is decided
@@ -104,6 +107,17 @@ class SlurmManager:
     async def _nodes(self) -> dict[str, tables.SlurmNode]:
         text = await self._ask("sinfo", "--noheader", "--all", "--Node", f"--format={tables.NODES}")
         return {node.name: node for node in tables.read_nodes(text)}
+
+    async def _labelled(self, placement: Placement) -> Placement:
+        """Add the switch on which its host hangs, if Slurm has been told of switches."""
+        host = placement.host
+        if placement.holding is not Holding.RUNNING or not host:
+            return placement
+        if host not in self._switches:
+            text = await self._ask("scontrol", "show", "topology", host, allow=NO_TOPOLOGY)
+            self._switches[host] = tables.read_leaf_switch(text)
+        switch = self._switches[host]
+        return dataclasses.replace(placement, domains=(f"switch={switch}",) if switch else ())
 
     async def _own_steps(self) -> list[tables.SlurmStep]:
         if not self._allocation:

@@ -16,9 +16,10 @@ trap 'kill -TERM $!' TERM INT
 {command} &
 while true; do
   wait $!
-  code=$?
   kill -0 $! 2>/dev/null || break
 done
+wait $!  # once more: a signal may have ended the last one, and the status been its number
+code=$?
 squeue --me --noheader --format='%i %j' |
   while read -r id name; do case "$name" in {prefix}*) scancel "$id" ;; esac; done
 if [ "$again" = yes ] && [ "$code" = 130 ]; then

@@ -90,6 +90,15 @@ def _node(name: str, state: str, reason: str) -> SlurmNode:
     return SlurmNode(name=name, up=word not in GONE, leaving=why if leaving else "")
 
 
+def read_leaf_switch(text: str) -> str:
+    """Read which switch a host hangs on from `scontrol show topology HOST`; empty: none is told."""
+    for line in text.splitlines():
+        words = dict(word.partition("=")[::2] for word in line.split())
+        if words.get("Level") == "0" and "SwitchName" in words:
+            return words["SwitchName"]
+    return ""
+
+
 def _rows(text: str, fields: int) -> list[list[str]]:
     rows = [line.split("|", fields - 1) for line in text.splitlines() if line.strip()]
     for row in rows:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from holdfast.core.domains import Domains
 from holdfast.core.job_spec import JobSpec
 from holdfast.core.types import AgentId, ProcessRole
 from holdfast.runtime.coordinate.coordinator_server import DEPOSED
@@ -42,6 +43,7 @@ class Node:
     first_incarnation: int = 1
     notice_s: float = float("inf")  # from SIGTERM to this machine's end
     notices: str = ""  # where to ask whether it is to be taken away
+    domains: Domains = ()  # failure domains that it is in
 
     def processes(self, spec: JobSpec) -> list[Kept]:
         """Return the processes to keep running: the agent, and a writer if there is a store."""
@@ -86,6 +88,7 @@ class Node:
                 *(("--tls", str(self.tls)) if self.tls is not None else ()),
                 *(("--notice-s", str(self.notice_s)) if self.notice_s < float("inf") else ()),
                 *(("--notices", self.notices) if self.notices else ()),
+                *(f"--domain={each}" for each in self.domains),
                 *(("--orders", str(orders.fileno())) if orders is not None else ()),
             ]
 
@@ -134,12 +137,17 @@ class CoordinatorSite:
 
 
 def launch_job(
-    site: CoordinatorSite, spec: JobSpec, *, resume: bool = False, notices: str = ""
+    site: CoordinatorSite,
+    spec: JobSpec,
+    *,
+    resume: bool = False,
+    notices: str = "",
+    domains: Domains = (),
 ) -> int:
     """Run a job to its end. Returns the exit status: 0 success, 1 failure, 130 after Ctrl-C.
 
     `resume`: it has run before; how it ended then does not count. `notices`: whom to ask whether
-    this machine is to be taken away.
+    this machine is to be taken away. `domains`: failure domains that it is in.
     """
     host = f"[{site.host}]" if ":" in site.host else site.host
     join = spec.nodes.election or f"{host}:{site.listener.getsockname()[1]}"
@@ -158,6 +166,7 @@ def launch_job(
         tls=site.tls,
         first_incarnation=incarnation_now() if resume else 1,
         notices=notices,
+        domains=domains,
     )
     election = ["--election", spec.nodes.election] if spec.nodes.election else []
     coordinator = site.coordinator(election, ["--resume"] if resume else [])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from holdfast.core.types import Stage, View
+from holdfast.sim.arithmetic import Key
 from holdfast.sim.run_options import Options
 from holdfast.sim.seams import Actor
 from holdfast.sim.spare_rules import SpareRules
@@ -17,12 +18,13 @@ class QuietTimes:
     def __init__(self, options: Options, spares: SpareRules) -> None:
         self._recovery_s = options.recovery_s
         self._spares = spares
-        self._feeding_s = options.feeding_s
+        self._joining_s = options.joining_s + options.feeding_s
         self._looks_late = options.speculation > 0  # views may change although nothing fails
         self._views_max = 2 * options.agents * options.slots + 2
         self._moved_at = 0.0
         self._views = 0  # formed since the job must have recovered
         self._newest = 0
+        self._idle: dict[Key, float] = {}  # since when
 
     def moved(self, now: float) -> None:
         """Note that a step is committed."""
@@ -42,15 +44,18 @@ class QuietTimes:
         self._newest = view.number
         if self._views > self._views_max and not self._looks_late:
             raise Violation(f"{self._views} views follow each other, and nothing is wrong")
-        fed_by = disturbed_until + self._recovery_s + self._feeding_s
-        if now >= fed_by:
-            self._check_idle(view, list(ordered))
+        self._check_idle(now, view, list(ordered))
 
-    def _check_idle(self, view: View, ordered: Sequence[Actor]) -> None:
+    def _check_idle(self, now: float, view: View, ordered: Sequence[Actor]) -> None:
+        """Check that nobody waits for long to join; a worker may have been away until just now."""
+        before, self._idle = self._idle, {}
         if not self._spares.room_for(view, len({process.agent for process in ordered})):
             return
         apart = [*view.workers, *(lag.worker for lag in view.suspended)]
         for process in ordered:
             ready = process.machine.snapshot().stage is Stage.READY
-            if ready and process.worker not in apart:
+            if not ready or process.worker in apart:
+                continue
+            since = self._idle[process.key] = before.get(process.key, now)
+            if now > since + self._joining_s:
                 raise Violation(f"worker {process.key} is idle, and there is room for it")

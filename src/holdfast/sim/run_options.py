@@ -145,15 +145,20 @@ class Options:
     @property
     def recovery_s(self) -> float:
         """Return in what time a job that nothing disturbs any more commits a step, at most."""
-        step_s = 3 * self.vranks * self.task_s + 2 * self.optimizer_s
-        messages_s = 40 * self.data_s + 20 * self.control_s + 10 * self.channel_s
-        start_s = 2 * self.boot_s + 10 * self.load_s + self.settle_s + self.build_timeout_s
+        start_s = 2 * self.boot_s + 10 * self.load_s + self.build_timeout_s
         silence_s = 2 * (self.lease_s + self.lease_margin_s) + self.link_s
         only_processes_die = {"worker_crash", "worker_crash_inside", "link_break"}
         if not only_processes_die.issuperset(self.faults):
             silence_s += self.abandon_s + self.hang_s
         back_off_s = 10.0
-        return step_s + messages_s + start_s + silence_s + back_off_s
+        return self.joining_s + start_s + silence_s + back_off_s
+
+    @property
+    def joining_s(self) -> float:
+        """Return in what time a worker that is ready joins a job with room, at most."""
+        step_s = 3 * self.vranks * self.task_s + 2 * self.optimizer_s
+        messages_s = 40 * self.data_s + 20 * self.control_s + 10 * self.channel_s
+        return step_s + messages_s + self.settle_s
 
     @property
     def feeding_s(self) -> float:

@@ -13,10 +13,11 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from holdfast.core.domains import Domains
 from holdfast.core.errors import HoldfastError
 from holdfast.core.fleet.placements import Holding, Placement, PlacementId
 from holdfast.launch.cluster_manager import ClusterManager, PlacementOrder
@@ -37,6 +38,7 @@ class ClusterHarness(Protocol):
     """
 
     hosts: Sequence[str]
+    domains: Mapping[str, Domains]  # by host
 
     def manager(self, job: str = PREFIX) -> ClusterManager:
         """Make an adapter of the job whose ids begin with `job`."""
@@ -115,6 +117,7 @@ async def a_placement_runs_on_a_named_host(h: ClusterHarness, manager: ClusterMa
     found = await running(h, manager, order(1))
     assert found.host in h.hosts
     assert found.notice is None
+    assert found.domains == h.domains[found.host]
 
 
 def _environment(pid: int) -> bytes:
@@ -289,6 +292,8 @@ def assert_survives(
 ) -> None:
     """Kill one of a running job's hosts and drain another: both are replaced, and nothing is lost.
 
+    The job also hears from its manager in which failure domains its nodes are.
+
     The job has three nodes of one worker and at least two hosts to spare; the host `keep` stays. It
     takes minutes, unless `let_go()` is called. The caller waits for its end, and compares the
     result.
@@ -308,7 +313,12 @@ def assert_survives(
         found = placements()
         return found if len(found) == 3 and not set(without) & set(found) else None
 
+    def labelled() -> bool:
+        told = {agent["id"]: tuple(agent["domains"]) for agent in run.status()["agents"]}
+        return all(told[name] == harness.domains[host] for name, host in first.items())
+
     first = run.until(lambda: complete([]), CASE_S, "three nodes")
+    run.until(labelled, CASE_S, "the job knows its nodes' failure domains")
     killed, drained = [name for name in sorted(first) if first[name] != keep][:2]
     harness.kill(first[killed])
     second = run.until(lambda: complete([killed]), CASE_S, "a node in place of the killed one")

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from holdfast.core.domains import Domains
 from holdfast.core.errors import Unreachable
 from holdfast.core.fleet.placements import Notice, Placement, PlacementId
 from holdfast.core.job_spec import JobSpec
@@ -41,6 +42,7 @@ class FakeManager:
         for each in await self._inner.observe():
             if each.id in told.get("lost", ()):
                 continue
+            each = dataclasses.replace(each, domains=domain_of(each.host))
             notice = told.get("notices", {}).get(each.host)
             if notice is not None:
                 reason, at = notice
@@ -79,6 +81,7 @@ class FakeCluster:
     def __init__(self, folder: Path, hosts: int = 3, keeper: int | None = None) -> None:
         self.folder = folder
         self.hosts = tuple(f"host{number}" for number in range(hosts))
+        self.domains = {host: domain_of(host) for host in self.hosts}
         self._keeper = keeper or os.getpid()
 
     def manager(self, job: str = "hf-fake-") -> FakeManager:
@@ -140,6 +143,11 @@ def open_manager(plan: FleetPlan, spec: JobSpec) -> FakeManager:
     """Open the fake of a running job; the launcher is our parent."""
     cluster = FakeCluster(Path(plan.settings["folder"]), int(plan.settings["hosts"]), os.getppid())
     return cluster.manager(job_prefix(spec.job))
+
+
+def domain_of(host: str) -> Domains:
+    """Put two hosts into each rack."""
+    return (f"rack={int(host.removeprefix('host')) // 2}",)
 
 
 def read_orders(folder: Path) -> dict[str, Any]:

@@ -52,6 +52,7 @@ class FakeRay:
     def __init__(self, folder: Path, hosts: int = 3) -> None:
         self.folder = folder
         self.hosts: Sequence[str] = tuple(f"n{number}" for number in range(hosts))
+        self.domains = {host: (f"rack={host}",) for host in self.hosts}
         self._actors: dict[str, FakeActor] = {}
         self._numbers = itertools.count(1)
         self._down: set[str] = set()
@@ -99,6 +100,7 @@ class FakeRay:
                     "id": f"id-{host}",
                     "name": host,
                     "resources": {"CPU": 1.0},
+                    "labels": {"rack": host},
                     "drains": host in self._drained,
                     "drained_at": self._drained.get(host, 0.0),
                 }
@@ -135,7 +137,7 @@ class FakeRay:
     # ------------------------------------------------------------ harness
 
     def manager(self, job: str = PREFIX) -> RayManager:
-        return RayManager(self, job, self.folder, RayShare())
+        return RayManager(self, job, self.folder, RayShare(label="rack"))
 
     def kill(self, host: str) -> None:
         self._down.add(host)

@@ -32,6 +32,7 @@ from lightkube.resources.core_v1 import Node, Pod, Secret, ServiceAccount
 from lightkube.types import PatchType
 
 from holdfast.health.measure.lifetime import die_with_parent
+from holdfast.launch.kubernetes_names import ZONE
 
 LOOK_S = 0.05
 RENEW_S = 0.5
@@ -130,7 +131,7 @@ class Kubelet:
         status = {"conditions": [ready], "capacity": room, "allocatable": room}
         labels = {
             "kubernetes.io/hostname": self._name,
-            "topology.kubernetes.io/zone": self._zone,
+            ZONE: self._zone,
         }
         about: dict[str, Any] = {"name": self._name, "labels": labels}
         spec: dict[str, Any] = {"holderIdentity": self._name, "leaseDurationSeconds": 40}

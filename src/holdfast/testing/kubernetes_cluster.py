@@ -29,7 +29,7 @@ from lightkube.types import PatchType
 from holdfast.core.errors import Refused
 from holdfast.core.fleet.placements import PlacementId
 from holdfast.launch.kubernetes_manager import KubernetesManager
-from holdfast.launch.kubernetes_names import AGENT, instance_of, labels_of
+from holdfast.launch.kubernetes_names import AGENT, ZONE, instance_of, labels_of
 from holdfast.launch.kubernetes_notices import REASON
 from holdfast.testing.kubelet import NODE_MARK, POD_MARK, kill_marked, marked
 
@@ -57,6 +57,7 @@ class KubernetesCluster:
         self.folder = folder
         self.config = config
         self.hosts = tuple(f"node{number}" for number in range(nodes))
+        self.domains = {h: (f"{ZONE}=zone{i % 2}",) for i, h in enumerate(self.hosts)}
         self.away = away
         self._kubelets: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -78,7 +79,7 @@ class KubernetesCluster:
         """Make an adapter, after what a launch would have made."""
         self.apply(contract_objects(job))
         client = AsyncClient(KubeConfig.from_file(self.config), namespace=NAMESPACE)
-        return KubernetesManager(client, NAMESPACE, job)
+        return KubernetesManager(client, NAMESPACE, job, ZONE)
 
     def apply(self, objects: list[dict[str, Any]]) -> None:
         """Create objects, unless they are there."""
@@ -101,7 +102,7 @@ class KubernetesCluster:
 
     def start(self, host: str) -> None:
         """Start the kubelet of a node; what runs there is not known to it."""
-        zone = f"zone{self.hosts.index(host) % 2}"
+        zone = self.domains[host][0].partition("=")[2]
         command = [sys.executable, "-m", "holdfast.testing.kubelet", host, "--zone", zone]
         self._kubelets[host] = subprocess.Popen(
             [*command, "--root", str(self.folder)],

@@ -44,6 +44,7 @@ class RayCluster:
 
     def __init__(self, hosts: int = 5) -> None:
         self.hosts: Sequence[str] = tuple(f"node{number}" for number in range(hosts))
+        self.domains = {host: (f"rack={host}",) for host in self.hosts}
         self.address = ""
         self.folder = Path()  # a short path: sockets are in it
         self._links: list[RayLink] = []
@@ -85,7 +86,9 @@ class RayCluster:
         # Two at a time: a node gives itself 30 s to start, and starts processes of its own.
         for pair in zip(self.hosts[::2], [*self.hosts[1::2], ""], strict=False):
             started = {
-                host: self._start(host, f"--address={self.address}", "--num-cpus=1")
+                host: self._start(
+                    *(host, f"--address={self.address}", "--num-cpus=1", f"--labels=rack={host}")
+                )
                 for host in filter(None, pair)
             }
             for host, node in started.items():
@@ -139,7 +142,9 @@ class RayCluster:
     # ------------------------------------------------------------ harness
 
     def manager(self, job: str = PREFIX) -> RayManager:
-        return RayManager(self.link(), job, self.folder / "placements", RayShare(cpus=0.5))
+        return RayManager(
+            self.link(), job, self.folder / "placements", RayShare(cpus=0.5, label="rack")
+        )
 
     def raylet(self, host: str) -> int:
         """Return the process that makes a host part of the cluster."""

@@ -58,7 +58,15 @@ KillWait=5
 MinJobAge=30
 MessageTimeout=5
 ReturnToService=2
+TopologyPlugin=topology/tree
 """
+
+
+def topology(hosts: Sequence[str]) -> str:
+    """Hang pairs of hosts on switches, and these on one."""
+    pairs = [",".join(hosts[first : first + 2]) for first in range(0, len(hosts), 2)]
+    leaves = "".join(f"SwitchName=leaf{i} Nodes={each}\n" for i, each in enumerate(pairs))
+    return f"{leaves}SwitchName=root Switches=leaf[0-{len(pairs) - 1}]\n"
 
 
 class SlurmCluster:
@@ -71,6 +79,7 @@ class SlurmCluster:
     def __init__(self, folder: Path, hosts: int = 6) -> None:
         self.folder = folder
         self.hosts: Sequence[str] = tuple(f"node{number}" for number in range(hosts))
+        self.domains = {h: (f"switch=leaf{i // 2}",) for i, h in enumerate(self.hosts)}
         self.allocation = ""
         self._servers: dict[str, subprocess.Popen[bytes]] = {}
         self._before: str | None = None
@@ -100,6 +109,7 @@ class SlurmCluster:
             )
         text += "PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP\n"
         (self.folder / "slurm.conf").write_text(text)
+        (self.folder / "topology.conf").write_text(topology(self.hosts))
         self._before = os.environ.get("SLURM_CONF")
         os.environ["SLURM_CONF"] = str(self.folder / "slurm.conf")
         try:

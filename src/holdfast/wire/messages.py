@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from holdfast.core.domains import Domains
 from holdfast.core.errors import WireError
 from holdfast.core.job_spec import JobSpec, find_problem
 from holdfast.core.types import (
@@ -95,8 +96,16 @@ class MoveRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DrainReply:
-    """Answers whether a drain or a move was passed on: empty, or why not."""
+class LabelRequest:
+    """Tells which failure domains a node is in, for its cluster manager; passed on likewise."""
+
+    agent: AgentId
+    domains: Domains
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrderReply:
+    """Answers whether an order for a node was passed on: empty, or why not."""
 
     problem: str
 
@@ -142,8 +151,9 @@ KINDS: dict[int, type] = {
     11: JoinReply,
     12: ViewedDirective,
     13: DrainRequest,
-    14: DrainReply,
+    14: OrderReply,
     15: MoveRequest,
+    16: LabelRequest,
     20: PeerRequest,
     21: PeerReply,
 }

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from holdfast.core.domains import lacking
 from holdfast.core.errors import assert_never, require
 from holdfast.core.fleet.fleet_events import (
     DrainNode,
@@ -20,6 +21,7 @@ from holdfast.core.fleet.fleet_events import (
     FleetEvent,
     JobEnded,
     JobHeard,
+    LabelNode,
     NodesWanted,
     Note,
     Observed,
@@ -181,6 +183,7 @@ class FleetMachine:
         yield from self._judge(now)
         self._choose_leaving(now)
         yield from self._drop_surplus()
+        yield from self._label(now)
         yield from self._drain(now)
         yield from self._release(now)
         self._forget()
@@ -258,9 +261,18 @@ class FleetMachine:
                 node.drain_at = now
                 yield Note(f"node {node.id}{_on(node)} is drained: {reason}")
             if node.drain_at is not None and now >= node.drain_at:
-                node.drain_at = now + policy.drain_again_s
+                node.drain_at = now + policy.again_s
                 if not known:
                     yield DrainNode(node.id, reason, until)
+
+    def _label(self, now: float) -> Iterator[FleetEffect]:
+        """Tell the job of failure domains that only the manager knows."""
+        for node in self._nodes.values():
+            if node.kept is None or node.seen is None or not node.alive or now < node.label_at:
+                continue
+            if lacking(node.seen.domains, node.kept.domains):
+                node.label_at = now + self._policy.again_s
+                yield LabelNode(node.id, node.kept.domains)
 
     def _release(self, now: float) -> Iterator[FleetEffect]:
         for node in self._nodes.values():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from holdfast.core.domains import Domains
 from holdfast.core.fleet.placements import NodeSeen, Placement, PlacementId
 from holdfast.core.types import Tick
 
@@ -86,6 +87,14 @@ class DrainNode:
 
 
 @dataclass(frozen=True, slots=True)
+class LabelNode:
+    """Tell the job which failure domains a node is in; repeated until the job says so, too."""
+
+    id: PlacementId
+    domains: Domains
+
+
+@dataclass(frozen=True, slots=True)
 class Note:
     """Tell people what has happened."""
 
@@ -97,4 +106,4 @@ class Finished:
     """The job is over, and the manager holds nothing of it any more."""
 
 
-FleetEffect = Request | ReleasePlacement | DrainNode | Note | Finished
+FleetEffect = Request | ReleasePlacement | DrainNode | LabelNode | Note | Finished

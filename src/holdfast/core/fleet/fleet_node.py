@@ -42,6 +42,7 @@ class FleetNode:
     empty_since: float | None = None  # leaving, and without members
     leaving: str = ""  # why it should be drained: it does not count any more
     drain_at: float | None = None  # of the next request; None: it has not begun
+    label_at: float = float("-inf")  # its domains are not told again before
     over: str = ""  # why it is not needed any more
     release_at: float = float("-inf")  # of the next request
     releases: int = 0

@@ -12,6 +12,8 @@ import enum
 from dataclasses import dataclass
 from typing import NewType
 
+from holdfast.core.domains import Domains
+
 PlacementId = NewType("PlacementId", str)
 
 
@@ -46,6 +48,7 @@ class Placement:
     holding: Holding
     host: str = ""  # empty until it is known
     notice: Notice | None = None
+    domains: Domains = ()  # failure domains that its host is in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +63,7 @@ class NodeSeen:
     silent: bool = False
     draining: str = ""
     members: int = 0
+    domains: Domains = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +78,7 @@ class FleetPolicy:
     nodes_max: int
     disruptions_max: int = 1  # nodes that may be on their way out at once, by choice
     drain_lead_s: float = 60.0  # a drain with a deadline begins at least this long before it
-    drain_again_s: float = 5.0  # until a drain that the job does not know of is asked for again
+    again_s: float = 5.0  # until the job is told again what it does not know yet
     answer_s: float = 60.0  # until a request without an answer counts as failed
     retry_s: float = 2.0  # after the first failure in a row; doubled with each further one
     retry_max_s: float = 120.0

@@ -12,6 +12,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from operator import attrgetter
 
+from holdfast.core.domains import Domains
 from holdfast.core.errors import assert_never, require
 from holdfast.core.membership.lease import LeasePolicy, acting_until
 from holdfast.core.membership.liveness import FreezeDetector, FreezePolicy, ProcessSample
@@ -100,6 +101,13 @@ class MoveAsked:
     leaving: Leaving
 
 
+@dataclass(frozen=True, slots=True)
+class Labelled:
+    """This node is in these failure domains."""
+
+    domains: Domains
+
+
 AgentEvent = (
     DirectiveArrived
     | WorkerSaid
@@ -109,6 +117,7 @@ AgentEvent = (
     | CoordinatorReached
     | Drained
     | MoveAsked
+    | Labelled
     | Tick
 )
 
@@ -211,6 +220,7 @@ class AgentMachine:
         self._leaves = False
         self._leave_by = float("inf")
         self._leaving: dict[WorkerId, Leaving] = {}
+        self._domains: Domains = ()
         self._now = 0.0
         self._processes: dict[WorkerId, _Process] = {}
         self._directive: Directive | None = None
@@ -250,6 +260,8 @@ class AgentMachine:
                     self._leave_by = min(self._leave_by, leave_by) if leave else leave_by
             case MoveAsked(leaving):
                 urgent = self._move(leaving)
+            case Labelled(domains):
+                urgent, self._domains = domains != self._domains, domains
             case Tick():
                 pass
             case _:
@@ -483,6 +495,7 @@ class AgentMachine:
             draining=self._draining,
             failing=self._failing,
             leaves_in_s=max(self._leave_by - self._now, 0.0),
+            domains=self._domains,
             leaving=tuple(filter(self._runs, (v for _, v in sorted(self._leaving.items())))),
             view_known=view.number if view else NO_VIEW,
             view=view if forgotten else None,

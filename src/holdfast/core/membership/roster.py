@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 
+from holdfast.core.domains import Domains
 from holdfast.core.types import (
     NO_VIEW,
     AgentId,
@@ -55,6 +56,7 @@ class NodeState:
     draining: str = ""  # why it is drained
     leave_by: float = float("inf")  # it is gone by then
     leaving: tuple[Leaving, ...] = ()  # workers that are to be moved
+    domains: Domains = ()  # failure domains that it is in
     ending: bool = False  # its agent knows that the job is over
     fresh: bool = True  # nothing has been decided yet since it first spoke
     view_known: ViewNumber = NO_VIEW
@@ -89,6 +91,7 @@ class NodeSnapshot:
     pid: int
     silent: bool
     draining: str
+    domains: Domains
 
 
 class Roster:
@@ -140,6 +143,7 @@ class Roster:
         changed |= leave_by < node.leave_by - SOONER_S
         node.leave_by = min(node.leave_by, leave_by) if report.draining else float("inf")
         node.view_known, node.statuses = report.view_known, statuses
+        node.domains = report.domains
         self._note_newest(report.agent)
         return News.CHANGE if changed else News.NOTHING
 
@@ -315,6 +319,7 @@ class Roster:
                 pid=node.pid,
                 silent=name in silent,
                 draining=node.draining,
+                domains=node.domains,
             )
             for name, node in sorted(self.nodes.items())
         )

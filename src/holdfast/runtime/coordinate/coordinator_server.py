@@ -46,11 +46,12 @@ from holdfast.runtime.rundir import RunDir, write_json
 from holdfast.wire.messages import (
     Address,
     AddressBook,
-    DrainReply,
     DrainRequest,
     JoinReply,
     JoinRequest,
+    LabelRequest,
     MoveRequest,
+    OrderReply,
     StatusReply,
     StatusRequest,
     StopRequest,
@@ -190,8 +191,8 @@ class CoordinatorServer:
                         channel.send(StatusReply(text=json.dumps(self._status())))
                     case StopRequest():
                         self.stop(message.reason)
-                    case DrainRequest() | MoveRequest():
-                        channel.send(DrainReply(problem=self._pass_on(message)))
+                    case DrainRequest() | MoveRequest() | LabelRequest():
+                        channel.send(OrderReply(problem=self._pass_on(message)))
                     case _:
                         assert_never(message)
         except (WireError, OSError):
@@ -203,8 +204,8 @@ class CoordinatorServer:
                 del self._agents[agent]
                 self._agent_left()
 
-    def _pass_on(self, message: DrainRequest | MoveRequest) -> str:
-        """Pass a drain or a move on to the node, which then reports it; return why it cannot."""
+    def _pass_on(self, message: DrainRequest | MoveRequest | LabelRequest) -> str:
+        """Pass an order on to the node, which then reports it; return why that is not possible."""
         channel = self._agents.get(message.agent)
         if channel is None:
             names = ", ".join(sorted(self._agents)) or "none"
@@ -334,6 +335,7 @@ def _agents(snapshot: ce.CoordinatorSnapshot) -> list[dict[str, object]]:
                 "pid": node.pid if node else None,
                 "silent": node.silent if node else True,
                 "draining": node.draining if node else "",
+                "domains": list(node.domains) if node else [],
                 "members": members.get(name, 0),
             }
         )

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from holdfast.core.domains import joined, read_domains
 from holdfast.core.errors import WorldError, assert_never, first_line
 from holdfast.core.membership import agent as machine
 from holdfast.core.membership.liveness import FreezePolicy
@@ -37,9 +38,9 @@ from holdfast.runtime.node.group_watch import GroupWatch, forking
 from holdfast.runtime.node.notices import NoticeSource, notice_source
 from holdfast.runtime.node.worker_process import WorkerProcess, WorkerTemplate
 from holdfast.runtime.rundir import RunDir
-from holdfast.wire.messages import Address, AddressBook, DrainRequest, MoveRequest
+from holdfast.wire.messages import Address, AddressBook, DrainRequest, LabelRequest, MoveRequest
 
-FROM_COORDINATOR = (Directive, AddressBook, DrainRequest, MoveRequest)
+FROM_COORDINATOR = (Directive, AddressBook, DrainRequest, MoveRequest, LabelRequest)
 RECONNECT_S = 0.1
 NOTICE_EVERY_S = 2.0  # between two questions whether this machine is to be taken away
 HEALTH_S = 10.0  # between two rounds of light checks
@@ -81,6 +82,7 @@ class AgentServer:
         """
         leave = machine.Drained("it was asked to leave", leave=True, deadline_s=notice_s)
         loop = asyncio.get_running_loop()
+        self._feed(machine.Labelled(self._template.domains))
         loop.add_signal_handler(signal.SIGTERM, lambda: self._feed(leave))
         tasks = [
             asyncio.ensure_future(self._talk(contact, secret)),
@@ -131,6 +133,8 @@ class AgentServer:
                         self._feed(asked)
                     elif isinstance(m, MoveRequest):
                         self._feed(machine.MoveAsked(m.leaving))
+                    elif isinstance(m, LabelRequest):
+                        self._feed(machine.Labelled(joined(m.domains, self._template.domains)))
                     else:
                         for process in self._processes.values():
                             process.send(m)
@@ -264,6 +268,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--tls", type=Path, metavar="DIR", help="with tls.crt, tls.key and ca.crt")
     parser.add_argument("--notice-s", type=float, default=float("inf"))
     parser.add_argument("--notices", type=notice_source, help="aws, gcp, azure or a URL")
+    parser.add_argument("--domain", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--orders", type=int, metavar="FD", help="to the checkpoint writer")
     options = parser.parse_args(argv)
     die_with_parent(options.parent)
@@ -276,7 +281,11 @@ def main(argv: list[str]) -> int:
     contact = contact_by(options.join, tls)
 
     template = WorkerTemplate(
-        run_dir=run_dir, spec=spec, host=options.host, orders_fd=options.orders
+        run_dir=run_dir,
+        spec=spec,
+        host=options.host,
+        orders_fd=options.orders,
+        domains=read_domains(options.domain),
     )
 
     async def serve() -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from holdfast.core.domains import Domains
 from holdfast.core.errors import WireError, assert_never
 from holdfast.core.job_spec import JobSpec
 from holdfast.core.types import Incarnation, ProcessRole, WorkerId, WorkerStatus
@@ -41,6 +42,7 @@ class WorkerTemplate:
     spec: JobSpec
     host: str
     orders_fd: int | None = None  # to the checkpoint writer
+    domains: Domains = ()  # failure domains that the node is in, as it was told
 
     @property
     def pass_fds(self) -> tuple[int, ...]:
