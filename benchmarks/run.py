@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import checkpoint
+import coding
 import compat
 import failover
 import joining
@@ -377,6 +378,7 @@ SHEETS: dict[str, tuple[Callable[[], Iterator[str]], ...]] = {
         backup_lines,
     ),
     "SILENT": (silent_lines,),
+    "CODING": (coding.lines,),
     "CONTROL": (scale_lines, partition_lines, failover_lines, simulator_lines),
 }
 

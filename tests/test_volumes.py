@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.core.errors import Damaged, InvariantError, UserError, WorldError
+from holdfast.core.errors import Damaged, UserError, WorldError
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.files import FileStorage
 from holdfast.store.retention import Retention
@@ -26,69 +26,6 @@ try:
     reed_solomon.ReedSolomon(2, 1)
 except UserError as error:
     pytest.skip(str(error), allow_module_level=True)
-
-ReedSolomon = reed_solomon.ReedSolomon
-
-# ---------------------------------------------------------------- the code
-
-
-def times(a: int, b: int) -> int:
-    """In GF(2^8) with ISA-L's polynomial, bit by bit."""
-    product = 0
-    while b:
-        product ^= a if b & 1 else 0
-        a = (a << 1) ^ (0x11D if a & 0x80 else 0)
-        b >>= 1
-    return product
-
-
-def inverse(a: int) -> int:
-    return next(b for b in range(1, 256) if times(a, b) == 1)
-
-
-def naive_parity(data: list[bytes], m: int) -> list[bytes]:
-    """The Cauchy code by its definition: row i, column j of the parity is 1 / ((k + i) ^ j)."""
-    k = len(data)
-    rows = [[inverse((k + i) ^ j) for j in range(k)] for i in range(m)]
-    parity = []
-    for row in rows:
-        piece = bytearray(len(data[0]))
-        for factor, source in zip(row, data, strict=True):
-            for at, byte in enumerate(source):
-                piece[at] ^= times(factor, byte)
-        parity.append(bytes(piece))
-    return parity
-
-
-def pieces_of(data: Iterable[bytes]) -> list[memoryview]:
-    return [memoryview(bytearray(piece)) for piece in data]
-
-
-@given(st.data())
-@settings(max_examples=30, deadline=None)
-def test_the_code_is_the_naive_one_and_any_k_pieces_give_the_rest(data: st.DataObject) -> None:
-    k, m = data.draw(st.integers(1, 6)), data.draw(st.integers(0, 3))
-    size = data.draw(st.integers(1, 40))
-    source = [data.draw(st.binary(min_size=size, max_size=size)) for _ in range(k)]
-    code, parity = ReedSolomon(k, m), pieces_of([bytes(size)] * m)
-    code.encode(pieces_of(source), parity)
-    assert [bytes(piece) for piece in parity] == naive_parity(source, m)
-    every = pieces_of([*source, *map(bytes, parity)])
-    lost = data.draw(st.lists(st.integers(0, k + m - 1), max_size=m, unique=True))
-    wanted = {i: memoryview(bytearray(size)) for i in lost}
-    code.rebuild({i: p for i, p in enumerate(every) if i not in lost}, wanted)
-    assert all(wanted[i] == every[i] for i in lost)
-
-
-def test_misuse_of_the_code_is_refused() -> None:
-    for k, m in ((0, 1), (1, -1), (200, 57)):
-        with pytest.raises(UserError, match="pieces"):
-            ReedSolomon(k, m)
-    code = ReedSolomon(2, 1)
-    with pytest.raises(InvariantError, match="different lengths"):
-        code.encode(pieces_of([b"ab", b"a"]), pieces_of([b"xx"]))
-    with pytest.raises(InvariantError, match="too few"):
-        code.rebuild({0: memoryview(bytearray(2))}, {1: memoryview(bytearray(2))})
 
 
 @given(size=st.integers(0, 5 * SHARD_BYTES), k=st.integers(1, 9))
