@@ -115,8 +115,8 @@ HEAD = f"""\
 
 {DATA_BYTES >> 20} MiB of data, one thread, medians of {ROUNDS}, in turns. `[k, m]`: k pieces of
 data and m of parity. Decoding restores m lost pieces of data. Speeds in bytes of data; GB: 10^9
-bytes. Packet: bytes of each piece in one call. The method is that of Plank et al., A Performance Evaluation
-and Examination of Open-Source Erasure Coding Libraries for Storage, FAST 2009.
+bytes. Packet: bytes of each piece in one call. The method is that of Plank et al., A Performance
+Evaluation and Examination of Open-Source Erasure Coding Libraries for Storage, FAST 2009.
 
 | code | packet | encode GB/s | of copy | of XOR | decode GB/s | of copy | of XOR |
 |---|---|---|---|---|---|---|---|"""
