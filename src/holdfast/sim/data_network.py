@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from holdfast.core.step.balance import BalancePolicy
 from holdfast.core.step.events import GroupBroken, LinkLost, Row
 from holdfast.core.step.step_policy import Counting
-from holdfast.core.step.vote import Tally
+from holdfast.core.step.vote import Tally, Vote
 from holdfast.core.types import View, WorkerId
 from holdfast.sim.arithmetic import Key
 from holdfast.sim.crowd import CROWD, Meetings
@@ -61,6 +61,8 @@ class DataNetwork:
         self._ordered: tuple[object, tuple[Any, ...]] = (None, ())
         self._summed: tuple[object, Any] = (None, None)
         self._named: tuple[object, dict[int, Any]] = (None, {})
+        self._held: tuple[object, dict[WorkerId, int]] = (None, {})
+        self._announced: tuple[object, bool] = (None, False)
 
     def install(self, process: Actor, view: View) -> None:
         """Begin to build the group of `view`, and give up if the others do not come."""
@@ -159,6 +161,21 @@ class DataNetwork:
         if bodies is not self._named[0]:
             self._named = (bodies, {key[0]: body for key, body in bodies.items()})
         return self._named[1]
+
+    def held(self, group: Group, prints: dict[Key, Any]) -> dict[WorkerId, int]:
+        """Return the prints of those that hold the state already."""
+        if prints is not self._held[0]:
+            view = group.view
+            without = set(view.joiners) - {lag.worker for lag in view.catching_up}
+            found = {WorkerId(key[0]): hash(prints[key]) for key in group.keys}
+            self._held = (prints, {w: found[w] for w in found if w not in without})
+        return self._held[1]
+
+    def announces(self, votes: Sequence[Row]) -> bool:
+        """Tell whether a member has announced a change of the view in its vote."""
+        if votes is not self._announced[0]:
+            self._announced = (votes, any(Vote.of(row).pending for row in votes))
+        return self._announced[1]
 
     # ------------------------------------------------------------ ends and cuts
 

@@ -316,11 +316,7 @@ class Exchanges:
         process, view, data = self._process, group.view, self._world.data
         if self._syncing == "print" and (prints := group.all_heard(("print", 0))) is not None:
             back = frozenset(lag.worker for lag in view.catching_up)
-            held = {
-                WorkerId(key[0]): hash(prints[key])
-                for key in group.keys
-                if key[0] not in view.joiners or key[0] in back
-            }
+            held = data.held(group, prints)
             if len(set(held.values())) > 1:
                 self._syncing = ""
                 process.feed(ev.StatesCompared(view.number, tuple(sorted(held.items()))))

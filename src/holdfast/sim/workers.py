@@ -15,7 +15,6 @@ from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.step.effects import WorkerEffect
 from holdfast.core.step.events import Purpose, StepKind, WorkerEvent
-from holdfast.core.step.vote import Vote
 from holdfast.core.step.worker import WorkerMachine
 from holdfast.core.types import (
     AgentId,
@@ -261,7 +260,7 @@ class Process:
                 # What was to be computed of it and has not begun is not computed any more.
                 kept = [each for each in self._script if not isinstance(each, ef.Compute)]
                 self._script = deque([*kept, effect])
-                if isinstance(event, ev.Gathered) and any(Vote.of(r).pending for r in event.rows):
+                if isinstance(event, ev.Gathered) and world.data.announces(event.rows):
                     self.last_step_of = event.view
                 world.truth.voted(self, effect.step, by_vote=isinstance(event, ev.Gathered))
                 self._script_next()

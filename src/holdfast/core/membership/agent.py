@@ -430,6 +430,7 @@ class AgentMachine:
             now >= self._answered_at + self._policy.lease.abandon_s
         )
         alone = self._alone()
+        undecided = self._directive is not None and self._directive.undecided
         for worker, process in self._processes.items():
             if not process.running or process.killed_for:
                 continue
@@ -438,7 +439,8 @@ class AgentMachine:
                 continue
             until = self._acting_until(process, alone, now)
             incarnation = process.status.incarnation
-            if now >= until:
+            # A coordinator that still learns cannot know whether others have gone on meanwhile.
+            if now >= until or (process.paused and undecided):
                 until = (self._answered_at or now) + self._policy.lease.abandon_s
                 if not process.paused:
                     process.paused = True

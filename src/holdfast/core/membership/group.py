@@ -361,6 +361,8 @@ class GroupMachine:
         for status in self._roster.newest.values():
             if status.stage is not Stage.FAILED or not self._roster.ordered(status):
                 continue
+            if status.view != NO_VIEW:
+                continue  # of a group that was lost with the journal
             if view is None or not view.includes(status.worker, status.incarnation):
                 self._outcome = f"no process can be started: {status.detail}"
                 yield Announce("failed", self._outcome, status.worker)

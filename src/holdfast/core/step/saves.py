@@ -42,7 +42,7 @@ class Saves:
         self._order = 0  # the newest one
         self._settled = False  # nobody will compare what is saved: it counts as it is
         self._last_save = -1  # the newest that is checked as it is written, and so counts at once
-        self._members: tuple[Member, ...] = ()  # of the present view
+        self._view: View | None = None  # the present one
         self._busy: int | None = None  # the step whose share is being saved
         self._durable: list[SaveEnded] = []  # not compared yet
         self._savers: dict[tuple[int, ViewNumber], tuple[Member, ...]] = {}  # of what may count
@@ -52,12 +52,12 @@ class Saves:
         if self._pace is None:
             self._pace = Pace(self._policy.pace, now)
         self._pace.members((m.worker, m.incarnation) for m in view.members)
-        self._members = view.members
+        self._view = view
 
-    def left(self, view: View, committed: int) -> None:
+    def left(self, committed: int) -> None:
         """Forget what was not compared in time with somebody who has saved a share of it."""
         for (step, number), savers in list(self._savers.items()):
-            if step >= committed and any(each not in view.members for each in savers):
+            if step >= committed and not self._all_here(savers):
                 del self._savers[step, number]
 
     def want(self, order: int) -> None:
@@ -100,9 +100,16 @@ class Saves:
         if not self._policy.enabled or agreed is None or agreed[0] != step:
             return []
         self._last = self._busy = step
-        if all(each in self._members for each in agreed[1].members):  # else nobody can compare it
+        if self._all_here(agreed[1].members):  # else nobody can compare it
             self._savers[step, agreed[1].number] = agreed[1].members
         return [SaveShare(step, agreed[1], self._policy.compared and step == self._last_save)]
+
+    def _all_here(self, savers: tuple[Member, ...]) -> bool:
+        """Tell whether all of these are members of the present view."""
+        view = self._view
+        if view is None or savers == view.members:
+            return view is not None
+        return all(view.includes(each.worker, each.incarnation) for each in savers)
 
     def copied(self, step: int, now: float, stall_s: float, problem: str) -> None:
         """Note that the script stood still for a copy; the writer may have answered by now."""

@@ -154,7 +154,7 @@ class StepMachine:
         self._audits.enter()
         self._rulings.enter(view)
         self.saves.enter(view, now)
-        self.saves.left(view, step)
+        self.saves.left(step)
         return self._script()
 
     def close(self) -> list[Outcome]:

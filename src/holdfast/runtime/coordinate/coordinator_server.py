@@ -58,7 +58,14 @@ from holdfast.wire.messages import (
 )
 
 Incoming = (
-    AgentReport | Address | JoinRequest | StatusRequest | StopRequest | DrainRequest | MoveRequest
+    AgentReport
+    | Address
+    | JoinRequest
+    | StatusRequest
+    | StopRequest
+    | DrainRequest
+    | MoveRequest
+    | LabelRequest
 )
 INCOMING = get_args(Incoming)
 TICK_S_MIN = 0.002
