@@ -44,6 +44,10 @@ class RunDir:
         return self.path / "result.json"
 
     @property
+    def _earlier(self) -> Path:
+        return self.path / "earlier-result.json"
+
+    @property
     def coordinator(self) -> Path:
         return self.path / "coordinator.json"
 
@@ -69,11 +73,22 @@ class RunDir:
             raise unwritable(self.path, error) from None
 
     def reopen(self) -> None:
-        """Forget how the run ended: it is to go on."""
+        """Forget how the run ended, but not that it did: it is to go on."""
         try:
-            self.result.unlink(missing_ok=True)
+            if self.result.exists():
+                self.result.replace(self._earlier)
+            else:
+                self._earlier.unlink(missing_ok=True)
         except OSError as error:
             raise unwritable(self.path, error) from None
+
+    def take_earlier_end(self) -> bool:
+        """Tell, once, whether the run had come to its end when it was reopened."""
+        try:
+            self._earlier.unlink()
+            return True
+        except OSError:
+            return False
 
     def attach(self, spec: JobSpec, secret: bytes) -> None:
         """Make this the directory of a node that joins: a fresh one, or the job's own if shared."""

@@ -418,9 +418,13 @@ class GroupMachine:
         )
 
     def _gone(self, now: float) -> bool:
-        """Tell whether no process of the last group can act any more."""
+        """Tell whether no process of the last group can act any more, or of one unknown to us."""
         ranks = ranks_of(self._view) if self._view is not None else ()
-        dead = self._roster.dead
+        dead, roster = self._roster.dead, self._roster
+        heard = [node for name, node in roster.nodes.items() if not self._node_lost(name, now)]
+        told = [s for node in heard for s in node.statuses.values() if s.view != NO_VIEW]
+        if any(s.stage.alive and not roster.ordered(s) for s in told):
+            return False
         return all(dead(m.worker, m.incarnation) or self._node_lost(m.agent, now) for m in ranks)
 
     def _silent(self, now: float) -> frozenset[AgentId]:

@@ -72,13 +72,14 @@ def initial_view(
     hosts = tuple(sorted(s.worker for s in ready[: room.hosts]))
     workers = tuple(sorted(s.worker for s in ready[: room.members]))
     where = f"from the checkpoint of step {step}" if step else "from step 0 again"
+    begins = f"the job goes on {where}" if step else "the job starts"
     return Proposal(
         workers=workers,
         owners=assign_at_boundary(vranks, hosts, ()),
         resume_step=step,
         joiners=workers,
         spares=tuple(worker for worker in workers if worker not in hosts),
-        why=f"{again}: {where}" if again else "the job starts",
+        why=f"{again}: {where}" if again else begins,
     )
 
 

@@ -112,6 +112,8 @@ async def work_alone(setup: CoordinatorSetup, resume: bool = False) -> str:
     loaded = await journal.load()
     if resume and loaded.record is not None:
         record = dataclasses.replace(loaded.record, outcome=None)
+        if setup.run_dir.take_earlier_end():  # nothing of it runs: there is nobody to wait for
+            record = dataclasses.replace(record, view=None, slots=())
         loaded = dataclasses.replace(loaded, record=record)
     spec = setup.run_dir.spec()
     core = make_machine(spec, loaded)
