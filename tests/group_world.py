@@ -205,7 +205,9 @@ class GroupWorld:
     # ------------------------------------------------------------ the coordinator
 
     def start_coordinator(self) -> None:
-        lost = self.loses_journal and self.truth.record is not None and self.draw.random() < 0.5
+        record = self.truth.record  # once it says that the job is over, nobody may be left to tell
+        may_lose = self.loses_journal and record is not None and record.outcome is None
+        lost = may_lose and self.draw.random() < 0.5
         forgotten = self.term if lost else 0
         self.term += 1
         record = None if lost else self.truth.record

@@ -36,6 +36,7 @@ from holdfast.core.types import (
 )
 
 SEEDS = 40  # in which every planted bug is found
+WORLDS = 240
 
 
 @pytest.mark.parametrize("loses_journal", [False, True])
@@ -51,7 +52,7 @@ def test_a_few_worlds(loses_journal: bool) -> None:
 @pytest.mark.parametrize("loses_journal", [False, True])
 def test_many_worlds(loses_journal: bool, nodes_max: int) -> None:
     policy = dataclasses.replace(POLICY, nodes_max=nodes_max)
-    for seed in range(SEEDS):
+    for seed in range(WORLDS):
         assert GroupWorld(seed, policy, loses_journal=loses_journal).run().outcome == ""
 
 

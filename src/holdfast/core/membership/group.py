@@ -159,7 +159,7 @@ class GroupMachine:
             roster.recall(report.agent, report.workers, report.view)
             used = max(self._views_used, report.view_known + SKIPPED)
             self._views_used = ViewNumber(used)
-            if report.view is not None and not self._alone_elsewhere(report.view, report.agent):
+            if report.view is not None and _surely_newest(report.view, report):
                 fenced = roster.started_at + self._policy.lease.fence_s
                 self._learn_until = min(self._learn_until, fenced)
         view = self._view
@@ -169,11 +169,6 @@ class GroupMachine:
         if news is News.CHANGE or before:
             self._changed = True
         return True
-
-    def _alone_elsewhere(self, view: View, name: AgentId) -> bool:
-        """Tell whether a group may go on unheard for as long as a single node may."""
-        others = {member.agent for member in view.members}
-        return len(others) == 1 and name not in others and not others & self._roster.nodes.keys()
 
     # ------------------------------------------------------------ deciding
 
@@ -469,3 +464,13 @@ class GroupMachine:
             forgotten=self._forgotten,
             outcome=self._outcome,
         )
+
+
+def _surely_newest(view: View, report: AgentReport) -> bool:
+    """Tell whether no later group can have been formed, as far as one agent knows.
+
+    A group that is all on one node acts there unheard for as long as nobody forms another. One on
+    several nodes may have been given up for one on a node that is not heard now.
+    """
+    alive = [(s.worker, s.incarnation) for s in report.workers if s.stage.alive]
+    return all((m.worker, m.incarnation) in alive for m in view.members)
