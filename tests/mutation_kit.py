@@ -26,6 +26,7 @@ GOES_ON = {  # to its end: what comes to light late in a job is not cut off
     "forgetful": False,
     "feeds": False,
     "spares": 0,
+    "pieces": (0, 0),
 }
 # Mistakes that only a rare situation brings to light: their swarms are aimed at it.
 PARTITIONS = {
@@ -155,6 +156,20 @@ FED = {  # workers are lost, and others fed in their place
     "feeds": True,
     "feed_fails": 0.0,
 }
+MEMORY = {  # all workers are lost at once, with as many nodes as may be, or more
+    **_THIRTY_STEPS,
+    "slots": 1,
+    "boot_s": 0.1,
+    "load_s": 0.01,
+    "settle_s": 1.0,
+    "faults": ("all_lost", "worker_crash"),
+    "fault_every_s": 2.0,
+    "faults_end_s": 30.0,
+    "pieces": (2, 1),
+    "protect_every": 5,
+    "save_every": 0,
+    "feed_fails": 0.0,
+}
 SPARES = {"slots": 3, "spares": 1, "hot_spares": True, "vranks": 12, "workers_min": 1}
 FLIPS = {  # most of them while an update runs, so that what is saved next is not right
     "slots": 1,
@@ -269,6 +284,15 @@ TUNED: dict[str, dict[str, object]] = {
     | {"loops": (400,), "faults_end_s": 8.0},
     "who_was_unproven_is_proved_by_a_new_view": FORGETFUL
     | {"fault_every_s": 0.4, "task_s": 0.2, "data_s": 0.05},
+    "nothing_is_recalled": MEMORY,
+    "gradients_are_not_recalled": MEMORY,
+    "a_part_with_too_few_pieces_counts": MEMORY,
+    "what_nobody_has_committed_is_recalled": MEMORY | {"faults": ("all_lost", "poison")},
+    "it_votes_before_its_pieces_are_in_memory": MEMORY,
+    "both_pieces_are_kept_on_one_node": MEMORY,
+    "a_state_counts_before_all_have_put_it_there": MEMORY | {"feed_fails": 0.3},
+    "what_is_older_goes_at_once": MEMORY | {"load_s": 1.0},
+    "commits_are_not_marked": MEMORY,
     "a_discarded_state_is_begun_from": WRONG
     | {"control_s": 0.2, "channel_s": 0.02, "cut_in_flight": 1.0},
     "a_committed_step_counts_as_saved": SAVES,

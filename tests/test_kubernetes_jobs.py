@@ -154,6 +154,7 @@ class JobHarness:
     def __init__(self, run: KubernetesRun) -> None:
         self._run = run
         self.hosts, self.kill, self.drain = run.cluster.hosts, run.cluster.kill, run.cluster.drain
+        self.domains = run.cluster.domains
         self.away, self.processes = run.cluster.away, run.cluster.processes
 
     def manager(self, job: str = "") -> Any:

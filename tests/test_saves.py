@@ -12,12 +12,12 @@ from holdfast.core.step.events import EventNoted, SaveEnded
 from holdfast.core.step.save_interval import PacePolicy
 from holdfast.core.step.saves import SavePolicy, Saves
 from holdfast.core.step.vote import Wish
-from holdfast.core.types import ViewNumber
+from holdfast.core.types import ViewNumber, WorkerId
 from machine_kit import a_view
 
 
 def saving(every: int = 10, *, compared: bool = False) -> Saves:
-    saves = Saves(SavePolicy(enabled=True, every=every, compared=compared))
+    saves = Saves(SavePolicy(enabled=True, every=every, compared=compared), WorkerId(0))
     saves.enter(a_view(1, range(2)), 0.0)
     return saves
 
@@ -47,7 +47,7 @@ def test_every_so_many_steps_the_leader_wants_one_and_once_for_each() -> None:
     assert wanted == [10, 20, 30, 40]
     assert saving().opinion(9, 0.0, leads=False) == (False, False)
     for no_writer_or_no_view in (SavePolicy(), SavePolicy(enabled=True, every=1)):
-        saves = Saves(no_writer_or_no_view)
+        saves = Saves(no_writer_or_no_view, WorkerId(0))
         assert saves.opinion(9, 0.0, leads=True) == (False, False)
 
 
@@ -112,7 +112,7 @@ def counting(outcomes: list[Any]) -> list[int]:
 def test_a_copy_that_nobody_took_is_not_made_again_after_every_step() -> None:
     """It costs time, as one that is saved does."""
     pace = PacePolicy(least_s=3600.0, most_s=3600.0)
-    saves = Saves(SavePolicy(enabled=True, pace=pace))
+    saves = Saves(SavePolicy(enabled=True, pace=pace), WorkerId(0))
     saves.enter(a_view(1, [0]), 0.0)
     assert saves.opinion(9, 7200.0, leads=True) == (Wish.SAVE, False)
     saves.agree(10, a_view(1, [0]), Wish.SAVE)

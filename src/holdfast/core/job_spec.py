@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from holdfast.core.membership.lease import LeasePolicy
 from holdfast.core.membership.restart import RestartPolicy
+from holdfast.core.redundancy import Redundancy
 from holdfast.core.settings import Setting, sections_of, setting, settings_of, shown, text_complaint
 from holdfast.core.step.backup import BackupPolicy
 from holdfast.core.step.save_interval import PacePolicy
@@ -58,6 +59,7 @@ class CoordinatorPolicy:
     hot_spares: bool = False  # spares are members, and hold the state
     feeds: bool = False  # workers receive the state while others train, and join when they have it
     keeps: bool = False  # checkpoints
+    redundancy: Redundancy = field(default_factory=Redundancy)  # of the nodes' memory
     retreats_max: int = 3  # times that the job goes back without coming further in between
     restart: RestartPolicy = field(default_factory=RestartPolicy)
 

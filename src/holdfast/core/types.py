@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, NewType
 
 from holdfast.core.domains import Domains
+from holdfast.core.redundancy import KeptPieces, Recall
 
 WorkerId = NewType("WorkerId", int)
 AgentId = NewType("AgentId", str)
@@ -248,6 +249,9 @@ class View:
     fed: tuple[Follower, ...] = ()  # joiners that were fed, and may still wait for the last step
     spares: tuple[WorkerId, ...] = ()  # who hosts nothing as long as no other member is lost
     invalidations: tuple[Invalidation, ...] = ()  # that are known
+    ring: tuple[AgentId, ...] = ()  # nodes that keep pieces of the state; none: nothing is kept
+    recall: Recall | None = None  # from what the members make the state again
+    abandoned: tuple[Invalidation, ...] = ()  # what nodes keep of it that was never built on
     reason: str = ""
     restarts: int = 0  # of a group of processes (core/membership/group.py): faults before it
 
@@ -265,6 +269,11 @@ class View:
         """Members that hold the state; empty when the job starts from its initial state."""
         joiners = frozenset(self.joiners)
         return tuple(w for w in self.workers if w not in joiners)
+
+    @property
+    def base(self) -> int:
+        """Return the step after which the state is that the members begin with, if none has it."""
+        return self.resume_step if self.recall is None else self.recall.base
 
     def hosted_by(self, worker: WorkerId) -> tuple[int, ...]:
         return tuple(v for v, owner in enumerate(self.owners) if owner == worker)
@@ -328,6 +337,7 @@ class AgentReport:
     leaves_in_s: float = float("inf")  # after so long the node will be gone, as far as it knows
     leaving: tuple[Leaving, ...] = ()  # workers that are to be moved
     domains: Domains = ()  # failure domains that this node is in
+    kept: tuple[KeptPieces, ...] = ()  # what its memory holds of the job's state
     view_known: ViewNumber = NO_VIEW
     view: View | None = None  # only for a coordinator that has forgotten it
     release_loop: int = 0

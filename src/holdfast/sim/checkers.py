@@ -8,12 +8,14 @@ The oracle is written apart from the product's own summation.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 from holdfast.core.invalidations import Invalidations, is_covered, is_invalidated, merge
 from holdfast.core.membership.formation import STEPS_MISSED_MAX
 from holdfast.core.step.effects import Reduce
 from holdfast.core.types import (
     RELEASE_ALL,
+    AgentId,
     Directive,
     JobRecord,
     View,
@@ -33,6 +35,7 @@ from holdfast.sim.arithmetic import (
     task,
 )
 from holdfast.sim.endings import Endings, out_of_time
+from holdfast.sim.memories import Memories
 from holdfast.sim.promises import Promises
 from holdfast.sim.quiet_times import QuietTimes
 from holdfast.sim.run_options import Options
@@ -56,6 +59,7 @@ class Truth:
         self.errors = Errors(self, options)
         self.promises = Promises(options)
         self.spare_rules = SpareRules(options)
+        self.memories = Memories(options.redundancy)
         self.quiet_times = QuietTimes(options, self.spare_rules)
         self.endings = Endings(self, options)
         self.views: dict[int, View] = {}
@@ -89,6 +93,7 @@ class Truth:
         self.drops: dict[tuple[int, int], bool] = {}  # sums of steps without what came too late
         self.again: dict[tuple[int, int], bool] = {}  # steps that a view computes again
         self.count: Counter[str] = Counter()  # of what has happened
+        self.reaches: Callable[[AgentId], bool] = lambda agent: True  # of the world
 
     def start(self) -> None:
         """Run the whole job without faults."""
@@ -245,17 +250,20 @@ class Truth:
                 )
             if holds:
                 raise Violation(f"starting again although worker {process.key} holds the state")
-        if not view.donors and view.resume_step:
+        from_store = view.recall is None or not view.recall.view
+        if not view.donors and view.base and from_store:
             self.restores += 1
-            if view.resume_step not in self.saved and not view.invalidations:
+            if view.base not in self.saved and not view.invalidations:
                 raise Violation(f"view {view.number} begins from a checkpoint that nobody saved")
         if not view.donors:
+            self.memories.begins_again(view, self.reaches)
             self.errors.began(view)
             if self._options.backup.workers:
                 step = view.resume_step
                 self.goes_on(step, expected_sum(self.states[step], step, self.vranks))
         self._balanced(view)
         self.spare_rules.formed(view)
+        self.memories.formed(view)
 
     def _discarded(self, view: View) -> bool:
         """Tell whether a member knows that the states of all are not to be believed."""
@@ -501,6 +509,10 @@ class Truth:
         parts, view = process.exchanges.parts, self.views.get(process.machine.snapshot().view)
         if by_vote and view is not None:
             self.promises.voted(view, step)
+        replays = view is not None and view.recall is not None and step < view.resume_step
+        if view is not None and not replays and not view.feeds(process.worker):
+            summed_in = process.exchanges.summed_in if process.total_step == step else None
+            self.memories.committed(process.agent, step, summed_in or view)
         if view is not None and process.total_step == step and parts and process.total is not None:
             summed_in = process.exchanges.summed_in or view
             if len(summed_in.members) == 1 and process.exchanges.wrongly:

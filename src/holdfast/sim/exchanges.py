@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from holdfast.core import tree
+from holdfast.core.redundancy import Recall
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.step.effects import WorkerEffect
 from holdfast.core.step.events import FINITE, SOMEBODYS, StepKind, Topic
-from holdfast.core.types import View, WorkerId
+from holdfast.core.types import AgentId, View, WorkerId
 from holdfast.sim.arithmetic import DROPPED, Key, Parts, Share, add, is_not_finite
 from holdfast.sim.checkers import Truth
 from holdfast.sim.crowd import CROWD
@@ -52,6 +53,10 @@ class ExchangeWorld(Clock, Protocol):
     """Is the world around a process's exchanges."""
 
     store_silent: bool
+
+    def reaches(self, agent: AgentId) -> bool:
+        """Tell whether a node can be asked for what its memory holds."""
+        ...
 
     @property
     def data(self) -> DataNetwork: ...
@@ -253,6 +258,16 @@ class Exchanges:
         match effect:
             case ef.Restore(_, step):
                 self._restore(step, group)
+            case ef.RecallState(_, recall):
+                process.feed(ev.Loading())
+                process.state = None
+                delay_s = self._world.delay(self._world.options.load_s)
+                process.post(delay_s, self._recalled, group.number, recall)
+            case ef.RecallStep(_, step):
+                self._recall_step(step, group)
+            case ef.KeepGradient(_, step):
+                delay_s = self._world.delay(self._world.options.channel_s)
+                process.post(delay_s, self._keep_sum, view, step)
             case ef.SendMissed(_, lag):
                 key = (int(lag.worker), int(lag.incarnation))
                 for step in range(lag.committed, view.resume_step):
@@ -307,9 +322,41 @@ class Exchanges:
     def _restored(self, number: int) -> None:
         process, group = self._process, self._process.open_group(number)
         if group is not None:
-            process.step = group.view.resume_step
+            process.step = group.view.base
             process.state, process.spoiling.flipped = self._world.truth.restored(process.step)
             process.feed(ev.Restored(group.view.number))
+
+    def _keep_sum(self, view: View, step: int) -> None:
+        """Put its pieces of a sum into its node's memory, unless the view has ended meanwhile."""
+        process = self._process
+        if process.open_group(view.number) is not None and process.total_step == step:
+            process.host.memory.keep_sum(view, process.worker, step, process.total)
+            process.feed(ev.GradientKept(view.number, step))
+
+    def _recalled(self, number: int, recall: Recall) -> None:
+        process, group = self._process, self._process.open_group(number)
+        if group is None:
+            return
+        copy = self._world.truth.memories.state(recall.view, recall.base, self._world.reaches)
+        if copy is None:
+            process.feed(ev.RecallFailed(group.view.number, "pieces of the state are missing"))
+            return
+        process.step = recall.base
+        process.state, process.spoiling.flipped = copy
+        self._world.truth.count["states recalled"] += 1
+        process.feed(ev.Restored(group.view.number))
+
+    def _recall_step(self, step: int, group: Group) -> None:
+        process, recall = self._process, group.view.recall
+        assert recall is not None, "nothing is recalled in this view"
+        view = next(s.view for s in recall.sources if s.first <= step < s.end)
+        total = self._world.truth.memories.total(view, step, self._world.reaches)
+        if total is None:
+            process.feed(ev.RecallFailed(group.view.number, "pieces of a gradient are missing"))
+            return
+        process.total, process.total_step, self.parts = total, step, ()
+        self._world.truth.count["steps recalled"] += 1
+        process.feed(ev.MissedHeard(group.view.number, step))
 
     def _compare(self, group: Group) -> None:
         """First all who hold the state compare it; then joiners receive it, and all compare."""

@@ -111,6 +111,8 @@ class Faults:
                 self._strike_node(kind)
             case "rack_crash" | "rack_partition":
                 self._strike_rack(kind)
+            case "all_lost":
+                self._lose_all(live)
             case "coordinator_crash":
                 self._note(kind)
                 world.coordinator.crash()
@@ -138,6 +140,18 @@ class Faults:
                 if live:
                     self._note(kind)
                     self._strike_worker(kind, rng.choice(live))
+
+    def _lose_all(self, live: list[Process]) -> None:
+        """End all workers at once, and perhaps some nodes with what their memory holds."""
+        world, rng = self._world, self._world.rng
+        self._note("all_lost")
+        nodes = rng.choice((0, world.options.redundancy.parity, rng.randint(0, 3)))
+        hosts = self._hosts()
+        for host in rng.sample(hosts, min(nodes, max(len(hosts) - 1, 0))):
+            host.crash()
+            self._heals(self._duration_s(), host.start)
+        for process in live:
+            process.end(-9, "crashed")
 
     def _store_answers(self) -> None:
         self._world.store_silent = False

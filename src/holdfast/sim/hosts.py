@@ -15,8 +15,10 @@ from holdfast.core.membership import agent as ag
 from holdfast.core.membership import coordinator as co
 from holdfast.core.membership import coordinator_events as ce
 from holdfast.core.membership.liveness import ProcessSample
+from holdfast.core.redundancy import KeptPieces
 from holdfast.core.types import AgentId, AgentReport, Directive, Incarnation, Tick, WorkerStatus
 from holdfast.sim.endings import STOPPED
+from holdfast.sim.memories import NodeMemory
 from holdfast.sim.workers import InsideStriker, Process, WorkerMaker, WorkerWorld
 from holdfast.sim.writers import WriterHost
 
@@ -212,6 +214,8 @@ class AgentHost:
         self.frozen = False  # the agent's process; its workers run on
         self.drained = False  # now or before
         self.writer = WriterHost(world, world.truth)
+        self.memory = NodeMemory(world.options.redundancy, self._memory_holds)
+        world.truth.memories.of[name] = self.memory
         self._backlog: deque[ag.AgentEvent] = deque()
         self._channel_free: dict[int, float] = {}
         self._watched: dict[int, Process] = {}
@@ -235,6 +239,7 @@ class AgentHost:
         """Let the agent die; the kernel takes its workers and its writer with it."""
         self.machine = None
         self.writer.crash()
+        self.memory.lose()
         self._backlog.clear()
         for process in list(self.processes.values()):
             process.end(-9, "its agent died")
@@ -316,6 +321,9 @@ class AgentHost:
     def process_ended(self, process: Process, code: int, detail: str) -> None:
         incarnation = Incarnation(process.key[1])
         self._later(0.02, ag.ProcessExited(process.worker, incarnation, code, detail))
+
+    def _memory_holds(self, kept: tuple[KeptPieces, ...]) -> None:
+        self.handle(ag.MemoryHeld(kept))
 
     def watch(self, process: Process) -> None:
         """Sample a process that is stopped, silent or paused, until it is seen to run again.

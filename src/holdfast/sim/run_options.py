@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from holdfast.core.redundancy import Redundancy
 from holdfast.core.step.backup import BackupPolicy
 from holdfast.core.step.balance import BalancePolicy
 from holdfast.core.step.events import StepKind
@@ -108,12 +109,18 @@ class Options:
     feed_fails: float = 0.0  # chance that a member has no memory for a copy of its state
     spares: int = 0  # of a node's slots, that are for workers that are held back
     hot_spares: bool = False  # which take part in views
+    pieces: tuple[int, int] = (0, 0)  # of data and of parity, in the nodes' memory; 0: none
+    protect_every: int = 0  # steps between two states that are put there
     restore_s: float = 300.0  # for which a store may stay silent when the job begins from it
 
     @property
     def exact(self) -> bool:
         """Tell whether nothing wrong is ever used."""
         return self.audit == 1.0 or not {*WRONG_KINDS, "sum_wrongly"} & set(self.faults)
+
+    @property
+    def redundancy(self) -> Redundancy:
+        return Redundancy(data=self.pieces[0], parity=self.pieces[1])
 
     def step_policy(self) -> StepPolicy:
         """Return those of these options that the machines of workers are given."""
@@ -128,6 +135,7 @@ class Options:
             patience=self.patience,
             saves=SavePolicy(enabled=saves, every=self.save_every, compared=self.cycle > 0),
             restore_s=self.restore_s,
+            protect_every=self.protect_every,
         )
 
     @property
@@ -242,7 +250,8 @@ def draw(seed: int, small: bool = False) -> Options:
     options = _with_forgetful_scripts(options, Random(f"forgetful {seed} {small}"))
     options = _with_feeds(options, Random(f"feeds {seed} {small}"))
     options = _with_spares(options, Random(f"spares {seed} {small}"))
-    return _with_notices(options, Random(f"notices {seed} {small}"))
+    options = _with_notices(options, Random(f"notices {seed} {small}"))
+    return _with_redundancy(options, Random(f"redundancy {seed} {small}"))
 
 
 def _with_spares(options: Options, rng: Random) -> Options:
@@ -252,6 +261,30 @@ def _with_spares(options: Options, rng: Random) -> Options:
     spares, hot = rng.randint(1, options.slots - 1), rng.random() < 0.5
     fewest = min(options.workers_min, options.slots - spares)
     return dataclasses.replace(options, spares=spares, hot_spares=hot, workers_min=fewest)
+
+
+def _with_redundancy(options: Options, rng: Random) -> Options:
+    """Keep pieces of the state in the nodes' memory, in half of the runs with several nodes."""
+    nodes = min(options.agents, options.nodes_max)
+    if nodes < 2 or options.backup.workers or options.forgetful or rng.random() < 0.5:
+        return options
+    pieces = rng.randint(2, nodes)
+    data = rng.randint(1, pieces - 1)
+    every = rng.randint(1, 5)
+    options = dataclasses.replace(options, pieces=(data, pieces - data), protect_every=every)
+    if rng.random() < 0.2:
+        return options
+    # So seldom, and in jobs so long, that there is something to recall.
+    steps = rng.randint(12, 30)
+    first = rng.randint(1, steps - 1)
+    return dataclasses.replace(
+        options,
+        faults=(*rng.sample(options.faults, min(len(options.faults), 3)), "all_lost"),
+        loops=(steps,) if len(options.loops) == 1 else (first, steps),
+        data_s=min(options.data_s, 0.02),
+        fault_every_s=max(options.fault_every_s, 2.0),
+        fails_in=-1,
+    )
 
 
 def _with_notices(options: Options, rng: Random) -> Options:

@@ -32,10 +32,27 @@ class Clock(Protocol):
     def delay(self, typical_s: float) -> float: ...
 
 
+class Memory(Protocol):
+    """Keeps what a node's workers put there, for when they are lost."""
+
+    def keep_sum(self, view: View, worker: WorkerId, step: int, total: int | None) -> None: ...
+
+    def keep_state(
+        self, view: View, worker: WorkerId, step: int, copy: tuple[int | None, int | None]
+    ) -> None: ...
+
+    def mark(self, view: int, worker: WorkerId, step: int) -> None: ...
+
+    def forget(self, view: int, step: int) -> None: ...
+
+
 class ProcessNode(Protocol):
-    """Is the node of a process: it has a clock, and may have been drained."""
+    """Is the node of a process: it has a clock and a memory, and may have been drained."""
 
     drained: bool
+
+    @property
+    def memory(self) -> Memory: ...
 
     def clock(self) -> float: ...
 

@@ -264,6 +264,11 @@ class Process:
                     self.last_step_of = event.view
                 world.truth.voted(self, effect.step, by_vote=isinstance(event, ev.Gathered))
                 self._script_next()
+            case ef.MarkCommitted(number, step):
+                self.host.memory.mark(number, self.worker, step)
+            case ef.ForgetProtected(number, step):
+                world.truth.memories.forgot(self.agent, number, step)
+                self.host.memory.forget(number, step)
             case ef.FeedStep(step):
                 self.feeds.send_step(step)
             case ef.EndFeeding(finish):
@@ -276,7 +281,7 @@ class Process:
                 self.feeds.load(number)
             case ef.TakeFed(step):
                 self.feeds.take(step)
-            case ef.Begin() | ef.Compute() | ef.SaveShare() | ef.StageState() | ef.Release():
+            case _ if isinstance(effect, ef.ScriptEffect):
                 if isinstance(effect, ef.Release):
                     world.truth.released(self, effect.loop)
                 if isinstance(effect, ef.Compute) and effect.purpose is Purpose.SPECULATIVE:
@@ -380,6 +385,9 @@ class Process:
             case ef.StageState():
                 self._busy = True
                 self.post(world.delay(world.options.load_s) / 4, self._staged, effect)
+            case ef.ProtectState():
+                self._busy = True
+                self.post(world.delay(world.options.load_s) / 4, self._protected, effect)
             case ef.Release(_):
                 self.post(world.delay(0.001), self._released)
 
@@ -457,6 +465,19 @@ class Process:
         """Go on once its share of the state is copied for those who follow."""
         self._busy = False
         self.feed(ev.Staged(effect.order.number, self.feeds.staged(effect)))
+        self._script_next()
+
+    def _protected(self, effect: ef.ProtectState) -> None:
+        """Go on once its pieces of the state are in its node's memory."""
+        self._busy = False
+        problem = ""
+        if self.world.rng.random() < self.world.options.feed_fails:
+            problem = "there is no memory for it"
+        else:
+            copy = (self.state, self.spoiling.flipped)
+            self.host.memory.keep_state(effect.view, self.worker, effect.step, copy)
+        self.world.truth.copied(effect.step)
+        self.feed(ev.StateProtected(effect.step, problem))
         self._script_next()
 
     def _released(self) -> None:

@@ -58,6 +58,7 @@ class World:
         self.events = 0
         self.digest = 0
         self.truth = Truth(options)
+        self.truth.reaches = self.reaches
         self.store_silent = False
         self.data = DataNetwork(self)
         self.faults = Faults(self)
@@ -93,6 +94,7 @@ class World:
             spares=options.spares,
             hot_spares=options.hot_spares,
             feeds=options.feeds,
+            redundancy=options.redundancy,
             restart=RestartPolicy(
                 losses_max=options.losses_max,
                 backoff_s=0.1,
@@ -174,6 +176,12 @@ class World:
     def _arrive(self, agent: str, up: bool, hear: Callable[[Any], None], message: object) -> None:
         if not self.cut.get((agent, up)):
             hear(message)
+
+    def reaches(self, agent: AgentId) -> bool:
+        """Tell whether a node is up, and neither frozen nor cut off."""
+        host = self.hosts[agent]
+        cut = self.cut.get((agent, True)) or self.cut.get((agent, False))
+        return host.machine is not None and not host.frozen and not cut
 
     # ------------------------------------------------------------ processes
 

@@ -16,6 +16,7 @@ from holdfast.core.domains import Domains
 from holdfast.core.errors import assert_never, require
 from holdfast.core.membership.lease import LeasePolicy, acting_until
 from holdfast.core.membership.liveness import FreezeDetector, FreezePolicy, ProcessSample
+from holdfast.core.redundancy import KeptPieces
 from holdfast.core.types import (
     NO_VIEW,
     AgentId,
@@ -108,6 +109,13 @@ class Labelled:
     domains: Domains
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryHeld:
+    """These pieces of the job's state are in the node's memory."""
+
+    kept: tuple[KeptPieces, ...]
+
+
 AgentEvent = (
     DirectiveArrived
     | WorkerSaid
@@ -118,6 +126,7 @@ AgentEvent = (
     | Drained
     | MoveAsked
     | Labelled
+    | MemoryHeld
     | Tick
 )
 
@@ -221,6 +230,7 @@ class AgentMachine:
         self._leave_by = float("inf")
         self._leaving: dict[WorkerId, Leaving] = {}
         self._domains: Domains = ()
+        self._kept: tuple[KeptPieces, ...] = ()
         self._now = 0.0
         self._processes: dict[WorkerId, _Process] = {}
         self._directive: Directive | None = None
@@ -262,6 +272,8 @@ class AgentMachine:
                 urgent = self._move(leaving)
             case Labelled(domains):
                 urgent, self._domains = domains != self._domains, domains
+            case MemoryHeld(kept):
+                self._kept = kept
             case Tick():
                 pass
             case _:
@@ -498,6 +510,7 @@ class AgentMachine:
             failing=self._failing,
             leaves_in_s=max(self._leave_by - self._now, 0.0),
             domains=self._domains,
+            kept=self._kept,
             leaving=tuple(filter(self._runs, (v for _, v in sorted(self._leaving.items())))),
             view_known=view.number if view else NO_VIEW,
             view=view if forgotten else None,

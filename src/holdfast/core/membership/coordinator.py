@@ -50,8 +50,9 @@ from holdfast.core.membership.formation import (
 )
 from holdfast.core.membership.last_saves import LastSaves
 from holdfast.core.membership.progress import Progress
+from holdfast.core.membership.protection import Protection
 from holdfast.core.membership.reserve import Reserve, ReservePolicy
-from holdfast.core.membership.restart import quarantine, quarantine_wrong, replace_lost
+from holdfast.core.membership.restart import hung, quarantine, quarantine_wrong, replace_lost
 from holdfast.core.membership.review_schedule import Agenda
 from holdfast.core.membership.roster import News, Roster
 from holdfast.core.membership.stopping import Stopping
@@ -119,6 +120,7 @@ class CoordinatorMachine:
         )
         self._reserve = Reserve(held_back, now)
         self._last_saves = LastSaves(term)
+        self._protection = Protection(policy.redundancy)
         self._agenda = Agenda(policy, self._roster, now)
         self._event_log = EventLog(record.slots if record else ())
         self._finished = False
@@ -363,10 +365,8 @@ class CoordinatorMachine:
             self._agenda.stir(now)
         if now < self._agenda.still_since + self._policy.hang_s:
             return
-        stuck = any(s.waiting and s.hosted for s in situation.known)
-        for status in situation.known if stuck else ():
-            if not status.waiting and not status.ended and status.stage.alive:
-                yield self._order_anew(status, f"hung for {self._policy.hang_s:g} s")
+        for status in hung(situation):
+            yield self._order_anew(status, f"hung for {self._policy.hang_s:g} s")
         self._agenda.stir(now)
 
     def _order_anew(self, status: WorkerStatus, reason: str) -> Announce:
@@ -452,13 +452,13 @@ class CoordinatorMachine:
             self._wanting_since = now
         late = now >= self._wanting_since + policy.settle_s
         ready = beginners(situation, policy.nodes_min, policy.workers_min if late else None)
-        if not ready:
+        recall = self._protection.recall(situation, self._durable)
+        if not ready or recall is None:
             return
         self._wanting_since = None
-        self._progress.step = self._durable.step
+        self._progress.step = recall.step
         why = "every worker was lost" if self._view is not None else ""
-        sizes = situation.room, policy.virtual_ranks
-        proposal = initial_view(ready, *sizes, self._progress.step, why)
+        proposal = initial_view(ready, situation.room, policy.virtual_ranks, recall, why)
         yield self._install(proposal, now)
 
     def _install(self, proposal: Proposal, now: float) -> Announce:
@@ -475,6 +475,7 @@ class CoordinatorMachine:
             if lag not in proposal.catching_up and self._roster.wants(lag.worker, lag.incarnation):
                 self._roster.order_anew(lag.worker)  # what it has missed is not kept any longer
         view = make_view(proposal, number, self._view, self._roster)
+        view = self._protection.protect(view, self._view, self._roster)
         self._view = dataclasses.replace(view, invalidations=self._durable.invalidations)
         self._views_used = number
         self._witness_at = None

@@ -83,12 +83,16 @@ class Situation:
 
     def abandoned(self, member: Member) -> bool:
         """Tell whether the state that this process may hold is given up as well."""
-        if self._dead(member):
-            return True
-        return self.now >= fenced_from(self.roster.heard_at(member.agent), None, self.lease)
+        return self._dead(member) or given_up_on(self, member.agent)
 
     def _dead(self, member: Member) -> bool:
         return self.roster.dead(member.worker, member.incarnation)
+
+
+def given_up_on(situation: Situation, agent: AgentId) -> bool:
+    """Tell whether a node that has been silent for so long does not count as coming back."""
+    heard_at = situation.roster.heard_at(agent)
+    return situation.now >= fenced_from(heard_at, None, situation.lease)
 
 
 def silent_nodes(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from holdfast.core.membership.formation import Situation
 from holdfast.core.membership.roster import Roster, SlotState
-from holdfast.core.types import Stage, WorkerId
+from holdfast.core.types import Stage, WorkerId, WorkerStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +55,14 @@ def replace_lost(situation: Situation, policy: RestartPolicy) -> Iterator[tuple[
                 yield worker, lost
         if now >= slot.respawn_at:
             situation.roster.order_anew(worker)
+
+
+def hung(situation: Situation) -> list[WorkerStatus]:
+    """Find members that others wait for, when nothing has moved for very long."""
+    known = situation.known
+    if not any(status.waiting and status.hosted for status in known):
+        return []
+    return [s for s in known if not s.waiting and not s.ended and s.stage.alive]
 
 
 def quarantine(

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from holdfast.core.domains import Domains
+from holdfast.core.redundancy import KeptPieces
 from holdfast.core.types import (
     NO_VIEW,
     AgentId,
@@ -57,6 +58,7 @@ class NodeState:
     leave_by: float = float("inf")  # it is gone by then
     leaving: tuple[Leaving, ...] = ()  # workers that are to be moved
     domains: Domains = ()  # failure domains that it is in
+    kept: tuple[KeptPieces, ...] = ()  # what its memory holds
     ending: bool = False  # its agent knows that the job is over
     fresh: bool = True  # nothing has been decided yet since it first spoke
     view_known: ViewNumber = NO_VIEW
@@ -143,7 +145,7 @@ class Roster:
         changed |= leave_by < node.leave_by - SOONER_S
         node.leave_by = min(node.leave_by, leave_by) if report.draining else float("inf")
         node.view_known, node.statuses = report.view_known, statuses
-        node.domains = report.domains
+        node.domains, node.kept = report.domains, report.kept
         self._note_newest(report.agent)
         return News.CHANGE if changed else News.NOTHING
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from holdfast.core.assignment import assign_at_boundary
 from holdfast.core.errors import require
 from holdfast.core.membership.roster import Roster
+from holdfast.core.redundancy import Recall
 from holdfast.core.types import (
     Follower,
     LateWorker,
@@ -48,6 +49,7 @@ class Proposal:
     fed: tuple[Follower, ...] = ()
     spares: tuple[WorkerId, ...] = ()
     redone: int = 0  # tasks of suspended workers
+    recall: Recall | None = None
 
 
 def choose_hosts(
@@ -63,22 +65,32 @@ def choose_hosts(
 
 
 def initial_view(
-    ready: Sequence[WorkerStatus], room: Room, vranks: int, step: int, again: str
+    ready: Sequence[WorkerStatus], room: Room, vranks: int, recall: Recall, again: str
 ) -> Proposal:
-    """Propose a first view, when nobody holds the state; it starts from the checkpoint of `step`.
+    """Propose a first view, when nobody holds the state; it starts from what can be recalled.
 
-    Step 0 is the initial state. `again`: why this is not the job's beginning.
+    `again`: why this is not the job's beginning.
     """
     hosts = tuple(sorted(s.worker for s in ready[: room.hosts]))
-    workers = tuple(sorted(s.worker for s in ready[: room.members]))
-    where = f"from the checkpoint of step {step}" if step else "from step 0 again"
-    begins = f"the job goes on {where}" if step else "the job starts"
+    members = sorted(ready[: room.members], key=lambda status: status.worker)
+    workers = tuple(status.worker for status in members)
+    base, remembers = recall.base, bool(recall.view or recall.sources)
+    where = f"from the checkpoint of step {base}" if base else "from step 0 again"
+    begins = f"the job goes on {where}" if base else "the job starts"
+    if remembers:
+        where = f"from step {recall.step}, as the nodes' memory has it"
     return Proposal(
         workers=workers,
         owners=assign_at_boundary(vranks, hosts, ()),
-        resume_step=step,
+        resume_step=recall.step,
         joiners=workers,
+        catching_up=tuple(
+            LateWorker(worker=s.worker, incarnation=s.incarnation, committed=base)
+            for s in members
+            if remembers
+        ),
         spares=tuple(worker for worker in workers if worker not in hosts),
+        recall=recall if remembers else None,
         why=f"{again}: {where}" if again else begins,
     )
 
@@ -100,6 +112,7 @@ def make_view(proposal: Proposal, number: ViewNumber, old: View | None, roster: 
         catching_up=proposal.catching_up,
         fed=proposal.fed,
         spares=proposal.spares,
+        recall=proposal.recall,
         reason=proposal.why,
     )
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from holdfast.core.invalidations import Invalidations
+from holdfast.core.redundancy import Recall
 from holdfast.core.step.events import EventNoted, Purpose, Row, Topic
 from holdfast.core.types import (
     FollowOrder,
@@ -39,6 +40,22 @@ class Abort:
     """Break the group of this view (and of every older one) at once."""
 
     view: ViewNumber
+
+
+@dataclass(frozen=True, slots=True)
+class MarkCommitted:
+    """Note in the node's memory, for whoever recalls it, that this worker commits `step`."""
+
+    view: ViewNumber
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetProtected:
+    """The state after `step` steps is protected by `view`: drop what is older from the memory."""
+
+    view: ViewNumber
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +204,14 @@ class StageState:
 
 
 @dataclass(frozen=True, slots=True)
+class ProtectState:
+    """Put this worker's pieces of the state after `step` steps into its node's memory."""
+
+    step: int
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
 class Commit:
     """Apply the gradient of `step`."""
 
@@ -213,6 +238,30 @@ class Install:
 @dataclass(frozen=True, slots=True)
 class Restore:
     """Load the checkpoint of the view's step, together with all members."""
+
+    view: ViewNumber
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecallState:
+    """Load the state from which the view begins, from pieces in the nodes' memory."""
+
+    view: ViewNumber
+    recall: Recall
+
+
+@dataclass(frozen=True, slots=True)
+class RecallStep:
+    """Get the reduced gradient of `step`, from pieces in the nodes' memory."""
+
+    view: ViewNumber
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeepGradient:
+    """Put this worker's pieces of the reduced gradient of `step` into its node's memory."""
 
     view: ViewNumber
     step: int
@@ -313,10 +362,13 @@ class LookWhoIsLate:
     step: int
 
 
-ScriptEffect = Begin | Compute | SaveShare | StageState | Commit | Release
+ScriptEffect = Begin | Compute | SaveShare | StageState | ProtectState | Commit | Release
 EngineEffect = (
     Install
     | Restore
+    | RecallState
+    | RecallStep
+    | KeepGradient
     | SendMissed
     | ReceiveMissed
     | SyncState
@@ -328,6 +380,8 @@ EngineEffect = (
 PromptEffect = (
     Tell
     | Abort
+    | MarkCommitted
+    | ForgetProtected
     | Redo
     | Adopt
     | KeepStep
@@ -355,6 +409,13 @@ WorkerEffect = ScriptEffect | EngineEffect | PromptEffect
 @dataclass(frozen=True, slots=True)
 class BecameSynced:
     """The view is synced: every member holds the state, and all agree on what audits ask."""
+
+
+@dataclass(frozen=True, slots=True)
+class BecameBased:
+    """This worker holds the state after `step` steps, to which later gradients are applied."""
+
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,6 +481,7 @@ class SavedUpTo:
 
 Decision = (
     BecameSynced
+    | BecameBased
     | BecameReduced
     | BecameIdle
     | BecameFed

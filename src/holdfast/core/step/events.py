@@ -94,6 +94,14 @@ class Staged:
 
 
 @dataclass(frozen=True, slots=True)
+class StateProtected:
+    """This worker's pieces of the state after `step` steps are in memory; `problem`: or why not."""
+
+    step: int
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class LoopFinishing:
     """The script's loop has no further step; saves under way are still waited for."""
 
@@ -238,6 +246,22 @@ class StoreSilent:
 
 
 @dataclass(frozen=True, slots=True)
+class GradientKept:
+    """This worker's pieces of the reduced gradient of `step` are in its node's memory."""
+
+    view: ViewNumber
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecallFailed:
+    """The state or a gradient cannot be put together: too few pieces are left."""
+
+    view: ViewNumber
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class MissedHeard:
     """The gradient of `step`, which the others have committed in an earlier view, is here."""
 
@@ -324,6 +348,8 @@ GroupEvent = (
     | Restored
     | StoreSilent
     | MissedHeard
+    | GradientKept
+    | RecallFailed
     | StatesCompared
     | Gathered
     | Summed
@@ -339,6 +365,7 @@ WorkerEvent = (
     | TaskDone
     | ShareCopied
     | Staged
+    | StateProtected
     | LoopFinishing
     | LoopEnded
     | Directed
@@ -359,6 +386,8 @@ WorkerEvent = (
     | Unreadable
     | StoreSilent
     | MissedHeard
+    | GradientKept
+    | RecallFailed
     | StatesCompared
     | Gathered
     | Summed

@@ -64,6 +64,12 @@ class Following:
         spoils = [BecameFed(state=StateCopy.DIRTY)] if status.has_state else []
         return [Unfollow(), *spoils]
 
+    def joined(self, status: WorkerStatus) -> list[Outcome]:
+        """Forget what was fed: it is a member now, and holds the state however it came by it."""
+        ended = self.end(status)
+        self._is_stranded = False
+        return ended
+
     def heard(self, event: FedEvent, status: WorkerStatus) -> list[Outcome]:
         """Take in what has come, or was done with it."""
         if isinstance(event, FedTaken):

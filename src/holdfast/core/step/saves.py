@@ -13,7 +13,7 @@ from holdfast.core.step.effects import Outcome, SavedUpTo, SaveShare
 from holdfast.core.step.events import EventNoted, SaveEnded
 from holdfast.core.step.save_interval import Pace, PacePolicy
 from holdfast.core.step.vote import Wish
-from holdfast.core.types import Member, View, ViewNumber
+from holdfast.core.types import Member, View, ViewNumber, WorkerId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +33,10 @@ class SavePolicy:
 class Saves:
     """Decides one worker's part in saving; `until` is where the present loop of its script ends."""
 
-    def __init__(self, policy: SavePolicy) -> None:
+    def __init__(self, policy: SavePolicy, me: WorkerId) -> None:
         self.agreed: tuple[int, View] | None = None  # after so many steps, as that view agreed
         self._policy = policy
+        self._me = me
         self._pace: Pace | None = None
         self._last: int | None = None  # step that was saved, or that this worker began with
         self._wanted = False  # at the next boundary, by an order
@@ -111,12 +112,19 @@ class Saves:
             return view is not None
         return all(view.includes(each.worker, each.incarnation) for each in savers)
 
-    def copied(self, step: int, now: float, stall_s: float, problem: str) -> None:
-        """Note that the script stood still for a copy; the writer may have answered by now."""
+    def copied(self, step: int, now: float, stall_s: float, problem: str) -> list[Outcome]:
+        """Note that the script stood still for a copy; the writer may have answered by now.
+
+        That there is no copy is told by the first member.
+        """
         if self._pace is not None:  # or it would be due, and cost a copy, after every step
             self._pace.began(now, stall_s)
-        if problem and self._busy == step:
+        if not problem:
+            return []
+        if self._busy == step:
             self._busy = None
+        first = self._view is not None and self._view.workers[0] == self._me
+        return [EventNoted("save", f"step {step} is not saved: {problem}")] if first else []
 
     def ended(self, save: SaveEnded, committed: int) -> list[Outcome]:
         """Take the writer's answer in; only share 0 learns that the whole checkpoint is durable."""

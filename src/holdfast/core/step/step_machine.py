@@ -8,15 +8,16 @@ votes only for sums that all members have judged alike.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Sequence
 
+from holdfast.core.step.activities import STEPPING, Activity
 from holdfast.core.step.audit import Alike, Audit, Sentence
 from holdfast.core.step.audits import Audits
 from holdfast.core.step.backup import FIRST, Settlement
 from holdfast.core.step.balance import BalancePolicy
 from holdfast.core.step.effects import (
     Adopt,
+    BecameBased,
     BecameIdle,
     BecameReduced,
     BecameSynced,
@@ -26,10 +27,13 @@ from holdfast.core.step.effects import (
     Failed,
     ForgetMissed,
     Gather,
+    KeepGradient,
     KeepStep,
     LookWhoIsLate,
     Outcome,
     PutRight,
+    RecallState,
+    RecallStep,
     ReceiveMissed,
     Redo,
     Reduce,
@@ -64,6 +68,7 @@ from holdfast.core.step.events import (
 from holdfast.core.step.feeding import Feeding
 from holdfast.core.step.newcomers import Newcomers, Refusal
 from holdfast.core.step.open_step import OpenStep
+from holdfast.core.step.protecting import Protecting
 from holdfast.core.step.rulings import Rulings
 from holdfast.core.step.saves import Saves
 from holdfast.core.step.speculation import worth_copying
@@ -73,33 +78,6 @@ from holdfast.core.step.vote import Vote
 from holdfast.core.types import View, WorkerId
 
 EQUAL = "and none has a majority"
-
-
-class Activity(enum.Enum):
-    """Names what the members of a view do together, one after the other."""
-
-    CLOSED = "closed"  # no view, or one that was given up
-    CONNECT = "connect"
-    RESTORE = "restore"
-    CATCH_UP = "catch up"  # this member applies steps that it has missed
-    RECEIVE = "receive"  # one of these is on its way
-    COMPARE = "compare"  # joiners receive the state, and all compare theirs
-    AGREE = "agree"
-    TASKS = "tasks"  # the step is not open here, or it is not settled who counts
-    SUM = "sum"  # buckets are summed as they fill
-    ROWS = "rows"  # this member's tasks are done: the rows are exchanged as well
-    OWED = "owed"  # this member still computes audited tasks
-    AUDIT = "audit"
-    CHECK_SUMS = "check sums"
-    VOTE = "vote"
-    REDO = "redo"  # the step is computed again once the task under way is done
-    CONFESS = "confess"  # somebody is wrong; all tell what they know
-
-
-STEPPING = (
-    *(Activity.TASKS, Activity.SUM, Activity.ROWS, Activity.OWED, Activity.AUDIT),
-    *(Activity.CHECK_SUMS, Activity.VOTE, Activity.REDO),
-)
 
 
 class StepMachine:
@@ -112,8 +90,9 @@ class StepMachine:
         around: Surroundings,
         counting: Callable[[View, BalancePolicy | None], Counting] = Counting,
     ) -> None:
-        self.saves = Saves(policy.saves)
+        self.saves = Saves(policy.saves, me)
         self.feeding = Feeding()
+        self.protecting = Protecting(policy.protect_every)
         self.activity = Activity.CLOSED
         self.step = 0  # the one to be committed next
         self.owners: tuple[WorkerId, ...] = ()  # in that step
@@ -155,6 +134,7 @@ class StepMachine:
         self._rulings.enter(view)
         self.saves.enter(view, now)
         self.saves.left(step)
+        self.protecting.enter(view)
         return self._script()
 
     def close(self) -> list[Outcome]:
@@ -172,9 +152,10 @@ class StepMachine:
             out.append(Withdraw(view.invalidations))
         if not view.joiners or view.fed:
             return [*out, *self._agree()]
-        if not view.donors and view.resume_step:
-            self.activity = Activity.RESTORE
-            return [*out, Restore(view.number, view.resume_step)]
+        if not view.donors and view.base:
+            self.activity, recall = Activity.RESTORE, view.recall
+            found = RecallState(view.number, recall) if recall and recall.view else None
+            return [*out, found or Restore(view.number, view.base)]
         return [*out, *self.restored()]
 
     def restored(self) -> list[Outcome]:
@@ -182,7 +163,10 @@ class StepMachine:
         view = self._view
         if view.late_worker(self._me) is not None:
             self.activity = Activity.CATCH_UP
-            return []
+            if view.recall is None:
+                return []
+            self.step = view.base
+            return [BecameBased(view.base)]
         donates = self._me not in view.joiners
         sends = [SendMissed(view.number, lag) for lag in view.catching_up] if donates else []
         self.activity = Activity.COMPARE
@@ -195,13 +179,15 @@ class StepMachine:
         view = self._view
         if view.feeds(self._me):  # it has been fed what it takes, or will be
             return [] if self.step < view.resume_step else self._synced()
+        waits = self._open is not None and self._open.index == self.step and self._idle
         if self.step < view.resume_step:
-            opened = self._open is not None and self._open.index == self.step
-            if not (opened and self._idle):
+            if not waits:
                 return []
             self.activity = Activity.RECEIVE
-            return [ReceiveMissed(view.number, self.step)]
-        if not self._around.at_rest:
+            order = ReceiveMissed if view.recall is None else RecallStep
+            return [order(view.number, self.step)]
+        # What is recalled may end between steps with no boundary: nothing of the next is done.
+        if not self._around.at_rest and (view.recall is None or not waits):
             return []
         self.activity = Activity.COMPARE
         return [SyncState(view.number)]
@@ -257,6 +243,7 @@ class StepMachine:
         """The script is ready to compute tasks of a step."""
         if not event.rested:
             self.saves.postpone(event.step)
+            self.protecting.postpone(event.step)
             self._audits.postpone(event.step)
         self._open, self._idle = OpenStep(event.step, event.kind), False
         return self.advance()
@@ -491,8 +478,19 @@ class StepMachine:
         looked = [audit.vrank for audit in self._audits.planned]
         self._newcomers.accepted(self._view, (w for a in self._audits.planned for w in a.workers))
         self._rulings.summed(self.step, self.owners, looked)
+        doubted = self.doubt > RIGHTLY
+        if not doubted and self.protecting.active:
+            self.activity = Activity.KEEP
+            return [*self._contradicted(), KeepGradient(self._view.number, self.step)]
         self.activity = Activity.VOTE
-        return [*self._contradicted(), BecameReduced(self.doubt <= RIGHTLY), self._vote()]
+        return [*self._contradicted(), BecameReduced(not doubted), self._vote()]
+
+    def gradient_kept(self, step: int) -> list[Outcome]:
+        """The gradient is in the nodes' memory: now it may be committed."""
+        if self.activity is not Activity.KEEP or step != self.step:
+            return []
+        self.activity = Activity.VOTE
+        return [BecameReduced(True), self._vote()]
 
     @property
     def doubt(self) -> int:
@@ -535,6 +533,8 @@ class StepMachine:
             compute_us=0 if self._drops() else sums.compute_us,
             wait=sums.wait,
             follow=self.feeding.opinion(),
+            protect=self.protecting.opinion(self.step, around.leads_now),
+            staged=self.protecting.staged,
         )
         return Gather(self._view.number, Topic.VOTE, vote.row())
 
@@ -547,10 +547,11 @@ class StepMachine:
             self._rulings.doubted(self.step, suspects)
             return self._redo(self._audits.all_twice(self._view, self.step, self.owners))
         out = self._rulings.settled(self.step, rightly=RIGHTLY in tally.doubts)
-        whole_step = self.step + 1 if tally.save else self._audits.whole_step
+        whole_step = self.step + 1 if tally.save or tally.protect else self._audits.whole_step
         self._audits.agree(Alike(tally.alike), whole_step)
         if tally.save:
             self.saves.agree(self.step + 1, self._view, tally.save)
+        out += self.protecting.voted(self.step, tally.staged, protect=tally.protect)
         out += self.feeding.committed(self.step)
         self.feeding.agree(tally.follow, self.step + 1)
         if self._view.suspended:

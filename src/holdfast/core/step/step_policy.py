@@ -22,7 +22,8 @@ class StepPolicy:
 
     `audit`: share of tasks computed twice. `cycle`: steps in which all of the state is compared;
     0: never. `keeps`: there are checkpoints to go back to. `restore_s`: how long a store may stay
-    silent when the job is to begin from a checkpoint.
+    silent when the job is to begin from a checkpoint. `protect_every`: steps between two states put
+    into the nodes' memory.
     """
 
     seed: int = 0
@@ -35,6 +36,7 @@ class StepPolicy:
     patience: Patience = field(default_factory=Patience)
     saves: SavePolicy = field(default_factory=SavePolicy)
     restore_s: float = 300.0
+    protect_every: int = 0
 
     @property
     def looks(self) -> bool:

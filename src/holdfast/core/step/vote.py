@@ -28,6 +28,8 @@ class Vote:
     `busy`: it still saves another one. `alike`: what audits ask from the next step on. `doubt`:
     whether what it has summed is finite. `compute_us`: how long its own tasks of the step took.
     `wait`: for whom it waited at the end of the exchange. `follow`: by which order it can feed.
+    `protect`: whether the state after this step should be protected. `staged`: the newest one that
+    it has put into memory (core/step/protecting.py).
     """
 
     view: ViewNumber
@@ -40,18 +42,22 @@ class Vote:
     compute_us: int = 0
     wait: Wait = NO_WAIT
     follow: int = 0
+    protect: bool = False
+    staged: int = 0
 
     def row(self) -> Row:
         """Return the vote as it travels."""
         wait = self.wait
         flags = (int(self.pending), int(self.save), int(self.busy), self.alike, self.doubt)
         waited = (wait.ready_us, wait.peer, wait.waited_us)
-        return (self.view, self.step, *flags, self.compute_us, self.follow, *waited)
+        memory = (int(self.protect), self.staged)
+        return (self.view, self.step, *flags, self.compute_us, self.follow, *memory, *waited)
 
     @classmethod
     def of(cls, row: Row) -> Vote:
         """Read a vote that has travelled."""
-        view, step, pending, save, busy, alike, doubt, compute_us, follow, *wait = map(int, row)
+        view, step, pending, save, busy, alike, doubt, *rest = map(int, row)
+        compute_us, follow, protect, staged, *wait = rest
         return cls(
             view=ViewNumber(view),
             step=step,
@@ -63,6 +69,8 @@ class Vote:
             compute_us=compute_us,
             wait=Wait(*wait),
             follow=follow,
+            protect=bool(protect),
+            staged=staged,
         )
 
 
@@ -78,6 +86,8 @@ class Tally:
     compute_us: tuple[int, ...]
     waits: tuple[Wait, ...]
     follow: int  # the order by which all members can feed; 0: none
+    protect: bool
+    staged: tuple[int, ...]
 
 
 def count_votes(rows: Sequence[Row]) -> Tally:
@@ -92,4 +102,6 @@ def count_votes(rows: Sequence[Row]) -> Tally:
         compute_us=tuple(v.compute_us for v in votes),
         waits=tuple(v.wait for v in votes),
         follow=votes[0].follow if len({v.follow for v in votes}) == 1 else 0,
+        protect=any(v.protect for v in votes),
+        staged=tuple(v.staged for v in votes),
     )

@@ -15,6 +15,7 @@ from holdfast.core.errors import assert_never, require
 from holdfast.core.invalidations import Invalidations, is_covered, is_invalidated, merge
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
+from holdfast.core.step.activities import Activity
 from holdfast.core.step.balance import BalancePolicy
 from holdfast.core.step.effects import Outcome, WorkerEffect
 from holdfast.core.step.events import WorkerEvent
@@ -22,6 +23,7 @@ from holdfast.core.step.following import FedEvent, Following
 from holdfast.core.step.speculation import Lateness
 from holdfast.core.step.step_machine import StepMachine
 from holdfast.core.step.step_policy import Counting, StepPolicy
+from holdfast.core.step.store_wait import StoreWait
 from holdfast.core.types import (
     NO_VIEW,
     FollowOrder,
@@ -66,7 +68,7 @@ class WorkerMachine:
         self._opened = -1  # the newest step that was opened in this loop
         self._release_loop = 0
         self._released_loop = 0
-        self._store_silent_since: float | None = None
+        self._store = StoreWait(self._policy.restore_s)
         self._now = 0.0
         self.acting_until = _FOREVER  # by its node's clock
 
@@ -141,7 +143,11 @@ class WorkerMachine:
             case ev.LoopEntered() | ev.AtBoundary() | ev.ShareCopied() | ev.LoopFinishing():
                 return self._script_said(event)
             case ev.Staged(number, problem):
-                return self._staged(number, problem)
+                failed = self._feed_failed(number, problem) if problem else []
+                return [*failed, *self._copies(2, within=True)]
+            case ev.StateProtected(step, problem):
+                told = self._carry(self._step.protecting.copied(step, problem))
+                return [*told, *self._at_boundary()]
             case ev.Reachable(address):
                 return self._change(address=address)
             case ev.StateFed() | ev.FedLoaded() | ev.StepFed() | ev.FedTaken():
@@ -194,14 +200,10 @@ class WorkerMachine:
             case ev.AtBoundary():
                 # What a script does between two loops it would do again to a state saved there.
                 within = self._opened == self._status.committed - 1
-                copies = saves.at_boundary(self._status.committed) if within else []
-                return copies or self._stage(within=within) or self._at_boundary()
+                return self._copies(0, within=within)
             case ev.ShareCopied(step, stall_s, problem):
-                saves.copied(step, self._now, stall_s, problem)
-                text = f"step {step} is not saved: {problem}"
-                first = self._view is not None and self._view.workers[0] == self._status.worker
-                told = self._note_event("save", text) if problem and first else []
-                return [*told, *(self._stage(within=True) or self._at_boundary())]
+                told = self._carry(saves.copied(step, self._now, stall_s, problem))
+                return [*told, *self._copies(1, within=True)]
             case ev.LoopFinishing():
                 return saves.finishing(self._status.committed)
 
@@ -219,10 +221,15 @@ class WorkerMachine:
             case ev.Connected():
                 return [*step.connected(), *step.catch_up()]
             case ev.Restored():
-                self._store_silent_since = None
+                self._store.answered()
                 return step.restored()
             case ev.StoreSilent(view, reason):
-                return self._store_silent(view, reason)
+                told = self._carry(self._store.silent(reason, self._now))
+                return [*told, *self._promise(view)]
+            case ev.RecallFailed(view, reason):
+                return [*self._note_event("memory", reason), *self._promise(view)]
+            case ev.GradientKept(_, kept):
+                return step.gradient_kept(kept)
             case ev.MissedHeard(_, missed):
                 return self._caught_up(missed)
             case ev.StatesCompared():
@@ -249,6 +256,10 @@ class WorkerMachine:
         effects: list[WorkerEffect] = []
         for outcome in outcomes:
             match outcome:
+                case ef.BecameBased(step):
+                    self._change(committed=step)
+                    behind = self._view is not None and self._catches_up(self._view)
+                    effects += self._carry(self._begin() if behind else self._step.catch_up())
                 case ef.BecameSynced():
                     effects += self._carry(self._group_synced())
                 case ef.BecameReduced(reduced):
@@ -288,7 +299,7 @@ class WorkerMachine:
         view = self._view
         assert view is not None, "a group without a view"
         self.lateness.built(self._now)
-        ended = self._carry(self._following.end(self._status))
+        ended = self._carry(self._following.joined(self._status))
         status = self._status
         hosted, step = status.hosted, status.committed
         if not status.has_state:
@@ -321,7 +332,8 @@ class WorkerMachine:
         self._step.committed(vote.owners, hosted)
         if self._status.unproven and self._step.is_proved:
             self._change(unproven=False)
-        return [ef.Commit(step), *self._step.saves.compared(step + 1)]
+        marks = [ef.MarkCommitted(status.view, step)] if self._step.protecting.active else []
+        return [*marks, ef.Commit(step), *self._step.saves.compared(step + 1)]
 
     def _doubted(self, invalidation: Invalidation, discarded: bool) -> Sequence[Outcome]:
         self._avoid((invalidation,))
@@ -437,8 +449,20 @@ class WorkerMachine:
         self._change(phase=Phase.COMPUTING)
         step, agreed, view = self._status.committed, self._step.saves.agreed, self._view
         whole = agreed is not None and agreed[0] == step
+        whole = whole or self._step.protecting.looks_at_all(step)
         joined = view is not None and bool(view.joiners) and step == view.resume_step
         return [ef.Begin(step, whole, joined)]
+
+    def _copies(self, made: int, *, within: bool) -> Sequence[Outcome]:
+        """Have the state copied: to be saved, fed and protected, in this order; `made` are done."""
+        view, step, machine = self._view, self._status.committed, self._step
+        acts = view is not None and self._acting_in(view.number)
+        found: Sequence[Outcome] = machine.saves.at_boundary(step) if within and not made else []
+        if not found and made < 2 and view is not None and acts:
+            found = machine.feeding.at_boundary(step, view, within=within)
+        if not found and acts and within:
+            found = machine.protecting.at_boundary(step)
+        return found or self._at_boundary()
 
     def _at_boundary(self) -> Sequence[Outcome]:
         self._change(phase=Phase.BOUNDARY)
@@ -456,17 +480,6 @@ class WorkerMachine:
         return self._begin()
 
     # ------------------------------------------------------------ fed, or feeding
-
-    def _stage(self, *, within: bool) -> Sequence[Outcome]:
-        """Copy this worker's share of the state for those who follow, if that is due now."""
-        view = self._view
-        if view is None or not self._acting_in(view.number):
-            return []
-        return self._step.feeding.at_boundary(self._status.committed, view, within=within)
-
-    def _staged(self, number: int, problem: str) -> Sequence[Outcome]:
-        told = self._feed_failed(number, problem) if problem else []
-        return [*told, *self._at_boundary()]
 
     def _ordered(self, order: FollowOrder | None) -> Sequence[Outcome]:
         """Hear by which order workers are fed: by this one, or this one by others."""
@@ -506,19 +519,6 @@ class WorkerMachine:
         left = self._carry(self._promise(self._status.view) if self._joins_fed else [])
         ended = self._carry(self._following.end(self._status))
         return [*told, *left, *ended, self._tell()]
-
-    def _store_silent(self, view: ViewNumber, reason: str) -> Sequence[Outcome]:
-        """Let the next view ask the store again; but give up after `restore_s`."""
-        if self._store_silent_since is None:
-            self._store_silent_since = self._now
-            told = self._note_event("store", f"{reason}; it is asked again")
-        else:
-            told = []
-        waited_s = self._now - self._store_silent_since
-        if waited_s >= self._policy.restore_s:
-            text = f"{reason}: given up after {waited_s:.0f} s; go on with `holdfast resume` once"
-            told = [*told, ef.GiveUp(f"{text} the store answers")]
-        return [*told, *self._promise(view)]
 
     # ------------------------------------------------------------ time
 
@@ -574,8 +574,8 @@ class WorkerMachine:
         return [self._tell()]
 
     def _release(self) -> list[WorkerEffect]:
-        loop = self._status.loop
-        allowed = self._release_loop >= loop or self.leads_now
+        loop, leads = self._status.loop, self.leads_now and self._status.has_state
+        allowed = self._release_loop >= loop or leads
         if self._status.ended and allowed and self._released_loop < loop:
             self._released_loop = loop
             return [ef.Release(loop)]
@@ -584,7 +584,8 @@ class WorkerMachine:
     def _catches_up(self, view: View) -> bool:
         """Tell whether it has yet to apply steps that it has missed."""
         late = view.late_worker(self._status.worker) is not None
-        return late and self._status.committed < view.resume_step
+        based = view.recall is None or self._step.activity in (Activity.CATCH_UP, Activity.RECEIVE)
+        return late and based and self._status.committed < view.resume_step
 
     def _acting_in(self, number: ViewNumber) -> bool:
         return self._status.view == number > self._status.promised

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from holdfast.core.errors import Aborted, assert_never
+from holdfast.core.errors import Aborted, InvariantError, assert_never
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.step.backup import FIRST
@@ -153,6 +153,8 @@ class Engine(threading.Thread):
                     self._driver.post(event)
             case ef.ForgetMissed():
                 self._bringing_up.forget()
+            case ef.RecallState() | ef.RecallStep() | ef.KeepGradient():
+                raise InvariantError("nodes do not keep pieces of the state in their memory yet")
             case _:
                 assert_never(order)
 

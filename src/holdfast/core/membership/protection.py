@@ -1,0 +1,167 @@
+"""Decides on which nodes pieces are kept, and what can be made again from those that are. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from holdfast.core.domains import Domains
+from holdfast.core.invalidations import (
+    INVALIDATIONS_MAX,
+    Invalidations,
+    is_invalidated,
+    merge,
+)
+from holdfast.core.membership.durable import Durable
+from holdfast.core.membership.formation import Situation, given_up_on
+from holdfast.core.membership.roster import Roster
+from holdfast.core.redundancy import GradientSource, KeptPieces, Recall, Redundancy
+from holdfast.core.types import AgentId, Invalidation, Member, View, ViewNumber
+
+
+class Protection:
+    """Says what is kept where, and what of it can be recalled, in a job with some redundancy."""
+
+    def __init__(self, redundancy: Redundancy) -> None:
+        self._redundancy = redundancy
+
+    def protect(self, view: View, old: View | None, roster: Roster) -> View:
+        """Add to a new view which nodes keep pieces, in their order, and what is abandoned."""
+        domains = {name: node.domains for name, node in roster.nodes.items()}
+        ring = make_ring(view.members, domains, self._redundancy)
+        return dataclasses.replace(view, ring=ring, abandoned=self._abandon(view, old))
+
+    def _abandon(self, view: View, old: View | None) -> Invalidations:
+        """Return what must not be recalled any more now that this view begins, after an old one.
+
+        If nobody holds the state, the job goes on from what could be made of it. What nodes keep of
+        later steps was not built on, and never may be: those steps are computed again.
+        """
+        known = old.abandoned if old is not None else ()
+        if not self._redundancy.data or view.donors:
+            return known
+        before = ViewNumber(view.number - 1)
+        found = merge(known, [Invalidation(after=view.resume_step, view=before)])
+        if len(found) < INVALIDATIONS_MAX:
+            return found
+        oldest = Invalidation(after=-1, view=found[0].view)  # nothing so old is used
+        return merge(found, [oldest])
+
+    def recall(self, situation: Situation, durable: Durable) -> Recall | None:
+        """Find from what the job begins again, when nobody holds the state.
+
+        None: nodes that are silent just now may hold what brings it further, so it waits for them.
+        """
+        view, silent = situation.view, situation.silent
+        if not self._redundancy.data:
+            return Recall(base=durable.step, view=0, sources=())
+        now = self._find(view, self._kept(situation, silent), durable)
+        if view is None:
+            return now
+        given_up = frozenset(name for name in silent if given_up_on(situation, name))
+        if any(name not in given_up for name in situation.roster.unheard()):
+            return None
+        later = self._find(view, self._kept(situation, given_up), durable)
+        return now if later.step <= now.step else None
+
+    def _kept(self, situation: Situation, without: frozenset[AgentId]) -> list[KeptPieces]:
+        nodes = situation.roster.nodes.items()
+        return [kept for name, node in nodes if name not in without for kept in node.kept]
+
+    def _find(self, view: View | None, kept: list[KeptPieces], durable: Durable) -> Recall:
+        floor = view.resume_step if view is not None else 0
+        abandoned = view.abandoned if view is not None else ()
+        needed, invalidations = self._redundancy.data, (*durable.invalidations, *abandoned)
+        return find_recall(kept, needed, durable.step, floor, invalidations)
+
+
+def make_ring(
+    members: Sequence[Member], domains: Mapping[AgentId, Domains], redundancy: Redundancy
+) -> tuple[AgentId, ...]:
+    """Order the members' nodes so that neighbours share no failure domain, as far as possible.
+
+    Of a part no domain should hold more pieces than may be lost. The result is empty if there are
+    too few nodes for all pieces of a part.
+    """
+    left = sorted({member.agent for member in members})
+    if not redundancy.data or len(left) < redundancy.pieces:
+        return ()
+    sizes = Counter(label for agent in left for label in domains.get(agent, ()))
+    ring: list[AgentId] = []
+    while left:
+        near = Counter(
+            label
+            for agent in ring[len(ring) - redundancy.pieces + 1 :]
+            for label in domains.get(agent, ())
+        )
+
+        def crowded(agent: AgentId, near: Counter[str] = near) -> tuple[int, int]:
+            labels = domains.get(agent, ())
+            over = sum(near[label] >= redundancy.parity for label in labels)
+            return over, -max((sizes[label] for label in labels), default=0)
+
+        chosen = min(left, key=crowded)
+        left.remove(chosen)
+        ring.append(chosen)
+        sizes.subtract(domains.get(chosen, ()))
+    return tuple(ring)
+
+
+def find_recall(
+    kept: Iterable[KeptPieces],
+    needed: int,
+    checkpoint: int,
+    floor: int,
+    invalidations: Invalidations,
+) -> Recall:
+    """Find how to come furthest from what nodes keep, best without a checkpoint from the store.
+
+    `needed`: pieces that give a part. `checkpoint`: the step of the newest one in the store; 0: the
+    job can begin from its initial state. `floor`: so many steps are known to be committed.
+    """
+    by_view: dict[int, list[KeptPieces]] = {}
+    for each in kept:
+        by_view.setdefault(each.view, []).append(each)
+    views = sorted(by_view, reverse=True)
+
+    def source_of(step: int) -> int:
+        for view in views:
+            found = by_view[view]
+            known = max(floor, *(each.committed for each in found)) > step
+            right = not is_invalidated(invalidations, step + 1, ViewNumber(view))
+            if known and right and _complete([k for k in found if k.first <= step < k.end], needed):
+                return view
+        return 0
+
+    bases = {0: 0, checkpoint: 0}
+    for view in reversed(views):
+        found = by_view[view]
+        compared = max(each.committed for each in found)
+        for step in sorted({step for each in found for step in each.states}):
+            right = not is_invalidated(invalidations, step, ViewNumber(view))
+            here = [each for each in found if step in each.states]
+            if step < compared and right and _complete(here, needed):
+                bases[step] = view
+    best = Recall(base=checkpoint, view=0, sources=())
+    for base, view in sorted(bases.items()):
+        sources: list[GradientSource] = []
+        step = base
+        while source := source_of(step):
+            if sources and sources[-1].view == source:
+                sources[-1] = sources[-1]._replace(end=step + 1)
+            else:
+                sources.append(GradientSource(source, step, step + 1))
+            step += 1
+        if step > best.step or (step == best.step and view):
+            best = Recall(base=base, view=view, sources=tuple(sources))
+    return best
+
+
+def _complete(kept: Sequence[KeptPieces], needed: int) -> bool:
+    """Tell whether these hold enough pieces of every part."""
+    if not kept:
+        return False
+    pieces = dict.fromkeys(piece for each in kept for piece in each.pieces)
+    there = Counter(part for part, _ in pieces)
+    return all(there[part] >= needed for part in range(kept[0].parts))

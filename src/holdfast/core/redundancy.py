@@ -1,0 +1,103 @@
+"""Defines how nodes protect a job's state in their memory, as values: pieces, and who keeps which.
+
+Everything that is protected is cut into as many **parts** as the view's ring has nodes. Each part
+is coded into `data + parity` **pieces**, of which any `data` give the part. Part p's first piece is
+kept on the ring's p-th node, and its others on those that follow.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from holdfast.core.errors import UserError
+
+PIECES_MAX = 255
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Redundancy:
+    """Says into how many pieces a part is coded; `data` 0: nothing is protected."""
+
+    data: int = 0
+    parity: int = 0
+
+    @property
+    def pieces(self) -> int:
+        return self.data + self.parity
+
+    def __str__(self) -> str:
+        if not self.data:
+            return "none"
+        return f"replicate:{self.pieces}" if self.data == 1 else f"rs:{self.data}+{self.parity}"
+
+
+def read_redundancy(text: str) -> Redundancy:
+    """Read `none`, `replicate:R` or `rs:K+M`. UserError."""
+    kind, _, sizes = text.partition(":")
+    numbers = sizes.split("+")
+    if text == "none":
+        return Redundancy()
+    if not all(each.isascii() and each.isdecimal() for each in numbers):
+        numbers = []
+    if kind == "replicate" and len(numbers) == 1 and 1 <= int(numbers[0]) <= PIECES_MAX:
+        return Redundancy(data=1, parity=int(numbers[0]) - 1)
+    if kind == "rs" and len(numbers) == 2:
+        found = Redundancy(data=int(numbers[0]), parity=int(numbers[1]))
+        if found.data >= 1 and found.parity >= 1 and found.pieces <= PIECES_MAX:
+            return found
+    raise UserError(
+        f"redundancy {text[:40]!r}: write none, replicate:R (R copies) or rs:K+M (of K+M pieces "
+        f"any K give the state), with {PIECES_MAX} pieces at most"
+    )
+
+
+class Piece(NamedTuple):
+    """Names one piece: of which part, and its number there, data first."""
+
+    part: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptPieces:
+    """Says what a node's memory holds of what one worker put there as a member of one view.
+
+    `parts`: of that view. `states`: after so many steps each. `first`, `end`: it holds the reduced
+    gradients of the steps from `first` to before `end`. `committed`: that the worker has, in the
+    view.
+    """
+
+    view: int
+    worker: int
+    parts: int
+    pieces: tuple[Piece, ...]
+    states: tuple[int, ...] = ()
+    first: int = 0
+    end: int = 0
+    committed: int = 0
+
+
+class GradientSource(NamedTuple):
+    """Says that the gradients of the steps from `first` to before `end` are those of `view`."""
+
+    view: int
+    first: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recall:
+    """Says from what the state after `step` steps is made again, where nobody holds it.
+
+    That is the state after `base` steps, which view `view` has put into the nodes' memory (0: it is
+    the initial state, or a checkpoint's), and the gradients of the steps since.
+    """
+
+    base: int
+    view: int
+    sources: tuple[GradientSource, ...]
+
+    @property
+    def step(self) -> int:
+        return self.sources[-1].end if self.sources else self.base

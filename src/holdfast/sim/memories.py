@@ -1,0 +1,206 @@
+"""Simulates what nodes keep of the job's state in their memory, and checks what becomes of it.
+
+What a worker has put there outlives it, and is lost with its node. Nobody may recall what does
+not fit together; and what was committed must not be lost while no part has lost more pieces than
+it may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from holdfast.core.invalidations import Invalidations, is_invalidated
+from holdfast.core.redundancy import KeptPieces, Piece, Redundancy
+from holdfast.core.step.protecting import pieces_of
+from holdfast.core.types import AgentId, View, ViewNumber, WorkerId
+from holdfast.sim.arithmetic import Copy
+from holdfast.sim.wrong_bits import Violation
+
+T = TypeVar("T")
+Reach = Callable[[AgentId], bool]
+
+
+@dataclass(slots=True)
+class Shelf:
+    """Holds what one worker has put into its node's memory as a member of one view."""
+
+    pieces: tuple[Piece, ...]
+    parts: int
+    states: dict[int, Copy] = field(default_factory=dict)  # after so many steps
+    sums: dict[int, int | None] = field(default_factory=dict)  # by step
+    committed: int = 0
+
+
+class NodeMemory:
+    """Is the memory of one node. `changed` is called with what it holds, after each change."""
+
+    def __init__(
+        self, redundancy: Redundancy, changed: Callable[[tuple[KeptPieces, ...]], None]
+    ) -> None:
+        self._redundancy = redundancy
+        self._changed = changed
+        self.shelves: dict[tuple[int, int], Shelf] = {}  # by view and worker
+        self.losses = 0  # times that all was lost
+
+    def lose(self) -> None:
+        """Lose all of it."""
+        self.shelves = {}
+        self.losses += 1
+
+    def keep_sum(self, view: View, worker: WorkerId, step: int, total: int | None) -> None:
+        """Put a worker's pieces of a reduced gradient here, in place of an earlier attempt's."""
+        self._shelf(view, worker).sums[step] = total
+        self._tell()
+
+    def keep_state(self, view: View, worker: WorkerId, step: int, copy: Copy) -> None:
+        """Put a worker's pieces of the state after `step` steps here."""
+        self._shelf(view, worker).states[step] = copy
+        self._tell()
+
+    def mark(self, view: int, worker: WorkerId, step: int) -> None:
+        """Note that a worker commits a step."""
+        shelf = self.shelves.get((view, int(worker)))
+        if shelf is not None:
+            shelf.committed = max(shelf.committed, step + 1)
+            self._tell()
+
+    def forget(self, view: int, step: int) -> None:
+        """Drop what is older than the state after `step` steps, which a view has protected."""
+        for (number, _), shelf in self.shelves.items():
+            shelf.sums = {s: total for s, total in shelf.sums.items() if s >= step}
+            new = number == view
+            shelf.states = {
+                s: c for s, c in shelf.states.items() if s > step or (new and s == step)
+            }
+        self._tell()
+
+    def _shelf(self, view: View, worker: WorkerId) -> Shelf:
+        key = (int(view.number), int(worker))
+        if key not in self.shelves:
+            pieces = pieces_of(view, worker, self._redundancy)
+            self.shelves[key] = Shelf(pieces, len(view.ring))
+        return self.shelves[key]
+
+    def _tell(self) -> None:
+        self._changed(tuple(self._kept()))
+
+    def _kept(self) -> list[KeptPieces]:
+        found = []
+        for (view, worker), shelf in sorted(self.shelves.items()):
+            first = end = max(shelf.sums, default=-1) + 1
+            while first - 1 in shelf.sums:
+                first -= 1
+            found.append(
+                KeptPieces(
+                    view=view,
+                    worker=worker,
+                    parts=shelf.parts,
+                    pieces=shelf.pieces,
+                    states=tuple(sorted(shelf.states)),
+                    first=first,
+                    end=end,
+                    committed=shelf.committed,
+                )
+            )
+        return found
+
+
+class Memories:
+    """Finds pieces on all nodes, and knows what must not be lost."""
+
+    def __init__(self, redundancy: Redundancy) -> None:
+        self._redundancy = redundancy
+        self.of: dict[AgentId, NodeMemory] = {}
+        self._rings: dict[int, dict[AgentId, int]] = {}  # of views: losses of each node until then
+        self._summed_in: dict[int, int] = {}  # by step: the view
+        self._known_to: dict[int, dict[AgentId, int]] = {}  # by step: whose workers committed it
+        # States that count, by step and the view that has protected them: who knows that they do.
+        self._bases: dict[tuple[int, int], dict[AgentId, int]] = {}
+
+    # ------------------------------------------------------------ what must not be lost
+
+    def formed(self, view: View) -> None:
+        """Note who keeps pieces during a view."""
+        self._rings[view.number] = {agent: self.of[agent].losses for agent in view.ring}
+
+    def committed(self, agent: AgentId, step: int, view: View) -> None:
+        """Note that a worker of a node commits a step that was summed in a view."""
+        self._summed_in[step] = view.number
+        self._known_to.setdefault(step, {})[agent] = self.of[agent].losses
+
+    def forgot(self, agent: AgentId, view: int, step: int) -> None:
+        """Note that a worker takes the state after `step` steps as protected by a view."""
+        self._bases.setdefault((step, view), {})[agent] = self.of[agent].losses
+
+    def begins_again(self, view: View, reach: Reach) -> None:
+        """Check that a view that begins from memory begins as far as it must."""
+        known, step = view.invalidations, 0
+        for (base, protects), knows in self._bases.items():
+            right = not is_invalidated(known, base, ViewNumber(protects))
+            if right and self._knows(knows, reach) and self._is_whole(protects, reach):
+                step = max(step, base)
+        while self._outlives(step, known, reach):
+            step += 1
+        if view.resume_step < step:
+            raise Violation(
+                f"view {view.number} begins from step {view.resume_step}: step {step} was committed"
+                ", and no part has lost more pieces than it may"
+            )
+        for later in [each for each in self._summed_in if each >= view.resume_step]:
+            del self._summed_in[later], self._known_to[later]
+        for later in [each for each in self._bases if each[0] > view.resume_step]:
+            del self._bases[later]
+
+    def _outlives(self, step: int, invalidations: Invalidations, reach: Reach) -> bool:
+        """Tell whether it is still known that a step was committed, and with what sum."""
+        view = self._summed_in.get(step, 0)
+        if is_invalidated(invalidations, step + 1, ViewNumber(view)):
+            return False
+        return self._knows(self._known_to.get(step, {}), reach) and self._is_whole(view, reach)
+
+    def _knows(self, agents: dict[AgentId, int], reach: Reach) -> bool:
+        """Tell whether a node that knew something still does."""
+        return any(reach(agent) and self.of[agent].losses == n for agent, n in agents.items())
+
+    def _is_whole(self, view: int, reach: Reach) -> bool:
+        """Tell whether enough nodes of a view's ring still hold what they had."""
+        ring = self._rings.get(view, {})
+        lost = [a for a, n in ring.items() if not reach(a) or self.of[a].losses > n]
+        return bool(ring) and len(lost) <= self._redundancy.parity
+
+    # ------------------------------------------------------------ what there is
+
+    def state(self, view: int, step: int, reach: Reach) -> Copy | None:
+        """Put the state after `step` steps together; None if too few pieces are in reach."""
+        found = self._pieces(view, lambda shelf: shelf.states.get(step), reach)
+        if found is None:
+            return None
+        if len({copy[0] for copy in found.values()}) > 1:
+            raise Violation(f"pieces of the state of step {step} do not fit: {found}")
+        flips = [copy[1] for _, copy in sorted(found.items()) if copy[1] is not None]
+        return next(iter(found.values()))[0], flips[0] if flips else None
+
+    def total(self, view: int, step: int, reach: Reach) -> int | None:
+        """Put the sum of a step together; None if too few pieces are in reach."""
+        found = self._pieces(view, lambda shelf: shelf.sums.get(step), reach)
+        if found is None:
+            return None
+        if len(set(found.values())) > 1:
+            raise Violation(f"pieces of the gradient of step {step} do not fit: {found}")
+        return next(iter(found.values()))
+
+    def _pieces(
+        self, view: int, of: Callable[[Shelf], T | None], reach: Reach
+    ) -> dict[Piece, T] | None:
+        found: dict[Piece, T] = {}
+        parts = 0
+        for agent, memory in self.of.items():
+            for (number, _), shelf in memory.shelves.items():
+                content = of(shelf)
+                if number == view and content is not None and reach(agent):
+                    parts = shelf.parts
+                    found |= dict.fromkeys(shelf.pieces, content)
+        counts = [sum(piece.part == part for piece in found) for part in range(parts)]
+        return found if counts and min(counts) >= self._redundancy.data else None

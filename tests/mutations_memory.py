@@ -1,0 +1,123 @@
+"""Planted bugs in what nodes keep in their memory: pieces, what counts, and what is recalled."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from holdfast.core.membership import protection
+from holdfast.core.membership.protection import Protection
+from holdfast.core.redundancy import KeptPieces, Piece, Recall
+from holdfast.core.step import effects as ef
+from holdfast.core.step import protecting
+from holdfast.core.step.protecting import Protecting
+from holdfast.core.step.step_machine import StepMachine
+from holdfast.core.step.worker import WorkerMachine
+from holdfast.sim import memories
+from holdfast.sim.world import Machines
+from mutation_kit import mutation
+
+
+@mutation
+def nothing_is_recalled(patch: pytest.MonkeyPatch) -> Machines:
+    def recall(self: Protection, situation: Any, durable: Any) -> Recall:
+        return Recall(base=durable.step, view=0, sources=())
+
+    patch.setattr(Protection, "recall", recall)
+    return Machines()
+
+
+@mutation
+def gradients_are_not_recalled(patch: pytest.MonkeyPatch) -> Machines:
+    plain = Protection.recall
+
+    def recall(self: Protection, situation: Any, durable: Any) -> Recall:
+        return dataclasses.replace(plain(self, situation, durable), sources=())
+
+    patch.setattr(Protection, "recall", recall)
+    return Machines()
+
+
+@mutation
+def a_part_with_too_few_pieces_counts(patch: pytest.MonkeyPatch) -> Machines:
+    patch.setattr(protection, "_complete", lambda kept, needed: bool(kept))
+    return Machines()
+
+
+@mutation
+def what_nobody_has_committed_is_recalled(patch: pytest.MonkeyPatch) -> Machines:
+    plain = protection.find_recall
+
+    def find(kept: Sequence[KeptPieces], *rest: Any) -> Recall:
+        return plain([dataclasses.replace(k, committed=1 << 30) for k in kept], *rest)
+
+    patch.setattr(protection, "find_recall", find)
+    return Machines()
+
+
+@mutation
+def it_votes_before_its_pieces_are_in_memory(patch: pytest.MonkeyPatch) -> Machines:
+    plain = StepMachine._accepted
+
+    def accepted(self: StepMachine) -> Any:
+        found = plain(self)
+        if not isinstance(found[-1], ef.KeepGradient):
+            return found
+        return [*self.gradient_kept(self.step), found[-1]]
+
+    patch.setattr(StepMachine, "_accepted", accepted)
+    return Machines()
+
+
+@mutation
+def both_pieces_are_kept_on_one_node(patch: pytest.MonkeyPatch) -> Machines:
+    plain = protecting.pieces_of
+
+    def pieces(view: Any, worker: Any, redundancy: Any) -> tuple[Piece, ...]:
+        place = {agent: i for i, agent in enumerate(view.ring)}
+        agent = view.member(worker).agent
+        mine = plain(view, worker, redundancy)
+        every = range(redundancy.pieces)
+        parts = {p.part for p in mine if p.number == 0 and place[agent] == p.part}
+        return tuple(Piece(part, number) for part in parts for number in every)
+
+    patch.setattr(memories, "pieces_of", pieces)
+    return Machines()
+
+
+@mutation
+def a_state_counts_before_all_have_put_it_there(patch: pytest.MonkeyPatch) -> Machines:
+    plain = Protecting.voted
+
+    def voted(self: Protecting, step: int, staged: Sequence[int], **more: bool) -> Any:
+        return plain(self, step, [max(staged)] * len(staged), **more)
+
+    patch.setattr(Protecting, "voted", voted)
+    return Machines()
+
+
+@mutation
+def what_is_older_goes_at_once(patch: pytest.MonkeyPatch) -> Machines:
+    plain = Protecting.at_boundary
+
+    def at_boundary(self: Protecting, step: int) -> Any:
+        found = plain(self, step)
+        if found and self._view is not None:
+            found = [*found, ef.ForgetProtected(self._view.number, step)]
+        return found
+
+    patch.setattr(Protecting, "at_boundary", at_boundary)
+    return Machines()
+
+
+@mutation
+def commits_are_not_marked(patch: pytest.MonkeyPatch) -> Machines:
+    class Silent(WorkerMachine):
+        def handle(self, event: Any, now: float) -> Any:
+            found = super().handle(event, now)
+            return [each for each in found if not isinstance(each, ef.MarkCommitted)]
+
+    return Machines(worker=Silent)

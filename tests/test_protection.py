@@ -1,0 +1,236 @@
+"""What nodes keep in memory: which pieces where, and how far that brings a job that lost all."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.core.domains import Domains
+from holdfast.core.errors import UserError
+from holdfast.core.invalidations import INVALIDATIONS_MAX, is_invalidated
+from holdfast.core.membership.durable import Durable
+from holdfast.core.membership.formation import Situation
+from holdfast.core.membership.protection import Protection, find_recall, make_ring
+from holdfast.core.membership.roster import Roster
+from holdfast.core.redundancy import (
+    GradientSource,
+    KeptPieces,
+    Piece,
+    Recall,
+    Redundancy,
+    read_redundancy,
+)
+from holdfast.core.step.protecting import pieces_of
+from holdfast.core.types import (
+    AgentId,
+    Incarnation,
+    Invalidation,
+    Member,
+    View,
+    ViewNumber,
+    WorkerId,
+)
+from roster_kit import Cluster, view_of
+
+RS = Redundancy(data=2, parity=1)
+
+
+def members_on(*agents: str) -> tuple[Member, ...]:
+    return tuple(
+        Member(worker=w, incarnation=Incarnation(1), agent=AgentId(agent))
+        for w, agent in enumerate(agents)
+    )
+
+
+def view_with(members: tuple[Member, ...], ring: tuple[AgentId, ...]) -> View:
+    return View(
+        number=ViewNumber(1), members=members, owners=(0,), resume_step=0, leader=0, ring=ring
+    )
+
+
+# ---------------------------------------------------------------- the setting
+
+
+def test_settings_are_read() -> None:
+    assert read_redundancy("none") == Redundancy()
+    assert read_redundancy("replicate:2") == Redundancy(data=1, parity=1)
+    assert read_redundancy("rs:4+2") == Redundancy(data=4, parity=2)
+    for text in ("none", "replicate:3", "rs:10+4"):
+        assert str(read_redundancy(text)) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "2", "replicate", "replicate:0", "replicate:²", "replicate:1+1", "rs:2", "rs:0+1"),
+        *("rs:2+0", "rs:200+56", "rs:2+1+1", "rs:-1+2", "RS:2+1", "replicate:999"),
+    ],
+)
+def test_bad_settings_are_refused(text: str) -> None:
+    with pytest.raises(UserError, match="replicate:R") as caught:
+        read_redundancy(text)
+    assert repr(text) in str(caught.value)
+
+
+# ---------------------------------------------------------------- who keeps what
+
+
+@given(
+    nodes=st.lists(st.integers(1, 3), min_size=1, max_size=9),
+    data=st.integers(1, 4),
+    parity=st.integers(0, 3),
+)
+def test_each_piece_is_kept_once_and_those_of_a_part_on_different_nodes(
+    nodes: list[int], data: int, parity: int
+) -> None:
+    members = members_on(*(f"n{i}" for i, count in enumerate(nodes) for _ in range(count)))
+    redundancy = Redundancy(data=data, parity=parity)
+    ring = make_ring(members, {}, redundancy)
+    assert bool(ring) == (len(nodes) >= data + parity)
+    view = view_with(members, ring)
+    kept = [(p, m.agent) for m in members for p in pieces_of(view, m.worker, redundancy)]
+    every = [Piece(part, i) for part in range(len(ring)) for i in range(data + parity)]
+    assert sorted(p for p, _ in kept) == every
+    assert len({(p.part, agent) for p, agent in kept}) == len(kept)
+
+
+def most_in_a_domain(
+    ring: tuple[AgentId, ...], domains: dict[AgentId, Domains], size: int
+) -> Counter[str]:
+    """For each label, the most pieces of one part that nodes with it keep."""
+    found: Counter[str] = Counter()
+    for start in range(len(ring)):
+        near = [ring[(start + i) % len(ring)] for i in range(size)]
+        found |= Counter(label for agent in near for label in domains[agent])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("racks", "redundancy"),
+    [
+        ((2, 2, 2), RS),
+        ((3, 3, 3), Redundancy(data=2, parity=1)),
+        ((4, 4), Redundancy(data=1, parity=1)),
+        ((2, 2, 2, 2, 2, 2), Redundancy(data=4, parity=2)),
+        ((3, 3, 3), Redundancy(data=4, parity=2)),
+    ],
+)
+def test_no_failure_domain_keeps_more_than_may_be_lost(
+    racks: tuple[int, ...], redundancy: Redundancy
+) -> None:
+    domains = {
+        AgentId(f"n{rack}{i}"): (f"rack={rack}",) for rack, n in enumerate(racks) for i in range(n)
+    }
+    ring = make_ring(members_on(*sorted(domains)), domains, redundancy)
+    assert sorted(ring) == sorted(domains)
+    worst = most_in_a_domain(ring, domains, redundancy.pieces)
+    assert max(worst.values()) <= redundancy.parity, ring
+
+
+# ---------------------------------------------------------------- what can be made again
+
+
+def kept(view: int, node: int, *, states: tuple[int, ...] = (), **more: int) -> KeptPieces:
+    """What one of three nodes keeps by rs:2+1, with one worker on each."""
+    members = members_on("a", "b", "c")
+    pieces = pieces_of(view_with(members, make_ring(members, {}, RS)), members[node].worker, RS)
+    return KeptPieces(view=view, worker=node, parts=3, pieces=pieces, states=states, **more)
+
+
+def find(*found: KeptPieces, checkpoint: int = 0, floor: int = 0, wrong: int = -1) -> Recall:
+    known = (Invalidation(after=wrong, view=ViewNumber(9)),) if wrong >= 0 else ()
+    return find_recall(found, RS.data, checkpoint, floor, known)
+
+
+def test_gradients_bring_the_initial_state_to_the_last_committed_step() -> None:
+    every = [kept(1, node, first=0, end=5, committed=4) for node in range(3)]
+    assert find(*every) == Recall(base=0, view=0, sources=(GradientSource(1, 0, 4),))
+    assert find(*every[1:]).step == 4
+    assert find(every[0]).step == 0
+    # Step 4 is committed, as a later view began after it.
+    assert find(*every, floor=5).step == 5
+
+
+def test_a_state_counts_once_the_next_step_has_compared_it() -> None:
+    early = [kept(1, node, states=(3,), first=0, end=4, committed=3) for node in range(3)]
+    assert (find(*early).base, find(*early).step) == (0, 3)
+    late = [kept(1, node, states=(3,), first=3, end=6, committed=6) for node in range(2)]
+    assert find(*late) == Recall(base=3, view=1, sources=(GradientSource(1, 3, 6),))
+
+
+def test_gradients_of_several_views_follow_each_other() -> None:
+    first = [kept(1, node, states=(2,), first=2, end=5, committed=4) for node in range(3)]
+    second = [kept(2, node, first=4, end=8, committed=8) for node in range(3)]
+    found = find(*first, *second)
+    assert found == Recall(
+        base=2, view=1, sources=(GradientSource(1, 2, 4), GradientSource(2, 4, 8))
+    )
+    gap = [kept(2, node, first=5, end=8, committed=8) for node in range(3)]
+    assert find(*first, *gap).step == 4
+    assert find(*first, *gap, floor=5).step == 8
+
+
+def test_a_checkpoint_is_begun_from_where_it_is_newer_or_gradients_follow_it() -> None:
+    old = [kept(1, node, states=(2,), first=2, end=5, committed=5) for node in range(3)]
+    assert find(*old, checkpoint=7) == Recall(base=7, view=0, sources=())
+    assert find(*old[:1], checkpoint=3).step == 3
+    later = [kept(1, node, first=3, end=5, committed=5) for node in range(3)]
+    assert find(*later, checkpoint=3) == Recall(base=3, view=0, sources=(GradientSource(1, 3, 5),))
+
+
+def test_what_is_invalidated_is_not_recalled() -> None:
+    every = [kept(1, node, states=(2, 4), first=2, end=6, committed=6) for node in range(3)]
+    assert find(*every).step == 6
+    found = find(*every, wrong=3)
+    assert (found.base, found.step) == (2, 3)
+
+
+# ---------------------------------------------------------------- and when it is not used
+
+
+PROTECTION = Protection(RS)
+
+
+def three_nodes(*silent: int) -> Situation:
+    """All workers of view 3 were lost; nodes n0 to n2 keep its gradients of steps 0 to 4."""
+    cluster = Cluster()
+    old = view_of(0, 1, 2)
+    ring = make_ring(old.members, {}, RS)
+    old = dataclasses.replace(old, ring=ring, resume_step=0)
+    for worker in range(3):
+        pieces = pieces_of(old, WorkerId(worker), RS)
+        there = KeptPieces(view=3, worker=worker, parts=3, pieces=pieces, end=5, committed=5)
+        cluster.hear(f"n{worker}", kept=(there,))
+    return cluster.situation(old, *silent)
+
+
+def test_nodes_are_waited_for_that_may_hold_what_brings_the_job_further() -> None:
+    assert PROTECTION.recall(three_nodes(), Durable()).step == 5
+    assert PROTECTION.recall(three_nodes(1), Durable()).step == 5
+    assert PROTECTION.recall(three_nodes(1, 2), Durable()) is None
+    later = dataclasses.replace(three_nodes(1, 2), now=100.0)  # they are given up
+    assert PROTECTION.recall(later, Durable()).step == 0
+    nothing = Protection(Redundancy())
+    assert nothing.recall(three_nodes(1, 2), Durable()).step == 0
+
+
+def test_what_was_not_built_on_is_abandoned() -> None:
+    first = view_of(0, 1, 2)
+    begins = view_of(0, 1, 2, number=ViewNumber(7), joiners=(0, 1, 2), resume_step=2)
+    found = PROTECTION.protect(begins, first, Roster(None, 0.0))
+    assert found.abandoned == (Invalidation(after=2, view=ViewNumber(6)),)
+    goes_on = PROTECTION.protect(view_of(0, 1, number=ViewNumber(8)), found, Roster(None, 0.0))
+    assert goes_on.abandoned == found.abandoned
+    assert (found.ring, goes_on.ring) == (("n0", "n1", "n2"), ())
+    for number in range(9, 60):  # each begins further on
+        again = view_of(0, 1, 2, number=ViewNumber(number), joiners=(0, 1, 2), resume_step=number)
+        found = PROTECTION.protect(again, found, Roster(None, 0.0))
+    assert len(found.abandoned) <= INVALIDATIONS_MAX
+    for view, step in ((6, 1), (20, 3), (40, 59)):
+        late = is_invalidated(found.abandoned, step, ViewNumber(view))
+        assert late or step <= view  # the oldest are forgotten with all that they abandon
+    assert is_invalidated(found.abandoned, 0, ViewNumber(6))
