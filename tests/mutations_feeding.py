@@ -36,13 +36,13 @@ def the_first_step_is_not_fed(patch: pytest.MonkeyPatch) -> Machines:
 
 @mutation
 def members_copy_at_different_boundaries(patch: pytest.MonkeyPatch) -> Machines:
-    plain = WorkerMachine._stage
+    plain = WorkerMachine._copies
 
     class Odd(WorkerMachine):
-        def _stage(self, *, within: bool) -> Sequence[ef.Outcome]:
+        def _copies(self, made: int, *, within: bool) -> Sequence[ef.Outcome]:
             step = self._status.committed
             late = self._status.worker % 2 and self._step.feeding._due == step
-            return [] if late else plain(self, within=within)
+            return plain(self, 2 if late else made, within=within)
 
     return Machines(worker=Odd)
 

@@ -16,8 +16,8 @@ from holdfast.core.step.backup import BackupPolicy, Settlement
 from holdfast.core.step.open_step import OpenStep
 from holdfast.core.step.saves import Saves
 from holdfast.core.step.step_machine import Activity, StepMachine
-from holdfast.core.step.worker import WorkerMachine
-from holdfast.core.types import View, ViewNumber
+from holdfast.core.step.store_wait import StoreWait
+from holdfast.core.types import View
 from holdfast.sim.world import Machines
 from mutation_kit import mutation
 
@@ -57,7 +57,7 @@ def a_checkpoint_counts_before_its_state_was_compared(patch: pytest.MonkeyPatch)
 def a_checkpoint_counts_although_who_saved_it_left_uncompared(
     patch: pytest.MonkeyPatch,
 ) -> Machines:
-    patch.setattr(Saves, "left", lambda self, view, step: None)
+    patch.setattr(Saves, "left", lambda self, step: None)
     return Machines()
 
 
@@ -203,9 +203,11 @@ def what_was_looked_for_in_an_old_view_is_copied_in_a_new_one(
 
 @mutation
 def a_store_that_refuses_for_ever_is_asked_for_ever(patch: pytest.MonkeyPatch) -> Machines:
-    class Hopeful(WorkerMachine):
-        def _store_silent(self, view: ViewNumber, reason: str) -> Sequence[Any]:
-            self._store_silent_since = None
-            return super()._store_silent(view, reason)
+    plain = StoreWait.silent
 
-    return Machines(worker=Hopeful)
+    def silent(self: StoreWait, reason: str, now: float) -> Sequence[Any]:
+        self.answered()
+        return plain(self, reason, now)
+
+    patch.setattr(StoreWait, "silent", silent)
+    return Machines()

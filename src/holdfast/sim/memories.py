@@ -137,21 +137,22 @@ class Memories:
     def begins_again(self, view: View, reach: Reach) -> None:
         """Check that a view that begins from memory begins as far as it must."""
         known, step = view.invalidations, 0
+        invalid = False  # what is older than a state that counts is dropped, even if it is wrong
         for (base, protects), knows in self._bases.items():
-            right = not is_invalidated(known, base, ViewNumber(protects))
-            if right and self._knows(knows, reach) and self._is_whole(protects, reach):
+            invalid = invalid or is_invalidated(known, base, ViewNumber(protects))
+            if self._knows(knows, reach) and self._is_whole(protects, reach):
                 step = max(step, base)
         while self._outlives(step, known, reach):
             step += 1
-        if view.resume_step < step:
+        if view.resume_step < step and not invalid:
             raise Violation(
                 f"view {view.number} begins from step {view.resume_step}: step {step} was committed"
                 ", and no part has lost more pieces than it may"
             )
         for later in [each for each in self._summed_in if each >= view.resume_step]:
             del self._summed_in[later], self._known_to[later]
-        for later in [each for each in self._bases if each[0] > view.resume_step]:
-            del self._bases[later]
+        for later_base in [each for each in self._bases if each[0] > view.resume_step]:
+            del self._bases[later_base]
 
     def _outlives(self, step: int, invalidations: Invalidations, reach: Reach) -> bool:
         """Tell whether it is still known that a step was committed, and with what sum."""
