@@ -469,7 +469,7 @@ FIRST_SEED = {
     "what_is_missed_is_counted_from_the_next_step": 93,
     "what_was_looked_for_in_an_old_view_is_copied_in_a_new_one": 30,
     "who_has_promised_still_leads": 142,
-    "who_is_fed_is_not_waited_for_until_all_was_compared": 333,
+    "who_is_fed_is_not_waited_for_until_all_was_compared": 15,
     "who_is_last_hosts_tasks_in_mid_step": 88,
     "who_is_behind_is_believed_about_assignments": 296,
     "who_stays_away_is_forgotten": 7,

@@ -261,6 +261,10 @@ class Truth:
             if self._options.backup.workers:
                 step = view.resume_step
                 self.goes_on(step, expected_sum(self.states[step], step, self.vranks))
+        for fed in view.fed:
+            wrong = self.processes[fed.worker, fed.incarnation].feeds.is_wrong
+            if wrong and not self.errors.hidden:
+                raise Violation(f"worker {fed.worker} joins with something wrong that it was fed")
         self._balanced(view)
         self.spare_rules.formed(view)
         self.memories.formed(view)

@@ -71,6 +71,7 @@ class Feeds:
         self._heard: dict[int, dict[int, StagedCopy]] = {}  # by order and rank
         self._steps: dict[int, dict[int, list[Share]]] = {}  # by order and step
         self._broken: dict[int, bool] = {}
+        self.is_wrong = False  # it was fed something wrong, which others could have seen
 
     # ------------------------------------------------------------ feeding
 
@@ -184,6 +185,8 @@ class Feeds:
             process.state, process.step = copy.state, copy.step
             if copy.flipped is not None and copy.flipped % copy.size == rank:
                 process.spoiling.flipped = copy.flipped
+                unlike = len({each.flipped for each in copies.values()}) > 1
+                self.is_wrong = unlike and self._world.options.cycle > 0
         process.spoiling.lacks = LACKS * self._world.options.forgetful
         process.feed(ev.FedLoaded(number))
 

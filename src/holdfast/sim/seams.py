@@ -70,6 +70,8 @@ class SeenSums(Protocol):
 class Fed(Protocol):
     """Takes in what others send to a process that follows."""
 
+    is_wrong: bool
+
     def heard(self, message: Any) -> None: ...
 
 
