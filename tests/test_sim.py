@@ -65,10 +65,11 @@ def test_seed_that_once_failed(small: bool, seed: int) -> None:
 
 @pytest.mark.parametrize("swarm", COMBINED)
 def test_faults_that_meet_are_survived(swarm: str) -> None:
-    for seed in range(6):
-        result = run_seed(seed, small=True, tuned=COMBINED[swarm])
+    results = [run_seed(seed, small=True, tuned=COMBINED[swarm]) for seed in range(6)]
+    for result in results:
         assert not result.failure, f"{result.failure}\n{result.replay}"
-        assert set(result.faults) >= set(COMBINED[swarm]["faults"]) - {"lossy"}
+    struck = {kind for result in results for kind in result.faults}
+    assert struck >= set(COMBINED[swarm]["faults"]) - {"lossy"}
 
 
 @pytest.mark.slow

@@ -153,9 +153,10 @@ class StepMachine:
         if not view.joiners or view.fed:
             return [*out, *self._agree()]
         if not view.donors and view.base:
-            self.activity, recall = Activity.RESTORE, view.recall
-            found = RecallState(view.number, recall) if recall and recall.view else None
-            return [*out, found or Restore(view.number, view.base)]
+            self.activity = Activity.RESTORE
+            if view.recall is not None and view.recall.view:
+                return [*out, RecallState(view.number, view.recall)]
+            return [*out, Restore(view.number, view.base)]
         return [*out, *self.restored()]
 
     def restored(self) -> list[Outcome]:
@@ -163,10 +164,8 @@ class StepMachine:
         view = self._view
         if view.late_worker(self._me) is not None:
             self.activity = Activity.CATCH_UP
-            if view.recall is None:
-                return []
-            self.step = view.base
-            return [BecameBased(view.base)]
+            self.step = self.step if view.recall is None else view.base
+            return [] if view.recall is None else [BecameBased(view.base)]
         donates = self._me not in view.joiners
         sends = [SendMissed(view.number, lag) for lag in view.catching_up] if donates else []
         self.activity = Activity.COMPARE
