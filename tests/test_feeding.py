@@ -14,10 +14,10 @@ from torch import nn
 from holdfast.core.errors import HoldfastError, WireError
 from holdfast.core.job_spec import with_settings
 from holdfast.core.types import WorkerId
+from holdfast.memory.free_memory import free_bytes
 from holdfast.testing.local_run import LocalRun, strike
 from holdfast.train.feeding import feed_frames, feeder
 from holdfast.train.feeding.feed_frames import FeedHead, SendRate
-from holdfast.train.feeding.free_memory import free_bytes
 from holdfast.train.job import Job
 from loop_kit import Script, dataset, digest, net, protected, step_once
 from support import SPEC

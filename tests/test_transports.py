@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from holdfast.core.errors import Aborted, UserError
+from holdfast.net import proof
 from holdfast.testing.memory_transport import MemoryNetwork, MemoryTransport
 from holdfast.testing.transports import (
     CONTRACT,
@@ -23,7 +24,7 @@ from holdfast.testing.transports import (
     run_contract_in_threads,
 )
 from holdfast.train.environment import WorkerEnvironment, take_channel
-from holdfast.train.transport import proof, sockets
+from holdfast.train.transport import sockets
 from holdfast.train.transport.gloo import TAG_PROOF, GlooDevice, GlooTransport, _AddressStore
 from holdfast.train.transport.nccl import NcclTransport
 from holdfast.train.transport.seam import AloneTransport

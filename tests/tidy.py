@@ -29,7 +29,7 @@ LAYERS = (
     ("runtime", "sim"),
     ("train", "servers"),
     ("health", "observe"),  # below train, which writes what is observed while training
-    ("store",),
+    ("store", "memory"),
     ("net",),
     ("wire", "coding"),
     ("core",),

@@ -11,9 +11,10 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from holdfast.core.errors import UserError
 from holdfast.core.membership.lease import LeasePolicy
 from holdfast.core.membership.restart import RestartPolicy
-from holdfast.core.redundancy import Redundancy
+from holdfast.core.redundancy import Redundancy, read_redundancy
 from holdfast.core.settings import Setting, sections_of, setting, settings_of, shown, text_complaint
 from holdfast.core.step.backup import BackupPolicy
 from holdfast.core.step.save_interval import PacePolicy
@@ -285,6 +286,33 @@ class DataSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySettings:
+    """Sets how nodes protect the state in their memory, to survive the loss of every process."""
+
+    redundancy: str = setting(
+        "none",
+        "keep the state, and the gradients of the steps since, in the memory of several nodes: "
+        "none, replicate:R (R copies) or rs:K+M (K + M pieces, of which any K are enough)",
+        metavar="none|replicate:R|rs:K+M",
+    )
+    every: int = setting(
+        20,
+        "steps between two states that are kept there; a longer log of gradients takes more "
+        "memory, and longer to apply",
+        flag="--protect-every",
+        metavar="N",
+        least=1,
+    )
+    budget: int | None = setting(
+        None,
+        "megabytes of each node's memory that this may take; auto: half of what is free",
+        flag="--memory-budget",
+        metavar="MB",
+        least=1,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Compat:
     """Sets how a script written for torchrun is run: all its processes restart after a failure."""
 
@@ -337,6 +365,7 @@ class JobSpec:
     stragglers: Stragglers = field(default_factory=Stragglers)
     silent_errors: SilentErrors = field(default_factory=SilentErrors)
     data: DataSettings = field(default_factory=DataSettings)
+    memory: MemorySettings = field(default_factory=MemorySettings)
     compat: Compat = field(default_factory=Compat)
 
     @property
@@ -373,6 +402,10 @@ class JobSpec:
         """Return how many workers' results a step may do without."""
         dropped = self.stragglers.backup
         return BackupPolicy(workers=dropped, results_min=self.workers_at_start - dropped)
+
+    def redundancy(self) -> Redundancy:
+        """Return how the nodes' memory protects the state. UserError if the text is none."""
+        return read_redundancy(self.memory.redundancy)
 
     def pace(self) -> PacePolicy:
         """Return the bounds of the time between two saves."""
@@ -424,6 +457,7 @@ class JobSpec:
             keeps=bool(self.checkpoints.store),
             feeds=self.nodes.join_rate > 0,
             speculation=self.stragglers.speculation_budget - self.copies,
+            redundancy=self.redundancy(),
             restart=RestartPolicy(losses_max=self.workers.losses_max),
         )
 
@@ -499,6 +533,16 @@ def _conflicts(spec: JobSpec, say: Callable[[str], str]) -> Iterator[str]:
         yield (
             f"{say('stragglers.backup')} must be from 0 to {at_start - 1}: a step of {at_start} "
             "workers needs the result of one at least"
+        )
+    try:
+        pieces = spec.redundancy().pieces
+    except UserError as error:
+        yield str(error)
+        pieces = 0
+    if pieces > spec.nodes_max:
+        yield (
+            f"{say('memory.redundancy')} needs {pieces} nodes, one for each piece, and at most "
+            f"{spec.nodes_max} take part: allow more with --nodes-max, or use fewer pieces"
         )
     if workers.hot_spares and workers.spares == 0:
         yield f"{say('workers.hot_spares')} needs spares: say how many with --spares"

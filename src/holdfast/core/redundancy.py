@@ -91,12 +91,14 @@ class Recall:
     """Says from what the state after `step` steps is made again, where nobody holds it.
 
     That is the state after `base` steps, which view `view` has put into the nodes' memory (0: it is
-    the initial state, or a checkpoint's), and the gradients of the steps since.
+    the initial state, or a checkpoint's), and the gradients of the steps since. `nodes`: HOST:PORT
+    of those that hold pieces.
     """
 
     base: int
     view: int
     sources: tuple[GradientSource, ...]
+    nodes: tuple[str, ...] = ()
 
     @property
     def step(self) -> int:

@@ -338,6 +338,7 @@ class AgentReport:
     leaving: tuple[Leaving, ...] = ()  # workers that are to be moved
     domains: Domains = ()  # failure domains that this node is in
     kept: tuple[KeptPieces, ...] = ()  # what its memory holds of the job's state
+    pieces_at: str = ""  # HOST:PORT where it serves that
     view_known: ViewNumber = NO_VIEW
     view: View | None = None  # only for a coordinator that has forgotten it
     release_loop: int = 0

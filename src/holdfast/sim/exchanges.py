@@ -331,7 +331,8 @@ class Exchanges:
         process = self._process
         if process.open_group(view.number) is not None and process.total_step == step:
             process.host.memory.keep_sum(view, process.worker, step, process.total)
-            process.feed(ev.GradientKept(view.number, step))
+            full = self._world.rng.random() < self._world.options.feed_fails
+            process.feed(ev.GradientKept(view.number, step, full))
 
     def _recalled(self, number: int, recall: Recall) -> None:
         process, group = self._process, self._process.open_group(number)

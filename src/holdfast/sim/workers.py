@@ -24,7 +24,7 @@ from holdfast.core.types import (
     WorkerId,
     WorkerStatus,
 )
-from holdfast.sim.arithmetic import INITIAL_STATE, Key, apply
+from holdfast.sim.arithmetic import INITIAL_STATE, Copy, Key, apply
 from holdfast.sim.arithmetic import task as right
 from holdfast.sim.endings import SCRIPT_FAILED
 from holdfast.sim.exchanges import Exchanges, ExchangeWorld
@@ -387,7 +387,7 @@ class Process:
                 self.post(world.delay(world.options.load_s) / 4, self._staged, effect)
             case ef.ProtectState():
                 self._busy = True
-                self.post(world.delay(world.options.load_s) / 4, self._protected, effect)
+                self.post(world.delay(world.options.load_s) / 4, self._protect, effect)
             case ef.Release(_):
                 self.post(world.delay(0.001), self._released)
 
@@ -467,18 +467,23 @@ class Process:
         self.feed(ev.Staged(effect.order.number, self.feeds.staged(effect)))
         self._script_next()
 
-    def _protected(self, effect: ef.ProtectState) -> None:
-        """Go on once its pieces of the state are in its node's memory."""
+    def _protect(self, effect: ef.ProtectState) -> None:
+        """Go on while its pieces of the state are put into its node's memory."""
         self._busy = False
+        self.world.truth.copied(effect.step)
+        copy = (self.state, self.spoiling.flipped)
+        delay_s = self.world.delay(self.world.options.load_s)
+        self.post(delay_s, self._protected, effect, copy)
+        self.feed(ev.ProtectionBegun(effect.step))
+        self._script_next()
+
+    def _protected(self, effect: ef.ProtectState, copy: Copy) -> None:
         problem = ""
         if self.world.rng.random() < self.world.options.feed_fails:
             problem = "there is no memory for it"
         else:
-            copy = (self.state, self.spoiling.flipped)
             self.host.memory.keep_state(effect.view, self.worker, effect.step, copy)
-        self.world.truth.copied(effect.step)
         self.feed(ev.StateProtected(effect.step, problem))
-        self._script_next()
 
     def _released(self) -> None:
         self.world.truth.promises.left_loop(self.loop)

@@ -18,6 +18,8 @@ from holdfast.core.step.speculation import Patience
 from holdfast.core.step.step_policy import StepPolicy
 from holdfast.core.step.worker import WorkerMachine
 from holdfast.core.types import Peer
+from holdfast.memory.arena import PieceArena
+from holdfast.memory.free_memory import free_bytes
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.open import open_storage
 from holdfast.train.agent_link import AgentLink, SoloLink
@@ -32,6 +34,8 @@ from holdfast.train.feeding.feeder import Feeder
 from holdfast.train.ledger_recorder import LedgerRecorder
 from holdfast.train.monitor import Monitor
 from holdfast.train.optimizer_watch import OptimizerWatch
+from holdfast.train.protection.protector import Protector
+from holdfast.train.protection.recalling import Recalling
 from holdfast.train.repeated_tasks import RepeatedTasks
 from holdfast.train.script_guard import ScriptGuard
 from holdfast.train.script_state import PROTECTED_AS, ScriptState
@@ -93,6 +97,7 @@ def step_policy(spec: JobSpec, seed: int, *, writes: bool) -> StepPolicy:
             compared=silent.fingerprint_steps > 0,
         ),
         restore_s=spec.nodes.abandon_s,
+        protect_every=spec.memory.every,
     )
 
 
@@ -185,6 +190,19 @@ def _saver(
     return Saver(orders, me.spec.job, protected, driver.post, print_at_rest)
 
 
+def _protector(control: Control, protected: Mapping[str, Any], data: StepData) -> Protector | None:
+    """Return what puts this worker's pieces into its node's memory; None without redundancy."""
+    me, driver = control.environment, control.driver
+    redundancy = me.spec.redundancy()
+    if not redundancy.data or me.memory_fd is None:
+        return None
+    budget = me.spec.memory.budget
+    whole = free_bytes() // 2 if budget is None else budget * 10**6
+    arena = PieceArena(me.memory_fd, me.worker, whole // me.spec.workers.nproc)
+    sources = protected, data
+    return Protector(arena, redundancy, me.worker, sources, driver.post, driver.fail)
+
+
 def compose_worker(
     control: Control, protected: Mapping[str, Any], progress: ScriptState
 ) -> ScriptThread:
@@ -222,7 +240,9 @@ def compose_worker(
     rate = spec.nodes.join_rate * 1e6
     feeder = Feeder(protected, data, driver.post, me.peer_key, rate)
     receiver = FedReceiver(data, loaded, driver.post, driver.fail, me.peer_key)
-    bringing_up = BringingUp(driver, loaded, missed, restorer, receiver.settled)
+    recalling = Recalling(data, loaded, me.peer_key, spec.redundancy())
+    bringing_up = BringingUp(driver, loaded, missed, restorer, recalling, receiver.settled)
+    protector = _protector(control, protected, data)
     gloo = GlooDevice(me.host, me.peer_key)
 
     def make_transport() -> Transport:
@@ -237,15 +257,16 @@ def compose_worker(
         whole_print=whole_print,
         describe=lambda: guard.comparison.describe(data.buffers.start),
         backs_up=backs_up,
+        protector=protector,
     )
     engine = Engine(driver, control.link, data, filled, bringing_up, exchange)
-    driver.serve(StepHands(data, engine, missed, bringing_up, recorder, feeder, receiver))
+    driver.serve(StepHands(data, engine, bringing_up, recorder, feeder, receiver, protector))
     saver = _saver(control, protected, data.buffers, whole_print)
     runner = TaskRunner(driver, data, keeps_all_buffers=backs_up)
     engine.start()
     if isinstance(control.link, SoloLink):
         control.link.start(driver)
-    copies = StateCopies(driver, saver, feeder)
+    copies = StateCopies(driver, saver, feeder, protector)
     script = ScriptThread(driver, data, runner, guard, copies, recorder, progress)
     large = sum(p.nbytes for _, p in trained) > spec.nodes.join_pause * 1e6
     if rate and large and not isinstance(control.link, SoloLink):

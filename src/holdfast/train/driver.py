@@ -24,12 +24,13 @@ from holdfast.train.monitor import Monitor
 
 LOOK_S = 0.5  # between two looks at a group's links
 _SCRIPT = (
-    *(ef.Begin, ef.Compute, ef.SaveShare, ef.StageState),
+    *(ef.Begin, ef.Compute, ef.SaveShare, ef.StageState, ef.ProtectState),
     *(ef.Adopt, ef.Commit, ef.Release),
 )
 _ENGINE = (
     *(ef.Install, ef.Restore, ef.SendMissed, ef.ReceiveMissed, ef.SyncState, ef.ForgetMissed),
     *(ef.Gather, ef.Reduce, ef.CheckSum, ef.SendDone, ef.SendCounted),
+    *(ef.RecallState, ef.RecallStep, ef.KeepGradient),
 )
 ScriptOrder = ef.ScriptEffect | ef.Adopt
 EngineOrder = ef.EngineEffect | ef.SendDone | ef.SendCounted

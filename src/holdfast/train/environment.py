@@ -42,6 +42,7 @@ class WorkerEnvironment:
     run_dir: Path | None = None
     host: str = "127.0.0.1"
     orders_fd: int | None = None  # to the node's checkpoint writer
+    memory_fd: int | None = None  # of the file for pieces of the state
     peer_key: bytes = field(default=b"", repr=False)  # proves to other workers whose we are
 
     @classmethod
@@ -69,6 +70,7 @@ class WorkerEnvironment:
             run_dir=Path(run_dir) if run_dir else None,
             host=environ.get("HOLDFAST_HOST", "127.0.0.1"),
             orders_fd=_descriptor(environ, "HOLDFAST_ORDERS_FD"),
+            memory_fd=_descriptor(environ, "HOLDFAST_MEMORY_FD"),
             peer_key=peer_key,
         )
 
@@ -100,11 +102,13 @@ def _read_job(run_dir: Path) -> JobSpec:
 def take_channel(environment: WorkerEnvironment) -> int | None:
     """Return the channel's descriptor, once: children of this process must not inherit it.
 
-    Nor the way to the checkpoint writer, nor the peer key, which `environment` holds by now.
+    Nor the way to the checkpoint writer, nor the memory for pieces, nor the peer key: `environment`
+    holds them by now.
     """
-    for name in ("HOLDFAST_FD", "HOLDFAST_ORDERS_FD", "HOLDFAST_PEER_KEY"):
+    for name in ("HOLDFAST_FD", "HOLDFAST_ORDERS_FD", "HOLDFAST_MEMORY_FD", "HOLDFAST_PEER_KEY"):
         os.environ.pop(name, None)
-    for descriptor in (environment.channel_fd, environment.orders_fd):
+    me = environment
+    for descriptor in (me.channel_fd, me.orders_fd, me.memory_fd):
         if descriptor is not None:
             os.set_inheritable(descriptor, False)
     return environment.channel_fd

@@ -235,7 +235,7 @@ class ScriptThread:
         driver = self._driver
         driver.post(ev.AtBoundary())
         while not isinstance(order := driver.next_for_script(), ef.Begin):
-            if isinstance(order, ef.SaveShare | ef.StageState):
+            if isinstance(order, ef.SaveShare | ef.StageState | ef.ProtectState):
                 self._copies.copy(order)
         self._first = self._loop if self._first is None else self._first
         self._rested = True

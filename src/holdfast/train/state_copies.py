@@ -1,4 +1,4 @@
-"""Copies this worker's share of the state at a boundary: for checkpoints, and for followers."""
+"""Copies this worker's share of the state at a boundary: to be saved, fed or protected."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from holdfast.core.step import events as ev
 from holdfast.train.checkpoint.saver import Saver
 from holdfast.train.driver import Driver
 from holdfast.train.feeding.feeder import Feeder
+from holdfast.train.protection.protector import Protector
 
 SAVE_S_MAX = 600.0  # how long the end of a loop waits for a checkpoint under way
 
@@ -16,13 +17,21 @@ SAVE_S_MAX = 600.0  # how long the end of a loop waits for a checkpoint under wa
 class StateCopies:
     """Has shares copied when the machine says so; `saver` is None without a store or a writer."""
 
-    def __init__(self, driver: Driver, saver: Saver | None, feeder: Feeder) -> None:
+    def __init__(
+        self, driver: Driver, saver: Saver | None, feeder: Feeder, protector: Protector | None
+    ) -> None:
         self._driver = driver
         self._saver = saver
         self._feeder = feeder
+        self._protector = protector
 
-    def copy(self, order: ef.SaveShare | ef.StageState) -> None:
+    def copy(self, order: ef.SaveShare | ef.StageState | ef.ProtectState) -> None:
         """Copy what is ordered, between two steps, and tell the machine."""
+        if isinstance(order, ef.ProtectState):
+            assert self._protector is not None, "nothing is protected in this job"
+            self._protector.begin(order.step, order.view)
+            self._driver.post(ev.ProtectionBegun(order.step))
+            return
         worker, began = self._driver.status().worker, time.monotonic()
         if isinstance(order, ef.StageState):
             problem = self._feeder.stage(order.step, order.order, order.view, worker)
@@ -36,6 +45,8 @@ class StateCopies:
     def before_update(self) -> None:
         """Let copies under way come first: the state is about to change."""
         self._feeder.before_update()
+        if self._protector is not None:
+            self._protector.before_update()
         if self._saver is not None:
             self._saver.before_update()
 

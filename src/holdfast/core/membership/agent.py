@@ -111,9 +111,10 @@ class Labelled:
 
 @dataclass(frozen=True, slots=True)
 class MemoryHeld:
-    """These pieces of the job's state are in the node's memory."""
+    """These pieces of the job's state are in the node's memory, and are served at `address`."""
 
     kept: tuple[KeptPieces, ...]
+    address: str = ""
 
 
 AgentEvent = (
@@ -230,7 +231,7 @@ class AgentMachine:
         self._leave_by = float("inf")
         self._leaving: dict[WorkerId, Leaving] = {}
         self._domains: Domains = ()
-        self._kept: tuple[KeptPieces, ...] = ()
+        self._held = MemoryHeld(())
         self._now = 0.0
         self._processes: dict[WorkerId, _Process] = {}
         self._directive: Directive | None = None
@@ -272,8 +273,8 @@ class AgentMachine:
                 urgent = self._move(leaving)
             case Labelled(domains):
                 urgent, self._domains = domains != self._domains, domains
-            case MemoryHeld(kept):
-                self._kept = kept
+            case MemoryHeld():
+                self._held = event
             case Tick():
                 pass
             case _:
@@ -510,7 +511,8 @@ class AgentMachine:
             failing=self._failing,
             leaves_in_s=max(self._leave_by - self._now, 0.0),
             domains=self._domains,
-            kept=self._kept,
+            kept=self._held.kept,
+            pieces_at=self._held.address,
             leaving=tuple(filter(self._runs, (v for _, v in sorted(self._leaving.items())))),
             view_known=view.number if view else NO_VIEW,
             view=view if forgotten else None,

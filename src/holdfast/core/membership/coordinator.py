@@ -419,8 +419,8 @@ class CoordinatorMachine:
             yield from self._go_back(situation)
             return
         if not survivors:
-            # Silent members may hold the state: wait for them until it is given up.
-            if not finishing and not any(situation.may_return(m) for m in self._members):
+            # Silent members may hold the state: wait for them until it is given up, or recalled.
+            if not finishing and not self._protection.awaits(situation, self._durable):
                 yield from self._form_initial(situation)
             return
         policy = self._policy

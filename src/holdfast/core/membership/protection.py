@@ -48,6 +48,18 @@ class Protection:
         oldest = Invalidation(after=-1, view=found[0].view)  # nothing so old is used
         return merge(found, [oldest])
 
+    def awaits(self, situation: Situation, durable: Durable) -> bool:
+        """Tell whether the job waits for silent members, since they may hold the state.
+
+        It does not if what other nodes keep brings it as far as anybody is known to have come.
+        """
+        if not any(situation.may_return(member) for member in situation.members):
+            return False
+        recall = self.recall(situation, durable) if self._redundancy.data else None
+        return recall is None or recall.step < max(
+            (status.committed for status in situation.known), default=0
+        )
+
     def recall(self, situation: Situation, durable: Durable) -> Recall | None:
         """Find from what the job begins again, when nobody holds the state.
 
@@ -57,6 +69,9 @@ class Protection:
         if not self._redundancy.data:
             return Recall(base=durable.step, view=0, sources=())
         now = self._find(view, self._kept(situation, silent), durable)
+        heard = [n for name, n in sorted(situation.roster.nodes.items()) if name not in silent]
+        nodes = tuple(node.pieces_at for node in heard if node.kept and node.pieces_at)
+        now = dataclasses.replace(now, nodes=nodes)
         if view is None:
             return now
         given_up = frozenset(name for name in silent if given_up_on(situation, name))

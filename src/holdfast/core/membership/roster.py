@@ -59,6 +59,7 @@ class NodeState:
     leaving: tuple[Leaving, ...] = ()  # workers that are to be moved
     domains: Domains = ()  # failure domains that it is in
     kept: tuple[KeptPieces, ...] = ()  # what its memory holds
+    pieces_at: str = ""  # HOST:PORT where it serves that
     ending: bool = False  # its agent knows that the job is over
     fresh: bool = True  # nothing has been decided yet since it first spoke
     view_known: ViewNumber = NO_VIEW
@@ -146,6 +147,7 @@ class Roster:
         node.leave_by = min(node.leave_by, leave_by) if report.draining else float("inf")
         node.view_known, node.statuses = report.view_known, statuses
         node.domains, node.kept = report.domains, report.kept
+        node.pieces_at = report.pieces_at
         self._note_newest(report.agent)
         return News.CHANGE if changed else News.NOTHING
 

@@ -94,6 +94,13 @@ class Staged:
 
 
 @dataclass(frozen=True, slots=True)
+class ProtectionBegun:
+    """The script may go on; this worker's pieces of the state after `step` steps are being made."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class StateProtected:
     """This worker's pieces of the state after `step` steps are in memory; `problem`: or why not."""
 
@@ -247,10 +254,14 @@ class StoreSilent:
 
 @dataclass(frozen=True, slots=True)
 class GradientKept:
-    """This worker's pieces of the reduced gradient of `step` are in its node's memory."""
+    """This worker's pieces of the reduced gradient of `step` are in its node's memory.
+
+    `full`: there is no room for many more, so that the state should be protected soon.
+    """
 
     view: ViewNumber
     step: int
+    full: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,6 +376,7 @@ WorkerEvent = (
     | TaskDone
     | ShareCopied
     | Staged
+    | ProtectionBegun
     | StateProtected
     | LoopFinishing
     | LoopEnded

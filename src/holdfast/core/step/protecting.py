@@ -34,6 +34,7 @@ class Protecting:
     def __init__(self, every: int) -> None:
         self.staged = 0  # the newest state, after so many steps, whose pieces are in memory, or
         # less than 0 for one that could not be copied
+        self.full = False  # there is hardly room for further gradients here
         self._every = every
         self._view: View | None = None
         self._last = 0  # that is protected, or that this member began with
@@ -49,13 +50,15 @@ class Protecting:
         """Begin another view: what was not put into memory in the old one never will be."""
         before = self._view
         self._view, self._agreed, self._pending, self.staged = view, None, None, 0
+        self.full = False
         if before is None or before.ring != view.ring:
             self._last = -self._every  # pieces are missing, or on other nodes
 
     def opinion(self, step: int, leads: bool) -> bool:
         """Say whether the state after this step should be protected."""
         under_way = self._agreed is not None or self._pending is not None
-        return leads and self.active and not under_way and step + 1 >= self._last + self._every
+        due = step + 1 >= self._last + (1 if self.full else self._every)
+        return leads and self.active and not under_way and due
 
     def postpone(self, step: int) -> None:
         """Note that the script did not rest after `step` steps: do so at the next boundary."""

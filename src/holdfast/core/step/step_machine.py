@@ -484,10 +484,11 @@ class StepMachine:
         self.activity = Activity.VOTE
         return [*self._contradicted(), BecameReduced(not doubted), self._vote()]
 
-    def gradient_kept(self, step: int) -> list[Outcome]:
+    def gradient_kept(self, step: int, *, full: bool) -> list[Outcome]:
         """The gradient is in the nodes' memory: now it may be committed."""
         if self.activity is not Activity.KEEP or step != self.step:
             return []
+        self.protecting.full = full
         self.activity = Activity.VOTE
         return [BecameReduced(True), self._vote()]
 

@@ -145,9 +145,10 @@ class WorkerMachine:
             case ev.Staged(number, problem):
                 failed = self._feed_failed(number, problem) if problem else []
                 return [*failed, *self._copies(2, within=True)]
+            case ev.ProtectionBegun():
+                return self._at_boundary()
             case ev.StateProtected(step, problem):
-                told = self._carry(self._step.protecting.copied(step, problem))
-                return [*told, *self._at_boundary()]
+                return self._carry(self._step.protecting.copied(step, problem))
             case ev.Reachable(address):
                 return self._change(address=address)
             case ev.StateFed() | ev.FedLoaded() | ev.StepFed() | ev.FedTaken():
@@ -174,9 +175,7 @@ class WorkerMachine:
             case ev.LinkLost(view, peers):
                 return self._link_lost(view, peers)
             case ev.Loading():
-                if not self._status.has_state:
-                    self._change(state=StateCopy.DIRTY)
-                return []
+                return [] if self._status.has_state else self._change(state=StateCopy.DIRTY)
             case ev.Unreadable(view, step, other):
                 self._change(unreadable=step, saved=other, state=StateCopy.DIRTY)
                 told = self._note_event("rot", event.reason) if event.reason else []
@@ -228,8 +227,8 @@ class WorkerMachine:
                 return [*told, *self._promise(view)]
             case ev.RecallFailed(view, reason):
                 return [*self._note_event("memory", reason), *self._promise(view)]
-            case ev.GradientKept(_, kept):
-                return step.gradient_kept(kept)
+            case ev.GradientKept(_, kept, full):
+                return step.gradient_kept(kept, full=full)
             case ev.MissedHeard(_, missed):
                 return self._caught_up(missed)
             case ev.StatesCompared():

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from holdfast.core.domains import joined, read_domains
@@ -30,8 +31,10 @@ from holdfast.health.history import Health, Watch
 from holdfast.health.measure.lifetime import die_with_parent
 from holdfast.health.measure.light import light_checks
 from holdfast.health.measure.procfs import sample_process
+from holdfast.memory.node_memory import NodeMemory
+from holdfast.memory.piece_server import PieceServer
 from holdfast.net.channel import Channel
-from holdfast.net.secret import read_run_dir
+from holdfast.net.secret import derive_peer_key, read_run_dir
 from holdfast.net.tls import client_of
 from holdfast.runtime.contact import Contact, contact_by
 from holdfast.runtime.node.group_watch import GroupWatch, forking
@@ -69,6 +72,8 @@ class AgentServer:
         self._coordinator: Channel | None = None
         self._processes: dict[WorkerId, WorkerProcess] = {}
         self._spawning: dict[WorkerId, asyncio.Task[None]] = {}
+        self._memory: NodeMemory | None = None
+        self._pieces_at = ""
         self._group = GroupWatch(template.run_dir) if template.spec.compat.enabled else None
         self._quit = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
@@ -88,6 +93,12 @@ class AgentServer:
             asyncio.ensure_future(self._talk(contact, secret)),
             asyncio.ensure_future(self._watch()),
         ]
+        if self._template.spec.redundancy().data:
+            found_damage = partial(loop.call_soon_threadsafe, self._note_memory)
+            self._memory = NodeMemory(found_damage)
+            server = PieceServer(self._memory, derive_peer_key(secret))
+            self._pieces_at = server.listen(self._template.host)
+            tasks.append(asyncio.ensure_future(self._watch_memory()))
         if notices is not None:
             tasks.append(asyncio.ensure_future(self._watch_notices(notices)))
         if self._group is not None:
@@ -101,6 +112,16 @@ class AgentServer:
             await self._coordinator.finish()
         for task in tasks:
             task.cancel()
+
+    async def _watch_memory(self) -> None:
+        while True:
+            self._note_memory()
+            await asyncio.sleep(self._policy.heartbeat_s)
+
+    def _note_memory(self) -> None:
+        """Tell what this node's memory holds of the state."""
+        if self._memory is not None:
+            self._feed(machine.MemoryHeld(self._memory.kept(), self._pieces_at))
 
     async def _watch_notices(self, source: NoticeSource) -> None:
         """Have this node left once its machine is to be taken away."""
@@ -207,7 +228,8 @@ class AgentServer:
                 if process is not None and process.incarnation == incarnation:
                     process.send(directive)
             case machine.Spawn(worker, incarnation, role):
-                process = WorkerProcess(self._template, worker, incarnation, role)
+                memory = None if self._memory is None else self._memory.open(worker)
+                process = WorkerProcess(self._template, worker, incarnation, role, memory)
                 self._processes[worker] = process
                 self._spawning[worker] = asyncio.ensure_future(self._spawn(process))
             case machine.Kill(worker, incarnation, reason):
@@ -253,6 +275,9 @@ class AgentServer:
             self._coordinator.send(message)
 
     def _on_exit(self, process: WorkerProcess, code: int, detail: str) -> None:
+        if self._memory is not None and process.memory is not None:
+            self._memory.ended(process.memory[0])
+            self._note_memory()  # nobody writes there any more: this is all of it
         self._feed(machine.ProcessExited(process.worker, process.incarnation, code, detail))
 
 

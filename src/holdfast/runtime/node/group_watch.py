@@ -69,8 +69,9 @@ class GroupWatch:
 
 @contextlib.contextmanager
 def forking(template: WorkerTemplate) -> Iterator[None]:
-    """Run a server that forks the processes of a group, unless there is one or they need none."""
-    if not template.spec.compat.enabled or fork_server.VARIABLE in os.environ:
+    """Run a server that forks processes where all of them may be needed again, and at once."""
+    needs = template.spec.compat.enabled or template.spec.redundancy().data > 0
+    if not needs or fork_server.VARIABLE in os.environ:
         yield
         return
     with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:

@@ -112,6 +112,7 @@ class WorkerProcess:
         worker: WorkerId,
         incarnation: Incarnation,
         role: ProcessRole = ProcessRole.WORKER,
+        memory: tuple[int, int] | None = None,
     ) -> None:
         self.worker = worker
         self.incarnation = incarnation
@@ -122,6 +123,7 @@ class WorkerProcess:
         self.printed = 0  # bytes
         self.label = f"worker {worker}"  # at the head of its lines for people
         self._template = template
+        self.memory = memory  # the number and the descriptor of its file for pieces of the state
         self._popen: _Popen | ForkedProcess | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._sealer = Sealer(None)
@@ -162,6 +164,9 @@ class WorkerProcess:
             self.worker, self.incarnation, channel_fd, failure_fd, self.role
         )
         pass_fds = (channel_fd, failure_fd, *self._template.pass_fds)
+        if self.memory is not None:
+            environment["HOLDFAST_MEMORY_FD"] = str(self.memory[1])
+            pass_fds = (*pass_fds, self.memory[1])
         if (path := os.environ.get(fork_server.VARIABLE)) and command[0] in fork_server.ENTRIES:
             forked = await asyncio.to_thread(
                 fork_server.fork, path, command[1:], environment, pass_fds, command[0]

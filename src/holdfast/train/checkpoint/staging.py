@@ -94,6 +94,18 @@ class Copier:
             self._pinned = memoryview(b"") if int(failed) else memory
 
 
+def steady_storages(protected: Mapping[str, Any]) -> set[int]:
+    """Return where parameters and the optimizers' state lie, which no task changes."""
+    found: list[torch.Tensor] = []
+    for each in protected.values():
+        if isinstance(each, torch.nn.Module):
+            found += each.parameters()
+        elif isinstance(each, torch.optim.Optimizer):
+            values = (v for held in each.state.values() for v in held.values())
+            found += [v for v in values if isinstance(v, torch.Tensor)]
+    return {tensor.untyped_storage().data_ptr() for tensor in found}
+
+
 def _room(memory: memoryview, start: int, tensor: torch.Tensor) -> torch.Tensor:
     place = torch.frombuffer(memory, dtype=torch.uint8, count=tensor.nbytes, offset=start)
     return place.view(tensor.dtype).view(tensor.shape)

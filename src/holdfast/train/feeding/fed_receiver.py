@@ -16,15 +16,15 @@ import torch
 from holdfast.core.errors import HoldfastError, StateMismatch, WireError, first_line
 from holdfast.core.step import events as ev
 from holdfast.core.types import FollowOrder
+from holdfast.memory.free_memory import free_bytes
+from holdfast.net import peer_stream
 from holdfast.train.checkpoint import state
 from holdfast.train.checkpoint.loaded_state import LoadedState
 from holdfast.train.checkpoint.transfer import StatePart, parts_of
 from holdfast.train.feeding import feed_frames
 from holdfast.train.feeding.feed_frames import FeedHead, bytes_of
-from holdfast.train.feeding.free_memory import free_bytes
-from holdfast.train.step.kept_step import HEAD, put_shared, room
+from holdfast.train.step.kept_step import put_buffers, room
 from holdfast.train.step.reduction import piece_of
-from holdfast.train.step.row_table import Rows
 from holdfast.train.step.step_data import StepData
 
 MARGIN = 0.9  # of the free memory, that may be taken
@@ -87,13 +87,12 @@ class FedReceiver:
 
     def listen(self, host: str) -> str:
         """Begin to listen; returns where. OSError."""
-        family = socket.getaddrinfo(host, None)[0][0]
-        listener = socket.create_server((host, 0), family=family)
+        listener, address = peer_stream.listen(host)
         thread = threading.Thread(
             target=self._accept, args=(listener,), name="holdfast-fed", daemon=True
         )
         thread.start()
-        return f"{host}:{listener.getsockname()[1]}"
+        return address
 
     # ------------------------------------------------------------ what the machine decides
 
@@ -144,19 +143,8 @@ class FedReceiver:
                 data = bucket.result.data
                 place = data[piece_of(rank, size, data.numel())]
                 place.copy_(piece.view(place.dtype))
-        head, rest = told[0][0], iter(told[0][1][len(gradients.active) :])
-        words = next(rest).view(torch.int64)
-        if words.numel() != HEAD:
-            raise WireError("the head of a step has another length")
-        rows = step.table.rows
-        rows.copy_(next(rest).view(rows.dtype).view(rows.shape))
-        used, left, values = next(rest), next(rest), next(rest)
-        for table, (count, dense) in zip(gradients.active_tables, head.tables, strict=True):
-            found = Rows.none(table.param, count, dense=dense)
-            for place in (found.places, found.values):
-                place.copy_(next(rest).view(place.dtype).view(place.shape))
-            table.result = found
-        put_shared(step, words, used, left, values)
+        head, buffers = told[0]
+        put_buffers(step, head.tables, buffers[len(gradients.active) :])
 
     def _load(self, number: int) -> None:
         with self._lock:

@@ -1,12 +1,11 @@
 """Carries what a member sends to a worker that follows, over a TCP connection of its own.
 
-Both sides first prove that they are of the job (transport/proof.py). Then messages go one way: a
+Both sides first prove that they are of the job (net/peer_stream.py). Then messages go one way: a
 head in MessagePack, and buffers whose digests are in it. Nothing is ever executed or unpickled.
 """
 
 from __future__ import annotations
 
-import os
 import socket
 import struct
 import time
@@ -17,13 +16,11 @@ import torch
 import xxhash
 
 from holdfast.core.errors import WireError
-from holdfast.train.transport import proof
+from holdfast.net import peer_stream
 
-HELLO = struct.Struct("!8sQII16s")  # magic, number of the order, rank, size, nonce
 MAGIC = b"hfeed\0\0\1"
 LENGTH = struct.Struct("!I")
 HEAD_BYTES_MAX = 1 << 20
-PROOF_S = 10.0  # for the proofs of both sides
 BLOCK_BYTES = 1 << 20  # that are sent at a time, so that a rate is kept evenly
 
 
@@ -62,20 +59,7 @@ class SendRate:
 
 def connect(address: str, key: bytes, number: int, rank: int, size: int) -> socket.socket:
     """Connect to a follower as rank `rank` of `size` that feed by an order. OSError, WireError."""
-    host, _, port = address.rpartition(":")
-    channel = socket.create_connection((host, int(port)), PROOF_S)
-    try:
-        hello = HELLO.pack(MAGIC, number, rank, size, os.urandom(proof.NONCE_BYTES))
-        channel.sendall(hello)
-        group = proof.group_name([hello, _exactly(channel, proof.NONCE_BYTES)])
-        channel.sendall(proof.token(key, group, 0, 1))
-        if not proof.is_token(_exactly(channel, proof.TOKEN_BYTES), key, group, 1, 0):
-            raise WireError(f"what listens at {address} has not proved that it is of this job")
-        channel.settimeout(None)
-    except BaseException:
-        channel.close()
-        raise
-    return channel
+    return peer_stream.connect(address, key, MAGIC, (number, rank, size))
 
 
 def accept(channel: socket.socket, key: bytes) -> tuple[int, int, int]:
@@ -83,18 +67,9 @@ def accept(channel: socket.socket, key: bytes) -> tuple[int, int, int]:
 
     Returns the number of the order, and that this is rank `rank` of `size` that feed by it.
     """
-    channel.settimeout(PROOF_S)
-    hello = _exactly(channel, HELLO.size)
-    magic, number, rank, size, _ = HELLO.unpack(hello)
-    if magic != MAGIC or rank >= size:
-        raise WireError("a connection that is none of Holdfast's")
-    nonce = os.urandom(proof.NONCE_BYTES)
-    channel.sendall(nonce)
-    group = proof.group_name([hello, nonce])
-    if not proof.is_token(_exactly(channel, proof.TOKEN_BYTES), key, group, 0, 1):
-        raise WireError("a connection that has not proved that it is of this job")
-    channel.sendall(proof.token(key, group, 1, 0))
-    channel.settimeout(None)
+    number, rank, size = peer_stream.accept(channel, key, MAGIC)
+    if rank >= size:
+        raise WireError(f"rank {rank} of {size} members that feed")
     return number, rank, size
 
 
@@ -118,11 +93,11 @@ def send(
 
 def read_head(channel: socket.socket) -> FeedHead:
     """Read the head of the next message. OSError, WireError."""
-    (length,) = LENGTH.unpack(_exactly(channel, LENGTH.size))
+    (length,) = LENGTH.unpack(peer_stream.exactly(channel, LENGTH.size))
     if length > HEAD_BYTES_MAX:
         raise WireError(f"a message to a follower has a head of {length} bytes")
     try:
-        return msgspec.msgpack.decode(_exactly(channel, length), type=FeedHead)
+        return msgspec.msgpack.decode(peer_stream.exactly(channel, length), type=FeedHead)
     except msgspec.MsgspecError as error:
         raise WireError(f"a message to a follower cannot be read: {error}") from None
 
@@ -132,12 +107,7 @@ def read_into(channel: socket.socket, place: memoryview, named: tuple[int, bytes
     count, digest = named
     if count != len(place):
         raise WireError(f"a follower was sent {count} bytes where {len(place)} belong")
-    at = 0
-    while at < count:
-        read = channel.recv_into(place[at:], min(count - at, BLOCK_BYTES))
-        if not read:
-            raise WireError("a member has ended the connection")
-        at += read
+    peer_stream.fill(channel, place)
     if xxhash.xxh3_128_digest(place) != digest:
         raise WireError("what a follower was sent has arrived damaged")
 
@@ -145,14 +115,3 @@ def read_into(channel: socket.socket, place: memoryview, named: tuple[int, bytes
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """View the bytes of a contiguous host tensor."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
-
-
-def _exactly(channel: socket.socket, count: int) -> bytes:
-    data = bytearray(count)
-    at = 0
-    while at < count:
-        read = channel.recv_into(memoryview(data)[at:])
-        if not read:
-            raise WireError("a member has ended the connection")
-        at += read
-    return bytes(data)

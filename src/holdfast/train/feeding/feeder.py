@@ -17,12 +17,12 @@ import torch
 from holdfast.core.errors import WireError, first_line
 from holdfast.core.step import events as ev
 from holdfast.core.types import FollowOrder, View, WorkerId
+from holdfast.memory.free_memory import free_bytes
 from holdfast.train.checkpoint import state
-from holdfast.train.checkpoint.staging import Copier
+from holdfast.train.checkpoint.staging import Copier, steady_storages
 from holdfast.train.checkpoint.transfer import StatePart, parts_of
 from holdfast.train.feeding import feed_frames
 from holdfast.train.feeding.feed_frames import FeedHead, SendRate, bytes_of
-from holdfast.train.feeding.free_memory import free_bytes
 from holdfast.train.step.kept_step import KeptStep, room
 from holdfast.train.step.step_data import StepData
 
@@ -126,7 +126,7 @@ class Feeder:
             self._copier.release()
             self._arena = room(size)  # pages are touched by whoever copies to them
         memory, at = bytes_of(self._arena), 0
-        steady = self._steady()
+        steady = steady_storages(self._protected)
         places: dict[bool, list[tuple[int, torch.Tensor]]] = {False: [], True: []}
         for part in parts:
             tensor = tensors[part.tensor].detach()
@@ -139,17 +139,6 @@ class Feeder:
             args = (memory, places[True])
             self._copying = threading.Thread(target=_copy_late, args=args, daemon=True)
             self._copying.start()
-
-    def _steady(self) -> set[int]:
-        """Return where parameters and the optimizers' state lie, which tasks do not change."""
-        found: list[torch.Tensor] = []
-        for each in self._protected.values():
-            if isinstance(each, torch.nn.Module):
-                found += each.parameters()
-            elif isinstance(each, torch.optim.Optimizer):
-                values = (v for held in each.state.values() for v in held.values())
-                found += [v for v in values if isinstance(v, torch.Tensor)]
-        return {tensor.untyped_storage().data_ptr() for tensor in found}
 
     def _arrived(self) -> None:
         """Wait until the copy is complete."""

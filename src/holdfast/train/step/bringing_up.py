@@ -17,10 +17,14 @@ from holdfast.train.checkpoint.restorer import Restorer
 from holdfast.train.checkpoint.saver import say
 from holdfast.train.checkpoint.transfer import StateSync
 from holdfast.train.driver import Driver
+from holdfast.train.protection.recalling import Recalling
 from holdfast.train.step.missed_steps import MissedSteps
 from holdfast.train.step.reduction import Layout
 from holdfast.train.transport.seam import Transport
 
+BringingUpOrder = (
+    ef.Restore | ef.RecallState | ef.RecallStep | ef.SendMissed | ef.ReceiveMissed | ef.SyncState
+)
 STORE_PAUSE_S = 1.0  # before a store that does not answer is asked again
 
 
@@ -33,17 +37,19 @@ class BringingUp:
         loaded: LoadedState,
         missed: MissedSteps,
         restorer: Restorer | None,
+        recalling: Recalling,
         settled: Callable[[], None] = lambda: None,
     ) -> None:
         self._driver = driver
         self._loaded = loaded
         self._missed = missed
         self._restorer = restorer
+        self._recalling = recalling
         self._settled = settled  # waits until nothing else loads a state here
 
     def carry_out(
         self,
-        order: ef.Restore | ef.SendMissed | ef.ReceiveMissed | ef.SyncState,
+        order: BringingUpOrder,
         view: View,
         layout: Layout,
         transport: Transport,
@@ -54,6 +60,10 @@ class BringingUp:
         match order:
             case ef.Restore(_, step):
                 return self._restore(step, view, layout, transport)
+            case ef.RecallState():
+                return self._recalling.state(view, self._loading)
+            case ef.RecallStep(_, step):
+                return self._recalling.step(view, step)
             case ef.SendMissed(_, lag):
                 steps = range(lag.committed, view.resume_step)
                 first = layout.rank == donors[0]
@@ -64,6 +74,10 @@ class BringingUp:
                 return ev.MissedHeard(view.number, step)
             case ef.SyncState():
                 return self._sync(view, layout, transport, donors)
+
+    def keep(self, step: int, piece: Callable[[int], slice]) -> None:
+        """Keep a reduced step for those who miss it; `piece`: what of a sum falls to this one."""
+        self._missed.keep(step, piece)
 
     def forget(self) -> None:
         """Forget what was kept of earlier steps: nobody needs it any more."""

@@ -15,13 +15,14 @@ from dataclasses import dataclass
 
 import torch
 
-from holdfast.core.errors import Aborted, InvariantError, assert_never
+from holdfast.core.errors import Aborted
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.step.backup import FIRST
 from holdfast.core.step.events import FINITE, StepKind, Topic
 from holdfast.core.types import Peer, View, WorkerId
 from holdfast.train.driver import Driver, EngineOrder, Link, ViewRendezvous
+from holdfast.train.protection.protector import Protector
 from holdfast.train.step.backup_messages import BackupMessages
 from holdfast.train.step.bringing_up import BringingUp
 from holdfast.train.step.filled_buckets import FilledBuckets
@@ -57,6 +58,7 @@ class Exchange:
     whole_print: Callable[[], int]  # of all of the state
     describe: Callable[[], bytes]  # what others need to tell what differs of it
     backs_up: bool  # steps may do without the last members
+    protector: Protector | None = None  # without redundancy of the nodes' memory
 
 
 class Membership:
@@ -145,18 +147,17 @@ class Engine(threading.Thread):
                 flags = [int(rank in ranks) for rank in range(at.layout.size)]
                 others = list(at.layout.others)
                 BackupMessages.send(at.transport, at.layout, others, step, flags)
-            case ef.Restore() | ef.SendMissed() | ef.ReceiveMissed() | ef.SyncState():
+            case ef.KeepGradient(_, step):
+                assert self._exchange.protector is not None, "nothing is protected in this job"
+                self._driver.post(self._exchange.protector.keep(step, at.view))
+            case ef.ForgetMissed():
+                self._bringing_up.forget()
+            case _:
                 event = self._bringing_up.carry_out(order, at.view, at.layout, at.transport)
                 if isinstance(event, ev.StatesCompared) and event.prints:
                     self._explain(at, at.view.resume_step, [worker for worker, _ in event.prints])
                 if event is not None:
                     self._driver.post(event)
-            case ef.ForgetMissed():
-                self._bringing_up.forget()
-            case ef.RecallState() | ef.RecallStep() | ef.KeepGradient():
-                raise InvariantError("nodes do not keep pieces of the state in their memory yet")
-            case _:
-                assert_never(order)
 
     # ------------------------------------------------------------ the group
 

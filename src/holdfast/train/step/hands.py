@@ -11,9 +11,9 @@ from holdfast.core.types import ViewNumber
 from holdfast.train.feeding.fed_receiver import FedReceiver
 from holdfast.train.feeding.feeder import Feeder
 from holdfast.train.ledger_recorder import LedgerRecorder
+from holdfast.train.protection.protector import Protector
 from holdfast.train.step.bringing_up import BringingUp
 from holdfast.train.step.engine import Engine
-from holdfast.train.step.missed_steps import MissedSteps
 from holdfast.train.step.step_data import StepData
 
 
@@ -24,19 +24,19 @@ class StepHands:
         self,
         data: StepData,
         engine: Engine,
-        missed: MissedSteps,
         bringing_up: BringingUp,
         recorder: LedgerRecorder,
         feeder: Feeder,
         receiver: FedReceiver,
+        protector: Protector | None,
     ) -> None:
         self._data = data
         self._engine = engine
-        self._missed = missed
         self._bringing_up = bringing_up
         self._recorder = recorder
         self._feeder = feeder
         self._receiver = receiver
+        self._protector = protector
 
     def carry_out(self, effect: ef.WorkerEffect) -> Sequence[ev.WorkerEvent]:
         """Do it; returns what the machine is to be told of it."""
@@ -45,12 +45,16 @@ class StepHands:
                 self._data.gradients.clear()
                 self._data.reset()
             case ef.KeepStep(step):
-                self._missed.keep(step, self._engine.piece)
+                self._bringing_up.keep(step, self._engine.piece)
             case ef.PutRight(_, digests):
                 try:
                     self._engine.put_right(digests)
                 except Aborted as error:
                     return [ev.GroupBroken(ViewNumber(self._data.reduced_in), str(error))]
+            case ef.MarkCommitted(view, step) if self._protector is not None:
+                self._protector.mark(view, step)
+            case ef.ForgetProtected(view, step) if self._protector is not None:
+                self._protector.forget(view, step)
             case ef.NoteDoubt(step, view, again):
                 self._recorder.doubt(step, view, again)
             case ef.Withdraw(invalidations):

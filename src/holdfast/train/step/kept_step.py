@@ -1,16 +1,34 @@
-"""Keeps a reduced step apart from the buckets, for workers that have not taken part in it."""
+"""Keeps a reduced step apart from the buckets, for workers that have not taken part in it.
+
+All that a step has come to can also be taken as one image, and put where the script finds it again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import torch
 
+from holdfast.core.errors import WireError, first_line
+from holdfast.train.checkpoint.state import as_bytes
 from holdfast.train.step.row_table import Rows
 from holdfast.train.step.step_data import StepData
 
 HEAD = 4  # numbers: the view in which it was reduced, two sizes, and whether the loop stops
+LENGTH = struct.Struct("!I")
+TableSizes = Sequence[tuple[int, bool]]  # rows of each table, and whether they are all
+
+
+class ImageHead(msgspec.Struct, frozen=True):
+    """Begins an image of a step: what is summed, and the bytes of each buffer that follows."""
+
+    plan: int
+    tables: tuple[tuple[int, bool], ...]
+    buckets: int
+    sizes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +68,74 @@ class KeptStep:
         """Return how much memory its gradients take."""
         rows = sum(each.places.nbytes + each.values.nbytes for each in self.tables)
         return rows + sum(piece.nbytes for piece in self.pieces)
+
+
+def image_of(step: StepData) -> list[memoryview]:
+    """Return all that a reduced step has come to, as bytes, without copying what is large.
+
+    The script must not touch it meanwhile.
+    """
+    gradients = step.gradients
+    tables = [table.result for table in gradients.active_tables]
+    left = room(0) if step.buffers.left is None else step.buffers.left
+    told = _of(step.values.encoded())
+    words = [step.reduced_in, left.numel(), told.numel(), int(step.table.stops)]
+    head, used = torch.tensor(words, dtype=torch.int64), step.table.used.to(torch.uint8)
+    every = [bucket.result.data for bucket in gradients.active]
+    every += [head, step.table.rows, used, left, told]
+    every += [part for table in tables for part in (table.places, table.values)]
+    buffers = [as_bytes(each).numpy().data for each in every]
+    about = ImageHead(
+        plan=gradients.plan,
+        tables=tuple((len(table.places), table.dense) for table in tables),
+        buckets=len(gradients.active),
+        sizes=tuple(map(len, buffers)),
+    )
+    data = msgspec.msgpack.encode(about)
+    return [memoryview(LENGTH.pack(len(data)) + data), *buffers]
+
+
+def put_image(step: StepData, image: memoryview) -> None:
+    """Put a step where the script finds it, from its image. WireError if that does not fit."""
+    try:
+        (length,) = LENGTH.unpack(image[: LENGTH.size])
+        at = LENGTH.size + length
+        about = msgspec.msgpack.decode(image[LENGTH.size : at], type=ImageHead)
+        gradients = step.gradients
+        if (about.plan, about.buckets) != (gradients.plan, len(gradients.active)):
+            raise WireError("its gradient is of other parameters than this script trains")
+        buffers = []
+        for size in about.sizes:
+            bytes_of = image[at : at + size]
+            buffers.append(torch.frombuffer(bytes_of, dtype=torch.uint8) if size else room(0))
+            at += size
+        for bucket, data in zip(gradients.active, buffers, strict=False):
+            place = bucket.result.data
+            place.copy_(data.view(place.dtype).view(place.shape))
+        put_buffers(step, about.tables, buffers[about.buckets :])
+    except (struct.error, msgspec.MsgspecError, RuntimeError, ValueError, IndexError) as error:
+        raise WireError(f"an image of a step does not fit: {first_line(error)}") from None
+
+
+def put_buffers(step: StepData, sizes: TableSizes, buffers: Sequence[torch.Tensor]) -> None:
+    """Put what is the same on all members where the script finds it, from its bytes.
+
+    These are the head, the rows, `used`, the buffers of virtual rank 0, values, and of each table
+    the places and the values. WireError, IndexError or RuntimeError if they do not fit.
+    """
+    words, rows, used, left, values = buffers[0], buffers[1], *buffers[2:5]
+    words = words.view(torch.int64)
+    if words.numel() != HEAD:
+        raise WireError("the head of a step has another length")
+    table = step.table.rows
+    table.copy_(rows.view(table.dtype).view(table.shape))
+    rest = iter(buffers[5:])
+    for each, (count, dense) in zip(step.gradients.active_tables, sizes, strict=True):
+        found = Rows.none(each.param, count, dense=dense)
+        for place in (found.places, found.values):
+            place.copy_(next(rest).view(place.dtype).view(place.shape))
+        each.result = found
+    put_shared(step, words, used, left, values)
 
 
 def put_shared(

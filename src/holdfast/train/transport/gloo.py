@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 
 from holdfast.core.errors import Aborted, first_line
+from holdfast.net import proof
 from holdfast.train.step.waits import Waits
-from holdfast.train.transport import proof, sockets
+from holdfast.train.transport import sockets
 from holdfast.train.transport.gloo_abort import Aborter
 from holdfast.train.transport.seam import Message, Pending, Rendezvous
 

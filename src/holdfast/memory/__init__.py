@@ -1,0 +1,1 @@
+"""Keeps pieces of a job's state in the memory of its nodes, and serves them to other nodes."""

@@ -1,0 +1,255 @@
+"""Keeps pieces in a file in memory, which outlives the process that has filled it.
+
+A node's agent makes the file and hands its descriptor to a worker. Only the worker writes: pieces
+first, then a table that names them, in turn to one of two places. So whenever it is killed, the
+newer of the two tables that are whole describes pieces that are. Nothing in it is ever executed.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import threading
+from collections.abc import Sequence
+
+import msgspec
+import xxhash
+
+from holdfast.core.errors import Damaged
+from holdfast.core.redundancy import KeptPieces, Piece
+
+STATE, GRADIENT = "state", "gradient"
+TABLE_BYTES = 1 << 20  # of each of both tables, most of which is never touched
+FIRST = 2 * TABLE_BYTES  # where pieces begin
+ALIGN = 64
+HEAD = struct.Struct("=8sQI16s")  # magic, number of the table, length and digest of what follows
+MAGIC = b"hpieces\1"
+LOOKS = 5  # at tables that are being written
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True):
+    """Describes a worker's pieces of one state or gradient; they lie one after the other.
+
+    `step`: the state after so many steps, or the gradient of that step. `whole`: bytes of all of
+    it. `size`: bytes of each piece. `start`: of the first one, in the file. `digests`: of each.
+    """
+
+    kind: str
+    view: int
+    step: int
+    whole: int
+    size: int
+    start: int
+    digests: tuple[bytes, ...]
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        return self.kind, self.view, self.step
+
+
+class Shelf(msgspec.Struct, frozen=True, array_like=True):
+    """Says which pieces the worker keeps as a member of a view, and how far it has committed."""
+
+    view: int
+    parts: int
+    pieces: tuple[tuple[int, int], ...]
+    committed: int
+
+
+class Table(msgspec.Struct, frozen=True, array_like=True):
+    """Describes all that a worker has put into its file.
+
+    `forgotten`: a view, and a step: that view has protected the state after so many steps.
+    """
+
+    worker: int
+    shelves: tuple[Shelf, ...] = ()
+    entries: tuple[Entry, ...] = ()
+    forgotten: tuple[int, int] = (0, 0)
+
+    def without(self, marks: Sequence[tuple[int, int]]) -> Table:
+        """Leave out what is older than the states that were protected, as `marks` says."""
+        old = [e.key for e in self.entries if any(_is_older(e, *mark) for mark in marks)]
+        return self.keeping([entry for entry in self.entries if entry.key not in old])
+
+    def keeping(self, entries: Sequence[Entry]) -> Table:
+        """Leave out all other entries, and what was said of their views."""
+        views = {entry.view for entry in entries}
+        shelves = tuple(shelf for shelf in self.shelves if shelf.view in views)
+        return msgspec.structs.replace(self, entries=tuple(entries), shelves=shelves)
+
+    def kept(self) -> list[KeptPieces]:
+        """Say what this holds, to the coordinator."""
+        return [self._kept_in(shelf) for shelf in self.shelves]
+
+    def _kept_in(self, shelf: Shelf) -> KeptPieces:
+        steps = {e.step for e in self.entries if e.view == shelf.view and e.kind == GRADIENT}
+        states = {e.step for e in self.entries if e.view == shelf.view and e.kind == STATE}
+        first = end = max(steps, default=-1) + 1
+        while first - 1 in steps:
+            first -= 1
+        return KeptPieces(
+            view=shelf.view,
+            worker=self.worker,
+            parts=shelf.parts,
+            pieces=tuple(Piece(*each) for each in shelf.pieces),
+            states=tuple(sorted(states)),
+            first=first,
+            end=end,
+            committed=shelf.committed,
+        )
+
+
+def _is_older(entry: Entry, view: int, step: int) -> bool:
+    """Tell whether an entry is of no use once a view has protected the state after `step` steps.
+
+    What a later view has put there is not: that view may have begun further back.
+    """
+    if entry.view > view:
+        return False
+    same = entry.view == view and entry.kind == STATE
+    return entry.step < step or (entry.kind == STATE and entry.step == step and not same)
+
+
+class PieceArena:
+    """Writes one worker's file, of at most `budget` bytes. Its methods may be called by threads."""
+
+    def __init__(self, descriptor: int, worker: int, budget: int) -> None:
+        os.ftruncate(descriptor, FIRST + budget)  # takes no memory until it is written to
+        self.budget = budget
+        self._descriptor = descriptor
+        self._map = mmap.mmap(descriptor, FIRST + budget)
+        self._memory = memoryview(self._map)
+        self._lock = threading.Lock()
+        self._table = Table(worker)
+        self._number = 0
+        self._touched = FIRST  # memory is there up to here
+        self._taken: dict[int, int] = {}  # where it ends, by where it starts
+
+    @property
+    def used(self) -> int:
+        """Return how many bytes are taken."""
+        with self._lock:
+            return sum(end - start for start, end in self._taken.items())
+
+    def take(self, size: int) -> tuple[int, memoryview]:
+        """Find room for so many bytes; returns where it starts. MemoryError if there is none."""
+        size = max(-(-size // ALIGN) * ALIGN, ALIGN)
+        with self._lock:
+            at = FIRST
+            for start, end in sorted(self._taken.items()):
+                if start - at >= size:
+                    break
+                at = end
+            if at + size > len(self._memory):
+                raise MemoryError(f"{size} bytes more do not fit into the memory for pieces")
+            if at + size > self._touched:  # a write to memory that is not there is a SIGBUS
+                try:
+                    os.posix_fallocate(self._descriptor, self._touched, at + size - self._touched)
+                except OSError as error:
+                    raise MemoryError(f"no memory for pieces: {error.strerror}") from None
+                self._touched = at + size
+            self._taken[at] = at + size
+            return at, self._memory[at : at + size]
+
+    def give_back(self, start: int) -> None:
+        """Let room go that was taken and not put into the table."""
+        with self._lock:
+            del self._taken[start]
+
+    def put(self, entry: Entry, shelf: Shelf) -> None:
+        """Name pieces that lie in room that was taken, in place of such with the same key."""
+        with self._lock:
+            table = self._table
+            old = [each for each in table.entries if each.key == entry.key]
+            entries = [each for each in table.entries if each.key != entry.key]
+            shelves = table.shelves
+            if all(each.view != shelf.view for each in shelves):
+                shelves = (*shelves, shelf)
+            self._write(
+                msgspec.structs.replace(table, shelves=shelves, entries=(*entries, entry)), old
+            )
+
+    def mark(self, view: int, step: int) -> None:
+        """Note that the worker commits a step, as a member of a view."""
+        with self._lock:
+            table = self._table
+            shelves = tuple(
+                msgspec.structs.replace(shelf, committed=max(shelf.committed, step + 1))
+                if shelf.view == view
+                else shelf
+                for shelf in table.shelves
+            )
+            if shelves != table.shelves:
+                self._write(msgspec.structs.replace(table, shelves=shelves), [])
+
+    def forget(self, view: int, step: int) -> None:
+        """Drop what is older than the state after `step` steps, which a view has protected."""
+        with self._lock:
+            table = msgspec.structs.replace(self._table, forgotten=(view, step))
+            new = table.without([(view, step)])
+            kept = [entry.key for entry in new.entries]
+            self._write(new, [each for each in table.entries if each.key not in kept])
+
+    def _write(self, table: Table, dropped: Sequence[Entry]) -> None:
+        body = msgspec.msgpack.encode(table)
+        if HEAD.size + len(body) > TABLE_BYTES:
+            raise MemoryError(f"{len(table.entries)} entries do not fit into the table of pieces")
+        self._table, self._number = table, self._number + 1
+        at = self._number % 2 * TABLE_BYTES
+        head = HEAD.pack(MAGIC, self._number, len(body), xxhash.xxh3_128_digest(body))
+        self._memory[at : at + HEAD.size] = head
+        self._memory[at + HEAD.size : at + HEAD.size + len(body)] = body
+        for entry in dropped:  # not before the table says so
+            del self._taken[entry.start]
+
+
+class ArenaReading:
+    """Reads a worker's file: while it works, and after its end."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._memory = memoryview(b"")
+
+    def table(self) -> Table | None:
+        """Return the newest table; None if there is none. Damaged if none is whole."""
+        if not self._map():
+            return None
+        for _ in range(LOOKS):
+            heads = [HEAD.unpack(self._memory[at : at + HEAD.size]) for at in (0, TABLE_BYTES)]
+            found = [head for head in heads if head[0] == MAGIC]
+            for _, number, length, digest in sorted(found, key=lambda head: -head[1]):
+                at = number % 2 * TABLE_BYTES + HEAD.size
+                body = bytes(self._memory[at : at + min(length, TABLE_BYTES)])
+                if xxhash.xxh3_128_digest(body) != digest:
+                    continue
+                try:
+                    return msgspec.msgpack.decode(body, type=Table)
+                except msgspec.MsgspecError:
+                    continue
+            if not found:
+                return None
+        raise Damaged("both tables of a worker's pieces are damaged")
+
+    def piece(self, entry: Entry, index: int) -> memoryview:
+        """Return the bytes of one of an entry's pieces. Damaged if they are not what they were."""
+        start = entry.start + index * entry.size
+        piece = self._memory[start : start + entry.size]
+        if len(piece) != entry.size or xxhash.xxh3_128_digest(piece) != entry.digests[index]:
+            raise Damaged(f"a piece of the {entry.kind} of step {entry.step} is damaged in memory")
+        return piece
+
+    def close(self) -> None:
+        """Let the file go; its memory is free once nobody reads of it any more."""
+        os.close(self._descriptor)
+        self._memory = memoryview(b"")
+
+    def _map(self) -> bool:
+        """Map the file, once the worker has given it its size; tells whether it has."""
+        if not self._memory:
+            size = os.fstat(self._descriptor).st_size
+            if size < FIRST:
+                return False
+            self._memory = memoryview(mmap.mmap(self._descriptor, size, prot=mmap.PROT_READ))
+        return True

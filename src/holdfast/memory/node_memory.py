@@ -1,0 +1,90 @@
+"""Holds, in a node's agent, the files into which its workers have put pieces.
+
+A file outlives its worker as long as something in it may be of use.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from holdfast.core.errors import Damaged
+from holdfast.core.redundancy import KeptPieces
+from holdfast.memory.arena import ArenaReading, Entry, Table
+
+
+@dataclass(slots=True)
+class _File:
+    reading: ArenaReading
+    alive: bool = True  # its worker is
+    damaged: list[Entry] = field(default_factory=list)  # of which some piece is
+
+    def table(self) -> Table:
+        try:
+            return self.reading.table() or Table(0)
+        except Damaged:
+            return Table(0)
+
+
+class NodeMemory:
+    """Holds the files of one node; its methods may be called by any thread.
+
+    `found_damage` is called when a piece turns out to be damaged.
+    """
+
+    def __init__(self, found_damage: Callable[[], object] = lambda: None) -> None:
+        self._found_damage = found_damage
+        self._lock = threading.Lock()
+        self._files: dict[int, _File] = {}
+        self._last = 0
+
+    def open(self, worker: int) -> tuple[int, int]:
+        """Make a file for a worker's process; returns its number, and a descriptor to hand on.
+
+        OSError if the system has none.
+        """
+        descriptor = os.memfd_create(f"holdfast-worker-{worker}")
+        with self._lock:
+            self._last += 1
+            self._files[self._last] = _File(ArenaReading(descriptor))
+            return self._last, descriptor
+
+    def ended(self, number: int) -> None:
+        """Note that the worker whose file this is has ended."""
+        with self._lock:
+            self._files[number].alive = False
+
+    def tables(self) -> dict[int, Table]:
+        """Return what is held that may be of use, by the number of the file; drop the rest."""
+        with self._lock:
+            found = {number: file.table() for number, file in self._files.items()}
+            marks = [table.forgotten for table in found.values()]
+            tables = {number: table.without(marks) for number, table in found.items()}
+            for number, file in list(self._files.items()):
+                whole = [e for e in tables[number].entries if e not in file.damaged]
+                tables[number] = tables[number].keeping(whole)
+                if not file.alive and not whole:
+                    self._files.pop(number).reading.close()
+            return {number: table for number, table in tables.items() if table.entries}
+
+    def kept(self) -> tuple[KeptPieces, ...]:
+        """Say what is held, to the coordinator."""
+        every = [each for _, table in sorted(self.tables().items()) for each in table.kept()]
+        return tuple(sorted(every, key=lambda each: (each.view, each.worker)))
+
+    def piece(self, number: int, entry: Entry, index: int) -> memoryview:
+        """Return one piece's bytes. Damaged: it is not what it was, and is not held any more."""
+        with self._lock:
+            file = self._files.get(number)
+        if file is None or not 0 <= index < len(entry.digests):
+            raise Damaged("there is no such piece any more")
+        try:
+            return file.reading.piece(entry, index)
+        except Damaged:
+            with self._lock:
+                if entry in file.table().entries:  # else it was overwritten since
+                    file.damaged.append(entry)
+            self._found_damage()
+            raise

@@ -1,0 +1,179 @@
+"""Puts states and gradients together again, from pieces that nodes hold.
+
+Data pieces are received where they belong. Where some are lost or damaged, others are fetched in
+their place, and one more if there is one, which shows whether they are right.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+
+from holdfast.core.errors import Damaged, WireError, WorldError
+from holdfast.core.redundancy import Piece, Redundancy
+from holdfast.memory.arena import Entry
+from holdfast.memory.piece_server import MAGIC, PieceAnswer, PieceRequest, receive, send
+from holdfast.memory.pieces import PieceCoder
+from holdfast.net import peer_stream
+
+PATIENCE_S = 20.0  # with a node that sends nothing
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Says where a piece is held."""
+
+    node: int
+    file: int
+    entry: Entry
+    index: int
+
+
+class _Node:
+    """Connects to one node's server."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        send(channel, PieceRequest())
+        self.tables = receive(channel, PieceAnswer).tables
+
+    def fetch(self, held: _Held, place: memoryview) -> bool:
+        """Receive a piece; tells whether it is sound. OSError, WireError."""
+        send(self._channel, PieceRequest(held.file, held.entry, held.index))
+        if not receive(self._channel, PieceAnswer).sound:
+            return False
+        peer_stream.fill(self._channel, place)
+        return xxhash.xxh3_128_digest(place) == held.entry.digests[held.index]
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+class PieceReader:
+    """Reads what nodes hold at present; `addresses`: of their servers. Use it in one thread."""
+
+    def __init__(self, addresses: Iterable[str], key: bytes, redundancy: Redundancy) -> None:
+        self._redundancy = redundancy
+        self._nodes: list[_Node] = []
+        for address in addresses:
+            try:
+                channel = peer_stream.connect(address, key, MAGIC, (0, 0, 0), PATIENCE_S)
+                self._nodes.append(_Node(channel))
+            except (OSError, WireError):
+                continue  # what it holds is lost, or is when it is asked for
+
+    def close(self) -> None:
+        """Hang up."""
+        for node in self._nodes:
+            node.close()
+
+    def read(self, kind: str, view: int, step: int) -> memoryview:
+        """Read what members of a view have put there for a step. Damaged: too few pieces are left.
+
+        Returns the image's bytes, which may be written to.
+        """
+        held, parts, entry = self._find(kind, view, step)
+        coder = PieceCoder(self._redundancy, parts, entry.whole)
+        if coder.size != entry.size:
+            raise Damaged(f"pieces of {entry.size} bytes, where {coder.size} were expected")
+        room = coder.room().data
+        there: dict[Piece, memoryview] = {}
+        while wanted := self._wanted(coder, held, there):
+            there |= self._fetch(coder, room, {piece: held.pop(piece) for piece in wanted})
+        for part in range(parts):
+            found = {p.number: place for p, place in there.items() if p.part == part}
+            if len(found) < coder.data:
+                raise Damaged(
+                    f"of part {part} of the {kind} of step {step}, {len(found)} of the "
+                    f"{coder.data} pieces that are needed are left"
+                )
+            try:
+                coder.complete(room, part, found)
+            except Damaged:  # they contradict each other: the others may tell which are wrong
+                others = {piece: each for piece, each in held.items() if piece.part == part}
+                if not others:
+                    raise
+                more = self._fetch(coder, room, others)
+                found |= {piece.number: place for piece, place in more.items()}
+                coder.complete(room, part, found)
+        return room[: entry.whole]
+
+    def _find(self, kind: str, view: int, step: int) -> tuple[dict[Piece, _Held], int, Entry]:
+        """Find who holds which pieces. Damaged if nobody does."""
+        found: list[tuple[Piece, int, _Held]] = []
+        for number, node in enumerate(self._nodes):
+            for file, table in node.tables.items():
+                parts = {shelf.view: shelf for shelf in table.shelves}
+                for entry in table.entries:
+                    shelf = parts.get(view)
+                    if entry.key != (kind, view, step) or shelf is None:
+                        continue
+                    pieces = [Piece(*each) for each in shelf.pieces]
+                    for index, piece in enumerate(pieces[: len(entry.digests)]):
+                        found.append((piece, shelf.parts, _Held(number, file, entry, index)))
+        if not found:
+            raise Damaged(f"no node that is reached holds the {kind} of step {step}")
+        shapes = Counter((n, held.entry.whole, held.entry.size) for _, n, held in found)
+        shape, _ = shapes.most_common(1)[0]
+        fits = [
+            each for each in found if (each[1], each[2].entry.whole, each[2].entry.size) == shape
+        ]
+        return {piece: held for piece, _, held in fits}, shape[0], fits[0][2].entry
+
+    def _wanted(
+        self, coder: PieceCoder, held: Mapping[Piece, _Held], there: Mapping[Piece, memoryview]
+    ) -> list[Piece]:
+        """Choose what to fetch next: as much of each part as is missing, data first."""
+        found: list[Piece] = []
+        for part in range(coder.parts):
+            here = [piece for piece in there if piece.part == part]
+            left = sorted(piece for piece in held if piece.part == part)
+            chosen = left[: max(coder.data - len(here), 0)]
+            coded = [p for p in (*here, *chosen) if p.number >= coder.data]
+            if coded and coder.data > 1 and len(here) <= coder.data:
+                chosen = left[: coder.data + 1 - len(here)]  # one to check the others by
+            found += chosen
+        return found
+
+    def _fetch(
+        self, coder: PieceCoder, room: memoryview, wanted: Mapping[Piece, _Held]
+    ) -> dict[Piece, memoryview]:
+        """Fetch pieces from all nodes at once; returns those that are sound."""
+        found: dict[Piece, memoryview] = {}
+
+        def fetch(number: int) -> None:
+            for piece, held in wanted.items():
+                if held.node != number:
+                    continue
+                place = coder.place(room, piece)
+                place = np.empty(coder.size, np.uint8).data if place is None else place
+                try:
+                    if self._nodes[number].fetch(held, place):
+                        found[piece] = place
+                except (OSError, WorldError):
+                    return  # the rest of what it holds is lost
+
+        numbers = sorted({held.node for held in wanted.values()})
+        threads = [threading.Thread(target=fetch, args=(number,)) for number in numbers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return found
+
+
+def split(image: memoryview, sizes: Sequence[int]) -> list[memoryview]:
+    """Cut an image into the buffers that it was made of. Damaged if it is too short."""
+    found, at = [], 0
+    for size in sizes:
+        if size < 0 or at + size > len(image):
+            raise Damaged("what was put together is too short")
+        found.append(image[at : at + size])
+        at += size
+    return found

@@ -1,0 +1,1 @@
+"""Puts a worker's pieces of states and gradients into its node's memory, and recalls them."""

@@ -1,0 +1,86 @@
+"""Makes the state again from pieces in the nodes' memory, where nobody holds it any more."""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Callable
+
+from holdfast.core.errors import Damaged, WorldError, first_line
+from holdfast.core.redundancy import Recall, Redundancy
+from holdfast.core.step import events as ev
+from holdfast.core.types import View
+from holdfast.memory.arena import GRADIENT, STATE
+from holdfast.memory.piece_reader import PieceReader
+from holdfast.train.checkpoint.loaded_state import LoadedState
+from holdfast.train.protection.protector import buffers_of_state
+from holdfast.train.step.kept_step import put_image
+from holdfast.train.step.step_data import StepData
+
+PAUSE_S = 1.0  # in which nodes can tell the coordinator that pieces are damaged
+
+
+class Recalling:
+    """Recalls what a view says, for one worker; `key`: the job's peer key."""
+
+    def __init__(
+        self, data: StepData, loaded: LoadedState, key: bytes, redundancy: Redundancy
+    ) -> None:
+        self._data = data
+        self._loaded = loaded
+        self._key = key
+        self._redundancy = redundancy
+        self._reader: tuple[int, PieceReader] | None = None  # and of which view
+
+    def state(self, view: View, loading: Callable[[], None]) -> ev.Restored | ev.RecallFailed:
+        """Load the state from which a view begins; `loading` is called once it is all here.
+
+        StateMismatch if the script cannot take it.
+        """
+        recall = self._recall_of(view)
+        try:
+            image = self._reader_for(view, recall).read(STATE, recall.view, recall.base)
+            skeleton, tensors = buffers_of_state(image)
+        except (WorldError, struct.error, RuntimeError, ValueError) as error:
+            return self._failed(view, f"the state after {recall.base} steps", error)
+        loading()
+        self._loaded.load(skeleton, list(tensors))
+        return ev.Restored(view.number)
+
+    def step(self, view: View, step: int) -> ev.MissedHeard | ev.RecallFailed:
+        """Put the gradient of a step where the script finds it."""
+        recall = self._recall_of(view)
+        source = next(each for each in recall.sources if each.first <= step < each.end)
+        try:
+            image = self._reader_for(view, recall).read(GRADIENT, source.view, step)
+            put_image(self._data, image)
+        except WorldError as error:
+            return self._failed(view, f"the gradient of step {step}", error)
+        if step + 1 == recall.step:
+            self.end()
+        return ev.MissedHeard(view.number, step)
+
+    def end(self) -> None:
+        """Hang up."""
+        if self._reader is not None:
+            self._reader[1].close()
+            self._reader = None
+
+    def _reader_for(self, view: View, recall: Recall) -> PieceReader:
+        if self._reader is None or self._reader[0] != view.number:
+            self.end()
+            reader = PieceReader(recall.nodes, self._key, self._redundancy)
+            self._reader = view.number, reader
+        return self._reader[1]
+
+    def _failed(self, view: View, what: str, error: Exception) -> ev.RecallFailed:
+        self.end()
+        time.sleep(PAUSE_S)
+        text = f"{what} cannot be recalled: {first_line(error)}"
+        return ev.RecallFailed(view.number, text)
+
+    @staticmethod
+    def _recall_of(view: View) -> Recall:
+        if view.recall is None:
+            raise Damaged("this view recalls nothing")
+        return view.recall

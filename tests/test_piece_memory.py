@@ -1,0 +1,407 @@
+"""Pieces in a node's memory: written, read after their worker's end, served, put together again."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import msgspec
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.core.errors import Damaged
+from holdfast.core.redundancy import KeptPieces, Piece, read_redundancy
+from holdfast.memory import piece_server
+from holdfast.memory.arena import (
+    FIRST,
+    GRADIENT,
+    HEAD,
+    STATE,
+    TABLE_BYTES,
+    ArenaReading,
+    Entry,
+    PieceArena,
+    Shelf,
+)
+from holdfast.memory.node_memory import NodeMemory
+from holdfast.memory.piece_reader import PieceReader
+from holdfast.memory.piece_server import PieceServer
+from holdfast.memory.pieces import Image, PieceCoder
+from holdfast.net import peer_stream
+
+KEY = b"k" * 32
+BUDGET = 1 << 20
+ONE = Shelf(1, 3, ((0, 0), (2, 1)), 0)
+
+
+def put(arena: PieceArena, kind: str, step: int, data: bytes, shelf: Shelf = ONE) -> Entry:
+    """Put the same bytes there as each piece of a shelf."""
+    count = len(shelf.pieces)
+    start, room = arena.take(len(data) * count)
+    for index in range(count):
+        room[index * len(data) : (index + 1) * len(data)] = data
+    digests = (xxhash.xxh3_128_digest(data),) * count
+    entry = Entry(kind, shelf.view, step, len(data) * 3, len(data), start, digests)
+    arena.put(entry, shelf)
+    return entry
+
+
+@contextmanager
+def file_of(budget: int = BUDGET) -> Iterator[tuple[PieceArena, ArenaReading]]:
+    """A file as its worker writes it, and as its agent reads it."""
+    descriptor = os.memfd_create("test")
+    reading = ArenaReading(descriptor)
+    assert reading.table() is None  # it has no size yet
+    yield PieceArena(descriptor, 5, budget), reading
+    reading.close()
+
+
+def kept(reading: ArenaReading) -> list[KeptPieces]:
+    table = reading.table()
+    return [] if table is None else table.kept()
+
+
+# ---------------------------------------------------------------- one worker's file
+
+
+def test_what_a_worker_puts_there_is_told_and_read() -> None:
+    with file_of() as (arena, reading):
+        assert kept(reading) == []
+        entries = [put(arena, GRADIENT, step, b"%d" % step * 100) for step in range(3, 6)]
+        put(arena, STATE, 3, b"s" * 50)
+        arena.mark(1, 4)
+        assert kept(reading) == [
+            KeptPieces(
+                view=1,
+                worker=5,
+                parts=3,
+                pieces=(Piece(0, 0), Piece(2, 1)),
+                states=(3,),
+                first=3,
+                end=6,
+                committed=5,
+            )
+        ]
+        assert bytes(reading.piece(entries[2], 1)) == b"5" * 100
+
+
+def test_a_step_that_is_computed_again_takes_the_place_of_the_first_attempt() -> None:
+    with file_of() as (arena, reading):
+        put(arena, GRADIENT, 3, b"a" * 100)
+        used = arena.used
+        put(arena, GRADIENT, 3, b"b" * 100)
+        table = reading.table()
+        assert table is not None
+        (entry,) = table.entries
+        assert bytes(reading.piece(entry, 0)) == b"b" * 100
+        assert arena.used == used
+
+
+def test_what_is_older_than_a_protected_state_is_dropped() -> None:
+    with file_of() as (arena, reading):
+        put(arena, STATE, 0, b"old" * 9)
+        for step in range(6):
+            put(arena, GRADIENT, step, b"%d" % step * 100)
+        put(arena, STATE, 4, b"new" * 9)
+        arena.forget(1, 4)
+        (found,) = kept(reading)
+        assert (found.states, found.first, found.end) == ((4,), 4, 6)
+
+
+def test_what_a_later_view_keeps_of_older_steps_stays() -> None:
+    """That view has begun further back, since what an older one had protected was lost."""
+    with file_of() as (arena, reading):
+        put(arena, GRADIENT, 2, b"old" * 9)
+        put(arena, GRADIENT, 2, b"new" * 9, Shelf(7, 3, ((0, 0),), 0))
+        arena.forget(5, 100)
+        (found,) = kept(reading)
+        assert (found.view, found.first, found.end) == (7, 2, 3)
+
+
+def test_a_table_that_was_not_written_to_its_end_does_not_count() -> None:
+    with file_of() as (arena, reading):
+        put(arena, GRADIENT, 3, b"a" * 100)
+        put(arena, GRADIENT, 4, b"b" * 100)
+        newest = arena._number % 2 * TABLE_BYTES + HEAD.size + 8
+        arena._memory[newest] ^= 1
+        (found,) = kept(reading)
+        assert (found.first, found.end) == (3, 4)
+        older = (arena._number + 1) % 2 * TABLE_BYTES + HEAD.size + 8
+        arena._memory[older] ^= 1
+        with pytest.raises(Damaged):
+            reading.table()
+
+
+def test_a_budget_is_kept() -> None:
+    with file_of(budget=4096) as (arena, reading):
+        put(arena, GRADIENT, 0, b"a" * 1500)
+        with pytest.raises(MemoryError):
+            put(arena, GRADIENT, 1, b"b" * 1500)
+        arena.forget(1, 1)
+        put(arena, GRADIENT, 1, b"b" * 1500)
+        (found,) = kept(reading)
+        assert (found.first, found.end) == (1, 2)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nothing_that_is_named_is_ever_overwritten(seed: int) -> None:
+    rng = random.Random(seed)
+    with file_of(budget=64 << 10) as (arena, reading):
+        for step in range(200):
+            try:
+                put(arena, rng.choice((STATE, GRADIENT)), step, rng.randbytes(rng.randrange(9000)))
+            except MemoryError:
+                arena.forget(1, max(step - rng.randrange(5), 0))
+            table = reading.table()
+            assert table is not None
+            for entry in table.entries:
+                for index in range(len(entry.digests)):
+                    reading.piece(entry, index)  # Damaged if it is not what it was
+
+
+WRITER = """
+import sys
+from holdfast.memory.arena import GRADIENT, STATE, Entry, PieceArena, Shelf
+import xxhash
+arena = PieceArena(int(sys.argv[1]), 5, 1 << 20)
+step = 0
+print("ready", flush=True)
+while True:
+    data = step.to_bytes(4, "big") * 5000
+    start, room = arena.take(len(data))
+    room[: len(data)] = data
+    entry = Entry(GRADIENT, 1, step, len(data), len(data), start, (xxhash.xxh3_128_digest(data),))
+    arena.put(entry, Shelf(1, 1, ((0, 0),), 0))
+    arena.mark(1, step)
+    if step % 10 == 9:
+        arena.forget(1, step - 3)
+    step += 1
+"""
+
+
+@pytest.mark.parametrize("_", range(5))
+def test_a_worker_that_is_killed_leaves_what_it_has_named(_: int) -> None:
+    descriptor = os.memfd_create("test")
+    popen = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(descriptor)],
+        pass_fds=[descriptor],
+        stdout=subprocess.PIPE,
+    )
+    assert popen.stdout is not None
+    popen.stdout.readline()
+    reading = ArenaReading(descriptor)
+    while not kept(reading) or kept(reading)[0].end < 40:
+        pass
+    popen.send_signal(signal.SIGKILL)
+    popen.wait()
+    popen.stdout.close()
+    table = reading.table()
+    assert table is not None
+    for entry in table.entries:
+        assert bytes(reading.piece(entry, 0)) == entry.step.to_bytes(4, "big") * 5000
+    (found,) = table.kept()
+    assert found.end - found.first == len(table.entries) >= 4
+    assert found.end - 1 <= found.committed <= found.end
+    reading.close()
+
+
+# ---------------------------------------------------------------- pieces
+
+
+SETTINGS = st.sampled_from(["replicate:1", "replicate:2", "replicate:3", "rs:2+1", "rs:4+2"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    text=SETTINGS,
+    parts=st.integers(1, 7),
+    buffers=st.lists(st.binary(max_size=70), min_size=1, max_size=5),
+    data=st.data(),
+)
+def test_any_pieces_that_are_enough_give_the_image(
+    text: str, parts: int, buffers: list[bytes], data: st.DataObject
+) -> None:
+    redundancy = read_redundancy(text)
+    image = b"".join(buffers)
+    coder = PieceCoder(redundancy, parts, len(image))
+    room = coder.room().data
+    for part in range(parts):
+        numbers = range(redundancy.pieces)
+        left = data.draw(st.permutations(numbers))[: redundancy.data]
+        there = {}
+        for number in left:
+            piece = Piece(part, number)
+            target = np.zeros(coder.size, np.uint8).data
+            digest = coder.make(Image([memoryview(b) for b in buffers]), piece, target)
+            assert digest == xxhash.xxh3_128_digest(target)
+            place = coder.place(room, piece)
+            if place is not None:
+                place[:] = target
+            there[number] = target
+        coder.complete(room, part, there)
+    assert bytes(room[: len(image)]) == image
+
+
+# ---------------------------------------------------------------- nodes
+
+
+class Nodes:
+    """Nodes that hold what one member on each of them has put there in view 1."""
+
+    def __init__(self, text: str, count: int) -> None:
+        self.redundancy = read_redundancy(text)
+        self.memories = [NodeMemory() for _ in range(count)]
+        self.files: list[int] = []
+        self.arenas: list[PieceArena] = []
+        self.addresses = []
+        for number, memory in enumerate(self.memories):
+            file, descriptor = memory.open(number)
+            self.files.append(file)
+            self.arenas.append(PieceArena(descriptor, number, BUDGET))
+            self.addresses.append(PieceServer(memory, KEY).listen("127.0.0.1"))
+
+    def keep(self, kind: str, step: int, image: bytes) -> None:
+        count = len(self.arenas)
+        coder = PieceCoder(self.redundancy, count, len(image))
+        for node, arena in enumerate(self.arenas):
+            pieces = [Piece((node - n) % count, n) for n in range(self.redundancy.pieces)]
+            start, room = arena.take(coder.size * len(pieces))
+            digests = [
+                coder.make(
+                    Image([memoryview(image)]), p, room[i * coder.size : (i + 1) * coder.size]
+                )
+                for i, p in enumerate(pieces)
+            ]
+            entry = Entry(kind, 1, step, len(image), coder.size, start, tuple(digests))
+            arena.put(entry, Shelf(1, count, tuple((p.part, p.number) for p in pieces), 0))
+
+    def damage(self, node: int, piece: int = 0) -> None:
+        """Flip a bit of what a node holds."""
+        (entry,) = self.arenas[node]._table.entries
+        self.arenas[node]._memory[entry.start + piece * entry.size] ^= 4
+
+    def read(self, kind: str, step: int, without: tuple[int, ...] = ()) -> bytes:
+        left = [a for node, a in enumerate(self.addresses) if node not in without]
+        reader = PieceReader(left, KEY, self.redundancy)
+        try:
+            return bytes(reader.read(kind, 1, step))
+        finally:
+            reader.close()
+
+
+IMAGE = bytes(range(251)) * 41
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("replicate:1", 1), ("replicate:2", 4), ("rs:2+1", 3), ("rs:4+2", 7)]
+)
+def test_what_nodes_hold_is_put_together_while_enough_are_left(text: str, count: int) -> None:
+    nodes = Nodes(text, count)
+    nodes.keep(STATE, 8, IMAGE)
+    for first in range(count):
+        lost = tuple((first + n) % count for n in range(nodes.redundancy.parity))
+        assert nodes.read(STATE, 8, lost) == IMAGE
+    if count > nodes.redundancy.parity:
+        with pytest.raises(Damaged):
+            nodes.read(STATE, 8, tuple(range(nodes.redundancy.parity + 1)))
+    with pytest.raises(Damaged, match="no node that is reached holds the gradient of step 8"):
+        nodes.read(GRADIENT, 8)
+
+
+def test_a_damaged_piece_is_never_used_and_not_told_of_any_more() -> None:
+    nodes = Nodes("rs:2+1", 4)
+    nodes.keep(STATE, 8, IMAGE)
+    nodes.damage(2)
+    assert nodes.memories[2].kept() != ()
+    assert nodes.read(STATE, 8) == IMAGE
+    assert nodes.memories[2].kept() == ()  # so that nobody counts on it a second time
+    assert nodes.read(STATE, 8) == IMAGE
+    with pytest.raises(Damaged):
+        nodes.read(STATE, 8, without=(3,))
+
+
+def lie(nodes: Nodes, node: int, index: int) -> None:
+    """Have a node hold a wrong piece with its right digest, as a fault while it is made does."""
+    arena = nodes.arenas[node]
+    (entry,) = arena._table.entries
+    nodes.damage(node, index)
+    start = entry.start + index * entry.size
+    digests = list(entry.digests)
+    digests[index] = xxhash.xxh3_128_digest(arena._memory[start : start + entry.size])
+    taken = dict(arena._taken)
+    arena.put(msgspec.structs.replace(entry, digests=tuple(digests)), arena._table.shelves[0])
+    arena._taken = taken
+
+
+def test_a_piece_that_was_wrong_from_the_beginning_is_found_by_two_others() -> None:
+    nodes = Nodes("rs:2+3", 5)
+    nodes.keep(STATE, 8, IMAGE)
+    lie(nodes, 2, 2)  # piece 2 of part 0, of which node 0 holds piece 0, and so on
+    for lost in range(5):
+        assert nodes.read(STATE, 8, without=(lost,)) == IMAGE
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_piece_that_was_wrong_from_the_beginning_is_noticed_by_one_other(lost: int) -> None:
+    nodes = Nodes("rs:2+2", 4)
+    nodes.keep(STATE, 8, IMAGE)
+    lie(nodes, 2, 2)
+    assert nodes.read(STATE, 8) == IMAGE  # nothing of it is used
+    with pytest.raises(Damaged, match="contradict"):
+        nodes.read(STATE, 8, without=(lost,))
+
+
+def test_pieces_of_the_dead_are_kept_until_something_newer_is_protected() -> None:
+    memory = NodeMemory()
+    numbers = []
+    for worker in (1, 2):
+        number, descriptor = memory.open(worker)
+        numbers.append((number, PieceArena(descriptor, worker, BUDGET)))
+    (dead, arena), (_, other) = numbers
+    put(arena, STATE, 4, b"a" * 100)
+    put(arena, GRADIENT, 4, b"g" * 100)
+    memory.ended(dead)
+    assert [each.worker for each in memory.kept()] == [1]
+    later = Shelf(2, 3, ((0, 0),), 0)
+    put(other, STATE, 9, b"b" * 100, later)
+    assert [each.worker for each in memory.kept()] == [1, 2]
+    other.forget(2, 9)
+    assert [each.worker for each in memory.kept()] == [2]
+    assert len(memory._files) == 1
+    os.close(descriptor)
+
+
+def test_strangers_and_nonsense_do_not_hold_up_a_server() -> None:
+    nodes = Nodes("replicate:1", 1)
+    nodes.keep(STATE, 8, IMAGE)
+    with ExitStack() as stack:
+        host, _, port = nodes.addresses[0].rpartition(":")
+        silent = stack.enter_context(socket.create_connection((host, int(port))))
+        silent.sendall(b"GET / HTTP/1.1\r\n\r\n" * 4)
+        reader = PieceReader(nodes.addresses, b"x" * 32, nodes.redundancy)
+        with pytest.raises(Damaged):
+            reader.read(STATE, 1, 8)
+        member = stack.enter_context(
+            peer_stream.connect(nodes.addresses[0], KEY, piece_server.MAGIC, (0, 0, 0))
+        )
+        member.sendall(piece_server.LENGTH.pack(1 << 31))
+        assert member.recv(1) == b""
+        for wrong in (
+            Entry(STATE, 1, 8, 1, 1 << 40, FIRST, (b"",)),
+            Entry(STATE, 1, 8, 1, -1, -5, (b"",)),
+        ):
+            other = stack.enter_context(
+                peer_stream.connect(nodes.addresses[0], KEY, piece_server.MAGIC, (0, 0, 0))
+            )
+            piece_server.send(other, piece_server.PieceRequest(nodes.files[0], wrong, 0))
+            assert not piece_server.receive(other, piece_server.PieceAnswer).sound
+        assert nodes.read(STATE, 8) == IMAGE
