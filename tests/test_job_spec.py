@@ -122,6 +122,9 @@ def test_each_way_to_say_a_job_comes_to_the_same(
     assert decode(encode(reply), JoinReply) == reply
 
 
+TEXTS = {"nodes.election": URL, "memory.redundancy": "replicate:1"}
+
+
 @pytest.mark.parametrize("key", KEYS)
 def test_every_setting_is_written_with_its_help_and_read_again(key: str, tmp_path: Path) -> None:
     default = SETTINGS[key].default
@@ -130,7 +133,7 @@ def test_every_setting_is_written_with_its_help_and_read_again(key: str, tmp_pat
         bool: lambda: not default,
         int: lambda: 7 if key == "stragglers.backup" else 9,
         float: lambda: (0.25, 0.75) if SETTINGS[key].size else 0.25,
-        str: lambda: URL if key == "nodes.election" else "/ckpt",
+        str: lambda: TEXTS.get(key, "/ckpt"),
     }[SETTINGS[key].base]()
     values = {"workers.nproc": 9, "nodes.lease_s": 0.125, "nodes.abandon_s": 0.5, key: other}
     values |= {"workers.spares": 1} if key == "workers.hot_spares" else {}

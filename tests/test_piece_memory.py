@@ -28,9 +28,9 @@ from holdfast.memory.arena import (
     STATE,
     TABLE_BYTES,
     ArenaReading,
-    Entry,
     PieceArena,
-    Shelf,
+    PieceEntry,
+    PieceShelf,
 )
 from holdfast.memory.node_memory import NodeMemory
 from holdfast.memory.piece_reader import PieceReader
@@ -40,17 +40,19 @@ from holdfast.net import peer_stream
 
 KEY = b"k" * 32
 BUDGET = 1 << 20
-ONE = Shelf(1, 3, ((0, 0), (2, 1)), 0)
+ONE = PieceShelf(1, 3, ((0, 0), (2, 1)), 0)
 
 
-def put(arena: PieceArena, kind: str, step: int, data: bytes, shelf: Shelf = ONE) -> Entry:
+def put(
+    arena: PieceArena, kind: str, step: int, data: bytes, shelf: PieceShelf = ONE
+) -> PieceEntry:
     """Put the same bytes there as each piece of a shelf."""
     count = len(shelf.pieces)
     start, room = arena.take(len(data) * count)
     for index in range(count):
         room[index * len(data) : (index + 1) * len(data)] = data
     digests = (xxhash.xxh3_128_digest(data),) * count
-    entry = Entry(kind, shelf.view, step, len(data) * 3, len(data), start, digests)
+    entry = PieceEntry(kind, shelf.view, step, len(data) * 3, len(data), start, digests)
     arena.put(entry, shelf)
     return entry
 
@@ -121,7 +123,7 @@ def test_what_a_later_view_keeps_of_older_steps_stays() -> None:
     """That view has begun further back, since what an older one had protected was lost."""
     with file_of() as (arena, reading):
         put(arena, GRADIENT, 2, b"old" * 9)
-        put(arena, GRADIENT, 2, b"new" * 9, Shelf(7, 3, ((0, 0),), 0))
+        put(arena, GRADIENT, 2, b"new" * 9, PieceShelf(7, 3, ((0, 0),), 0))
         arena.forget(5, 100)
         (found,) = kept(reading)
         assert (found.view, found.first, found.end) == (7, 2, 3)
@@ -170,7 +172,7 @@ def test_nothing_that_is_named_is_ever_overwritten(seed: int) -> None:
 
 WRITER = """
 import sys
-from holdfast.memory.arena import GRADIENT, STATE, Entry, PieceArena, Shelf
+from holdfast.memory.arena import GRADIENT, STATE, PieceEntry, PieceArena, PieceShelf
 import xxhash
 arena = PieceArena(int(sys.argv[1]), 5, 1 << 20)
 step = 0
@@ -179,8 +181,9 @@ while True:
     data = step.to_bytes(4, "big") * 5000
     start, room = arena.take(len(data))
     room[: len(data)] = data
-    entry = Entry(GRADIENT, 1, step, len(data), len(data), start, (xxhash.xxh3_128_digest(data),))
-    arena.put(entry, Shelf(1, 1, ((0, 0),), 0))
+    size, digest = len(data), xxhash.xxh3_128_digest(data)
+    entry = PieceEntry(GRADIENT, 1, step, size, size, start, (digest,))
+    arena.put(entry, PieceShelf(1, 1, ((0, 0),), 0))
     arena.mark(1, step)
     if step % 10 == 9:
         arena.forget(1, step - 3)
@@ -281,8 +284,8 @@ class Nodes:
                 )
                 for i, p in enumerate(pieces)
             ]
-            entry = Entry(kind, 1, step, len(image), coder.size, start, tuple(digests))
-            arena.put(entry, Shelf(1, count, tuple((p.part, p.number) for p in pieces), 0))
+            entry = PieceEntry(kind, 1, step, len(image), coder.size, start, tuple(digests))
+            arena.put(entry, PieceShelf(1, count, tuple((p.part, p.number) for p in pieces), 0))
 
     def damage(self, node: int, piece: int = 0) -> None:
         """Flip a bit of what a node holds."""
@@ -371,7 +374,7 @@ def test_pieces_of_the_dead_are_kept_until_something_newer_is_protected() -> Non
     put(arena, GRADIENT, 4, b"g" * 100)
     memory.ended(dead)
     assert [each.worker for each in memory.kept()] == [1]
-    later = Shelf(2, 3, ((0, 0),), 0)
+    later = PieceShelf(2, 3, ((0, 0),), 0)
     put(other, STATE, 9, b"b" * 100, later)
     assert [each.worker for each in memory.kept()] == [1, 2]
     other.forget(2, 9)
@@ -396,8 +399,8 @@ def test_strangers_and_nonsense_do_not_hold_up_a_server() -> None:
         member.sendall(piece_server.LENGTH.pack(1 << 31))
         assert member.recv(1) == b""
         for wrong in (
-            Entry(STATE, 1, 8, 1, 1 << 40, FIRST, (b"",)),
-            Entry(STATE, 1, 8, 1, -1, -5, (b"",)),
+            PieceEntry(STATE, 1, 8, 1, 1 << 40, FIRST, (b"",)),
+            PieceEntry(STATE, 1, 8, 1, -1, -5, (b"",)),
         ):
             other = stack.enter_context(
                 peer_stream.connect(nodes.addresses[0], KEY, piece_server.MAGIC, (0, 0, 0))

@@ -71,9 +71,8 @@ def test_settings_are_read() -> None:
     ],
 )
 def test_bad_settings_are_refused(text: str) -> None:
-    with pytest.raises(UserError, match="replicate:R") as caught:
+    with pytest.raises(UserError, match="replicate:R"):
         read_redundancy(text)
-    assert repr(text) in str(caught.value)
 
 
 # ---------------------------------------------------------------- who keeps what

@@ -37,6 +37,8 @@ def _agent(agent: dict[str, Any]) -> str:
     marks += ["silent"] if agent["silent"] else []
     marks += [f"draining: {agent['draining']}"] if agent["draining"] else []
     marks += agent["domains"]
+    if size := agent["pieces_bytes"]:
+        marks.append(f"{size / 1e6:.3g} MB of pieces")
     return f"{agent['id']} ({', '.join(marks)})"
 
 
@@ -47,6 +49,11 @@ def show(status: dict[str, Any]) -> None:
         f"[bold]{status['state']}[/bold]  view {status['view']}  step {status['step']}  "
         f"coordinator pid {status['coordinator']['pid']}  agents {agents}"
     )
+    if (memory := status["memory"]) is not None:
+        console.print(
+            f"{memory['redundancy']}: the nodes' memory holds the state until step "
+            f"{memory['step']}, in {memory['bytes'] / 1e6:.3g} MB"
+        )
     ranks_are = "rank" if status["group"] else "virtual ranks"
     table = Table("worker", "pid", "incarnation", "state", "step", ranks_are)
     for worker in status["workers"]:

@@ -537,7 +537,7 @@ def _conflicts(spec: JobSpec, say: Callable[[str], str]) -> Iterator[str]:
     try:
         pieces = spec.redundancy().pieces
     except UserError as error:
-        yield str(error)
+        yield f"{say('memory.redundancy')} {error}"
         pieces = 0
     if pieces > spec.nodes_max:
         yield (

@@ -33,7 +33,7 @@ class Redundancy:
 
 
 def read_redundancy(text: str) -> Redundancy:
-    """Read `none`, `replicate:R` or `rs:K+M`. UserError."""
+    """Read `none`, `replicate:R` or `rs:K+M`. UserError says what the text must be."""
     kind, _, sizes = text.partition(":")
     numbers = sizes.split("+")
     if text == "none":
@@ -47,8 +47,8 @@ def read_redundancy(text: str) -> Redundancy:
         if found.data >= 1 and found.parity >= 1 and found.pieces <= PIECES_MAX:
             return found
     raise UserError(
-        f"redundancy {text[:40]!r}: write none, replicate:R (R copies) or rs:K+M (of K+M pieces "
-        f"any K give the state), with {PIECES_MAX} pieces at most"
+        "must be none, replicate:R (R copies) or rs:K+M (of K+M pieces any K are enough), with "
+        f"{PIECES_MAX} pieces at most"
     )
 
 

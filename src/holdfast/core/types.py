@@ -339,6 +339,7 @@ class AgentReport:
     domains: Domains = ()  # failure domains that this node is in
     kept: tuple[KeptPieces, ...] = ()  # what its memory holds of the job's state
     pieces_at: str = ""  # HOST:PORT where it serves that
+    pieces_bytes: int = 0  # that it takes
     view_known: ViewNumber = NO_VIEW
     view: View | None = None  # only for a coordinator that has forgotten it
     release_loop: int = 0

@@ -28,7 +28,7 @@ MAGIC = b"hpieces\1"
 LOOKS = 5  # at tables that are being written
 
 
-class Entry(msgspec.Struct, frozen=True, array_like=True):
+class PieceEntry(msgspec.Struct, frozen=True, array_like=True):
     """Describes a worker's pieces of one state or gradient; they lie one after the other.
 
     `step`: the state after so many steps, or the gradient of that step. `whole`: bytes of all of
@@ -48,7 +48,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
         return self.kind, self.view, self.step
 
 
-class Shelf(msgspec.Struct, frozen=True, array_like=True):
+class PieceShelf(msgspec.Struct, frozen=True, array_like=True):
     """Says which pieces the worker keeps as a member of a view, and how far it has committed."""
 
     view: int
@@ -64,8 +64,8 @@ class Table(msgspec.Struct, frozen=True, array_like=True):
     """
 
     worker: int
-    shelves: tuple[Shelf, ...] = ()
-    entries: tuple[Entry, ...] = ()
+    shelves: tuple[PieceShelf, ...] = ()
+    entries: tuple[PieceEntry, ...] = ()
     forgotten: tuple[int, int] = (0, 0)
 
     def without(self, marks: Sequence[tuple[int, int]]) -> Table:
@@ -73,7 +73,7 @@ class Table(msgspec.Struct, frozen=True, array_like=True):
         old = [e.key for e in self.entries if any(_is_older(e, *mark) for mark in marks)]
         return self.keeping([entry for entry in self.entries if entry.key not in old])
 
-    def keeping(self, entries: Sequence[Entry]) -> Table:
+    def keeping(self, entries: Sequence[PieceEntry]) -> Table:
         """Leave out all other entries, and what was said of their views."""
         views = {entry.view for entry in entries}
         shelves = tuple(shelf for shelf in self.shelves if shelf.view in views)
@@ -83,7 +83,7 @@ class Table(msgspec.Struct, frozen=True, array_like=True):
         """Say what this holds, to the coordinator."""
         return [self._kept_in(shelf) for shelf in self.shelves]
 
-    def _kept_in(self, shelf: Shelf) -> KeptPieces:
+    def _kept_in(self, shelf: PieceShelf) -> KeptPieces:
         steps = {e.step for e in self.entries if e.view == shelf.view and e.kind == GRADIENT}
         states = {e.step for e in self.entries if e.view == shelf.view and e.kind == STATE}
         first = end = max(steps, default=-1) + 1
@@ -101,7 +101,7 @@ class Table(msgspec.Struct, frozen=True, array_like=True):
         )
 
 
-def _is_older(entry: Entry, view: int, step: int) -> bool:
+def _is_older(entry: PieceEntry, view: int, step: int) -> bool:
     """Tell whether an entry is of no use once a view has protected the state after `step` steps.
 
     What a later view has put there is not: that view may have begun further back.
@@ -158,7 +158,7 @@ class PieceArena:
         with self._lock:
             del self._taken[start]
 
-    def put(self, entry: Entry, shelf: Shelf) -> None:
+    def put(self, entry: PieceEntry, shelf: PieceShelf) -> None:
         """Name pieces that lie in room that was taken, in place of such with the same key."""
         with self._lock:
             table = self._table
@@ -192,7 +192,7 @@ class PieceArena:
             kept = [entry.key for entry in new.entries]
             self._write(new, [each for each in table.entries if each.key not in kept])
 
-    def _write(self, table: Table, dropped: Sequence[Entry]) -> None:
+    def _write(self, table: Table, dropped: Sequence[PieceEntry]) -> None:
         body = msgspec.msgpack.encode(table)
         if HEAD.size + len(body) > TABLE_BYTES:
             raise MemoryError(f"{len(table.entries)} entries do not fit into the table of pieces")
@@ -232,7 +232,7 @@ class ArenaReading:
                 return None
         raise Damaged("both tables of a worker's pieces are damaged")
 
-    def piece(self, entry: Entry, index: int) -> memoryview:
+    def piece(self, entry: PieceEntry, index: int) -> memoryview:
         """Return the bytes of one of an entry's pieces. Damaged if they are not what they were."""
         start = entry.start + index * entry.size
         piece = self._memory[start : start + entry.size]

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 
 from holdfast.core.errors import Damaged
 from holdfast.core.redundancy import KeptPieces
-from holdfast.memory.arena import ArenaReading, Entry, Table
+from holdfast.memory.arena import ArenaReading, PieceEntry, Table
 
 
 @dataclass(slots=True)
 class _File:
     reading: ArenaReading
     alive: bool = True  # its worker is
-    damaged: list[Entry] = field(default_factory=list)  # of which some piece is
+    damaged: list[PieceEntry] = field(default_factory=list)  # of which some piece is
 
     def table(self) -> Table:
         try:
@@ -74,7 +74,12 @@ class NodeMemory:
         every = [each for _, table in sorted(self.tables().items()) for each in table.kept()]
         return tuple(sorted(every, key=lambda each: (each.view, each.worker)))
 
-    def piece(self, number: int, entry: Entry, index: int) -> memoryview:
+    def size(self) -> int:
+        """Return how many bytes all pieces take."""
+        entries = [entry for table in self.tables().values() for entry in table.entries]
+        return sum(entry.size * len(entry.digests) for entry in entries)
+
+    def piece(self, number: int, entry: PieceEntry, index: int) -> memoryview:
         """Return one piece's bytes. Damaged: it is not what it was, and is not held any more."""
         with self._lock:
             file = self._files.get(number)

@@ -17,7 +17,7 @@ import xxhash
 
 from holdfast.core.errors import Damaged, WireError, WorldError
 from holdfast.core.redundancy import Piece, Redundancy
-from holdfast.memory.arena import Entry
+from holdfast.memory.arena import PieceEntry
 from holdfast.memory.piece_server import MAGIC, PieceAnswer, PieceRequest, receive, send
 from holdfast.memory.pieces import PieceCoder
 from holdfast.net import peer_stream
@@ -31,7 +31,7 @@ class _Held:
 
     node: int
     file: int
-    entry: Entry
+    entry: PieceEntry
     index: int
 
 
@@ -59,6 +59,7 @@ class PieceReader:
     """Reads what nodes hold at present; `addresses`: of their servers. Use it in one thread."""
 
     def __init__(self, addresses: Iterable[str], key: bytes, redundancy: Redundancy) -> None:
+        self.received = 0  # bytes of pieces
         self._redundancy = redundancy
         self._nodes: list[_Node] = []
         for address in addresses:
@@ -69,7 +70,7 @@ class PieceReader:
                 continue  # what it holds is lost, or is when it is asked for
 
     def close(self) -> None:
-        """Hang up."""
+        """Hang up on all nodes."""
         for node in self._nodes:
             node.close()
 
@@ -104,7 +105,7 @@ class PieceReader:
                 coder.complete(room, part, found)
         return room[: entry.whole]
 
-    def _find(self, kind: str, view: int, step: int) -> tuple[dict[Piece, _Held], int, Entry]:
+    def _find(self, kind: str, view: int, step: int) -> tuple[dict[Piece, _Held], int, PieceEntry]:
         """Find who holds which pieces. Damaged if nobody does."""
         found: list[tuple[Piece, int, _Held]] = []
         for number, node in enumerate(self._nodes):
@@ -154,7 +155,9 @@ class PieceReader:
                 place = coder.place(room, piece)
                 place = np.empty(coder.size, np.uint8).data if place is None else place
                 try:
-                    if self._nodes[number].fetch(held, place):
+                    sound = self._nodes[number].fetch(held, place)
+                    self.received += len(place)
+                    if sound:
                         found[piece] = place
                 except (OSError, WorldError):
                     return  # the rest of what it holds is lost

@@ -14,7 +14,7 @@ from typing import TypeVar
 import msgspec
 
 from holdfast.core.errors import Damaged, WireError
-from holdfast.memory.arena import Entry, Table
+from holdfast.memory.arena import PieceEntry, Table
 from holdfast.memory.node_memory import NodeMemory
 from holdfast.net import peer_stream
 
@@ -29,7 +29,7 @@ class PieceRequest(msgspec.Struct, frozen=True, array_like=True):
     """Asks for a piece in a file of that number; without an entry, for what there is."""
 
     file: int = 0
-    entry: Entry | None = None
+    entry: PieceEntry | None = None
     index: int = 0
 
 

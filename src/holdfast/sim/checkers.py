@@ -256,7 +256,9 @@ class Truth:
             if view.base not in self.saved and not view.invalidations:
                 raise Violation(f"view {view.number} begins from a checkpoint that nobody saved")
         if not view.donors:
-            self.memories.begins_again(view, self.reaches)
+            self.memories.begins_again(
+                view, lambda a: self.reaches(a) and not self.promises.is_given_up(a, now)
+            )
             self.errors.began(view)
             if self._options.backup.workers:
                 step = view.resume_step

@@ -18,7 +18,7 @@ from holdfast.core.membership.liveness import ProcessSample
 from holdfast.core.redundancy import KeptPieces
 from holdfast.core.types import AgentId, AgentReport, Directive, Incarnation, Tick, WorkerStatus
 from holdfast.sim.endings import STOPPED
-from holdfast.sim.memories import NodeMemory
+from holdfast.sim.memories import HostMemory
 from holdfast.sim.workers import InsideStriker, Process, WorkerMaker, WorkerWorld
 from holdfast.sim.writers import WriterHost
 
@@ -214,7 +214,7 @@ class AgentHost:
         self.frozen = False  # the agent's process; its workers run on
         self.drained = False  # now or before
         self.writer = WriterHost(world, world.truth)
-        self.memory = NodeMemory(world.options.redundancy, self._memory_holds)
+        self.memory = HostMemory(world.options.redundancy, self._memory_holds)
         world.truth.memories.of[name] = self.memory
         self._backlog: deque[ag.AgentEvent] = deque()
         self._channel_free: dict[int, float] = {}

@@ -23,7 +23,7 @@ Reach = Callable[[AgentId], bool]
 
 
 @dataclass(slots=True)
-class Shelf:
+class HostShelf:
     """Holds what one worker has put into its node's memory as a member of one view."""
 
     pieces: tuple[Piece, ...]
@@ -33,7 +33,7 @@ class Shelf:
     committed: int = 0
 
 
-class NodeMemory:
+class HostMemory:
     """Is the memory of one node. `changed` is called with what it holds, after each change."""
 
     def __init__(
@@ -41,7 +41,7 @@ class NodeMemory:
     ) -> None:
         self._redundancy = redundancy
         self._changed = changed
-        self.shelves: dict[tuple[int, int], Shelf] = {}  # by view and worker
+        self.shelves: dict[tuple[int, int], HostShelf] = {}  # by view and worker
         self.losses = 0  # times that all was lost
 
     def lose(self) -> None:
@@ -76,11 +76,11 @@ class NodeMemory:
             }
         self._tell()
 
-    def _shelf(self, view: View, worker: WorkerId) -> Shelf:
+    def _shelf(self, view: View, worker: WorkerId) -> HostShelf:
         key = (int(view.number), int(worker))
         if key not in self.shelves:
             pieces = pieces_of(view, worker, self._redundancy)
-            self.shelves[key] = Shelf(pieces, len(view.ring))
+            self.shelves[key] = HostShelf(pieces, len(view.ring))
         return self.shelves[key]
 
     def _tell(self) -> None:
@@ -112,12 +112,13 @@ class Memories:
 
     def __init__(self, redundancy: Redundancy) -> None:
         self._redundancy = redundancy
-        self.of: dict[AgentId, NodeMemory] = {}
+        self.of: dict[AgentId, HostMemory] = {}
         self._rings: dict[int, dict[AgentId, int]] = {}  # of views: losses of each node until then
         self._summed_in: dict[int, int] = {}  # by step: the view
         self._known_to: dict[int, dict[AgentId, int]] = {}  # by step: whose workers committed it
         # States that count, by step and the view that has protected them: who knows that they do.
         self._bases: dict[tuple[int, int], dict[AgentId, int]] = {}
+        self._dropped: dict[AgentId, int] = {}  # what is older is of no use any more there
 
     # ------------------------------------------------------------ what must not be lost
 
@@ -131,7 +132,11 @@ class Memories:
         self._known_to.setdefault(step, {})[agent] = self.of[agent].losses
 
     def forgot(self, agent: AgentId, view: int, step: int) -> None:
-        """Note that a worker takes the state after `step` steps as protected by a view."""
+        """Note that a worker takes the state after `step` steps as protected by a view.
+
+        What is older is dropped there, although it may bear a loss that the newer one does not.
+        """
+        self._dropped[agent] = max(self._dropped.get(agent, 0), step)
         self._bases.setdefault((step, view), {})[agent] = self.of[agent].losses
 
     def begins_again(self, view: View, reach: Reach) -> None:
@@ -140,7 +145,7 @@ class Memories:
         invalid = False  # what is older than a state that counts is dropped, even if it is wrong
         for (base, protects), knows in self._bases.items():
             invalid = invalid or is_invalidated(known, base, ViewNumber(protects))
-            if self._knows(knows, reach) and self._is_whole(protects, reach):
+            if self._knows(knows, reach) and self._is_whole(protects, base, reach):
                 step = max(step, base)
         while self._outlives(step, known, reach):
             step += 1
@@ -153,22 +158,26 @@ class Memories:
             del self._summed_in[later], self._known_to[later]
         for later_base in [each for each in self._bases if each[0] > view.resume_step]:
             del self._bases[later_base]
+        self._dropped = {a: min(step, view.resume_step) for a, step in self._dropped.items()}
 
     def _outlives(self, step: int, invalidations: Invalidations, reach: Reach) -> bool:
         """Tell whether it is still known that a step was committed, and with what sum."""
         view = self._summed_in.get(step, 0)
         if is_invalidated(invalidations, step + 1, ViewNumber(view)):
             return False
-        return self._knows(self._known_to.get(step, {}), reach) and self._is_whole(view, reach)
+        return self._knows(self._known_to.get(step, {}), reach) and self._is_whole(
+            view, step, reach
+        )
 
     def _knows(self, agents: dict[AgentId, int], reach: Reach) -> bool:
         """Tell whether a node that knew something still does."""
         return any(reach(agent) and self.of[agent].losses == n for agent, n in agents.items())
 
-    def _is_whole(self, view: int, reach: Reach) -> bool:
-        """Tell whether enough nodes of a view's ring still hold what they had."""
-        ring = self._rings.get(view, {})
-        lost = [a for a, n in ring.items() if not reach(a) or self.of[a].losses > n]
+    def _is_whole(self, view: int, step: int, reach: Reach) -> bool:
+        """Tell whether enough nodes of a view's ring still hold what they had of a step."""
+        ring, dropped = self._rings.get(view, {}), self._dropped
+        held = [a for a in ring if reach(a) and dropped.get(a, 0) <= step]
+        lost = [a for a, n in ring.items() if a not in held or self.of[a].losses > n]
         return bool(ring) and len(lost) <= self._redundancy.parity
 
     # ------------------------------------------------------------ what there is
@@ -193,7 +202,7 @@ class Memories:
         return next(iter(found.values()))
 
     def _pieces(
-        self, view: int, of: Callable[[Shelf], T | None], reach: Reach
+        self, view: int, of: Callable[[HostShelf], T | None], reach: Reach
     ) -> dict[Piece, T] | None:
         found: dict[Piece, T] = {}
         parts = 0

@@ -102,10 +102,23 @@ class Promises:
                 raise Violation(f"worker {worker} joins on {member.agent}, which is drained")
 
     def starts_again(self, view: View, holder: Actor, now: float) -> None:
-        """Check that a silent process which holds the state is given up as late as is promised."""
-        waited_s = now - self._heard_at(holder.agent)
-        if waited_s < self._options.abandon_s and holder.key not in self._given_up:
+        """Check that a silent process which holds the state is given up as late as is promised.
+
+        It may be sooner if the nodes' memory brings the job as far as it was known to be.
+        """
+        _, report = self._heard.get(holder.agent, (0.0, None))
+        known = (
+            [s for s in report.workers if (s.worker, s.incarnation) == holder.key] if report else []
+        )
+        protected = self._options.redundancy.data > 0
+        if protected and all(status.committed <= view.resume_step for status in known):
+            return
+        if not self.is_given_up(holder.agent, now) and holder.key not in self._given_up:
             raise Violation(f"view {view.number} gives up the state that {holder.key} holds")
+
+    def is_given_up(self, agent: AgentId, now: float) -> bool:
+        """Tell whether the coordinator has heard nothing of a node for that long."""
+        return now - self._heard_at(agent) >= self._options.abandon_s
 
     def voted(self, view: View, step: int) -> None:
         """Check that too few members come to the next boundary, and then wait for more."""

@@ -111,10 +111,14 @@ class Labelled:
 
 @dataclass(frozen=True, slots=True)
 class MemoryHeld:
-    """These pieces of the job's state are in the node's memory, and are served at `address`."""
+    """These pieces of the job's state are in the node's memory, and are served at `address`.
+
+    `size`: how many bytes they take.
+    """
 
     kept: tuple[KeptPieces, ...]
     address: str = ""
+    size: int = 0
 
 
 AgentEvent = (
@@ -513,6 +517,7 @@ class AgentMachine:
             domains=self._domains,
             kept=self._held.kept,
             pieces_at=self._held.address,
+            pieces_bytes=self._held.size,
             leaving=tuple(filter(self._runs, (v for _, v in sorted(self._leaving.items())))),
             view_known=view.number if view else NO_VIEW,
             view=view if forgotten else None,

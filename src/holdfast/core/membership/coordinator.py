@@ -481,7 +481,7 @@ class CoordinatorMachine:
         self._witness_at = None
         self._agenda.stir(now)
         self._progress.step = max(self._progress.step, proposal.resume_step)
-        text = f"view {number}: workers {spans(proposal.workers)}; {proposal.why}"
+        text = f"view {number}: workers {spans(proposal.workers)}; {self._view.reason}"
         return Announce("view", text, None, number, proposal.resume_step)
 
     def _bring_up(self, situation: Situation) -> Iterator[CoordinatorEffect]:

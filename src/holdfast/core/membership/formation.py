@@ -492,11 +492,12 @@ def beginners(situation: Situation, nodes_min: int, workers_min: int | None) -> 
     """Choose who begins the job, or begins it again: everybody, or, with `workers_min`, so many.
 
     The result is empty while more are waited for. Silent nodes are not, where `nodes_min` others
-    are there: if they come back their workers join, and nobody waits for that.
+    are there or the job begins again: if they come back their workers join, and nobody waits.
     """
     roster, known, now = situation.roster, situation.roster.newest, situation.now
     ready = [s for s in candidates(situation) if not s.dirty]
-    gone = situation.silent if present_nodes(situation) >= nodes_min else frozenset()
+    again = situation.view is not None or present_nodes(situation) >= nodes_min
+    gone = situation.silent if again else frozenset()
     soon = [
         worker
         for worker, slot in roster.slots.items()

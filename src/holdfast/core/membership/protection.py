@@ -25,12 +25,17 @@ class Protection:
 
     def __init__(self, redundancy: Redundancy) -> None:
         self._redundancy = redundancy
+        self._told = ""  # of what it does not protect from
 
     def protect(self, view: View, old: View | None, roster: Roster) -> View:
         """Add to a new view which nodes keep pieces, in their order, and what is abandoned."""
         domains = {name: node.domains for name, node in roster.nodes.items()}
         ring = make_ring(view.members, domains, self._redundancy)
-        return dataclasses.replace(view, ring=ring, abandoned=self._abandon(view, old))
+        weakness = find_weakness(view.members, ring, domains, self._redundancy)
+        news = f"; {weakness}" if weakness not in ("", self._told) else ""
+        self._told = weakness
+        abandoned, reason = self._abandon(view, old), view.reason + news
+        return dataclasses.replace(view, ring=ring, abandoned=abandoned, reason=reason)
 
     def _abandon(self, view: View, old: View | None) -> Invalidations:
         """Return what must not be recalled any more now that this view begins, after an old one.
@@ -121,6 +126,36 @@ def make_ring(
         ring.append(chosen)
         sizes.subtract(domains.get(chosen, ()))
     return tuple(ring)
+
+
+def find_weakness(
+    members: Sequence[Member],
+    ring: Sequence[AgentId],
+    domains: Mapping[AgentId, Domains],
+    redundancy: Redundancy,
+) -> str:
+    """Say from what loss the state is not protected, though it should be; empty: from none."""
+    if not redundancy.data:
+        return ""
+    if not ring:
+        count = len({member.agent for member in members})
+        return (
+            f"the nodes' memory protects nothing: {redundancy} needs {redundancy.pieces} nodes, "
+            f"and the members are on {count}"
+        )
+    worst, most = "", redundancy.parity
+    for place in range(len(ring)):
+        near = [ring[(place + number) % len(ring)] for number in range(redundancy.pieces)]
+        counts = Counter(label for agent in near for label in domains.get(agent, ()))
+        for label, count in sorted(counts.items()):
+            if count > most:
+                worst, most = str(label), count
+    if not worst:
+        return ""
+    return (
+        f"a loss of all of {worst} takes {most} pieces of a part, and {redundancy} bears "
+        f"{redundancy.parity}: use more domains, or a greater redundancy"
+    )
 
 
 def find_recall(

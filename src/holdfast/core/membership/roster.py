@@ -60,6 +60,7 @@ class NodeState:
     domains: Domains = ()  # failure domains that it is in
     kept: tuple[KeptPieces, ...] = ()  # what its memory holds
     pieces_at: str = ""  # HOST:PORT where it serves that
+    pieces_bytes: int = 0  # that it takes
     ending: bool = False  # its agent knows that the job is over
     fresh: bool = True  # nothing has been decided yet since it first spoke
     view_known: ViewNumber = NO_VIEW
@@ -95,6 +96,8 @@ class NodeSnapshot:
     silent: bool
     draining: str
     domains: Domains
+    kept: tuple[KeptPieces, ...] = ()
+    pieces_bytes: int = 0
 
 
 class Roster:
@@ -147,7 +150,7 @@ class Roster:
         node.leave_by = min(node.leave_by, leave_by) if report.draining else float("inf")
         node.view_known, node.statuses = report.view_known, statuses
         node.domains, node.kept = report.domains, report.kept
-        node.pieces_at = report.pieces_at
+        node.pieces_at, node.pieces_bytes = report.pieces_at, report.pieces_bytes
         self._note_newest(report.agent)
         return News.CHANGE if changed else News.NOTHING
 
@@ -324,6 +327,8 @@ class Roster:
                 silent=name in silent,
                 draining=node.draining,
                 domains=node.domains,
+                kept=node.kept,
+                pieces_bytes=node.pieces_bytes,
             )
             for name, node in sorted(self.nodes.items())
         )

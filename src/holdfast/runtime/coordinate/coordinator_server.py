@@ -26,6 +26,8 @@ from holdfast.core.job_spec import JobSpec
 from holdfast.core.membership import coordinator as machine
 from holdfast.core.membership import coordinator_events as ce
 from holdfast.core.membership.group import GroupMachine
+from holdfast.core.membership.protection import find_recall
+from holdfast.core.redundancy import Redundancy
 from holdfast.core.types import (
     RELEASE_ALL,
     AgentId,
@@ -321,7 +323,23 @@ class CoordinatorServer:
             "workers": _workers(snapshot),
             "leader": view.leader if view else None,
             "group": self._spec.compat.enabled,
+            "memory": _memory(snapshot, self._spec.redundancy()),
         }
+
+
+def _memory(snapshot: ce.CoordinatorSnapshot, redundancy: Redundancy) -> dict[str, object] | None:
+    """Say as far as which step nodes that are heard hold the state; None without redundancy."""
+    view = snapshot.record.view
+    if not redundancy.data:
+        return None
+    kept = [each for node in snapshot.agents if not node.silent for each in node.kept]
+    floor = view.resume_step if view else 0
+    invalid = (*snapshot.record.invalidations, *(view.abandoned if view else ()))
+    return {
+        "redundancy": str(redundancy),
+        "step": find_recall(kept, redundancy.data, 0, floor, invalid).step,
+        "bytes": sum(node.pieces_bytes for node in snapshot.agents),
+    }
 
 
 def _agents(snapshot: ce.CoordinatorSnapshot) -> list[dict[str, object]]:
@@ -344,6 +362,7 @@ def _agents(snapshot: ce.CoordinatorSnapshot) -> list[dict[str, object]]:
                 "draining": node.draining if node else "",
                 "domains": list(node.domains) if node else [],
                 "members": members.get(name, 0),
+                "pieces_bytes": node.pieces_bytes if node else 0,
             }
         )
     return found

@@ -121,7 +121,8 @@ class AgentServer:
     def _note_memory(self) -> None:
         """Tell what this node's memory holds of the state."""
         if self._memory is not None:
-            self._feed(machine.MemoryHeld(self._memory.kept(), self._pieces_at))
+            kept, size = self._memory.kept(), self._memory.size()
+            self._feed(machine.MemoryHeld(kept, self._pieces_at, size))
 
     async def _watch_notices(self, source: NoticeSource) -> None:
         """Have this node left once its machine is to be taken away."""

@@ -20,7 +20,7 @@ from holdfast.core.redundancy import Piece, Redundancy
 from holdfast.core.step import events as ev
 from holdfast.core.step.protecting import pieces_of
 from holdfast.core.types import View, WorkerId
-from holdfast.memory.arena import GRADIENT, STATE, Entry, PieceArena, Shelf
+from holdfast.memory.arena import GRADIENT, STATE, PieceArena, PieceEntry, PieceShelf
 from holdfast.memory.pieces import Image, PieceCoder
 from holdfast.train.checkpoint import state
 from holdfast.train.checkpoint.staging import steady_storages
@@ -35,7 +35,7 @@ class _Whose:
     """Says which pieces of a view this worker keeps."""
 
     view: int
-    shelf: Shelf
+    shelf: PieceShelf
     pieces: tuple[Piece, ...]
 
 
@@ -151,12 +151,14 @@ class Protector:
         except BaseException:
             self._arena.give_back(start)
             raise
-        entry = Entry(kind, whose.view, step, image.size, coder.size, start, digests=tuple(digests))
+        entry = PieceEntry(
+            kind, whose.view, step, image.size, coder.size, start, digests=tuple(digests)
+        )
         self._arena.put(entry, whose.shelf)
         return needed
 
     def _check(self, kind: str, needed: int) -> None:
-        """UserError if the budget does not even hold two states and two gradients."""
+        """Raise UserError if the budget does not even hold two states and two gradients."""
         state_bytes = needed if kind == STATE else self._state_bytes
         step_bytes = needed if kind == GRADIENT else self._step_bytes
         least = 2 * (state_bytes + step_bytes)
@@ -173,7 +175,7 @@ class Protector:
         if whose is None or whose.view != view.number:
             pieces = pieces_of(view, self._worker, self._redundancy)
             plain = tuple((part, number) for part, number in pieces)
-            whose = _Whose(view.number, Shelf(view.number, len(view.ring), plain, 0), pieces)
+            whose = _Whose(view.number, PieceShelf(view.number, len(view.ring), plain, 0), pieces)
             self._whose = whose
         return whose
 

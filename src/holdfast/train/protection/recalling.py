@@ -31,6 +31,8 @@ class Recalling:
         self._key = key
         self._redundancy = redundancy
         self._reader: tuple[int, PieceReader] | None = None  # and of which view
+        self._began = 0.0
+        self.news = ""  # what was recalled, once all of it is
 
     def state(self, view: View, loading: Callable[[], None]) -> ev.Restored | ev.RecallFailed:
         """Load the state from which a view begins; `loading` is called once it is all here.
@@ -45,6 +47,8 @@ class Recalling:
             return self._failed(view, f"the state after {recall.base} steps", error)
         loading()
         self._loaded.load(skeleton, list(tensors))
+        if not recall.sources:
+            self._finish(recall)
         return ev.Restored(view.number)
 
     def step(self, view: View, step: int) -> ev.MissedHeard | ev.RecallFailed:
@@ -57,18 +61,29 @@ class Recalling:
         except WorldError as error:
             return self._failed(view, f"the gradient of step {step}", error)
         if step + 1 == recall.step:
-            self.end()
+            self._finish(recall)
         return ev.MissedHeard(view.number, step)
 
     def end(self) -> None:
-        """Hang up."""
+        """Hang up on all nodes."""
         if self._reader is not None:
             self._reader[1].close()
             self._reader = None
 
+    def _finish(self, recall: Recall) -> None:
+        if self._reader is not None:
+            size, took_s = self._reader[1].received, time.monotonic() - self._began
+            self.news = (
+                f"the nodes' memory gave the state after {recall.base} steps and the gradients of "
+                f"{recall.step - recall.base} more: {size / 1e6:.3g} MB to each worker, in "
+                f"{took_s:.2g} s"
+            )
+        self.end()
+
     def _reader_for(self, view: View, recall: Recall) -> PieceReader:
         if self._reader is None or self._reader[0] != view.number:
             self.end()
+            self._began, self.news = time.monotonic(), ""
             reader = PieceReader(recall.nodes, self._key, self._redundancy)
             self._reader = view.number, reader
         return self._reader[1]

@@ -61,9 +61,9 @@ class BringingUp:
             case ef.Restore(_, step):
                 return self._restore(step, view, layout, transport)
             case ef.RecallState():
-                return self._recalling.state(view, self._loading)
+                return self._tell(view, self._recalling.state(view, self._loading))
             case ef.RecallStep(_, step):
-                return self._recalling.step(view, step)
+                return self._tell(view, self._recalling.step(view, step))
             case ef.SendMissed(_, lag):
                 steps = range(lag.committed, view.resume_step)
                 first = layout.rank == donors[0]
@@ -133,6 +133,13 @@ class BringingUp:
             say(text)
             time.sleep(STORE_PAUSE_S)
             return ev.StoreSilent(number, text)
+
+    def _tell(self, view: View, event: ev.WorkerEvent) -> ev.WorkerEvent:
+        """Have the leader say what was recalled, once all of it is."""
+        news = self._recalling.news
+        if news and self._driver.status().worker == view.leader:
+            self._driver.post(ev.EventNoted("memory", news))
+        return event
 
     def _loading(self) -> None:
         self._driver.post(ev.Loading())

@@ -1,0 +1,280 @@
+"""The memory tier: what it costs each step, and what it saves, by redundancy and by what is lost.
+
+Each node is an agent of its own with one worker, all on this machine. The script is that of
+`holdfast demo`, a small GPT.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import re
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.core.errors import HoldfastError
+from holdfast.core.redundancy import read_redundancy
+from holdfast.testing import gpt
+from holdfast.testing.local_nodes import LocalNodes, names
+from holdfast.testing.local_run import LocalRun, strike
+
+SCRIPT = str(gpt.__file__)
+UNHURRIED_S = 300.0
+TICKS = os.sysconf("SC_CLK_TCK")
+REDUNDANCIES = ("none", "replicate:2", "rs:2+1", "rs:4+2")
+NODES = 6
+ROUNDS = 5
+COSTS = ("none", "replicate:2", "rs:2+1")
+STEPS_TIMED = 200
+
+
+@contextlib.contextmanager
+def job(
+    redundancy: str, nodes: int, steps: int, virtual: int, *options: str
+) -> Iterator[tuple[LocalRun, LocalNodes]]:
+    flags = ["--nproc", "1", "--virtual", str(virtual), "--nodes-min", str(nodes)]
+    flags += ["--nodes-max", str(2 * nodes), "--redundancy", redundancy, *options]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        LocalRun(Path(folder) / "run", flags, [SCRIPT, "--steps", str(steps)]) as run,
+        LocalNodes(run) as others,
+    ):
+        run.until(run.run_dir.coordinator.exists, UNHURRIED_S, "the coordinator listens")
+        for name in names(nodes):
+            others.add(name)
+        run.until_members(nodes, UNHURRIED_S)
+        yield run, others
+
+
+def step_of(run: LocalRun) -> int:
+    with contextlib.suppress(HoldfastError):
+        return int(run.status()["step"])
+    return -1
+
+
+def until_step(run: LocalRun, step: int) -> float:
+    run.until(lambda: step_of(run) >= step, UNHURRIED_S, f"step {step}")
+    return time.monotonic()
+
+
+# ---------------------------------------------------------------- what it costs
+
+
+def cpu_s(run: LocalRun) -> float:
+    """Return the processor time of all processes of the run so far."""
+    total = 0
+    for pid in [run.pid, *run.leftovers()]:
+        with contextlib.suppress(OSError):
+            words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            total += int(words[11]) + int(words[12])
+    return total / TICKS
+
+
+def step_s(redundancy: str, every: int = 20) -> tuple[float, float]:
+    """Return wall and processor time of a step of 4 workers on 4 nodes."""
+    steps = STEPS_TIMED + 60
+    with job(redundancy, 4, steps, 4, "--protect-every", str(every)) as (run, _):
+        began, spent = until_step(run, 40), cpu_s(run)
+        first = step_of(run)
+        ended, later = until_step(run, 40 + STEPS_TIMED), cpu_s(run)
+        count = step_of(run) - first
+        return (ended - began) / count, (later - spent) / count
+
+
+def cost_lines(rounds: int = ROUNDS) -> Iterator[str]:
+    found: dict[str, list[tuple[float, float]]] = {each: [] for each in COSTS}
+    for number in range(rounds):
+        for redundancy in COSTS:
+            found[redundancy].append(step_s(redundancy))
+            wall, cpu = found[redundancy][-1]
+            print(
+                f"  {redundancy}, {number}: {wall * 1e3:.2f} ms, CPU {cpu * 1e3:.2f} ms", flush=True
+            )
+    yield "## What a step costs"
+    yield ""
+    yield "4 workers as 4 agents, a log of every step and a state every 20 steps, beside the same"
+    yield f"job without, in turn; medians of {rounds} runs of {STEPS_TIMED} steps. Target: 1.05 of the"
+    yield "wall time. CPU: of all processes of the run."
+    yield ""
+    yield "| redundancy | step | ratio | min .. max | CPU of a step | ratio |"
+    yield "|---|---|---|---|---|---|"
+    for redundancy in COSTS:
+        walls = [wall for wall, _ in found[redundancy]]
+        cpus = [cpu for _, cpu in found[redundancy]]
+        ratios = [wall / none for wall, (none, _) in zip(walls, found["none"], strict=True)]
+        more = [cpu / none for cpu, (_, none) in zip(cpus, found["none"], strict=True)]
+        yield (
+            f"| {redundancy} | {statistics.median(walls) * 1e3:.2f} ms "
+            f"| **{statistics.median(ratios):.3f}** | {min(ratios):.2f} .. {max(ratios):.2f} "
+            f"| {statistics.median(cpus) * 1e3:.1f} ms | {statistics.median(more):.3f} |"
+        )
+
+
+# ---------------------------------------------------------------- what it saves
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """What became of one loss of all workers, and of some nodes with their memory."""
+
+    nodes: int
+    lost_at: int  # steps that were committed
+    began: int  # steps after which the job went on
+    recovery_s: float
+    stored: int  # bytes, on all nodes
+    moved_mb: float  # to each worker
+    from_memory: bool
+
+
+def lose(run: LocalRun, others: LocalNodes, here: Sequence[str], name: str) -> Loss:
+    """Kill all workers and some nodes, and have new nodes take their places."""
+    status = run.status()
+    stored = 0 if status["memory"] is None else int(status["memory"]["bytes"])
+    seen = len(run.events("view"))
+    told = len(run.events("memory"))
+    for pid in run.members().values():
+        strike(pid)
+    for each in here:
+        others.kill(each)
+    struck_at = time.monotonic()
+    run.until(lambda: len(run.events("view")) > seen, UNHURRIED_S, "a new view")
+    view = run.events("view")[seen]
+    until_step(run, int(view["step"]) + 1)
+    took_s = time.monotonic() - struck_at
+    lost_at = max(committed(run, int(view["view"])), int(status["step"]))
+    for number in range(len(here)):
+        others.add(f"{name}{number}")
+    news = [event["text"] for event in run.events("memory")[told:]]
+    moved = [float(m[1]) for text in news if (m := re.search(r"([\d.]+) MB to each", text))]
+    return Loss(
+        nodes=len(here),
+        lost_at=lost_at,
+        began=int(view["step"]),
+        recovery_s=took_s,
+        stored=stored,
+        moved_mb=max(moved, default=0.0),
+        from_memory="as the nodes' memory has it" in view["text"],
+    )
+
+
+def committed(run: LocalRun, before: int) -> int:
+    """Return how many steps were committed in views before this one, as the ledger has it."""
+    steps = [-1]
+    for path in (run.run_dir.path / "ledger").iterdir():
+        for line in path.read_text().splitlines():
+            with contextlib.suppress(ValueError):  # a line that its writer did not end
+                entry = json.loads(line)
+                if entry.get("kind") == "step" and entry["view"] < before:
+                    steps.append(entry["step"])
+    return max(steps) + 1
+
+
+def pattern_lines(losses: int = 2) -> Iterator[str]:
+    yield f"## What is lost, on {NODES} nodes"
+    yield ""
+    yield "All workers are killed at once, and some nodes with them (agents and their memory)."
+    yield "Redone: committed steps that were computed again. Recovery: from the kill to the next committed"
+    yield "step, the discovery of lost nodes included (a lease of 2.5 s). No store: what the memory"
+    yield "does not hold begins from step 0."
+    yield ""
+    yield (
+        "| redundancy | nodes lost | from | steps redone | stored on all nodes "
+        "| moved to a worker | recovery |"
+    )
+    yield "|---|---|---|---|---|---|---|"
+    for redundancy in REDUNDANCIES:
+        for count in range(4):
+            found = []
+            with job(redundancy, NODES, 100_000, NODES, "--abandon-s", "10") as (run, others):
+                rng = random.Random(f"{redundancy} {count}")
+                here = names(NODES)
+                for number in range(losses):
+                    until_step(run, step_of(run) + 45)
+                    chosen = rng.sample(here, count)
+                    found.append(lose(run, others, chosen, f"new{number}-"))
+                    here = [n for n in here if n not in chosen]
+                    here += [f"new{number}-{n}" for n in range(count)]
+                    run.until_members(NODES, UNHURRIED_S)
+            print(f"  {redundancy}, {count} nodes: {found}", flush=True)
+            yield pattern_row(redundancy, count, found)
+
+
+def pattern_row(redundancy: str, count: int, found: Sequence[Loss]) -> str:
+    redone = [loss.lost_at - loss.began for loss in found]
+    whence = "memory" if all(loss.from_memory for loss in found) else "step 0"
+    return (
+        f"| {redundancy} | {count} | {whence} | {max(redone)} of {max(x.lost_at for x in found)} "
+        f"| {found[0].stored / 1e6:.1f} MB | {found[0].moved_mb:.1f} MB "
+        f"| {statistics.median(loss.recovery_s for loss in found):.2f} s |"
+    )
+
+
+# ---------------------------------------------------------------- at random
+
+
+def random_lines(within: int = 100, beyond: int = 20, seed: int = 1) -> Iterator[str]:
+    """Lose random nodes again and again, and compare the digests at the end."""
+    rng = random.Random(seed)
+    yield "## At random"
+    yield ""
+    yield "| redundancy | losses of all workers and | steps redone | equal digests |"
+    yield "|---|---|---|---|"
+    for redundancy in REDUNDANCIES[1:]:
+        parity = read_redundancy(redundancy).parity
+        share = (within // 3 + (redundancy == "rs:4+2") * (within % 3), beyond // 3 + 1)
+        for count, least, most in ((share[0], 0, parity), (share[1], parity + 1, NODES - 1)):
+            text = f"{count} x {least}" + (f" to {most} nodes" if most > least else " nodes")
+            redone, equal = random_losses(redundancy, count, (least, most), rng)
+            yield f"| {redundancy} | {text} | {redone} | {equal} |"
+
+
+def random_losses(
+    redundancy: str, count: int, bounds: tuple[int, int], rng: random.Random
+) -> tuple[int, str]:
+    """Return how many steps were redone, and whether the digest is the undisturbed job's."""
+    steps = 40 + 12 * count
+    redone = 0
+    with job(redundancy, NODES, steps, NODES, "--abandon-s", "10") as (run, others):
+        here = names(NODES)
+        for number in range(count):
+            until_step(run, step_of(run) + rng.randrange(2, 10))
+            chosen = rng.sample(here, rng.randint(*bounds))
+            loss = lose(run, others, chosen, f"new{number}-")
+            redone += max(loss.lost_at - loss.began, 0)
+            here = [n for n in here if n not in chosen]
+            here += [f"new{number}-{n}" for n in range(len(chosen))]
+            run.until_members(NODES, UNHURRIED_S)
+            print(f"  {redundancy}, loss {number}: {loss}", flush=True)
+        assert run.wait(UNHURRIED_S) == 0, run.log()
+        digests = set(others.last_lines())
+    with job("none", 1, steps, NODES) as (run, others):
+        assert run.wait(UNHURRIED_S) == 0, run.log()
+        return redone, "yes" if run.out[-1] in digests else "NO"
+
+
+def lines() -> Iterator[str]:
+    yield from cost_lines()
+    yield ""
+    yield from pattern_lines()
+    yield ""
+    yield from random_lines()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("cost", "patterns", "random", "all"))
+    options = parser.parse_args()
+    made = {"cost": cost_lines, "patterns": pattern_lines, "random": random_lines, "all": lines}
+    for line in made[options.what]():
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
