@@ -49,6 +49,8 @@ def values_of(setting: Setting) -> st.SearchStrategy[object]:
         return st.sampled_from(["", URL])
     if setting.key == "compat.preload":
         return st.sampled_from(["", "a.b,c"])
+    if setting.key == "memory.redundancy":
+        return st.sampled_from(["none", "replicate:1", "rs:2+1", "rs:4+2"])
     if setting.key == "checkpoints.store":
         return st.sampled_from([absolute_store(each) if each else "" for each in STORES])
     if setting.base is bool:

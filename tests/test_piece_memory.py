@@ -32,6 +32,7 @@ from holdfast.memory.arena import (
     PieceEntry,
     PieceShelf,
 )
+from holdfast.memory.mending import Mending
 from holdfast.memory.node_memory import NodeMemory
 from holdfast.memory.piece_reader import PieceReader
 from holdfast.memory.piece_server import PieceServer
@@ -289,7 +290,7 @@ class Nodes:
 
     def damage(self, node: int, piece: int = 0) -> None:
         """Flip a bit of what a node holds."""
-        (entry,) = self.arenas[node]._table.entries
+        entry = self.arenas[node]._table.entries[0]
         self.arenas[node]._memory[entry.start + piece * entry.size] ^= 4
 
     def read(self, kind: str, step: int, without: tuple[int, ...] = ()) -> bytes:
@@ -351,6 +352,39 @@ def test_a_piece_that_was_wrong_from_the_beginning_is_found_by_two_others() -> N
     lie(nodes, 2, 2)  # piece 2 of part 0, of which node 0 holds piece 0, and so on
     for lost in range(5):
         assert nodes.read(STATE, 8, without=(lost,)) == IMAGE
+
+
+def test_damaged_pieces_are_mended_from_those_of_other_nodes() -> None:
+    nodes = Nodes("rs:2+1", 4)
+    nodes.keep(STATE, 8, IMAGE)
+    nodes.keep(GRADIENT, 8, IMAGE[::-1])
+    mending = Mending(nodes.memories[2], KEY, nodes.redundancy)
+    assert mending.round(1e12, nodes.addresses) == []
+    nodes.damage(2, 1)
+    (line,) = mending.round(1e12, nodes.addresses)
+    assert line == (
+        "pieces of the state of step 8 were damaged in memory, and were made again from those of "
+        "other nodes"
+    )
+    assert mending.round(1e12, nodes.addresses) == []
+    for lost in (0, 1, 3):  # so that what was mended is needed
+        assert nodes.read(STATE, 8, without=(lost,)) == IMAGE
+        assert nodes.read(GRADIENT, 8, without=(lost,)) == IMAGE[::-1]
+    states = {each.states for each in nodes.memories[2].kept()}
+    assert (8,) in states
+    nodes.arenas[2].forget(1, 9)
+    assert nodes.memories[2].kept() == ()
+    assert len(nodes.memories[2]._files) == 1  # of the worker that lives
+
+
+def test_what_cannot_be_mended_is_told_once() -> None:
+    nodes = Nodes("replicate:1", 1)
+    nodes.keep(STATE, 8, IMAGE)
+    nodes.damage(0)
+    mending = Mending(nodes.memories[0], KEY, nodes.redundancy)
+    (line,) = mending.round(1e12, nodes.addresses)
+    assert "were damaged in memory, and cannot be made again" in line
+    assert mending.round(1e12, nodes.addresses) == []
 
 
 @pytest.mark.parametrize("lost", [0, 1])

@@ -14,7 +14,7 @@ from holdfast.core.errors import UserError
 from holdfast.core.invalidations import INVALIDATIONS_MAX, is_invalidated
 from holdfast.core.membership.durable import Durable
 from holdfast.core.membership.formation import Situation
-from holdfast.core.membership.protection import Protection, find_recall, make_ring
+from holdfast.core.membership.protection import Protection, find_recall, find_weakness, make_ring
 from holdfast.core.membership.roster import Roster
 from holdfast.core.redundancy import (
     GradientSource,
@@ -73,6 +73,49 @@ def test_settings_are_read() -> None:
 def test_bad_settings_are_refused(text: str) -> None:
     with pytest.raises(UserError, match="replicate:R"):
         read_redundancy(text)
+
+
+# ---------------------------------------------------------------- what is not protected
+
+
+def weakness(text: str, racks: str) -> str:
+    """Of members on nodes in these racks, one letter each."""
+    nodes = [AgentId(f"n{number}") for number in range(len(racks))]
+    domains = {node: (f"rack={rack}",) for node, rack in zip(nodes, racks, strict=True)}
+    members, redundancy = members_on(*nodes), read_redundancy(text)
+    return find_weakness(members, make_ring(members, domains, redundancy), domains, redundancy)
+
+
+def test_domains_that_hold_too_much_are_told() -> None:
+    assert weakness("none", "a") == ""
+    assert weakness("rs:2+1", "abc") == ""
+    assert weakness("rs:4+2", "aabbcc") == ""
+    assert weakness("rs:2+1", "aabb") == (
+        "a loss of all of rack=a takes 2 pieces of a part, and rs:2+1 bears 1: use more domains, "
+        "or a greater redundancy"
+    )
+    assert "rack=a takes 3 pieces of a part, and rs:4+2 bears 2" in weakness("rs:4+2", "aaabcd")
+
+
+def test_too_few_nodes_are_told() -> None:
+    assert weakness("rs:2+1", "ab") == (
+        "the nodes' memory protects nothing: rs:2+1 needs 3 nodes, and the members are on 2"
+    )
+
+
+def test_what_is_not_protected_is_told_when_it_changes() -> None:
+    protection, cluster = Protection(RS), Cluster()
+    roster = cluster.roster
+    for agent in "abc":
+        cluster.hear(agent, pieces_at=f"{agent}:1")
+    reasons = []
+    for agents in ("ab", "ab", "abc", "ab"):
+        view = dataclasses.replace(view_with(members_on(*agents), ()), reason="why")
+        made = protection.protect(view, None, roster)
+        reasons.append(made.reason)
+        assert made.pieces_at == tuple(f"{agent}:1" for agent in made.ring)
+    told = "why; the nodes' memory protects nothing: rs:2+1 needs 3 nodes, and the members are on 2"
+    assert reasons == [told, "why", "why", told]
 
 
 # ---------------------------------------------------------------- who keeps what

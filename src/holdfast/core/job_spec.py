@@ -203,8 +203,8 @@ class CheckpointSettings:
     keep_last: int = setting(3, "keep this many of the newest checkpoints", metavar="K", least=1)
     scrub_rate: float = setting(
         20.0,
-        "verify the kept checkpoints once an hour, reading this many megabytes a second, and "
-        "repair those that have parity; 0: never",
+        "verify the kept checkpoints once an hour, and pieces in the nodes' memory all the time, "
+        "reading this many megabytes a second, and repair what has parity; 0: never",
         metavar="MB",
         least=0,
     )

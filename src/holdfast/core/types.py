@@ -250,6 +250,7 @@ class View:
     spares: tuple[WorkerId, ...] = ()  # who hosts nothing as long as no other member is lost
     invalidations: tuple[Invalidation, ...] = ()  # that are known
     ring: tuple[AgentId, ...] = ()  # nodes that keep pieces of the state; none: nothing is kept
+    pieces_at: tuple[str, ...] = ()  # HOST:PORT where they serve these
     recall: Recall | None = None  # from what the members make the state again
     abandoned: tuple[Invalidation, ...] = ()  # what nodes keep of it that was never built on
     reason: str = ""

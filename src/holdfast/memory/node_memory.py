@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from holdfast.core.errors import Damaged
 from holdfast.core.redundancy import KeptPieces
-from holdfast.memory.arena import ArenaReading, PieceEntry, Table
+from holdfast.memory.arena import ArenaReading, PieceEntry, PieceShelf, Table
 
 
 @dataclass(slots=True)
@@ -68,6 +68,20 @@ class NodeMemory:
                 if not file.alive and not whole:
                     self._files.pop(number).reading.close()
             return {number: table for number, table in tables.items() if table.entries}
+
+    def damaged(self) -> list[tuple[int, PieceShelf, PieceEntry]]:
+        """Return entries with damaged pieces that nothing newer replaces: whose, and for what."""
+        found = []
+        held = [(t.worker, entry.key) for t in self.tables().values() for entry in t.entries]
+        with self._lock:
+            files = list(self._files.values())
+            marks = [file.table().forgotten for file in files]
+            for file in files:
+                table = file.table().without(marks)
+                shelves = {shelf.view: shelf for shelf in table.shelves}
+                file.damaged = [entry for entry in file.damaged if entry in table.entries]
+                found += [(table.worker, shelves[e.view], e) for e in file.damaged]
+        return [each for each in found if (each[0], each[2].key) not in held]
 
     def kept(self) -> tuple[KeptPieces, ...]:
         """Say what is held, to the coordinator."""

@@ -473,7 +473,8 @@ def interrupted(situation: Situation) -> list[WorkerStatus]:
 def dirty_candidates(situation: Situation) -> list[WorkerStatus]:
     """Find candidates whose state is neither the initial one nor the job's."""
     roster = situation.roster
-    ready = [s for s in roster.newest.values() if s.stage == Stage.READY and roster.ordered(s)]
+    heard = [s for w, s in roster.newest.items() if roster.slots[w].agent not in situation.silent]
+    ready = [s for s in heard if s.stage == Stage.READY and roster.ordered(s)]
     return sorted((s for s in ready if s.dirty or s.has_state), key=lambda s: s.worker)
 
 

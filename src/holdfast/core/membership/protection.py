@@ -35,7 +35,11 @@ class Protection:
         news = f"; {weakness}" if weakness not in ("", self._told) else ""
         self._told = weakness
         abandoned, reason = self._abandon(view, old), view.reason + news
-        return dataclasses.replace(view, ring=ring, abandoned=abandoned, reason=reason)
+        nodes = [roster.nodes[name] for name in ring if name in roster.nodes]
+        served = tuple(node.pieces_at for node in nodes if node.pieces_at)
+        return dataclasses.replace(
+            view, ring=ring, pieces_at=served, abandoned=abandoned, reason=reason
+        )
 
     def _abandon(self, view: View, old: View | None) -> Invalidations:
         """Return what must not be recalled any more now that this view begins, after an old one.

@@ -31,6 +31,7 @@ from holdfast.health.history import Health, Watch
 from holdfast.health.measure.lifetime import die_with_parent
 from holdfast.health.measure.light import light_checks
 from holdfast.health.measure.procfs import sample_process
+from holdfast.memory.mending import Mending
 from holdfast.memory.node_memory import NodeMemory
 from holdfast.memory.piece_server import PieceServer
 from holdfast.net.channel import Channel
@@ -46,6 +47,7 @@ from holdfast.wire.messages import Address, AddressBook, DrainRequest, LabelRequ
 FROM_COORDINATOR = (Directive, AddressBook, DrainRequest, MoveRequest, LabelRequest)
 RECONNECT_S = 0.1
 NOTICE_EVERY_S = 2.0  # between two questions whether this machine is to be taken away
+MEND_S = 5.0  # between two rounds of verifying pieces in memory
 HEALTH_S = 10.0  # between two rounds of light checks
 TICK_S_MIN = 0.01
 LOOKS_PER_HANG = 10
@@ -74,6 +76,7 @@ class AgentServer:
         self._spawning: dict[WorkerId, asyncio.Task[None]] = {}
         self._memory: NodeMemory | None = None
         self._pieces_at = ""
+        self._peers: tuple[str, ...] = ()  # where all nodes serve pieces
         self._group = GroupWatch(template.run_dir) if template.spec.compat.enabled else None
         self._quit = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
@@ -96,9 +99,12 @@ class AgentServer:
         if self._template.spec.redundancy().data:
             found_damage = partial(loop.call_soon_threadsafe, self._note_memory)
             self._memory = NodeMemory(found_damage)
-            server = PieceServer(self._memory, derive_peer_key(secret))
+            key = derive_peer_key(secret)
+            server = PieceServer(self._memory, key)
             self._pieces_at = server.listen(self._template.host)
+            mending = Mending(self._memory, key, self._template.spec.redundancy())
             tasks.append(asyncio.ensure_future(self._watch_memory()))
+            tasks.append(asyncio.ensure_future(self._mend_memory(mending)))
         if notices is not None:
             tasks.append(asyncio.ensure_future(self._watch_notices(notices)))
         if self._group is not None:
@@ -117,6 +123,15 @@ class AgentServer:
         while True:
             self._note_memory()
             await asyncio.sleep(self._policy.heartbeat_s)
+
+    async def _mend_memory(self, mending: Mending) -> None:
+        """Verify pieces all the time, slowly, and mend those that are damaged."""
+        rate = self._template.spec.checkpoints.scrub_rate * 1e6
+        while rate:
+            await asyncio.sleep(MEND_S)
+            for line in await asyncio.to_thread(mending.round, rate, self._peers):
+                print(f"holdfast: agent: {line}", file=sys.stderr, flush=True)
+                self._note_memory()
 
     def _note_memory(self) -> None:
         """Tell what this node's memory holds of the state."""
@@ -149,6 +164,7 @@ class AgentServer:
                 self._feed(machine.CoordinatorReached())
                 while (m := await self._coordinator.receive(*FROM_COORDINATOR)) is not None:
                     if isinstance(m, Directive):
+                        self._peers = m.view.pieces_at if m.view else self._peers
                         self._feed(machine.DirectiveArrived(m))
                     elif isinstance(m, DrainRequest):
                         asked = machine.Drained(m.reason, leave=True, deadline_s=m.deadline_s)

@@ -1,0 +1,68 @@
+"""Verifies the pieces that a node holds, and makes damaged ones again from those of other nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable
+
+from holdfast.core.errors import Damaged
+from holdfast.core.redundancy import Piece, Redundancy
+from holdfast.memory.arena import ALIGN, PieceArena, PieceEntry, PieceShelf
+from holdfast.memory.node_memory import NodeMemory
+from holdfast.memory.piece_reader import PieceReader
+from holdfast.memory.pieces import Image, PieceCoder
+
+
+class Mending:
+    """Looks after one node's memory; `key`: the job's peer key. Use it in one thread."""
+
+    def __init__(self, memory: NodeMemory, key: bytes, redundancy: Redundancy) -> None:
+        self._memory = memory
+        self._key = key
+        self._redundancy = redundancy
+        self._tried: list[PieceEntry] = []
+
+    def round(self, bytes_per_s: float, addresses: Iterable[str]) -> list[str]:
+        """Verify all pieces, reading so fast at most, and mend what is damaged.
+
+        `addresses`: of all nodes' servers. Returns what there is to tell.
+        """
+        for number, table in self._memory.tables().items():
+            for entry in table.entries:
+                for index in range(len(entry.digests)):
+                    with contextlib.suppress(Damaged):  # it is noted, or was dropped meanwhile
+                        self._memory.piece(number, entry, index)
+                    time.sleep(entry.size / bytes_per_s)
+        damaged = self._memory.damaged()
+        self._tried = [entry for entry in self._tried if entry in [e for _, _, e in damaged]]
+        found = [each for each in damaged if each[2] not in self._tried]
+        return [self._mend(worker, shelf, entry, addresses) for worker, shelf, entry in found]
+
+    def _mend(
+        self, worker: int, shelf: PieceShelf, entry: PieceEntry, addresses: Iterable[str]
+    ) -> str:
+        what = f"pieces of the {entry.kind} of step {entry.step} were damaged in memory"
+        self._tried.append(entry)
+        reader = PieceReader(addresses, self._key, self._redundancy)
+        try:
+            image = Image([reader.read(entry.kind, entry.view, entry.step)])
+        except Damaged as error:
+            return f"{what}, and cannot be made again: {error}"
+        finally:
+            reader.close()
+        coder = PieceCoder(self._redundancy, shelf.parts, entry.whole)
+        number, descriptor = self._memory.open(worker)
+        size = entry.size * len(shelf.pieces)
+        arena = PieceArena(descriptor, worker, size + ALIGN)
+        start, room = arena.take(size)
+        digests = []
+        for index, piece in enumerate(shelf.pieces):
+            target = room[index * entry.size : (index + 1) * entry.size]
+            digests.append(coder.make(image, Piece(*piece), target))
+        new = PieceEntry(
+            entry.kind, entry.view, entry.step, entry.whole, entry.size, start, tuple(digests)
+        )
+        arena.put(new, shelf)
+        self._memory.ended(number)  # nothing more is written there
+        return f"{what}, and were made again from those of other nodes"
