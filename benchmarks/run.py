@@ -19,6 +19,7 @@ import failover
 import joining
 import links
 import loading
+import memory_tier
 import moving
 import partition
 import recovery
@@ -379,6 +380,7 @@ SHEETS: dict[str, tuple[Callable[[], Iterator[str]], ...]] = {
     ),
     "SILENT": (silent_lines,),
     "CODING": (coding.lines,),
+    "MEMORY": (memory_tier.cost_lines, memory_tier.pattern_lines, memory_tier.random_lines),
     "CONTROL": (scale_lines, partition_lines, failover_lines, simulator_lines),
 }
 
