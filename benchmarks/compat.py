@@ -142,7 +142,8 @@ def lines(kills: int = KILLS) -> Iterator[str]:
             f"| {least:.2f} s | {most:.2f} s |"
         )
     yield ""
-    yield f"Where torchrun comes back it takes {medians[0] / medians[1]:.0f} times as long. Where it"
+    ratio = medians[0] / medians[1]
+    yield f"Where torchrun comes back it takes {ratio:.0f} times as long. Where it"
     yield "does not, the processes of its next group hang in gloo's connectFullMesh, within"
     yield "init_process_group."
 
