@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,10 +28,10 @@ Reference = Callable[[int], str]
 
 @contextmanager
 def job(
-    path: Path, redundancy: str, nodes: int, *options: str, steps: int = STEPS
+    path: Path, redundancy: str, nodes: int, *options: str, steps: int = STEPS, nproc: int = 1
 ) -> Iterator[tuple[LocalRun, LocalNodes]]:
-    """Run a job of one worker on each of so many nodes."""
-    flags = ["--nproc", "1", "--virtual", "4", "--nodes-min", str(nodes)]
+    """Run a job of `nproc` workers on each of so many nodes."""
+    flags = ["--nproc", str(nproc), "--virtual", "4", "--nodes-min", str(nodes)]
     flags += ["--nodes-max", str(2 * nodes), "--redundancy", redundancy]
     flags += ["--protect-every", str(EVERY), *options]
     words = [str(SCRIPTS / "trainer.py"), "--steps", str(steps)]
@@ -38,7 +39,7 @@ def job(
         run.until(run.run_dir.coordinator.exists, RUN_S, "the coordinator listens")
         for name in names(nodes):
             others.add(name)
-        run.until_members(nodes)
+        run.until_members(nodes * nproc)
         yield run, others
 
 
@@ -50,6 +51,11 @@ def until_step(run: LocalRun, step: int) -> None:
             return False
 
     run.until(there, RUN_S, f"step {step}")
+
+
+def shown(run: LocalRun) -> dict[str, Any] | None:
+    status = run.status()
+    return status if status["memory"]["step"] > 0 else None
 
 
 def kill_workers(run: LocalRun) -> None:
@@ -82,12 +88,19 @@ def recalls(run: LocalRun) -> list[int]:
     return [int(match[1]) for match in found if match is not None]
 
 
-@pytest.mark.parametrize(("redundancy", "nodes"), [("replicate:1", 1), ("rs:2+1", 3)])
+@pytest.mark.parametrize(
+    ("redundancy", "nodes", "nproc"),
+    [("replicate:1", 1, 3), ("replicate:2", 2, 2), ("rs:2+1", 3, 1)],
+)
 def test_every_worker_is_killed_and_no_step_is_lost(
-    redundancy: str, nodes: int, tmp_path: Path, reference: Reference
+    redundancy: str, nodes: int, nproc: int, tmp_path: Path, reference: Reference
 ) -> None:
-    with job(tmp_path, redundancy, nodes) as (run, others):
+    with job(tmp_path, redundancy, nodes, nproc=nproc) as (run, others):
         until_step(run, LATER)
+        status = run.until(lambda: shown(run), RUN_S, "what the memory holds")
+        assert status["memory"]["redundancy"] == redundancy
+        assert status["memory"]["step"] <= status["step"] + 1
+        assert status["memory"]["bytes"] == sum(a["pieces_bytes"] for a in status["agents"]) > 0
         kill_workers(run)
         assert reference(STEPS) in end(run, others)
     (step,) = recalls(run)

@@ -81,6 +81,11 @@ class ReedSolomon:
         else:
             self._run(self._tables(self._generator(number), 1), data, [piece])
 
+    def coefficients(self, number: int) -> bytes:
+        """Return what each piece of data is multiplied by, in GF(2^8), to give this piece."""
+        require(0 <= number < self.k + self.m, "another number of pieces")
+        return self._generator(number)
+
     def update(self, number: int, delta: memoryview, parity: Sequence[memoryview]) -> None:
         """Bring all parity up to date after a change of data piece `number`.
 

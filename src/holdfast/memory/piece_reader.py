@@ -17,7 +17,7 @@ import xxhash
 
 from holdfast.core.errors import Damaged, WireError, WorldError
 from holdfast.core.redundancy import Piece, Redundancy
-from holdfast.memory.arena import PieceEntry
+from holdfast.memory.arena import PieceEntry, Table
 from holdfast.memory.piece_server import MAGIC, PieceAnswer, PieceRequest, receive, send
 from holdfast.memory.pieces import PieceCoder
 from holdfast.net import peer_stream
@@ -40,8 +40,12 @@ class _Node:
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
-        send(channel, PieceRequest())
-        self.tables = receive(channel, PieceAnswer).tables
+        self.tables: Mapping[int, Table] = {}
+
+    def ask(self) -> None:
+        """Ask what it holds. OSError, WireError."""
+        send(self._channel, PieceRequest())
+        self.tables = receive(self._channel, PieceAnswer).tables
 
     def fetch(self, held: _Held, place: memoryview) -> bool:
         """Receive a piece; tells whether it is sound. OSError, WireError."""
@@ -66,6 +70,7 @@ class PieceReader:
             try:
                 channel = peer_stream.connect(address, key, MAGIC, (0, 0, 0), PATIENCE_S)
                 self._nodes.append(_Node(channel))
+                self._nodes[-1].ask()
             except (OSError, WireError):
                 continue  # what it holds is lost, or is when it is asked for
 

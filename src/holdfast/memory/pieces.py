@@ -106,12 +106,12 @@ class PieceCoder:
 def _copy(sources: Sequence[memoryview], target: memoryview) -> bytes:
     """Copy buffers one after the other, fill up with zeros, and digest what should be there."""
     digest, at = xxhash.xxh3_128(), 0
+    room = np.frombuffer(target, np.uint8)
     for source in sources:
         digest.update(source)
-        target[at : at + len(source)] = source
+        room[at : at + len(source)] = np.frombuffer(source, np.uint8)  # other threads go on
         at += len(source)
     if at < len(target):
-        zeros = bytes(len(target) - at)
-        digest.update(zeros)
-        target[at:] = zeros
+        digest.update(bytes(len(target) - at))
+        room[at:] = 0
     return digest.digest()

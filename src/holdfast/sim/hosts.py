@@ -216,6 +216,7 @@ class AgentHost:
         self.writer = WriterHost(world, world.truth)
         self.memory = HostMemory(world.options.redundancy, self._memory_holds)
         world.truth.memories.of[name] = self.memory
+        self._held: tuple[KeptPieces, ...] | None = None  # what the agent has not seen there yet
         self._backlog: deque[ag.AgentEvent] = deque()
         self._channel_free: dict[int, float] = {}
         self._watched: dict[int, Process] = {}
@@ -240,6 +241,7 @@ class AgentHost:
         self.machine = None
         self.writer.crash()
         self.memory.lose()
+        self._held = None
         self._backlog.clear()
         for process in list(self.processes.values()):
             process.end(-9, "its agent died")
@@ -256,6 +258,9 @@ class AgentHost:
         if self.frozen:
             self._backlog.append(event)
             return
+        if self._held is not None and isinstance(event, Tick | ag.ProcessExited):
+            held, self._held = self._held, None  # the agent looks now and then, and at each end
+            self.handle(ag.MemoryHeld(held))
         effects = machine.handle(event, self.clock())
         world.note(self, event, effects)
         machine.check()
@@ -323,7 +328,7 @@ class AgentHost:
         self._later(0.02, ag.ProcessExited(process.worker, incarnation, code, detail))
 
     def _memory_holds(self, kept: tuple[KeptPieces, ...]) -> None:
-        self.handle(ag.MemoryHeld(kept))
+        self._held = kept
 
     def watch(self, process: Process) -> None:
         """Sample a process that is stopped, silent or paused, until it is seen to run again.

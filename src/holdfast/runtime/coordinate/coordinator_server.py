@@ -26,7 +26,6 @@ from holdfast.core.job_spec import JobSpec
 from holdfast.core.membership import coordinator as machine
 from holdfast.core.membership import coordinator_events as ce
 from holdfast.core.membership.group import GroupMachine
-from holdfast.core.membership.protection import find_recall
 from holdfast.core.redundancy import Redundancy
 from holdfast.core.types import (
     RELEASE_ALL,
@@ -328,16 +327,16 @@ class CoordinatorServer:
 
 
 def _memory(snapshot: ce.CoordinatorSnapshot, redundancy: Redundancy) -> dict[str, object] | None:
-    """Say as far as which step nodes that are heard hold the state; None without redundancy."""
+    """Say until which step all nodes held the state when they told last; None: nothing is kept."""
     view = snapshot.record.view
     if not redundancy.data:
         return None
-    kept = [each for node in snapshot.agents if not node.silent for each in node.kept]
-    floor = view.resume_step if view else 0
-    invalid = (*snapshot.record.invalidations, *(view.abandoned if view else ()))
+    number, ring = (view.number, view.ring) if view else (0, ())
+    nodes = [node for node in snapshot.agents if node.agent in ring]
+    ends = [max((k.end for k in n.kept if k.view == number), default=0) for n in nodes]
     return {
         "redundancy": str(redundancy),
-        "step": find_recall(kept, redundancy.data, 0, floor, invalid).step,
+        "step": min(ends, default=0),
         "bytes": sum(node.pieces_bytes for node in snapshot.agents),
     }
 

@@ -133,6 +133,12 @@ class AgentServer:
                 print(f"holdfast: agent: {line}", file=sys.stderr, flush=True)
                 self._note_memory()
 
+    def _forget_memory(self, process: WorkerProcess) -> None:
+        """Note that a process writes nothing more: what is there now is all of it."""
+        if self._memory is not None and process.memory is not None:
+            self._memory.ended(process.memory[0])
+            self._note_memory()
+
     def _note_memory(self) -> None:
         """Tell what this node's memory holds of the state."""
         if self._memory is not None:
@@ -245,8 +251,7 @@ class AgentServer:
                 if process is not None and process.incarnation == incarnation:
                     process.send(directive)
             case machine.Spawn(worker, incarnation, role):
-                memory = None if self._memory is None else self._memory.open(worker)
-                process = WorkerProcess(self._template, worker, incarnation, role, memory)
+                process = WorkerProcess(self._template, worker, incarnation, role)
                 self._processes[worker] = process
                 self._spawning[worker] = asyncio.ensure_future(self._spawn(process))
             case machine.Kill(worker, incarnation, reason):
@@ -272,8 +277,11 @@ class AgentServer:
     async def _spawn(self, process: WorkerProcess) -> None:
         worker, incarnation = process.worker, process.incarnation
         try:
+            if self._memory is not None:
+                process.memory = self._memory.open(worker)
             await process.start(self._on_message, self._on_exit)
         except OSError as error:
+            self._forget_memory(process)
             reason = f"cannot start a process: {error.strerror}"
             self._feed(machine.ProcessExited(worker, incarnation, 1, reason))
             return
@@ -292,9 +300,7 @@ class AgentServer:
             self._coordinator.send(message)
 
     def _on_exit(self, process: WorkerProcess, code: int, detail: str) -> None:
-        if self._memory is not None and process.memory is not None:
-            self._memory.ended(process.memory[0])
-            self._note_memory()  # nobody writes there any more: this is all of it
+        self._forget_memory(process)
         self._feed(machine.ProcessExited(process.worker, process.incarnation, code, detail))
 
 

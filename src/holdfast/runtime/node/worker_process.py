@@ -112,7 +112,6 @@ class WorkerProcess:
         worker: WorkerId,
         incarnation: Incarnation,
         role: ProcessRole = ProcessRole.WORKER,
-        memory: tuple[int, int] | None = None,
     ) -> None:
         self.worker = worker
         self.incarnation = incarnation
@@ -123,7 +122,7 @@ class WorkerProcess:
         self.printed = 0  # bytes
         self.label = f"worker {worker}"  # at the head of its lines for people
         self._template = template
-        self.memory = memory  # the number and the descriptor of its file for pieces of the state
+        self.memory: tuple[int, int] | None = None  # number and descriptor of its file for pieces
         self._popen: _Popen | ForkedProcess | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._sealer = Sealer(None)

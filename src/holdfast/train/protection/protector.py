@@ -24,6 +24,8 @@ from holdfast.memory.arena import GRADIENT, STATE, PieceArena, PieceEntry, Piece
 from holdfast.memory.pieces import Image, PieceCoder
 from holdfast.train.checkpoint import state
 from holdfast.train.checkpoint.staging import steady_storages
+from holdfast.train.protection.device_image import DeviceImage
+from holdfast.train.protection.tensor_coding import TensorCode
 from holdfast.train.step.kept_step import image_of
 from holdfast.train.step.step_data import StepData
 
@@ -63,6 +65,7 @@ class Protector:
         self._state_bytes = 0  # of this worker's pieces of a state, as far as known
         self._step_bytes = 0  # and of a gradient
         self._said = False  # that there is no room
+        self._code: TensorCode | None = None  # for what lies on a GPU
 
     # ------------------------------------------------------------ states
 
@@ -71,19 +74,9 @@ class Protector:
         self.before_update()
         skeleton, tensors = state.capture(self._protected)
         steady = steady_storages(self._protected)
-        buffers: list[torch.Tensor] = []
-        for tensor in tensors:
-            rests = not tensor.is_cuda and tensor.untyped_storage().data_ptr() in steady
-            found = state.as_bytes(tensor)
-            buffers.append(found if rests else found.clone())
-        image = Image(
-            [
-                memoryview(SIZES.pack(len(skeleton))),
-                memoryview(skeleton),
-                *(buffer.numpy().data for buffer in buffers),
-            ]
-        )
-        args = (step, view, image)
+        head = torch.frombuffer(bytearray(SIZES.pack(len(skeleton)) + skeleton), dtype=torch.uint8)
+        parts = [t if t.untyped_storage().data_ptr() in steady else t.clone() for t in tensors]
+        args = (step, view, _image([head, *parts]))
         self._making = threading.Thread(
             target=self._make_state, args=args, name="holdfast-protect", daemon=True
         )
@@ -95,7 +88,7 @@ class Protector:
             self._making.join()
             self._making = None
 
-    def _make_state(self, step: int, view: View, image: Image) -> None:
+    def _make_state(self, step: int, view: View, image: Image | DeviceImage) -> None:
         whose, problem = self._whose_of(view), ""
         try:
             self._state_bytes = self._put(STATE, whose, step, image)
@@ -115,7 +108,7 @@ class Protector:
         """
         whose, full = self._whose_of(view), True
         try:
-            self._step_bytes = self._put(GRADIENT, whose, step, Image(image_of(self._data)))
+            self._step_bytes = self._put(GRADIENT, whose, step, _image(image_of(self._data)))
             full = self._arena.used + self._step_bytes * 2 + self._state_bytes > self._arena.budget
         except MemoryError as error:
             if not self._said:
@@ -133,7 +126,7 @@ class Protector:
 
     # ------------------------------------------------------------ pieces
 
-    def _put(self, kind: str, whose: _Whose, step: int, image: Image) -> int:
+    def _put(self, kind: str, whose: _Whose, step: int, image: Image | DeviceImage) -> int:
         """Make this worker's pieces of an image; returns their size. MemoryError, UserError."""
         shape = (whose.shelf.parts, image.size)
         coder = self._coders.get(shape)
@@ -145,7 +138,7 @@ class Protector:
         start, room = self._arena.take(needed)
         try:
             digests = [
-                coder.make(image, piece, room[index * coder.size : (index + 1) * coder.size])
+                self._make(coder, image, piece, room[index * coder.size :][: coder.size])
                 for index, piece in enumerate(whose.pieces)
             ]
         except BaseException:
@@ -156,6 +149,15 @@ class Protector:
         )
         self._arena.put(entry, whose.shelf)
         return needed
+
+    def _make(
+        self, coder: PieceCoder, image: Image | DeviceImage, piece: Piece, room: memoryview
+    ) -> bytes:
+        if isinstance(image, Image):
+            return coder.make(image, piece, room)
+        if self._code is None and self._redundancy.data > 1:
+            self._code = TensorCode(self._redundancy.data, self._redundancy.parity)
+        return image.make(coder, self._code, piece, room)
 
     def _check(self, kind: str, needed: int) -> None:
         """Raise UserError if the budget does not even hold two states and two gradients."""
@@ -178,6 +180,14 @@ class Protector:
             whose = _Whose(view.number, PieceShelf(view.number, len(view.ring), plain, 0), pieces)
             self._whose = whose
         return whose
+
+
+def _image(tensors: Sequence[torch.Tensor]) -> Image | DeviceImage:
+    """View the bytes of tensors as one image, where they lie."""
+    devices = [tensor.device for tensor in tensors if tensor.is_cuda]
+    if devices:
+        return DeviceImage(tensors, devices[0])
+    return Image([state.as_bytes(tensor).numpy().data for tensor in tensors])
 
 
 def _megabytes(count: int) -> str:

@@ -13,7 +13,6 @@ import msgspec
 import torch
 
 from holdfast.core.errors import WireError, first_line
-from holdfast.train.checkpoint.state import as_bytes
 from holdfast.train.step.row_table import Rows
 from holdfast.train.step.step_data import StepData
 
@@ -70,10 +69,10 @@ class KeptStep:
         return rows + sum(piece.nbytes for piece in self.pieces)
 
 
-def image_of(step: StepData) -> list[memoryview]:
-    """Return all that a reduced step has come to, as bytes, without copying what is large.
+def image_of(step: StepData) -> list[torch.Tensor]:
+    """Return all that a reduced step has come to, as tensors whose bytes are its image, in order.
 
-    The script must not touch it meanwhile.
+    What is large is not copied: the script must not touch it meanwhile.
     """
     gradients = step.gradients
     tables = [table.result for table in gradients.active_tables]
@@ -84,15 +83,14 @@ def image_of(step: StepData) -> list[memoryview]:
     every = [bucket.result.data for bucket in gradients.active]
     every += [head, step.table.rows, used, left, told]
     every += [part for table in tables for part in (table.places, table.values)]
-    buffers = [as_bytes(each).numpy().data for each in every]
     about = ImageHead(
         plan=gradients.plan,
         tables=tuple((len(table.places), table.dense) for table in tables),
         buckets=len(gradients.active),
-        sizes=tuple(map(len, buffers)),
+        sizes=tuple(each.nbytes for each in every),
     )
     data = msgspec.msgpack.encode(about)
-    return [memoryview(LENGTH.pack(len(data)) + data), *buffers]
+    return [_of(LENGTH.pack(len(data)) + data), *every]
 
 
 def put_image(step: StepData, image: memoryview) -> None:
