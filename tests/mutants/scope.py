@@ -9,9 +9,12 @@ from __future__ import annotations
 from pathlib import Path
 
 CORE = "src/holdfast/core/"
+MEMORY = "src/holdfast/memory/"
 DRIVERS = (
     "src/holdfast/train/driver.py",
     "src/holdfast/train/script_thread.py",
+    "src/holdfast/train/protection/protector.py",
+    "src/holdfast/train/protection/recalling.py",
     *(
         f"src/holdfast/train/step/{name}.py"
         for name in (
@@ -24,8 +27,8 @@ TEST_FILES = tuple(
     f"tests/test_{name}.py"
     for name in """
         agent_machine audit backup bringing_up coordinator_machine core driver formation interval
-        job_spec links measuring missed_steps policies review_schedule roster sampling saves
-        step_drivers step_machine step_parts stories stragglers thread_cluster training
+        job_spec links measuring missed_steps piece_memory policies protection
+        review_schedule roster sampling saves step_drivers step_machine step_parts stories stragglers thread_cluster training
         verdict_tables worker_machine
     """.split()
 )
@@ -33,13 +36,14 @@ DRIVER_TESTS = (
     "tests/test_exactness.py::test_a_kill_at_any_point_of_a_step[SIGKILL:gather:4:2]",
     "tests/test_exactness.py::test_the_lost_worker_comes_back",
     "tests/test_disturbed.py::test_a_late_worker_is_suspended_and_catches_up[0]",
+    "tests/test_memory_tier.py::test_every_worker_is_killed_and_no_step_is_lost[rs:2+1-3-1]",
 )
 
 
 def paths(root: Path) -> list[str]:
     """Return the files in which bugs are planted."""
-    core = [str(path.relative_to(root)) for path in sorted((root / CORE).rglob("*.py"))]
-    return [*core, *(name for name in DRIVERS if (root / name).exists())]
+    every = [path for part in (CORE, MEMORY) for path in sorted((root / part).rglob("*.py"))]
+    return [*(str(path.relative_to(root)) for path in every), *(name for name in DRIVERS if (root / name).exists())]
 
 
 def test_files(root: Path) -> list[str]:

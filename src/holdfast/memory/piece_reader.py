@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -115,9 +115,9 @@ class PieceReader:
         found: list[tuple[Piece, int, _Held]] = []
         for number, node in enumerate(self._nodes):
             for file, table in node.tables.items():
-                parts = {shelf.view: shelf for shelf in table.shelves}
+                shelves = {shelf.view: shelf for shelf in table.shelves}
                 for entry in table.entries:
-                    shelf = parts.get(view)
+                    shelf = shelves.get(view)
                     if entry.key != (kind, view, step) or shelf is None:
                         continue
                     pieces = [Piece(*each) for each in shelf.pieces]
@@ -174,14 +174,3 @@ class PieceReader:
         for thread in threads:
             thread.join()
         return found
-
-
-def split(image: memoryview, sizes: Sequence[int]) -> list[memoryview]:
-    """Cut an image into the buffers that it was made of. Damaged if it is too short."""
-    found, at = [], 0
-    for size in sizes:
-        if size < 0 or at + size > len(image):
-            raise Damaged("what was put together is too short")
-        found.append(image[at : at + size])
-        at += size
-    return found

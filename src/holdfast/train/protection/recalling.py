@@ -43,7 +43,7 @@ class Recalling:
         try:
             image = self._reader_for(view, recall).read(STATE, recall.view, recall.base)
             skeleton, tensors = buffers_of_state(image)
-        except (WorldError, struct.error, RuntimeError, ValueError) as error:
+        except (WorldError, MemoryError, struct.error, RuntimeError, ValueError) as error:
             return self._failed(view, f"the state after {recall.base} steps", error)
         loading()
         self._loaded.load(skeleton, list(tensors))
@@ -58,7 +58,7 @@ class Recalling:
         try:
             image = self._reader_for(view, recall).read(GRADIENT, source.view, step)
             put_image(self._data, image)
-        except WorldError as error:
+        except (WorldError, MemoryError) as error:
             return self._failed(view, f"the gradient of step {step}", error)
         if step + 1 == recall.step:
             self._finish(recall)
