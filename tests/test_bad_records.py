@@ -57,6 +57,37 @@ def test_a_mirror_makes_a_run_whole(start: Start, data: tuple[str, str, str]) ->
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kept", ["store", "memory"])
+def test_what_is_quarantined_stays_so_when_every_worker_is_lost(
+    kept: str, start: Start, data: tuple[str, str, str], tmp_path: Path
+) -> None:
+    """The list of bad records is a part of the state, in checkpoints and in the nodes' memory."""
+    faults = tmp_path / "faults.txt"
+    faults.write_text("worker 0 step 12 kill\nworker 1 step 12 kill\n")
+    go, manifests = tmp_path / "go", tmp_path / "store" / "manifests"
+    ways = {
+        "store": ("--store", str(tmp_path / "store"), "--save-every", "3"),
+        "memory": ("--redundancy", "replicate:1", "--protect-every", "4"),
+    }
+    budget = ("--bad-samples-max", "64")
+    last = []
+    for options in (budget, (*budget, *ways[kept], "--faults", str(faults))):
+        held = f"--hold={go}"
+        with start(data[0], data[1], held, script="records.py", nproc=2, options=options) as run:
+            if kept == "store" and last:
+                run.until(lambda: [*manifests.glob("*")], RUN_S, "a checkpoint")
+            go.touch()
+            last.append(finish(run))
+        go.unlink()
+        report = verify(run.run_dir.path, plan_of)
+        assert report.ok, report.findings
+        assert report.quarantined == RECORDS_IN_BLOCK
+    assert any("every worker was lost" in event["text"] for event in run.events("view"))
+    assert not any("from step 0 again" in event["text"] for event in run.events("view"))
+    assert last[0] == last[1]
+
+
+@pytest.mark.slow
 def test_bad_records_and_deaths_change_nothing(
     start: Start, data: tuple[str, str, str], tmp_path: Path
 ) -> None:

@@ -27,6 +27,7 @@ HUGGING += ["--width", "16", "--batch-size", "4"]
 LIGHTNING = [str(EXAMPLES / "lightning_module.py"), "--epochs", "3", "--samples", "200"]
 ACCELERATE = [str(SCRIPTS / "accelerated.py"), "3"]
 EARLY = "stops early"
+STREAM = "stream"
 JOBS = {
     "transformers": [*HUGGING, "--output", "OUT"],
     "llama": [*HUGGING, "--model", "llama"],
@@ -34,8 +35,9 @@ JOBS = {
     "gan": [*LIGHTNING, "--gan"],
     "accelerate": ACCELERATE,
     EARLY: [str(SCRIPTS / "stops_early.py"), "OUT"],
+    STREAM: [str(SCRIPTS / "hugging_stream.py")],
 }
-PACKAGES = {"llama": "transformers", "gan": "lightning", EARLY: "transformers"}
+PACKAGES = {"llama": "transformers", "gan": "lightning", EARLY: "transformers", STREAM: "datasets"}
 
 
 def run(

@@ -28,8 +28,8 @@ TEST_FILES = tuple(
     for name in """
         agent_machine audit backup bringing_up coordinator_machine core driver formation interval
         job_spec links measuring missed_steps piece_memory policies protection
-        review_schedule roster sampling saves step_drivers step_machine step_parts stories stragglers thread_cluster training
-        verdict_tables worker_machine
+        review_schedule roster sampling saves step_drivers step_machine step_parts stories
+        stragglers thread_cluster training verdict_tables worker_machine
     """.split()
 )
 DRIVER_TESTS = (
@@ -43,7 +43,10 @@ DRIVER_TESTS = (
 def paths(root: Path) -> list[str]:
     """Return the files in which bugs are planted."""
     every = [path for part in (CORE, MEMORY) for path in sorted((root / part).rglob("*.py"))]
-    return [*(str(path.relative_to(root)) for path in every), *(name for name in DRIVERS if (root / name).exists())]
+    return [
+        *(str(path.relative_to(root)) for path in every),
+        *(name for name in DRIVERS if (root / name).exists()),
+    ]
 
 
 def test_files(root: Path) -> list[str]:
