@@ -34,8 +34,9 @@ def nothing_is_recalled(patch: pytest.MonkeyPatch) -> Machines:
 def gradients_are_not_recalled(patch: pytest.MonkeyPatch) -> Machines:
     plain = Protection.recall
 
-    def recall(self: Protection, situation: Any, durable: Any) -> Recall:
-        return dataclasses.replace(plain(self, situation, durable), sources=())
+    def recall(self: Protection, situation: Any, durable: Any) -> Recall | None:
+        found = plain(self, situation, durable)
+        return None if found is None else dataclasses.replace(found, sources=())
 
     patch.setattr(Protection, "recall", recall)
     return Machines()
@@ -66,7 +67,7 @@ def it_votes_before_its_pieces_are_in_memory(patch: pytest.MonkeyPatch) -> Machi
         found = plain(self)
         if not isinstance(found[-1], ef.KeepGradient):
             return found
-        return [*self.gradient_kept(self.step), found[-1]]
+        return [*self.gradient_kept(self.step, full=False), found[-1]]
 
     patch.setattr(StepMachine, "_accepted", accepted)
     return Machines()

@@ -63,7 +63,8 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def restored(reader: Any, view: View = VIEW) -> tuple[ev.WorkerEvent | None, list[Any]]:
     driver, nothing = Told(), None
     layout = Layout.of(view, Peer(WorkerId(0)))
-    worker: Any = BringingUp(driver, LoadedState({}), nothing, reader)  # type: ignore[arg-type]
+    loaded = LoadedState({})
+    worker: Any = BringingUp(driver, loaded, nothing, reader, nothing)  # type: ignore[arg-type]
     return worker.carry_out(RESTORE, view, layout, nothing), driver.events
 
 

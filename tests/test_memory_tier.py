@@ -30,11 +30,12 @@ Reference = Callable[[int], str]
 def job(
     path: Path, redundancy: str, nodes: int, *options: str, steps: int = STEPS, nproc: int = 1
 ) -> Iterator[tuple[LocalRun, LocalNodes]]:
-    """Run a job of `nproc` workers on each of so many nodes."""
+    """Run a job of `nproc` workers on each of so many nodes; it waits at step LATER for `go`."""
     flags = ["--nproc", str(nproc), "--virtual", "4", "--nodes-min", str(nodes)]
     flags += ["--nodes-max", str(2 * nodes), "--redundancy", redundancy]
     flags += ["--protect-every", str(EVERY), *options]
     words = [str(SCRIPTS / "trainer.py"), "--steps", str(steps)]
+    words += ["--hold", str(LATER), str(path / "go")]
     with LocalRun(path / "run", flags, words) as run, LocalNodes(run) as others:
         run.until(run.run_dir.coordinator.exists, RUN_S, "the coordinator listens")
         for name in names(nodes):
@@ -59,9 +60,10 @@ def shown(run: LocalRun) -> dict[str, Any] | None:
 
 
 def kill_workers(run: LocalRun) -> None:
-    """Kill every process that holds the state, at once."""
+    """Kill every process that holds the state, at once, and let the job go on."""
     for pid in run.members().values():
         strike(pid)
+    (run.run_dir.path.parent / "go").touch()
 
 
 def end(run: LocalRun, nodes: LocalNodes) -> set[str]:
@@ -122,7 +124,7 @@ def test_nodes_are_lost_with_their_memory_while_all_workers_are_killed(
 
 def test_it_happens_again_and_again(tmp_path: Path, reference: Reference) -> None:
     """Also to workers that have only just been recalled, and a node joins in between."""
-    with job(tmp_path, "rs:2+1", 3, steps=120) as (run, others):
+    with job(tmp_path, "rs:2+1", 3, steps=400) as (run, others):
         until_step(run, LATER)
         kill_workers(run)
         run.until(lambda: len(recalls(run)) == 1, RUN_S, "a recall")
@@ -134,7 +136,7 @@ def test_it_happens_again_and_again(tmp_path: Path, reference: Reference) -> Non
         until_step(run, LATER + 30)
         kill_workers(run)
         others.kill("node1")
-        assert reference(120) in end(run, others)
+        assert reference(400) in end(run, others)
     assert len(recalls(run)) >= 3
     assert computed_twice(run) == []
 
