@@ -135,7 +135,7 @@ def aborts_amid_messages(member: GroupMember) -> None:
             threading.Timer(0.004 * i, transport.abort).start()
         done = threading.Event()
         threading.Thread(target=_look_after, args=(transport, done)).start()
-        _must_abort(partial(_exchange, transport, sends, got))
+        _must_abort(partial(_exchange_on, transport, sends, got))
         done.set()
         transport.close()
 
@@ -282,6 +282,12 @@ def _member(
     except BaseException:  # noqa: BLE001 - every complaint counts
         addresses[f"error/{rank}"] = f"rank {rank}: {traceback.format_exc()}"
     os._exit(0)
+
+
+def _exchange_on(transport: Transport, sends: list[Message], receives: list[Message]) -> None:
+    """Exchange the same messages again and again, until that fails."""
+    while True:
+        _exchange(transport, sends, receives)
 
 
 def _exchange(transport: Transport, sends: list[Message], receives: list[Message]) -> None:
