@@ -15,6 +15,7 @@ from holdfast.core.errors import HoldfastError, WireError
 from holdfast.core.job_spec import with_settings
 from holdfast.core.types import WorkerId
 from holdfast.memory.free_memory import free_bytes
+from holdfast.net import peer_stream
 from holdfast.testing.local_run import LocalRun, strike
 from holdfast.train.feeding import feed_frames, feeder
 from holdfast.train.feeding.feed_frames import FeedHead, SendRate
@@ -164,7 +165,7 @@ def pair(theirs: bytes = KEY) -> tuple[Any, Any]:
     def accepts() -> None:
         channel, _ = listener.accept()
         try:
-            ends[1] = (channel, feed_frames.accept(channel, KEY))
+            ends[1] = (channel, peer_stream.accept(channel, KEY, feed_frames.MAGIC))
         except (OSError, WireError) as error:
             channel.close()
             ends[1] = error
@@ -210,7 +211,7 @@ def read_one(channel: socket.socket) -> None:
     [
         (lambda data: data[:-1] + b"!", "arrived damaged"),
         (lambda data: data[:-20], "ended the connection"),
-        (lambda data: b"\xff" * 4 + data, "a head of"),
+        (lambda data: b"\xff" * 4 + data, "a message has"),
         (lambda data: b"\0\0\0\3" + b"abc", "cannot be read"),
     ],
 )

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -31,6 +32,7 @@ from holdfast.memory.arena import (
     PieceArena,
     PieceEntry,
     PieceShelf,
+    Table,
 )
 from holdfast.memory.mending import Mending
 from holdfast.memory.node_memory import NodeMemory
@@ -95,6 +97,19 @@ def test_what_a_worker_puts_there_is_told_and_read() -> None:
             )
         ]
         assert bytes(reading.piece(entries[2], 1)) == b"5" * 100
+
+
+def test_a_full_table_takes_nothing_more_but_marks() -> None:
+    with file_of() as (arena, reading):
+        table = Table(
+            5, entries=tuple(PieceEntry(GRADIENT, 9, n, 1, 1, 0, ()) for n in range(40000))
+        )
+        arena._table = table
+        with pytest.raises(MemoryError, match="40001 entries do not fit into the table of pieces"):
+            put(arena, STATE, 3, b"s" * 50)
+        assert arena._table == table
+        arena.forget(1, 0)
+        assert reading.table() == msgspec.structs.replace(table, forgotten=(1, 0))
 
 
 def test_a_step_that_is_computed_again_takes_the_place_of_the_first_attempt() -> None:
@@ -325,9 +340,9 @@ def test_a_damaged_piece_is_never_used_and_not_told_of_any_more() -> None:
     nodes = Nodes("rs:2+1", 4)
     nodes.keep(STATE, 8, IMAGE)
     nodes.damage(2)
-    assert nodes.memories[2].kept() != ()
+    assert nodes.memories[2].report()[0] != ()
     assert nodes.read(STATE, 8) == IMAGE
-    assert nodes.memories[2].kept() == ()  # so that nobody counts on it a second time
+    assert nodes.memories[2].report()[0] == ()  # so that nobody counts on it a second time
     assert nodes.read(STATE, 8) == IMAGE
     with pytest.raises(Damaged):
         nodes.read(STATE, 8, without=(3,))
@@ -370,11 +385,22 @@ def test_damaged_pieces_are_mended_from_those_of_other_nodes() -> None:
     for lost in (0, 1, 3):  # so that what was mended is needed
         assert nodes.read(STATE, 8, without=(lost,)) == IMAGE
         assert nodes.read(GRADIENT, 8, without=(lost,)) == IMAGE[::-1]
-    states = {each.states for each in nodes.memories[2].kept()}
+    states = {each.states for each in nodes.memories[2].report()[0]}
     assert (8,) in states
     nodes.arenas[2].forget(1, 9)
-    assert nodes.memories[2].kept() == ()
+    assert nodes.memories[2].report()[0] == ()
     assert len(nodes.memories[2]._files) == 1  # of the worker that lives
+
+
+def test_a_slow_round_ends_when_it_is_asked_to() -> None:
+    nodes = Nodes("rs:2+1", 4)
+    nodes.keep(STATE, 8, IMAGE)
+    mending = Mending(nodes.memories[2], KEY, nodes.redundancy)
+    round_ = threading.Thread(target=mending.round, args=(0.001, nodes.addresses), daemon=True)
+    round_.start()  # it would take months
+    mending.end()
+    round_.join(60.0)
+    assert not round_.is_alive()
 
 
 def test_what_cannot_be_mended_is_told_once() -> None:
@@ -407,12 +433,12 @@ def test_pieces_of_the_dead_are_kept_until_something_newer_is_protected() -> Non
     put(arena, STATE, 4, b"a" * 100)
     put(arena, GRADIENT, 4, b"g" * 100)
     memory.ended(dead)
-    assert [each.worker for each in memory.kept()] == [1]
+    assert [each.worker for each in memory.report()[0]] == [1]
     later = PieceShelf(2, 3, ((0, 0),), 0)
     put(other, STATE, 9, b"b" * 100, later)
-    assert [each.worker for each in memory.kept()] == [1, 2]
+    assert [each.worker for each in memory.report()[0]] == [1, 2]
     other.forget(2, 9)
-    assert [each.worker for each in memory.kept()] == [2]
+    assert [each.worker for each in memory.report()[0]] == [2]
     assert len(memory._files) == 1
     os.close(descriptor)
 
@@ -430,7 +456,7 @@ def test_strangers_and_nonsense_do_not_hold_up_a_server() -> None:
         member = stack.enter_context(
             peer_stream.connect(nodes.addresses[0], KEY, piece_server.MAGIC, (0, 0, 0))
         )
-        member.sendall(piece_server.LENGTH.pack(1 << 31))
+        member.sendall(peer_stream.LENGTH.pack(1 << 31))
         assert member.recv(1) == b""
         for wrong in (
             PieceEntry(STATE, 1, 8, 1, 1 << 40, FIRST, (b"",)),
@@ -439,6 +465,6 @@ def test_strangers_and_nonsense_do_not_hold_up_a_server() -> None:
             other = stack.enter_context(
                 peer_stream.connect(nodes.addresses[0], KEY, piece_server.MAGIC, (0, 0, 0))
             )
-            piece_server.send(other, piece_server.PieceRequest(nodes.files[0], wrong, 0))
-            assert not piece_server.receive(other, piece_server.PieceAnswer).sound
+            peer_stream.send_message(other, piece_server.PieceRequest(nodes.files[0], wrong, 0))
+            assert not peer_stream.receive_message(other, piece_server.PieceAnswer).sound
         assert nodes.read(STATE, 8) == IMAGE

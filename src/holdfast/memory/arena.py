@@ -21,6 +21,7 @@ from holdfast.core.redundancy import KeptPieces, Piece
 
 STATE, GRADIENT = "state", "gradient"
 TABLE_BYTES = 1 << 20  # of each of both tables, most of which is never touched
+PUT_BYTES = TABLE_BYTES // 2  # that may be in use for more to be put there: marks fit always
 FIRST = 2 * TABLE_BYTES  # where pieces begin
 ALIGN = 64
 HEAD = struct.Struct("=8sQI16s")  # magic, number of the table, length and digest of what follows
@@ -70,8 +71,9 @@ class Table(msgspec.Struct, frozen=True, array_like=True):
 
     def without(self, marks: Sequence[tuple[int, int]]) -> Table:
         """Leave out what is older than the states that were protected, as `marks` says."""
-        old = [e.key for e in self.entries if any(_is_older(e, *mark) for mark in marks)]
-        return self.keeping([entry for entry in self.entries if entry.key not in old])
+        return self.keeping(
+            [e for e in self.entries if not any(_is_older(e, *mark) for mark in marks)]
+        )
 
     def keeping(self, entries: Sequence[PieceEntry]) -> Table:
         """Leave out all other entries, and what was said of their views."""
@@ -159,7 +161,10 @@ class PieceArena:
             del self._taken[start]
 
     def put(self, entry: PieceEntry, shelf: PieceShelf) -> None:
-        """Name pieces that lie in room that was taken, in place of such with the same key."""
+        """Name pieces that lie in room that was taken, in place of such with the same key.
+
+        MemoryError: the table has no room for more.
+        """
         with self._lock:
             table = self._table
             old = [each for each in table.entries if each.key == entry.key]
@@ -168,7 +173,9 @@ class PieceArena:
             if all(each.view != shelf.view for each in shelves):
                 shelves = (*shelves, shelf)
             self._write(
-                msgspec.structs.replace(table, shelves=shelves, entries=(*entries, entry)), old
+                msgspec.structs.replace(table, shelves=shelves, entries=(*entries, entry)),
+                old,
+                PUT_BYTES,
             )
 
     def mark(self, view: int, step: int) -> None:
@@ -189,12 +196,12 @@ class PieceArena:
         with self._lock:
             table = msgspec.structs.replace(self._table, forgotten=(view, step))
             new = table.without([(view, step)])
-            kept = [entry.key for entry in new.entries]
+            kept = {entry.key for entry in new.entries}
             self._write(new, [each for each in table.entries if each.key not in kept])
 
-    def _write(self, table: Table, dropped: Sequence[PieceEntry]) -> None:
+    def _write(self, table: Table, dropped: Sequence[PieceEntry], most: int = TABLE_BYTES) -> None:
         body = msgspec.msgpack.encode(table)
-        if HEAD.size + len(body) > TABLE_BYTES:
+        if HEAD.size + len(body) > most:
             raise MemoryError(f"{len(table.entries)} entries do not fit into the table of pieces")
         self._table, self._number = table, self._number + 1
         at = self._number % 2 * TABLE_BYTES

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import time
+import threading
 from collections.abc import Iterable
 
 from holdfast.core.errors import Damaged
@@ -22,6 +22,11 @@ class Mending:
         self._key = key
         self._redundancy = redundancy
         self._tried: list[PieceEntry] = []
+        self._over = threading.Event()
+
+    def end(self) -> None:
+        """Let a round that is under way stop soon. Any thread may call this."""
+        self._over.set()
 
     def round(self, bytes_per_s: float, addresses: Iterable[str]) -> list[str]:
         """Verify all pieces, reading so fast at most, and mend what is damaged.
@@ -33,7 +38,8 @@ class Mending:
                 for index in range(len(entry.digests)):
                     with contextlib.suppress(Damaged):  # it is noted, or was dropped meanwhile
                         self._memory.piece(number, entry, index)
-                    time.sleep(entry.size / bytes_per_s)
+                    if self._over.wait(entry.size / bytes_per_s):
+                        return []
         damaged = self._memory.damaged()
         self._tried = [entry for entry in self._tried if entry in [e for _, _, e in damaged]]
         found = [each for each in damaged if each[2] not in self._tried]

@@ -83,15 +83,12 @@ class NodeMemory:
                 found += [(table.worker, shelves[e.view], e) for e in file.damaged]
         return [each for each in found if (each[0], each[2].key) not in held]
 
-    def kept(self) -> tuple[KeptPieces, ...]:
-        """Say what is held, to the coordinator."""
-        every = [each for _, table in sorted(self.tables().items()) for each in table.kept()]
-        return tuple(sorted(every, key=lambda each: (each.view, each.worker)))
-
-    def size(self) -> int:
-        """Return how many bytes all pieces take."""
-        entries = [entry for table in self.tables().values() for entry in table.entries]
-        return sum(entry.size * len(entry.digests) for entry in entries)
+    def report(self) -> tuple[tuple[KeptPieces, ...], int]:
+        """Say what is held, to the coordinator, and how many bytes all of it takes."""
+        tables = [table for _, table in sorted(self.tables().items())]
+        every = [each for table in tables for each in table.kept()]
+        size = sum(e.size * len(e.digests) for table in tables for e in table.entries)
+        return tuple(sorted(every, key=lambda each: (each.view, each.worker))), size
 
     def piece(self, number: int, entry: PieceEntry, index: int) -> memoryview:
         """Return one piece's bytes. Damaged: it is not what it was, and is not held any more."""

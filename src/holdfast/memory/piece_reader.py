@@ -18,7 +18,7 @@ import xxhash
 from holdfast.core.errors import Damaged, WireError, WorldError
 from holdfast.core.redundancy import Piece, Redundancy
 from holdfast.memory.arena import PieceEntry, Table
-from holdfast.memory.piece_server import MAGIC, PieceAnswer, PieceRequest, receive, send
+from holdfast.memory.piece_server import MAGIC, PieceAnswer, PieceRequest
 from holdfast.memory.pieces import PieceCoder
 from holdfast.net import peer_stream
 
@@ -44,13 +44,13 @@ class _Node:
 
     def ask(self) -> None:
         """Ask what it holds. OSError, WireError."""
-        send(self._channel, PieceRequest())
-        self.tables = receive(self._channel, PieceAnswer).tables
+        peer_stream.send_message(self._channel, PieceRequest())
+        self.tables = peer_stream.receive_message(self._channel, PieceAnswer).tables
 
     def fetch(self, held: _Held, place: memoryview) -> bool:
         """Receive a piece; tells whether it is sound. OSError, WireError."""
-        send(self._channel, PieceRequest(held.file, held.entry, held.index))
-        if not receive(self._channel, PieceAnswer).sound:
+        peer_stream.send_message(self._channel, PieceRequest(held.file, held.entry, held.index))
+        if not peer_stream.receive_message(self._channel, PieceAnswer).sound:
             return False
         peer_stream.fill(self._channel, place)
         return xxhash.xxh3_128_digest(place) == held.entry.digests[held.index]

@@ -1,7 +1,8 @@
 """Opens TCP connections on which both sides first prove that they are of the same job.
 
 Whoever connects says what it is for, in a magic word and three numbers. The proofs are those of
-net/proof.py; what follows is up to the callers.
+net/proof.py. Messages are MessagePack with their length before them; what they say, and what
+follows them, is up to the callers.
 """
 
 from __future__ import annotations
@@ -9,6 +10,12 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
+
+import msgspec
 
 from holdfast.core.errors import WireError
 from holdfast.net import proof
@@ -16,8 +23,13 @@ from holdfast.net import proof
 HELLO = struct.Struct("!8sQII16s")  # magic, three numbers, nonce
 PROOF_S = 10.0  # for the proofs of both sides
 BLOCK_BYTES = 1 << 20  # that are received at a time
+LENGTH = struct.Struct("!I")
+MESSAGE_BYTES_MAX = 64 << 20
+STRANGERS_MAX = 64  # connections that have proved nothing yet
 
 Purpose = tuple[int, int, int]
+Handler = Callable[[socket.socket, Purpose], object]
+T = TypeVar("T")
 
 
 def connect(
@@ -60,11 +72,50 @@ def accept(channel: socket.socket, key: bytes, magic: bytes) -> Purpose:
     return first, second, third
 
 
-def listen(host: str) -> tuple[socket.socket, str]:
-    """Listen at a free port; returns the listener, and its HOST:PORT. OSError."""
+def serve(host: str, key: bytes, magic: bytes, handle: Handler) -> str:
+    """Serve whoever is of the job, each in a thread of its own; returns HOST:PORT. OSError.
+
+    `handle` is called with each connection, which ends with it; OSError and WireError end it, too.
+    """
     family = socket.getaddrinfo(host, None)[0][0]
     listener = socket.create_server((host, 0), family=family)
-    return listener, f"{host}:{listener.getsockname()[1]}"
+    strangers = threading.BoundedSemaphore(STRANGERS_MAX)
+
+    def meet(channel: socket.socket) -> None:
+        with channel, suppress(OSError, WireError):
+            try:
+                purpose = accept(channel, key, magic)
+            finally:
+                strangers.release()
+            handle(channel, purpose)
+
+    def wait() -> None:
+        while True:
+            channel, _ = listener.accept()
+            if strangers.acquire(blocking=False):
+                threading.Thread(target=meet, args=(channel,), daemon=True).start()
+            else:
+                channel.close()
+
+    threading.Thread(target=wait, name="holdfast-serve", daemon=True).start()
+    return f"{host}:{listener.getsockname()[1]}"
+
+
+def send_message(channel: socket.socket, message: msgspec.Struct) -> None:
+    """Send a message. OSError."""
+    data = msgspec.msgpack.encode(message)
+    channel.sendall(LENGTH.pack(len(data)) + data)
+
+
+def receive_message(channel: socket.socket, kind: type[T], most: int = MESSAGE_BYTES_MAX) -> T:
+    """Receive a message of this kind, of at most so many bytes. OSError, WireError."""
+    (length,) = LENGTH.unpack(exactly(channel, LENGTH.size))
+    if length > most:
+        raise WireError(f"a message has {length} bytes, where {most} are the most")
+    try:
+        return msgspec.msgpack.decode(exactly(channel, length), type=kind)
+    except msgspec.MsgspecError as error:
+        raise WireError(f"a message cannot be read: {error}") from None
 
 
 def exactly(channel: socket.socket, count: int) -> bytes:

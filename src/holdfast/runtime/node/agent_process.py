@@ -92,6 +92,7 @@ class AgentServer:
         loop = asyncio.get_running_loop()
         self._feed(machine.Labelled(self._template.domains))
         loop.add_signal_handler(signal.SIGTERM, lambda: self._feed(leave))
+        mending: Mending | None = None
         tasks = [
             asyncio.ensure_future(self._talk(contact, secret)),
             asyncio.ensure_future(self._watch()),
@@ -116,6 +117,8 @@ class AgentServer:
             await process.drained()
         if self._coordinator is not None:
             await self._coordinator.finish()
+        if mending is not None:
+            mending.end()
         for task in tasks:
             task.cancel()
 
@@ -142,7 +145,7 @@ class AgentServer:
     def _note_memory(self) -> None:
         """Tell what this node's memory holds of the state."""
         if self._memory is not None:
-            kept, size = self._memory.kept(), self._memory.size()
+            kept, size = self._memory.report()
             self._feed(machine.MemoryHeld(kept, self._pieces_at, size))
 
     async def _watch_notices(self, source: NoticeSource) -> None:

@@ -28,7 +28,6 @@ from holdfast.train.step.reduction import piece_of
 from holdfast.train.step.step_data import StepData
 
 MARGIN = 0.9  # of the free memory, that may be taken
-STRANGERS_MAX = 64  # connections that have proved nothing yet
 Told = tuple[FeedHead, list[torch.Tensor]]  # one member's part of a step
 
 
@@ -83,16 +82,10 @@ class FedReceiver:
         self._number = 0  # of the order that is followed; 0: none
         self._feeds: dict[int, _Feed] = {}  # by order; members may be there before it
         self._loading: threading.Thread | None = None
-        self._strangers = threading.BoundedSemaphore(STRANGERS_MAX)
 
     def listen(self, host: str) -> str:
         """Begin to listen; returns where. OSError."""
-        listener, address = peer_stream.listen(host)
-        thread = threading.Thread(
-            target=self._accept, args=(listener,), name="holdfast-fed", daemon=True
-        )
-        thread.start()
-        return address
+        return peer_stream.serve(host, self._key, feed_frames.MAGIC, self._serve)
 
     # ------------------------------------------------------------ what the machine decides
 
@@ -177,32 +170,20 @@ class FedReceiver:
 
     # ------------------------------------------------------------ connections
 
-    def _accept(self, listener: socket.socket) -> None:
-        while True:
-            channel, _ = listener.accept()
-            if not self._strangers.acquire(blocking=False):
-                channel.close()
-                continue
-            serve = threading.Thread(target=self._serve, args=(channel,), daemon=True)
-            serve.start()
-
-    def _serve(self, channel: socket.socket) -> None:
-        with channel:
-            try:
-                number, rank, size = feed_frames.accept(channel, self._key)
-            except (OSError, WireError):
-                return  # a stranger
-            finally:
-                self._strangers.release()
-            with self._lock:
-                if number < self._number:
-                    return
-                feed = self._feeds.setdefault(number, _Feed(number=number, size=size))
-                feed.channels.append(channel)
-            try:
-                self._read(channel, feed, rank)
-            except (OSError, WireError, MemoryError, RuntimeError, IndexError) as error:
-                self._failed(feed, first_line(error))
+    def _serve(self, channel: socket.socket, purpose: peer_stream.Purpose) -> None:
+        """Take in what rank `rank` of `size` members sends by an order."""
+        number, rank, size = purpose
+        if rank >= size:
+            raise WireError(f"rank {rank} of {size} members that feed")
+        with self._lock:
+            if number < self._number:
+                return
+            feed = self._feeds.setdefault(number, _Feed(number=number, size=size))
+            feed.channels.append(channel)
+        try:
+            self._read(channel, feed, rank)
+        except (OSError, WireError, MemoryError, RuntimeError, IndexError) as error:
+            self._failed(feed, first_line(error))
 
     def _read(self, channel: socket.socket, feed: _Feed, rank: int) -> None:
         """Read all that one member sends. OSError, WireError."""

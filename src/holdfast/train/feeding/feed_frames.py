@@ -7,7 +7,6 @@ head in MessagePack, and buffers whose digests are in it. Nothing is ever execut
 from __future__ import annotations
 
 import socket
-import struct
 import time
 from collections.abc import Sequence
 
@@ -19,7 +18,6 @@ from holdfast.core.errors import WireError
 from holdfast.net import peer_stream
 
 MAGIC = b"hfeed\0\0\1"
-LENGTH = struct.Struct("!I")
 HEAD_BYTES_MAX = 1 << 20
 BLOCK_BYTES = 1 << 20  # that are sent at a time, so that a rate is kept evenly
 
@@ -62,17 +60,6 @@ def connect(address: str, key: bytes, number: int, rank: int, size: int) -> sock
     return peer_stream.connect(address, key, MAGIC, (number, rank, size))
 
 
-def accept(channel: socket.socket, key: bytes) -> tuple[int, int, int]:
-    """Prove each other's job to whoever has connected. OSError, WireError.
-
-    Returns the number of the order, and that this is rank `rank` of `size` that feed by it.
-    """
-    number, rank, size = peer_stream.accept(channel, key, MAGIC)
-    if rank >= size:
-        raise WireError(f"rank {rank} of {size} members that feed")
-    return number, rank, size
-
-
 def send(
     channel: socket.socket,
     head: FeedHead,
@@ -81,8 +68,7 @@ def send(
 ) -> None:
     """Send one message. OSError."""
     named = tuple((len(each), xxhash.xxh3_128_digest(each)) for each in buffers)
-    data = msgspec.msgpack.encode(msgspec.structs.replace(head, buffers=named))
-    channel.sendall(LENGTH.pack(len(data)) + data)
+    peer_stream.send_message(channel, msgspec.structs.replace(head, buffers=named))
     for each in buffers:
         for start in range(0, len(each), BLOCK_BYTES):
             block = each[start : start + BLOCK_BYTES]
@@ -93,13 +79,7 @@ def send(
 
 def read_head(channel: socket.socket) -> FeedHead:
     """Read the head of the next message. OSError, WireError."""
-    (length,) = LENGTH.unpack(peer_stream.exactly(channel, LENGTH.size))
-    if length > HEAD_BYTES_MAX:
-        raise WireError(f"a message to a follower has a head of {length} bytes")
-    try:
-        return msgspec.msgpack.decode(peer_stream.exactly(channel, length), type=FeedHead)
-    except msgspec.MsgspecError as error:
-        raise WireError(f"a message to a follower cannot be read: {error}") from None
+    return peer_stream.receive_message(channel, FeedHead, HEAD_BYTES_MAX)
 
 
 def read_into(channel: socket.socket, place: memoryview, named: tuple[int, bytes]) -> None:

@@ -92,11 +92,11 @@ class Protector:
         whose, problem = self._whose_of(view), ""
         try:
             self._state_bytes = self._put(STATE, whose, step, image)
-        except MemoryError as error:
-            problem = first_line(error)
         except UserError as error:
             self._fail(error)
             return
+        except (MemoryError, OSError, RuntimeError) as error:  # those of a GPU are RuntimeErrors
+            problem = first_line(error)
         self._tell(ev.StateProtected(step, problem))
 
     # ------------------------------------------------------------ gradients
@@ -141,13 +141,13 @@ class Protector:
                 self._make(coder, image, piece, room[index * coder.size :][: coder.size])
                 for index, piece in enumerate(whose.pieces)
             ]
+            entry = PieceEntry(
+                kind, whose.view, step, image.size, coder.size, start, digests=tuple(digests)
+            )
+            self._arena.put(entry, whose.shelf)
         except BaseException:
             self._arena.give_back(start)
             raise
-        entry = PieceEntry(
-            kind, whose.view, step, image.size, coder.size, start, digests=tuple(digests)
-        )
-        self._arena.put(entry, whose.shelf)
         return needed
 
     def _make(

@@ -49,15 +49,13 @@ class KeptStep:
         `piece`: what of a sum with so many elements falls to this member.
         """
         results = [bucket.result.data for bucket in step.gradients.active]
-        left = room(0) if step.buffers.left is None else step.buffers.left.clone()
-        told = _of(step.values.encoded())
-        head = [step.reduced_in, left.numel(), told.numel(), int(step.table.stops)]
+        head, rows, used, left, told = _shared(step)
         return cls(
-            head=torch.tensor(head, dtype=torch.int64),
+            head=head,
             pieces=tuple(r[piece(r.numel())].clone() for r in results),
-            rows=step.table.rows.clone(),
-            used=step.table.used.clone(),
-            left=left,
+            rows=rows.clone(),
+            used=used.clone(),
+            left=left.clone(),
             told=told,
             tables=tuple(table.result.copy() for table in step.gradients.active_tables),
         )
@@ -76,12 +74,9 @@ def image_of(step: StepData) -> list[torch.Tensor]:
     """
     gradients = step.gradients
     tables = [table.result for table in gradients.active_tables]
-    left = room(0) if step.buffers.left is None else step.buffers.left
-    told = _of(step.values.encoded())
-    words = [step.reduced_in, left.numel(), told.numel(), int(step.table.stops)]
-    head, used = torch.tensor(words, dtype=torch.int64), step.table.used.to(torch.uint8)
+    head, rows, used, left, told = _shared(step)
     every = [bucket.result.data for bucket in gradients.active]
-    every += [head, step.table.rows, used, left, told]
+    every += [head, rows, used.to(torch.uint8), left, told]
     every += [part for table in tables for part in (table.places, table.values)]
     about = ImageHead(
         plan=gradients.plan,
@@ -151,6 +146,14 @@ def put_shared(
     step.values.receive(told.numpy().tobytes())
     step.table.stops = bool(stops)
     step.became_reduced(view)
+
+
+def _shared(step: StepData) -> tuple[torch.Tensor, ...]:
+    """Return what is the same on all members: head, rows, `used`, buffers left, and values."""
+    left = room(0) if step.buffers.left is None else step.buffers.left
+    told = _of(step.values.encoded())
+    words = [step.reduced_in, left.numel(), told.numel(), int(step.table.stops)]
+    return torch.tensor(words, dtype=torch.int64), step.table.rows, step.table.used, left, told
 
 
 def room(count: int) -> torch.Tensor:

@@ -1,0 +1,95 @@
+"""What a worker does where its pieces cannot be made: it says so, and lets the room go."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+from torch import nn
+
+from holdfast.core.errors import UserError
+from holdfast.core.redundancy import read_redundancy
+from holdfast.core.step import events as ev
+from holdfast.core.types import AgentId, Incarnation, Member, View, ViewNumber, WorkerId
+from holdfast.memory.arena import PieceArena
+from holdfast.memory.pieces import PieceCoder
+from holdfast.train.protection.protector import Protector
+
+BUDGET = 1 << 20
+ME = WorkerId(0)
+VIEW = View(
+    number=ViewNumber(1),
+    members=tuple(
+        Member(worker=WorkerId(w), incarnation=Incarnation(1), agent=AgentId(f"n{w}"))
+        for w in range(3)
+    ),
+    owners=(0,),
+    resume_step=0,
+    leader=0,
+    ring=tuple(AgentId(f"n{w}") for w in range(3)),
+)
+
+
+class Told:
+    """A protector of a small model, and what it says."""
+
+    def __init__(self, budget: int = BUDGET) -> None:
+        self.events: list[ev.WorkerEvent] = []
+        self.errors: list[BaseException] = []
+        self.arena = PieceArena(os.memfd_create("test"), ME, budget)
+        data: Any = None  # only gradients need it
+        self.protector = Protector(
+            self.arena,
+            read_redundancy("replicate:1"),
+            ME,
+            ({"net": nn.Linear(30, 10)}, data),
+            self.events.append,
+            self.errors.append,
+        )
+
+    def protect(self) -> None:
+        self.protector.begin(4, VIEW)
+        self.protector.before_update()
+
+
+def test_a_state_is_protected() -> None:
+    told = Told()
+    told.protect()
+    assert told.events == [ev.StateProtected(4, "")]
+    assert told.arena.used > 0
+
+
+@pytest.mark.parametrize("error", [RuntimeError, OSError, MemoryError])
+def test_a_state_whose_pieces_cannot_be_made_is_told(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(*_: object) -> bytes:
+        raise error("the device is out of memory")
+
+    monkeypatch.setattr(PieceCoder, "make", make)
+    told = Told()
+    told.protect()
+    assert told.events == [ev.StateProtected(4, "the device is out of memory")]
+    assert told.arena.used == 0
+    assert told.errors == []
+
+
+def test_room_is_let_go_where_the_table_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    def put(*_: object) -> None:
+        raise MemoryError("7 entries do not fit into the table of pieces")
+
+    monkeypatch.setattr(PieceArena, "put", put)
+    told = Told()
+    told.protect()
+    assert told.events == [ev.StateProtected(4, "7 entries do not fit into the table of pieces")]
+    assert told.arena.used == 0
+
+
+def test_a_budget_that_holds_too_little_is_the_users_error() -> None:
+    told = Told(64)
+    told.protect()
+    (error,) = told.errors
+    assert isinstance(error, UserError)
+    assert "raise --memory-budget, or set --redundancy none" in str(error)
+    assert told.events == []
