@@ -486,6 +486,22 @@ def test_two_joiners_that_compute_otherwise_are_the_scripts_doing() -> None:
     assert outcome
 
 
+class LostCoordinator(ThreadCluster):
+    """Has no coordinator from the view on in which the second joiner is to be refused."""
+
+    def on_view(self, text: str) -> None:
+        if "joins" in text and (self.told("wrong") or "worker 1, 2" in text):
+            self.lose_coordinator()
+
+
+def test_two_refused_joiners_end_the_job_while_the_coordinator_is_away() -> None:
+    spec = with_settings(SPEC, {"workers.nproc": 4, "workers.virtual": 4})
+    cluster = LostCoordinator(spec, keeps_a_variable, {WorkerId(1): 16, WorkerId(2): 24})
+    outcome = cluster.run()
+    assert "as another worker does: the script keeps something" in outcome
+    assert cluster.term == 2, cluster.events  # the outcome is of one that was not there
+
+
 class Epochs(TensorDataset):
     """Gives other samples in each epoch, which the script sets."""
 

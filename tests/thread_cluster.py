@@ -21,7 +21,15 @@ from holdfast.core.membership import coordinator as co
 from holdfast.core.membership import coordinator_events as ce
 from holdfast.core.step import events as ev
 from holdfast.core.step.worker import WorkerMachine
-from holdfast.core.types import AgentId, Incarnation, Peer, Tick, WorkerId, WorkerStatus
+from holdfast.core.types import (
+    AgentId,
+    Incarnation,
+    JobRecord,
+    Peer,
+    Tick,
+    WorkerId,
+    WorkerStatus,
+)
 from holdfast.testing.memory_transport import MemoryNetwork, MemoryTransport
 from holdfast.train.compose import Control, step_policy
 from holdfast.train.driver import Driver
@@ -161,8 +169,10 @@ class ThreadCluster:
         self._outcome: str | None = None
         self._rounds = 0
         self._round = threading.Condition()
-        now = time.monotonic()
-        self._coordinator = co.CoordinatorMachine(spec.policy(), 1, None, now, 0)
+        self._record: JobRecord | None = None  # as a coordinator has kept it last
+        self._away = False  # the coordinator is
+        self.term = 0  # of the coordinator
+        self._restart_coordinator()
         spares = spec.spares(spec.workers.nproc)
         slots = spec.workers.nproc + spares
         policy = ag.AgentPolicy(heartbeat_s=BEAT_S, lease=spec.lease(), spares=spares)
@@ -181,6 +191,10 @@ class ThreadCluster:
                 self._round.notify_all()
             assert now < deadline, f"hangs: {[w.driver.status() for w in self.workers.values()]}"
             live = [w for w in self.workers.values() if w.alive]
+            if self._away and not any(w.worker in self._coordinator.view.workers for w in live):
+                self._away = False
+                self._restart_coordinator()
+                self.tell_agent(ag.CoordinatorReached())
             for worker in live:
                 worker.driver.tick()
                 if now >= beat_at:
@@ -206,6 +220,13 @@ class ThreadCluster:
         """Have the control plane's thread do something."""
         self._calls.put(lambda: action(*arguments))
 
+    def lose_coordinator(self) -> None:
+        """Take the coordinator away until all members of its view have ended; call it in `on_view`."""
+        self._away = True
+
+    def on_view(self, text: str) -> None:
+        """Do nothing; tests may do something when a view has been told to the node."""
+
     def pass_rounds(self, count: int) -> None:
         """Wait while the control plane goes on."""
         with self._round:
@@ -227,15 +248,26 @@ class ThreadCluster:
 
     # ------------------------------------------------------------ the control plane
 
+    def _restart_coordinator(self) -> None:
+        self.term += 1
+        now = time.monotonic()
+        machine = co.CoordinatorMachine(self._spec.policy(), self.term, self._record, now, 0)
+        self._coordinator = machine
+
     def tell_coordinator(self, event: ce.CoordinatorEvent) -> None:
+        if self._away:
+            return  # nobody hears it
         for effect in self._coordinator.handle(event, time.monotonic()):
             match effect:
+                case ce.Persist(record):
+                    self._record = record
                 case ce.SendDirective(directive):
                     self.later(self.tell_agent, ag.DirectiveArrived(directive))
                 case ce.Announce(kind, text):
                     self.events.append((kind, text))
                     if kind == "view":
                         self.views.append(text)
+                        self.later(self.on_view, text)
                 case ce.Finish(outcome):
                     self._outcome = outcome
 
