@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import csv
 import importlib.util
 import json
 import re
@@ -28,6 +29,7 @@ LIGHTNING = [str(EXAMPLES / "lightning_module.py"), "--epochs", "3", "--samples"
 ACCELERATE = [str(SCRIPTS / "accelerated.py"), "3"]
 EARLY = "stops early"
 STREAM = "stream"
+LOGGED = "logged"
 JOBS = {
     "transformers": [*HUGGING, "--output", "OUT"],
     "llama": [*HUGGING, "--model", "llama"],
@@ -36,8 +38,10 @@ JOBS = {
     "accelerate": ACCELERATE,
     EARLY: [str(SCRIPTS / "stops_early.py"), "OUT"],
     STREAM: [str(SCRIPTS / "hugging_stream.py")],
+    LOGGED: [str(SCRIPTS / "csv_logged.py"), "OUT"],
 }
 PACKAGES = {"llama": "transformers", "gan": "lightning", EARLY: "transformers", STREAM: "datasets"}
+PACKAGES[LOGGED] = "lightning"
 
 
 def run(
@@ -73,7 +77,7 @@ def test_a_death_changes_nothing(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", [name for name in JOBS if name != EARLY])  # it is too short
+@pytest.mark.parametrize("name", [name for name in JOBS if name not in (EARLY, LOGGED)])
 def test_the_number_of_workers_deaths_and_joins_change_nothing(name: str, tmp_path: Path) -> None:
     """A worker dies and comes back; then the leader dies, whose place another takes."""
     alone, _ = run(tmp_path / "alone", name, 1)
@@ -85,6 +89,27 @@ def test_the_number_of_workers_deaths_and_joins_change_nothing(name: str, tmp_pa
     assert len(job.events("lost")) == 2
     assert not any("from step 0 again" in line for line in job.err)
     assert struck == alone
+
+
+@pytest.mark.parametrize("late", [4, pytest.param(9, marks=pytest.mark.slow)])
+def test_a_new_leader_goes_on_with_lightnings_csv_file(late: int, tmp_path: Path) -> None:
+    """Each step is in it once, and each epoch's validation, through the deaths of two leaders."""
+
+    def rows(where: Path) -> list[dict[str, str]]:
+        with (where / "out" / "csv" / "one" / "metrics.csv").open() as file:
+            return list(csv.DictReader(file))
+
+    alone, _ = run(tmp_path / "alone", LOGGED, 1)
+    faults = f"worker 0 step {late} kill\nworker 1 step 10 kill\n"
+    struck, job = run(tmp_path / "struck", LOGGED, 2, faults=faults, rejoin="8,9,11")
+    assert len(job.events("lost")) == 2
+    assert struck == alone
+    expected, found = rows(tmp_path / "alone"), rows(tmp_path / "struck")
+    steps = [row["step"] for row in expected if row["train_loss_step"]]
+    assert [row["step"] for row in found if row["train_loss_step"]] == steps
+    validated = [(row["step"], row["val_loss"]) for row in expected if row["val_loss"]]
+    assert [(row["step"], row["val_loss"]) for row in found if row["val_loss"]] == validated
+    assert (len(steps), len(validated)) == (12, 3)
 
 
 @pytest.mark.slow
@@ -149,7 +174,7 @@ def test_virtual_ranks_are_hugging_faces_gradient_accumulation(tmp_path: Path) -
 def test_a_missing_package_is_named_in_one_sentence() -> None:
     code = """
 import importlib, sys
-for name in ("transformers", "accelerate", "lightning"):
+for name in ("transformers", "accelerate", "lightning", "lightning_loggers"):
     sys.modules[name] = None
     try:
         importlib.import_module(f"holdfast.integrations.{name}")
@@ -158,11 +183,12 @@ for name in ("transformers", "accelerate", "lightning"):
 """
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
-    first, second, third = done.stdout.splitlines()
+    first, second, third, fourth = done.stdout.splitlines()
     assert first.startswith("UserError holdfast.integrations.transformers needs the package")
     assert "pip install 'holdfast[transformers]'" in first
     assert "pip install 'holdfast[accelerate]'" in second
     assert "pip install 'holdfast[lightning]'" in third
+    assert "pip install 'holdfast[lightning]'" in fourth
 
 
 def test_a_job_that_begins_at_a_step_goes_on_as_the_whole_one() -> None:

@@ -221,7 +221,7 @@ class ThreadCluster:
         self._calls.put(lambda: action(*arguments))
 
     def lose_coordinator(self) -> None:
-        """Take the coordinator away until all members of its view have ended; call it in `on_view`."""
+        """Take the coordinator away until all members of its view have ended; for `on_view`."""
         self._away = True
 
     def on_view(self, text: str) -> None:
