@@ -58,6 +58,7 @@ class CoordinatorPolicy:
     speculation: float = 0.0  # share of all tasks that may be computed again for being late
     spares: int | None = 0  # on each node; None: as many as losses make it worth
     hot_spares: bool = False  # spares are members, and hold the state
+    procs: int = 1  # of each worker
     feeds: bool = False  # workers receive the state while others train, and join when they have it
     keeps: bool = False  # checkpoints
     redundancy: Redundancy = field(default_factory=Redundancy)  # of the nodes' memory
@@ -77,6 +78,13 @@ class Workers:
         "virtual ranks that every step is divided into: the result depends on their number, never "
         "on that of the workers; auto: one for each worker that the job starts with",
         metavar="V",
+        least=1,
+    )
+    procs: int = setting(
+        1,
+        "processes that each worker consists of, which share one model (FSDP, tensor parallelism)",
+        flag="--procs-per-worker",
+        metavar="G",
         least=1,
     )
     spares: int | None = setting(
@@ -458,6 +466,7 @@ class JobSpec:
             feeds=self.nodes.join_rate > 0,
             speculation=self.stragglers.speculation_budget - self.copies,
             redundancy=self.redundancy(),
+            procs=self.workers.procs,
             restart=RestartPolicy(losses_max=self.workers.losses_max),
         )
 

@@ -37,19 +37,23 @@ POLL_S = 0.1
 class AgentLink:
     """Sends statuses at once and heartbeats in between; feeds directives to the driver."""
 
-    def __init__(self, channel: socket.socket, peer: Peer) -> None:
+    def __init__(self, channel: socket.socket, worker: WorkerId) -> None:
         self._channel = channel
-        self._peer = peer
+        self._worker = worker
         self._sealer = Sealer(None)
         self._lock = threading.Lock()
-        self._address: Address | None = None  # sent again until the address book comes
+        self._addresses: dict[Peer, Address] = {}  # sent again until the address book comes
 
     def tell(self, status: WorkerStatus) -> None:
         self._send(status)
 
-    def publish(self, view: int, address: bytes) -> None:
-        self._address = Address(view=view, peer=self._peer, address=address)
-        self._send(self._address)
+    def publish(self, view: int, address: bytes, shard: int = 0) -> None:
+        peer = Peer(self._worker, shard)
+        told = Address(view=view, peer=peer, address=address)
+        with self._lock:
+            current = {p: a for p, a in self._addresses.items() if a.view == view}
+            self._addresses = {**current, peer: told}
+        self._send(told)
 
     def start(self, driver: Driver) -> None:
         args = (driver,)
@@ -66,8 +70,8 @@ class AgentLink:
             if time.monotonic() >= beat_at:
                 beat_at = time.monotonic() + HEARTBEAT_S
                 self._send(driver.status())
-                if self._address is not None:
-                    self._send(self._address)
+                for told in self._addresses.values():
+                    self._send(told)
             driver.tick()
             if not select.select([self._channel], [], [], POLL_S)[0]:
                 continue
@@ -86,8 +90,9 @@ class AgentLink:
     def _receive(self, driver: Driver, payload: bytes) -> None:
         message: WorkerDirective | AddressBook = decode(payload, WorkerDirective, AddressBook)
         if isinstance(message, AddressBook):
-            if self._address is not None and self._address.view == message.view:
-                self._address = None
+            if any(told.view == message.view for told in self._addresses.values()):
+                with self._lock:
+                    self._addresses = {}
                 driver.learn_addresses(message.view, dict(message.addresses))
         else:
             driver.post(Directed(message))

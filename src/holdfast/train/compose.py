@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,10 @@ from holdfast.train.repeated_tasks import RepeatedTasks
 from holdfast.train.script_guard import ScriptGuard
 from holdfast.train.script_state import PROTECTED_AS, ScriptState
 from holdfast.train.script_thread import ScriptThread, TaskRunner
+from holdfast.train.shards.channel import Meeting, ShardChannel
+from holdfast.train.shards.following import FollowingLink, FollowingMachine
+from holdfast.train.shards.inner_group import InnerGroup, find_store, open_store
+from holdfast.train.shards.leading import LeadingShard
 from holdfast.train.state_copies import StateCopies
 from holdfast.train.step.bringing_up import BringingUp
 from holdfast.train.step.buckets import Gradients
@@ -73,7 +77,8 @@ class Control:
     environment: WorkerEnvironment
     seed: int
     driver: Driver
-    link: AgentLink | SoloLink | Link
+    link: AgentLink | SoloLink | FollowingLink | Link
+    inner: InnerGroup | None = None  # of the worker's processes, if there are several
     make_transport: Callable[[], Transport] | None = None  # None: gloo, or NCCL between GPUs
 
 
@@ -104,17 +109,38 @@ def step_policy(spec: JobSpec, seed: int, *, writes: bool) -> StepPolicy:
 def compose_control(environment: WorkerEnvironment, seed: int, fd: int | None) -> Control:
     """Connect to the agent, if there is one (`fd`), and answer it from now on."""
     me = environment
-    link: AgentLink | SoloLink
-    if fd is None:
-        link = SoloLink(me.worker, me.spec.virtual_ranks)
-    else:
-        link = AgentLink(socket.socket(fileno=fd), Peer(me.worker))
+    channels = [ShardChannel(socket.socket(fileno=each)) for each in me.shard_fds]
+    if me.shard:
+        return _compose_following(me, seed, channels[0])
     policy = step_policy(me.spec, seed, writes=me.orders_fd is not None)
     machine = WorkerMachine(me.worker, me.incarnation, policy)
+    if fd is None:
+        solo = SoloLink(me.worker, me.spec.virtual_ranks)
+        driver = Driver(machine, solo, Monitor())
+        return Control(environment=me, seed=seed, driver=driver, link=solo)
+    link = AgentLink(socket.socket(fileno=fd), me.worker)
+    leading = LeadingShard(me.worker, channels, link) if channels else None
+    driver = Driver(machine, link, Monitor(), leading)
+    link.start(driver)
+    inner = None
+    if leading is not None:
+        store = open_store()
+        for channel in channels:
+            channel.send(Meeting(store.port))
+        inner = InnerGroup(0, len(channels) + 1, store)
+        leading.start(driver)
+    return Control(environment=me, seed=seed, driver=driver, link=link, inner=inner)
+
+
+def _compose_following(me: WorkerEnvironment, seed: int, channel: ShardChannel) -> Control:
+    """Connect to the worker's process of shard 0, in which its machine is."""
+    store = find_store(channel.first(Meeting).port)
+    inner = InnerGroup(me.shard, me.spec.workers.procs, store)
+    machine = FollowingMachine(me.worker, me.incarnation, channel)
+    link = FollowingLink(channel, machine, me.shard)
     driver = Driver(machine, link, Monitor())
-    if isinstance(link, AgentLink):
-        link.start(driver)
-    return Control(environment=me, seed=seed, driver=driver, link=link)
+    link.start(driver)
+    return Control(environment=me, seed=seed, driver=driver, link=link, inner=inner)
 
 
 def compose_guard(
@@ -122,7 +148,7 @@ def compose_guard(
 ) -> ScriptGuard:
     """Put together what looks after the promise in the script of a worker."""
     driver, spec = control.driver, control.environment.spec
-    owns_process = isinstance(control.link, AgentLink | SoloLink)
+    owns_process = isinstance(control.link, AgentLink | SoloLink | FollowingLink)
     silent = spec.silent_errors
     modules = [(n, o) for n, o in protected.items() if isinstance(o, torch.nn.Module)]
 
@@ -152,10 +178,11 @@ def compose_guard(
 
 
 def _check_torch(
-    modules: list[tuple[str, torch.nn.Module]], *, on_gpu: bool, driver: Driver
+    modules: list[tuple[str, torch.nn.Module]], *, on_gpu: bool, control: Control
 ) -> None:
     """Look for settings of torch that break the promise. UserError."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if initialized and control.inner is None:
         raise UserError(
             "torch.distributed is initialised, and its groups end with the first worker that is "
             "lost: leave out init_process_group(), as Holdfast exchanges gradients itself"
@@ -168,7 +195,8 @@ def _check_torch(
             )
     if on_gpu and torch.backends.cudnn.benchmark:
         text = "torch.backends.cudnn.benchmark is on: each worker chooses kernels by its own timing"
-        driver.post(EventNoted("script", f"{text}, and bits may differ; set it to False"))
+        text = f"{text}, and bits may differ; set it to False"
+        control.driver.post(EventNoted("script", text))
 
 
 def _saver(
@@ -217,7 +245,7 @@ def compose_worker(
     if me.worker == 0 and (text := advice(dict(modules))):
         driver.post(EventNoted("compiled", text))
     devices = [p.device for _, p in trained if p.is_cuda]
-    _check_torch(modules, on_gpu=bool(devices), driver=driver)
+    _check_torch(modules, on_gpu=bool(devices), control=control)
     for each in protected.values():
         if isinstance(each, torch.amp.GradScaler) and each.is_enabled() and each._scale is None:
             # By itself it waits for its first loss, which may come to none of this worker's tasks.
@@ -233,7 +261,8 @@ def compose_worker(
     guard = compose_guard(control, protected, progress)
     attributes, fingerprints, loaded = guard.attributes, guard.prints, guard.loaded
     data = StepData(gradients, table, Buffers(modules), clock, digest, attributes)
-    recorder = LedgerRecorder(me, control.seed, driver)
+    # The process of shard 0 writes the worker's ledger.
+    recorder = LedgerRecorder(replace(me, run_dir=None) if me.shard else me, control.seed, driver)
     store = Checkpoints(open_storage(where, say), say) if where else None
     missed = MissedSteps(data)
     restorer = None if store is None else Restorer(store, loaded)
@@ -252,7 +281,7 @@ def compose_worker(
         return fingerprints.of_all(data.buffers.start)
 
     exchange = Exchange(
-        me=Peer(me.worker),
+        me=Peer(me.worker, me.shard),
         make_transport=control.make_transport or make_transport,
         whole_print=whole_print,
         describe=lambda: guard.comparison.describe(data.buffers.start),
@@ -262,14 +291,14 @@ def compose_worker(
     engine = Engine(driver, control.link, data, filled, bringing_up, exchange)
     driver.serve(StepHands(data, engine, bringing_up, recorder, feeder, receiver, protector))
     saver = _saver(control, protected, data.buffers, whole_print)
-    runner = TaskRunner(driver, data, keeps_all_buffers=backs_up)
+    runner = TaskRunner(driver, data, backs_up, control.inner)
     engine.start()
     if isinstance(control.link, SoloLink):
         control.link.start(driver)
     copies = StateCopies(driver, saver, feeder, protector)
     script = ScriptThread(driver, data, runner, guard, copies, recorder, progress)
     large = sum(p.nbytes for _, p in trained) > spec.nodes.join_pause * 1e6
-    if rate and large and not isinstance(control.link, SoloLink):
+    if rate and large and isinstance(control.link, AgentLink) and control.inner is None:
         driver.post(Reachable(receiver.listen(me.host)))
     OptimizerWatch(protected, lambda: script.is_open).start()
     return script

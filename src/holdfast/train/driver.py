@@ -12,13 +12,13 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from holdfast.core.errors import Aborted, WorldError
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
-from holdfast.core.step.worker import WorkerMachine
+from holdfast.core.step.speculation import Lateness
 from holdfast.core.types import Peer, Tick, View, WorkerStatus
 from holdfast.train.monitor import Monitor
 
@@ -52,6 +52,42 @@ class ViewGroup(Protocol):
     def lost(self) -> Sequence[int]: ...
 
 
+class Machine(Protocol):
+    """Decides: a WorkerMachine, or what stands for one that is in another process."""
+
+    lateness: Lateness
+
+    @property
+    def view(self) -> View | None: ...
+
+    @property
+    def pending(self) -> bool: ...
+
+    def handle(self, event: ev.WorkerEvent, now: float) -> Sequence[ef.WorkerEffect]: ...
+
+    def snapshot(self) -> WorkerStatus: ...
+
+    def leads(self, now: float) -> bool: ...
+
+    def deadline(self) -> float | None: ...
+
+
+class Shards(Protocol):
+    """Offers the other processes of this worker. Called with the monitor held."""
+
+    def hear(self, shard: int, event: ev.WorkerEvent) -> Sequence[ev.WorkerEvent]:
+        """Returns what the machine is to be told, now that the process of `shard` has done this."""
+        ...
+
+    def order(self, effect: ef.WorkerEffect, status: WorkerStatus) -> None:
+        """Have all of them carry out what the machine has decided, if that is for them."""
+        ...
+
+    def meet(self, view: int, addresses: Mapping[Peer, bytes]) -> None:
+        """Tell them where the members of a view can be reached."""
+        ...
+
+
 class Hands(Protocol):
     """Carries out effects that concern gradients, at once and with the monitor held."""
 
@@ -63,13 +99,16 @@ class Hands(Protocol):
 class Driver:
     """Drives a worker machine, as the module describes. Public attributes need the monitor held."""
 
-    def __init__(self, machine: WorkerMachine, link: Link, monitor: Monitor) -> None:
+    def __init__(
+        self, machine: Machine, link: Link, monitor: Monitor, shards: Shards | None = None
+    ) -> None:
         self.monitor = monitor
         self.aborted = 0  # views up to this number must not be used
         self.failure: BaseException | None = None
         self.books: dict[int, dict[Peer, bytes]] = {}
         self._machine = machine
         self._link = link
+        self._shards = shards
         self._hands: Hands | None = None
         self._script: deque[ScriptOrder] = deque()
         self._engine: deque[EngineOrder] = deque()
@@ -90,10 +129,13 @@ class Driver:
 
     # ------------------------------------------------------------ events
 
-    def post(self, event: ev.WorkerEvent) -> None:
-        """Feed one event to the machine and carry out what it decides."""
+    def post(self, event: ev.WorkerEvent, shard: int = 0) -> None:
+        """Feed one event to the machine and carry out what it decides.
+
+        `shard`: of which of the worker's processes it tells.
+        """
         with self.monitor:
-            self._events.append(event)
+            self._events.extend(self._heard(event, shard))
             if self._posting:
                 return
             self._posting = True
@@ -105,6 +147,16 @@ class Driver:
                 self._posting = False
             if self._script_waits and self._machine.deadline() != self._script_until:
                 self.monitor.notify_all()
+
+    def obey(self, effect: ef.WorkerEffect) -> None:
+        """Carry out what the machine in another process of this worker has decided."""
+        with self.monitor:
+            self._carry_out(effect)
+            while self._events:
+                self._machine.handle(self._events.popleft(), time.monotonic())
+
+    def _heard(self, event: ev.WorkerEvent, shard: int = 0) -> Sequence[ev.WorkerEvent]:
+        return (event,) if self._shards is None else self._shards.hear(shard, event)
 
     def tick(self) -> None:
         """Look whether the right to act ended or a link is lost; called several times a second."""
@@ -167,7 +219,10 @@ class Driver:
                 if self.failure is not None:
                     raise self.failure
                 self._wait()
-            return self._script.popleft()
+            order = self._script.popleft()
+            if self._shards is not None:
+                self._shards.order(order, self._machine.snapshot())
+            return order
 
     def next_for_engine(self) -> EngineOrder:
         """Wait for what the engine is to do next."""
@@ -216,11 +271,15 @@ class Driver:
         """Take in where the members of a view can be reached, as the agent tells."""
         with self.monitor:
             self.books = {view: addresses}
+            if self._shards is not None:
+                self._shards.meet(view, addresses)
             self.monitor.notify_all()
 
     # ------------------------------------------------------------ effects
 
     def _carry_out(self, effect: ef.WorkerEffect) -> None:
+        if self._shards is not None and not isinstance(effect, _SCRIPT):  # those once they begin
+            self._shards.order(effect, self._machine.snapshot())
         if isinstance(effect, _SCRIPT):
             if isinstance(effect, ef.Commit):  # what has not begun is not computed any more
                 kept = [each for each in self._script if not isinstance(each, ef.Compute)]
@@ -256,7 +315,8 @@ class Driver:
             case _:
                 try:
                     if self._hands is not None:
-                        self._events.extend(self._hands.carry_out(effect))
+                        for event in self._hands.carry_out(effect):
+                            self._events.extend(self._heard(event))
                 except Exception as error:  # noqa: BLE001 - the script raises it, from its thread
                     self.fail(error)
 

@@ -43,6 +43,8 @@ class WorkerEnvironment:
     host: str = "127.0.0.1"
     orders_fd: int | None = None  # to the node's checkpoint writer
     memory_fd: int | None = None  # of the file for pieces of the state
+    shard: int = 0  # which of the worker's processes this is
+    shard_fds: tuple[int, ...] = ()  # to the other ones, from shard 0; else to that one
     peer_key: bytes = field(default=b"", repr=False)  # proves to other workers whose we are
 
     @classmethod
@@ -71,6 +73,8 @@ class WorkerEnvironment:
             host=environ.get("HOLDFAST_HOST", "127.0.0.1"),
             orders_fd=_descriptor(environ, "HOLDFAST_ORDERS_FD"),
             memory_fd=_descriptor(environ, "HOLDFAST_MEMORY_FD"),
+            shard=_number(environ, "HOLDFAST_SHARD", 0),
+            shard_fds=tuple(int(each) for each in environ.get("HOLDFAST_SHARD_FDS", "").split()),
             peer_key=peer_key,
         )
 
@@ -105,10 +109,10 @@ def take_channel(environment: WorkerEnvironment) -> int | None:
     Nor the way to the checkpoint writer, nor the memory for pieces, nor the peer key: `environment`
     holds them by now.
     """
-    for name in ("HOLDFAST_FD", "HOLDFAST_ORDERS_FD", "HOLDFAST_MEMORY_FD", "HOLDFAST_PEER_KEY"):
-        os.environ.pop(name, None)
+    for name in ("FD", "ORDERS_FD", "MEMORY_FD", "SHARD_FDS", "PEER_KEY"):
+        os.environ.pop(f"HOLDFAST_{name}", None)
     me = environment
-    for descriptor in (me.channel_fd, me.orders_fd, me.memory_fd):
+    for descriptor in (me.channel_fd, me.orders_fd, me.memory_fd, *me.shard_fds):
         if descriptor is not None:
             os.set_inheritable(descriptor, False)
     return environment.channel_fd

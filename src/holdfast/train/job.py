@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
+from torch.distributed import HashStore
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 from holdfast.core.errors import UserError
@@ -34,6 +37,7 @@ from holdfast.train.host_memory import keep_freed_memory
 from holdfast.train.job_step import Step
 from holdfast.train.script_state import PROTECTED_AS, ScriptState, Values, plain
 from holdfast.train.script_thread import ScriptThread
+from holdfast.train.shards.inner_group import InnerGroup
 from holdfast.train.step.values import PROPOSAL
 
 __all__ = ["Batches", "Job", "Step", "Stream", "Task", "join"]
@@ -98,7 +102,7 @@ class Job:
 
     @property
     def is_leader(self) -> bool:
-        """True on exactly one live worker of the present view."""
+        """True in exactly one live process of the present view."""
         return self._driver.leads
 
     @property
@@ -118,6 +122,18 @@ class Job:
     def stopped(self) -> bool:
         """Tell whether a worker's script has called `stop`, and loops end early."""
         return self._progress.stopped
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """Return the mesh of this worker's processes: one dimension, "shard", of size G.
+
+        G is what `--procs-per-worker` says, 1 without it. Give it to `fully_shard`, or to
+        `parallelize_module`; the gradients of each shard are summed over all workers.
+        """
+        if self._control.inner is None:
+            self._control = replace(self._control, inner=InnerGroup(0, 1, HashStore()))
+        assert self._control.inner is not None
+        return self._control.inner.mesh
 
     # ------------------------------------------------------------ before the steps
 

@@ -128,7 +128,7 @@ class Step:
         if earlier is not None:
             runs = [_mark(batch_print, finished, finished.bits), earlier]
             named = f"the task of virtual rank {task.vrank} in step {self.index}"
-            while not repeats.decides(runs, named):
+            while runner.any(not repeats.decides(runs, named)):
                 runs.append((yield from self._repeat(task, len(runs))))
         runner.report(task, finished)
 

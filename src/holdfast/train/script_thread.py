@@ -7,7 +7,7 @@ that follow each other with no boundary between them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -27,6 +27,7 @@ from holdfast.train.driver import Driver
 from holdfast.train.ledger_recorder import LedgerRecorder
 from holdfast.train.script_guard import ScriptGuard
 from holdfast.train.script_state import ScriptState
+from holdfast.train.shards.inner_group import InnerGroup
 from holdfast.train.state_copies import StateCopies
 from holdfast.train.step.probe import current
 from holdfast.train.step.speculative import FinishedTask
@@ -39,7 +40,14 @@ TOLD_CHARS_MAX = 1000  # of an agreed value, in the ledger
 class TaskRunner:
     """Begins and ends tasks: gradients, buffers and clocks around the script's own computing."""
 
-    def __init__(self, driver: Driver, data: StepData, keeps_all_buffers: bool) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        data: StepData,
+        keeps_all_buffers: bool,
+        inner: InnerGroup | None = None,
+    ) -> None:
+        self.inner = inner  # the other processes of this worker
         self._driver = driver
         self._data = data
         self._keeps_all = keeps_all_buffers  # virtual rank 0 may be dropped
@@ -97,6 +105,26 @@ class TaskRunner:
                 data.speculative.keep(vrank, finished)
             digest = finished.gradient if task.digest else None
             driver.post(ev.TaskDone(task.step, vrank, task.purpose, finished.count, digest))
+
+    def means(
+        self, weights: Sequence[float], losses: Sequence[float]
+    ) -> tuple[list[float], list[float]]:
+        """Return both as the worker has them: the means over its processes."""
+        if self.inner is None:
+            return list(weights), list(losses)
+        found = self.inner.means([*weights, *losses])
+        return found[: len(weights)], found[len(weights) :]
+
+    def any(self, flag: bool) -> bool:
+        """Tell whether any process of this worker says so."""
+        return flag if self.inner is None else self.inner.any(flag)
+
+    def of_first(self, told: Mapping[int, bytes]) -> dict[int, bytes]:
+        """Return what the process of shard 0 was told."""
+        if self.inner is None:
+            return dict(told)
+        data = self.inner.of_first(msgspec.msgpack.encode(dict(told)))
+        return msgspec.msgpack.decode(data, type=dict[int, bytes])
 
     def begin_values(self) -> None:
         """Note that a task of a step that exchanges values begins: from the step's buffers."""
@@ -233,6 +261,7 @@ class ScriptThread:
             if self._first < self._loop:  # lines between loops may have changed what was received
                 self.guard.loaded.load_again()
         driver = self._driver
+        self.progress.trained.scatter()
         driver.post(ev.AtBoundary())
         while not isinstance(order := driver.next_for_script(), ef.Begin):
             if isinstance(order, ef.SaveShare | ef.StageState | ef.ProtectState):
@@ -338,9 +367,9 @@ class ScriptThread:
             self._marks = counts, table.digests()
             told = self._loop_data.check(index, *self._marks)
         scale = samples / counted  # 1 unless something was dropped
-        every = table.weights()
+        every, means = self.runner.means(table.weights(), table.losses())
         weights = [weight for weight, count in zip(every, counts, strict=True) if count]
-        losses = {(v, 1): loss for v, loss in enumerate(table.losses())}
+        losses = {(v, 1): loss for v, loss in enumerate(means)}
         if all(weight >= 0 for weight in weights):
             divisor = self._total({(v, 1): max(w, 0.0) for v, w in enumerate(every)})
             if not divisor > 0:
@@ -370,8 +399,9 @@ class ScriptThread:
         data = self._data
         self._copies.before_update()
         data.buffers.restore()
-        self._record(Uses.NO_SAMPLES, 0.0, 0, agreed(data.values.told.get(PROPOSAL)))
-        return dict(data.values.told)
+        told = self.runner.of_first(data.values.told)
+        self._record(Uses.NO_SAMPLES, 0.0, 0, agreed(told.get(PROPOSAL)))
+        return told
 
     def modules_named(self, names: Collection[str]) -> Collection[str]:
         """Return these names; UserError for one under which no module with parameters is."""
@@ -402,7 +432,7 @@ class ScriptThread:
             raise UserError(over_budget(bad, total, quarantine.most))
 
     def _record(self, uses: Uses, loss: float, dropped: int, told: str = "") -> None:
-        self.progress.stopped |= self._data.table.stops
+        self.progress.stopped |= self.runner.any(self._data.table.stops)
         place = Place(self._at - 1, self.progress.steps, uses, told)
         self._recorder.commit(place, self._data.reduced_in, self._data.table, loss, dropped)
 

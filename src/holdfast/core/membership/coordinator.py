@@ -474,7 +474,7 @@ class CoordinatorMachine:
         for lag in self._view.suspended if self._view is not None else ():
             if lag not in proposal.catching_up and self._roster.wants(lag.worker, lag.incarnation):
                 self._roster.order_anew(lag.worker)  # what it has missed is not kept any longer
-        view = make_view(proposal, number, self._view, self._roster)
+        view = make_view(proposal, number, self._view, self._roster, self._policy.procs)
         view = self._protection.protect(view, self._view, self._roster)
         self._view = dataclasses.replace(view, invalidations=self._durable.invalidations)
         self._views_used = number

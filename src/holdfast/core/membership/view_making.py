@@ -95,14 +95,22 @@ def initial_view(
     )
 
 
-def make_view(proposal: Proposal, number: ViewNumber, old: View | None, roster: Roster) -> View:
-    """Make a view; a leader that survives stays, to finish what it alone has begun."""
+def make_view(
+    proposal: Proposal, number: ViewNumber, old: View | None, roster: Roster, procs: int = 1
+) -> View:
+    """Make a view; a leader that survives stays, to finish what it alone has begun.
+
+    `procs`: processes of each worker.
+    """
     workers, joiners = proposal.workers, frozenset(proposal.joiners)
     eligible = [w for w in workers if w not in joiners] or workers
     slots = [(w, roster.slots[w]) for w in workers]
     return View(
         number=number,
-        members=tuple(Member(worker=w, incarnation=p.incarnation, agent=p.agent) for w, p in slots),
+        members=tuple(
+            Member(worker=w, incarnation=p.incarnation, agent=p.agent, shards=procs)
+            for w, p in slots
+        ),
         owners=proposal.owners,
         resume_step=proposal.resume_step,
         leader=old.leader if old is not None and old.leader in eligible else eligible[0],

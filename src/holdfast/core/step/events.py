@@ -9,7 +9,7 @@ from holdfast.core.step.link_detector import NO_WAIT, Wait
 from holdfast.core.types import Tick, ViewNumber, WorkerDirective, WorkerId
 
 Digest = int | tuple[float, ...]  # of a task's gradient: 63 bits, or a sketch where bits vary
-Row = tuple[float, ...]  # what one member says in a gather: whole numbers, or sketches
+Row = tuple[int | float, ...]  # what one member says in a gather: whole numbers, or sketches
 FINITE, RIGHTLY, NOBODYS, CONTRADICTED, SOMEBODYS = 0, 1, 2, 3, 4
 
 

@@ -23,15 +23,22 @@ import numpy as np
 
 from holdfast.core.errors import HoldfastError
 from holdfast.health.measure.lifetime import die_with_parent
+from holdfast.runtime.node.shard_processes import fork_shards
 
 MODULE = "holdfast.runtime.node.bootstrap"
 
 
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0, the script's own, or 1 after an exception."""
-    failure_fd = attach()
+    failure_fd, others = attach(), None
     become(argv)
-    return run_told(lambda: _run(argv[0]), failure_fd)
+    procs = int(os.environ.pop("HOLDFAST_PROCS", "1"))
+    if procs > 1:
+        others, failure_fd = fork_shards(procs, failure_fd)
+    code = run_told(lambda: _run(argv[0]), failure_fd)
+    if others is not None and code == 0:
+        others.wait()
+    return code
 
 
 def attach() -> int:

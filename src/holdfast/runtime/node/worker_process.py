@@ -89,6 +89,7 @@ class WorkerTemplate:
             "HOLDFAST_ROLE": role.value,
             "HOLDFAST_RUN_DIR": str(self.run_dir.path.resolve()),
             "HOLDFAST_HOST": self.host,
+            "HOLDFAST_PROCS": str(self.spec.workers.procs),
             "HOLDFAST_ORDERS_FD": str(-1 if self.orders_fd is None else self.orders_fd),
             "HOLDFAST_PEER_KEY": secret.derive_peer_key(self.run_dir.secret()).hex(),
         }

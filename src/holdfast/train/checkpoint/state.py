@@ -17,6 +17,13 @@ import torch
 import xxhash
 
 from holdfast.core.errors import StateMismatch, UserError, WireError, first_line
+from holdfast.train.local_tensors import (
+    distributed,
+    is_distributed,
+    local_of,
+    meshes_of,
+    placement_of,
+)
 
 Meta = tuple[str, tuple[int, ...]]  # dtype name, shape
 
@@ -53,10 +60,16 @@ def metas(skeleton: bytes) -> list[Meta]:
     return found
 
 
-def restore(skeleton: bytes, tensors: list[torch.Tensor]) -> Any:
-    """Reverse `flatten`. WireError if the skeleton is malformed, or the tensors are not its own."""
+def restore(
+    skeleton: bytes, tensors: list[torch.Tensor], meshes: Mapping[str, Any] | None = None
+) -> Any:
+    """Reverse `flatten`. WireError if the skeleton is malformed, or the tensors are not its own.
+
+    `meshes`: over which tensors are distributed here, by local_tensors.name_of_mesh; without them
+    each process's part of such a tensor stands for it.
+    """
     supply = list(reversed(tensors))
-    found = _decode(_parse(skeleton), lambda meta: supply.pop())
+    found = _decode(_parse(skeleton), lambda meta: supply.pop(), meshes)
     if supply:
         raise WireError(f"a state skeleton names {len(supply)} tensors fewer than there are")
     return found
@@ -95,7 +108,7 @@ def capture_named(protected: Mapping[str, Any]) -> tuple[bytes, list[str], list[
 
 def apply(protected: Mapping[str, Any], skeleton: bytes, tensors: list[torch.Tensor]) -> None:
     """Load a captured state into the protected objects; StateMismatch says what does not fit."""
-    state = restore(skeleton, tensors)
+    state = restore(skeleton, tensors, meshes_of(protected.values()))
     if list(state) != list(protected):
         raise StateMismatch(
             f"this script protects {list(protected)} but the job protects {list(state)}: "
@@ -157,6 +170,9 @@ def _encode(value: object, tensors: list[tuple[str, torch.Tensor]], path: str) -
         named = {"indices": value._indices(), "values": value._values()}
         parts = [_encode(part, tensors, f"{path}.{name}") for name, part in named.items()]
         return ["c", list(value.shape), value.is_coalesced(), *parts]
+    if isinstance(value, torch.Tensor) and is_distributed(value):
+        shard = _encode(local_of(value), tensors, path)
+        return ["p", list(value.shape), list(value.stride()), placement_of(value), shard]
     if isinstance(value, torch.Tensor) and value.layout == torch.strided:
         tensors.append((path, value))
         return ["t", str(value.dtype).removeprefix("torch."), list(value.shape)]
@@ -199,7 +215,9 @@ def _parse(skeleton: bytes) -> Any:
         raise WireError(f"a state skeleton cannot be read: {error}") from None
 
 
-def _decode(node: Any, tensor: Callable[[Meta], Any]) -> Any:
+def _decode(
+    node: Any, tensor: Callable[[Meta], Any], meshes: Mapping[str, Any] | None = None
+) -> Any:
     try:
         match node[0]:
             case "v":
@@ -213,6 +231,11 @@ def _decode(node: Any, tensor: Callable[[Meta], Any]) -> Any:
             case "c":
                 parts = [_decode(part, tensor) for part in node[3:]]
                 return None if parts[0] is None else _sparse(parts, node[1], node[2])
+            case "p":
+                part = _decode(node[4], tensor)
+                if part is None or meshes is None:
+                    return part
+                return distributed(part, tuple(node[1]), tuple(node[2]), node[3], meshes)
             case "n":
                 found = tensor((str(node[1]), tuple(node[2])))
                 return found.numpy() if isinstance(found, torch.Tensor) else found
@@ -223,10 +246,10 @@ def _decode(node: Any, tensor: Callable[[Meta], Any]) -> Any:
             case "D":
                 return torch.device(str(node[1]))
             case "m":
-                pairs = [(_decode(k, tensor), _decode(v, tensor)) for k, v in node[2]]
+                pairs = [(_decode(k, tensor), _decode(v, tensor, meshes)) for k, v in node[2]]
                 return _DICTS[node[1]](pairs)
             case "s":
-                return _SEQUENCES[node[1]]([_decode(v, tensor) for v in node[2]])
+                return _SEQUENCES[node[1]]([_decode(v, tensor, meshes) for v in node[2]])
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise WireError(f"a state skeleton is malformed: {error!r}") from None
     raise WireError(f"a state skeleton has an unknown part {node[0]!r}")

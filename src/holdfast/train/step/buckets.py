@@ -18,6 +18,7 @@ import xxhash
 from holdfast.core import tree
 from holdfast.core.errors import UserError
 from holdfast.core.step.events import Purpose
+from holdfast.train.local_tensors import local_gradient, local_of, placed_as
 from holdfast.train.monitor import Monitor
 from holdfast.train.step.probe import current
 from holdfast.train.step.row_table import Rows, RowTable
@@ -41,14 +42,15 @@ _TWICE = (
 
 
 class Flat:
-    """Holds one flat buffer with a view of it for every parameter of the bucket."""
+    """Holds one flat buffer with a view of it for what is here of each parameter of the bucket."""
 
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
-        total = sum(p.numel() for p in params)
-        self.data = torch.zeros(total, dtype=params[0].dtype, device=params[0].device)
+        held = [local_of(p) for p in params]
+        total = sum(p.numel() for p in held)
+        self.data = torch.zeros(total, dtype=held[0].dtype, device=held[0].device)
         self.views: list[torch.Tensor] = []
         start = 0
-        for p in params:
+        for p in held:
             self.views.append(self.data[start : start + p.numel()].view(p.shape))
             start += p.numel()
 
@@ -85,12 +87,13 @@ class Bucket:
     def leaf(self) -> Flat:
         """Move the gradients now in `.grad` to a flat buffer; a missing one counts as 0."""
         leaf = self._spare.pop() if self._spare else Flat(self.params)
-        grads = [p.grad for p in self.params if p.grad is not None]
+        every = [local_gradient(p) for p in self.params]
+        grads = [grad for grad in every if grad is not None]
         if len(grads) == len(self.params):
             torch._foreach_copy_(leaf.views, grads)
         else:
-            for view, p in zip(leaf.views, self.params, strict=True):
-                view.zero_() if p.grad is None else view.copy_(p.grad)
+            for view, grad in zip(leaf.views, every, strict=True):
+                view.zero_() if grad is None else view.copy_(grad)
         for p in self.params:
             p.grad = None
         return leaf
@@ -293,7 +296,7 @@ class Gradients:
                 bucket.result.data.div_(weight)
             whole = zip(bucket.params, bucket.result.views, bucket.places, strict=True)
             for param, view, place in whole:
-                param.grad = view if flags[place] else None
+                param.grad = placed_as(param, view) if flags[place] else None
         for table in self.tables:
             table.param.grad = None
         for table in self.active_tables:
@@ -410,5 +413,5 @@ def _plan(
             group, room = [], BUCKET_BYTES if groups else FIRST_BUCKET_BYTES
             groups.append(group)
         group.append(param)
-        filling[key] = group, room - param.numel() * param.element_size()
+        filling[key] = group, room - local_of(param).nbytes
     return groups

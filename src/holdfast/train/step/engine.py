@@ -294,7 +294,7 @@ class Engine(threading.Thread):
             self._explain(at, order.step, at.view.workers)
         with self._driver.monitor:
             unlike = data.speculative.contradicted(sums, data.values.told)
-            leads = at.view.leader == self._exchange.me.worker
+            leads = at.view.leader == self._exchange.me.worker and not self._exchange.me.shard
             data.became_reduced(order.view, leads=leads)
         return ev.Summed(
             view=order.view,

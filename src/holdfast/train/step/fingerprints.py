@@ -13,6 +13,7 @@ import torch
 import xxhash
 
 from holdfast.train.checkpoint.state import as_bytes
+from holdfast.train.local_tensors import local_of
 
 CHUNK = 1 << 16  # elements of a tensor that are never parted
 _NUMPY_HAS = (torch.float32, torch.float64, torch.float16, torch.int64)
@@ -89,9 +90,10 @@ class Fingerprints:
         digest = xxhash.xxh3_64()
         sums: list[torch.Tensor] = []
         for tensor, start, stop in chunks:
-            for each in (tensor, *self._kept_of(tensor)):
+            held = local_of(tensor)
+            for each in (held, *map(local_of, self._kept_of(tensor))):
                 numel = each.numel()
-                alike = numel == tensor.numel()
+                alike = numel == held.numel()
                 if not alike and start > 0:
                     continue
                 part = each.detach()
@@ -120,8 +122,9 @@ class Fingerprints:
 
 def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[Chunk]:
     for tensor in tensors:
-        for start in range(0, tensor.numel(), CHUNK):
-            yield tensor, start, min(start + CHUNK, tensor.numel())
+        numel = local_of(tensor).numel()
+        for start in range(0, numel, CHUNK):
+            yield tensor, start, min(start + CHUNK, numel)
 
 
 def _sum_of_bits(flat: torch.Tensor) -> torch.Tensor:

@@ -30,6 +30,7 @@ class TrainedParameters:
     def __init__(self) -> None:
         self._modules: Mapping[str, nn.Module] = {}
         self._seen: dict[str, _Content] = {}
+        self._gathers: list[Any] = []  # modules that hold whole parameters while they compute
         self._planned: list[str] = []  # names of those whose gradients are summed
         self._taken = False  # they have come with the job's state
 
@@ -40,6 +41,8 @@ class TrainedParameters:
         """
         averages = torch.optim.swa_utils.AveragedModel
         self._modules = {n: m for n, m in modules.items() if not isinstance(m, averages)}
+        every = [each for module in self._modules.values() for each in module.modules()]
+        self._gathers = [each for each in every if hasattr(each, "set_requires_gradient_sync")]
         self._see(self._modules)
         return self._plan()
 
@@ -53,6 +56,7 @@ class TrainedParameters:
 
         What a round does not name may be frozen in it for a while: that is no change.
         """
+        self.scatter()
         if self._see(self._modules if of is None else of):
             self._see(self._modules)
             return self._plan()
@@ -60,6 +64,11 @@ class TrainedParameters:
             self._taken, every = False, dict(self._every())
             return [(name, every[name]) for name in self._planned if name in every]
         return None
+
+    def scatter(self) -> None:
+        """Let go of whole parameters that modules of FSDP still hold after a forward pass."""
+        for each in self._gathers:
+            each.reshard()
 
     def by_row(self) -> list[torch.Tensor]:
         """Return those whose gradients are sparse."""

@@ -1,0 +1,137 @@
+"""Lets a worker of several processes be one member: one machine decides for all of them. Pure.
+
+Each process holds a shard of the model, and exchanges it with the same shards of other workers.
+The machine runs in the process of shard 0. All processes carry out what it decides, and what they
+have done becomes one event once all of them have done it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections import deque
+from collections.abc import Hashable, Sequence
+
+from holdfast.core.errors import require
+from holdfast.core.step import effects as ef
+from holdfast.core.step import events as ev
+from holdfast.core.types import Tick, WorkerId
+
+# Whoever notices it first is heard at once; it may be told again by others.
+_AT_ONCE = (
+    *(ev.GroupBroken, ev.LinkLost, ev.Loading, ev.EventNoted),
+    *(ev.Unreadable, ev.StoreSilent, ev.RecallFailed, ev.Directed, Tick, ev.StillAwaited),
+)
+# What one process does for all of them.
+_ALONE = (ef.Tell, ef.NoteDoubt, ef.Withdraw, ef.LookWhoIsLate, ef.GiveUp, ef.Exit)
+
+
+def is_shared(effect: ef.WorkerEffect) -> bool:
+    """Tell whether all processes of a worker carry out an effect, each for its own shard."""
+    return not isinstance(effect, _ALONE)
+
+
+class ShardEvents:
+    """Gathers the events of a worker's `count` processes into those of the worker."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._heard: dict[Hashable, list[deque[ev.WorkerEvent]]] = {}
+        self._noted: set[ev.EventNoted] = set()
+
+    def hear(self, shard: int, event: ev.WorkerEvent) -> list[ev.WorkerEvent]:
+        """Return what the machine is to be told, now that a process has done this."""
+        if isinstance(event, ev.EventNoted):
+            said, self._noted = event in self._noted, self._noted | {event}
+            return [] if said else [event]
+        if isinstance(event, _AT_ONCE):
+            return [event]
+        key = _key(event)
+        queues = self._heard.setdefault(key, [deque() for _ in range(self._count)])
+        queues[shard].append(event)
+        if not all(queues):
+            return []
+        found = [queue.popleft() for queue in queues]
+        if not any(queues):
+            del self._heard[key]
+        return [_joined(found)]
+
+    def begin(self, view: int) -> None:
+        """Forget what only some have done in views before this one."""
+        for key in list(self._heard):
+            older = key[1] if isinstance(key, tuple) else None
+            if isinstance(older, int) and older < view:
+                del self._heard[key]
+
+
+def _key(event: ev.WorkerEvent) -> Hashable:
+    """Return what events of several processes have in common that belong together."""
+    kind = type(event).__name__
+    match event:
+        case ev.TaskDone(step, vrank, purpose):
+            return kind, None, step, vrank, purpose
+        case ev.Gathered(view, topic):
+            return kind, view, topic
+        case ev.StepOpened(step):
+            return kind, None, step
+    return kind, getattr(event, "view", None)
+
+
+def _joined(events: Sequence[ev.WorkerEvent]) -> ev.WorkerEvent:
+    """Make one event of those of all processes, in the order of their shards."""
+    first = events[0]
+    match first:
+        case ev.TaskDone():
+            digests = [each.digest for each in events if isinstance(each, ev.TaskDone)]
+            return dataclasses.replace(first, digest=_digest(digests))
+        case ev.Gathered(topic=ev.Topic.CONFESS):  # the last word is a fingerprint
+            every = [each.rows for each in events if isinstance(each, ev.Gathered)]
+            rows = zip(*every, strict=True)
+            mixed = tuple((*row[0][:-1], _mixed([int(r[-1]) for r in row])) for row in rows)
+            return dataclasses.replace(first, rows=mixed)
+        case ev.StatesCompared():
+            prints = [dict(each.prints) for each in events if isinstance(each, ev.StatesCompared)]
+            workers = list(dict.fromkeys(worker for found in prints for worker in found))
+            told = tuple((WorkerId(w), _mixed([p.get(w, 0) for p in prints])) for w in workers)
+            return dataclasses.replace(first, prints=told)
+        case ev.Summed():
+            return _summed([each for each in events if isinstance(each, ev.Summed)])
+        case ev.GradientKept():
+            full = any(each.full for each in events if isinstance(each, ev.GradientKept))
+            return dataclasses.replace(first, full=full)
+        case ev.ShareCopied() | ev.Staged() | ev.StateProtected():
+            problems = [getattr(each, "problem", "") for each in events]
+            return dataclasses.replace(first, problem=next(filter(None, problems), ""))
+    return first
+
+
+def _summed(events: Sequence[ev.Summed]) -> ev.Summed:
+    return dataclasses.replace(
+        events[0],
+        parts=_by_rank([each.parts for each in events]),
+        wholes=_by_rank([each.wholes for each in events]),
+        doubt=max(each.doubt for each in events),
+        unlike=tuple(sorted({vrank for each in events for vrank in each.unlike})),
+    )
+
+
+def _by_rank(prints: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    return tuple(_mixed(words) for words in zip(*prints, strict=True))
+
+
+def _digest(digests: Sequence[ev.Digest | None]) -> ev.Digest | None:
+    """Mix digests of gradients; sketches of all shards are one sketch of more numbers."""
+    if any(each is None for each in digests):
+        return None
+    if any(isinstance(each, tuple) for each in digests):
+        return tuple(word for each in digests if isinstance(each, tuple) for word in each)
+    return _mixed([each for each in digests if isinstance(each, int)])
+
+
+def _mixed(words: Sequence[int]) -> int:
+    """Return 63 bits of several fingerprints; 0, for nothing to compare, if all are 0."""
+    if not any(words):
+        return 0
+    require(all(word >= 0 for word in words), "a fingerprint is not negative")
+    data = b"".join(word.to_bytes(8, "big") for word in words)
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") >> 1

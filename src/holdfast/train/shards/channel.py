@@ -1,0 +1,105 @@
+"""Carries events, orders and addresses between the processes of a worker, over a socket pair.
+
+Each message is MessagePack in a frame: the name of its type, and its fields.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar, get_args
+
+import msgspec
+
+from holdfast.core.errors import WireError
+from holdfast.core.step import effects as ef
+from holdfast.core.step import events as ev
+from holdfast.core.types import Peer
+from holdfast.wire.frames import Opener, Sealer
+from holdfast.wire.messages import Address
+
+RECEIVED_BYTES = 1 << 16
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Says at which port of this machine the processes of a worker meet, by torch's store."""
+
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Book:
+    """Says where the members of a view can be reached."""
+
+    view: int
+    addresses: tuple[tuple[Peer, bytes], ...]
+
+
+_KINDS = {
+    each.__name__: each
+    for each in (*get_args(ef.WorkerEffect), *get_args(ev.WorkerEvent), Meeting, Book, Address)
+}
+
+
+class ShardChannel:
+    """Sends to, and receives from, one other process of the worker."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._sealer = Sealer(None)
+        self._opener = Opener(None)
+        self._waiting: list[Any] = []  # what came with the first message
+        self._leaving: queue.SimpleQueue[object] = queue.SimpleQueue()
+        threading.Thread(target=self._write, name="holdfast-shards", daemon=True).start()
+
+    def fileno(self) -> int:
+        """Return the descriptor, to wait for what comes."""
+        return self._channel.fileno()
+
+    def send(self, message: object) -> None:
+        """Send one message, soon and in order; what comes after the other's end is lost."""
+        self._leaving.put(message)
+
+    def _write(self) -> None:
+        """Send in a thread of its own: whoever sends holds a lock that the receiver may need."""
+        while True:
+            message = self._leaving.get()  # ranges are sent as lists
+            data = msgspec.msgpack.encode((type(message).__name__, message), enc_hook=list)
+            with contextlib.suppress(OSError):
+                self._channel.sendall(self._sealer.seal(data))
+
+    def first(self, kind: type[T]) -> T:
+        """Wait for the first message, which must be of this kind. WireError, EOFError."""
+        while not self._waiting:
+            self._waiting = list(self._receive())
+        found = self._waiting.pop(0)
+        if not isinstance(found, kind):
+            raise WireError(f"a worker's process began with a {type(found).__name__}")
+        return found
+
+    def receive(self) -> Iterator[Any]:
+        """Yield messages in the order in which they were sent. WireError, EOFError."""
+        waiting, self._waiting = self._waiting, []
+        yield from waiting
+        yield from self._receive()
+
+    def _receive(self) -> Iterator[Any]:
+        """Yield the messages that have come by now, at least one. WireError, EOFError."""
+        try:
+            data = self._channel.recv(RECEIVED_BYTES)
+        except OSError:
+            data = b""
+        if not data:
+            raise EOFError
+        for payload in self._opener.feed(data):
+            try:
+                name, fields = msgspec.msgpack.decode(payload, type=tuple[str, msgspec.Raw])
+                yield msgspec.msgpack.decode(fields, type=_KINDS[name])
+            except (msgspec.MsgspecError, KeyError) as error:
+                raise WireError(f"a worker's process sends what cannot be read: {error}") from None

@@ -1,0 +1,96 @@
+"""Stands for the worker's machine in its other processes: it decides in that of shard 0."""
+
+from __future__ import annotations
+
+import select
+import threading
+from collections.abc import Sequence
+
+from holdfast.core.errors import HoldfastError
+from holdfast.core.step import effects as ef
+from holdfast.core.step import events as ev
+from holdfast.core.step.speculation import Lateness, Patience
+from holdfast.core.types import Incarnation, Peer, View, WorkerId, WorkerStatus
+from holdfast.train.driver import Driver
+from holdfast.train.shards.channel import Book, ShardChannel
+from holdfast.wire.messages import Address
+
+POLL_S = 0.1
+
+
+class FollowingMachine:
+    """Passes on what this process has done; what is to be done comes from the other side."""
+
+    def __init__(self, worker: WorkerId, incarnation: Incarnation, channel: ShardChannel) -> None:
+        self.lateness = Lateness(Patience(copies=0.0))
+        self.view: View | None = None
+        self.status = WorkerStatus(worker=worker, incarnation=incarnation, seq=0)
+        self._channel = channel
+
+    pending = False  # the machine itself knows
+
+    def handle(self, event: ev.WorkerEvent, now: float) -> Sequence[ef.WorkerEffect]:
+        """Pass an event on; what follows from it is decided elsewhere."""
+        self._channel.send(event)
+        return ()
+
+    def snapshot(self) -> WorkerStatus:
+        """Return what was told last of this worker."""
+        return self.status
+
+    def leads(self, now: float) -> bool:
+        """Tell that another process acts for the job, if this worker does."""
+        return False
+
+    def deadline(self) -> float | None:
+        """Return that nothing is due here."""
+        return None
+
+
+class FollowingLink:
+    """Receives orders from the process of shard 0; `shard`: that of this one."""
+
+    def __init__(self, channel: ShardChannel, machine: FollowingMachine, shard: int) -> None:
+        self._channel = channel
+        self._machine = machine
+        self._shard = shard
+
+    def tell(self, status: WorkerStatus) -> None:
+        """Tell nobody: the process of shard 0 does."""
+
+    def publish(self, view: int, address: bytes) -> None:
+        """Let others know where this process can be reached."""
+        peer = Peer(self._machine.status.worker, self._shard)
+        self._channel.send(Address(view=view, peer=peer, address=address))
+
+    def start(self, driver: Driver) -> None:
+        """Begin to carry out orders."""
+        threading.Thread(
+            target=self._serve, args=(driver,), name="holdfast-link", daemon=True
+        ).start()
+
+    def _serve(self, driver: Driver) -> None:
+        try:
+            while True:
+                driver.tick()
+                if select.select([self._channel], [], [], POLL_S)[0]:
+                    for message in self._channel.receive():
+                        self._obey(driver, message)
+        except EOFError:
+            return  # the kernel ends this process with the other one
+        except HoldfastError as error:
+            driver.fail(error)
+
+    def _obey(self, driver: Driver, message: ef.WorkerEffect | Book) -> None:
+        match message:
+            case Book(view, addresses):
+                driver.learn_addresses(view, dict(addresses))
+            case ef.Tell(status):
+                with driver.monitor:
+                    self._machine.status = status
+            case ef.Install(view=view):
+                with driver.monitor:
+                    self._machine.view = view
+                    driver.obey(message)
+            case _:
+                driver.obey(message)

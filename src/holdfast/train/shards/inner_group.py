@@ -1,0 +1,107 @@
+"""Lets the processes of one worker work on one model: torch.distributed's group, and a mesh.
+
+They live and die together, so that nothing here has to bear the loss of one of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from holdfast.core.errors import UserError
+
+LOOPBACK = "127.0.0.1"
+DIMENSION = "shard"  # of the mesh
+MEET_S = 300.0  # for all processes of a worker to come
+NEVER = timedelta(days=365)  # a process that hangs is the machine's concern, and the agent's
+
+
+def open_store() -> dist.TCPStore:
+    """Open the store by which the processes of a worker meet, at a free port of this machine."""
+    return dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+
+
+def find_store(port: int) -> dist.TCPStore:
+    """Connect to the store that another process of this worker has opened."""
+    return dist.TCPStore(LOOPBACK, port, is_master=False, timeout=timedelta(seconds=MEET_S))
+
+
+class InnerGroup:
+    """Makes this process number `shard` of `size` that hold one model; `store` of all of them."""
+
+    def __init__(self, shard: int, size: int, store: dist.Store) -> None:
+        self.shard = shard
+        self.size = size
+        self._mesh: DeviceMesh | None = None
+        if dist.is_initialized():
+            raise UserError(
+                "torch.distributed is initialised already: leave out init_process_group(), as "
+                "holdfast.join() makes the group of a worker's processes"
+            )
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        with _over_loopback():
+            dist.init_process_group(
+                backend, store=store, rank=shard, world_size=size, timeout=NEVER
+            )
+            self._group = dist.new_group(backend="gloo", timeout=NEVER)  # for numbers on the host
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """Return the mesh of all processes of this worker: one dimension, "shard"."""
+        if self._mesh is None:
+            kind = "cuda" if torch.cuda.is_available() else "cpu"
+            with _over_loopback():
+                self._mesh = init_device_mesh(kind, (self.size,), mesh_dim_names=(DIMENSION,))
+        return self._mesh
+
+    def means(self, values: Sequence[float]) -> list[float]:
+        """Return the mean over all processes of each of these numbers, the same on all of them."""
+        rows = self._all(torch.tensor(values, dtype=torch.float64))
+        total = rows[0]
+        for row in rows[1:]:  # always in this order
+            total = total + row
+        return (total / self.size).tolist()
+
+    def any(self, flag: bool) -> bool:
+        """Tell whether any process says so."""
+        return any(bool(row) for row in self._all(torch.tensor([int(flag)])))
+
+    def mixed(self, words: Sequence[int]) -> list[list[int]]:
+        """Return what all processes say, by shard: whole numbers of 64 bits."""
+        signed = torch.tensor(words, dtype=torch.uint64).view(torch.int64)
+        return [row.view(torch.uint64).tolist() for row in self._all(signed)]
+
+    def of_first(self, data: bytes) -> bytes:
+        """Return what the process of shard 0 has given."""
+        size = torch.tensor([len(data)])
+        dist.broadcast(size, 0, group=self._group)
+        room = torch.empty(int(size), dtype=torch.uint8)
+        if self.shard == 0 and data:
+            room = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        dist.broadcast(room, 0, group=self._group)
+        return room.numpy().tobytes()
+
+    def _all(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        rows = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(rows, mine, group=self._group)
+        return rows
+
+
+@contextlib.contextmanager
+def _over_loopback() -> Iterator[None]:
+    """Have gloo connect by the loopback device: all processes of a worker are on one machine."""
+    name, before = "GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME")
+    os.environ[name] = "lo"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

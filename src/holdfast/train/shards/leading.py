@@ -1,0 +1,77 @@
+"""Has the other processes of a worker carry out what the machine in this one decides."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+
+from holdfast.core.errors import HoldfastError
+from holdfast.core.step import effects as ef
+from holdfast.core.step import events as ev
+from holdfast.core.step.shards import ShardEvents, is_shared
+from holdfast.core.types import Peer, WorkerId, WorkerStatus
+from holdfast.train.agent_link import AgentLink
+from holdfast.train.driver import Driver
+from holdfast.train.shards.channel import Book, ShardChannel
+from holdfast.wire.messages import Address
+
+
+class LeadingShard:
+    """Speaks with the processes of shards 1 and up, one for each of `channels`."""
+
+    def __init__(self, worker: WorkerId, channels: Sequence[ShardChannel], link: AgentLink) -> None:
+        self._worker = worker
+        self._channels = channels
+        self._link = link
+        self._events = ShardEvents(len(channels) + 1)
+        self._told: tuple[int, ...] | None = None  # which virtual ranks the worker hosts
+
+    def start(self, driver: Driver) -> None:
+        """Begin to hear them."""
+        with driver.monitor:
+            self._tell(driver.status())
+        for shard, channel in enumerate(self._channels, 1):
+            threading.Thread(
+                target=self._listen,
+                args=(shard, channel, driver),
+                name="holdfast-shard",
+                daemon=True,
+            ).start()
+
+    def hear(self, shard: int, event: ev.WorkerEvent) -> Sequence[ev.WorkerEvent]:
+        """Return what the machine is to be told, now that the process of `shard` has done this."""
+        return self._events.hear(shard, event)
+
+    def order(self, effect: ef.WorkerEffect, status: WorkerStatus) -> None:
+        """Have all of them carry out what the machine has decided, if that is for them."""
+        if isinstance(effect, ef.Install):
+            self._events.begin(effect.view.number)
+        if is_shared(effect):
+            self._tell(status)
+            self._send(effect)
+
+    def meet(self, view: int, addresses: Mapping[Peer, bytes]) -> None:
+        """Tell them where the members of a view can be reached."""
+        self._send(Book(view, tuple(addresses.items())))
+
+    def _tell(self, status: WorkerStatus) -> None:
+        if status.hosted != self._told:
+            self._told = status.hosted
+            self._send(ef.Tell(status))
+
+    def _send(self, message: object) -> None:
+        for channel in self._channels:
+            channel.send(message)
+
+    def _listen(self, shard: int, channel: ShardChannel, driver: Driver) -> None:
+        try:
+            while True:
+                for message in channel.receive():
+                    if isinstance(message, Address):
+                        self._link.publish(message.view, message.address, message.peer.shard)
+                    else:
+                        driver.post(message, shard)
+        except EOFError:
+            return  # it has ended, which ends the worker: see runtime/node/shard_processes.py
+        except HoldfastError as error:
+            driver.fail(error)
