@@ -119,16 +119,18 @@ def compose_control(environment: WorkerEnvironment, seed: int, fd: int | None) -
         driver = Driver(machine, solo, Monitor())
         return Control(environment=me, seed=seed, driver=driver, link=solo)
     link = AgentLink(socket.socket(fileno=fd), me.worker)
-    leading = LeadingShard(me.worker, channels, link) if channels else None
+    if not channels:
+        driver = Driver(machine, link, Monitor())
+        link.start(driver)
+        return Control(environment=me, seed=seed, driver=driver, link=link)
+    store = open_store()
+    for channel in channels:
+        channel.send(Meeting(store.port))
+    leading = LeadingShard(me.worker, channels, link)
     driver = Driver(machine, link, Monitor(), leading)
-    link.start(driver)
-    inner = None
-    if leading is not None:
-        store = open_store()
-        for channel in channels:
-            channel.send(Meeting(store.port))
-        inner = InnerGroup(0, len(channels) + 1, store)
-        leading.start(driver)
+    link.start(driver)  # the agent is answered while the processes meet
+    inner = InnerGroup(0, len(channels) + 1, store)
+    leading.start(driver)
     return Control(environment=me, seed=seed, driver=driver, link=link, inner=inner)
 
 

@@ -169,6 +169,7 @@ class Job:
         index: str | os.PathLike[str] | None = None,
         mirrors: Sequence[Any] = (),
         on_error: str = "raise",
+        split: bool = True,
         **loading: Any,
     ) -> Batches | SampledBatches:
         """Batches of a map-style dataset: `batch_size` samples for each virtual rank and step.
@@ -182,8 +183,10 @@ class Job:
         `index`: a file that `holdfast data index` has written; each sample is compared with it. One
         that differs is read again, then from `mirrors`, other datasets of the same samples.
         `on_error`: "raise", or "quarantine" to have all workers leave out a bad record from then
-        on. Raises UserError.
+        on. `split`: each process of a worker of several reads an equal part of each batch, as FSDP
+        needs; False: all of them read all of it, as tensor parallelism needs. Raises UserError.
         """
+        part = self._part(on_error) if split else (0, 1)
         if isinstance(dataset, DataLoader):
             if batch_size is not None or loading:
                 raise UserError(
@@ -225,6 +228,7 @@ class Job:
             checks,
             quarantine,
             lambda text: self._driver.post(EventNoted("data", text)),
+            part,
         )
 
     def stream(
@@ -265,6 +269,18 @@ class Job:
                 f"job.begin_at({step}): give 0 or more, before the first steps, evaluate or agree"
             )
         self._progress.steps = step
+
+    def _part(self, on_error: str) -> tuple[int, int]:
+        """Return which part of a batch this process reads, and of how many. UserError."""
+        inner = self._control.inner
+        if inner is None:
+            return 0, 1
+        if inner.size > 1 and on_error == "quarantine":
+            raise UserError(
+                'on_error="quarantine" in a worker of several processes: each would leave out '
+                "records of its own part; give split=False"
+            )
+        return inner.shard, inner.size
 
     def _sampled(
         self, dataset: Any, sampler: Iterable[Any], options: LoadOptions

@@ -23,7 +23,7 @@ import numpy as np
 
 from holdfast.core.errors import HoldfastError
 from holdfast.health.measure.lifetime import die_with_parent
-from holdfast.runtime.node.shard_processes import fork_shards
+from holdfast.runtime.node.shard_processes import fork_shards, wait_for_all
 
 MODULE = "holdfast.runtime.node.bootstrap"
 
@@ -36,8 +36,9 @@ def main(argv: list[str]) -> int:
     if procs > 1:
         others, failure_fd = fork_shards(procs, failure_fd)
     code = run_told(lambda: _run(argv[0]), failure_fd)
-    if others is not None and code == 0:
-        others.wait()
+    if procs > 1 and code == 0:
+        finish()
+        wait_for_all(others, failure_fd)
     return code
 
 
@@ -128,12 +129,17 @@ def _tell(failure_fd: int, text: str) -> None:
 
 def leave(code: int) -> NoReturn:
     """Run what was registered for the end, then go without tearing native threads down."""
+    finish()
+    os._exit(code & 0xFF)
+
+
+def finish() -> None:
+    """Run what was registered for the end, and write what was printed."""
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    os._exit(code & 0xFF)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from torch.utils.data import (
 
 from holdfast.core.errors import UserError
 from holdfast.train.data.batch_loading import BatchSource, LoadOptions, LoadPlan, one_thread
+from holdfast.train.data.batch_parts import PartOfPlan
 from holdfast.train.data.map_style import dataset_length, load_samples
 from holdfast.train.data.order_plan import OrderPlan
 from holdfast.train.data.quarantine import Quarantine
@@ -105,6 +106,7 @@ class Batches:
         checks: Checks | None = None,
         quarantine: Quarantine | None = None,
         say: Callable[[str], None] = lambda text: None,
+        part: tuple[int, int] = (0, 1),
     ) -> None:
         self.dataset = dataset
         self.options = options
@@ -113,6 +115,7 @@ class Batches:
         self.quarantine = quarantine
         self._checks = checks
         self._say = say
+        self._part = part  # of each batch, that this process of the worker reads: number and count
 
     @property
     def steps_per_epoch(self) -> int:
@@ -127,8 +130,10 @@ class Batches:
 
     def source(self, plan: SamplePlan) -> BatchSource:
         """Return what loads the batches."""
+        number, count = self._part
+        cut = plan if count == 1 else PartOfPlan(plan, number, count)
         return BatchSource(
-            self.dataset, plan, self.options, self._checks, self.quarantine, self._say
+            self.dataset, cut, self.options, self._checks, self.quarantine, self._say
         )
 
     def check(self, step: int, counts: Sequence[int], digests: Sequence[int]) -> str:
