@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -549,68 +546,3 @@ def test_data_parallel_modules_are_refused() -> None:
         trains(job, model, optimizer)
 
     refused(script, "a DataParallel exchanges gradients by itself; protect the module inside it")
-
-
-ALONE = """
-import copy, torch, holdfast
-from torch import nn
-job = holdfast.join()
-model, teacher = nn.Linear(4, 2), nn.Linear(4, 2)
-{average}
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-job.protect(model=model, optimizer=optimizer{protect})
-for step in job.steps(job.batches(torch.utils.data.TensorDataset(torch.ones(64, 4)), 8), until=8):
-    for (x,) in step:
-        step.backward((model(x) - teacher(x).detach()).square().mean())
-    optimizer.step()
-    {update}
-print("ended")
-"""
-
-
-@pytest.mark.parametrize(
-    ("average", "update", "told"),
-    [
-        ("", "", ""),
-        (
-            "ema = torch.optim.swa_utils.AveragedModel(model)",
-            "ema.update_parameters(model)",
-            "the script changes the parameters of a AveragedModel that is not protected",
-        ),
-        pytest.param(
-            "first = {name: p.detach().clone() for name, p in model.named_parameters()}",
-            "best = {name: p.detach().clone() for name, p in model.named_parameters()}",
-            "",
-            marks=pytest.mark.slow,
-        ),
-        (
-            "ema = {name: p.detach().clone() for name, p in model.named_parameters()}",
-            "ema.update({n: 0.9 * ema[n] + 0.1 * p.detach() for n, p in model.named_parameters()})",
-            "the script changes a dictionary of tensors with names of parameters (weight, ...)",
-        ),
-        pytest.param(
-            "ema = copy.deepcopy(model)",
-            "torch._foreach_lerp_([p.data for p in ema.parameters()], "
-            "[p.data for p in model.parameters()], 0.1)",
-            "the script changes the parameters of a Linear that is not protected",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), "
-            "rank=0, world_size=1)",
-            "",
-            "torch.distributed is initialised",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_what_a_script_keeps_beside_the_job_is_told(
-    average: str, update: str, told: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "train.py"
-    path.write_text(ALONE.format(average=average, update=update, protect=""))
-    found = subprocess.run(
-        [sys.executable, str(path)], check=False, capture_output=True, text=True, timeout=100
-    )
-    assert told in found.stderr
-    assert ("ended" in found.stdout) == (not told)

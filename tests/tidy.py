@@ -45,6 +45,7 @@ ENTRY_POINTS = (
     "holdfast.cli.main",
     "holdfast.integrations.accelerate",
     "holdfast.integrations.lightning",
+    "holdfast.integrations.lightning_loggers",
     "holdfast.integrations.transformers",
     "holdfast.launch.fleet_process",
     "holdfast.train.checkpoint.dcp",

@@ -40,10 +40,10 @@ from holdfast.train.repeated_tasks import RepeatedTasks
 from holdfast.train.script_guard import ScriptGuard
 from holdfast.train.script_state import PROTECTED_AS, ScriptState
 from holdfast.train.script_thread import ScriptThread, TaskRunner
-from holdfast.train.shards.channel import Meeting, ShardChannel
-from holdfast.train.shards.following import FollowingLink, FollowingMachine
+from holdfast.train.shards.following_shard import FollowingLink, FollowingMachine
 from holdfast.train.shards.inner_group import InnerGroup, find_store, open_store
-from holdfast.train.shards.leading import LeadingShard
+from holdfast.train.shards.leading_shard import LeadingShard
+from holdfast.train.shards.shard_channel import Meeting, ShardChannel
 from holdfast.train.state_copies import StateCopies
 from holdfast.train.step.bringing_up import BringingUp
 from holdfast.train.step.buckets import Gradients
@@ -201,6 +201,16 @@ def _check_torch(
         control.driver.post(EventNoted("script", text))
 
 
+def _prepare_scalers(protected: Mapping[str, Any]) -> None:
+    """Give each GradScaler its scale, which it would make at its first loss.
+
+    That may come to none of this worker's tasks.
+    """
+    for each in protected.values():
+        if isinstance(each, torch.amp.GradScaler) and each.is_enabled() and each._scale is None:
+            each._lazy_init_scale_growth_tracker(torch.device(each._device))
+
+
 def _saver(
     control: Control,
     protected: Mapping[str, Any],
@@ -248,10 +258,7 @@ def compose_worker(
         driver.post(EventNoted("compiled", text))
     devices = [p.device for _, p in trained if p.is_cuda]
     _check_torch(modules, on_gpu=bool(devices), control=control)
-    for each in protected.values():
-        if isinstance(each, torch.amp.GradScaler) and each.is_enabled() and each._scale is None:
-            # By itself it waits for its first loss, which may come to none of this worker's tasks.
-            each._lazy_init_scale_growth_tracker(torch.device(each._device))
+    _prepare_scalers(protected)
     filled, digest = FilledBuckets(driver.monitor), TaskDigest()
     by_row = progress.trained.by_row()
     gradients = Gradients(

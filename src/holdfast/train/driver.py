@@ -53,7 +53,7 @@ class ViewGroup(Protocol):
 
 
 class Machine(Protocol):
-    """Decides: a WorkerMachine, or what stands for one that is in another process."""
+    """Says what a driver asks of its WorkerMachine, or of what stands for one elsewhere."""
 
     lateness: Lateness
 

@@ -184,9 +184,8 @@ class Job:
         that differs is read again, then from `mirrors`, other datasets of the same samples.
         `on_error`: "raise", or "quarantine" to have all workers leave out a bad record from then
         on. `split`: each process of a worker of several reads an equal part of each batch, as FSDP
-        needs; False: all of them read all of it, as tensor parallelism needs. Raises UserError.
+        needs; False: each reads all of it, as tensor parallelism needs. Raises UserError.
         """
-        part = self._part(on_error) if split else (0, 1)
         if isinstance(dataset, DataLoader):
             if batch_size is not None or loading:
                 raise UserError(
@@ -228,7 +227,7 @@ class Job:
             checks,
             quarantine,
             lambda text: self._driver.post(EventNoted("data", text)),
-            part,
+            self._part(on_error) if split else (0, 1),
         )
 
     def stream(

@@ -72,11 +72,6 @@ class InnerGroup:
         """Tell whether any process says so."""
         return any(bool(row) for row in self._all(torch.tensor([int(flag)])))
 
-    def mixed(self, words: Sequence[int]) -> list[list[int]]:
-        """Return what all processes say, by shard: whole numbers of 64 bits."""
-        signed = torch.tensor(words, dtype=torch.uint64).view(torch.int64)
-        return [row.view(torch.uint64).tolist() for row in self._all(signed)]
-
     def of_first(self, data: bytes) -> bytes:
         """Return what the process of shard 0 has given."""
         size = torch.tensor([len(data)])

@@ -12,7 +12,7 @@ from holdfast.core.step import events as ev
 from holdfast.core.step.speculation import Lateness, Patience
 from holdfast.core.types import Incarnation, Peer, View, WorkerId, WorkerStatus
 from holdfast.train.driver import Driver
-from holdfast.train.shards.channel import Book, ShardChannel
+from holdfast.train.shards.shard_channel import Book, ShardChannel
 from holdfast.wire.messages import Address
 
 POLL_S = 0.1
@@ -56,7 +56,7 @@ class FollowingLink:
         self._shard = shard
 
     def tell(self, status: WorkerStatus) -> None:
-        """Tell nobody: the process of shard 0 does."""
+        """Leave it to the process of shard 0 to tell the agent."""
 
     def publish(self, view: int, address: bytes) -> None:
         """Let others know where this process can be reached."""

@@ -12,7 +12,7 @@ from holdfast.core.step.shards import ShardEvents, is_shared
 from holdfast.core.types import Peer, WorkerId, WorkerStatus
 from holdfast.train.agent_link import AgentLink
 from holdfast.train.driver import Driver
-from holdfast.train.shards.channel import Book, ShardChannel
+from holdfast.train.shards.shard_channel import Book, ShardChannel
 from holdfast.wire.messages import Address
 
 
