@@ -86,7 +86,7 @@ def too_few_workers_go_on(patch: pytest.MonkeyPatch) -> Machines:
 def each_view_has_another_leader(patch: pytest.MonkeyPatch) -> Machines:
     plain = view_making.make_view
 
-    def make_view(proposal: Any, number: Any, old: View | None, roster: Roster) -> View:
+    def make_view(proposal: Any, number: Any, old: View | None, roster: Roster, procs: int) -> View:
         return plain(proposal, number, None, roster)
 
     patch.setattr(co, "make_view", make_view)

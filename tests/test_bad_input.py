@@ -86,7 +86,7 @@ def test_a_wrong_command_line(args: list[str], words: list[str], tmp_path: Path)
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("[workers]\nnprocs = 4", ["workers.nprocs = 4", "did you mean nproc?"]),
+        ("[workers]\nnprocs = 4", ["workers.nprocs = 4", "did you mean procs?"]),
         ("[workers]\nunheard = 4", ["workers.unheard = 4", "use one of nproc, virtual"]),
         ("[worker]\nnproc = 4", ["[worker]", "did you mean workers?"]),
         ("nproc = 4", ["nproc = 4", "[workers]"]),
@@ -127,7 +127,7 @@ def test_a_wrong_configuration(
             lambda text: text.replace('"nproc": 1', '"nproc": 0'),
             ["workers.nproc = 0", "at least 1"],
         ),
-        (lambda text: text.replace('"nproc"', '"procs"'), ["unknown part 'procs'", "'workers'"]),
+        (lambda text: text.replace('"nproc"', '"nproz"'), ["unknown part 'nproz'", "'workers'"]),
     ],
 )
 def test_a_damaged_job_document(

@@ -46,6 +46,7 @@ def test_the_public_surface() -> None:
         "begin_at",
         "evaluate",
         "is_leader",
+        "mesh",
         "on_step_end",
         "protect",
         "run_dir",

@@ -26,12 +26,15 @@ from holdfast.core.errors import Damaged
 
 T = TypeVar("T")
 MAGIC = b"HFMANIF1"
+SKELETON = ".skeleton"  # the entry with everything of a state that is no tensor
+PROCS = "procs"  # in what is told about a checkpoint: of how many shards the state consists
 DIGEST_BYTES = 16
 CHUNK_BYTES = 1 << 20
 MANIFEST_BYTES_MAX = 1 << 30
 PACKS, MANIFESTS, SAVING, PARTS = "packs/", "manifests/", "saving/", "parts/"
 SUSPECT, INVALIDATION = "suspect/", "invalidation/"
 STEP_DIGITS = 12
+_SHARD = ".shard"
 
 
 def digest(data: bytes | bytearray | memoryview) -> bytes:
@@ -97,6 +100,7 @@ class SavedPart:
     entries: tuple[Entry, ...]
     written_bytes: int  # the rest was there already
     base: int | None = None  # the checkpoint that holds the rest
+    shard: int = 0  # whose state this is a share of, where workers have several processes
     state_print: int = 0  # of the whole state of which this is a share; 0: it is not told
 
 
@@ -171,6 +175,19 @@ def pack_name(step: int, token: str, number: int) -> str:
 
 def part_name(token: str, number: int) -> str:
     return f"{PARTS}{token}.{number}"
+
+
+def name_in_shard(name: str, shard: int) -> str:
+    """Return how an entry is named that each shard has for itself; that of shard 0 stands for all.
+
+    Parts of a tensor that is cut over the shards have one name, and differ by their offsets.
+    """
+    return name if shard == 0 else f"{_SHARD}{shard}/{name}"
+
+
+def is_of_one_shard(name: str) -> bool:
+    """Tell whether an entry is a further shard's own, beside the one that stands for all."""
+    return name.startswith(_SHARD)
 
 
 def suspect_name(pack: str) -> str:

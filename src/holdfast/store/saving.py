@@ -121,10 +121,13 @@ class Saving:
         )
         self._storage.put(self._intent, [encode_intent(intent)])
 
-    def write(self, items: Sequence[Item], writer: int = 0, state_print: int = 0) -> SavedPart:
+    def write(
+        self, items: Sequence[Item], writer: int = 0, *, state_print: int = 0, shard: int = 0
+    ) -> SavedPart:
         """Save these items; `writer` tells the writers of one checkpoint apart. WorldError.
 
-        `state_print`: of the state of which they are a share; all writers' must be equal.
+        `state_print`: of the state of `shard`, of which they are a share; it must be that of all
+        who write a share of the same shard.
         """
         pack = pack_name(self.step, self.token, writer)
         planner = _Planner(items, self.known, pack)
@@ -138,6 +141,7 @@ class Saving:
             entries=planner.entries,
             written_bytes=written,
             base=self.base,
+            shard=shard,
             state_print=state_print,
         )
 
@@ -172,7 +176,8 @@ class Saving:
 
     def commit(self, parts: Sequence[SavedPart], about: dict[str, str]) -> Manifest:
         """Complete the checkpoint once all writers are done; it exists on return. WorldError."""
-        if len({part.state_print for part in parts}) > 1:
+        shards = {part.shard for part in parts}
+        if len({(part.shard, part.state_print) for part in parts}) > len(shards):
             raise WorldError(f"step {self.step} cannot be kept: its shares are of unlike states")
         manifest = merge(self.step, self.token, parts, about)
         problem = problem_of(manifest)

@@ -46,8 +46,8 @@ class Order:
     """Asks to save this memory as share `rank` of `size` of the checkpoint of `step` and `view`.
 
     `token`: what all shares of one checkpoint, and no others, have in common. `table_at` and
-    `table_bytes`: where in the memory its items are listed. `state_print`: of the whole state of
-    which this is a share; 0: it is not told.
+    `table_bytes`: where in the memory its items are listed. `shard`, of `procs`: whose state it is
+    a share of. `state_print`: of all of that state; 0: it is not told.
     """
 
     step: int
@@ -57,6 +57,8 @@ class Order:
     size: int
     table_at: int
     table_bytes: int
+    shard: int = 0
+    procs: int = 1
     state_print: int = 0
 
 

@@ -227,7 +227,8 @@ def _saver(
         return whole_print()
 
     orders = socket.socket(fileno=me.orders_fd)
-    return Saver(orders, me.spec.job, protected, driver.post, print_at_rest)
+    procs = me.spec.workers.procs
+    return Saver(orders, me.spec.job, protected, driver.post, print_at_rest, me.shard, procs)
 
 
 def _protector(control: Control, protected: Mapping[str, Any], data: StepData) -> Protector | None:
@@ -274,7 +275,8 @@ def compose_worker(
     recorder = LedgerRecorder(replace(me, run_dir=None) if me.shard else me, control.seed, driver)
     store = Checkpoints(open_storage(where, say), say) if where else None
     missed = MissedSteps(data)
-    restorer = None if store is None else Restorer(store, loaded)
+    procs = spec.workers.procs
+    restorer = None if store is None else Restorer(store, loaded, me.shard, procs)
     rate = spec.nodes.join_rate * 1e6
     feeder = Feeder(protected, data, driver.post, me.peer_key, rate)
     receiver = FedReceiver(data, loaded, driver.post, driver.fail, me.peer_key)
@@ -307,7 +309,8 @@ def compose_worker(
     copies = StateCopies(driver, saver, feeder, protector)
     script = ScriptThread(driver, data, runner, guard, copies, recorder, progress)
     large = sum(p.nbytes for _, p in trained) > spec.nodes.join_pause * 1e6
-    if rate and large and isinstance(control.link, AgentLink) and control.inner is None:
+    shared = isinstance(control.link, SoloLink) or control.inner is not None
+    if rate and large and not shared:
         driver.post(Reachable(receiver.listen(me.host)))
     OptimizerWatch(protected, lambda: script.is_open).start()
     return script

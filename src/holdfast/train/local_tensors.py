@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from holdfast.core.errors import StateMismatch
+from holdfast.core.errors import StateMismatch, UserError
 
 Placement = list[str]  # the name of a mesh, and for each of its dimensions how it is used
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """Says which part of a distributed tensor a process holds; numbers of elements.
+
+    `first`: of several processes that hold the same part, this is the one that saves it.
+    """
+
+    offset: tuple[int, ...]
+    whole: tuple[int, ...]  # the shape of the tensor
+    first: bool
 
 
 def is_distributed(tensor: object) -> bool:
@@ -52,10 +65,63 @@ def placed_as(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 
 def placement_of(tensor: torch.Tensor) -> Placement:
-    """Describe how a distributed tensor is placed: "S0" cut along dimension 0, "R" copied."""
+    """Describe how a distributed tensor is placed, one word for each dimension of its mesh.
+
+    "S0": cut along dimension 0; "S0/2": the same, but of each of 2 equal parts, as FSDP2 cuts what
+    tensor parallelism has cut before; "R": copied. Raises UserError for anything else.
+    """
     found: Any = tensor
-    words = [f"S{each.dim}" if each.is_shard() else "R" for each in found.placements]
-    return [name_of_mesh(found.device_mesh), *words]
+    return [name_of_mesh(found.device_mesh), *(_word(each) for each in found.placements)]
+
+
+def _word(placement: Any) -> str:
+    kind = type(placement).__name__
+    if kind == "Replicate":
+        return "R"
+    if kind == "Shard":
+        return f"S{placement.dim}"
+    if kind == "_StridedShard":
+        return f"S{placement.dim}/{placement.split_factor}"
+    raise UserError(
+        f"a protected tensor is distributed as {placement}, which is no state: keep what is cut "
+        "(Shard) or copied (Replicate)"
+    )
+
+
+def _placement(word: str) -> Any:
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    if word == "R":
+        return Replicate()
+    dim, _, factor = word.removeprefix("S").partition("/")
+    return _StridedShard(int(dim), split_factor=int(factor)) if factor else Shard(int(dim))
+
+
+def box_of(tensor: torch.Tensor) -> Box | None:
+    """Return which part of a tensor this process holds; None for one that is not distributed."""
+    if not is_distributed(tensor):
+        return None
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    found: Any = tensor
+    mesh, placements = found.device_mesh, found.placements
+    shape, offset = compute_local_shape_and_global_offset(found.shape, mesh, placements)
+    place = mesh.get_coordinate()
+    copies = [at for at, each in zip(place, placements, strict=True) if each.is_replicate()]
+    empty = 0 in shape and any(place)  # nothing is lost by saving only one that has no elements
+    return Box(tuple(offset), tuple(found.shape), first=not any(copies) and not empty)
+
+
+def cut_like(like: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """Cut a whole tensor as `like` is, which is distributed or not, and has the same shape."""
+    box = box_of(like)
+    if box is None:
+        return whole
+    local = local_of(like)
+    place = zip(box.offset, local.shape, strict=True)
+    part = whole[tuple(slice(start, start + size) for start, size in place)]
+    return placed_as(like, part.to(local.device, copy=True).contiguous())
 
 
 def name_of_mesh(mesh: Any) -> str:
@@ -79,7 +145,7 @@ def distributed(
     meshes: Mapping[str, Any],
 ) -> torch.Tensor:
     """Make a distributed tensor of what is here of it. StateMismatch without its mesh."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor import DTensor
 
     name, *words = placement
     if name not in meshes:
@@ -87,7 +153,7 @@ def distributed(
             f"the job's state is distributed over a mesh {name}, which this worker does not have: "
             "build the same model, over the same mesh, on every worker"
         )
-    places = [Shard(int(word[1:])) if word.startswith("S") else Replicate() for word in words]
+    places = [_placement(word) for word in words]
     return DTensor.from_local(
         local, meshes[name], places, run_check=False, shape=torch.Size(shape), stride=stride
     )

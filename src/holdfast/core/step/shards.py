@@ -72,8 +72,10 @@ def _key(event: ev.WorkerEvent) -> Hashable:
             return kind, None, step, vrank, purpose
         case ev.Gathered(view, topic):
             return kind, view, topic
-        case ev.StepOpened(step):
+        case ev.StepOpened(step) | ev.ShareCopied(step):
             return kind, None, step
+        case ev.SaveEnded(step, view):  # which may be in a later view
+            return kind, None, step, view
     return kind, getattr(event, "view", None)
 
 
@@ -99,6 +101,10 @@ def _joined(events: Sequence[ev.WorkerEvent]) -> ev.WorkerEvent:
         case ev.GradientKept():
             full = any(each.full for each in events if isinstance(each, ev.GradientKept))
             return dataclasses.replace(first, full=full)
+        case ev.SaveEnded():  # share 0 of shard 0 is told of the whole checkpoint
+            saves = [each for each in events if isinstance(each, ev.SaveEnded)]
+            failed = [each for each in saves if each.problem]
+            return dataclasses.replace((failed or saves)[0], first=saves[0].first)
         case ev.ShareCopied() | ev.Staged() | ev.StateProtected():
             problems = [getattr(each, "problem", "") for each in events]
             return dataclasses.replace(first, problem=next(filter(None, problems), ""))

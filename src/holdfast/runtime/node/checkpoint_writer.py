@@ -23,6 +23,7 @@ from holdfast.core.errors import Damaged, HoldfastError, WorldError
 from holdfast.health.measure.lifetime import die_with_parent
 from holdfast.runtime.rundir import RunDir
 from holdfast.store.checkpoints import Checkpoints
+from holdfast.store.manifest import PROCS
 from holdfast.store.open import open_storage
 from holdfast.store.retention import Retention
 from holdfast.store.saving import Saving
@@ -94,7 +95,9 @@ class Writer:
             before.abandon()
         saving = self._store.begin(order.step, order.token, order.rank)
         try:
-            part = saving.write(delivery.items(), order.rank, order.state_print)
+            part = saving.write(
+                delivery.items(), order.rank, state_print=order.state_print, shard=order.shard
+            )
             if order.rank > 0:
                 saving.publish(part)
                 with self._lock:
@@ -102,7 +105,8 @@ class Writer:
                 return False
             wait_s = max(OTHERS_S, OTHERS_TIMES * (time.monotonic() - began))
             parts = [part, *saving.gather(order.size, wait_s)]
-            saving.commit(parts, {"steps": str(order.step), "view": str(order.view)})
+            about = {"steps": str(order.step), "view": str(order.view)}
+            saving.commit(parts, about | ({PROCS: str(order.procs)} if order.procs > 1 else {}))
         except BaseException:
             saving.abandon()
             raise

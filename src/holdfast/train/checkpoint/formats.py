@@ -10,7 +10,7 @@ import torch
 
 from holdfast.core.errors import UserError, first_line
 from holdfast.store.checkpoints import Checkpoints
-from holdfast.store.manifest import Entry, Manifest
+from holdfast.store.manifest import Entry, Manifest, is_of_one_shard
 from holdfast.store.saving import Item
 
 
@@ -24,7 +24,7 @@ def read_tensors(store: Checkpoints, step: int, only: str = "") -> dict[str, tor
 
     def targets(manifest: Manifest) -> Sequence[tuple[Entry, memoryview]]:
         for entry in manifest.entries:
-            if entry.dtype and only in entry.name:
+            if entry.dtype and only in entry.name and not is_of_one_shard(entry.name):
                 parts.append((entry, torch.empty(entry.shape, dtype=_dtype(entry))))
         return [(entry, bytes_of(tensor)) for entry, tensor in parts]
 

@@ -15,13 +15,21 @@ from holdfast.core.partition import part_of
 from holdfast.core.types import Invalidation
 from holdfast.store.checkpoint_reading import OneEntry, load, load_range
 from holdfast.store.checkpoints import Checkpoints
-from holdfast.store.manifest import Entry, Manifest, invalidation_name, is_withdrawn
+from holdfast.store.manifest import (
+    PROCS,
+    SKELETON,
+    Entry,
+    Manifest,
+    invalidation_name,
+    is_withdrawn,
+    name_in_shard,
+)
 from holdfast.store.snapshot import ALIGN
 from holdfast.store.storage import Missing
 from holdfast.train.checkpoint import state
 from holdfast.train.checkpoint.formats import bytes_of
 from holdfast.train.checkpoint.loaded_state import LoadedState
-from holdfast.train.checkpoint.saver import SKELETON, say
+from holdfast.train.checkpoint.saver import say
 from holdfast.train.checkpoint.transfer import DIGEST_WORDS, PART_BYTES, digest_of
 from holdfast.train.step.reduction import TAG_STATE, Layout
 from holdfast.train.transport.seam import Transport
@@ -30,27 +38,37 @@ SKELETON_BYTES_MAX = 1 << 30
 
 
 class Restorer:
-    """Restores the protected objects. `loading` is called before any of them is overwritten."""
+    """Restores the protected objects, of which this process holds shard `shard` of `procs`."""
 
-    def __init__(self, store: Checkpoints, loaded: LoadedState) -> None:
+    def __init__(
+        self, store: Checkpoints, loaded: LoadedState, shard: int = 0, procs: int = 1
+    ) -> None:
         self._store = store
         self._loaded = loaded
+        self._shard = shard
+        self._procs = procs
 
     def restore(
         self, step: int, transport: Transport, layout: Layout, loading: Callable[[], None]
     ) -> None:
         """Load the checkpoint of exactly this step, together with all members of the view.
 
-        Damaged; WorldError; StateMismatch; Aborted.
+        `loading` is called before anything is overwritten. Damaged; WorldError; StateMismatch;
+        Aborted.
         """
-        first = OneEntry(SKELETON, SKELETON_BYTES_MAX)
+        first = OneEntry(name_in_shard(SKELETON, self._shard), SKELETON_BYTES_MAX)
         manifest = self._store.load(step, first)
+        if manifest.about.get(PROCS, "1") != str(self._procs):
+            raise Damaged(
+                f"the checkpoint of step {step} is of workers of {manifest.about.get(PROCS, 1)} "
+                f"processes, and this job's have {self._procs}"
+            )
         skeleton = bytes(first.data)
         try:
             flat, tensors, starts = _lay_out(state.metas(skeleton))
         except WireError as error:
             raise Damaged(f"the checkpoint of step {step} cannot be used here: {error}") from None
-        entries = [e for e in manifest.entries if e.name != SKELETON]
+        entries = entries_of_shard(manifest.entries, self._shard)
         places = _places(entries, tensors, starts)
         if places is None:
             raise Damaged(f"the checkpoint of step {step} contradicts itself")
@@ -118,6 +136,14 @@ class Restorer:
                     load_range(storage, manifest, entry, first - start, memory[first:last])
         with self._store.reading() as storage:
             load(storage, manifest, whole)
+
+
+def entries_of_shard(entries: Sequence[Entry], shard: int) -> list[Entry]:
+    """Return the entries of a shard's tensors: those after its skeleton, up to the next one's."""
+    names = [entry.name for entry in entries]
+    skeletons = {name_in_shard(SKELETON, shard), name_in_shard(SKELETON, shard + 1)}
+    at = [place for place, name in enumerate(names) if name in skeletons]
+    return list(entries[at[0] + 1 : at[1] if len(at) > 1 else None])
 
 
 def _lay_out(metas: Sequence[state.Meta]) -> tuple[torch.Tensor, list[torch.Tensor], list[int]]:

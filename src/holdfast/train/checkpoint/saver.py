@@ -21,6 +21,7 @@ import torch
 from holdfast.core.errors import WorldError, first_line
 from holdfast.core.step.events import SaveEnded
 from holdfast.core.types import View, ViewNumber, WorkerId
+from holdfast.store.manifest import SKELETON, name_in_shard
 from holdfast.store.snapshot import (
     ALIGN,
     Arena,
@@ -35,8 +36,8 @@ from holdfast.store.snapshot import (
 from holdfast.train.checkpoint import state
 from holdfast.train.checkpoint.shares import Slice, share_of
 from holdfast.train.checkpoint.staging import Copier
+from holdfast.train.checkpoint.state import NamedTensor
 
-SKELETON = ".skeleton"  # the entry with everything that is no tensor
 _PLACE = re.compile(r"\[('?)(.*?)\1\]")
 
 
@@ -44,7 +45,8 @@ class Saver:
     """Copies this worker's share of the state, and has the writer of its node save it.
 
     `orders`: to that writer. `tell` is called, in a thread, with how each save has ended.
-    `whole_print` returns a print of the whole state, the same for all workers.
+    `whole_print` returns a print of the whole state, the same for all workers. `shard`, of `procs`:
+    which of its worker's processes this is.
     """
 
     def __init__(
@@ -54,8 +56,12 @@ class Saver:
         protected: Mapping[str, Any],
         tell: Callable[[SaveEnded], None],
         whole_print: Callable[[], int],
+        shard: int = 0,
+        procs: int = 1,
     ) -> None:
         self._whole_print = whole_print
+        self._shard = shard
+        self._procs = procs
         self._orders = orders
         self._job = job
         self._protected = protected
@@ -72,15 +78,17 @@ class Saver:
         """
         rank, size, began = view.rank(me), len(view.members), time.monotonic()
         try:
-            table_at, table_bytes = self._copy(rank, size)
+            table_at, table_bytes = self._copy(rank, size)  # those of shard 0 come first
             order = Order(
                 step=step,
                 view=view.number,
                 token=token_for(self._job, view.number, step),
-                rank=rank,
-                size=size,
+                rank=self._shard * size + rank,
+                size=self._procs * size,
                 table_at=table_at,
                 table_bytes=table_bytes,
+                shard=self._shard,
+                procs=self._procs,
                 state_print=self._whole_print() if checked else 0,
             )
             # Unless copies are still under way this worker may die now: its share will be saved.
@@ -104,19 +112,22 @@ class Saver:
 
     def _copy(self, rank: int, size: int) -> tuple[int, int]:
         """Returns where the table of the copies is, and its bytes."""
-        skeleton, names, tensors = state.capture_named(self._protected)
-        readable = _readable(names)
-        slices = share_of(tensors, rank, size)
+        skeleton, found = state.capture_named(self._protected)
+        readable = _readable([each.path for each in found])
+        slices = share_of([each.tensor for each in found], rank, size)
         slots: list[StagedItem] = []
         at = 0
         if rank == 0:
-            slots.append(StagedItem(name=SKELETON, start=0, size=len(skeleton)))
+            name = name_in_shard(SKELETON, self._shard)
+            slots.append(StagedItem(name=name, start=0, size=len(skeleton)))
             at = len(skeleton)
         places = []
         for each in slices:
             at = -(-at // ALIGN) * ALIGN
-            part = _part(tensors[each.tensor], each)
-            slots.append(_slot(readable[each.tensor], tensors[each.tensor], each, at))
+            named, part = found[each.tensor], _part(found[each.tensor].tensor, each)
+            alone = named.box is None or not named.box.first
+            name = name_in_shard(readable[each.tensor], self._shard if alone else 0)
+            slots.append(_slot(name, named, each, at))
             places.append((at, part))
             at += part.nbytes
         table = table_of(slots)
@@ -159,16 +170,22 @@ def _part(tensor: torch.Tensor, each: Slice) -> torch.Tensor:
     return tensor.detach()[each.start : each.stop] if each.cut else tensor.detach()
 
 
-def _slot(name: str, tensor: torch.Tensor, each: Slice, at: int) -> StagedItem:
-    part, below = _part(tensor, each), (0,) * (tensor.dim() - 1)
+def _slot(name: str, named: NamedTensor, each: Slice, at: int) -> StagedItem:
+    part, box = _part(named.tensor, each), named.box
+    below = (0,) * (part.dim() - 1)
+    offset, whole = (each.start, *below) if each.cut else (), tuple(named.tensor.shape)
+    if box is not None:
+        start = offset or (0,) * part.dim()
+        offset = tuple(one + more for one, more in zip(box.offset, start, strict=True))
+        whole = box.whole
     return StagedItem(
         name=name,
         start=at,
         size=part.nbytes,
-        dtype=str(tensor.dtype).removeprefix("torch."),
+        dtype=str(part.dtype).removeprefix("torch."),
         shape=tuple(part.shape),
-        offset=(each.start, *below) if each.cut else (),
-        whole=tuple(tensor.shape) if each.cut else (),
+        offset=offset,
+        whole=whole if offset else (),
     )
 
 

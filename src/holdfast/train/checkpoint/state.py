@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -18,6 +19,9 @@ import xxhash
 
 from holdfast.core.errors import StateMismatch, UserError, WireError, first_line
 from holdfast.train.local_tensors import (
+    Box,
+    box_of,
+    cut_like,
     distributed,
     is_distributed,
     local_of,
@@ -41,16 +45,28 @@ _SEQUENCES: dict[str, Callable[[list], Any]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class NamedTensor:
+    """Holds what this process has of one tensor of a state, and by which path it is found there.
+
+    `box`: which part of the tensor that is, if it is distributed over a worker's processes.
+    """
+
+    path: str
+    tensor: torch.Tensor
+    box: Box | None = None
+
+
 def flatten(state: object, name: str) -> tuple[bytes, list[torch.Tensor]]:
     """Return the skeleton and the tensors of `state`. UserError names what cannot be sent."""
-    skeleton, _, tensors = _flatten_named(state, name)
-    return skeleton, tensors
+    skeleton, found = _flatten_named(state, name)
+    return skeleton, [each.tensor for each in found]
 
 
-def _flatten_named(state: object, name: str) -> tuple[bytes, list[str], list[torch.Tensor]]:
-    found: list[tuple[str, torch.Tensor]] = []
+def _flatten_named(state: object, name: str) -> tuple[bytes, list[NamedTensor]]:
+    found: list[NamedTensor] = []
     skeleton = msgspec.msgpack.encode(_encode(state, found, name))
-    return skeleton, [path for path, _ in found], [tensor for _, tensor in found]
+    return skeleton, found
 
 
 def metas(skeleton: bytes) -> list[Meta]:
@@ -101,14 +117,47 @@ def capture(protected: Mapping[str, Any]) -> tuple[bytes, list[torch.Tensor]]:
     return flatten({name: obj.state_dict() for name, obj in protected.items()}, "state")
 
 
-def capture_named(protected: Mapping[str, Any]) -> tuple[bytes, list[str], list[torch.Tensor]]:
+def capture_named(protected: Mapping[str, Any]) -> tuple[bytes, list[NamedTensor]]:
     """Capture the same state, with the path of each tensor."""
     return _flatten_named({name: obj.state_dict() for name, obj in protected.items()}, "state")
 
 
 def apply(protected: Mapping[str, Any], skeleton: bytes, tensors: list[torch.Tensor]) -> None:
     """Load a captured state into the protected objects; StateMismatch says what does not fit."""
-    state = restore(skeleton, tensors, meshes_of(protected.values()))
+    _load(protected, restore(skeleton, tensors, meshes_of(protected.values())))
+
+
+def apply_whole(protected: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """Load a state of whole tensors, of which each process takes what it holds. StateMismatch."""
+    _load(protected, {name: _cut(protected.get(name), value) for name, value in state.items()})
+
+
+def _cut(target: object, state: Any) -> Any:
+    """Cut the tensors of a module's or an optimizer's state as those that it has are cut."""
+    if isinstance(target, torch.nn.Module):
+        mine = target.state_dict()
+        return {
+            key: _cut_tensor(mine.get(key), value) if isinstance(value, torch.Tensor) else value
+            for key, value in state.items()
+        }
+    if isinstance(target, torch.optim.Optimizer):
+        params = [p for group in target.param_groups for p in group["params"]]
+        places = [place for group in state["param_groups"] for place in group["params"]]
+        of = dict(zip(places, params, strict=False))
+        held = {
+            place: {key: _cut_tensor(of.get(place), value) for key, value in values.items()}
+            for place, values in state["state"].items()
+        }
+        return {**state, "state": held}
+    return state
+
+
+def _cut_tensor(like: Any, value: Any) -> Any:
+    alike = isinstance(like, torch.Tensor) and isinstance(value, torch.Tensor)
+    return cut_like(like, value) if alike and like.shape == value.shape else value
+
+
+def _load(protected: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     if list(state) != list(protected):
         raise StateMismatch(
             f"this script protects {list(protected)} but the job protects {list(state)}: "
@@ -159,7 +208,7 @@ def _describe(value: object) -> str:
     return f"{list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
 
 
-def _encode(value: object, tensors: list[tuple[str, torch.Tensor]], path: str) -> list:
+def _encode(value: object, tensors: list[NamedTensor], path: str) -> list:
     if value is None or isinstance(value, bool | str | bytes):
         return ["v", value]
     if isinstance(value, int):
@@ -171,14 +220,16 @@ def _encode(value: object, tensors: list[tuple[str, torch.Tensor]], path: str) -
         parts = [_encode(part, tensors, f"{path}.{name}") for name, part in named.items()]
         return ["c", list(value.shape), value.is_coalesced(), *parts]
     if isinstance(value, torch.Tensor) and is_distributed(value):
-        shard = _encode(local_of(value), tensors, path)
+        local = local_of(value)
+        tensors.append(NamedTensor(path, local, box_of(value)))
+        shard = ["t", str(local.dtype).removeprefix("torch."), list(local.shape)]
         return ["p", list(value.shape), list(value.stride()), placement_of(value), shard]
     if isinstance(value, torch.Tensor) and value.layout == torch.strided:
-        tensors.append((path, value))
+        tensors.append(NamedTensor(path, value))
         return ["t", str(value.dtype).removeprefix("torch."), list(value.shape)]
     if isinstance(value, np.ndarray) and value.dtype.hasobject is False:
-        tensors.append((path, torch.from_numpy(np.ascontiguousarray(value))))
-        dtype = str(tensors[-1][1].dtype).removeprefix("torch.")
+        tensors.append(NamedTensor(path, torch.from_numpy(np.ascontiguousarray(value))))
+        dtype = str(tensors[-1].tensor.dtype).removeprefix("torch.")
         return ["n", dtype, list(value.shape)]
     if isinstance(value, np.generic):
         return _encode(value.item(), tensors, path)
