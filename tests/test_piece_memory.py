@@ -33,6 +33,7 @@ from holdfast.memory.arena import (
     PieceEntry,
     PieceShelf,
     Table,
+    kept_pieces,
 )
 from holdfast.memory.mending import Mending
 from holdfast.memory.node_memory import NodeMemory
@@ -72,7 +73,7 @@ def file_of(budget: int = BUDGET) -> Iterator[tuple[PieceArena, ArenaReading]]:
 
 def kept(reading: ArenaReading) -> list[KeptPieces]:
     table = reading.table()
-    return [] if table is None else table.kept()
+    return [] if table is None else kept_pieces([table])
 
 
 # ---------------------------------------------------------------- one worker's file
@@ -227,7 +228,7 @@ def test_a_worker_that_is_killed_leaves_what_it_has_named(_: int) -> None:
     assert table is not None
     for entry in table.entries:
         assert bytes(reading.piece(entry, 0)) == entry.step.to_bytes(4, "big") * 5000
-    (found,) = table.kept()
+    (found,) = kept_pieces([table])
     assert found.end - found.first == len(table.entries) >= 4
     assert found.end - 1 <= found.committed <= found.end
     reading.close()

@@ -59,15 +59,17 @@ class PieceShelf(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Table(msgspec.Struct, frozen=True, array_like=True):
-    """Describes all that a worker has put into its file.
+    """Describes all that a worker's process has put into its file.
 
-    `forgotten`: a view, and a step: that view has protected the state after so many steps.
+    `forgotten`: a view, and a step: that view has protected the state after so many steps. `shard`:
+    which of the worker's processes it is.
     """
 
     worker: int
     shelves: tuple[PieceShelf, ...] = ()
     entries: tuple[PieceEntry, ...] = ()
     forgotten: tuple[int, int] = (0, 0)
+    shard: int = 0
 
     def without(self, marks: Sequence[tuple[int, int]]) -> Table:
         """Leave out what is older than the states that were protected, as `marks` says."""
@@ -81,26 +83,38 @@ class Table(msgspec.Struct, frozen=True, array_like=True):
         shelves = tuple(shelf for shelf in self.shelves if shelf.view in views)
         return msgspec.structs.replace(self, entries=tuple(entries), shelves=shelves)
 
-    def kept(self) -> list[KeptPieces]:
-        """Say what this holds, to the coordinator."""
-        return [self._kept_in(shelf) for shelf in self.shelves]
 
-    def _kept_in(self, shelf: PieceShelf) -> KeptPieces:
-        steps = {e.step for e in self.entries if e.view == shelf.view and e.kind == GRADIENT}
-        states = {e.step for e in self.entries if e.view == shelf.view and e.kind == STATE}
-        first = end = max(steps, default=-1) + 1
-        while first - 1 in steps:
+def kept_pieces(tables: Sequence[Table], procs: int = 1) -> list[KeptPieces]:
+    """Say to the coordinator what tables hold; `procs`: of each worker, all of which must hold it.
+
+    A worker's process may have several tables, since damaged pieces are made again elsewhere.
+    """
+    found: list[KeptPieces] = []
+    for view, worker in sorted({(shelf.view, t.worker) for t in tables for shelf in t.shelves}):
+        its = [table for table in tables if table.worker == worker]
+        shelves = [shelf for table in its for shelf in table.shelves if shelf.view == view]
+        held = [
+            {(e.kind, e.step) for t in its for e in t.entries if (e.view, t.shard) == (view, shard)}
+            for shard in range(procs)
+        ]
+        steps = set.intersection(*held)
+        gradients = {step for kind, step in steps if kind == GRADIENT}
+        first = end = max(gradients, default=-1) + 1
+        while first - 1 in gradients:
             first -= 1
-        return KeptPieces(
-            view=shelf.view,
-            worker=self.worker,
-            parts=shelf.parts,
-            pieces=tuple(Piece(*each) for each in shelf.pieces),
-            states=tuple(sorted(states)),
-            first=first,
-            end=end,
-            committed=shelf.committed,
+        found.append(
+            KeptPieces(
+                view=view,
+                worker=worker,
+                parts=shelves[0].parts,
+                pieces=tuple(Piece(*each) for each in shelves[0].pieces),
+                states=tuple(sorted(step for kind, step in steps if kind == STATE)),
+                first=first,
+                end=end,
+                committed=max(shelf.committed for shelf in shelves),
+            )
         )
+    return found
 
 
 def _is_older(entry: PieceEntry, view: int, step: int) -> bool:
@@ -115,16 +129,19 @@ def _is_older(entry: PieceEntry, view: int, step: int) -> bool:
 
 
 class PieceArena:
-    """Writes one worker's file, of at most `budget` bytes. Its methods may be called by threads."""
+    """Writes the file of one process of a worker, of at most `budget` bytes.
 
-    def __init__(self, descriptor: int, worker: int, budget: int) -> None:
+    Its methods may be called by several threads.
+    """
+
+    def __init__(self, descriptor: int, worker: int, budget: int, shard: int = 0) -> None:
         os.ftruncate(descriptor, FIRST + budget)  # takes no memory until it is written to
         self.budget = budget
         self._descriptor = descriptor
         self._map = mmap.mmap(descriptor, FIRST + budget)
         self._memory = memoryview(self._map)
         self._lock = threading.Lock()
-        self._table = Table(worker)
+        self._table = Table(worker, shard=shard)
         self._number = 0
         self._touched = FIRST  # memory is there up to here
         self._taken: dict[int, int] = {}  # where it ends, by where it starts

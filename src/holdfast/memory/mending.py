@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from holdfast.core.errors import Damaged
 from holdfast.core.redundancy import Piece, Redundancy
-from holdfast.memory.arena import ALIGN, PieceArena, PieceEntry, PieceShelf
+from holdfast.memory.arena import ALIGN, PieceArena, PieceEntry, PieceShelf, Table
 from holdfast.memory.node_memory import NodeMemory
 from holdfast.memory.piece_reader import PieceReader
 from holdfast.memory.pieces import Image, PieceCoder
@@ -43,14 +43,14 @@ class Mending:
         damaged = self._memory.damaged()
         self._tried = [entry for entry in self._tried if entry in [e for _, _, e in damaged]]
         found = [each for each in damaged if each[2] not in self._tried]
-        return [self._mend(worker, shelf, entry, addresses) for worker, shelf, entry in found]
+        return [self._mend(table, shelf, entry, addresses) for table, shelf, entry in found]
 
     def _mend(
-        self, worker: int, shelf: PieceShelf, entry: PieceEntry, addresses: Iterable[str]
+        self, table: Table, shelf: PieceShelf, entry: PieceEntry, addresses: Iterable[str]
     ) -> str:
         what = f"pieces of the {entry.kind} of step {entry.step} were damaged in memory"
         self._tried.append(entry)
-        reader = PieceReader(addresses, self._key, self._redundancy)
+        reader = PieceReader(addresses, self._key, self._redundancy, table.shard)
         try:
             image = Image([reader.read(entry.kind, entry.view, entry.step)])
         except Damaged as error:
@@ -58,9 +58,9 @@ class Mending:
         finally:
             reader.close()
         coder = PieceCoder(self._redundancy, shelf.parts, entry.whole)
-        number, descriptor = self._memory.open(worker)
+        number, descriptor = self._memory.open(table.worker)
         size = entry.size * len(shelf.pieces)
-        arena = PieceArena(descriptor, worker, size + ALIGN)
+        arena = PieceArena(descriptor, table.worker, size + ALIGN, table.shard)
         start, room = arena.take(size)
         digests = []
         for index, piece in enumerate(shelf.pieces):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from holdfast.core.errors import Damaged
 from holdfast.core.redundancy import KeptPieces
-from holdfast.memory.arena import ArenaReading, PieceEntry, PieceShelf, Table
+from holdfast.memory.arena import ArenaReading, PieceEntry, PieceShelf, Table, kept_pieces
 
 
 @dataclass(slots=True)
@@ -31,11 +31,12 @@ class _File:
 class NodeMemory:
     """Holds the files of one node; its methods may be called by any thread.
 
-    `found_damage` is called when a piece turns out to be damaged.
+    `found_damage` is called when a piece turns out to be damaged. `procs`: of each worker.
     """
 
-    def __init__(self, found_damage: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, found_damage: Callable[[], object] = lambda: None, procs: int = 1) -> None:
         self._found_damage = found_damage
+        self._procs = procs
         self._lock = threading.Lock()
         self._files: dict[int, _File] = {}
         self._last = 0
@@ -69,10 +70,11 @@ class NodeMemory:
                     self._files.pop(number).reading.close()
             return {number: table for number, table in tables.items() if table.entries}
 
-    def damaged(self) -> list[tuple[int, PieceShelf, PieceEntry]]:
+    def damaged(self) -> list[tuple[Table, PieceShelf, PieceEntry]]:
         """Return entries with damaged pieces that nothing newer replaces: whose, and for what."""
         found = []
-        held = [(t.worker, entry.key) for t in self.tables().values() for entry in t.entries]
+        tables = self.tables().values()
+        held = [(t.worker, t.shard, entry.key) for t in tables for entry in t.entries]
         with self._lock:
             files = list(self._files.values())
             marks = [file.table().forgotten for file in files]
@@ -80,15 +82,14 @@ class NodeMemory:
                 table = file.table().without(marks)
                 shelves = {shelf.view: shelf for shelf in table.shelves}
                 file.damaged = [entry for entry in file.damaged if entry in table.entries]
-                found += [(table.worker, shelves[e.view], e) for e in file.damaged]
-        return [each for each in found if (each[0], each[2].key) not in held]
+                found += [(table, shelves[e.view], e) for e in file.damaged]
+        return [each for each in found if (each[0].worker, each[0].shard, each[2].key) not in held]
 
     def report(self) -> tuple[tuple[KeptPieces, ...], int]:
         """Say what is held, to the coordinator, and how many bytes all of it takes."""
         tables = [table for _, table in sorted(self.tables().items())]
-        every = [each for table in tables for each in table.kept()]
         size = sum(e.size * len(e.digests) for table in tables for e in table.entries)
-        return tuple(sorted(every, key=lambda each: (each.view, each.worker))), size
+        return tuple(kept_pieces(tables, self._procs)), size
 
     def piece(self, number: int, entry: PieceEntry, index: int) -> memoryview:
         """Return one piece's bytes. Damaged: it is not what it was, and is not held any more."""

@@ -60,9 +60,15 @@ class _Node:
 
 
 class PieceReader:
-    """Reads what nodes hold at present; `addresses`: of their servers. Use it in one thread."""
+    """Reads what nodes hold at present of one shard; `addresses`: of their servers.
 
-    def __init__(self, addresses: Iterable[str], key: bytes, redundancy: Redundancy) -> None:
+    Use it in one thread.
+    """
+
+    def __init__(
+        self, addresses: Iterable[str], key: bytes, redundancy: Redundancy, shard: int = 0
+    ) -> None:
+        self._shard = shard
         self.received = 0  # bytes of pieces
         self._redundancy = redundancy
         self._nodes: list[_Node] = []
@@ -115,6 +121,8 @@ class PieceReader:
         found: list[tuple[Piece, int, _Held]] = []
         for number, node in enumerate(self._nodes):
             for file, table in node.tables.items():
+                if table.shard != self._shard:
+                    continue
                 shelves = {shelf.view: shelf for shelf in table.shelves}
                 for entry in table.entries:
                     shelf = shelves.get(view)

@@ -235,11 +235,12 @@ def _protector(control: Control, protected: Mapping[str, Any], data: StepData) -
     """Return what puts this worker's pieces into its node's memory; None without redundancy."""
     me, driver = control.environment, control.driver
     redundancy = me.spec.redundancy()
-    if not redundancy.data or me.memory_fd is None:
+    if not redundancy.data or not me.memory_fds:
         return None
     budget = me.spec.memory.budget
     whole = free_bytes() // 2 if budget is None else budget * 10**6
-    arena = PieceArena(me.memory_fd, me.worker, whole // me.spec.workers.nproc)
+    processes = me.spec.workers.nproc * me.spec.workers.procs
+    arena = PieceArena(me.memory_fds[me.shard], me.worker, whole // processes, me.shard)
     sources = protected, data
     return Protector(arena, redundancy, me.worker, sources, driver.post, driver.fail)
 
@@ -280,7 +281,7 @@ def compose_worker(
     rate = spec.nodes.join_rate * 1e6
     feeder = Feeder(protected, data, driver.post, me.peer_key, rate)
     receiver = FedReceiver(data, loaded, driver.post, driver.fail, me.peer_key)
-    recalling = Recalling(data, loaded, me.peer_key, spec.redundancy())
+    recalling = Recalling(data, loaded, me.peer_key, spec.redundancy(), me.shard)
     bringing_up = BringingUp(driver, loaded, missed, restorer, recalling, receiver.settled)
     protector = _protector(control, protected, data)
     gloo = GlooDevice(me.host, me.peer_key)

@@ -42,7 +42,7 @@ class WorkerEnvironment:
     run_dir: Path | None = None
     host: str = "127.0.0.1"
     orders_fd: int | None = None  # to the node's checkpoint writer
-    memory_fd: int | None = None  # of the file for pieces of the state
+    memory_fds: tuple[int, ...] = ()  # of the files for pieces of the state, by shard
     shard: int = 0  # which of the worker's processes this is
     shard_fds: tuple[int, ...] = ()  # to the other ones, from shard 0; else to that one
     peer_key: bytes = field(default=b"", repr=False)  # proves to other workers whose we are
@@ -72,9 +72,9 @@ class WorkerEnvironment:
             run_dir=Path(run_dir) if run_dir else None,
             host=environ.get("HOLDFAST_HOST", "127.0.0.1"),
             orders_fd=_descriptor(environ, "HOLDFAST_ORDERS_FD"),
-            memory_fd=_descriptor(environ, "HOLDFAST_MEMORY_FD"),
+            memory_fds=_numbers(environ, "HOLDFAST_MEMORY_FDS"),
             shard=_number(environ, "HOLDFAST_SHARD", 0),
-            shard_fds=tuple(int(each) for each in environ.get("HOLDFAST_SHARD_FDS", "").split()),
+            shard_fds=_numbers(environ, "HOLDFAST_SHARD_FDS"),
             peer_key=peer_key,
         )
 
@@ -85,6 +85,13 @@ def _number(environ: Mapping[str, str], name: str, default: int) -> int:
         return int(text)
     except ValueError:
         raise UserError(f"{name}={text!r} is not a whole number: unset it") from None
+
+
+def _numbers(environ: Mapping[str, str], name: str) -> tuple[int, ...]:
+    text = environ.get(name, "")
+    if not all(each.isascii() and each.isdecimal() for each in text.split()):
+        raise UserError(f"{name}={text!r} are no whole numbers: unset it")
+    return tuple(int(each) for each in text.split())
 
 
 def _descriptor(environ: Mapping[str, str], name: str) -> int | None:
@@ -109,10 +116,10 @@ def take_channel(environment: WorkerEnvironment) -> int | None:
     Nor the way to the checkpoint writer, nor the memory for pieces, nor the peer key: `environment`
     holds them by now.
     """
-    for name in ("FD", "ORDERS_FD", "MEMORY_FD", "SHARD_FDS", "PEER_KEY"):
+    for name in ("FD", "ORDERS_FD", "MEMORY_FDS", "SHARD_FDS", "PEER_KEY"):
         os.environ.pop(f"HOLDFAST_{name}", None)
     me = environment
-    for descriptor in (me.channel_fd, me.orders_fd, me.memory_fd, *me.shard_fds):
+    for descriptor in (me.channel_fd, me.orders_fd, *me.memory_fds, *me.shard_fds):
         if descriptor is not None:
             os.set_inheritable(descriptor, False)
     return environment.channel_fd

@@ -99,7 +99,7 @@ class AgentServer:
         ]
         if self._template.spec.redundancy().data:
             found_damage = partial(loop.call_soon_threadsafe, self._note_memory)
-            self._memory = NodeMemory(found_damage)
+            self._memory = NodeMemory(found_damage, self._template.spec.workers.procs)
             key = derive_peer_key(secret)
             server = PieceServer(self._memory, key)
             self._pieces_at = server.listen(self._template.host)
@@ -138,8 +138,9 @@ class AgentServer:
 
     def _forget_memory(self, process: WorkerProcess) -> None:
         """Note that a process writes nothing more: what is there now is all of it."""
-        if self._memory is not None and process.memory is not None:
-            self._memory.ended(process.memory[0])
+        if self._memory is not None:
+            for number, _ in process.memory:
+                self._memory.ended(number)
             self._note_memory()
 
     def _note_memory(self) -> None:
@@ -281,7 +282,8 @@ class AgentServer:
         worker, incarnation = process.worker, process.incarnation
         try:
             if self._memory is not None:
-                process.memory = self._memory.open(worker)
+                procs = range(self._template.spec.workers.procs)
+                process.memory = [self._memory.open(worker) for _ in procs]
             await process.start(self._on_message, self._on_exit)
         except OSError as error:
             self._forget_memory(process)

@@ -146,8 +146,6 @@ def wait_for_all(others: ShardProcesses | None, failure_fd: int) -> None:
 def _become(shard: int, parent: int, descriptor: int) -> None:
     """Be one of the other processes: with no way to the agent, nor to what the first one has."""
     die_with_parent(parent)
-    for name in ("FD", "MEMORY_FD"):
-        if (held := int(os.environ.pop(f"HOLDFAST_{name}", "-1"))) >= 0:
-            os.close(held)
+    os.close(int(os.environ.pop("HOLDFAST_FD")))
     os.environ["HOLDFAST_SHARD"] = str(shard)
     os.environ["HOLDFAST_SHARD_FDS"] = str(descriptor)

@@ -123,7 +123,7 @@ class WorkerProcess:
         self.printed = 0  # bytes
         self.label = f"worker {worker}"  # at the head of its lines for people
         self._template = template
-        self.memory: tuple[int, int] | None = None  # number and descriptor of its file for pieces
+        self.memory: list[tuple[int, int]] = []  # number and descriptor of its files for pieces
         self._popen: _Popen | ForkedProcess | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._sealer = Sealer(None)
@@ -164,9 +164,9 @@ class WorkerProcess:
             self.worker, self.incarnation, channel_fd, failure_fd, self.role
         )
         pass_fds = (channel_fd, failure_fd, *self._template.pass_fds)
-        if self.memory is not None:
-            environment["HOLDFAST_MEMORY_FD"] = str(self.memory[1])
-            pass_fds = (*pass_fds, self.memory[1])
+        files = [descriptor for _, descriptor in self.memory]
+        environment["HOLDFAST_MEMORY_FDS"] = " ".join(map(str, files))
+        pass_fds = (*pass_fds, *files)
         if (path := os.environ.get(fork_server.VARIABLE)) and command[0] in fork_server.ENTRIES:
             forked = await asyncio.to_thread(
                 fork_server.fork, path, command[1:], environment, pass_fds, command[0]

@@ -21,11 +21,17 @@ PAUSE_S = 1.0  # in which nodes can tell the coordinator that pieces are damaged
 
 
 class Recalling:
-    """Recalls what a view says, for one worker; `key`: the job's peer key."""
+    """Recalls what a view says, for one worker's shard; `key`: the job's peer key."""
 
     def __init__(
-        self, data: StepData, loaded: LoadedState, key: bytes, redundancy: Redundancy
+        self,
+        data: StepData,
+        loaded: LoadedState,
+        key: bytes,
+        redundancy: Redundancy,
+        shard: int = 0,
     ) -> None:
+        self._shard = shard
         self._data = data
         self._loaded = loaded
         self._key = key
@@ -71,11 +77,11 @@ class Recalling:
             self._reader = None
 
     def _finish(self, recall: Recall) -> None:
-        if self._reader is not None:
+        if self._reader is not None and self._shard == 0:
             size, took_s = self._reader[1].received, time.monotonic() - self._began
             self.news = (
                 f"the nodes' memory gave the state after {recall.base} steps and the gradients of "
-                f"{recall.step - recall.base} more: {size / 1e6:.3g} MB to each worker, in "
+                f"{recall.step - recall.base} more: {size / 1e6:.3g} MB to each process, in "
                 f"{took_s:.2g} s"
             )
         self.end()
@@ -84,7 +90,7 @@ class Recalling:
         if self._reader is None or self._reader[0] != view.number:
             self.end()
             self._began, self.news = time.monotonic(), ""
-            reader = PieceReader(recall.nodes, self._key, self._redundancy)
+            reader = PieceReader(recall.nodes, self._key, self._redundancy, self._shard)
             self._reader = view.number, reader
         return self._reader[1]
 
