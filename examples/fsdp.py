@@ -53,11 +53,12 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.head = nn.Linear(WIDTH, WORDS)
 
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
+    def forward(self, words: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+        """Return the loss of predicting the words that follow."""
         x = self.words(words) + self.places[: words.shape[1]]
         for block in self.blocks:
             x = block(x)
-        return self.head(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), following.flatten())
 
 
 def sentences() -> TensorDataset:
@@ -94,8 +95,7 @@ def main() -> None:
     data = job.batches(sentences(), options.batch_size)
     for step in job.steps(data, until=options.steps):
         for words, following in step:
-            loss = F.cross_entropy(model(words).flatten(0, 1), following.flatten())
-            step.backward(loss)
+            step.backward(model(words, following))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the norm over all shards
         optimizer.step()
         if step.index % 10 == 9 and job.is_leader:

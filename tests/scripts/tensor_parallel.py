@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -35,8 +36,8 @@ if cut:
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     fully_shard(model, mesh=job.mesh, mp_policy=half)
 else:
-    plan = {"0": ColwiseParallel(output_layouts=None or torch.distributed.tensor.Replicate())}
-    plan["3"] = RowwiseParallel(input_layouts=torch.distributed.tensor.Replicate())
+    plan = {"0": ColwiseParallel(output_layouts=Replicate())}
+    plan["3"] = RowwiseParallel(input_layouts=Replicate())
     parallelize_module(model, job.mesh, plan)
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 job.protect(model=model, optimizer=optimizer)
@@ -49,7 +50,8 @@ for step in job.steps(job.batches(dataset, 6, split=cut), until=int(sys.argv[1])
             step.backward(F.cross_entropy(out, y, reduction="sum"), weight=len(y))
         else:
             step.backward(F.cross_entropy(out, y))
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    if cut:  # PyTorch clips no mixture of distributed and other parameters
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
     optimizer.step()
     if step.index % 5 == 0 and job.is_leader:
         print(f"step {step.index}: loss {step.loss:.6f}")

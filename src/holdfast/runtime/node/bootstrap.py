@@ -23,7 +23,7 @@ import numpy as np
 
 from holdfast.core.errors import HoldfastError
 from holdfast.health.measure.lifetime import die_with_parent
-from holdfast.runtime.node.shard_processes import fork_shards, wait_for_all
+from holdfast.runtime.node.shard_processes import fork_shards, tell_failure, wait_for_all
 
 MODULE = "holdfast.runtime.node.bootstrap"
 
@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
     procs = int(os.environ.pop("HOLDFAST_PROCS", "1"))
     if procs > 1:
         others, failure_fd = fork_shards(procs, failure_fd)
-    code = run_told(lambda: _run(argv[0]), failure_fd)
+    code = run_told(lambda: _run(argv[0]), teller(failure_fd) if others is None else others.tell)
     if procs > 1 and code == 0:
         finish()
         wait_for_all(others, failure_fd)
@@ -57,18 +57,23 @@ def become(argv: list[str]) -> None:
     sys.path[0] = os.path.dirname(os.path.realpath(argv[0]))
 
 
-def run_told(run: Callable[[], None], failure_fd: int) -> int:
+def teller(failure_fd: int) -> Callable[[str], None]:
+    """Return what tells the agent of a failure, by this descriptor."""
+    return lambda text: tell_failure(failure_fd, text.encode(errors="replace"))
+
+
+def run_told(run: Callable[[], None], tell: Callable[[str], None]) -> int:
     """Run a script; tell of its failure, and return the exit code."""
     try:
         run()
     except SystemExit as end:
         if isinstance(end.code, int):
-            _tell(failure_fd, f"the script ended with exit code {end.code}")
+            tell(f"the script ended with exit code {end.code}")
             return end.code
-        _tell(failure_fd, str(end.code))
+        tell(str(end.code))
         return 1
     except BaseException as error:  # noqa: BLE001 - told to the agent
-        _tell(failure_fd, describe(error))
+        tell(describe(error))
         return 1
     return 0
 
@@ -120,11 +125,6 @@ def _script_frames(frames: TracebackType | None) -> TracebackType | None:
     while current is not None and current.tb_frame.f_code.co_filename in inside:
         current = current.tb_next
     return current if current is not None else frames
-
-
-def _tell(failure_fd: int, text: str) -> None:
-    with contextlib.suppress(OSError):
-        os.write(failure_fd, text.encode(errors="replace")[-(12 << 10) :])
 
 
 def leave(code: int) -> NoReturn:

@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
         finally:
             _join_threads()
 
-    return bootstrap.run_told(run, failure_fd)
+    return bootstrap.run_told(run, bootstrap.teller(failure_fd))
 
 
 def preload(spec: JobSpec) -> None:

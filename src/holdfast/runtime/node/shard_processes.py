@@ -8,6 +8,7 @@ when it ends.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import signal
@@ -21,9 +22,10 @@ from holdfast.core.membership.liveness import FreezeDetector, FreezePolicy
 from holdfast.health.measure.lifetime import die_with_parent
 from holdfast.health.measure.procfs import sample_process
 
-GRACE_S = 3.0  # for this process to say itself what one of the others has failed for
+GRACE_S = 3.0  # in which a loss may turn out to be the reason for a failure
 END_S = 60.0  # for the others to end after this one
 READ_BYTES = 1 << 16
+TOLD_BYTES_MAX = 12 << 10
 DONE = b"\0"  # a script has ended well
 
 
@@ -38,11 +40,18 @@ class _Other:
 
 
 class ShardProcesses:
-    """Watches the other processes of this worker; any of them that fails ends all."""
+    """Watches the other processes of this worker; any of them that fails ends all.
+
+    When one of them is lost the scripts of the others fail, since they can reach it no more. So a
+    failure is told only once no loss has explained it for a while.
+    """
 
     def __init__(self, others: list[_Other], failure_fd: int) -> None:
         self._others = others
         self._failure_fd = failure_fd
+        self._lock = threading.Lock()
+        self._failures: list[bytes] = []  # the first one first
+        self._here = False  # this process's script has failed as well
         self._watch = threading.Thread(target=self._look, name="holdfast-shards", daemon=True)
         self._watch.start()
 
@@ -50,40 +59,52 @@ class ShardProcesses:
         """Wait until their scripts have ended."""
         self._watch.join(END_S)
 
+    def tell(self, text: str) -> None:
+        """Tell the agent that the script has failed: of the process in which it failed first."""
+        with self._lock:
+            self._failures.append(text.encode(errors="replace"))
+            self._here = True
+        self._watch.join(END_S)
+        tell_failure(self._failure_fd, self._failures[0])
+
     def _look(self) -> None:
         policy = FreezePolicy()
         running = [(other, FreezeDetector(policy)) for other in self._others]
-        while running:
+        given_up_s = math.inf
+        while running and time.monotonic() < given_up_s:
             looked = [fd for other, _ in running for fd in (other.ended, other.told)]
             ready = select.select(looked, [], [], policy.sample_s)[0]
             for other, detector in list(running):
                 if other.told in ready or other.ended in ready:
-                    text = _read(other.told)
-                    if text != DONE:
-                        self._ended(other, text)
+                    self._ended(other, _read(other.told))
                     running.remove((other, detector))
                     continue
                 sample = sample_process(other.pid)
                 reason = None if sample is None else detector.observe(sample)
                 if reason is not None:
                     self._give_up(f"process {other.shard} of this worker is {reason}")
+            with self._lock:
+                if self._failures:
+                    given_up_s = min(given_up_s, time.monotonic() + GRACE_S)
+        with self._lock:
+            if not self._failures or self._here:
+                return
+            tell_failure(self._failure_fd, self._failures[0])
+            os._exit(1)
 
     def _ended(self, other: _Other, text: bytes) -> None:
-        """Wait for the end of one that has failed, and said why in `text`, or without a word."""
+        """Find out how one of them has ended that has said so in `text`, or without a word."""
+        if text == DONE:
+            return
         _, status = os.waitpid(other.pid, 0)
         code = os.waitstatus_to_exitcode(status)
         if code < 0:
             name = signal.Signals(-code).name
             self._give_up(f"process {other.shard} of this worker was ended by {name}")
-        if code > 0:
-            time.sleep(GRACE_S)  # in most cases all processes fail for the same reason
-            text += _read(other.told)
-            with contextlib.suppress(OSError):
-                text = b"process %d of the worker: " % other.shard + (
-                    text or b"exit code %d" % code
-                )
-                os.write(self._failure_fd, text)
-            os._exit(code)
+        text += _read(other.told)
+        with self._lock:
+            text = text or b"the script ended with exit code %d" % code
+            self._failures.append(b"process %d of the worker: " % other.shard + text)
 
     def _give_up(self, text: str) -> None:
         sys.stderr.write(f"holdfast: {text}: it ends\n")
@@ -97,6 +118,12 @@ def _read(descriptor: int) -> bytes:
     with contextlib.suppress(BlockingIOError):
         return os.read(descriptor, READ_BYTES)
     return b""
+
+
+def tell_failure(failure_fd: int, text: bytes) -> None:
+    """Tell the agent, or the process of shard 0, what a script has failed for: the end of it."""
+    with contextlib.suppress(OSError):
+        os.write(failure_fd, text[-TOLD_BYTES_MAX:])
 
 
 def fork_shards(count: int, failure_fd: int) -> tuple[ShardProcesses | None, int]:

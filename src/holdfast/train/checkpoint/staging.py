@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from holdfast.core.errors import WorldError
+from holdfast.train.local_tensors import local_of
 
 
 class Copier:
@@ -35,7 +36,7 @@ class Copier:
         if on_gpu:
             self._pin(memory)
             changing = {
-                buffer.untyped_storage().data_ptr()
+                local_of(buffer).untyped_storage().data_ptr()
                 for module in self._protected.values()
                 if isinstance(module, torch.nn.Module)
                 for buffer in module.buffers()
@@ -103,7 +104,7 @@ def steady_storages(protected: Mapping[str, Any]) -> set[int]:
         elif isinstance(each, torch.optim.Optimizer):
             values = (v for held in each.state.values() for v in held.values())
             found += [v for v in values if isinstance(v, torch.Tensor)]
-    return {tensor.untyped_storage().data_ptr() for tensor in found}
+    return {local_of(tensor).untyped_storage().data_ptr() for tensor in found}
 
 
 def _room(memory: memoryview, start: int, tensor: torch.Tensor) -> torch.Tensor:
