@@ -32,6 +32,7 @@ from holdfast.train.environment import WorkerEnvironment
 from holdfast.train.feeding.fed_receiver import FedReceiver
 from holdfast.train.feeding.feeder import Feeder
 from holdfast.train.ledger_recorder import LedgerRecorder
+from holdfast.train.local_tensors import check_meshes
 from holdfast.train.monitor import Monitor
 from holdfast.train.optimizer_watch import OptimizerWatch
 from holdfast.train.protection.protector import Protector
@@ -180,9 +181,12 @@ def compose_guard(
 
 
 def _check_torch(
-    modules: list[tuple[str, torch.nn.Module]], *, on_gpu: bool, control: Control
+    modules: list[tuple[str, torch.nn.Module]],
+    trained: list[tuple[str, torch.nn.Parameter]],
+    control: Control,
 ) -> None:
     """Look for settings of torch that break the promise. UserError."""
+    check_meshes(trained, control.environment.spec.workers.procs)
     initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
     if initialized and control.inner is None:
         raise UserError(
@@ -195,7 +199,7 @@ def _check_torch(
                 f"job.protect({name}=...): a {type(module).__name__} exchanges gradients by "
                 "itself; protect the module inside it, and train that"
             )
-    if on_gpu and torch.backends.cudnn.benchmark:
+    if any(p.is_cuda for _, p in trained) and torch.backends.cudnn.benchmark:
         text = "torch.backends.cudnn.benchmark is on: each worker chooses kernels by its own timing"
         text = f"{text}, and bits may differ; set it to False"
         control.driver.post(EventNoted("script", text))
@@ -259,7 +263,7 @@ def compose_worker(
     if me.worker == 0 and (text := advice(dict(modules))):
         driver.post(EventNoted("compiled", text))
     devices = [p.device for _, p in trained if p.is_cuda]
-    _check_torch(modules, on_gpu=bool(devices), control=control)
+    _check_torch(modules, trained, control)
     _prepare_scalers(protected)
     filled, digest = FilledBuckets(driver.monitor), TaskDigest()
     by_row = progress.trained.by_row()

@@ -19,8 +19,10 @@ from torch.utils.data import DataLoader
 from holdfast.core.errors import UserError
 from holdfast.core.step.events import EventNoted, StepKind
 from holdfast.store.data_index import SampleIndex, read_index
+from holdfast.train.checkpoint.saved_state import load_saved
 from holdfast.train.compose import Control, compose_control, compose_worker
 from holdfast.train.data.batch_loading import LoadOptions
+from holdfast.train.data.batch_parts import WHOLE, BatchPart
 from holdfast.train.data.map_style import dataset_length
 from holdfast.train.data.order_plan import OrderPlan
 from holdfast.train.data.quarantine import Quarantine
@@ -35,6 +37,7 @@ from holdfast.train.environment import WorkerEnvironment, take_channel
 from holdfast.train.evaluation import Evaluation, without_training
 from holdfast.train.host_memory import keep_freed_memory
 from holdfast.train.job_step import Step
+from holdfast.train.local_tensors import check_split
 from holdfast.train.script_state import PROTECTED_AS, ScriptState, Values, plain
 from holdfast.train.script_thread import ScriptThread
 from holdfast.train.shards.inner_group import InnerGroup
@@ -169,23 +172,24 @@ class Job:
         index: str | os.PathLike[str] | None = None,
         mirrors: Sequence[Any] = (),
         on_error: str = "raise",
-        split: bool = True,
+        split: bool | DeviceMesh = True,
         **loading: Any,
     ) -> Batches | SampledBatches:
         """Batches of a map-style dataset: `batch_size` samples for each virtual rank and step.
 
         Every epoch is a permutation that depends on the job's seed only. Without `drop_last` an
         epoch's last step shares out what remains, and gradients are weighted so that they stay the
-        mean over the step's samples. `loading`: fields of LoadOptions (num_workers, collate_fn,
-        pin_memory, prefetch_factor, ...). `dataset` may be a ready DataLoader, which then says all
-        of that; if it has a sampler of its own, each virtual rank takes the next batch.
+        mean over the step's samples. `loading`: fields of LoadOptions. `dataset` may be a ready
+        DataLoader, which then says all of that; each virtual rank takes its sampler's next batch.
 
         `index`: a file that `holdfast data index` has written; each sample is compared with it. One
         that differs is read again, then from `mirrors`, other datasets of the same samples.
         `on_error`: "raise", or "quarantine" to have all workers leave out a bad record from then
-        on. `split`: each process of a worker of several reads an equal part of each batch, as FSDP
-        needs; False: each reads all of it, as tensor parallelism needs. Raises UserError.
+        on. `split`: each process of a worker of several trains on an equal part of each batch, as
+        FSDP needs; False: on all of it, as tensor parallelism needs; or the mesh, of one dimension,
+        whose processes train on parts. Raises UserError.
         """
+        part = self._part(split, on_error)
         if isinstance(dataset, DataLoader):
             if batch_size is not None or loading:
                 raise UserError(
@@ -200,7 +204,7 @@ class Job:
                         f"job.batches(loader) with a {type(found.sampler).__name__} takes neither "
                         "index=, mirrors= nor on_error=: verify what the dataset itself reads"
                     )
-                return self._sampled(dataset, found.sampler, options)
+                return self._sampled(dataset, found.sampler, options, part)
             shuffle, drop_last = found.shuffle, found.drop_last
         else:
             options = _options(dataset, loading)
@@ -227,7 +231,7 @@ class Job:
             checks,
             quarantine,
             lambda text: self._driver.post(EventNoted("data", text)),
-            self._part(on_error) if split else (0, 1),
+            part,
         )
 
     def stream(
@@ -236,6 +240,7 @@ class Job:
         batch_size: int,
         *,
         collate_fn: Callable[[list[Any]], Any] | None = None,
+        split: bool | DeviceMesh = True,
     ) -> Stream:
         """Batches of a stream, which can only be read in order: `batch_size` samples of each shard.
 
@@ -243,7 +248,7 @@ class Job:
         dataset that is cut by `shard(num_shards, index)`, as those of Hugging Face. Each virtual
         rank reads a shard of its own, and begins anew at its end. Where the shards stand is a part
         of the job's state; a shard that comes to another worker is read there from its beginning.
-        Raises UserError.
+        `split`: as for `batches`; every process of a worker reads all samples. Raises UserError.
         """
         self._check_nothing_dropped("job.stream", "a stream")
         plan = StreamPlan(batch_size=batch_size, virtual_ranks=self.virtual_ranks, seed=self.seed)
@@ -255,6 +260,7 @@ class Job:
             self._progress.streams.setdefault(number, plan.start()),
             self._progress.readers.setdefault(number, {}),
             lambda text: self._driver.post(EventNoted("stream", text)),
+            self._part(split),
         )
 
     def begin_at(self, step: int) -> None:
@@ -269,27 +275,49 @@ class Job:
             )
         self._progress.steps = step
 
-    def _part(self, on_error: str) -> tuple[int, int]:
-        """Return which part of a batch this process reads, and of how many. UserError."""
+    def begin_from(self, store: str, step: int | None = None) -> int:
+        """Begin a new job with the state that another job has saved; returns its number of steps.
+
+        `store`: as its --store was; `step`: of the checkpoint, by default the newest. The two jobs
+        may have different numbers of virtual ranks and of processes per worker, and must protect
+        the same objects by the same names. job.values are taken over, too. Call it after `protect`,
+        before the first loop; a job that has begun keeps its own state. Raises UserError.
+        """
+        if self._script is not None or not self._protected:
+            raise UserError(
+                f"job.begin_from({store!r}): call it after job.protect(...), before the first "
+                "steps, evaluate or agree"
+            )
+        found = load_saved(store, step, self._protected)
+        self.begin_at(found.steps)
+        self.values.update(found.values)
+        return found.steps
+
+    def _part(self, split: bool | DeviceMesh, on_error: str = "raise") -> BatchPart:
+        """Return which part of each batch this process trains on. UserError."""
         inner = self._control.inner
-        if inner is None:
-            return 0, 1
+        if inner is None or split is False:
+            return WHOLE
         if inner.size > 1 and on_error == "quarantine":
             raise UserError(
                 'on_error="quarantine" in a worker of several processes: each would leave out '
                 "records of its own part; give split=False"
             )
-        return inner.shard, inner.size
+        if split is True:
+            return BatchPart(inner.shard, inner.size)
+        return BatchPart(split.get_local_rank(), split.size())
 
     def _sampled(
-        self, dataset: Any, sampler: Iterable[Any], options: LoadOptions
+        self, dataset: Any, sampler: Iterable[Any], options: LoadOptions, part: BatchPart
     ) -> SampledBatches:
         """Return batches that a script's own sampler gives."""
         self._check_nothing_dropped("job.batches(loader)", "a sampler's order")
         number, progress = self._next_stream(), self._progress
         plan = OrderPlan(number=number, virtual_ranks=self.virtual_ranks, seed=self.seed)
         positions = progress.orders.setdefault(number, plan.start())
-        return SampledBatches(dataset, sampler, options, plan, positions, lambda: progress.steps)
+        return SampledBatches(
+            dataset, sampler, options, plan, positions, lambda: progress.steps, part
+        )
 
     def _check_nothing_dropped(self, call: str, what: str) -> None:
         if self._environment.spec.backup().workers:
@@ -327,6 +355,8 @@ class Job:
                 "counted over the whole job, so until must not go back"
             )
         loop: LoopData = NoDataset(self.virtual_ranks, self.seed) if data is None else data
+        if loop.part.count > 1:
+            check_split(self._protected, loop.part.count)
         source: Source | None = None
         try:
             for index, plan in script.loop(loop, until):

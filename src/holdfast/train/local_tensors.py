@@ -157,3 +157,31 @@ def distributed(
     return DTensor.from_local(
         local, meshes[name], places, run_check=False, shape=torch.Size(shape), stride=stride
     )
+
+
+def check_meshes(params: Iterable[tuple[str, torch.Tensor]], procs: int) -> None:
+    """Raise UserError for a parameter on a mesh that is not made of all of a worker's processes."""
+    for name, param in params:
+        like: Any = param
+        if is_distributed(param) and (size := like.device_mesh._get_root_mesh().size()) != procs:
+            raise UserError(
+                f"{name} is distributed over a mesh of {size} processes, and each worker of this "
+                f"job has {procs}: give fully_shard or parallelize_module job.mesh, and start the "
+                "job with as many processes by --procs-per-worker"
+            )
+
+
+def check_split(protected: Mapping[str, Any], count: int) -> None:
+    """Raise UserError for a parameter that would be trained with `count` parts of a batch apart."""
+    modules = [(n, each) for n, each in protected.items() if isinstance(each, torch.nn.Module)]
+    named = ((n, *found) for n, module in modules for found in module.named_parameters())
+    for module_name, within, param in named:
+        like: Any = param
+        held = like.device_mesh.size() if is_distributed(param) else 1
+        if param.requires_grad and held < count:
+            raise UserError(
+                f"{module_name}.{within} is distributed over {held} processes, and the worker's "
+                f"{count} processes train on as many parts of a batch: call "
+                f"fully_shard({module_name}, mesh=job.mesh), or say with split= in job.batches "
+                "which processes train on parts: False, or a dimension of their mesh"
+            )

@@ -5,37 +5,54 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast.train.data.batch_loading import LoadPlan
 from holdfast.train.data.random_streams import stream_seed
-from holdfast.train.data.sampling import SamplePlan
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPart:
+    """Says which part of each batch a process reads: part `number` of `count`.
+
+    A batch that does not fall into equal parts is read whole by all: the mean over the parts is
+    then the mean over the batch, too.
+    """
+
+    number: int = 0
+    count: int = 1
+
+    def of(self, samples: list[Any]) -> list[Any]:
+        """Return this part of a batch's samples."""
+        size, left = divmod(len(samples), self.count)
+        return samples if left else samples[self.number * size : (self.number + 1) * size]
+
+    def seed(self, seed: int) -> int:
+        """Return the seed of the random numbers with which the part's samples are made."""
+        return seed if self.count == 1 else stream_seed(seed, self.number, self.count, "part")
+
+
+WHOLE = BatchPart()
 
 
 @dataclass(frozen=True, slots=True)
 class PartOfPlan:
-    """Is the plan of part `number` of `count`: of a task, it reads that part of the samples.
+    """Is the plan of a part of each batch: what is said of a task is said of all of it."""
 
-    A batch that does not fall into equal parts is read whole by all: the mean over the parts is
-    then the mean over the batch, too. What is said of a task is said of all of it.
-    """
-
-    whole: SamplePlan
-    number: int
-    count: int
+    whole: LoadPlan
+    part: BatchPart
 
     @property
     def seed(self) -> int:
         """Return the seed of the random numbers that the part's tasks draw."""
-        return stream_seed(self.whole.seed, self.number, self.count, "part")
+        return self.part.seed(self.whole.seed)
 
     @property
-    def length(self) -> int:
-        """Return the length of the dataset."""
+    def length(self) -> int | None:
+        """Return the length of the dataset; None if that does not matter."""
         return self.whole.length
 
     def keys(self, step: int, vrank: int) -> list[Any]:
         """Return which samples the part reads."""
-        found = self.whole.keys(step, vrank)
-        size, left = divmod(len(found), self.count)
-        return found if left else found[self.number * size : (self.number + 1) * size]
+        return self.part.of(self.whole.keys(step, vrank))
 
     def task_samples(self, step: int, vrank: int) -> int:
         """Return the number of samples of the whole task."""
@@ -45,8 +62,8 @@ class PartOfPlan:
         """Return the digest of the indices of the whole task's samples."""
         return self.whole.digest(step, vrank)
 
-    def scale(self, step: int, vrank: int) -> float:
-        """Return by what a task's mean counts in the step's."""
+    def scale(self, step: int, vrank: int) -> float | None:
+        """Return by what a task's mean counts in the step's; None if each sample counts alike."""
         return self.whole.scale(step, vrank)
 
     def epoch_of(self, step: int) -> tuple[int, int]:

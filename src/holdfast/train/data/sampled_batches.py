@@ -12,6 +12,7 @@ from typing import Any
 
 from holdfast.core.errors import UserError, require
 from holdfast.train.data.batch_loading import BatchSource, LoadOptions
+from holdfast.train.data.batch_parts import WHOLE, BatchPart, PartOfPlan
 from holdfast.train.data.order_plan import OrderFacts, OrderPlan, OrderPosition, tell
 from holdfast.train.data.sampler_orders import DrawnOrder, draw_order
 from holdfast.train.data.sources import SAMPLES_COMPARED, print_sample
@@ -108,7 +109,8 @@ class DrawnTasks:
 class SampledBatches:
     """Holds a dataset and a sampler whose batches fall into steps; made by `Job.batches`.
 
-    `positions`: where the order stands; a part of the job's state.
+    `positions`: where the order stands; a part of the job's state. `part`: of each batch, that
+    this process of the worker reads.
     """
 
     quarantine = None
@@ -121,7 +123,9 @@ class SampledBatches:
         plan: OrderPlan,
         positions: list[OrderPosition],
         now: Callable[[], int],
+        part: BatchPart = WHOLE,
     ) -> None:
+        self.part = part
         self.dataset = dataset
         self.options = options
         self.plan = plan
@@ -145,7 +149,8 @@ class SampledBatches:
     def source(self, plan: OrderPlan) -> BatchSource:
         """Return what loads the batches."""
         tasks = DrawnTasks(plan, self._orders, self.positions, self._now)
-        return BatchSource(self.dataset, tasks, self.options)
+        cut = tasks if self.part.count == 1 else PartOfPlan(tasks, self.part)
+        return BatchSource(self.dataset, cut, self.options)
 
     def check(self, step: int, counts: Sequence[int], digests: Sequence[int]) -> str:
         """Check that all workers have drawn the same order; returns its facts if it begins."""

@@ -18,7 +18,7 @@ from torch.utils.data import (
 
 from holdfast.core.errors import UserError
 from holdfast.train.data.batch_loading import BatchSource, LoadOptions, LoadPlan, one_thread
-from holdfast.train.data.batch_parts import PartOfPlan
+from holdfast.train.data.batch_parts import WHOLE, BatchPart, PartOfPlan
 from holdfast.train.data.map_style import dataset_length, load_samples
 from holdfast.train.data.order_plan import OrderPlan
 from holdfast.train.data.quarantine import Quarantine
@@ -69,6 +69,11 @@ class LoopData(Protocol):
     """Is what a loop goes through."""
 
     @property
+    def part(self) -> BatchPart:
+        """Return which part of each batch this process of the worker reads."""
+        ...
+
+    @property
     def quarantine(self) -> Quarantine | None:
         """Return what is left out of the dataset; None if nothing may be."""
         ...
@@ -106,7 +111,7 @@ class Batches:
         checks: Checks | None = None,
         quarantine: Quarantine | None = None,
         say: Callable[[str], None] = lambda text: None,
-        part: tuple[int, int] = (0, 1),
+        part: BatchPart = WHOLE,
     ) -> None:
         self.dataset = dataset
         self.options = options
@@ -115,7 +120,7 @@ class Batches:
         self.quarantine = quarantine
         self._checks = checks
         self._say = say
-        self._part = part  # of each batch, that this process of the worker reads: number and count
+        self.part = part  # of each batch, that this process of the worker reads
 
     @property
     def steps_per_epoch(self) -> int:
@@ -130,8 +135,7 @@ class Batches:
 
     def source(self, plan: SamplePlan) -> BatchSource:
         """Return what loads the batches."""
-        number, count = self._part
-        cut = plan if count == 1 else PartOfPlan(plan, number, count)
+        cut = plan if self.part.count == 1 else PartOfPlan(plan, self.part)
         return BatchSource(
             self.dataset, cut, self.options, self._checks, self.quarantine, self._say
         )
@@ -183,6 +187,7 @@ class NoDataset:
     """Stands for a loop whose script makes its batches by itself."""
 
     quarantine = None
+    part = WHOLE
 
     def __init__(self, virtual_ranks: int, seed: int) -> None:
         self._plan = SamplePlan(

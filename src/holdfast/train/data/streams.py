@@ -17,6 +17,7 @@ from typing import Any
 
 from holdfast.core.errors import UserError
 from holdfast.train.data.batch_loading import one_thread
+from holdfast.train.data.batch_parts import WHOLE, BatchPart
 from holdfast.train.data.random_streams import enter_stream, keyed_apart
 from holdfast.train.data.rank_watch import ranks_watched
 from holdfast.train.data.reader_states import (
@@ -51,7 +52,9 @@ class Stream:
         positions: list[Position],
         states: dict[int, ReaderState],
         tell: Callable[[str], None],
+        part: BatchPart = WHOLE,
     ) -> None:
+        self.part = part  # of each batch, that this process of the worker trains on
         self.plan = plan
         self.positions = positions
         self.states = states
@@ -133,9 +136,10 @@ class StreamSource:
         samples, _ = self._used[vrank]
         if not samples:
             return None
-        enter_stream(self.plan.seed, step, vrank, "collate")
+        part = self.stream.part
+        enter_stream(part.seed(self.plan.seed), step, vrank, "collate")
         with one_thread():
-            return self.stream.collate(samples)
+            return self.stream.collate(part.of(samples))
 
     def again(self, step: int, vrank: int) -> Any:
         """Return the batch of a task, collated once more: a stream is read only once."""

@@ -1,0 +1,63 @@
+"""Loads what another job has saved, whatever the number of its workers and of their processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.core.errors import UserError, WireError, WorldError, first_line
+from holdfast.store.checkpoint_reading import OneEntry
+from holdfast.store.checkpoints import Checkpoints
+from holdfast.store.manifest import SKELETON
+from holdfast.store.open import open_storage
+from holdfast.train.checkpoint import state
+from holdfast.train.checkpoint.formats import read_tensors
+from holdfast.train.checkpoint.restorer import SKELETON_BYTES_MAX, entries_of_shard
+from holdfast.train.checkpoint.saver import say
+from holdfast.train.script_state import PROTECTED_AS
+
+
+@dataclass(frozen=True, slots=True)
+class SavedScript:
+    """Holds what a checkpoint says of its job's script: its steps, and its job.values."""
+
+    steps: int
+    values: dict[str, Any]
+
+
+def load_saved(store: str, step: int | None, protected: Mapping[str, Any]) -> SavedScript:
+    """Load a checkpoint into these objects, of which each process may hold a part only.
+
+    Every process needs host memory for the whole state meanwhile. UserError, StateMismatch.
+    """
+    checkpoints = Checkpoints(open_storage(store, say), say)
+    try:
+        step = step if step is not None else _newest(checkpoints, store)
+        whole = _read(checkpoints, step)
+    except (WorldError, WireError) as error:
+        raise UserError(
+            f"the checkpoint of step {step} in {store} cannot be used: {first_line(error)}; "
+            f"`holdfast ckpt verify {store}` says more"
+        ) from None
+    script = whole.pop(PROTECTED_AS, None)
+    if not isinstance(script, Mapping):
+        raise UserError(f"the checkpoint of step {step} in {store} was not saved by a job")
+    state.apply_whole(protected, whole)
+    return SavedScript(steps=script["steps"], values=dict(script["values"]))
+
+
+def _newest(checkpoints: Checkpoints, store: str) -> int:
+    steps = checkpoints.steps()
+    if not steps:
+        raise UserError(f"{store} holds no checkpoint: is it the --store of the other job?")
+    return steps[-1]
+
+
+def _read(checkpoints: Checkpoints, step: int) -> dict[str, Any]:
+    """Read the whole state: what is no tensor as shard 0 had it. Missing, Damaged, WireError."""
+    first = OneEntry(SKELETON, SKELETON_BYTES_MAX)
+    manifest = checkpoints.load(step, first)
+    tensors = read_tensors(checkpoints, step)
+    names = dict.fromkeys(entry.name for entry in entries_of_shard(manifest.entries, 0))
+    return state.restore(bytes(first.data), [tensors[name] for name in names])
