@@ -185,9 +185,8 @@ class Job:
         `index`: a file that `holdfast data index` has written; each sample is compared with it. One
         that differs is read again, then from `mirrors`, other datasets of the same samples.
         `on_error`: "raise", or "quarantine" to have all workers leave out a bad record from then
-        on. `split`: each process of a worker of several trains on an equal part of each batch, as
-        FSDP needs; False: on all of it, as tensor parallelism needs; or the mesh, of one dimension,
-        whose processes train on parts. Raises UserError.
+        on. `split`: each process of a worker trains on an equal part of each batch, as FSDP needs;
+        False: on all of it, as tensor parallelism needs; or the mesh whose processes take parts.
         """
         part = self._part(split, on_error)
         if isinstance(dataset, DataLoader):
