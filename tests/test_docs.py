@@ -44,6 +44,7 @@ def test_the_public_surface() -> None:
         "agree",
         "batches",
         "begin_at",
+        "begin_from",
         "evaluate",
         "is_leader",
         "mesh",

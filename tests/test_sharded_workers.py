@@ -95,6 +95,28 @@ def test_what_else_a_job_can_do(options: tuple[str, ...], tmp_path: Path, quiet:
     assert len(run.events("lost")) == 1
 
 
+@pytest.mark.parametrize(
+    ("faults", "option", "told"),
+    [
+        ("flip gradient", "--audit", "computed virtual rank"),
+        ("flip received", "--audit", "summed a part of step 5 wrongly"),
+        pytest.param("flip parameter", "--fingerprint-steps", "", marks=pytest.mark.slow),
+        pytest.param("flip optimizer", "--fingerprint-steps", "", marks=pytest.mark.slow),
+    ],
+)
+def test_one_wrong_bit_in_one_process(
+    faults: str, option: str, told: str, tmp_path: Path, quiet: Quiet
+) -> None:
+    """It strikes whichever of the worker's processes comes there first."""
+    script = tmp_path / "faults.txt"
+    script.write_text(f"worker 1 step 5 {faults}\n")
+    with sharded(tmp_path / "run", options=(option, "1", "--faults", str(script))) as run:
+        assert finish(run) == quiet()
+    texts = [event["text"] for event in run.events()]
+    assert not told or any(told in text for text in texts), texts
+    assert told or [event["worker"] for event in run.events("lost")] == [1]
+
+
 def test_all_are_lost_and_go_on_from_a_checkpoint(tmp_path: Path, quiet: Quiet) -> None:
     store = ("--store", str(tmp_path / "store"), "--save-every", "5")
     faults = "task:0.0:8,task:1.1:8"

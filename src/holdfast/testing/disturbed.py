@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from holdfast.testing.fault_script import Disturbance, parse
+from holdfast.train.local_tensors import local_of
 from holdfast.train.step.probe import Probe, current
 
 
@@ -127,7 +128,7 @@ def _tensors(protected: Mapping[str, Any], target: str) -> list[torch.Tensor]:
         if target == "optimizer" and isinstance(each, torch.optim.Optimizer):
             states = [value for state in each.state.values() for value in state.values()]
             found += [s for s in states if isinstance(s, torch.Tensor) and s.is_contiguous()]
-    return [t for t in found if t.nbytes]
+    return [local for t in found if (local := local_of(t)).nbytes]
 
 
 def main(argv: list[str]) -> None:

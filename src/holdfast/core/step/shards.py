@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 from collections import deque
 from collections.abc import Hashable, Sequence
 
@@ -72,6 +73,8 @@ def _key(event: ev.WorkerEvent) -> Hashable:
             return kind, None, step, vrank, purpose
         case ev.Gathered(view, topic):
             return kind, view, topic
+        case ev.MemberDone(view, rank, step):
+            return kind, view, step, rank
         case ev.StepOpened(step) | ev.ShareCopied(step):
             return kind, None, step
         case ev.SaveEnded(step, view):  # which may be in a later view
@@ -98,6 +101,12 @@ def _joined(events: Sequence[ev.WorkerEvent]) -> ev.WorkerEvent:
             return dataclasses.replace(first, prints=told)
         case ev.Summed():
             return _summed([each for each in events if isinstance(each, ev.Summed)])
+        case ev.SumChecked():  # the pieces of all shards
+            tables = [each.digests for each in events if isinstance(each, ev.SumChecked)]
+            whole = zip(*tables, strict=True)
+            return dataclasses.replace(
+                first, digests=tuple(tuple(itertools.chain(*row)) for row in whole)
+            )
         case ev.GradientKept():
             full = any(each.full for each in events if isinstance(each, ev.GradientKept))
             return dataclasses.replace(first, full=full)
@@ -115,6 +124,7 @@ def _summed(events: Sequence[ev.Summed]) -> ev.Summed:
     return dataclasses.replace(
         events[0],
         parts=_by_rank([each.parts for each in events]),
+        buckets=min(each.buckets for each in events),  # those that all shards have may be audited
         wholes=_by_rank([each.wholes for each in events]),
         doubt=max(each.doubt for each in events),
         unlike=tuple(sorted({vrank for each in events for vrank in each.unlike})),

@@ -1,7 +1,8 @@
 """Finds which sum of a bucket is right, when members have summed it more than once. Pure.
 
 Each piece of a bucket is summed by one member, and in each further run by another one; every member
-then shows digests of all pieces as it has them.
+then shows digests of all pieces as it has them. There are as many pieces as members, and where
+workers have several processes, as many for each shard, one shard after the other.
 """
 
 from __future__ import annotations
@@ -53,12 +54,13 @@ class SumTrial:
 
 def majority(tables: Sequence[Table]) -> tuple[int, ...] | None:
     """Return for each piece the digest that most have in most runs, if two have summed it."""
-    right, size = [], len(tables[0][0])
-    for piece in range(size):
+    right, members = [], len(tables[0])
+    for piece in range(len(tables[0][0])):
         heard = [[row[piece] for row in table] for table in tables]
         counts = Counter(digest for said in heard for digest in said)
         ((digest, count),) = counts.most_common(1)
-        summed_by = {(piece - turned) % size for turned, said in enumerate(heard) if digest in said}
+        turns = [turned for turned, said in enumerate(heard) if digest in said]
+        summed_by = {(piece - turned) % members for turned in turns}
         if 2 * count <= counts.total() or len(summed_by) < 2:
             return None
         right.append(digest)
@@ -68,10 +70,10 @@ def majority(tables: Sequence[Table]) -> tuple[int, ...] | None:
 def who_was_wrong(tables: Sequence[Table], right: Sequence[int]) -> tuple[int, ...]:
     """Return who summed what most have wrongly, or whose copy alone is wrong."""
     found: list[int] = []
-    size = len(right)
+    members = len(tables[0])
     for turned, table in enumerate(tables):
         for piece, digest in enumerate(right):
-            wrong = [rank for rank in range(size) if table[rank][piece] != digest]
-            most = 2 * len(wrong) > size
-            found += [(piece - turned) % size] if most else wrong
+            wrong = [rank for rank in range(members) if table[rank][piece] != digest]
+            most = 2 * len(wrong) > members
+            found += [(piece - turned) % members] if most else wrong
     return tuple(sorted(set(found)))

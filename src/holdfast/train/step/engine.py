@@ -117,8 +117,9 @@ class Engine(threading.Thread):
 
     def put_right(self, digests: Sequence[int]) -> None:
         """Take of each piece of the bucket that was checked a right run. Aborted."""
-        if self._runs is not None:
-            self._runs.put_right(digests)
+        if self._runs is not None and self._in is not None:
+            size = self._in.layout.size
+            self._runs.put_right(digests[self._exchange.me.shard * size :][:size])
 
     def piece(self, numel: int) -> slice:
         """Return what of a sum this member keeps for those who miss it."""

@@ -1,0 +1,207 @@
+"""What several processes of a worker have done becomes one event, and no other."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Sequence
+from typing import Any, get_args
+
+import pytest
+
+from holdfast.core.step import effects as ef
+from holdfast.core.step import events as ev
+from holdfast.core.step.shards import ShardEvents, is_shared
+from holdfast.core.step.sum_trial import SumTrial, SumVerdict
+from holdfast.core.types import Tick, ViewNumber, WorkerId
+
+VIEW = ViewNumber(3)
+TASK = ev.TaskDone(4, 1, ev.Purpose.HOSTED, 8, digest=11)
+
+
+def hear_all(count: int, events: Sequence[ev.WorkerEvent]) -> list[ev.WorkerEvent]:
+    """What is told once each process has done its part, one after the other."""
+    shards, told = ShardEvents(count), []
+    for shard, event in enumerate(events):
+        assert told == []
+        told += shards.hear(shard, event)
+    return told
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        ev.LoopEntered(),
+        ev.AtBoundary(),
+        ev.StepOpened(4),
+        TASK,
+        ev.ShareCopied(4),
+        ev.Staged(2),
+        ev.StateProtected(4),
+        ev.LoopFinishing(),
+        ev.LoopEnded(),
+        ev.SaveEnded(4, VIEW, durable=True),
+        ev.Connected(VIEW),
+        ev.Restored(VIEW),
+        ev.GradientKept(VIEW, 4),
+        ev.MissedHeard(VIEW, 4),
+        ev.StatesCompared(VIEW),
+        ev.Gathered(VIEW, ev.Topic.VOTE, ((1, 2), (3, 4))),
+        ev.Summed(view=VIEW, step=4),
+        ev.MemberDone(VIEW, 1, 4, 8),
+        ev.CountSettled(VIEW, 4, (0, 1)),
+    ],
+    ids=lambda event: type(event).__name__,
+)
+def test_it_is_told_once_all_have_done_it(event: ev.WorkerEvent) -> None:
+    (told,) = hear_all(3, [event] * 3)
+    if isinstance(told, ev.TaskDone):  # the digest is that of all of them
+        told = dataclasses.replace(told, digest=TASK.digest)
+    assert told == event
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        ev.GroupBroken(VIEW, "cut"),
+        ev.LinkLost(VIEW, (WorkerId(2),)),
+        ev.Loading(),
+        ev.Unreadable(VIEW, 4, 2),
+        ev.StoreSilent(VIEW, "silent"),
+        ev.RecallFailed(VIEW, "too few"),
+        Tick(),
+    ],
+    ids=lambda event: type(event).__name__,
+)
+def test_what_one_process_notices_is_told_at_once(event: ev.WorkerEvent) -> None:
+    assert ShardEvents(3).hear(2, event) == [event]
+
+
+def test_what_all_say_to_people_is_said_once() -> None:
+    shards, note = ShardEvents(2), ev.EventNoted("script", "mind this")
+    assert shards.hear(1, note) == [note]
+    assert shards.hear(0, note) == []
+    assert shards.hear(0, ev.EventNoted("script", "and that")) != []
+
+
+def test_each_shard_counts_in_what_is_compared() -> None:
+    """Whichever of them has another fingerprint, what is told of the worker is another one."""
+    plain = [11, 12, 13]
+    others = [[*plain[:i], 99, *plain[i + 1 :]] for i in range(3)] + [[12, 11, 13]]
+
+    def task(prints: list[int]) -> Any:
+        return [dataclasses.replace(TASK, digest=each) for each in prints]
+
+    def states(prints: list[int]) -> Any:
+        said = [((WorkerId(0), 5), (WorkerId(2), each)) for each in prints]
+        return [ev.StatesCompared(VIEW, each) for each in said]
+
+    def sums(prints: list[int]) -> Any:
+        return [ev.Summed(view=VIEW, step=4, parts=(0, each), wholes=(each, 7)) for each in prints]
+
+    def confessed(prints: list[int]) -> Any:
+        return [ev.Gathered(VIEW, ev.Topic.CONFESS, ((1, 2, each),)) for each in prints]
+
+    for kind in (task, states, sums, confessed):
+        (right,) = hear_all(3, kind(plain))
+        assert hear_all(3, kind(plain)) == [right]
+        for prints in others:
+            (told,) = hear_all(3, kind(prints))
+            assert told != right, (kind, prints)
+    (told,) = hear_all(3, states(plain))
+    (other,) = hear_all(3, states(others[0]))
+    assert dict(told.prints)[0] == dict(other.prints)[0], "only worker 2 differs"
+    (nothing,) = hear_all(2, [ev.Summed(view=VIEW, step=4, parts=(0, 0))] * 2)
+    assert nothing.parts == (0, 0), "what was not taken is not compared"
+
+
+def test_a_gradient_without_a_digest_has_none() -> None:
+    (told,) = hear_all(2, [TASK, dataclasses.replace(TASK, digest=None)])
+    assert told == dataclasses.replace(TASK, digest=None)
+    sketches = [
+        dataclasses.replace(TASK, digest=(1.0, 2.0)),
+        dataclasses.replace(TASK, digest=(3.0,)),
+    ]
+    (told,) = hear_all(2, sketches)
+    assert told == dataclasses.replace(TASK, digest=(1.0, 2.0, 3.0))
+
+
+def test_the_worst_that_any_of_them_says_counts() -> None:
+    sums = [
+        ev.Summed(view=VIEW, step=4, buckets=n, doubt=d, unlike=u)
+        for n, d, u in [(2, 0, (3,)), (1, 9, (1,))]
+    ]
+    (told,) = hear_all(2, sums)
+    assert (told.doubt, told.unlike, told.buckets) == (9, (1, 3), 1)
+    (kept,) = hear_all(2, [ev.GradientKept(VIEW, 4), ev.GradientKept(VIEW, 4, full=True)])
+    assert kept.full
+    (copied,) = hear_all(2, [ev.ShareCopied(4), ev.ShareCopied(4, problem="no room")])
+    assert copied.problem == "no room"
+    first = ev.SaveEnded(4, VIEW, durable=True, first=True)
+    failed = ev.SaveEnded(4, VIEW, problem="the disk is full")
+    (saved,) = hear_all(2, [first, failed])
+    assert (saved.durable, saved.problem, saved.first) == (False, "the disk is full", True)
+
+
+def test_tasks_may_end_in_any_order() -> None:
+    """Each process goes its way; the machine hears of a task when the last one is done with it."""
+    dice = random.Random(5)
+    for _ in range(50):
+        shards, vranks, told = ShardEvents(2), range(4), []
+        rest = {shard: dice.sample(vranks, 4) for shard in range(2)}
+        done: dict[int, set[int]] = {vrank: set() for vrank in vranks}
+        while any(rest.values()):
+            shard = dice.choice([s for s, left in rest.items() if left])
+            vrank = rest[shard].pop()
+            done[vrank].add(shard)
+            heard = shards.hear(shard, dataclasses.replace(TASK, vrank=vrank))
+            assert bool(heard) == (len(done[vrank]) == 2)
+            told += heard
+        assert sorted(each.vrank for each in told) == list(vranks)
+
+
+def test_members_that_are_done_are_told_apart() -> None:
+    shards = ShardEvents(2)
+    one, two = ev.MemberDone(VIEW, 1, 4, 8), ev.MemberDone(VIEW, 2, 4, 8)
+    assert shards.hear(0, one) == shards.hear(1, two) == []
+    assert shards.hear(1, one) == [one]
+    assert shards.hear(0, two) == [two]
+
+
+def test_a_view_that_is_over_is_forgotten() -> None:
+    shards = ShardEvents(2)
+    assert shards.hear(0, ev.Connected(VIEW)) == []
+    assert shards.hear(0, ev.SaveEnded(4, VIEW)) == []
+    assert shards.hear(0, TASK) == []
+    shards.begin(VIEW + 1)
+    assert shards.hear(1, ev.Connected(VIEW)) == []  # nobody waits for it any more
+    assert shards.hear(1, ev.SaveEnded(4, VIEW)) == [ev.SaveEnded(4, VIEW)]
+    assert shards.hear(1, TASK) != []
+    assert shards.hear(1, ev.Connected(VIEW + 1)) == []
+    assert shards.hear(0, ev.Connected(VIEW + 1)) == [ev.Connected(VIEW + 1)]
+
+
+def test_who_carries_out_an_effect() -> None:
+    """Only what concerns the agent, or the worker as a whole, is for one process alone."""
+    kinds = get_args(ef.WorkerEffect)
+    alone = {kind.__name__ for kind in kinds if not is_shared(object.__new__(kind))}
+    assert alone == {"Tell", "NoteDoubt", "Withdraw", "LookWhoIsLate", "GiveUp", "Exit"}
+
+
+def test_a_wrong_sum_of_one_shard_is_put_right() -> None:
+    """Three members of two shards sum a bucket again; member 1 is wrong in a piece of shard 1."""
+    right = {0: (10, 11, 12), 1: (20, 21, 22)}
+    trial, verdict = SumTrial(0), None
+    for turned in itertools.count():
+        shards = ShardEvents(2)
+        for shard in range(2):
+            pieces = list(right[shard])
+            if shard == 1:  # whichever piece member 1 sums in this run
+                pieces[(1 + turned) % 3] += 500
+            told = shards.hear(shard, ev.SumChecked(VIEW, 0, (tuple(pieces),) * 3))
+        (event,) = told
+        verdict = trial.hear(event.digests)
+        if verdict is not None:
+            break
+    assert verdict == SumVerdict(right=right[0] + right[1], wrong=(1,), amended=True)
