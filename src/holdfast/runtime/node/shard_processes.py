@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from holdfast.core.membership.liveness import FreezeDetector, FreezePolicy
@@ -50,7 +51,7 @@ class ShardProcesses:
         self._others = others
         self._failure_fd = failure_fd
         self._lock = threading.Lock()
-        self._failures: list[bytes] = []  # the first one first
+        self._failures: list[bytes] = []  # of the others, the first one first
         self._here = False  # this process's script has failed as well
         self._watch = threading.Thread(target=self._look, name="holdfast-shards", daemon=True)
         self._watch.start()
@@ -62,21 +63,28 @@ class ShardProcesses:
     def tell(self, text: str) -> None:
         """Tell the agent that the script has failed: of the process in which it failed first."""
         with self._lock:
-            self._failures.append(text.encode(errors="replace"))
+            said = select.select([other.told for other in self._others], [], [], 0)[0]
+            first = not self._failures and not said
             self._here = True
         self._watch.join(END_S)
-        tell_failure(self._failure_fd, self._failures[0])
+        own = text.encode(errors="replace")
+        self._tell([own, *self._failures] if first else [*self._failures, own])
+
+    def _tell(self, failures: Sequence[bytes]) -> None:
+        """Tell the first one; or a sentence for the user, which explains more than a traceback."""
+        sentences = [text for text in failures if b"UserError: " in text.split(b"\n")[0]]
+        tell_failure(self._failure_fd, (sentences or list(failures))[0])
 
     def _look(self) -> None:
         policy = FreezePolicy()
         running = [(other, FreezeDetector(policy)) for other in self._others]
         given_up_s = math.inf
-        while running and time.monotonic() < given_up_s:
+        while time.monotonic() < given_up_s and (running or (self._failures and not self._here)):
             looked = [fd for other, _ in running for fd in (other.ended, other.told)]
             ready = select.select(looked, [], [], policy.sample_s)[0]
             for other, detector in list(running):
                 if other.told in ready or other.ended in ready:
-                    self._ended(other, _read(other.told))
+                    self._ended(other)
                     running.remove((other, detector))
                     continue
                 sample = sample_process(other.pid)
@@ -84,16 +92,21 @@ class ShardProcesses:
                 if reason is not None:
                     self._give_up(f"process {other.shard} of this worker is {reason}")
             with self._lock:
-                if self._failures:
+                if self._failures or self._here:
                     given_up_s = min(given_up_s, time.monotonic() + GRACE_S)
         with self._lock:
             if not self._failures or self._here:
                 return
-            tell_failure(self._failure_fd, self._failures[0])
+            self._tell(self._failures)
             os._exit(1)
 
-    def _ended(self, other: _Other, text: bytes) -> None:
-        """Find out how one of them has ended that has said so in `text`, or without a word."""
+    def _ended(self, other: _Other) -> None:
+        """Find out how one of them has ended, and what it has said."""
+        prefix = b"process %d of the worker: " % other.shard
+        with self._lock:
+            text = _read(other.told)
+            if text and text != DONE:
+                self._failures.append(prefix + text)
         if text == DONE:
             return
         _, status = os.waitpid(other.pid, 0)
@@ -101,10 +114,9 @@ class ShardProcesses:
         if code < 0:
             name = signal.Signals(-code).name
             self._give_up(f"process {other.shard} of this worker was ended by {name}")
-        text += _read(other.told)
-        with self._lock:
-            text = text or b"the script ended with exit code %d" % code
-            self._failures.append(b"process %d of the worker: " % other.shard + text)
+        if not text:
+            with self._lock:
+                self._failures.append(prefix + b"the script ended with exit code %d" % code)
 
     def _give_up(self, text: str) -> None:
         sys.stderr.write(f"holdfast: {text}: it ends\n")
