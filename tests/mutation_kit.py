@@ -27,6 +27,19 @@ GOES_ON = {  # to its end: what comes to light late in a job is not cut off
     "feeds": False,
     "spares": 0,
     "pieces": (0, 0),
+    "procs": 1,
+}
+SHARDS = {
+    "agents": 2,
+    "slots": 2,
+    "agents_late": 0,
+    "vranks": 4,
+    "nodes_min": 2,
+    "nodes_max": 2,
+    "workers_min": 1,
+    "procs": 3,
+    "shard_lag_s": 0.2,
+    "faults": ("worker_crash", "link_break", "slow"),
 }
 # Mistakes that only a rare situation brings to light: their swarms are aimed at it.
 PARTITIONS = {

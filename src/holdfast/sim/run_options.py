@@ -112,6 +112,8 @@ class Options:
     pieces: tuple[int, int] = (0, 0)  # of data and of parity, in the nodes' memory; 0: none
     protect_every: int = 0  # steps between two states that are put there
     restore_s: float = 300.0  # for which a store may stay silent when the job begins from it
+    procs: int = 1  # of each worker
+    shard_lag_s: float = 0.0  # by which those of further shards are late, on the average
 
     @property
     def exact(self) -> bool:
@@ -165,7 +167,11 @@ class Options:
     def joining_s(self) -> float:
         """Return in what time a worker that is ready joins a job with room, at most."""
         step_s = 3 * self.vranks * self.task_s + 2 * self.optimizer_s
-        messages_s = 40 * self.data_s + 20 * self.control_s + 10 * self.channel_s
+        messages_s = (
+            40 * (self.data_s + self.procs * self.shard_lag_s)
+            + 20 * self.control_s
+            + 10 * self.channel_s
+        )
         return step_s + messages_s + self.settle_s
 
     @property
@@ -177,7 +183,9 @@ class Options:
     @property
     def finish_by_s(self) -> float:
         """Return when a run whose faults have ended must be over: every wait it may meet, twice."""
-        work_s = self.steps * (self.vranks * self.task_s * 4 + self.optimizer_s + 40 * self.data_s)
+        lag_s = (self.vranks + 40) * self.procs * self.shard_lag_s
+        each_s = self.vranks * self.task_s * 4 + self.optimizer_s + 40 * self.data_s + lag_s
+        work_s = self.steps * each_s
         waits_s = self.lease_s + self.lease_margin_s + self.settle_s + self.hang_s + self.abandon_s
         if STORE_LOST in self.faults:
             waits_s += self.restore_s
@@ -251,7 +259,16 @@ def draw(seed: int, small: bool = False) -> Options:
     options = _with_feeds(options, Random(f"feeds {seed} {small}"))
     options = _with_spares(options, Random(f"spares {seed} {small}"))
     options = _with_notices(options, Random(f"notices {seed} {small}"))
-    return _with_redundancy(options, Random(f"redundancy {seed} {small}"))
+    options = _with_redundancy(options, Random(f"redundancy {seed} {small}"))
+    return _with_shards(options, Random(f"shards {seed} {small}"))
+
+
+def _with_shards(options: Options, rng: Random) -> Options:
+    """Give each worker several processes, in some runs; such workers are not fed."""
+    if options.feeds or rng.random() < 0.7:
+        return options
+    lag_s = options.data_s * rng.choice((0.1, 1.0, 5.0))
+    return dataclasses.replace(options, procs=rng.randint(2, 3), shard_lag_s=lag_s)
 
 
 def _with_spares(options: Options, rng: Random) -> Options:

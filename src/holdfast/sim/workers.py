@@ -30,6 +30,7 @@ from holdfast.sim.endings import SCRIPT_FAILED
 from holdfast.sim.exchanges import Exchanges, ExchangeWorld
 from holdfast.sim.feeds import Feeds, FeedWorld
 from holdfast.sim.groups import Group, What
+from holdfast.sim.other_shards import OtherShards
 from holdfast.sim.script_checks import check_script
 from holdfast.sim.seams import ProcessNode
 from holdfast.sim.spoiling import Spoiling
@@ -124,6 +125,8 @@ class Process:
         self.is_connected = False
         self.last_step_of = -1  # the view whose vote announced a planned change
         self.cut_through = -1  # what was sent in views up to this and has not arrived is lost
+        options = world.options
+        self._shards = OtherShards(options.procs, options.shard_lag_s, world.rng, self._hand)
         self._script: deque[ef.ScriptEffect] = deque()
         self._copying = False  # it computes a speculative task
         self._busy = False  # the script computes a task, applies a step or copies its share
@@ -191,6 +194,13 @@ class Process:
     # ------------------------------------------------------------ the machine's driver
 
     def feed(self, event: WorkerEvent) -> None:
+        """Note that this process has done something; others of the worker may have to, first."""
+        world = self.world
+        shaky = bool(world.options.faults) and world.now < world.options.faults_end_s
+        for told in self._shards.heard(event, world.now, self.post, may_break=shaky):
+            self._hand(told)
+
+    def _hand(self, event: WorkerEvent) -> None:
         """Hand one event to the machine and carry out its effects, in order, to the end."""
         self._events.append(event)
         if self._feeding:
@@ -208,7 +218,7 @@ class Process:
             if self.alive:
                 self.world.truth.acted(self)
         self._feeding = False
-        if self.alive:
+        if self.alive and not self._shards.behind:
             check_script(self, self.machine.snapshot())
         self._arm()
 
@@ -239,6 +249,7 @@ class Process:
                 world.truth.installed(self, view, before, self._said.promised)
                 world.truth.hosted(view.number, view.resume_step, view.owners)
                 self.is_connected = False
+                self._shards.enter(view.number)
                 self.exchanges.enter(view)
                 world.data.install(self, view)
             case ef.Exit():

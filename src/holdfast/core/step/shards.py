@@ -13,7 +13,6 @@ import itertools
 from collections import deque
 from collections.abc import Hashable, Sequence
 
-from holdfast.core.errors import require
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.types import Tick, WorkerId
@@ -148,6 +147,5 @@ def _mixed(words: Sequence[int]) -> int:
     """Return 63 bits of several fingerprints; 0, for nothing to compare, if all are 0."""
     if not any(words):
         return 0
-    require(all(word >= 0 for word in words), "a fingerprint is not negative")
-    data = b"".join(word.to_bytes(8, "big") for word in words)
+    data = b"".join(word.to_bytes(9, "big", signed=True) for word in words)
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") >> 1

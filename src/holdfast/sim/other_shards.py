@@ -1,0 +1,59 @@
+"""Simulates the other processes of a worker that has several: they do what it does, later.
+
+What the worker does stands for shard 0. Each further shard does the same in the same order, and is
+late by a time of its own; now and then its connections break where those of shard 0 do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from random import Random
+
+from holdfast.core.step import events as ev
+from holdfast.core.step.events import WorkerEvent
+from holdfast.core.step.shards import ShardEvents
+from holdfast.core.types import Tick, ViewNumber
+
+_OF_THE_WORKER = (ev.Directed, Tick, ev.LinkLost, ev.StillAwaited)  # which the others never see
+BREAKS = 0.002  # chance for each thing that a shard does together with other workers
+
+Later = Callable[..., None]  # (seconds, call, arguments)
+
+
+class OtherShards:
+    """Gathers what the processes of one worker do; `feed` hands the machine what is told."""
+
+    def __init__(self, count: int, lag_s: float, rng: Random, feed: Callable[[WorkerEvent], None]):
+        self._count = count
+        self._lag_s = lag_s
+        self._rng = rng
+        self._feed = feed
+        self._events = ShardEvents(count)
+        self.behind = 0  # things that shard 0 has done and another one has not
+        self._free = [0.0] * count  # when a shard has done all that it was given so far
+
+    def heard(
+        self, event: WorkerEvent, now: float, later: Later, *, may_break: bool
+    ) -> Sequence[WorkerEvent]:
+        """Return what the machine is told of what shard 0 has done; the others follow."""
+        if self._count == 1 or isinstance(event, _OF_THE_WORKER):
+            return [event]
+        for shard in range(1, self._count):
+            copy = event
+            view: ViewNumber | None = getattr(event, "view", None)
+            if view is not None and may_break and self._rng.random() < BREAKS:
+                copy = ev.GroupBroken(view, f"shard {shard} has lost a connection")
+            lag_s = self._rng.expovariate(1.0) * self._lag_s
+            self._free[shard] = max(self._free[shard], now + lag_s)
+            self.behind += 1
+            later(self._free[shard] - now, self._late, shard, copy)
+        return self._events.hear(0, event)
+
+    def enter(self, view: ViewNumber) -> None:
+        """Begin a view: what only some have done in earlier ones is not waited for."""
+        self._events.begin(view)
+
+    def _late(self, shard: int, event: WorkerEvent) -> None:
+        self.behind -= 1
+        for told in self._events.hear(shard, event):
+            self._feed(told)
