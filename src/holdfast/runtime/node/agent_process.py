@@ -38,6 +38,7 @@ from holdfast.net.channel import Channel
 from holdfast.net.secret import derive_peer_key, read_run_dir
 from holdfast.net.tls import client_of
 from holdfast.runtime.contact import Contact, contact_by
+from holdfast.runtime.node.gpu_shares import free_place
 from holdfast.runtime.node.group_watch import GroupWatch, forking
 from holdfast.runtime.node.notices import NoticeSource, notice_source
 from holdfast.runtime.node.worker_process import WorkerProcess, WorkerTemplate
@@ -136,8 +137,9 @@ class AgentServer:
                 print(f"holdfast: agent: {line}", file=sys.stderr, flush=True)
                 self._note_memory()
 
-    def _forget_memory(self, process: WorkerProcess) -> None:
-        """Note that a process writes nothing more: what is there now is all of it."""
+    def _forget(self, process: WorkerProcess) -> None:
+        """Note that a process is over: its place is free, and it writes no more pieces."""
+        process.place = None
         if self._memory is not None:
             for number, _ in process.memory:
                 self._memory.ended(number)
@@ -256,6 +258,8 @@ class AgentServer:
                     process.send(directive)
             case machine.Spawn(worker, incarnation, role):
                 process = WorkerProcess(self._template, worker, incarnation, role)
+                taken = [p.place for p in self._processes.values() if p.place is not None]
+                process.place = free_place(taken)
                 self._processes[worker] = process
                 self._spawning[worker] = asyncio.ensure_future(self._spawn(process))
             case machine.Kill(worker, incarnation, reason):
@@ -286,7 +290,7 @@ class AgentServer:
                 process.memory = [self._memory.open(worker) for _ in procs]
             await process.start(self._on_message, self._on_exit)
         except OSError as error:
-            self._forget_memory(process)
+            self._forget(process)
             reason = f"cannot start a process: {error.strerror}"
             self._feed(machine.ProcessExited(worker, incarnation, 1, reason))
             return
@@ -305,7 +309,7 @@ class AgentServer:
             self._coordinator.send(message)
 
     def _on_exit(self, process: WorkerProcess, code: int, detail: str) -> None:
-        self._forget_memory(process)
+        self._forget(process)
         self._feed(machine.ProcessExited(process.worker, process.incarnation, code, detail))
 
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from holdfast.core.membership.liveness import FreezeDetector, FreezePolicy
 from holdfast.health.measure.lifetime import die_with_parent
 from holdfast.health.measure.procfs import sample_process
+from holdfast.runtime.node.gpu_shares import VARIABLE, visible_gpus
 
 GRACE_S = 3.0  # in which a loss may turn out to be the reason for a failure
 END_S = 60.0  # for the others to end after this one
@@ -166,6 +167,7 @@ def fork_shards(count: int, failure_fd: int) -> tuple[ShardProcesses | None, int
         ends.append(ours)
         others.append(_Other(shard, pid, os.pidfd_open(pid), failure_read))
     os.environ["HOLDFAST_SHARD_FDS"] = " ".join(str(end.detach()) for end in ends)
+    _take_gpu(0)
     return ShardProcesses(others, failure_fd), failure_fd
 
 
@@ -187,4 +189,11 @@ def _become(shard: int, parent: int, descriptor: int) -> None:
     die_with_parent(parent)
     os.close(int(os.environ.pop("HOLDFAST_FD")))
     os.environ["HOLDFAST_SHARD"] = str(shard)
+    _take_gpu(shard)
     os.environ["HOLDFAST_SHARD_FDS"] = str(descriptor)
+
+
+def _take_gpu(shard: int) -> None:
+    """Use one of the GPUs that the worker was given."""
+    if gpus := visible_gpus(os.environ):
+        os.environ[VARIABLE] = gpus[shard % len(gpus)]

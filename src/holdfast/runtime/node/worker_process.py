@@ -25,6 +25,7 @@ from holdfast.core.types import Incarnation, ProcessRole, WorkerId, WorkerStatus
 from holdfast.net import secret
 from holdfast.runtime.node import bootstrap, fork_server, group_member, group_store
 from holdfast.runtime.node.fork_server import ForkedProcess
+from holdfast.runtime.node.gpu_shares import VARIABLE, share_of_gpus, visible_gpus
 from holdfast.runtime.rundir import RunDir
 from holdfast.wire.frames import Opener, Sealer
 from holdfast.wire.messages import Address, decode, encode
@@ -124,6 +125,7 @@ class WorkerProcess:
         self.label = f"worker {worker}"  # at the head of its lines for people
         self._template = template
         self.memory: list[tuple[int, int]] = []  # number and descriptor of its files for pieces
+        self.place: int | None = None  # on its node, while it has one
         self._popen: _Popen | ForkedProcess | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._sealer = Sealer(None)
@@ -164,6 +166,10 @@ class WorkerProcess:
             self.worker, self.incarnation, channel_fd, failure_fd, self.role
         )
         pass_fds = (channel_fd, failure_fd, *self._template.pass_fds)
+        if self.place is not None and not self._template.spec.compat.enabled:
+            procs = self._template.spec.workers.procs
+            gpus = share_of_gpus(visible_gpus(os.environ), self.place, procs)
+            environment |= {VARIABLE: ",".join(gpus)} if gpus else {}
         files = [descriptor for _, descriptor in self.memory]
         environment["HOLDFAST_MEMORY_FDS"] = " ".join(map(str, files))
         pass_fds = (*pass_fds, *files)
