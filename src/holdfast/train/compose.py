@@ -314,8 +314,8 @@ def compose_worker(
     copies = StateCopies(driver, saver, feeder, protector)
     script = ScriptThread(driver, data, runner, guard, copies, recorder, progress)
     large = sum(p.nbytes for _, p in trained) > spec.nodes.join_pause * 1e6
-    shared = isinstance(control.link, SoloLink) or control.inner is not None
-    if rate and large and not shared:
+    alone = isinstance(control.link, SoloLink) or procs > 1
+    if rate and large and not alone:
         driver.post(Reachable(receiver.listen(me.host)))
     OptimizerWatch(protected, lambda: script.is_open).start()
     return script
