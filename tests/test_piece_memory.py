@@ -277,16 +277,17 @@ def test_any_pieces_that_are_enough_give_the_image(
 class Nodes:
     """Nodes that hold what one member on each of them has put there in view 1."""
 
-    def __init__(self, text: str, count: int) -> None:
+    def __init__(self, text: str, count: int, shard: int = 0, procs: int = 1) -> None:
+        self.shard = shard
         self.redundancy = read_redundancy(text)
-        self.memories = [NodeMemory() for _ in range(count)]
+        self.memories = [NodeMemory(procs=procs) for _ in range(count)]
         self.files: list[int] = []
         self.arenas: list[PieceArena] = []
         self.addresses = []
         for number, memory in enumerate(self.memories):
             file, descriptor = memory.open(number)
             self.files.append(file)
-            self.arenas.append(PieceArena(descriptor, number, BUDGET))
+            self.arenas.append(PieceArena(descriptor, number, BUDGET, shard))
             self.addresses.append(PieceServer(memory, KEY).listen("127.0.0.1"))
 
     def keep(self, kind: str, step: int, image: bytes) -> None:
@@ -311,7 +312,7 @@ class Nodes:
 
     def read(self, kind: str, step: int, without: tuple[int, ...] = ()) -> bytes:
         left = [a for node, a in enumerate(self.addresses) if node not in without]
-        reader = PieceReader(left, KEY, self.redundancy)
+        reader = PieceReader(left, KEY, self.redundancy, self.shard)
         try:
             return bytes(reader.read(kind, 1, step))
         finally:
@@ -442,6 +443,40 @@ def test_pieces_of_the_dead_are_kept_until_something_newer_is_protected() -> Non
     assert [each.worker for each in memory.report()[0]] == [2]
     assert len(memory._files) == 1
     os.close(descriptor)
+
+
+def test_only_what_all_processes_of_a_worker_keep_counts() -> None:
+    memory = NodeMemory(procs=2)
+    arenas = [PieceArena(memory.open(5)[1], 5, BUDGET, shard) for shard in range(2)]
+    for step in (4, 5, 6):
+        put(arenas[0], GRADIENT, step, b"g" * 100)
+    put(arenas[0], STATE, 4, b"a" * 100)
+    arenas[0].mark(1, 5)
+    (found,) = memory.report()[0]
+    assert (found.states, found.first, found.end) == ((), 0, 0)
+    put(arenas[1], STATE, 4, b"b" * 100)
+    for step in (4, 5):
+        put(arenas[1], GRADIENT, step, b"h" * 100)
+    (found,) = memory.report()[0]
+    assert (found.worker, found.states, found.first, found.end) == (5, (4,), 4, 6)
+    assert found.committed == 6, "one of them has it from the vote"
+    assert memory.report()[1] == 7 * 2 * 100
+
+
+def test_a_damaged_piece_of_a_shard_is_mended_as_that_of_the_shard() -> None:
+    nodes = Nodes("rs:2+1", 3, shard=1, procs=2)
+    nodes.keep(STATE, 8, IMAGE)
+    other = b"another shard" * 10
+    for node, memory in enumerate(nodes.memories):  # shard 0 keeps something else there
+        arena = PieceArena(memory.open(node)[1], node, BUDGET)
+        put(arena, STATE, 8, other, PieceShelf(1, 3, ((node, 0), ((node + 2) % 3, 1)), 0))
+    nodes.damage(2)
+    assert nodes.read(STATE, 8) == IMAGE
+    assert [kept.states for kept in nodes.memories[2].report()[0]] == [()]
+    mending = Mending(nodes.memories[2], KEY, nodes.redundancy)
+    assert any("made again" in line for line in mending.round(1e9, nodes.addresses))
+    assert [kept.states for kept in nodes.memories[2].report()[0]] == [(8,)]
+    assert nodes.read(STATE, 8, without=(0,)) == IMAGE
 
 
 def test_strangers_and_nonsense_do_not_hold_up_a_server() -> None:

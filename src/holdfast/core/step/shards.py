@@ -147,5 +147,5 @@ def _mixed(words: Sequence[int]) -> int:
     """Return 63 bits of several fingerprints; 0, for nothing to compare, if all are 0."""
     if not any(words):
         return 0
-    data = b"".join(word.to_bytes(9, "big", signed=True) for word in words)
+    data = " ".join(str(word) for word in words).encode()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") >> 1
