@@ -27,6 +27,8 @@ from holdfast.testing.local_run import LocalRun, strike
 
 SCRIPT = str(gpt.__file__)
 UNHURRIED_S = 300.0
+ENDLESS = 100_000  # steps, of a job that is told when to end
+LATER = 100  # so many steps
 TICKS = os.sysconf("SC_CLK_TCK")
 REDUNDANCIES = ("none", "replicate:2", "rs:2+1", "rs:4+2")
 NODES = 6
@@ -37,13 +39,13 @@ STEPS_TIMED = 200
 
 @contextlib.contextmanager
 def job(
-    redundancy: str, nodes: int, steps: int, virtual: int, *options: str
+    redundancy: str, nodes: int, steps: int, virtual: int, *options: str, script: Sequence[str] = ()
 ) -> Iterator[tuple[LocalRun, LocalNodes]]:
     flags = ["--nproc", "1", "--virtual", str(virtual), "--nodes-min", str(nodes)]
     flags += ["--nodes-max", str(2 * nodes), "--redundancy", redundancy, *options]
     with (
         tempfile.TemporaryDirectory() as folder,
-        LocalRun(Path(folder) / "run", flags, [SCRIPT, "--steps", str(steps)]) as run,
+        LocalRun(Path(folder) / "run", flags, [SCRIPT, "--steps", str(steps), *script]) as run,
         LocalNodes(run) as others,
     ):
         run.until(run.run_dir.coordinator.exists, UNHURRIED_S, "the coordinator listens")
@@ -239,9 +241,11 @@ def random_losses(
     redundancy: str, count: int, bounds: tuple[int, int], rng: random.Random
 ) -> tuple[int, str]:
     """Return how many steps were redone, and whether the digest is the undisturbed job's."""
-    steps = 40 + 12 * count
     redone = 0
-    with job(redundancy, NODES, steps, NODES, "--abandon-s", "10") as (run, others):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        random_job(redundancy, Path(folder) / "stop", "--abandon-s", "10") as (run, others),
+    ):
         here = names(NODES)
         for number in range(count):
             until_step(run, step_of(run) + rng.randrange(2, 10))
@@ -252,11 +256,31 @@ def random_losses(
             here += [f"new{number}-{n}" for n in range(len(chosen))]
             run.until_members(NODES, UNHURRIED_S)
             print(f"  {redundancy}, loss {number}: {loss}", flush=True)
+        last = step_of(run) + LATER
+        end_at(last, Path(folder) / "stop")
         assert run.wait(UNHURRIED_S) == 0, run.log()
         digests = set(others.last_lines())
-    with job("none", 1, steps, NODES) as (run, others):
-        assert run.wait(UNHURRIED_S) == 0, run.log()
-        return redone, "yes" if run.out[-1] in digests else "NO"
+    with tempfile.TemporaryDirectory() as folder:
+        end_at(last, Path(folder) / "stop")
+        with random_job("none", Path(folder) / "stop", nodes=1) as (run, others):
+            assert run.wait(20 * UNHURRIED_S) == 0, run.log()
+            return redone, "yes" if run.out[-1] in digests else "NO"
+
+
+@contextlib.contextmanager
+def random_job(
+    redundancy: str, stop: Path, *options: str, nodes: int = NODES
+) -> Iterator[tuple[LocalRun, LocalNodes]]:
+    """Run a job that ends at the step which will be written to a file."""
+    script = "--stop", str(stop)
+    with job(redundancy, nodes, ENDLESS, NODES, *options, script=script) as both:
+        yield both
+
+
+def end_at(step: int, stop: Path) -> None:
+    """Have a job end at a step, to which it has not come yet."""
+    (stop.parent / "new").write_text(str(step))
+    (stop.parent / "new").rename(stop)
 
 
 def lines() -> Iterator[str]:

@@ -93,6 +93,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--context", type=int, default=64, help="bytes the model looks back")
     parser.add_argument("--print-every", type=int, default=10, metavar="STEPS")
+    parser.add_argument(
+        "--stop", type=Path, metavar="FILE", help="end after the step whose number this file holds"
+    )
     options = parser.parse_args()
 
     job = holdfast.join()
@@ -110,6 +113,9 @@ def main() -> None:
         optimizer.zero_grad()
         if job.is_leader and (step.index + 1) % options.print_every == 0:
             print(f"step {step.index} loss {step.loss:.4f} time {time.time():.4f}", flush=True)
+        if job.is_leader and options.stop is not None and options.stop.exists():
+            if step.index >= int(options.stop.read_text()):
+                job.stop()
     if job.is_leader:
         print("sample:", write(model.eval(), b"def ", length=300), sep="\n")
         print(digest([part.state_dict() for part in (model, optimizer, schedule)]), flush=True)
