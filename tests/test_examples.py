@@ -19,6 +19,7 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 ARGS = {
     "gpt.py": ["--steps", "4", "--width", "32", "--layers", "1", "--batch-size", "4"],
     "digits.py": ["--steps", "4", "--batch-size", "8"],
+    "fsdp.py": ["--steps", "4"],  # of one process; tests/test_sharded_workers.py has more
     "gan.py": ["--steps", "21", "--batch-size", "8"],
     "finetune_transformers.py": ["--steps", "4", "--width", "16", "--batch-size", "4"],
     "lightning_module.py": ["--epochs", "1", "--samples", "100"],
@@ -27,7 +28,7 @@ ARGS = {
 
 
 # They import much, or have another example beside them that is as hard.
-SLOW = ("digits.py", "finetune_transformers.py", "gan.py", "lightning_module.py")
+SLOW = ("digits.py", "fsdp.py", "finetune_transformers.py", "gan.py", "lightning_module.py")
 
 
 @pytest.mark.parametrize(
@@ -68,6 +69,14 @@ def test_deaths_change_nothing(name: str, steps: int, samples: int, tmp_path: Pa
         assert (report.steps, report.samples) == (steps, samples)
     assert last[0] == last[1]
     assert len(run.events("lost")) == 2
+
+
+@pytest.mark.slow
+def test_a_sharded_example_runs_alone() -> None:
+    command = [sys.executable, str(EXAMPLES / "fsdp.py"), "--steps", "10"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout.startswith("step 10: loss")
+    assert re.fullmatch("[0-9a-f]{64}", done.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow

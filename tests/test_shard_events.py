@@ -82,6 +82,9 @@ def test_what_all_say_to_people_is_said_once() -> None:
     shards, note = ShardEvents(2), ev.EventNoted("script", "mind this")
     assert shards.hear(1, note) == [note]
     assert shards.hear(0, note) == []
+    assert shards.hear(0, note) == [note], "it has happened again"
+    assert shards.hear(0, note) == [note]
+    assert shards.hear(1, note) == shards.hear(1, note) == []
     assert shards.hear(0, ev.EventNoted("script", "and that")) != []
 
 

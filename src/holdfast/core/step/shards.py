@@ -37,13 +37,12 @@ class ShardEvents:
     def __init__(self, count: int) -> None:
         self._count = count
         self._heard: dict[Hashable, list[deque[ev.WorkerEvent]]] = {}
-        self._noted: set[ev.EventNoted] = set()
+        self._noted: dict[ev.EventNoted, list[int]] = {}  # how often each process has said it
 
     def hear(self, shard: int, event: ev.WorkerEvent) -> list[ev.WorkerEvent]:
         """Return what the machine is to be told, now that a process has done this."""
         if isinstance(event, ev.EventNoted):
-            said, self._noted = event in self._noted, self._noted | {event}
-            return [] if said else [event]
+            return [event] if self._is_news(shard, event) else []
         if isinstance(event, _AT_ONCE):
             return [event]
         key = _key(event)
@@ -55,6 +54,15 @@ class ShardEvents:
         if not any(queues):
             del self._heard[key]
         return [_joined(found)]
+
+    def _is_news(self, shard: int, note: ev.EventNoted) -> bool:
+        """Tell whether no other process has said this as often."""
+        times = self._noted.setdefault(note, [0] * self._count)
+        times[shard] += 1
+        if len(set(times)) == 1:
+            del self._noted[note]
+            return self._count == 1
+        return times.count(max(times)) == 1 and times[shard] == max(times)
 
     def begin(self, view: int) -> None:
         """Forget what only some have done in views before this one."""

@@ -55,7 +55,7 @@ class ShardChannel:
         self._sealer = Sealer(None)
         self._opener = Opener(None)
         self._waiting: list[Any] = []  # what came with the first message
-        self._leaving: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._leaving: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         threading.Thread(target=self._write, name="holdfast-shards", daemon=True).start()
 
     def fileno(self) -> int:
@@ -64,13 +64,13 @@ class ShardChannel:
 
     def send(self, message: object) -> None:
         """Send one message, soon and in order; what comes after the other's end is lost."""
-        self._leaving.put(message)
+        words = type(message).__name__, message
+        self._leaving.put(msgspec.msgpack.encode(words, enc_hook=list))  # ranges become lists
 
     def _write(self) -> None:
         """Send in a thread of its own: whoever sends holds a lock that the receiver may need."""
         while True:
-            message = self._leaving.get()  # ranges are sent as lists
-            data = msgspec.msgpack.encode((type(message).__name__, message), enc_hook=list)
+            data = self._leaving.get()
             with contextlib.suppress(OSError):
                 self._channel.sendall(self._sealer.seal(data))
 
