@@ -8,6 +8,7 @@ when it ends.
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import os
 import select
@@ -145,6 +146,9 @@ def fork_shards(count: int, failure_fd: int) -> tuple[ShardProcesses | None, int
     Returns in the process of shard 0 what watches the others, and in each the descriptor to which a
     failure is written. The processes must not have begun any thread.
     """
+    for stream in (sys.stdout, sys.stderr):  # which all of them share: whole lines at a time
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
     parent = os.getpid()
     ends: list[socket.socket] = []
     others: list[_Other] = []
