@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -53,6 +54,17 @@ def finish(run: LocalRun) -> str:
     assert code == 0, f"exit {code}\n{run.log()}"
     assert run.leftovers() == []
     return run.out[-1] if run.out else ""
+
+
+def computed_twice(run: LocalRun) -> list[int]:
+    """Return the steps that were committed in more than one view."""
+    views: dict[int, set[int]] = {}
+    for path in (run.run_dir.path / "ledger").iterdir():
+        for line in path.read_text().splitlines():
+            entry = json.loads(line)
+            if entry.get("kind") == "step":
+                views.setdefault(entry["step"], set()).add(entry["view"])
+    return sorted(step for step, found in views.items() if len(found) > 1)
 
 
 @pytest.fixture(scope="session")

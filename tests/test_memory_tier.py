@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from conftest import RUN_S, SCRIPTS
+from conftest import RUN_S, SCRIPTS, computed_twice
 from holdfast.core.errors import HoldfastError
 from holdfast.memory.arena import FIRST
 from holdfast.testing.local_nodes import LocalNodes, names
@@ -70,17 +69,6 @@ def end(run: LocalRun, nodes: LocalNodes) -> set[str]:
     """Wait for success; return the last lines that all nodes have printed."""
     assert run.wait(RUN_S) == 0, run.log()
     return set(nodes.last_lines())
-
-
-def computed_twice(run: LocalRun) -> list[int]:
-    """Return the steps that were committed in more than one view."""
-    views: dict[int, set[int]] = {}
-    for path in (run.run_dir.path / "ledger").iterdir():
-        for line in path.read_text().splitlines():
-            entry = json.loads(line)
-            if entry.get("kind") == "step":
-                views.setdefault(entry["step"], set()).add(entry["view"])
-    return sorted(step for step, found in views.items() if len(found) > 1)
 
 
 def recalls(run: LocalRun) -> list[int]:

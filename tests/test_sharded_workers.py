@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from conftest import RUN_S, SCRIPTS, finish
+from conftest import RUN_S, SCRIPTS, computed_twice, finish
 from holdfast.observe.ledger_audit import verify
 from holdfast.testing.local_run import LocalRun
 from holdfast.train.data.sampling import plan_of
@@ -132,14 +131,7 @@ def test_all_are_lost_and_go_on_from_the_memory_of_their_node(tmp_path: Path, qu
     with sharded(tmp_path / "run", workers=2, faults=faults, options=memory) as run:
         assert finish(run) == quiet()
     assert run.events("memory"), run.log()
-    committed: dict[int, set[int]] = {}
-    for path in (run.run_dir.path / "ledger").iterdir():
-        for line in path.read_text().splitlines():
-            entry = json.loads(line)
-            if entry.get("kind") == "step":
-                committed.setdefault(entry["step"], set()).add(entry["view"])
-    assert sorted(committed) == list(range(STEPS))
-    assert all(len(views) == 1 for views in committed.values()), "a step was computed again"
+    assert computed_twice(run) == []
 
 
 @pytest.mark.parametrize(
