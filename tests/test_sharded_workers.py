@@ -87,7 +87,7 @@ def test_any_process_may_be_lost(
     ],
 )
 def test_what_else_a_job_can_do(options: tuple[str, ...], tmp_path: Path, quiet: Quiet) -> None:
-    run = sharded(tmp_path / "run", faults="task:1.1:5", rejoins="7", options=options)
+    run = sharded(tmp_path / "run", faults="end:1.1:5", rejoins="7", options=options)
     with run:
         assert finish(run) == quiet()
     assert run.events("wrong") == []
