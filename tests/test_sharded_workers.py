@@ -118,7 +118,7 @@ def test_one_wrong_bit_in_one_process(
 
 def test_all_are_lost_and_go_on_from_a_checkpoint(tmp_path: Path, quiet: Quiet) -> None:
     store = ("--store", str(tmp_path / "store"), "--save-every", "5")
-    faults = "task:0.0:8,task:1.1:8"
+    faults = "saved:0.0:7,task:0.0:9,task:1.1:9"
     with sharded(tmp_path / "run", workers=2, faults=faults, options=store) as run:
         assert finish(run) == quiet()
     texts = [event["text"] for event in run.events("view")]

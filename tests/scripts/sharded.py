@@ -4,7 +4,8 @@
 
 FAULTS: POINT:WORKER.SHARD:STEP[:SIGNAL], separated by commas, or "-": the first incarnation of that
 worker is struck at this point of that step: "task" (as one begins), "backward" (after it) or "end"
-(of the step). REJOINS: steps after which to wait until all workers are members, or "-".
+(of the step). At "saved" it waits until a checkpoint is complete, and goes on. REJOINS: steps after
+which to wait until all workers are members, or "-".
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from holdfast.train.job import Job
@@ -24,6 +26,7 @@ plain_steps, plain_backward, plain_task = Job.steps, Step.backward, Step._task
 shard = int(os.environ.get("HOLDFAST_SHARD", "0"))
 me = f"{os.environ.get('HOLDFAST_WORKER')}.{shard}"
 faults = [each.split(":") for each in sys.argv[1].split(",") if each != "-"]
+events = Path(os.environ["HOLDFAST_RUN_DIR"]) / "events.jsonl"
 rejoins = [int(number) for number in sys.argv[2].split(",") if number != "-"]
 if os.environ.get("HOLDFAST_INCARNATION") != "1":
     faults = []
@@ -31,6 +34,9 @@ if os.environ.get("HOLDFAST_INCARNATION") != "1":
 
 def strike(point: str, step: int) -> None:
     for at, whom, when, *name in faults:
+        if (at, point, whom, int(when)) == ("saved", "end", me, step):
+            while '"save"' not in events.read_text():
+                time.sleep(0.005)
         if (at, whom, int(when)) == (point, me, step):
             os.kill(os.getpid(), getattr(signal, name[0]) if name else signal.SIGKILL)
 
