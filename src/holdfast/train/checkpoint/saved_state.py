@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.core.errors import UserError, WireError, WorldError, first_line
+from holdfast.core.errors import StateMismatch, UserError, WireError, WorldError, first_line
 from holdfast.store.checkpoint_reading import OneEntry
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.manifest import SKELETON
@@ -29,7 +29,7 @@ class SavedScript:
 def load_saved(store: str, step: int | None, protected: Mapping[str, Any]) -> SavedScript:
     """Load a checkpoint into these objects, of which each process may hold a part only.
 
-    Every process needs host memory for the whole state meanwhile. UserError, StateMismatch.
+    Every process needs host memory for the whole state meanwhile. Raises UserError.
     """
     checkpoints = Checkpoints(open_storage(store, say), say)
     try:
@@ -43,7 +43,18 @@ def load_saved(store: str, step: int | None, protected: Mapping[str, Any]) -> Sa
     script = whole.pop(PROTECTED_AS, None)
     if not isinstance(script, Mapping):
         raise UserError(f"the checkpoint of step {step} in {store} was not saved by a job")
-    state.apply_whole(protected, whole)
+    if list(whole) != list(protected):
+        raise UserError(
+            f"the checkpoint of step {step} in {store} holds {list(whole)}, and this script "
+            f"protects {list(protected)}: protect the same objects by the same names"
+        )
+    try:
+        state.apply_whole(protected, whole)
+    except StateMismatch as error:
+        problem = first_line(error).partition(": ")[0]
+        raise UserError(
+            f"the checkpoint of step {step} in {store} does not fit this script: {problem}"
+        ) from None
     return SavedScript(steps=script["steps"], values=dict(script["values"]))
 
 
