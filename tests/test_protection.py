@@ -183,7 +183,9 @@ def kept(view: int, node: int, *, states: tuple[int, ...] = (), **more: int) -> 
     return KeptPieces(view=view, worker=node, parts=3, pieces=pieces, states=states, **more)
 
 
-def find(*found: KeptPieces, checkpoint: int = 0, floor: int = 0, wrong: int = -1) -> Recall:
+def find(
+    *found: KeptPieces, checkpoint: int = 0, floor: tuple[int, int] = (0, 0), wrong: int = -1
+) -> Recall:
     known = (Invalidation(after=wrong, view=ViewNumber(9)),) if wrong >= 0 else ()
     return find_recall(found, RS.data, checkpoint, floor, known)
 
@@ -194,12 +196,16 @@ def test_gradients_bring_the_initial_state_to_the_last_committed_step() -> None:
     assert find(*every[1:]).step == 4
     assert find(every[0]).step == 0
     # Step 4 is committed, as a later view began after it.
-    assert find(*every, floor=5).step == 5
+    assert find(*every, floor=(2, 5)).step == 5
 
 
 def test_a_state_counts_once_the_next_step_has_compared_it() -> None:
     early = [kept(1, node, states=(3,), first=0, end=4, committed=3) for node in range(3)]
     assert (find(*early).base, find(*early).step) == (0, 3)
+    # The next view began after that step, so it was committed in this one; or in another one.
+    known = Recall(base=3, view=1, sources=(GradientSource(1, 3, 4),))
+    assert find(*early[:2], floor=(2, 4)) == known
+    assert find(*early, floor=(3, 4)).base == 0
     late = [kept(1, node, states=(3,), first=3, end=6, committed=6) for node in range(2)]
     assert find(*late) == Recall(base=3, view=1, sources=(GradientSource(1, 3, 6),))
 
@@ -213,7 +219,7 @@ def test_gradients_of_several_views_follow_each_other() -> None:
     )
     gap = [kept(2, node, first=5, end=8, committed=8) for node in range(3)]
     assert find(*first, *gap).step == 4
-    assert find(*first, *gap, floor=5).step == 8
+    assert find(*first, *gap, floor=(9, 5)).step == 8
 
 
 def test_a_checkpoint_is_begun_from_where_it_is_newer_or_gradients_follow_it() -> None:

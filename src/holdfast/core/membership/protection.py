@@ -94,7 +94,7 @@ class Protection:
         return [kept for name, node in nodes if name not in without for kept in node.kept]
 
     def _find(self, view: View | None, kept: list[KeptPieces], durable: Durable) -> Recall:
-        floor = view.resume_step if view is not None else 0
+        floor = (view.number, view.resume_step) if view is not None else (0, 0)
         abandoned = view.abandoned if view is not None else ()
         needed, invalidations = self._redundancy.data, (*durable.invalidations, *abandoned)
         return find_recall(kept, needed, durable.step, floor, invalidations)
@@ -166,13 +166,15 @@ def find_recall(
     kept: Iterable[KeptPieces],
     needed: int,
     checkpoint: int,
-    floor: int,
+    floor: tuple[int, int],
     invalidations: Invalidations,
 ) -> Recall:
     """Find how to come furthest from what nodes keep, best without a checkpoint from the store.
 
     `needed`: pieces that give a part. `checkpoint`: the step of the newest one in the store; 0: the
-    job can begin from its initial state. `floor`: so many steps are known to be committed.
+    job can begin from its initial state. `floor`: the last view, and how many steps are known to
+    have been committed before it. A state counts once the next step was committed in its own view,
+    in which all members have compared it.
     """
     by_view: dict[int, list[KeptPieces]] = {}
     for each in kept:
@@ -182,7 +184,7 @@ def find_recall(
     def source_of(step: int) -> int:
         for view in views:
             found = by_view[view]
-            known = max(floor, *(each.committed for each in found)) > step
+            known = max(floor[1], *(each.committed for each in found)) > step
             right = not is_invalidated(invalidations, step + 1, ViewNumber(view))
             if known and right and _complete([k for k in found if k.first <= step < k.end], needed):
                 return view
@@ -191,7 +193,8 @@ def find_recall(
     bases = {0: 0, checkpoint: 0}
     for view in reversed(views):
         found = by_view[view]
-        compared = max(each.committed for each in found)
+        before = floor[1] if view == floor[0] - 1 else 0  # what came later was not of this view
+        compared = max(before, *(each.committed for each in found))
         for step in sorted({step for each in found for step in each.states}):
             right = not is_invalidated(invalidations, step, ViewNumber(view))
             here = [each for each in found if step in each.states]
