@@ -228,9 +228,9 @@ def test_a_checkpoint_begins_jobs_of_any_number_of_processes(tmp_path: Path) -> 
     for procs in (1, 2, 3):
         with sharded(tmp_path / f"{procs}", script, store, procs=procs, workers=1) as run:
             finish(run)
-            told.append([line for line in run.out if line.startswith(("9 steps", "loss"))])
+            told.append([line for line in run.out if re.match(r"[369] steps|loss", line)])
     first, *others = told
-    assert first[0].startswith("9 steps")
+    assert " steps " in first[0]  # of the newest: a save that is due while another goes on waits
     assert all(other[0] == first[0] for other in others), told  # model and optimizer, to the bit
     losses = [[float(line.split()[1]) for line in lines[1:]] for lines in told]
     assert len(losses[0]) == 4

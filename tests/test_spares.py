@@ -79,7 +79,7 @@ def test_a_hot_spare_takes_over_from_one_of_two(killed: int, undisturbed: str) -
 def test_a_warm_spare_waits_until_it_is_needed(workers: int, undisturbed: str) -> None:
     found, cluster = run(workers, **WARM)
     assert set(found) == {undisturbed}
-    assert not any(text.endswith("joins") for text in cluster.views)
+    assert not any(text.endswith("joins") for text in cluster.views), cluster.views
 
 
 def test_a_warm_spare_joins_when_another_is_lost(undisturbed: str) -> None:
