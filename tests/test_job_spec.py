@@ -18,14 +18,8 @@ from holdfast.cli.job_config import read_config, write_config
 from holdfast.cli.main import main
 from holdfast.cli.run_command import make_job, make_spec, parser
 from holdfast.core.errors import Damaged, UserError, WireError
-from holdfast.core.job_spec import (
-    SECTIONS,
-    SETTINGS,
-    JobSpec,
-    as_flag,
-    find_problem,
-    with_settings,
-)
+from holdfast.core.job_problems import as_flag, find_problem
+from holdfast.core.job_spec import SECTIONS, SETTINGS, JobSpec, with_settings
 from holdfast.core.settings import INTEGER_MAX, Setting, shown
 from holdfast.core.types import Incarnation, ProcessRole, WorkerId
 from holdfast.runtime.node.worker_process import WorkerTemplate

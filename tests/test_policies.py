@@ -11,14 +11,8 @@ import dataclasses
 import pytest
 
 from holdfast.core import invalidations
-from holdfast.core.job_spec import (
-    CoordinatorPolicy,
-    JobSpec,
-    Nodes,
-    Stragglers,
-    Workers,
-    find_problem,
-)
+from holdfast.core.job_problems import find_problem
+from holdfast.core.job_spec import CoordinatorPolicy, JobSpec, Nodes, Stragglers, Workers
 from holdfast.core.membership import agent, coordinator, durable, formation, review_schedule
 from holdfast.core.membership.agent import AgentPolicy
 from holdfast.core.membership.lease import LeasePolicy

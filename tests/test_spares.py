@@ -12,7 +12,8 @@ import pytest
 
 from conftest import RUN_S
 from holdfast.core.errors import HoldfastError
-from holdfast.core.job_spec import find_problem, with_settings
+from holdfast.core.job_problems import find_problem
+from holdfast.core.job_spec import with_settings
 from holdfast.core.membership.reserve import Reserve, ReservePolicy, spares_needed
 from holdfast.core.membership.roster import Roster
 from holdfast.core.types import AgentId, AgentReport, Incarnation, Stage, WorkerId, WorkerStatus

@@ -14,7 +14,7 @@ import msgspec
 import xxhash
 
 from holdfast.core.errors import Damaged, UserError, WireError
-from holdfast.core.job_spec import find_problem
+from holdfast.core.job_problems import find_problem
 from holdfast.core.types import (
     AgentId,
     AgentReport,

@@ -14,12 +14,17 @@ import hashlib
 import os
 import signal
 import time
+from typing import Any
 
 import torch
 from torch import nn
 
 import holdfast
 from holdfast.train.checkpoint import state, transfer
+from holdfast.train.checkpoint.state import Extent
+from holdfast.train.optimizer_sharding.gathered_state import GatheredState
+from holdfast.train.optimizer_sharding.sharded_optimizers import ShardedOptimizers
+from holdfast.train.script_state import PROTECTED_AS
 from holdfast.train.step import engine
 from holdfast.train.step import reduction as exchange
 
@@ -88,6 +93,7 @@ class Faults:
         _wrap(transfer.StateSync, "_donate", before=lambda: self.at("donate"))
         _wrap(transfer.StateSync, "_receive", before=lambda: self.at("receive"))
         _wrap(state, "apply", before=lambda: self.at("load"))
+        _wrap(ShardedOptimizers, "exchange", lambda: self.at("update"), lambda: self.at("updated"))
         original = engine.Engine._open
 
         def open_view(engine_self: engine.Engine, view: object, *rest: object) -> None:
@@ -110,12 +116,24 @@ def _wrap(owner: object, name: str, before=lambda: None, after=lambda: None) -> 
     setattr(owner, name, wrapped)
 
 
-def digest(**protected: object) -> str:
-    skeleton, tensors = state.capture(protected)
+def digest(trees: dict[str, Any]) -> str:
+    """Digest the states of all objects, whatever the order in which an optimizer keeps its own."""
+    kept = trees["optimizer"]["state"]
+    trees["optimizer"]["state"] = {place: kept[place] for place in sorted(kept)}
+    skeleton, tensors = state.flatten(trees, "state")
     found = hashlib.sha256(skeleton)
     for tensor in tensors:
         found.update(state.as_bytes(tensor).numpy().tobytes())
     return found.hexdigest()
+
+
+def gathered(job: holdfast.Job) -> dict[str, Any]:
+    """Return the whole state, of which this worker holds a share; all workers do so together."""
+    sharding = job._script._data.sharding
+    skeleton, found = GatheredState(sharding).capture(
+        lambda _, tensors, __: [Extent(i, 0, each.nbytes) for i, each in enumerate(tensors)]
+    )
+    return state.restore(skeleton, [each.tensor.clone() for each in found])
 
 
 def main() -> None:
@@ -128,19 +146,22 @@ def main() -> None:
     parser.add_argument("--hold", nargs=2, default=("-1", ""))
     parser.add_argument("--loaders", type=int, default=0)
     parser.add_argument("--all", action="store_true", help="every worker prints its digest")
+    parser.add_argument("--gather", action="store_true", help="workers hold shares of the state")
     options = parser.parse_args()
     job = holdfast.join()
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [4, 8])
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
-    job.protect(model=model, optimizer=optimizer, schedule=schedule, scaler=scaler)
+    parts = dict(model=model, optimizer=optimizer, schedule=schedule, scaler=scaler)
+    job.protect(**parts)
     generator = torch.Generator().manual_seed(7)
     inputs = torch.randn(203, 20, generator=generator)
     dataset = torch.utils.data.TensorDataset(inputs, inputs[:, :5].argmax(1))
     data = job.batches(dataset, batch_size=6, num_workers=options.loaders)
     faults = Faults(options.fault, job)
     faults.install(model)
+    whole = ""
     for step in job.steps(data, until=options.steps):
         faults.step = step.index
         for x, y in step:
@@ -155,6 +176,10 @@ def main() -> None:
         schedule.step()
         optimizer.zero_grad()
         faults.at("stepped")
+        if options.gather and step.index == options.steps - 1:
+            found = gathered(job)
+            found.pop(PROTECTED_AS)
+            whole = digest(found)
         while step.index == int(options.hold[0]) and not os.path.exists(options.hold[1]):
             time.sleep(0.005)
         if step.index == options.until_members[0]:
@@ -170,8 +195,8 @@ def main() -> None:
                 time.sleep(0.005)
     if job.is_leader or options.all:
         faults.at("end")
-        parts = dict(model=model, optimizer=optimizer, schedule=schedule, scaler=scaler)
-        print(digest(**parts), flush=True)
+        states = {name: each.state_dict() for name, each in parts.items()}
+        print(whole or digest(states), flush=True)
 
 
 if __name__ == "__main__":

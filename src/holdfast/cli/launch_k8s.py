@@ -16,7 +16,8 @@ from typing import Any
 from holdfast.cli import run_command
 from holdfast.cli.launch_options import agent_options, launch_parser, make_launch
 from holdfast.core.errors import UserError
-from holdfast.core.job_spec import JobSpec, as_flag, find_unheeded
+from holdfast.core.job_problems import as_flag, find_unheeded
+from holdfast.core.job_spec import JobSpec
 from holdfast.launch.fleet_plan import FleetPlan, job_prefix
 from holdfast.launch.kubernetes_manifests import (
     AGENT_OPTIONS,

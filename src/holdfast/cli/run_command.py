@@ -16,14 +16,8 @@ from holdfast.cli.job_options import add_settings, given_settings
 from holdfast.cli.shared_options import add_checks, add_domains, add_notices, add_secret, add_tls
 from holdfast.core.domains import read_domains
 from holdfast.core.errors import UserError, WorldError
-from holdfast.core.job_spec import (
-    JobSpec,
-    as_flag,
-    as_key,
-    find_problem,
-    find_unheeded,
-    with_settings,
-)
+from holdfast.core.job_problems import as_flag, as_key, find_problem, find_unheeded
+from holdfast.core.job_spec import JobSpec, with_settings
 from holdfast.core.settings import Setting
 from holdfast.health.external_checks import parse_checks, save_checks
 from holdfast.net.secret import SECRET_BYTES_MIN, VARIABLE, load_secret

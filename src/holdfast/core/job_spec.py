@@ -8,14 +8,13 @@ etcd, sent to nodes that join and read by every worker.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from holdfast.core.errors import UserError
 from holdfast.core.membership.lease import LeasePolicy
 from holdfast.core.membership.restart import RestartPolicy
 from holdfast.core.redundancy import Redundancy, read_redundancy
-from holdfast.core.settings import Setting, sections_of, setting, settings_of, shown, text_complaint
+from holdfast.core.settings import Setting, sections_of, setting, settings_of
 from holdfast.core.step.backup import BackupPolicy
 from holdfast.core.step.save_interval import PacePolicy
 from holdfast.core.types import ProcessRole
@@ -59,6 +58,7 @@ class CoordinatorPolicy:
     spares: int | None = 0  # on each node; None: as many as losses make it worth
     hot_spares: bool = False  # spares are members, and hold the state
     procs: int = 1  # of each worker
+    replicated: bool = True  # each worker holds the whole state, not only its share
     feeds: bool = False  # workers receive the state while others train, and join when they have it
     keeps: bool = False  # checkpoints
     redundancy: Redundancy = field(default_factory=Redundancy)  # of the nodes' memory
@@ -113,6 +113,11 @@ class Workers:
         "thread by thread",
         metavar="T",
         least=1,
+    )
+    shard_optimizer: bool = setting(
+        False,
+        "let each worker keep the optimizer's state of its share of the parameters only (ZeRO-1); "
+        "needs --redundancy or --store, as a lost worker's share is made again from there",
     )
     losses_max: int = setting(
         30,
@@ -453,6 +458,8 @@ class JobSpec:
 
     def policy(self) -> CoordinatorPolicy:
         """Return the part of the settings that the coordinator decides by."""
+        replicated = not self.workers.shard_optimizer
+        suspended = self.stragglers.speculation_budget - self.copies
         return CoordinatorPolicy(
             virtual_ranks=self.virtual_ranks,
             nodes_min=self.nodes.min,
@@ -463,17 +470,17 @@ class JobSpec:
             spares=self.workers.spares,
             hot_spares=self.workers.hot_spares,
             keeps=bool(self.checkpoints.store),
-            feeds=self.nodes.join_rate > 0,
-            speculation=self.stragglers.speculation_budget - self.copies,
+            feeds=self.nodes.join_rate > 0 and replicated,
+            speculation=suspended if replicated else 0.0,
             redundancy=self.redundancy(),
             procs=self.workers.procs,
+            replicated=replicated,
             restart=RestartPolicy(losses_max=self.workers.losses_max),
         )
 
 
 SECTIONS: Mapping[str, type] = sections_of(JobSpec)
 SETTINGS: Mapping[str, Setting] = {each.key: each for each in settings_of(JobSpec)}
-Naming = Callable[[Setting, object], str]  # a setting with its value, as the reader wrote it
 
 
 def with_settings(spec: JobSpec, values: Mapping[str, object]) -> JobSpec:
@@ -485,109 +492,3 @@ def with_settings(spec: JobSpec, values: Mapping[str, object]) -> JobSpec:
         name: dataclasses.replace(getattr(spec, name), **those) for name, those in changed.items()
     }
     return dataclasses.replace(spec, **sections)
-
-
-def as_flag(setting: Setting, value: object) -> str:
-    """Name a setting as the command line does: `--nproc 4`."""
-    return f"{setting.flag} {shown(value)}"
-
-
-def as_key(setting: Setting, value: object) -> str:
-    """Name a setting as the job document does: `workers.nproc = 4`."""
-    return f"{setting.key} = {shown(value)}"
-
-
-def find_problem(spec: JobSpec, name: Naming = as_key) -> str:
-    """Say what is wrong with a job, in a sentence that tells what to do; empty: nothing."""
-    return next(_problems(spec, name), "")
-
-
-def _problems(spec: JobSpec, name: Naming) -> Iterator[str]:
-    texts = {"job": (spec.job,), "cwd": (spec.cwd,), "script": (spec.script,), "args": spec.args}
-    for key, values in texts.items():
-        for text in values:
-            if complaint := text_complaint(text):
-                yield f"{key} {text!r} {complaint}"
-    for each in SETTINGS.values():
-        value = each.value_in(spec)
-        if complaint := each.complaint(value):
-            yield f"{name(each, value)} {complaint}"
-    yield from _conflicts(spec, lambda key: name(SETTINGS[key], SETTINGS[key].value_in(spec)))
-
-
-def _conflicts(spec: JobSpec, say: Callable[[str], str]) -> Iterator[str]:
-    """Find settings that contradict each other; `say(key)` names one with its value."""
-    workers, nodes, at_start = spec.workers, spec.nodes, spec.workers_at_start
-    if spec.nodes_max < nodes.min:
-        yield f"{say('nodes.max')} must be at least {say('nodes.min')}"
-    if spec.virtual_ranks < at_start:
-        few = say("workers.nproc")
-        if nodes.min > 1:
-            few = f"the {at_start} workers of {few} and {say('nodes.min')}"
-        yield (
-            f"{say('workers.virtual')} is smaller than {few}: every worker needs a virtual rank, "
-            "so use more virtual ranks or fewer workers"
-        )
-    if workers.min > workers.nproc * spec.nodes_max:
-        most = workers.nproc * spec.nodes_max
-        yield f"{say('workers.min')} must be from 1 to {most}, as many as there can be workers"
-    if nodes.abandon_s < 2 * nodes.lease_s:
-        yield f"{say('nodes.abandon_s')} must be at least twice {say('nodes.lease_s')}"
-    least_s, most_s = spec.checkpoints.between_s
-    if least_s > most_s:
-        between = say("checkpoints.between_s")
-        yield f"{between}: the shortest time must not be greater than the longest"
-    backup = spec.stragglers.backup
-    if not 0 <= backup < at_start:
-        yield (
-            f"{say('stragglers.backup')} must be from 0 to {at_start - 1}: a step of {at_start} "
-            "workers needs the result of one at least"
-        )
-    try:
-        pieces = spec.redundancy().pieces
-    except UserError as error:
-        yield f"{say('memory.redundancy')} {error}"
-        pieces = 0
-    if pieces > spec.nodes_max:
-        yield (
-            f"{say('memory.redundancy')} needs {pieces} nodes, one for each piece, and at most "
-            f"{spec.nodes_max} take part: allow more with --nodes-max, or use fewer pieces"
-        )
-    if workers.hot_spares and workers.spares == 0:
-        yield f"{say('workers.hot_spares')} needs spares: say how many with --spares"
-    if workers.hot_spares and backup:
-        yield (
-            f"{say('workers.hot_spares')} and {say('stragglers.backup')} exclude each other: set "
-            "one of them to 0, or leave it out"
-        )
-    if backup and spec.silent_errors.audit:
-        yield (
-            f"{say('stragglers.backup')} and {say('silent_errors.audit')} exclude each other: what "
-            "is discarded cannot be compared, so set one of them to 0"
-        )
-
-
-_HEEDED = frozenset(  # with --compat
-    {
-        *("workers.nproc", "workers.seed", "workers.threads", "workers.hang_s"),
-        *("nodes.min", "nodes.max", "nodes.election", "nodes.lease_s", "nodes.abandon_s"),
-    }
-)
-
-
-def find_unheeded(spec: JobSpec, name: Naming) -> str:
-    """Name a setting that a script for torchrun, or any other, has no use for; empty: none."""
-    compat = spec.compat.enabled
-    flag = SETTINGS["compat.enabled"].flag
-    for each in SETTINGS.values():
-        value = each.value_in(spec)
-        if value == each.default or (each.section == "compat") == compat:
-            continue
-        if not compat:
-            return f"{name(each, value)} has an effect only with {flag}: add that, or leave it out"
-        if each.key not in _HEEDED:
-            return (
-                f"{name(each, value)} has no effect with {flag}: leave it out, or let the script "
-                "call holdfast.join()"
-            )
-    return ""

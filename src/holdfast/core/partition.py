@@ -1,6 +1,8 @@
-"""Cuts a range into contiguous parts of about equal size, one for each of several. Pure."""
+"""Divides ranges and items into parts of about equal size, one for each of several. Pure."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 def part_of(total: int, index: int, count: int, align: int = 1) -> tuple[int, int]:
@@ -11,3 +13,15 @@ def part_of(total: int, index: int, count: int, align: int = 1) -> tuple[int, in
     size = -(-total // count)
     size = -(-size // align) * align
     return min(index * size, total), min((index + 1) * size, total)
+
+
+def share_out(sizes: Sequence[int], loads: list[int]) -> list[int]:
+    """Give each of several items to whoever has least by then, the largest first.
+
+    `loads`: what each has already; this is added to it. Returns who has got each item.
+    """
+    found = [0] * len(sizes)
+    for item in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
+        found[item] = loads.index(min(loads))
+        loads[found[item]] += sizes[item]
+    return found

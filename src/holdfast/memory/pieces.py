@@ -66,6 +66,13 @@ class PieceCoder:
         self._code.encode_piece(piece.number, sources, target)
         return xxhash.xxh3_128_digest(target)
 
+    def span(self, piece: Piece) -> tuple[int, int]:
+        """Return where the bytes that a piece is made of start and stop in an image."""
+        one = self._code is None or piece.number < self.data
+        number = piece.number if one and self._code is not None else 0
+        start = (piece.part * self.data + number) * self.size
+        return start, start + self.size * (1 if one else self.data)
+
     def room(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
         """Return room for all data pieces: an image, filled up."""
         return np.empty(self.parts * self.data * self.size, np.uint8)

@@ -236,7 +236,11 @@ class Truth:
             if before is None or not process.alive:
                 continue
             status = process.machine.snapshot()
+            shares = self._options.shard_optimizer
+            if shares and view.donors and process.step < self._options.steps:
+                raise Violation(f"worker {process.key} goes on with its share of the state only")
             holds = status.has_state and not view.donors and not self._discarded(before)
+            holds = holds and not shares
             if process.paused or out_of_time(process):
                 if holds and not (self.disk is not None and self.disk.forgotten):
                     self.promises.starts_again(view, process, now)

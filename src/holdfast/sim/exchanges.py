@@ -6,7 +6,7 @@ from all members, the machine hears of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -46,6 +46,7 @@ class Sums:
     poisoned: tuple[tuple[int, int], ...]  # ranks and tokens that are not finite
 
 
+MEETINGS = "update", "end"  # of those who share the state: after each step, and each loop
 LACKS = 7919  # a number that no token differs by from another
 
 
@@ -72,6 +73,7 @@ class Exchanges:
         self._process = process
         self._world = world
         self.view: View | None = None
+        self._met: dict[str, Callable[[], None]] = {}  # what follows once all members have come
         self.looked = (-1, -1)  # the view and the step in which it looked for who is late
         self._kept: dict[int, Share] = {}  # sums of steps that others may have missed
         self._reduce: ef.Reduce | None = None
@@ -93,6 +95,7 @@ class Exchanges:
         self.view = view
         self._reduce = self._check = self._receiving = None
         self._syncing = ""
+        self._met.clear()
         if not view.catching_up:
             self._kept.clear()
 
@@ -133,6 +136,18 @@ class Exchanges:
             case _:
                 self._bring_up_to_date(effect, group)
 
+    def meet(self, kind: str, met: Callable[[], None]) -> None:
+        """Tell all members that this one has come to a place; call `met` once all have.
+
+        Without a group that is never: this process is of no use any more.
+        """
+        process = self._process
+        group = process.open_group(self.view.number) if self.view is not None else None
+        if group is not None:
+            self._met[kind] = met
+            self._world.data.tell_all(process, group, group.turn(kind), None)
+            self.told(group.present(kind), group)
+
     def told(self, what: What, group: Group) -> None:
         """Note that something has come from a member; go on if by now all have sent it."""
         process, (kind, number) = self._process, what
@@ -157,6 +172,8 @@ class Exchanges:
                     rows = self._world.data.in_order(group, found)
                     if kind == "piece":
                         self._checked(rows, group)
+                    elif kind in MEETINGS:
+                        self._met.pop(kind)()
                     else:
                         process.feed(ev.Gathered(view, Topic(kind), rows))
 

@@ -114,6 +114,7 @@ class Options:
     restore_s: float = 300.0  # for which a store may stay silent when the job begins from it
     procs: int = 1  # of each worker
     shard_lag_s: float = 0.0  # by which those of further shards are late, on the average
+    shard_optimizer: bool = False  # each worker holds its share of the state only
 
     @property
     def exact(self) -> bool:
@@ -260,7 +261,16 @@ def draw(seed: int, small: bool = False) -> Options:
     options = _with_spares(options, Random(f"spares {seed} {small}"))
     options = _with_notices(options, Random(f"notices {seed} {small}"))
     options = _with_redundancy(options, Random(f"redundancy {seed} {small}"))
-    return _with_shards(options, Random(f"shards {seed} {small}"))
+    options = _with_shards(options, Random(f"shards {seed} {small}"))
+    return _with_sharded_optimizer(options, Random(f"optimizer {seed} {small}"))
+
+
+def _with_sharded_optimizer(options: Options, rng: Random) -> Options:
+    """Let each worker hold its share of the state only, in some runs that protect it."""
+    unfit = options.procs > 1 or options.hot_spares or options.forgetful
+    if not options.redundancy.data or unfit or rng.random() < 0.6:
+        return options
+    return dataclasses.replace(options, shard_optimizer=True, feeds=False, speculation=0.0)
 
 
 def _with_shards(options: Options, rng: Random) -> Options:

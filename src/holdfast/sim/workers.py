@@ -362,6 +362,16 @@ class Process:
             self._rest()
 
     def _leave_loop(self) -> None:
+        """Leave the loop: a leader that shares the state waits until all have theirs."""
+        if not self.world.options.shard_optimizer:
+            self._left_loop()
+            return
+        leads = self.machine.leads(self.host.clock())
+        self.exchanges.meet("end", self._left_loop if leads else lambda: None)
+        if not leads:
+            self._left_loop()
+
+    def _left_loop(self) -> None:
         self.feed(ev.LoopFinishing())
         self.feed(ev.LoopEnded())
 
@@ -453,6 +463,12 @@ class Process:
         self.post(delay_s, self._applied, before, step, total)
 
     def _applied(self, before: int, step: int, total: int) -> None:
+        if self.world.options.shard_optimizer:  # what it holds no share of comes from others
+            self.exchanges.meet("update", lambda: self._updated(before, step, total))
+        else:
+            self._updated(before, step, total)
+
+    def _updated(self, before: int, step: int, total: int) -> None:
         self.state = apply(before, step, total)
         self.step = step + 1
         self._busy = False

@@ -95,6 +95,7 @@ class World:
             hot_spares=options.hot_spares,
             feeds=options.feeds,
             redundancy=options.redundancy,
+            replicated=not options.shard_optimizer,
             restart=RestartPolicy(
                 losses_max=options.losses_max,
                 backoff_s=0.1,

@@ -26,6 +26,7 @@ from holdfast.train.agent_link import AgentLink, SoloLink
 from holdfast.train.checkpoint.loaded_state import LoadedState
 from holdfast.train.checkpoint.restorer import Restorer
 from holdfast.train.checkpoint.saver import Saver, say
+from holdfast.train.checkpoint.state import Capture
 from holdfast.train.compiled import advice
 from holdfast.train.driver import Driver, Link
 from holdfast.train.environment import WorkerEnvironment
@@ -34,6 +35,8 @@ from holdfast.train.feeding.feeder import Feeder
 from holdfast.train.ledger_recorder import LedgerRecorder
 from holdfast.train.local_tensors import check_meshes
 from holdfast.train.monitor import Monitor
+from holdfast.train.optimizer_sharding.gathered_state import GatheredState
+from holdfast.train.optimizer_sharding.sharded_optimizers import ShardedOptimizers
 from holdfast.train.optimizer_watch import OptimizerWatch
 from holdfast.train.protection.protector import Protector
 from holdfast.train.protection.recalling import Recalling
@@ -147,7 +150,10 @@ def _compose_following(me: WorkerEnvironment, seed: int, channel: ShardChannel) 
 
 
 def compose_guard(
-    control: Control, protected: Mapping[str, Any], progress: ScriptState
+    control: Control,
+    protected: Mapping[str, Any],
+    progress: ScriptState,
+    sharding: ShardedOptimizers | None = None,
 ) -> ScriptGuard:
     """Put together what looks after the promise in the script of a worker."""
     driver, spec = control.driver, control.environment.spec
@@ -165,7 +171,7 @@ def compose_guard(
     attributes = ModuleAttributes(modules, note_change)
     attributes.begin()
     progress.attributes = attributes
-    prints = Fingerprints(protected, silent.fingerprint_steps)
+    prints = Fingerprints(protected, silent.fingerprint_steps, optimizers=sharding is None)
     return ScriptGuard(
         prints=prints,
         comparison=StateComparison(PlainState(protected, attributes), prints),
@@ -173,11 +179,23 @@ def compose_guard(
             silent.repeat_steps, spec.virtual_ranks, silent.audit_tolerance, note
         ),
         attributes=attributes,
-        loaded=LoadedState(protected),
+        loaded=LoadedState(protected, sharding),
         modules=modules,
         cycle=silent.fingerprint_steps or silent.repeat_steps,
         others=UnprotectedModules() if owns_process else None,
     )
+
+
+def _sharding(control: Control, protected: Mapping[str, Any]) -> ShardedOptimizers | None:
+    """Return what shares out the optimizers' state; None if every worker holds all of it."""
+    if not control.environment.spec.workers.shard_optimizer:
+        return None
+
+    def wait_for_end() -> None:
+        while True:  # the control plane has this process ended
+            control.driver.next_for_script()
+
+    return ShardedOptimizers(protected, wait_for_end)
 
 
 def _check_torch(
@@ -220,6 +238,7 @@ def _saver(
     protected: Mapping[str, Any],
     buffers: Buffers,
     whole_print: Callable[[], int],
+    capture: Capture | None,
 ) -> Saver | None:
     """Return what copies and saves this worker's shares; None without a store or a writer."""
     me, driver = control.environment, control.driver
@@ -232,10 +251,13 @@ def _saver(
 
     orders = socket.socket(fileno=me.orders_fd)
     procs = me.spec.workers.procs
-    return Saver(orders, me.spec.job, protected, driver.post, print_at_rest, me.shard, procs)
+    job, shard = me.spec.job, (me.shard, procs)
+    return Saver(orders, job, protected, driver.post, print_at_rest, shard, capture)
 
 
-def _protector(control: Control, protected: Mapping[str, Any], data: StepData) -> Protector | None:
+def _protector(
+    control: Control, protected: Mapping[str, Any], data: StepData, capture: Capture | None
+) -> Protector | None:
     """Return what puts this worker's pieces into its node's memory; None without redundancy."""
     me, driver = control.environment, control.driver
     redundancy = me.spec.redundancy()
@@ -246,7 +268,7 @@ def _protector(control: Control, protected: Mapping[str, Any], data: StepData) -
     processes = me.spec.workers.nproc * me.spec.workers.procs
     arena = PieceArena(me.memory_fds[me.shard], me.worker, whole // processes, me.shard)
     sources = protected, data
-    return Protector(arena, redundancy, me.worker, sources, driver.post, driver.fail)
+    return Protector(arena, redundancy, me.worker, sources, driver.post, driver.fail, capture)
 
 
 def compose_worker(
@@ -273,9 +295,12 @@ def compose_worker(
     gradients.attach()
     clock = TaskClock(devices[0] if devices else None)
     table = StepTable(spec.virtual_ranks, len(gradients.used))
-    guard = compose_guard(control, protected, progress)
+    sharding = _sharding(control, protected)
+    guard = compose_guard(control, protected, progress, sharding)
     attributes, fingerprints, loaded = guard.attributes, guard.prints, guard.loaded
     data = StepData(gradients, table, Buffers(modules), clock, digest, attributes)
+    data.sharding = sharding
+    capture = GatheredState(sharding).capture if sharding is not None else None
     # The process of shard 0 writes the worker's ledger.
     recorder = LedgerRecorder(replace(me, run_dir=None) if me.shard else me, control.seed, driver)
     store = Checkpoints(open_storage(where, say), say) if where else None
@@ -287,7 +312,7 @@ def compose_worker(
     receiver = FedReceiver(data, loaded, driver.post, driver.fail, me.peer_key)
     recalling = Recalling(data, loaded, me.peer_key, spec.redundancy(), me.shard)
     bringing_up = BringingUp(driver, loaded, missed, restorer, recalling, receiver.settled)
-    protector = _protector(control, protected, data)
+    protector = _protector(control, protected, data, capture)
     gloo = GlooDevice(me.host, me.peer_key)
 
     def make_transport() -> Transport:
@@ -306,16 +331,16 @@ def compose_worker(
     )
     engine = Engine(driver, control.link, data, filled, bringing_up, exchange)
     driver.serve(StepHands(data, engine, bringing_up, recorder, feeder, receiver, protector))
-    saver = _saver(control, protected, data.buffers, whole_print)
+    saver = _saver(control, protected, data.buffers, whole_print, capture)
     runner = TaskRunner(driver, data, backs_up, control.inner)
     engine.start()
     if isinstance(control.link, SoloLink):
         control.link.start(driver)
-    copies = StateCopies(driver, saver, feeder, protector)
+    copies = StateCopies(driver, saver, feeder, protector, capture)
     script = ScriptThread(driver, data, runner, guard, copies, recorder, progress)
     large = sum(p.nbytes for _, p in trained) > spec.nodes.join_pause * 1e6
-    alone = isinstance(control.link, SoloLink) or procs > 1
+    alone = isinstance(control.link, SoloLink) or procs > 1 or sharding is not None
     if rate and large and not alone:
         driver.post(Reachable(receiver.listen(me.host)))
-    OptimizerWatch(protected, lambda: script.is_open).start()
+    OptimizerWatch(protected, lambda: script.is_open, sharding).start()
     return script

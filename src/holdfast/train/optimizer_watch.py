@@ -11,9 +11,13 @@ from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from holdfast.core.errors import UserError
+from holdfast.train.optimizer_sharding.sharded_optimizers import ShardedOptimizers
 from holdfast.train.script_state import ScriptState
 
 _local = threading.local()  # the watch of each thread that runs a script
@@ -21,9 +25,18 @@ _registered: list[Any] = []
 
 
 class OptimizerWatch:
-    """Checks what optimizers of one script do. `in_step`: its loop over batches is under way."""
+    """Checks what optimizers of one script do. `in_step`: its loop over batches is under way.
 
-    def __init__(self, protected: Mapping[str, Any], in_step: Callable[[], bool]) -> None:
+    `sharding`: has each update only what this worker owns.
+    """
+
+    def __init__(
+        self,
+        protected: Mapping[str, Any],
+        in_step: Callable[[], bool],
+        sharding: ShardedOptimizers | None = None,
+    ) -> None:
+        self.sharding = sharding
         self._protected = protected
         self._in_step = in_step
         self._known: dict[int, int] = {}  # optimizers that were looked at, and their groups' number
@@ -33,6 +46,7 @@ class OptimizerWatch:
         _local.watch = self
         if not _registered:
             _registered.append(register_optimizer_step_pre_hook(_before_step))
+            _registered.append(register_optimizer_step_post_hook(_after_step))
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse a step of an optimizer that would break the promise. Raises UserError."""
@@ -74,8 +88,18 @@ class OptimizerWatch:
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     watch: OptimizerWatch | None = getattr(_local, "watch", None)
-    if watch is not None:
-        watch.before_step(optimizer)
+    if watch is None:
+        return
+    watch.before_step(optimizer)
+    if watch.sharding is not None:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # after the optimizer
+        watch.sharding.before_step(optimizer, closure=closure is not None)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    watch: OptimizerWatch | None = getattr(_local, "watch", None)
+    if watch is not None and watch.sharding is not None:
+        watch.sharding.after_step()
 
 
 def _holds(protected: Any, optimizer: torch.optim.Optimizer) -> bool:

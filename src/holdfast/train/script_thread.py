@@ -232,6 +232,9 @@ class ScriptThread:
             progress.ended.append(progress.steps)
         if self._planned:
             self._recorder.end()
+        view = driver.view
+        if self._data.sharding is not None and view is not None:
+            self._data.sharding.meet(view.rank(view.leader))
         driver.post(ev.LoopFinishing())
         self._copies.finish()
         driver.post(ev.LoopEnded())

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
+from holdfast.core.errors import WorldError
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.train.checkpoint.saver import Saver
+from holdfast.train.checkpoint.shares import wanted_of_shares
+from holdfast.train.checkpoint.state import Capture
 from holdfast.train.driver import Driver
 from holdfast.train.feeding.feeder import Feeder
 from holdfast.train.protection.protector import Protector
@@ -15,11 +19,20 @@ SAVE_S_MAX = 600.0  # how long the end of a loop waits for a checkpoint under wa
 
 
 class StateCopies:
-    """Has shares copied when the machine says so; `saver` is None without a store or a writer."""
+    """Has shares copied when the machine says so; `saver` is None without a store or a writer.
+
+    `capture`: the state, if this worker holds only its share, of which others need some.
+    """
 
     def __init__(
-        self, driver: Driver, saver: Saver | None, feeder: Feeder, protector: Protector | None
+        self,
+        driver: Driver,
+        saver: Saver | None,
+        feeder: Feeder,
+        protector: Protector | None,
+        capture: Capture | None = None,
     ) -> None:
+        self._capture = capture
         self._driver = driver
         self._saver = saver
         self._feeder = feeder
@@ -40,6 +53,9 @@ class StateCopies:
         problem = "there is no writer"
         if self._saver is not None:
             problem = self._saver.copy(order.step, order.view, worker, checked=order.checked)
+        elif self._capture is not None:
+            with contextlib.suppress(WorldError):
+                self._capture(wanted_of_shares(len(order.view.members)))
         self._driver.post(ev.ShareCopied(order.step, time.monotonic() - began, problem))
 
     def before_update(self) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from holdfast.core.errors import Damaged
-from holdfast.core.job_spec import JobSpec, find_problem
+from holdfast.core.job_problems import find_problem
+from holdfast.core.job_spec import JobSpec
 
 JOB_FILE = "job.json"  # its name in every run directory
 

@@ -14,7 +14,8 @@ import msgspec
 
 from holdfast.core.domains import Domains
 from holdfast.core.errors import WireError
-from holdfast.core.job_spec import JobSpec, find_problem
+from holdfast.core.job_problems import find_problem
+from holdfast.core.job_spec import JobSpec
 from holdfast.core.types import (
     AgentId,
     AgentReport,

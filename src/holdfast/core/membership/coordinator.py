@@ -45,6 +45,7 @@ from holdfast.core.membership.formation import (
     survivors_of,
     too_far_behind,
     unreachable,
+    why_again,
     why_broken,
     why_change,
 )
@@ -418,7 +419,7 @@ class CoordinatorMachine:
         if discarded(situation) and not finishing:
             yield from self._go_back(situation)
             return
-        if not survivors:
+        if not survivors or not (finishing or self._policy.replicated):
             # Silent members may hold the state: wait for them until it is given up, or recalled.
             if not finishing and not self._protection.awaits(situation, self._durable):
                 yield from self._form_initial(situation)
@@ -429,8 +430,7 @@ class CoordinatorMachine:
             return
         for status in interrupted(situation):
             yield self._order_anew(status, "it had to stop while it caught up")
-        minds_late = policy.speculation > 0
-        proposal = next_view(situation, survivors, policy.workers_min, minds_late)
+        proposal = next_view(situation, survivors, policy.workers_min, policy.speculation > 0)
         if proposal is not None:
             yield self._install(proposal, situation.now)
 
@@ -443,8 +443,8 @@ class CoordinatorMachine:
     def _form_initial(self, situation: Situation) -> Iterator[CoordinatorEffect]:
         """Start the job, or start it again from a checkpoint, when nobody holds the state."""
         now, policy = situation.now, self._policy
-        for status in dirty_candidates(situation):
-            yield self._order_anew(status, "its state is neither initial nor the job's")
+        for status, why in dirty_candidates(situation, policy.replicated):
+            yield self._order_anew(status, why)
         if self._view is None and present_nodes(situation) < policy.nodes_min:
             self._wanting_since = None
             return
@@ -457,7 +457,7 @@ class CoordinatorMachine:
             return
         self._wanting_since = None
         self._progress.step = recall.step
-        why = "every worker was lost" if self._view is not None else ""
+        why = "" if self._view is None else why_again(policy.replicated)
         proposal = initial_view(ready, situation.room, policy.virtual_ranks, recall, why)
         yield self._install(proposal, now)
 

@@ -470,12 +470,23 @@ def interrupted(situation: Situation) -> list[WorkerStatus]:
     return [s for s in known if s.dirty and s.promised >= s.view and situation.roster.ordered(s)]
 
 
-def dirty_candidates(situation: Situation) -> list[WorkerStatus]:
-    """Find candidates whose state is neither the initial one nor the job's."""
+def dirty_candidates(situation: Situation, replicated: bool) -> list[tuple[WorkerStatus, str]]:
+    """Find candidates that must begin anew, and why: their state is not the initial one.
+
+    `replicated`: each worker holds the whole state, not only its share.
+    """
     roster = situation.roster
     heard = [s for w, s in roster.newest.items() if roster.slots[w].agent not in situation.silent]
     ready = [s for s in heard if s.stage == Stage.READY and roster.ordered(s)]
-    return sorted((s for s in ready if s.dirty or s.has_state), key=lambda s: s.worker)
+    found = sorted((s for s in ready if s.dirty or s.has_state), key=lambda s: s.worker)
+    why = "its state is neither initial nor the job's"
+    share = "it holds its share of the state only"
+    return [(s, share if s.has_state and not replicated else why) for s in found]
+
+
+def why_again(replicated: bool) -> str:
+    """Tell why a job begins again, when it has begun before."""
+    return "every worker was lost" if replicated else "all workers begin anew, to share the state"
 
 
 def discarded(situation: Situation) -> bool:

@@ -72,11 +72,14 @@ class Protection:
     def recall(self, situation: Situation, durable: Durable) -> Recall | None:
         """Find from what the job begins again, when nobody holds the state.
 
-        None: nodes that are silent just now may hold what brings it further, so it waits for them.
+        None: nodes that are silent just now may hold what brings it further, or others have yet to
+        tell of what they hold, so it waits for them.
         """
         view, silent = situation.view, situation.silent
         if not self._redundancy.data:
             return Recall(base=durable.step, view=0, sources=())
+        if _has_more_to_tell(situation):
+            return None
         now = self._find(view, self._kept(situation, silent), durable)
         heard = [n for name, n in sorted(situation.roster.nodes.items()) if name not in silent]
         nodes = tuple(node.pieces_at for node in heard if node.kept and node.pieces_at)
@@ -98,6 +101,23 @@ class Protection:
         abandoned = view.abandoned if view is not None else ()
         needed, invalidations = self._redundancy.data, (*durable.invalidations, *abandoned)
         return find_recall(kept, needed, durable.step, floor, invalidations)
+
+
+def _has_more_to_tell(situation: Situation) -> bool:
+    """Tell whether a node has told of a worker's steps, and not yet of what its memory has of them.
+
+    A worker marks a step there before it says that it has committed it.
+    """
+    view = situation.view
+    for member in situation.members if view is not None else ():
+        node, status = situation.roster.nodes.get(member.agent), situation.status(member)
+        if node is None or status is None or member.agent in situation.silent:
+            continue
+        for kept in node.kept:
+            if (kept.view, kept.worker) == (status.view, member.worker):
+                if kept.committed < status.committed:
+                    return True
+    return False
 
 
 def make_ring(

@@ -34,9 +34,9 @@ from holdfast.store.snapshot import (
     token_for,
 )
 from holdfast.train.checkpoint import state
-from holdfast.train.checkpoint.shares import Slice, share_of
+from holdfast.train.checkpoint.shares import Slice, share_of, wanted_of_shares
 from holdfast.train.checkpoint.staging import Copier
-from holdfast.train.checkpoint.state import NamedTensor
+from holdfast.train.checkpoint.state import Capture, NamedTensor
 
 _PLACE = re.compile(r"\[('?)(.*?)\1\]")
 
@@ -45,8 +45,8 @@ class Saver:
     """Copies this worker's share of the state, and has the writer of its node save it.
 
     `orders`: to that writer. `tell` is called, in a thread, with how each save has ended.
-    `whole_print` returns a print of the whole state, the same for all workers. `shard`, of `procs`:
-    which of its worker's processes this is.
+    `whole_print` returns a print of the whole state, the same for all workers. `shard`: which of
+    its worker's processes this is, and of how many. `capture`: the state, if not all is here.
     """
 
     def __init__(
@@ -56,15 +56,14 @@ class Saver:
         protected: Mapping[str, Any],
         tell: Callable[[SaveEnded], None],
         whole_print: Callable[[], int],
-        shard: int = 0,
-        procs: int = 1,
+        shard: tuple[int, int] = (0, 1),
+        capture: Capture | None = None,
     ) -> None:
         self._whole_print = whole_print
-        self._shard = shard
-        self._procs = procs
+        self._shard, self._procs = shard
+        self._capture = capture or (lambda _: state.capture_named(protected))
         self._orders = orders
         self._job = job
-        self._protected = protected
         self._tell = tell
         self._arena = Arena()
         self._copier = Copier(protected)
@@ -112,7 +111,7 @@ class Saver:
 
     def _copy(self, rank: int, size: int) -> tuple[int, int]:
         """Returns where the table of the copies is, and its bytes."""
-        skeleton, found = state.capture_named(self._protected)
+        skeleton, found = self._capture(wanted_of_shares(size))
         readable = _readable([each.path for each in found])
         slices = share_of([each.tensor for each in found], rank, size)
         slots: list[StagedItem] = []

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.core.partition import part_of
+from holdfast.train.checkpoint.state import Extent, Wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,20 @@ def share_of(tensors: Sequence[torch.Tensor], rank: int, size: int) -> list[Slic
             found.append(Slice(index, start, stop, cut=stop - start < rows))
         at += tensor.nbytes
     return found
+
+
+def wanted_of_shares(size: int) -> Wanted:
+    """Return what says which bytes each of `size` ranks needs for its share."""
+
+    def wanted(_: bytes, tensors: Sequence[torch.Tensor], rank: int) -> list[Extent]:
+        found = []
+        for each in share_of(tensors, rank, size):
+            tensor = tensors[each.tensor]
+            row = tensor.nbytes // max(tensor.shape[0] if tensor.dim() else 1, 1)
+            found.append(Extent(each.tensor, each.start * row, each.stop * row))
+        return found
+
+    return wanted
 
 
 def _clamp(row: int, rows: int) -> int:

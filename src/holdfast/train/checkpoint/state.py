@@ -8,9 +8,9 @@ does the reverse. Equal states give equal skeletons and so equal fingerprints.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -50,20 +50,37 @@ class NamedTensor:
     """Holds what this process has of one tensor of a state, and by which path it is found there.
 
     `box`: which part of the tensor that is, if it is distributed over a worker's processes.
+    `private`: it was made for this, and nothing changes it.
     """
 
     path: str
     tensor: torch.Tensor
     box: Box | None = None
+    private: bool = False
+
+
+class Extent(NamedTuple):
+    """Names bytes `start` to before `stop` of one of a state's tensors."""
+
+    tensor: int
+    start: int
+    stop: int
+
+
+# Says which bytes of a state the member of a rank needs, given its skeleton and its tensors.
+Wanted = Callable[[bytes, Sequence[torch.Tensor], int], list[Extent]]
+# Captures a state, in whose tensors the wanted bytes count. WorldError: it is not to be had.
+Capture = Callable[[Wanted], tuple[bytes, list[NamedTensor]]]
 
 
 def flatten(state: object, name: str) -> tuple[bytes, list[torch.Tensor]]:
     """Return the skeleton and the tensors of `state`. UserError names what cannot be sent."""
-    skeleton, found = _flatten_named(state, name)
+    skeleton, found = flatten_named(state, name)
     return skeleton, [each.tensor for each in found]
 
 
-def _flatten_named(state: object, name: str) -> tuple[bytes, list[NamedTensor]]:
+def flatten_named(state: object, name: str = "state") -> tuple[bytes, list[NamedTensor]]:
+    """Return the skeleton and the tensors of `state`, with their paths. UserError, as above."""
     found: list[NamedTensor] = []
     skeleton = msgspec.msgpack.encode(_encode(state, found, name))
     return skeleton, found
@@ -119,12 +136,20 @@ def capture(protected: Mapping[str, Any]) -> tuple[bytes, list[torch.Tensor]]:
 
 def capture_named(protected: Mapping[str, Any]) -> tuple[bytes, list[NamedTensor]]:
     """Capture the same state, with the path of each tensor."""
-    return _flatten_named({name: obj.state_dict() for name, obj in protected.items()}, "state")
+    return flatten_named({name: obj.state_dict() for name, obj in protected.items()}, "state")
 
 
-def apply(protected: Mapping[str, Any], skeleton: bytes, tensors: list[torch.Tensor]) -> None:
-    """Load a captured state into the protected objects; StateMismatch says what does not fit."""
-    _load(protected, restore(skeleton, tensors, meshes_of(protected.values())))
+def apply(
+    protected: Mapping[str, Any],
+    skeleton: bytes,
+    tensors: list[torch.Tensor],
+    only: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
+) -> None:
+    """Load a captured state into the protected objects; StateMismatch says what does not fit.
+
+    `only` returns what of the state is to be loaded here.
+    """
+    _load(protected, only(restore(skeleton, tensors, meshes_of(protected.values()))))
 
 
 def apply_whole(protected: Mapping[str, Any], state: Mapping[str, Any]) -> None:

@@ -58,7 +58,7 @@ class StateSync:
         themselves. Returns the fingerprints of all that hold the state already if these differ;
         then nothing is sent.
         """
-        skeleton, tensors = state.capture(self._loaded.protected)
+        skeleton, tensors = self._loaded.capture()
         mine = state.fingerprint(skeleton, tensors)
         prints = self._gather(mine)
         held = {rank: prints[rank] for rank in (*donors, *back)}
@@ -71,7 +71,7 @@ class StateSync:
             self._donate(donors, joiners, skeleton, tensors)
         elif self._layout.rank in joiners:
             self._receive(donors)
-            mine = state.fingerprint(*state.capture(self._loaded.protected))
+            mine = state.fingerprint(*self._loaded.capture())
         prints = self._gather(mine) if joiners else prints
         wrong = [r for r, p in enumerate(prints) if p != prints[donors[0]]]
         if self._layout.rank in wrong:

@@ -147,7 +147,7 @@ class FedReceiver:
             skeleton, tensors = feed.skeleton, feed.tensors or []
         try:
             self._loaded.load(skeleton, tensors)
-            held = state.fingerprint(*state.capture(self._loaded.protected))
+            held = state.fingerprint(*self._loaded.capture())
             if held != state.fingerprint(skeleton, tensors):
                 raise StateMismatch(
                     "the protected objects do not hold the same state after loading it: make "

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from holdfast.core.errors import UserError, first_line
+from holdfast.core.errors import UserError, WorldError, first_line
 from holdfast.core.redundancy import Piece, Redundancy
 from holdfast.core.step import events as ev
 from holdfast.core.step.protecting import pieces_of
@@ -24,6 +24,7 @@ from holdfast.memory.arena import GRADIENT, STATE, PieceArena, PieceEntry, Piece
 from holdfast.memory.pieces import Image, PieceCoder
 from holdfast.train.checkpoint import state
 from holdfast.train.checkpoint.staging import steady_storages
+from holdfast.train.checkpoint.state import Capture, Extent, Wanted
 from holdfast.train.protection.device_image import DeviceImage
 from holdfast.train.protection.tensor_coding import TensorCode
 from holdfast.train.step.kept_step import image_of
@@ -42,7 +43,10 @@ class _Whose:
 
 
 class Protector:
-    """Protects one worker's job; `tell` posts an event, `fail` has the script raise an error."""
+    """Protects one worker's job; `tell` posts an event, `fail` has the script raise an error.
+
+    `capture`: the state, if not all of it is here.
+    """
 
     def __init__(
         self,
@@ -52,11 +56,13 @@ class Protector:
         sources: tuple[Mapping[str, Any], StepData],
         tell: Callable[[ev.WorkerEvent], None],
         fail: Callable[[BaseException], None],
+        capture: Capture | None = None,
     ) -> None:
         self._arena = arena
         self._redundancy = redundancy
         self._worker = worker
         self._protected, self._data = sources
+        self._capture = capture or (lambda _: state.capture_named(self._protected))
         self._tell = tell
         self._fail = fail
         self._whose: _Whose | None = None
@@ -72,11 +78,18 @@ class Protector:
     def begin(self, step: int, view: View) -> None:
         """Begin to put pieces of the state after `step` steps there. By the script's thread."""
         self.before_update()
-        skeleton, tensors = state.capture(self._protected)
+        try:
+            skeleton, found = self._capture(self._wanted(view))
+        except WorldError as error:
+            self._tell(ev.StateProtected(step, first_line(error)))
+            return
         steady = steady_storages(self._protected)
-        head = torch.frombuffer(bytearray(SIZES.pack(len(skeleton)) + skeleton), dtype=torch.uint8)
-        parts = [t if t.untyped_storage().data_ptr() in steady else t.clone() for t in tensors]
-        args = (step, view, _image([head, *parts]))
+        parts = [torch.frombuffer(bytearray(_head(skeleton)), dtype=torch.uint8)]
+        for each in found:
+            tensor = each.tensor
+            stays = each.private or tensor.untyped_storage().data_ptr() in steady
+            parts.append(tensor if stays else tensor.clone())
+        args = (step, view, _image(parts))
         self._making = threading.Thread(
             target=self._make_state, args=args, name="holdfast-protect", daemon=True
         )
@@ -87,6 +100,24 @@ class Protector:
         if self._making is not None:
             self._making.join()
             self._making = None
+
+    def _wanted(self, view: View) -> Wanted:
+        """Return what says which bytes of the state each member of a view makes its pieces of."""
+
+        def wanted(skeleton: bytes, tensors: Sequence[torch.Tensor], rank: int) -> list[Extent]:
+            head, sizes = len(_head(skeleton)), [tensor.nbytes for tensor in tensors]
+            coder = PieceCoder(self._redundancy, max(len(view.ring), 1), head + sum(sizes))
+            pieces = pieces_of(view, view.workers[rank], self._redundancy)
+            found = []
+            for start, stop in map(coder.span, pieces):
+                at = head
+                for tensor, size in enumerate(sizes):
+                    first, last = max(start - at, 0), min(stop - at, size)
+                    found += [Extent(tensor, first, last)] if first < last else []
+                    at += size
+            return found
+
+        return wanted
 
     def _make_state(self, step: int, view: View, image: Image | DeviceImage) -> None:
         whose, problem = self._whose_of(view), ""
@@ -180,6 +211,11 @@ class Protector:
             whose = _Whose(view.number, PieceShelf(view.number, len(view.ring), plain, 0), pieces)
             self._whose = whose
         return whose
+
+
+def _head(skeleton: bytes) -> bytes:
+    """Return what begins the image of a state."""
+    return SIZES.pack(len(skeleton)) + skeleton
 
 
 def _image(tensors: Sequence[torch.Tensor]) -> Image | DeviceImage:

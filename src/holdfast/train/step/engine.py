@@ -171,6 +171,8 @@ class Engine(threading.Thread):
         self._in = at = Membership(view, Layout.of(view, self._exchange.me), transport)
         driver.adopt_group(view.number, transport)
         self._open(view, at.layout, transport)
+        if self._data.sharding is not None:
+            self._data.sharding.enter(at.layout, transport)
         if self._exchange.backs_up:
             BackupMessages(driver, view, at.layout, transport).listen()
         at.waits.begin()

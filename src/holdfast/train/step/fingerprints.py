@@ -26,11 +26,15 @@ class Fingerprints:
 
     `cycle`: steps in which all of the state is seen; 0: none of it ever is.
 
-    `buffers`: those of the modules as they were at the step's beginning.
+    `buffers`: those of the modules as they were at the step's beginning. `optimizers`: what they
+    keep is covered, too.
     """
 
-    def __init__(self, protected: Mapping[str, Any], cycle: int) -> None:
+    def __init__(
+        self, protected: Mapping[str, Any], cycle: int, *, optimizers: bool = True
+    ) -> None:
         self.cycle = cycle
+        self._optimizers = optimizers
         self.protected = protected
         self._parts: tuple[int, list[list[Chunk]]] = (-1, [])  # with so many buffers
 
@@ -111,7 +115,7 @@ class Fingerprints:
         return digest.intdigest() >> 1
 
     def _kept_of(self, parameter: torch.Tensor) -> Iterator[torch.Tensor]:
-        for each in self.protected.values():
+        for each in self.protected.values() if self._optimizers else ():
             if isinstance(each, torch.optim.Optimizer) and parameter in each.state:
                 kept = each.state[parameter]
                 for name in sorted(kept, key=str):

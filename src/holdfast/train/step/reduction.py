@@ -31,6 +31,7 @@ from holdfast.train.step.waits import Waits
 from holdfast.train.transport.seam import Message, Pending, Transport
 
 TAG_VOTE, TAG_TABLE, TAG_BUFFERS, TAG_AUDIT, TAG_VALUES, TAG_ROWS, TAG_PLAN = 1, 2, 3, 4, 5, 6, 7
+TAG_UPDATE = 8
 TAG_STATE = 16
 TAG_BUCKETS = 1024
 TAG_OF_PLAN = 1 << 16  # added as often as a plan's number says, so that two plans never meet

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable
 import torch
 
 from holdfast.core.step.events import Digest, StepKind
+from holdfast.train.optimizer_sharding.sharded_optimizers import ShardedOptimizers
 from holdfast.train.step.buckets import Gradients
 from holdfast.train.step.module_attributes import ModuleAttributes
 from holdfast.train.step.reduction import Prints
@@ -50,6 +51,7 @@ class StepData:
         self.prints: Prints = (0, 0, 0)  # fingerprints of the state that the step begins with
         self.reduced_in = 0  # the view in which its gradient became complete
         self.acts = False  # this worker was that view's leader: exactly one member was
+        self.sharding: ShardedOptimizers | None = None  # of the optimizers that apply it
 
     def replan(self, trained: Iterable[Named], by_row: Collection[torch.Tensor]) -> None:
         """Sum the gradients of other parameters from now on. Between two steps."""

@@ -1,0 +1,1 @@
+"""Shares out the optimizers' state among the members of a view."""

@@ -1,0 +1,181 @@
+"""Lets each member of a view update only the parameters that it owns (ZeRO-1).
+
+Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020: each
+member keeps the optimizers' state of its share of the parameters, updates these, and sends them to
+all others. Parameters are owned whole, so that an optimizer computes for each the same bits as if
+it had all of them. A member that cannot finish an exchange is of no use any more: nobody holds the
+state that the others have lost, and all begin anew from the nodes' memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from holdfast.core.errors import Aborted, UserError
+from holdfast.core.partition import share_out
+from holdfast.train.step.reduction import TAG_UPDATE, Layout, gather_bytes
+from holdfast.train.transport.seam import AloneTransport, Message, Transport
+
+Tree = dict[str, Any]  # the states of protected objects, by their names
+
+
+class ShardedOptimizers:
+    """Shares out the state of the optimizers among `protected`.
+
+    `wait_for_end` waits until this process is ended. It is called by the script's thread, as
+    everything here but `enter`.
+    """
+
+    def __init__(self, protected: Mapping[str, Any], wait_for_end: Callable[[], None]) -> None:
+        self._protected = protected
+        kind = torch.optim.Optimizer
+        self._optimizers = {name: o for name, o in protected.items() if isinstance(o, kind)}
+        self._wait_for_end = wait_for_end
+        self.layout: Layout | None = None  # of the view; None before the first one
+        self.transport: Transport = AloneTransport()
+        self._owners: dict[int, int] = {}  # ranks, by the parameter's identity
+        self._loads: list[int] = []  # elements, by rank
+        self._updated: list[torch.Tensor] = []  # parameters, by the step of an optimizer under way
+        self._hidden: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # others', with gradients
+
+    def enter(self, layout: Layout, transport: Transport) -> None:
+        """Share out anew: a view begins. What others own now is dropped here."""
+        self.layout, self.transport = layout, transport
+        self._owners, self._loads = {}, [0] * layout.size
+        self._assign(p for each in self._optimizers.values() for p in _parameters(each))
+        for optimizer in self._optimizers.values():
+            for p in [p for p in optimizer.state if not self._is_mine(p)]:
+                del optimizer.state[p]
+
+    # ------------------------------------------------------------ updates
+
+    def before_step(self, optimizer: torch.optim.Optimizer, *, closure: bool) -> None:
+        """Hide from an optimizer what this member does not own. Raises UserError."""
+        if self.layout is None:
+            return
+        if closure:
+            raise UserError(
+                f"{type(optimizer).__name__}.step(closure) with --shard-optimizer: an optimizer "
+                "that computes losses itself needs all of its state; leave the option out"
+            )
+        self._assign(_parameters(optimizer))
+        self._updated = [p for p in _parameters(optimizer) if p.grad is not None]
+        self._hidden = [(p, p.grad) for p in self._updated if not self._is_mine(p)]
+        for p, _ in self._hidden:
+            p.grad = None
+
+    def after_step(self) -> None:
+        """Send the parameters that were updated here to all others, and receive theirs."""
+        for p, grad in self._hidden:
+            p.grad = grad
+        updated, self._updated, self._hidden = self._updated, [], []
+        layout = self.layout
+        if layout is None or layout.size == 1:
+            return
+        sends: list[Message] = []
+        receives: list[Message] = []
+        scattered: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for p in updated:
+            held, owner = p.detach(), self._owners[id(p)]
+            compact = held.contiguous()
+            data = compact.reshape(-1).view(torch.uint8)
+            if not data.numel():
+                continue
+            if owner == layout.rank:
+                sends += [(peer, data) for peer in layout.others]
+            else:
+                receives.append((owner, data))
+                scattered += [] if held.is_contiguous() else [(held, compact)]
+        self.exchange(sends, receives)
+        for held, compact in scattered:
+            held.copy_(compact)
+
+    def meet(self, leader: int) -> None:
+        """Let the leader, given by its rank, wait until all have all parameters: a loop ends.
+
+        Once it is past the loop the others may end, and nobody could make up for what they lack.
+        """
+        layout = self.layout
+        if layout is None or layout.size == 1:
+            return
+        words = torch.zeros(layout.size, dtype=torch.int64)
+        if layout.rank == leader:
+            self.exchange([], [(peer, words[peer : peer + 1]) for peer in layout.others])
+            return
+        with contextlib.suppress(Aborted):  # then the leader does not end the loop
+            self.transport.exchange([(leader, words[:1])], [], TAG_UPDATE).wait()
+
+    def exchange(self, sends: list[Message], receives: list[Message]) -> None:
+        """Exchange messages with other members; does not return if the view is given up."""
+        try:
+            self.transport.exchange(sends, receives, TAG_UPDATE).wait()
+        except Aborted:
+            self._wait_for_end()
+
+    def hear_all(self, text: bytes) -> list[bytes]:
+        """Return what each member says, by rank; does not return if the view is given up."""
+        assert self.layout is not None, "nobody can be heard outside of a view"
+        try:
+            return gather_bytes(self.transport, self.layout, text)
+        except Aborted:
+            self._wait_for_end()
+            raise
+
+    # ------------------------------------------------------------ states
+
+    def common(self) -> Tree:
+        """Return what all members hold alike of the state."""
+        found: Tree = {}
+        for name, each in self._protected.items():
+            found[name] = each.state_dict()
+            if name in self._optimizers:
+                places = range(len(_parameters(self._optimizers[name])))
+                kept = {k: v for k, v in found[name]["state"].items() if k not in places}
+                found[name] = {**found[name], "state": kept}
+        return found
+
+    def own(self) -> dict[str, dict[int, Any]]:
+        """Return what this member holds of each optimizer's state, by the parameter's place."""
+        found: dict[str, dict[int, Any]] = {}
+        for name, optimizer in self._optimizers.items():
+            places = range(len(_parameters(optimizer)))
+            held = optimizer.state_dict()["state"]
+            found[name] = {place: held[place] for place in places if place in held}
+        return found
+
+    def only_mine(self, states: Mapping[str, Any]) -> Tree:
+        """Leave out of states that are to be loaded what others own.
+
+        What they do not have of this member's share stays as it is.
+        """
+        found = dict(states)
+        for name, mine in self.own().items():
+            if name not in found:
+                continue
+            owned = [self._is_mine(p) for p in _parameters(self._optimizers[name])]
+            given = found[name]["state"]
+            others = [place for place, is_mine in enumerate(owned) if not is_mine]
+            kept = {place: each for place, each in given.items() if place not in others}
+            found[name] = {**found[name], "state": {**mine, **kept}}
+        return found
+
+    # ------------------------------------------------------------ owners
+
+    def _is_mine(self, p: torch.Tensor) -> bool:
+        layout = self.layout
+        return layout is None or self._owners.get(id(p), layout.rank) == layout.rank
+
+    def _assign(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Give each parameter that has no owner yet to whoever has least."""
+        new = {id(p): p.numel() for p in parameters if id(p) not in self._owners}
+        owners = share_out(list(new.values()), self._loads)
+        self._owners |= dict(zip(new, owners, strict=True))
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return its parameters, in the order in which its state_dict numbers them."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
