@@ -445,7 +445,11 @@ def test_who_must_be_replaced_before_the_job_can_begin() -> None:
         status(2, state=StateCopy.DISCARDED, stage=Stage.BOOTING),
         status(0),
     )
-    assert numbers(fo.dirty_candidates(cluster.situation())) == [1, 3]
+    found = fo.dirty_candidates(cluster.situation(), replicated=True)
+    assert numbers([s for s, _ in found]) == [1, 3]
+    assert {why for _, why in found} == {"its state is neither initial nor the job's"}
+    (share, _), (dirty, _) = fo.dirty_candidates(cluster.situation(), replicated=False)
+    assert (share.worker, dirty.worker) == (1, 3)
 
 
 def test_a_view_keeps_its_leader_as_long_as_it_holds_the_state() -> None:

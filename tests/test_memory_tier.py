@@ -35,6 +35,7 @@ def job(
     flags += ["--protect-every", str(EVERY), *options]
     words = [str(SCRIPTS / "trainer.py"), "--steps", str(steps)]
     words += ["--hold", str(LATER), str(path / "go")]
+    words += ["--gather"] if "--shard-optimizer" in options else []
     with LocalRun(path / "run", flags, words) as run, LocalNodes(run) as others:
         run.until(run.run_dir.coordinator.exists, RUN_S, "the coordinator listens")
         for name in names(nodes):

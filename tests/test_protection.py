@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 
 import pytest
@@ -83,7 +84,7 @@ def weakness(text: str, racks: str) -> str:
     nodes = [AgentId(f"n{number}") for number in range(len(racks))]
     domains = {node: (f"rack={rack}",) for node, rack in zip(nodes, racks, strict=True)}
     members, redundancy = members_on(*nodes), read_redundancy(text)
-    return find_weakness(members, make_ring(members, domains, redundancy), domains, redundancy)
+    return find_weakness(make_ring(members, domains, redundancy), domains, redundancy)
 
 
 def test_domains_that_hold_too_much_are_told() -> None:
@@ -99,8 +100,12 @@ def test_domains_that_hold_too_much_are_told() -> None:
 
 def test_too_few_nodes_are_told() -> None:
     assert weakness("rs:2+1", "ab") == (
-        "the nodes' memory protects nothing: rs:2+1 needs 3 nodes, and the members are on 2"
+        "the nodes' memory bears the loss of 0 nodes instead of 1: rs:2+1 needs 3, and the members "
+        "are on 2"
     )
+    assert "bears the loss of 1 nodes instead of 2" in weakness("rs:4+2", "abc")
+    assert "bears the loss of 1 nodes instead of 2" in weakness("replicate:3", "ab")
+    assert "bears the loss of 0 nodes instead of 1" in weakness("replicate:2", "a")
 
 
 def test_what_is_not_protected_is_told_when_it_changes() -> None:
@@ -114,7 +119,10 @@ def test_what_is_not_protected_is_told_when_it_changes() -> None:
         made = protection.protect(view, None, roster)
         reasons.append(made.reason)
         assert made.pieces_at == tuple(f"{agent}:1" for agent in made.ring)
-    told = "why; the nodes' memory protects nothing: rs:2+1 needs 3 nodes, and the members are on 2"
+    told = (
+        "why; the nodes' memory bears the loss of 0 nodes instead of 1: rs:2+1 needs 3, and the "
+        "members are on 2"
+    )
     assert reasons == [told, "why", "why", told]
 
 
@@ -126,18 +134,26 @@ def test_what_is_not_protected_is_told_when_it_changes() -> None:
     data=st.integers(1, 4),
     parity=st.integers(0, 3),
 )
-def test_each_piece_is_kept_once_and_those_of_a_part_on_different_nodes(
+def test_each_piece_is_kept_once_and_those_of_a_part_on_as_many_nodes_as_there_are(
     nodes: list[int], data: int, parity: int
 ) -> None:
     members = members_on(*(f"n{i}" for i, count in enumerate(nodes) for _ in range(count)))
     redundancy = Redundancy(data=data, parity=parity)
     ring = make_ring(members, {}, redundancy)
-    assert bool(ring) == (len(nodes) >= data + parity)
+    assert len(ring) == len(nodes)
     view = view_with(members, ring)
     kept = [(p, m.agent) for m in members for p in pieces_of(view, m.worker, redundancy)]
-    every = [Piece(part, i) for part in range(len(ring)) for i in range(data + parity)]
+    pieces = redundancy.pieces_on(len(nodes))
+    every = [Piece(part, i) for part in range(len(ring)) for i in range(pieces)]
     assert sorted(p for p, _ in kept) == every
-    assert len({(p.part, agent) for p, agent in kept}) == len(kept)
+    together = Counter((p.part, agent) for p, agent in kept)
+    assert max(together.values()) == -(-pieces // len(nodes))
+    # Whichever so many nodes are lost, the others have enough of each part.
+    lost = redundancy.nodes_to_lose(len(nodes))
+    assert 0 <= lost < len(nodes)
+    for gone in itertools.islice(itertools.combinations(ring, lost), 50):
+        left = Counter(p.part for p, agent in kept if agent not in gone)
+        assert min(left[part] for part in range(len(ring))) >= data
 
 
 def most_in_a_domain(

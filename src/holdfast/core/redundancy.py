@@ -2,7 +2,8 @@
 
 Everything that is protected is cut into as many **parts** as the view's ring has nodes. Each part
 is coded into `data + parity` **pieces**, of which any `data` give the part. Part p's first piece is
-kept on the ring's p-th node, and its others on those that follow.
+kept on the ring's p-th node, and its others on those that follow, again and again if there are
+fewer nodes than pieces.
 """
 
 from __future__ import annotations
@@ -25,6 +26,15 @@ class Redundancy:
     @property
     def pieces(self) -> int:
         return self.data + self.parity
+
+    def pieces_on(self, nodes: int) -> int:
+        """Return how many pieces of a part so many nodes keep: a copy beside another is no use."""
+        return min(self.pieces, nodes) if self.data == 1 else self.pieces
+
+    def nodes_to_lose(self, nodes: int) -> int:
+        """Return how many of so many nodes may be lost with what they keep."""
+        pieces = self.pieces_on(nodes)
+        return (pieces - self.data) // -(-pieces // nodes)
 
     def __str__(self) -> str:
         if not self.data:

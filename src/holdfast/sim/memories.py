@@ -177,8 +177,11 @@ class Memories:
         """Tell whether enough nodes of a view's ring still hold what they had of a step."""
         ring, dropped = self._rings.get(view, {}), self._dropped
         held = [a for a in ring if reach(a) and dropped.get(a, 0) <= step]
-        lost = [a for a, n in ring.items() if a not in held or self.of[a].losses > n]
-        return bool(ring) and len(lost) <= self._redundancy.parity
+        lost = [int(a not in held or self.of[a].losses > n) for a, n in ring.items()]
+        size = len(lost)
+        kept = self._redundancy.pieces_on(size)
+        of_parts = [sum(lost[(part + n) % size] for n in range(kept)) for part in range(size)]
+        return bool(ring) and max(of_parts) <= kept - self._redundancy.data
 
     # ------------------------------------------------------------ what there is
 

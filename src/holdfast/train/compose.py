@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,6 +62,7 @@ from holdfast.train.step.step_data import StepData
 from holdfast.train.step.step_table import Buffers, StepTable
 from holdfast.train.step.task_clock import TaskClock
 from holdfast.train.step.task_digest import TaskDigest
+from holdfast.train.step.trained import Named
 from holdfast.train.transport.gloo import GlooDevice, GlooTransport
 from holdfast.train.transport.nccl import NcclTransport
 from holdfast.train.transport.seam import Transport
@@ -271,6 +272,21 @@ def _protector(
     return Protector(arena, redundancy, me.worker, sources, driver.post, driver.fail, capture)
 
 
+def _step_data(
+    control: Control, guard: ScriptGuard, progress: ScriptState, trained: Sequence[Named]
+) -> tuple[StepData, FilledBuckets]:
+    """Return what a step consists of, and what tells the engine of buckets that are full."""
+    monitor, count = control.driver.monitor, control.environment.spec.virtual_ranks
+    filled, digest = FilledBuckets(monitor), TaskDigest()
+    by_row = progress.trained.by_row()
+    gradients = Gradients(trained, count, monitor, filled.note, digest.note, by_row)
+    gradients.attach()
+    clock = TaskClock(next((p.device for _, p in trained if p.is_cuda), None))
+    table = StepTable(count, len(gradients.used))
+    buffers = Buffers(guard.modules)
+    return StepData(gradients, table, buffers, clock, digest, guard.attributes), filled
+
+
 def compose_worker(
     control: Control, protected: Mapping[str, Any], progress: ScriptState
 ) -> ScriptThread:
@@ -287,18 +303,10 @@ def compose_worker(
     devices = [p.device for _, p in trained if p.is_cuda]
     _check_torch(modules, trained, control)
     _prepare_scalers(protected)
-    filled, digest = FilledBuckets(driver.monitor), TaskDigest()
-    by_row = progress.trained.by_row()
-    gradients = Gradients(
-        trained, spec.virtual_ranks, driver.monitor, filled.note, digest.note, by_row
-    )
-    gradients.attach()
-    clock = TaskClock(devices[0] if devices else None)
-    table = StepTable(spec.virtual_ranks, len(gradients.used))
     sharding = _sharding(control, protected)
     guard = compose_guard(control, protected, progress, sharding)
-    attributes, fingerprints, loaded = guard.attributes, guard.prints, guard.loaded
-    data = StepData(gradients, table, Buffers(modules), clock, digest, attributes)
+    fingerprints, loaded = guard.prints, guard.loaded
+    data, filled = _step_data(control, guard, progress, trained)
     data.sharding = sharding
     capture = GatheredState(sharding).capture if sharding is not None else None
     # The process of shard 0 writes the worker's ledger.

@@ -31,7 +31,7 @@ class Protection:
         """Add to a new view which nodes keep pieces, in their order, and what is abandoned."""
         domains = {name: node.domains for name, node in roster.nodes.items()}
         ring = make_ring(view.members, domains, self._redundancy)
-        weakness = find_weakness(view.members, ring, domains, self._redundancy)
+        weakness = find_weakness(ring, domains, self._redundancy)
         news = f"; {weakness}" if weakness not in ("", self._told) else ""
         self._told = weakness
         abandoned, reason = self._abandon(view, old), view.reason + news
@@ -125,12 +125,10 @@ def make_ring(
 ) -> tuple[AgentId, ...]:
     """Order the members' nodes so that neighbours share no failure domain, as far as possible.
 
-    Of a part no domain should hold more pieces than may be lost. The result is empty if there are
-    too few nodes for all pieces of a part.
+    Of a part no domain should hold more pieces than may be lost. With fewer nodes than pieces of a
+    part, some hold several of them. The result is empty without redundancy.
     """
-    left = sorted({member.agent for member in members})
-    if not redundancy.data or len(left) < redundancy.pieces:
-        return ()
+    left = sorted({member.agent for member in members}) if redundancy.data else []
     sizes = Counter(label for agent in left for label in domains.get(agent, ()))
     ring: list[AgentId] = []
     while left:
@@ -153,19 +151,16 @@ def make_ring(
 
 
 def find_weakness(
-    members: Sequence[Member],
-    ring: Sequence[AgentId],
-    domains: Mapping[AgentId, Domains],
-    redundancy: Redundancy,
+    ring: Sequence[AgentId], domains: Mapping[AgentId, Domains], redundancy: Redundancy
 ) -> str:
     """Say from what loss the state is not protected, though it should be; empty: from none."""
     if not redundancy.data:
         return ""
-    if not ring:
-        count = len({member.agent for member in members})
+    if len(ring) < redundancy.pieces:
         return (
-            f"the nodes' memory protects nothing: {redundancy} needs {redundancy.pieces} nodes, "
-            f"and the members are on {count}"
+            f"the nodes' memory bears the loss of {redundancy.nodes_to_lose(len(ring))} nodes "
+            f"instead of {redundancy.parity}: {redundancy} needs {redundancy.pieces}, and the "
+            f"members are on {len(ring)}"
         )
     worst, most = "", redundancy.parity
     for place in range(len(ring)):

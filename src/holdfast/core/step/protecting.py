@@ -24,7 +24,8 @@ def pieces_of(view: View, worker: WorkerId, redundancy: Redundancy) -> tuple[Pie
         return ()
     size, place = len(view.ring), view.ring.index(me.agent)
     beside = [member.worker for member in view.members if member.agent == me.agent]
-    found = (Piece((place - number) % size, number) for number in range(redundancy.pieces))
+    numbers = range(redundancy.pieces_on(size))
+    found = (Piece((place - number) % size, number) for number in numbers)
     return tuple(p for p in found if beside[p.part % len(beside)] == worker)
 
 

@@ -70,13 +70,14 @@ class GroupWatch:
 @contextlib.contextmanager
 def forking(template: WorkerTemplate) -> Iterator[None]:
     """Run a server that forks processes where all of them may be needed again, and at once."""
-    needs = template.spec.compat.enabled or template.spec.redundancy().data > 0
+    spec = template.spec
+    needs = spec.compat.enabled or spec.workers.shard_optimizer or spec.redundancy().data > 0
     if not needs or fork_server.VARIABLE in os.environ:
         yield
         return
     with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
         path = Path(folder, "fork")
-        variables, modules = template.job_variables(), modules_of(template.spec)
+        variables, modules = template.job_variables(), modules_of(spec)
         with fork_server.started(path, variables=variables, modules=modules):
             os.environ[fork_server.VARIABLE] = str(path)
             yield
