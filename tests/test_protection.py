@@ -289,7 +289,7 @@ def test_what_was_not_built_on_is_abandoned() -> None:
     assert found.abandoned == (Invalidation(after=2, view=ViewNumber(6)),)
     goes_on = PROTECTION.protect(view_of(0, 1, number=ViewNumber(8)), found, Roster(None, 0.0))
     assert goes_on.abandoned == found.abandoned
-    assert (found.ring, goes_on.ring) == (("n0", "n1", "n2"), ())
+    assert (found.ring, goes_on.ring) == (("n0", "n1", "n2"), ("n0", "n1"))
     for number in range(9, 60):  # each begins further on
         again = view_of(0, 1, 2, number=ViewNumber(number), joiners=(0, 1, 2), resume_step=number)
         found = PROTECTION.protect(again, found, Roster(None, 0.0))

@@ -143,7 +143,7 @@ def exported(store: Path, step: int) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ((), ["--shard-optimizer needs --redundancy, or at least --store"]),
+        ((), ["--shard-optimizer", "needs --redundancy, or at least --store"]),
         (
             ("--redundancy", "replicate:1", "--procs-per-worker", "2"),
             ["--shard-optimizer", "--procs-per-worker 2", "exclude each other"],
@@ -190,10 +190,10 @@ class Member:
         self.sharding.enter(layout, boxes[rank])
 
     def step(self, number: int) -> None:
-        torch.manual_seed(number)
+        source = torch.Generator().manual_seed(number)  # the other members draw at the same time
         for index, p in enumerate(self.model.parameters()):
             unused = index == 1 and number == 0
-            p.grad = None if unused else torch.rand(p.shape).to(p.dtype)
+            p.grad = None if unused else torch.rand(p.shape, generator=source).to(p.dtype)
         before = [p.grad for p in self.model.parameters()]
         self.sharding.before_step(self.optimizer, closure=False)
         self.optimizer.step()
@@ -282,12 +282,31 @@ def test_only_what_is_wanted_is_received() -> None:
     assert 0 < sum(received) < total  # all together, with digests
 
 
+def capture_all(members: Sequence[Member]) -> list[BaseException]:
+    return all_do(members, lambda member: GatheredState(member.sharding).capture(everything))
+
+
 def test_what_arrives_damaged_is_not_used() -> None:
+    """What is said of the state is damaged: nobody uses it, and nobody waits for the others."""
     members = trained(2)
-    boxes = [member.sharding.transport for member in members]
-    boxes[0].damage = True
-    errors = all_do(members, lambda m: GatheredState(m.sharding).capture(everything))
-    assert any(isinstance(error, Damaged) for error in errors), errors
+    members[0].sharding.transport.damage = True
+    errors = capture_all(members)
+    assert [type(error) for error in errors] == [Damaged, Damaged], errors
+    assert capture_all(members) == []
+
+
+def test_a_tensor_that_arrives_damaged_is_not_used() -> None:
+    members = trained(2)
+    box = members[0].sharding.transport
+    exchange = box.exchange
+
+    def damaging(sends: Any, receives: Any, tag: int) -> Any:
+        box.damage = tag == TAG_UPDATE
+        return exchange(sends, receives, tag)
+
+    box.exchange = damaging
+    (error,) = capture_all(members)
+    assert isinstance(error, Damaged)
 
 
 def test_a_loaded_state_leaves_out_what_others_own() -> None:

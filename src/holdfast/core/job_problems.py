@@ -13,7 +13,7 @@ Naming = Callable[[Setting, object], str]  # a setting with its value, as the re
 
 def as_flag(setting: Setting, value: object) -> str:
     """Name a setting as the command line does: `--nproc 4`."""
-    return f"{setting.flag} {shown(value)}"
+    return setting.flag if value is True else f"{setting.flag} {shown(value)}"
 
 
 def as_key(setting: Setting, value: object) -> str:

@@ -14,12 +14,15 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+import xxhash
 
-from holdfast.core.errors import Aborted, UserError
+from holdfast.core.errors import Aborted, Damaged, UserError
 from holdfast.core.partition import share_out
 from holdfast.train.step.reduction import TAG_UPDATE, Layout, gather_bytes
 from holdfast.train.transport.seam import AloneTransport, Message, Transport
 
+DIGEST_BYTES = 16
+WHOLE, DAMAGED = b"\1", b"\0"  # whether a member has heard all as it was said
 Tree = dict[str, Any]  # the states of protected objects, by their names
 
 
@@ -117,7 +120,21 @@ class ShardedOptimizers:
             self._wait_for_end()
 
     def hear_all(self, text: bytes) -> list[bytes]:
-        """Return what each member says, by rank; does not return if the view is given up."""
+        """Return what each member says, by rank; does not return if the view is given up.
+
+        Damaged, on all members, if on one of them something has not arrived as it was said.
+        """
+        said = self._gather(xxhash.xxh3_128_digest(text) + text)
+        texts = [each[DIGEST_BYTES:] for each in said]
+        whole = all(
+            xxhash.xxh3_128_digest(text) == each[:DIGEST_BYTES]
+            for text, each in zip(texts, said, strict=True)
+        )
+        if any(each != WHOLE for each in self._gather(WHOLE if whole else DAMAGED)):
+            raise Damaged("what another worker says of its state arrived damaged")
+        return texts
+
+    def _gather(self, text: bytes) -> list[bytes]:
         assert self.layout is not None, "nobody can be heard outside of a view"
         try:
             return gather_bytes(self.transport, self.layout, text)
