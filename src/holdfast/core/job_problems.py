@@ -42,6 +42,7 @@ def _problems(spec: JobSpec, name: Naming) -> Iterator[str]:
 def _conflicts(spec: JobSpec, say: Callable[[str], str]) -> Iterator[str]:
     """Find settings that contradict each other; `say(key)` names one with its value."""
     workers, nodes, at_start = spec.workers, spec.nodes, spec.workers_at_start
+    yield from _spread_conflicts(spec, say)
     if spec.nodes_max < nodes.min:
         yield f"{say('nodes.max')} must be at least {say('nodes.min')}"
     if spec.virtual_ranks < at_start:
@@ -89,6 +90,29 @@ def _conflicts(spec: JobSpec, say: Callable[[str], str]) -> Iterator[str]:
         yield (
             f"{say('stragglers.backup')} and {say('silent_errors.audit')} exclude each other: what "
             "is discarded cannot be compared, so set one of them to 0"
+        )
+
+
+def _spread_conflicts(spec: JobSpec, say: Callable[[str], str]) -> Iterator[str]:
+    workers, spread = spec.workers, spec.workers.spread
+    if spread == 1:
+        return
+    flag = say("workers.spread")
+    if workers.procs % spread:
+        yield (
+            f"{say('workers.procs')} is no multiple of {flag}: each node runs the same number of a "
+            "worker's processes"
+        )
+    for key, value in (("nodes.min", spec.nodes.min), ("nodes.max", spec.nodes_max)):
+        if value % spread:
+            yield (
+                f"{say(key)} is no multiple of {flag}: nodes that are too few for a worker would "
+                "wait for others"
+            )
+    if workers.spares != 0:
+        yield (
+            f"{flag} and {say('workers.spares')} exclude each other: nodes beyond --nodes-max wait "
+            "until one is lost, and take its place"
         )
 
 

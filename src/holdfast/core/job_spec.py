@@ -58,12 +58,18 @@ class CoordinatorPolicy:
     spares: int | None = 0  # on each node; None: as many as losses make it worth
     hot_spares: bool = False  # spares are members, and hold the state
     procs: int = 1  # of each worker
+    spread: int = 1  # over so many nodes
     replicated: bool = True  # each worker holds the whole state, not only its share
     feeds: bool = False  # workers receive the state while others train, and join when they have it
     keeps: bool = False  # checkpoints
     redundancy: Redundancy = field(default_factory=Redundancy)  # of the nodes' memory
     retreats_max: int = 3  # times that the job goes back without coming further in between
     restart: RestartPolicy = field(default_factory=RestartPolicy)
+
+    @property
+    def shards_told(self) -> int:
+        """Return of how many shards nodes tell one by one what they keep: none holds all."""
+        return self.procs if self.spread > 1 else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +91,13 @@ class Workers:
         "processes that each worker consists of, which share one model (FSDP, tensor parallelism)",
         flag="--procs-per-worker",
         metavar="G",
+        least=1,
+    )
+    spread: int = setting(
+        1,
+        "nodes over which the processes of each worker are spread, the same number on each",
+        flag="--nodes-per-worker",
+        metavar="N",
         least=1,
     )
     spares: int | None = setting(
@@ -384,7 +397,7 @@ class JobSpec:
     @property
     def workers_at_start(self) -> int:
         """Return how many workers the job waits for before its first step."""
-        return self.workers.nproc * self.nodes.min
+        return self.workers.nproc * (self.nodes.min // self.workers.spread)
 
     @property
     def virtual_ranks(self) -> int:
@@ -474,6 +487,7 @@ class JobSpec:
             speculation=suspended if replicated else 0.0,
             redundancy=self.redundancy(),
             procs=self.workers.procs,
+            spread=self.workers.spread,
             replicated=replicated,
             restart=RestartPolicy(losses_max=self.workers.losses_max),
         )

@@ -1,9 +1,9 @@
 """Defines how nodes protect a job's state in their memory, as values: pieces, and who keeps which.
 
-Everything that is protected is cut into as many **parts** as the view's ring has nodes. Each part
-is coded into `data + parity` **pieces**, of which any `data` give the part. Part p's first piece is
-kept on the ring's p-th node, and its others on those that follow, again and again if there are
-fewer nodes than pieces.
+Everything that is protected is cut into as many **parts** as nodes of the view's ring hold it. Each
+part is coded into `data + parity` **pieces**, of which any `data` give the part. A part's first
+piece is kept on one of the nodes that hold it, and its others on those that follow in the ring,
+again and again if there are fewer nodes than pieces.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class KeptPieces:
 
     `parts`: of that view. `states`: after so many steps each. `first`, `end`: it holds the reduced
     gradients of the steps from `first` to before `end`. `committed`: that the worker has, in the
-    view.
+    view. `shards`: of which shards it holds this; empty: of all.
     """
 
     view: int
@@ -86,6 +86,7 @@ class KeptPieces:
     first: int = 0
     end: int = 0
     committed: int = 0
+    shards: tuple[int, ...] = ()
 
 
 class GradientSource(NamedTuple):

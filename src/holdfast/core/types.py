@@ -156,6 +156,8 @@ class WorkerStatus:
     activity: int = 0  # of a group's process: how often its node has seen it at work
     pid: int = 0
     address: str = ""  # where it can be fed, before it is a member
+    meets_at: str = ""  # HOST:PORT where its processes on further nodes find it
+    place: int = 0  # on which of its nodes this is: what is told there is of its processes alone
     abreast: int = 0  # the number of the order by which it was fed until nothing was missing
     unproven: bool = False  # it has joined, and none of its tasks has been committed yet
     unfed: int = 0  # of the newest one that cannot be carried out here
@@ -210,6 +212,16 @@ class Member:
     incarnation: Incarnation
     agent: AgentId
     shards: int = 1  # processes that it consists of
+    further: tuple[AgentId, ...] = ()  # nodes besides `agent`, if it is spread over several
+
+    @property
+    def nodes(self) -> tuple[AgentId, ...]:
+        """Return its nodes, in the order of the shards that they hold."""
+        return (self.agent, *self.further)
+
+    def holder(self, shard: int) -> AgentId:
+        """Return the node that holds a shard: each holds the same number, one after the other."""
+        return self.nodes[shard * len(self.nodes) // self.shards]
 
     @property
     def peers(self) -> tuple[Peer, ...]:
@@ -350,11 +362,17 @@ class AgentReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WantedProcess:
-    """Names one process that the coordinator wants to run on a node, and its role."""
+    """Names one process that the coordinator wants to run on a node, and its role.
+
+    `place`: on which of the worker's nodes this is; on further ones than the first, its process
+    finds that one's at `meets_at`.
+    """
 
     worker: WorkerId
     incarnation: Incarnation
     role: ProcessRole = ProcessRole.WORKER
+    place: int = 0
+    meets_at: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -393,12 +411,16 @@ class WorkerDirective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """Records a worker's place on a node, and the newest incarnation that was ordered for it."""
+    """Records a worker's place on a node, and the newest incarnation that was ordered for it.
+
+    `further`: nodes over which it is spread, too.
+    """
 
     worker: WorkerId
     agent: AgentId
     incarnation: Incarnation
     role: ProcessRole = ProcessRole.WORKER
+    further: tuple[AgentId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -176,6 +176,8 @@ class Truth:
         if process.host.drained and not acting:
             return  # nothing but members of the view runs there
         ordered = self.ordered[process.worker]
+        if not process.spread.is_whole:
+            return  # some of its processes are lost, and a new one may have to wait
         if ordered <= process.key[1] and disk.release_loop != RELEASE_ALL:
             raise Violation(f"worker {process.key} is ended for a directive that does not hold")
 
@@ -235,6 +237,8 @@ class Truth:
             process = self.processes[(member.worker, member.incarnation)]
             if before is None or not process.alive:
                 continue
+            if process.paused and not process.spread.is_whole:
+                continue  # it can commit nothing
             status = process.machine.snapshot()
             shares = self._options.shard_optimizer
             if shares and view.donors and process.step < self._options.steps:

@@ -235,6 +235,10 @@ class DataNetwork:
         self._apart.pop((a, b), None)
         self._apart.pop((b, a), None)
 
+    def are_apart(self, a: str, b: str) -> bool:
+        """Tell whether two nodes' data networks are cut from each other."""
+        return (a, b) in self._apart
+
     def _unbuilt(self, process: Actor, number: int) -> None:
         """Tell a member whose group takes long to build whom the network does not reach."""
         group = process.open_group(number)

@@ -347,7 +347,10 @@ class Exchanges:
         """Put its pieces of a sum into its node's memory, unless the view has ended meanwhile."""
         process = self._process
         if process.open_group(view.number) is not None and process.total_step == step:
-            process.host.memory.keep_sum(view, process.worker, step, process.total)
+            total = process.total
+            process.spread.everywhere(
+                lambda memory, _, place: memory.keep_sum(view, process.worker, step, total, place)
+            )
             full = self._world.rng.random() < self._world.options.feed_fails
             process.feed(ev.GradientKept(view.number, step, full))
 

@@ -139,7 +139,11 @@ class Faults:
             case _:
                 if live:
                     self._note(kind)
-                    self._strike_worker(kind, rng.choice(live))
+                    process = rng.choice(live)
+                    if world.options.spread > 1 and rng.random() < 0.5:
+                        self._strike_further(kind, process)
+                    else:
+                        self._strike_worker(kind, process)
 
     def _lose_all(self, live: list[Process]) -> None:
         """End all workers at once, and perhaps some nodes with what their memory holds."""
@@ -196,6 +200,21 @@ class Faults:
                 process.ailing = True
                 process.slowness = rng.uniform(2.0, 10.0)
                 self._heals(rng.uniform(1.0, 20.0), self._hasten, process)
+
+    def _strike_further(self, kind: str, process: Process) -> None:
+        """Strike a worker's processes on one of its further nodes."""
+        rng = self._world.rng
+        each = rng.choice(list(process.spread.further.values()) or [None])
+        match kind:
+            case _ if each is None or not each.alive:
+                return
+            case "worker_crash":
+                each.end(-9, "crashed")
+            case "freeze" | "silent":
+                process.ailing = True
+                each.stopped, each.silent = kind == "freeze", kind == "silent"
+                each.host.watch(each)
+                self._heals(rng.uniform(0.1, 6.0), each.resume)
 
     def _spoil(self, kind: str, process: Process) -> None:
         """Make the bits of a process wrong, from here on or once; one process at a time."""

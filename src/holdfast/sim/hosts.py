@@ -19,6 +19,7 @@ from holdfast.core.redundancy import KeptPieces
 from holdfast.core.types import AgentId, AgentReport, Directive, Incarnation, Tick, WorkerStatus
 from holdfast.sim.endings import STOPPED
 from holdfast.sim.memories import HostMemory
+from holdfast.sim.spread import Further
 from holdfast.sim.workers import InsideStriker, Process, WorkerMaker, WorkerWorld
 from holdfast.sim.writers import WriterHost
 
@@ -208,7 +209,7 @@ class AgentHost:
         self.incarnation = world.options.counts_from
         self.started = False
         self.gone = False  # quit, or lost for good
-        self.processes: dict[int, Process] = {}  # by worker, newest
+        self.processes: dict[int, Process | Further] = {}  # by worker, newest
         self.rate = 1.0
         self.offset_s = 0.0
         self.frozen = False  # the agent's process; its workers run on
@@ -219,7 +220,7 @@ class AgentHost:
         self._held: tuple[KeptPieces, ...] | None = None  # what the agent has not seen there yet
         self._backlog: deque[ag.AgentEvent] = deque()
         self._channel_free: dict[int, float] = {}
-        self._watched: dict[int, Process] = {}
+        self._watched: dict[int, Process | Further] = {}
         self._wake_at: float | None = None
 
     def start(self) -> None:
@@ -286,19 +287,24 @@ class AgentHost:
                     at = max(at, self._channel_free.get(worker, 0.0))
                     self._channel_free[worker] = at
                     process.post(at - world.now, process.directed, directive)
-            case ag.Spawn(worker, incarnation):
-                process = Process(world, self, worker, incarnation)
-                process.spoiling.lies = world.faults.lies_again(process)
-                world.spawned(process)
-                self.processes[worker] = process
-                process.start()
+            case ag.Spawn(worker, incarnation, _, place):
+                if place:
+                    self.processes[worker] = Further(world, self, worker, incarnation, place)
+                else:
+                    first = Process(world, self, worker, incarnation)
+                    first.spoiling.lies = world.faults.lies_again(first)
+                    world.spawned(first)
+                    self.processes[worker] = first
+                self.processes[worker].start()
                 pid = world.count["spawns"]
-                self._later(0.01, ag.Spawned(worker, incarnation, pid))
+                meets_at = "here" if world.options.spread > 1 and not place else ""
+                self._later(0.01, ag.Spawned(worker, incarnation, pid, meets_at))
             case ag.Kill(worker, incarnation, reason):
                 world.count["kills"] += 1
                 process = self.processes.get(worker)
                 if process is not None and process.key[1] == incarnation:
-                    world.truth.killed(process, reason)
+                    if isinstance(process, Process):
+                        world.truth.killed(process, reason)
                     world.at(world.rng.uniform(0.0, 0.05), process.end, -9, reason)
             case ag.Pause(worker, incarnation):
                 process = self.processes.get(worker)
@@ -309,7 +315,8 @@ class AgentHost:
                 process = self.processes.get(worker)
                 if process is not None and process.key[1] == incarnation:
                     process.paused = False
-                    world.truth.woken(process)
+                    if isinstance(process, Process):
+                        world.truth.woken(process)
                     process.wake()
             case ag.Quit():
                 self.gone = True
@@ -323,14 +330,14 @@ class AgentHost:
         if current is not None and current.key == process.key:
             self.handle(ag.WorkerSaid(status))
 
-    def process_ended(self, process: Process, code: int, detail: str) -> None:
+    def process_ended(self, process: Process | Further, code: int, detail: str) -> None:
         incarnation = Incarnation(process.key[1])
         self._later(0.02, ag.ProcessExited(process.worker, incarnation, code, detail))
 
     def _memory_holds(self, kept: tuple[KeptPieces, ...]) -> None:
         self._held = kept
 
-    def watch(self, process: Process) -> None:
+    def watch(self, process: Process | Further) -> None:
         """Sample a process that is stopped, silent or paused, until it is seen to run again.
 
         Samples of healthy processes only set the detector back, so they are left out.
@@ -339,7 +346,7 @@ class AgentHost:
             self._watched[process.worker] = process
             self._sample(process, 0)
 
-    def _sample(self, process: Process, progress: int) -> None:
+    def _sample(self, process: Process | Further, progress: int) -> None:
         if self._watched.get(process.worker) is not process or not process.alive:
             return
         if self.frozen and process.paused:  # nobody looks

@@ -7,13 +7,13 @@ it may.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from holdfast.core.invalidations import Invalidations, is_invalidated
 from holdfast.core.redundancy import KeptPieces, Piece, Redundancy
-from holdfast.core.step.protecting import pieces_of
+from holdfast.core.step.protecting import parts_of, pieces_of
 from holdfast.core.types import AgentId, View, ViewNumber, WorkerId
 from holdfast.sim.arithmetic import Copy
 from holdfast.sim.wrong_bits import Violation
@@ -24,10 +24,14 @@ Reach = Callable[[AgentId], bool]
 
 @dataclass(slots=True)
 class HostShelf:
-    """Holds what one worker has put into its node's memory as a member of one view."""
+    """Holds what one worker has put into a node's memory, as a member of one view, of a shard.
+
+    `shard`: None if it stands for all.
+    """
 
     pieces: tuple[Piece, ...]
     parts: int
+    shard: int | None = None
     states: dict[int, Copy] = field(default_factory=dict)  # after so many steps
     sums: dict[int, int | None] = field(default_factory=dict)  # by step
     committed: int = 0
@@ -41,7 +45,7 @@ class HostMemory:
     ) -> None:
         self._redundancy = redundancy
         self._changed = changed
-        self.shelves: dict[tuple[int, int], HostShelf] = {}  # by view and worker
+        self.shelves: dict[tuple[int, int, int], HostShelf] = {}  # by view, worker and shard
         self.losses = 0  # times that all was lost
 
     def lose(self) -> None:
@@ -49,26 +53,35 @@ class HostMemory:
         self.shelves = {}
         self.losses += 1
 
-    def keep_sum(self, view: View, worker: WorkerId, step: int, total: int | None) -> None:
-        """Put a worker's pieces of a reduced gradient here, in place of an earlier attempt's."""
-        self._shelf(view, worker).sums[step] = total
+    def keep_sum(
+        self, view: View, worker: WorkerId, step: int, total: int | None, place: int = 0
+    ) -> None:
+        """Put a worker's pieces of a reduced gradient here, in place of an earlier attempt's.
+
+        `place`: which of its nodes this is.
+        """
+        for shelf in self._shelves(view, worker, place):
+            shelf.sums[step] = total
         self._tell()
 
-    def keep_state(self, view: View, worker: WorkerId, step: int, copy: Copy) -> None:
+    def keep_state(
+        self, view: View, worker: WorkerId, step: int, copy: Copy, place: int = 0
+    ) -> None:
         """Put a worker's pieces of the state after `step` steps here."""
-        self._shelf(view, worker).states[step] = copy
+        for shelf in self._shelves(view, worker, place):
+            shelf.states[step] = copy
         self._tell()
 
     def mark(self, view: int, worker: WorkerId, step: int) -> None:
         """Note that a worker commits a step."""
-        shelf = self.shelves.get((view, int(worker)))
-        if shelf is not None:
-            shelf.committed = max(shelf.committed, step + 1)
-            self._tell()
+        for (number, who, _), shelf in self.shelves.items():
+            if (number, who) == (view, int(worker)):
+                shelf.committed = max(shelf.committed, step + 1)
+        self._tell()
 
     def forget(self, view: int, step: int) -> None:
         """Drop what is older than the state after `step` steps, which a view has protected."""
-        for (number, _), shelf in self.shelves.items():
+        for (number, _, _), shelf in self.shelves.items():
             shelf.sums = {s: total for s, total in shelf.sums.items() if s >= step}
             new = number == view
             shelf.states = {
@@ -76,19 +89,23 @@ class HostMemory:
             }
         self._tell()
 
-    def _shelf(self, view: View, worker: WorkerId) -> HostShelf:
-        key = (int(view.number), int(worker))
-        if key not in self.shelves:
-            pieces = pieces_of(view, worker, self._redundancy)
-            self.shelves[key] = HostShelf(pieces, len(view.ring))
-        return self.shelves[key]
+    def _shelves(self, view: View, worker: WorkerId, place: int) -> list[HostShelf]:
+        """Return those of all shards of which this node keeps pieces."""
+        found = []
+        for shard in shards_told(view):
+            key = (int(view.number), int(worker), shard or 0)
+            if key not in self.shelves:
+                pieces = pieces_of(view, worker, self._redundancy, shard or 0, place)
+                self.shelves[key] = HostShelf(pieces, parts_of(view, shard or 0), shard)
+            found.append(self.shelves[key])
+        return found
 
     def _tell(self) -> None:
         self._changed(tuple(self._kept()))
 
     def _kept(self) -> list[KeptPieces]:
         found = []
-        for (view, worker), shelf in sorted(self.shelves.items()):
+        for (view, worker, _), shelf in sorted(self.shelves.items()):
             first = end = max(shelf.sums, default=-1) + 1
             while first - 1 in shelf.sums:
                 first -= 1
@@ -102,9 +119,16 @@ class HostMemory:
                     first=first,
                     end=end,
                     committed=shelf.committed,
+                    shards=() if shelf.shard is None else (shelf.shard,),
                 )
             )
         return found
+
+
+def shards_told(view: View) -> Sequence[int | None]:
+    """Return the shards of a spread worker; else None, which stands for all of them."""
+    first = view.members[0]
+    return range(first.shards) if first.further else (None,)
 
 
 class Memories:
@@ -114,6 +138,8 @@ class Memories:
         self._redundancy = redundancy
         self.of: dict[AgentId, HostMemory] = {}
         self._rings: dict[int, dict[AgentId, int]] = {}  # of views: losses of each node until then
+        # Of views: which node keeps which piece of which shard.
+        self._layouts: dict[int, list[tuple[AgentId, int, Piece]]] = {}
         self._summed_in: dict[int, int] = {}  # by step: the view
         self._known_to: dict[int, dict[AgentId, int]] = {}  # by step: whose workers committed it
         # States that count, by step and the view that has protected them: who knows that they do.
@@ -125,6 +151,13 @@ class Memories:
     def formed(self, view: View) -> None:
         """Note who keeps pieces during a view."""
         self._rings[view.number] = {agent: self.of[agent].losses for agent in view.ring}
+        self._layouts[view.number] = [
+            (agent, shard, piece)
+            for member in view.members
+            for place, agent in enumerate(member.nodes)
+            for shard in (each or 0 for each in (shards_told(view) if view.ring else ()))
+            for piece in pieces_of(view, member.worker, self._redundancy, shard, place)
+        ]
 
     def committed(self, agent: AgentId, step: int, view: View) -> None:
         """Note that a worker of a node commits a step that was summed in a view."""
@@ -176,12 +209,16 @@ class Memories:
     def _is_whole(self, view: int, step: int, reach: Reach) -> bool:
         """Tell whether enough nodes of a view's ring still hold what they had of a step."""
         ring, dropped = self._rings.get(view, {}), self._dropped
-        held = [a for a in ring if reach(a) and dropped.get(a, 0) <= step]
-        lost = [int(a not in held or self.of[a].losses > n) for a, n in ring.items()]
-        size = len(lost)
-        kept = self._redundancy.pieces_on(size)
-        of_parts = [sum(lost[(part + n) % size] for n in range(kept)) for part in range(size)]
-        return bool(ring) and max(of_parts) <= kept - self._redundancy.data
+        held = [
+            agent
+            for agent, losses in ring.items()
+            if reach(agent) and dropped.get(agent, 0) <= step and self.of[agent].losses <= losses
+        ]
+        there: dict[tuple[int, int], int] = {}
+        for agent, shard, piece in self._layouts.get(view, []):
+            key = (shard, piece.part)
+            there[key] = there.get(key, 0) + (agent in held)
+        return bool(ring) and min(there.values()) >= self._redundancy.data
 
     # ------------------------------------------------------------ what there is
 
@@ -206,14 +243,20 @@ class Memories:
 
     def _pieces(
         self, view: int, of: Callable[[HostShelf], T | None], reach: Reach
-    ) -> dict[Piece, T] | None:
-        found: dict[Piece, T] = {}
-        parts = 0
+    ) -> dict[tuple[int, Piece], T] | None:
+        found: dict[tuple[int, Piece], T] = {}
+        parts: dict[int, int] = {}  # of each shard
         for agent, memory in self.of.items():
-            for (number, _), shelf in memory.shelves.items():
+            for (number, _, shard), shelf in memory.shelves.items():
                 content = of(shelf)
                 if number == view and content is not None and reach(agent):
-                    parts = shelf.parts
-                    found |= dict.fromkeys(shelf.pieces, content)
-        counts = [sum(piece.part == part for piece in found) for part in range(parts)]
-        return found if counts and min(counts) >= self._redundancy.data else None
+                    parts[shard] = shelf.parts
+                    found |= dict.fromkeys(((shard, piece) for piece in shelf.pieces), content)
+        counts = [
+            sum(piece.part == part and of_shard == shard for of_shard, piece in found)
+            for shard, count in parts.items()
+            for part in range(count)
+        ]
+        told = {shard for _, shard, _ in self._layouts.get(view, [])}
+        whole = bool(counts) and min(counts) >= self._redundancy.data and told == set(parts)
+        return found if whole else None

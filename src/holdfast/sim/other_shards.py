@@ -17,7 +17,7 @@ from holdfast.core.types import Tick, ViewNumber
 _OF_THE_WORKER = (ev.Directed, Tick, ev.LinkLost, ev.StillAwaited)  # which the others never see
 BREAKS = 0.002  # chance for each thing that a shard does together with other workers
 
-Later = Callable[..., None]  # (seconds, call, arguments)
+Later = Callable[..., None]  # (shard, seconds, call, arguments)
 
 
 class OtherShards:
@@ -46,7 +46,7 @@ class OtherShards:
             lag_s = self._rng.expovariate(1.0) * self._lag_s
             self._free[shard] = max(self._free[shard], now + lag_s)
             self.behind += 1
-            later(self._free[shard] - now, self._late, shard, copy)
+            later(shard, self._free[shard] - now, self._late, shard, copy)
         return self._events.hear(0, event)
 
     def enter(self, view: ViewNumber) -> None:

@@ -113,6 +113,7 @@ class Options:
     protect_every: int = 0  # steps between two states that are put there
     restore_s: float = 300.0  # for which a store may stay silent when the job begins from it
     procs: int = 1  # of each worker
+    spread: int = 1  # over so many nodes
     shard_lag_s: float = 0.0  # by which those of further shards are late, on the average
     shard_optimizer: bool = False  # each worker holds its share of the state only
 
@@ -262,6 +263,7 @@ def draw(seed: int, small: bool = False) -> Options:
     options = _with_notices(options, Random(f"notices {seed} {small}"))
     options = _with_redundancy(options, Random(f"redundancy {seed} {small}"))
     options = _with_shards(options, Random(f"shards {seed} {small}"))
+    options = _with_spread(options, Random(f"spread {seed} {small}"))
     return _with_sharded_optimizer(options, Random(f"optimizer {seed} {small}"))
 
 
@@ -279,6 +281,26 @@ def _with_shards(options: Options, rng: Random) -> Options:
         return options
     lag_s = options.data_s * rng.choice((0.1, 1.0, 5.0))
     return dataclasses.replace(options, procs=rng.randint(2, 3), shard_lag_s=lag_s)
+
+
+def _with_spread(options: Options, rng: Random) -> Options:
+    """Spread the processes of each worker over several nodes, in some runs."""
+    unfit = options.spares or options.backup.workers or options.feeds
+    if options.agents < 2 or unfit or rng.random() < 0.75:
+        return options
+    spread = rng.randint(2, min(options.agents, 3))
+    most = max(options.nodes_max // spread, 1)
+    at_start = max((options.agents - options.agents_late) // spread, 1)
+    return dataclasses.replace(
+        options,
+        procs=spread * rng.randint(1, 2),
+        shard_lag_s=options.shard_lag_s or options.data_s,
+        spread=spread,
+        nodes_min=spread * rng.randint(1, min(most, at_start)),
+        nodes_max=spread * most,
+        workers_min=1,
+        faults=tuple(kind for kind in options.faults if kind not in ("agent_lost", "move")),
+    )
 
 
 def _with_spares(options: Options, rng: Random) -> Options:

@@ -35,10 +35,17 @@ class Clock(Protocol):
 class Memory(Protocol):
     """Keeps what a node's workers put there, for when they are lost."""
 
-    def keep_sum(self, view: View, worker: WorkerId, step: int, total: int | None) -> None: ...
+    def keep_sum(
+        self, view: View, worker: WorkerId, step: int, total: int | None, place: int = 0
+    ) -> None: ...
 
     def keep_state(
-        self, view: View, worker: WorkerId, step: int, copy: tuple[int | None, int | None]
+        self,
+        view: View,
+        worker: WorkerId,
+        step: int,
+        copy: tuple[int | None, int | None],
+        place: int = 0,
     ) -> None: ...
 
     def mark(self, view: int, worker: WorkerId, step: int) -> None: ...
@@ -75,6 +82,15 @@ class Fed(Protocol):
     def heard(self, message: Any) -> None: ...
 
 
+class AllNodes(Protocol):
+    """Reaches the memory of all nodes over which a worker is spread."""
+
+    @property
+    def is_whole(self) -> bool: ...
+
+    def everywhere(self, call: Callable[[Memory, AgentId, int], None]) -> None: ...
+
+
 class Actor(Protocol):
     """Is one worker process, as all but itself see it."""
 
@@ -108,6 +124,9 @@ class Actor(Protocol):
 
     @property
     def host(self) -> ProcessNode: ...
+
+    @property
+    def spread(self) -> AllNodes: ...
 
     @property
     def spoiling(self) -> Spoiling: ...

@@ -1,14 +1,14 @@
 """Simulates one worker process: its script, its control thread and the driver of its machine.
 
-It mirrors the real driver: the machine decides, and this carries out. A process can be stopped (it
-handles nothing until it is resumed), silent (the same, but its counters move), or end at any point,
-also between two effects.
+It mirrors the real driver: the machine decides, and this carries out. A process can end at any
+point, also between two effects.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 from holdfast.core.step import effects as ef
@@ -31,9 +31,11 @@ from holdfast.sim.exchanges import Exchanges, ExchangeWorld
 from holdfast.sim.feeds import Feeds, FeedWorld
 from holdfast.sim.groups import Group, What
 from holdfast.sim.other_shards import OtherShards
+from holdfast.sim.running import Running
 from holdfast.sim.script_checks import check_script
-from holdfast.sim.seams import ProcessNode
+from holdfast.sim.seams import Memory, ProcessNode
 from holdfast.sim.spoiling import Spoiling
+from holdfast.sim.spread import Spread, SpreadWorld
 from holdfast.sim.writers import WriterHost
 from holdfast.sim.wrong_bits import Violation
 
@@ -51,7 +53,7 @@ class WorkerMaker(Protocol):
     def worker(self) -> type[WorkerMachine]: ...
 
 
-class WorkerWorld(ExchangeWorld, FeedWorld, Protocol):
+class WorkerWorld(ExchangeWorld, FeedWorld, SpreadWorld, Protocol):
     """Is the world around a process."""
 
     @property
@@ -83,12 +85,13 @@ class WorkerNode(ProcessNode, Protocol):
     def watch(self, process: Process) -> None: ...
 
 
-class Process:
+class Process(Running):
     """Simulates the process of one incarnation of a worker. `state`: None while it is written."""
 
     def __init__(
         self, world: WorkerWorld, host: WorkerNode, worker: WorkerId, incarnation: Incarnation
     ) -> None:
+        super().__init__(world)
         self.world = world
         self.host = host
         self.agent = host.name
@@ -97,16 +100,11 @@ class Process:
         self.machine = world.machines.worker(
             worker, incarnation, world.options.step_policy(), world.data.counting
         )
-        self.alive = True
-        self.stopped = False  # by a signal: the kernel shows state T
-        self.silent = False  # in foreign code that holds the interpreter lock
-        self.paused = False  # by its agent
         self.silenced = False  # it was silent at some time
         self.froze = False  # it was stopped by a fault at some time
         self.stuck = False  # the main thread never comes back
         self.ailing = False  # stuck or very slow at some time: it may count as hung
         self.slowness = 1.0
-        self.backlog: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self.state: int | None = INITIAL_STATE
         self.step = 0  # steps applied to `state`
         self.spoiling = Spoiling(world.rng, world.truth.count)
@@ -127,6 +125,7 @@ class Process:
         self.cut_through = -1  # what was sent in views up to this and has not arrived is lost
         options = world.options
         self._shards = OtherShards(options.procs, options.shard_lag_s, world.rng, self._hand)
+        self.spread = Spread(world, self, host.memory)
         self._script: deque[ef.ScriptEffect] = deque()
         self._copying = False  # it computes a speculative task
         self._busy = False  # the script computes a task, applies a step or copies its share
@@ -143,37 +142,13 @@ class Process:
         options = self.world.options
         if options.feeds:
             self.feed(ev.Reachable("here"))
-        self.post(self.world.rng.uniform(0.5, 1.5) * options.boot_s, self._enter_loop)
+        if options.spread == 1:
+            self.met()
         self.post(self.world.rng.uniform(0.0, options.heartbeat_s), self._heartbeat)
 
-    def post(self, delay_s: float, call: Callable[..., None], *args: Any) -> None:
-        """Have this process do something later, if it still lives then."""
-        self.world.at(delay_s, self.deliver, call, args)
-
-    def deliver(self, call: Callable[..., None], args: tuple[Any, ...]) -> None:
-        """Do something now, or once the process runs again."""
-        if not self.alive:
-            return
-        if not self.running:
-            self.backlog.append((call, args))
-            return
-        call(*args)
-
-    @property
-    def running(self) -> bool:
-        """Tell whether the process is neither stopped nor silent nor paused."""
-        return not (self.stopped or self.silent or self.paused)
-
-    def resume(self) -> None:
-        """Go on, no longer frozen: handle what piled up at once, unless its agent paused it."""
-        self.stopped = self.silent = False
-        self.wake()
-
-    def wake(self) -> None:
-        """Handle what has piled up."""
-        while self.backlog and self.alive and self.running:
-            call, args = self.backlog.popleft()
-            call(*args)
+    def met(self) -> None:
+        """Run the script: all processes of this worker are here."""
+        self.post(self.world.rng.uniform(0.5, 1.5) * self.world.options.boot_s, self._enter_loop)
 
     def end(self, code: int, detail: str = "") -> None:
         """End the process at this very moment; its agent hears of it a little later."""
@@ -182,6 +157,7 @@ class Process:
         self.alive = False
         self.world.ended(self)
         self.feeds.died()
+        self.spread.ended()
         if self.group is not None:
             self.world.data.close(self, self.group, "peer died")
         self.host.process_ended(self, code, detail)
@@ -197,7 +173,7 @@ class Process:
         """Note that this process has done something; others of the worker may have to, first."""
         world = self.world
         shaky = bool(world.options.faults) and world.now < world.options.faults_end_s
-        for told in self._shards.heard(event, world.now, self.post, may_break=shaky):
+        for told in self._shards.heard(event, world.now, self.spread.later, may_break=shaky):
             self._hand(told)
 
     def _hand(self, event: WorkerEvent) -> None:
@@ -276,10 +252,9 @@ class Process:
                 world.truth.voted(self, effect.step, by_vote=isinstance(event, ev.Gathered))
                 self._script_next()
             case ef.MarkCommitted(number, step):
-                self.host.memory.mark(number, self.worker, step)
+                self.spread.everywhere(lambda memory, _, __: memory.mark(number, self.worker, step))
             case ef.ForgetProtected(number, step):
-                world.truth.memories.forgot(self.agent, number, step)
-                self.host.memory.forget(number, step)
+                self.spread.everywhere(partial(self._forget, number, step))
             case ef.FeedStep(step):
                 self.feeds.send_step(step)
             case ef.EndFeeding(finish):
@@ -509,8 +484,17 @@ class Process:
         if self.world.rng.random() < self.world.options.feed_fails:
             problem = "there is no memory for it"
         else:
-            self.host.memory.keep_state(effect.view, self.worker, effect.step, copy)
+            self.spread.everywhere(partial(self._keep_state, effect, copy))
         self.feed(ev.StateProtected(effect.step, problem))
+
+    def _keep_state(
+        self, effect: ef.ProtectState, copy: Copy, memory: Memory, _: AgentId, place: int
+    ) -> None:
+        memory.keep_state(effect.view, self.worker, effect.step, copy, place)
+
+    def _forget(self, view: int, step: int, memory: Memory, agent: AgentId, _: int) -> None:
+        self.world.truth.memories.forgot(agent, view, step)
+        memory.forget(view, step)
 
     def _released(self) -> None:
         self.world.truth.promises.left_loop(self.loop)

@@ -95,6 +95,8 @@ class World:
             hot_spares=options.hot_spares,
             feeds=options.feeds,
             redundancy=options.redundancy,
+            procs=options.procs,
+            spread=options.spread,
             replicated=not options.shard_optimizer,
             restart=RestartPolicy(
                 losses_max=options.losses_max,
@@ -185,6 +187,18 @@ class World:
         return host.machine is not None and not host.frozen and not cut
 
     # ------------------------------------------------------------ processes
+
+    def first_process(self, key: Key) -> Process | None:
+        """Return the process of an incarnation on its worker's first node."""
+        return self.processes.get(key)
+
+    def are_apart(self, a: AgentId, b: AgentId) -> bool:
+        """Tell whether two nodes' data networks are cut from each other."""
+        return self.data.are_apart(a, b)
+
+    def is_up(self, agent: AgentId) -> bool:
+        """Tell whether a node has not crashed."""
+        return self.hosts[agent].machine is not None
 
     def spawned(self, process: Process) -> None:
         self.count["spawns"] += 1

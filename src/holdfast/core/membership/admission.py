@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from holdfast.core.membership.draining import choose_drains
 from holdfast.core.membership.formation import Situation
+from holdfast.core.membership.teams import admit_teams
 from holdfast.core.types import AgentId
 
 
@@ -19,11 +20,16 @@ class Attendance:
     not_drained: str = ""  # why nodes that fail their checks are used on
 
 
-def admit(situation: Situation, nodes_max: int) -> tuple[tuple[AgentId, ...], list[str]]:
+def admit(
+    situation: Situation, nodes_max: int, spread: int = 1
+) -> tuple[tuple[AgentId, ...], list[str]]:
     """Give nodes their slots; a node that is lost for good makes room for one that waits.
 
-    Returns the nodes that have to wait, and a line for each exchange.
+    `spread`: over how many nodes each worker is. Returns the nodes that have to wait, and a line
+    for each exchange.
     """
+    if spread > 1:
+        return admit_teams(situation, nodes_max, spread)
     roster = situation.roster
     for name in _beyond(situation, nodes_max):
         roster.dismiss(name)
@@ -77,7 +83,7 @@ def choose_drained(situation: Situation) -> str:
     failing = [
         (n, node.failing)
         for n, node in sorted(nodes.items(), key=lambda item: (not item[1].draining, item[0]))
-        if roster.here(n) or not node.failing
+        if roster.on(n) or not node.failing
     ]
     chosen, why_not = choose_drains(failing)
     for name, node in nodes.items():

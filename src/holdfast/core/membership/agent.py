@@ -58,9 +58,12 @@ class WorkerSaid:
 
 @dataclass(frozen=True, slots=True)
 class Spawned:
+    """The process has been started; its further ones, on other nodes, find it at `meets_at`."""
+
     worker: WorkerId
     incarnation: Incarnation
     pid: int
+    meets_at: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +155,16 @@ class SendWorker:
 
 @dataclass(frozen=True, slots=True)
 class Spawn:
-    """Start a process in its role; Spawned or ProcessExited must follow."""
+    """Start a process in its role; Spawned or ProcessExited must follow.
+
+    `place`: on which of the worker's nodes this is; not the first: it joins that one's process.
+    """
 
     worker: WorkerId
     incarnation: Incarnation
     role: ProcessRole = ProcessRole.WORKER
+    place: int = 0
+    meets_at: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,10 +262,13 @@ class AgentMachine:
                 effects += self._directed(directive, now)
             case WorkerSaid(status):
                 urgent = self._worker_said(status)
-            case Spawned(worker, incarnation, pid):
+            case Spawned(worker, incarnation, pid, meets_at):
                 process = self._current(worker, incarnation)
                 if process is not None:
-                    process.status = dataclasses.replace(process.status, pid=pid)
+                    meets_at = meets_at or process.status.meets_at
+                    process.status = dataclasses.replace(
+                        process.status, pid=pid, meets_at=meets_at
+                    )
                     urgent = True
             case ProcessExited():
                 urgent = self._exited(event)
@@ -351,15 +362,17 @@ class AgentMachine:
                 continue
             if sum(p.running for p in self._processes.values()) >= self._slots:
                 continue
-            status = WorkerStatus(worker=worker, incarnation=incarnation)
+            status = WorkerStatus(
+                worker=worker, incarnation=incarnation, place=each.place, meets_at=each.meets_at
+            )
             detector = FreezeDetector(self._policy.freeze)
             self._processes[worker] = _Process(status=status, detector=detector, role=each.role)
-            effects.append(Spawn(worker, incarnation, each.role))
+            effects.append(Spawn(worker, incarnation, each.role, each.place, each.meets_at))
         return effects
 
     def _forward(self, worker: WorkerId, process: _Process, until: float) -> list[AgentEffect]:
         directive = self._directive
-        if directive is None:
+        if directive is None or process.status.place:  # it hears its worker's first process
             return []
         told = WorkerDirective(
             stop_view=directive.stop_view,
@@ -388,11 +401,13 @@ class AgentMachine:
         if process is None or not process.status.stage.alive or status.seq <= process.status.seq:
             return False
         old = process.status
-        process.status = dataclasses.replace(status, pid=old.pid)
+        status = dataclasses.replace(
+            status, pid=old.pid, place=old.place, meets_at=old.meets_at
+        )
+        process.status = status
         quiet = dataclasses.replace(
             status,
             seq=old.seq,
-            pid=old.pid,
             committed=old.committed,
             phase=old.phase,
             proved_at=old.proved_at,

@@ -121,7 +121,7 @@ class CoordinatorMachine:
         )
         self._reserve = Reserve(held_back, now)
         self._last_saves = LastSaves(term)
-        self._protection = Protection(policy.redundancy)
+        self._protection = Protection(policy.redundancy, policy.shards_told)
         self._agenda = Agenda(policy, self._roster, now)
         self._event_log = EventLog(record.slots if record else ())
         self._finished = False
@@ -240,7 +240,7 @@ class CoordinatorMachine:
         if learns or news is News.CHANGE or report.agent in self._agenda.silent:
             self._agenda.change(now)
         if self._witness_at is None and news is News.CHANGE and self._view is not None:
-            members = (self._view.member(w) for w in roster.here(report.agent))
+            members = (self._view.member(w) for w in roster.on(report.agent))
             if any(m is not None and self._is_witness(m) for m in members):
                 self._witness_at = now
         return learns or not roster.nodes[report.agent].fresh
@@ -293,8 +293,7 @@ class CoordinatorMachine:
             *self._replace_hung(situation),
             *self._replace_lost(situation),
         ]
-        failed = [s for s in self._roster.newest.values() if s.stage == Stage.FAILED]
-        if failed:
+        if failed := self._roster.failed():
             first = min(failed, key=lambda s: s.worker)
             self._outcome = f"worker {first.worker} failed: {first.detail}"
             effects.append(Announce("failed", self._outcome, first.worker))
@@ -353,7 +352,7 @@ class CoordinatorMachine:
         if self._release_loop < RELEASE_ALL:
             for line in self._reserve.review(self._roster, self._view, situation.now):
                 yield Announce("node", line)
-            waiting, lines = admit(situation, self._policy.nodes_max)
+            waiting, lines = admit(situation, self._policy.nodes_max, self._policy.spread)
             not_drained = choose_drained(situation)
             self._attendance, news = attend(situation, waiting, not_drained, self._attendance)
             yield from (Announce("node", line) for line in lines)
@@ -362,7 +361,7 @@ class CoordinatorMachine:
     def _replace_hung(self, situation: Situation) -> Iterator[CoordinatorEffect]:
         """Replace workers if nothing has moved for very long while a member waits for others."""
         now, members = situation.now, self._members
-        if any(m.agent in situation.silent for m in members):
+        if any(situation.unheard(m) for m in members):
             self._agenda.stir(now)
         if now < self._agenda.still_since + self._policy.hang_s:
             return
@@ -376,7 +375,8 @@ class CoordinatorMachine:
 
     def _replace_lost(self, situation: Situation) -> Iterator[Announce]:
         if self._release_loop < RELEASE_ALL:
-            for worker, why in replace_lost(situation, self._policy.restart):
+            bridges = self._protection.bridging(situation, self._durable)
+            for worker, why in replace_lost(situation, self._policy.restart, bridges):
                 self._progress.losses += 1
                 self._reserve.lost(worker, self._roster, situation.now)
                 yield Announce("lost", f"worker {worker} was lost: {why}", worker)

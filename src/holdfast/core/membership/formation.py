@@ -65,7 +65,13 @@ class Situation:
     def sound(self, member: Member) -> bool:
         """Tell whether this process was heard of lately, and lives."""
         status = self.status(member)
-        return status is not None and status.stage.alive and member.agent not in self.silent
+        alive = status is not None and status.stage.alive
+        crippled = self.roster.crippled(member.worker, member.incarnation)
+        return alive and self.unheard(member) is None and not crippled
+
+    def unheard(self, member: Member) -> AgentId | None:
+        """Return one of its nodes that is silent, if there is one."""
+        return next((name for name in member.nodes if name in self.silent), None)
 
     def fenced(self, member: Member) -> bool:
         """Tell whether this process cannot act in the view again: it died, or its lease ran out."""
@@ -86,7 +92,12 @@ class Situation:
         return self._dead(member) or given_up_on(self, member.agent)
 
     def _dead(self, member: Member) -> bool:
-        return self.roster.dead(member.worker, member.incarnation)
+        roster, worker, incarnation = self.roster, member.worker, member.incarnation
+        if roster.dead(worker, incarnation):
+            return True
+        fenced_at = roster.heard_at(member.agent) + self.lease.fence_s
+        silent = member.agent in self.silent and self.now >= fenced_at
+        return silent and roster.crippled(worker, incarnation)
 
 
 def given_up_on(situation: Situation, agent: AgentId) -> bool:
@@ -120,10 +131,10 @@ def candidates(situation: Situation) -> list[WorkerStatus]:
         if view is not None and view.includes(worker, status.incarnation):
             if status.promised < view.number:
                 continue
-        name = roster.slots[worker].agent
+        silent = any(name in situation.silent for name in roster.slots[worker].nodes)
         # One that has begun to catch up, and had to stop, may be anywhere between two steps.
-        if name not in situation.silent and not roster.draining(name) and not status.committed:
-            found.append(status)
+        if not silent and not roster.drained_of(worker) and not status.committed:
+            found += [status] if roster.complete(status) else []
     moves = any(node.leaving for node in roster.nodes.values())
     if moves:  # whoever is on a node to which another is to be moved comes first
         found.sort(key=lambda s: not roster.awaits_worker(roster.slots[s.worker].agent))
@@ -149,10 +160,10 @@ def returning(situation: Situation, step: int) -> list[LateWorker]:
         status = roster.status(lag.worker, lag.incarnation)
         if status is None or not roster.ordered(status) or step - lag.committed > STEPS_MISSED_MAX:
             continue
-        name = roster.slots[lag.worker].agent
+        silent = any(name in situation.silent for name in roster.slots[lag.worker].nodes)
         done = status.waiting or status.at_boundary
         ready = status.stage == Stage.READY and status.has_state and done
-        if ready and name not in situation.silent and not roster.draining(name):
+        if ready and not silent and not roster.drained_of(lag.worker):
             found.append(lag)
     return found
 
@@ -212,7 +223,7 @@ def who_leaves(
     if not any(node.draining or node.leaving for node in roster.nodes.values()):
         return {}
     why = {worker: reason for worker in workers if (reason := roster.leaves(worker))}
-    found = {w: reason for w, reason in why.items() if roster.draining(roster.slots[w].agent)}
+    found = {w: reason for w, reason in why.items() if roster.drained_of(w)}
     spared = len(workers) - len(found) + len(candidates(situation)) - workers_min
     moved = [worker for worker in why if worker not in found]
     return found | {worker: why[worker] for worker in moved[: max(spared, 0)]}
@@ -228,7 +239,7 @@ def leaving(situation: Situation, workers_min: int) -> dict[str, str]:
     found = who_leaves(situation, workers, workers_min)
     if not found or (len(found) == len(workers) and not candidates(situation)):
         return {}
-    agents = {worker: roster.slots[worker].agent for worker in found}
+    agents = {w: roster.drained_of(w) or roster.slots[w].agent for w in found}
     until = min(roster.nodes[agent].leave_by for agent in agents.values())
     if situation.feeding and situation.now < until - LEAVE_RESERVE_S:
         return {}
@@ -256,8 +267,8 @@ def why_broken(
         status = situation.status(member)
         if situation.fenced(member):
             reason = f"worker {member.worker} is gone"
-        elif member.agent in situation.silent:
-            silent.append(member.agent)
+        elif name := situation.unheard(member):
+            silent.append(name)
         elif status is None:
             continue
         elif status.discarded:
@@ -304,7 +315,7 @@ def survivors_of(situation: Situation) -> list[WorkerStatus] | None:
         status = situation.status(member)
         if status is None or view is None or status.promised < view.number:
             return None
-        if member.agent in situation.silent:
+        if situation.unheard(member):
             return None
         # A worker that should catch up, and has not begun to, holds the state of an older step.
         behind = view.is_late(member.worker) and status.view < view.number
@@ -497,7 +508,7 @@ def discarded(situation: Situation) -> bool:
 
 def present_nodes(situation: Situation) -> int:
     roster = situation.roster
-    return sum(1 for n in roster.nodes if roster.here(n) and n not in situation.silent)
+    return sum(1 for n in roster.nodes if roster.on(n) and n not in situation.silent)
 
 
 def beginners(situation: Situation, nodes_min: int, workers_min: int | None) -> list[WorkerStatus]:
@@ -513,7 +524,7 @@ def beginners(situation: Situation, nodes_min: int, workers_min: int | None) -> 
     soon = [
         worker
         for worker, slot in roster.slots.items()
-        if (slot.respawn_at or now) <= now + QUARANTINED_S and slot.agent not in gone
+        if (slot.respawn_at or now) <= now + QUARANTINED_S and not gone.intersection(slot.nodes)
     ]
     pending = [w for w in soon if w not in known or known[w].stage != Stage.EXITED]
     enough = len(ready) >= min(len(pending), situation.room.hosts)

@@ -62,6 +62,6 @@ def _end(situation: Situation) -> float | None:
     roster, members = situation.roster, situation.members
     if not members or situation.abreast or situation.feeding or candidates(situation):
         return None
-    nodes = [roster.nodes.get(member.agent) for member in members]
-    ends = [node.leave_by if node is not None else float("inf") for node in nodes]
+    nodes = [[roster.nodes.get(name) for name in member.nodes] for member in members]
+    ends = [min(n.leave_by if n is not None else float("inf") for n in each) for each in nodes]
     return max(ends) if max(ends) < float("inf") else None

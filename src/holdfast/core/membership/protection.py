@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 from holdfast.core.domains import Domains
 from holdfast.core.invalidations import (
@@ -23,8 +24,9 @@ from holdfast.core.types import AgentId, Invalidation, Member, View, ViewNumber
 class Protection:
     """Says what is kept where, and what of it can be recalled, in a job with some redundancy."""
 
-    def __init__(self, redundancy: Redundancy) -> None:
+    def __init__(self, redundancy: Redundancy, shards: int = 1) -> None:
         self._redundancy = redundancy
+        self._shards = shards  # that nodes tell of one by one, since none holds all of them
         self._told = ""  # of what it does not protect from
 
     def protect(self, view: View, old: View | None, roster: Roster) -> View:
@@ -64,8 +66,15 @@ class Protection:
         """
         if not any(situation.may_return(member) for member in situation.members):
             return False
+        return not self._bridges(situation, durable)
+
+    def bridging(self, situation: Situation, durable: Durable) -> Callable[[], bool]:
+        """Return what tells whether nodes keep all that anybody is known to have come to."""
+        return partial(self._bridges, situation, durable)
+
+    def _bridges(self, situation: Situation, durable: Durable) -> bool:
         recall = self.recall(situation, durable) if self._redundancy.data else None
-        return recall is None or recall.step < max(
+        return recall is not None and recall.step >= max(
             (status.committed for status in situation.known), default=0
         )
 
@@ -100,7 +109,7 @@ class Protection:
         floor = (view.number, view.resume_step) if view is not None else (0, 0)
         abandoned = view.abandoned if view is not None else ()
         needed, invalidations = self._redundancy.data, (*durable.invalidations, *abandoned)
-        return find_recall(kept, needed, durable.step, floor, invalidations)
+        return find_recall(kept, needed, durable.step, floor, invalidations, self._shards)
 
 
 def _has_more_to_tell(situation: Situation) -> bool:
@@ -128,7 +137,8 @@ def make_ring(
     Of a part no domain should hold more pieces than may be lost. With fewer nodes than pieces of a
     part, some hold several of them. The result is empty without redundancy.
     """
-    left = sorted({member.agent for member in members}) if redundancy.data else []
+    names = {name for member in members for name in member.nodes}
+    left = sorted(names) if redundancy.data else []
     sizes = Counter(label for agent in left for label in domains.get(agent, ()))
     ring: list[AgentId] = []
     while left:
@@ -183,10 +193,11 @@ def find_recall(
     checkpoint: int,
     floor: tuple[int, int],
     invalidations: Invalidations,
+    shards: int = 1,
 ) -> Recall:
     """Find how to come furthest from what nodes keep, best without a checkpoint from the store.
 
-    `needed`: pieces that give a part. `checkpoint`: the step of the newest one in the store; 0: the
+    `needed`: pieces that give a part, of each of so many `shards`. `checkpoint`: the step of the newest one in the store; 0: the
     job can begin from its initial state. `floor`: the last view, and how many steps are known to
     have been committed before it. A state counts once the next step was committed in its own view,
     in which all members have compared it.
@@ -201,7 +212,8 @@ def find_recall(
             found = by_view[view]
             known = max(floor[1], *(each.committed for each in found)) > step
             right = not is_invalidated(invalidations, step + 1, ViewNumber(view))
-            if known and right and _complete([k for k in found if k.first <= step < k.end], needed):
+            here = [each for each in found if each.first <= step < each.end]
+            if known and right and _complete(here, needed, shards):
                 return view
         return 0
 
@@ -213,7 +225,7 @@ def find_recall(
         for step in sorted({step for each in found for step in each.states}):
             right = not is_invalidated(invalidations, step, ViewNumber(view))
             here = [each for each in found if step in each.states]
-            if step < compared and right and _complete(here, needed):
+            if step < compared and right and _complete(here, needed, shards):
                 bases[step] = view
     best = Recall(base=checkpoint, view=0, sources=())
     for base, view in sorted(bases.items()):
@@ -230,10 +242,12 @@ def find_recall(
     return best
 
 
-def _complete(kept: Sequence[KeptPieces], needed: int) -> bool:
-    """Tell whether these hold enough pieces of every part."""
-    if not kept:
-        return False
-    pieces = dict.fromkeys(piece for each in kept for piece in each.pieces)
-    there = Counter(part for part, _ in pieces)
-    return all(there[part] >= needed for part in range(kept[0].parts))
+def _complete(kept: Sequence[KeptPieces], needed: int, shards: int) -> bool:
+    """Tell whether these hold enough pieces of every part of all shards."""
+    for shard in range(shards):
+        its = [each for each in kept if not each.shards or shard in each.shards]
+        pieces = dict.fromkeys(piece for each in its for piece in each.pieces)
+        there = Counter(part for part, _ in pieces)
+        if not its or any(there[part] < needed for part in range(its[0].parts)):
+            return False
+    return True

@@ -74,7 +74,7 @@ class Reserve:
         """Look at who is there; yields a line when another number of spares is wanted."""
         if view is not None:  # of a coordinator that has begun anew
             self._places = max(self._places, len(view.members) - len(view.spares))
-        placed = [roster.nodes[name] for name in roster.placed if name in roster.nodes]
+        placed = [roster.nodes[name] for name in roster.first_nodes if name in roster.nodes]
         self._places = max(self._places, sum(node.offered - node.spares for node in placed))
         if self._policy.spares is not None:
             return

@@ -7,10 +7,10 @@ slots; every change comes with a line for the job's event log.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from holdfast.core.membership.formation import Situation
+from holdfast.core.membership.formation import Situation, given_up_on
 from holdfast.core.membership.roster import Roster, SlotState
 from holdfast.core.types import Stage, WorkerId, WorkerStatus
 
@@ -28,20 +28,25 @@ class RestartPolicy:
     probation_s: float = 60.0  # a member without a loss for this long starts afresh
 
 
-def replace_lost(situation: Situation, policy: RestartPolicy) -> Iterator[tuple[WorkerId, str]]:
+def replace_lost(
+    situation: Situation, policy: RestartPolicy, bridges: Callable[[], bool] = lambda: False
+) -> Iterator[tuple[WorkerId, str]]:
     """Order the next incarnation of lost workers, when their back-off has passed.
 
-    Yields each newly counted loss: the worker, and why it was lost.
+    `bridges`: tells whether no step is lost even if nobody holds the state. Yields each newly
+    counted loss: the worker, and why it was lost.
     """
     now, newest = situation.now, situation.roster.newest
     for worker, slot in situation.roster.slots.items():
         if slot.respawn_at is None:
             status = newest.get(worker)
             if status is not None and status.incarnation == slot.incarnation and not slot.strikes:
-                if status.stage != Stage.LOST and slot.agent not in situation.silent:
-                    continue  # almost all are, almost always
+                if status.stage != Stage.LOST and not situation.silent.intersection(slot.nodes):
+                    if not slot.further:
+                        continue  # almost all are, almost always
             _end_probation(situation, worker, slot, policy)
             lost = _loss(situation, worker, slot)
+            lost = lost or _loss_elsewhere(situation, worker, slot, bridges)
             if lost is None:
                 continue
             slot.respawn_at = now
@@ -122,3 +127,41 @@ def _loss(situation: Situation, worker: WorkerId, slot: SlotState) -> str | None
         # Not started yet, or the agent itself restarted and its workers died with it.
         return "its agent restarted" if member is not None else None
     return status.detail or "gone" if status.stage == Stage.LOST else None
+
+
+def _loss_elsewhere(
+    situation: Situation, worker: WorkerId, slot: SlotState, bridges: Callable[[], bool]
+) -> str | None:
+    """Tell why a spread worker is gone since some of its processes are, or None while it is not.
+
+    Once one of its nodes can act no more it can commit nothing, on whichever side of a cut. A
+    silent node is waited for longer if that would cost steps.
+    """
+    roster, view = situation.roster, situation.view
+    acts = view is not None and view.includes(worker, slot.incarnation)
+    fence_s = situation.lease.fence_s
+    for name in slot.nodes if slot.further else ():
+        if name in situation.silent:
+            fenced = acts and situation.now >= roster.heard_at(name) + fence_s
+            if fenced and (
+                given_up_on(situation, name) or _others_hold(situation, worker) or bridges()
+            ):
+                return f"its node {name} is lost"
+            continue
+        node = roster.nodes.get(name)
+        status = node.statuses.get(worker) if node is not None else None
+        if node is None or name == slot.agent:
+            continue
+        if status is None or status.incarnation < slot.incarnation:
+            if acts:
+                return f"the agent of its node {name} restarted"
+        elif status.incarnation == slot.incarnation and status.stage == Stage.LOST:
+            return f"on node {name}: {status.detail or 'gone'}"
+    return None
+
+
+def _others_hold(situation: Situation, worker: WorkerId) -> bool:
+    """Tell whether other members can go on, with the state that they hold."""
+    others = [m for m in situation.members if m.worker != worker and situation.sound(m)]
+    found = [situation.status(member) for member in others]
+    return any(status is not None and status.has_state for status in found)

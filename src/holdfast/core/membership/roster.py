@@ -7,7 +7,7 @@ is counted from the newest report or, for a node that has not spoken yet, from t
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -86,6 +86,12 @@ class SlotState:
     wrongs: int = 0  # how often it was found to compute wrongly, likewise
     member_since: float | None = None
     role: ProcessRole = ProcessRole.WORKER
+    further: tuple[AgentId, ...] = ()  # nodes over which it is spread, too
+
+    @property
+    def nodes(self) -> tuple[AgentId, ...]:
+        """Return all of its nodes, in their order."""
+        return (self.agent, *self.further)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,9 +124,11 @@ class Roster:
         self.workers_named = record.workers_named if record else 0
         self._records: tuple[Slot, ...] | None = None  # cached until a slot changes
         self._by_node: dict[AgentId, list[WorkerId]] = {}
+        self._beside: dict[AgentId, list[WorkerId]] = {}  # of whom it is a further node
         for slot in record.slots if record else ():
             counted = Incarnation(slot.incarnation - 1)
             state = SlotState(slot.agent, slot.incarnation, counted=counted, role=slot.role)
+            state.further = slot.further
             self.add_slot(slot.worker, state)
 
     # ------------------------------------------------------------ hearing
@@ -163,7 +171,7 @@ class Roster:
         node.fresh = False
         if recall:
             self.recall(name, node.statuses.values(), None)
-        for worker in self.here(name):
+        for worker in self.on(name):
             acting = view is not None and view.includes(worker, self.slots[worker].incarnation)
             if worker not in node.statuses and not acting:
                 self.order_anew(worker)
@@ -179,12 +187,19 @@ class Roster:
     # ------------------------------------------------------------ slots
 
     def here(self, name: AgentId) -> list[WorkerId]:
+        """Return the workers that this is the node of, or the first of their nodes."""
         return self._by_node.get(name, [])
+
+    def on(self, name: AgentId) -> list[WorkerId]:
+        """Return all workers that have processes on a node."""
+        return [*self.here(name), *self._beside.get(name, [])]
 
     def add_slot(self, worker: WorkerId, slot: SlotState) -> None:
         self._records = None
         self.slots[worker] = slot
         self._by_node.setdefault(slot.agent, []).append(worker)
+        for name in slot.further:
+            self._beside.setdefault(name, []).append(worker)
         self.workers_named = max(self.workers_named, worker + 1)
         if slot.agent in self.nodes:
             self._note_newest(slot.agent)
@@ -194,17 +209,29 @@ class Roster:
         for _ in range(self.nodes[name].wanted - len(self.here(name))):
             self.add_slot(WorkerId(self.workers_named), SlotState(name, self.first))
 
+    def admit_together(self, names: Sequence[AgentId]) -> None:
+        """Give nodes the slots of workers that are spread over them, in this order."""
+        for _ in range(min(self.nodes[name].wanted for name in names)):
+            slot = SlotState(names[0], self.first, further=tuple(names[1:]))
+            self.add_slot(WorkerId(self.workers_named), slot)
+
     def drain(self, name: AgentId, view: View | None) -> None:
         """Replace the processes here that take no part; nothing starts while the node drains."""
-        for worker in self.here(name):
+        for worker in self.on(name):
             if view is None or not view.includes(worker, self.slots[worker].incarnation):
                 self.order_anew(worker)
 
     def dismiss(self, name: AgentId) -> None:
+        """Take a node's slots away, those of workers that it is a further node of as well."""
         self._records = None
-        for worker in self._by_node.pop(name, []):
-            del self.slots[worker]
+        for worker in self.on(name):
+            slot = self.slots.pop(worker)
             self.newest.pop(worker, None)
+            for table, names in ((self._by_node, (slot.agent,)), (self._beside, slot.further)):
+                for each in names:
+                    table[each].remove(worker)
+                    if not table[each]:
+                        del table[each]
 
     def order_anew(self, worker: WorkerId) -> None:
         """Order the next incarnation to run here at once, and the present one to end."""
@@ -216,19 +243,29 @@ class Roster:
     def recall(self, name: AgentId, statuses: Iterable[WorkerStatus], view: View | None) -> None:
         """Restore slots from what agents run, and who is a member, when the record is lost."""
         self._records = None
-        members = [(m.worker, m.agent, m.incarnation) for m in view.members] if view else []
-        running = [(s.worker, name, s.incarnation) for s in statuses]
-        for worker, agent, incarnation in [*members, *running]:
+        members = (
+            [(m.worker, m.agent, m.incarnation, m.further) for m in view.members] if view else []
+        )
+        # Of a spread worker's nodes the view alone knows: others of them are not taken back.
+        running = [(s.worker, name, s.incarnation, ()) for s in statuses if not s.meets_at]
+        for worker, agent, incarnation, further in [*members, *running]:
             slot = self.slots.get(worker)
             if slot is None:
-                self.add_slot(worker, SlotState(agent, incarnation))
+                self.add_slot(worker, SlotState(agent, incarnation, further=further))
             elif slot.agent == agent:
                 slot.incarnation = max(slot.incarnation, incarnation)
+        self.workers_named = max([self.workers_named, *(s.worker + 1 for s in statuses)])
 
     def slot_records(self) -> tuple[Slot, ...]:
         if self._records is None:
             self._records = tuple(
-                Slot(worker=w, agent=p.agent, incarnation=p.incarnation, role=p.role)
+                Slot(
+                    worker=w,
+                    agent=p.agent,
+                    incarnation=p.incarnation,
+                    role=p.role,
+                    further=p.further,
+                )
                 for w, p in self.slots.items()
             )
         return self._records
@@ -238,24 +275,34 @@ class Roster:
 
         On a node that is being drained these are only members of the view: nothing starts there.
         """
-        draining = self.draining(name)
-        for worker in self.here(name):
+        for worker in self.on(name):
             slot = self.slots[worker]
             acts = view is not None and view.includes(worker, slot.incarnation)
-            stays = acts or not draining
+            stays = acts or not self.drained_of(worker)
             if slot.respawn_at is None and stays:
-                yield self._wanted_as(worker, slot.incarnation)
+                yield from self._wanted_as(worker, slot.incarnation, name)
 
     def leaving(self, name: AgentId, view: View | None) -> Iterator[WantedProcess]:
         """Find what may finish on a node as the job ends: living members of the view."""
-        for worker in self.here(name):
+        for worker in self.on(name):
             member = view.member(worker) if view is not None else None
             if member is not None and not self.dead(worker, member.incarnation):
-                yield self._wanted_as(worker, member.incarnation)
+                yield from self._wanted_as(worker, member.incarnation, name)
 
-    def _wanted_as(self, worker: WorkerId, incarnation: Incarnation) -> WantedProcess:
-        role = self.slots[worker].role
-        return WantedProcess(worker=worker, incarnation=incarnation, role=role)
+    def _wanted_as(
+        self, worker: WorkerId, incarnation: Incarnation, name: AgentId
+    ) -> Iterator[WantedProcess]:
+        """Yield what should run of a worker on a node; on further ones, once the first one does."""
+        slot, status = self.slots[worker], self.status(worker, incarnation)
+        meets_at = status.meets_at if status is not None and name != slot.agent else ""
+        if name == slot.agent or meets_at:
+            yield WantedProcess(
+                worker=worker,
+                incarnation=incarnation,
+                role=slot.role,
+                place=slot.nodes.index(name),
+                meets_at=meets_at,
+            )
 
     # ------------------------------------------------------------ knowing
 
@@ -263,12 +310,19 @@ class Roster:
         node = self.nodes.get(name)
         return node.draining if node is not None else ""
 
+    def drained_of(self, worker: WorkerId) -> AgentId | None:
+        """Return a node of a worker that is being drained, if there is one."""
+        slot = self.slots.get(worker)
+        return next((n for n in slot.nodes if self.draining(n)), None) if slot else None
+
     def leaves(self, worker: WorkerId) -> str:
         """Return why a member should leave the job's views, or ""."""
+        if drained := self.drained_of(worker):
+            return self.draining(drained)
         slot = self.slots.get(worker)
         node = self.nodes.get(slot.agent) if slot is not None else None
-        if slot is None or node is None or node.draining:
-            return "" if node is None else node.draining
+        if slot is None or node is None:
+            return ""
         named = (worker, slot.incarnation)
         found = (each for each in node.leaving if (each.worker, each.incarnation) == named)
         return next((each.reason for each in found), "")
@@ -280,12 +334,17 @@ class Roster:
 
     @property
     def placed(self) -> list[AgentId]:
-        """Return the nodes that have slots, also those that have not spoken yet."""
+        """Return the nodes that workers have places on, also those that have not spoken yet."""
+        return list(dict.fromkeys([*self._by_node, *self._beside]))
+
+    @property
+    def first_nodes(self) -> list[AgentId]:
+        """Return the nodes that are the first ones of some workers."""
         return list(self._by_node)
 
     def unheard(self) -> list[AgentId]:
         """List nodes that have slots and have not spoken yet."""
-        return [name for name in self._by_node if name not in self.nodes]
+        return [name for name in self.placed if name not in self.nodes]
 
     def heard_at(self, name: AgentId) -> float:
         node = self.nodes.get(name)
@@ -313,10 +372,40 @@ class Roster:
         slot = self.slots.get(worker)
         if slot is None or slot.agent not in self.nodes:
             return slot is None
-        status = self.newest.get(worker)
+        return self._ended(self.newest.get(worker), incarnation)
+
+    def crippled(self, worker: WorkerId, incarnation: Incarnation) -> bool:
+        """Tell whether processes of a spread member have ended on one of its further nodes.
+
+        Then it can commit nothing any more.
+        """
+        slot = self.slots.get(worker)
+        names = slot.further if slot is not None else ()
+        heard = [self.nodes[name] for name in names if name in self.nodes]
+        return any(self._ended(node.statuses.get(worker), incarnation) for node in heard)
+
+    @staticmethod
+    def _ended(status: WorkerStatus | None, incarnation: Incarnation) -> bool:
         if status is None or status.incarnation > incarnation:
             return True
         return status.incarnation == incarnation and not status.stage.alive
+
+    def complete(self, status: WorkerStatus) -> bool:
+        """Tell whether the processes of a worker run on all of its nodes, as these have told."""
+        nodes = [self.nodes.get(name) for name in self.slots[status.worker].further]
+        found = [node.statuses.get(status.worker) if node is not None else None for node in nodes]
+        return all(
+            s is not None and s.incarnation == status.incarnation and s.stage.alive for s in found
+        )
+
+    def failed(self) -> list[WorkerStatus]:
+        """Return what is told of processes whose script has failed, on whichever node."""
+        found = [status for status in self.newest.values() if status.stage == Stage.FAILED]
+        for name, workers in self._beside.items():
+            statuses = self.nodes[name].statuses if name in self.nodes else {}
+            told = [statuses[worker] for worker in workers if worker in statuses]
+            found += [status for status in told if status.stage == Stage.FAILED]
+        return found
 
     def snapshot(self, silent: Collection[AgentId]) -> tuple[NodeSnapshot, ...]:
         return tuple(
@@ -339,7 +428,7 @@ class Roster:
         What a node has been told to start, and has not told of, may run until its agent knows.
         """
         if now < self.started_at + fence_s:
-            if any(slot.agent not in self.nodes for slot in self.slots.values()):
+            if self.unheard():
                 return False
         return all(
             node.ending and not any(status.stage.alive for status in node.statuses.values())
@@ -356,7 +445,7 @@ class Roster:
 _DECISIVE = attrgetter(
     *("incarnation", "stage", "view", "promised", "state", "at_boundary", "late", "ended"),
     *("loop", "unreached", "saved", "unreadable", "invalidations", "events", "detail"),
-    *("address", "abreast", "unfed"),
+    *("address", "meets_at", "abreast", "unfed"),
 )
 
 

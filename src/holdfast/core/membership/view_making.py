@@ -108,7 +108,13 @@ def make_view(
     return View(
         number=number,
         members=tuple(
-            Member(worker=w, incarnation=p.incarnation, agent=p.agent, shards=procs)
+            Member(
+                worker=w,
+                incarnation=p.incarnation,
+                agent=p.agent,
+                shards=procs,
+                further=p.further,
+            )
             for w, p in slots
         ),
         owners=proposal.owners,

@@ -17,16 +17,36 @@ from holdfast.core.step.events import EventNoted
 from holdfast.core.types import View, WorkerId
 
 
-def pieces_of(view: View, worker: WorkerId, redundancy: Redundancy) -> tuple[Piece, ...]:
-    """Return the pieces that a member keeps on its node; members of one node share them."""
+def pieces_of(
+    view: View, worker: WorkerId, redundancy: Redundancy, shard: int = 0, place: int = 0
+) -> tuple[Piece, ...]:
+    """Return the pieces of a shard that a member keeps on one of its nodes, by the node's place.
+
+    Members that share the node share them out.
+    """
     me = view.member(worker)
-    if me is None or me.agent not in view.ring:
+    if me is None or me.nodes[place] not in view.ring:
         return ()
-    size, place = len(view.ring), view.ring.index(me.agent)
-    beside = [member.worker for member in view.members if member.agent == me.agent]
-    numbers = range(redundancy.pieces_on(size))
-    found = (Piece((place - number) % size, number) for number in numbers)
+    size, at = len(view.ring), view.ring.index(me.nodes[place])
+    beside = [member.worker for member in view.members if me.nodes[place] in member.nodes]
+    parts = _parts(view, shard)
+    firsts = ((at - number) % size for number in range(redundancy.pieces_on(size)))
+    found = (Piece(parts[first], n) for n, first in enumerate(firsts) if first in parts)
     return tuple(p for p in found if beside[p.part % len(beside)] == worker)
+
+
+def parts_of(view: View, shard: int) -> int:
+    """Return into how many parts a shard is cut: as many as nodes of the ring hold it."""
+    return len(_parts(view, shard))
+
+
+def _parts(view: View, shard: int) -> dict[int, int]:
+    """Return the part that begins at a place of the ring, where a node holds the shard."""
+    if not any(member.further for member in view.members):
+        return dict(zip(range(len(view.ring)), range(len(view.ring)), strict=True))
+    holders = frozenset(member.holder(shard) for member in view.members)
+    places = [place for place, agent in enumerate(view.ring) if agent in holders]
+    return {place: part for part, place in enumerate(places)}
 
 
 class Protecting:

@@ -1,0 +1,186 @@
+"""Simulates workers whose processes are spread over several nodes.
+
+What the process on the first node does stands for all of them, and those on further nodes follow it
+(other_shards.py). Here these live, freeze and end, each by itself; any of them takes the others
+along, once they hear of it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from holdfast.core.types import AgentId, Incarnation, WorkerDirective, WorkerId
+from holdfast.sim.arithmetic import Key
+from holdfast.sim.running import Running
+from holdfast.sim.seams import Clock, Memory
+
+RETRY_S = 0.2  # after which a network that is cut is tried again
+
+
+class FirstProcess(Protocol):
+    """Is a worker's process on its first node."""
+
+    key: Key
+    agent: AgentId
+    alive: bool
+    ailing: bool
+
+    @property
+    def spread(self) -> Spread: ...
+
+    def post(self, delay_s: float, call: Callable[..., None], *args: Any) -> None: ...
+
+    def deliver(self, call: Callable[..., None], args: tuple[Any, ...]) -> None: ...
+
+    def met(self) -> None: ...
+
+    def end(self, code: int, detail: str = "") -> None: ...
+
+
+class SpreadNode(Protocol):
+    """Is a node on which some of a worker's processes run."""
+
+    @property
+    def name(self) -> AgentId: ...
+
+    @property
+    def memory(self) -> Memory: ...
+
+    def process_ended(self, process: Any, code: int, detail: str) -> None: ...
+
+    def watch(self, process: Any) -> None: ...
+
+
+class SpreadWorld(Clock, Protocol):
+    """Is the world around them."""
+
+    def first_process(self, key: Key) -> FirstProcess | None: ...
+
+    def are_apart(self, a: AgentId, b: AgentId) -> bool: ...
+
+    def is_up(self, agent: AgentId) -> bool: ...
+
+
+class Further(Running):
+    """Simulates the processes of a worker on one of its further nodes, of number `place`."""
+
+    def __init__(
+        self,
+        world: SpreadWorld,
+        host: SpreadNode,
+        worker: WorkerId,
+        incarnation: Incarnation,
+        place: int,
+    ) -> None:
+        super().__init__(world)
+        self.world = world
+        self.host = host
+        self.agent = host.name
+        self.worker = worker
+        self.key: Key = (int(worker), int(incarnation))
+        self.place = place
+
+    def start(self) -> None:
+        """Look for the process on the first node."""
+        self.post(self.world.delay(self.world.options.boot_s / 4), self._meet)
+
+    def directed(self, directive: WorkerDirective) -> None:
+        """Take in nothing: directives are for the process on the first node."""
+
+    def end(self, code: int, detail: str = "") -> None:
+        """End here and now; its agent hears of it a little later, and so do the others."""
+        if not self.alive:
+            return
+        self.alive = False
+        self.host.process_ended(self, code, detail)
+        first = self.world.first_process(self.key)
+        if first is not None:
+            first.spread.lost(self)
+
+    def _meet(self) -> None:
+        first = self.world.first_process(self.key)
+        if first is None or not first.alive or self.world.are_apart(first.agent, self.agent):
+            self.end(-9, "it does not find its worker")
+        else:
+            first.spread.meet(self)
+
+
+class Spread:
+    """Keeps together what runs on the nodes of one worker; `first`: on the first one."""
+
+    def __init__(self, world: SpreadWorld, first: FirstProcess, memory: Memory) -> None:
+        self._world = world
+        self._first = first
+        self._memory = memory
+        self._nodes, self._shards = world.options.spread, world.options.procs
+        self.further: dict[int, Further] = {}  # by place
+        self._held: dict[int, deque[tuple[Callable[..., None], tuple[Any, ...]]]] = {}
+
+    @property
+    def is_whole(self) -> bool:
+        """Tell whether processes live on all nodes."""
+        return len(self.further) == self._nodes - 1 and all(
+            each.alive for each in self.further.values()
+        )
+
+    def meet(self, further: Further) -> None:
+        """Let the script begin, once processes have come from all nodes."""
+        self.further[further.place] = further
+        if len(self.further) == self._nodes - 1:
+            self._first.met()
+
+    def lost(self, further: Further) -> None:
+        """Hear that a connection has ended, unless the network lost that with the node."""
+        if self._is_heard(further.agent):
+            why = f"its process on {further.agent} is gone"
+            self._first.post(self._world.delay(0.005), self._first.end, -9, why)
+
+    def ended(self) -> None:
+        """Take the others along: the process on the first node has ended."""
+        for each in self.further.values():
+            if self._is_heard(each.agent):
+                each.post(self._world.delay(0.005), each.end, -9, "its worker has ended")
+
+    def later(self, shard: int, delay_s: float, call: Callable[..., None], *args: Any) -> None:
+        """Have a shard's process do something, which the one on the first node then hears of."""
+        place = shard * self._nodes // self._shards
+        if not place:
+            self._first.post(delay_s, call, *args)
+        else:
+            self._world.at(delay_s, self._go, place, self._first.deliver, (call, args))
+
+    def everywhere(self, call: Callable[[Memory, AgentId, int], None]) -> None:
+        """Do something with the memory of each of the worker's nodes."""
+        call(self._memory, self._first.agent, 0)
+        for place, each in self.further.items():
+            self._go(place, call, (each.host.memory, each.agent, place))
+
+    # ------------------------------------------------------------ the network between them
+
+    def _go(self, place: int, call: Callable[..., None], args: tuple[Any, ...]) -> None:
+        """Do something on a further node, in order; what the network does not carry waits."""
+        held = self._held.setdefault(place, deque())
+        held.append((call, args))
+        if len(held) == 1:
+            self._drain(place)
+
+    def _drain(self, place: int) -> None:
+        further, held = self.further[place], self._held[place]
+        if held and self._world.are_apart(self._first.agent, further.agent):
+            self._first.ailing = True
+            self._world.at(RETRY_S, self._drain, place)
+            return
+        while held:
+            call, args = held[0]
+            further.deliver(call, args)
+            held.popleft()
+
+    def _is_heard(self, agent: AgentId) -> bool:
+        """Tell whether the end of a connection between two nodes is heard."""
+        world, ours = self._world, self._first.agent
+        if world.are_apart(ours, agent):
+            return False
+        lost = not world.is_up(ours) or not world.is_up(agent)
+        return not lost or world.rng.random() >= world.options.unheard_break
