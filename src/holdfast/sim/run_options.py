@@ -7,6 +7,7 @@ once spends its life in the same few recovery paths.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -253,18 +254,9 @@ def draw(seed: int, small: bool = False) -> Options:
         balance=_draw_balance(Random(f"balance {seed} {small}")),
         **_draw_patience(Random(f"patience {seed} {small}")),
     )
-    options = _with_wrong_bits(options, Random(f"wrong {seed} {small}"))
-    options = _with_stores(options, Random(f"stores {seed} {small}"))
-    options = _with_ends(options, Random(f"ends {seed} {small}"))
-    options = _with_rounds(options, Random(f"rounds {seed} {small}"))
-    options = _with_forgetful_scripts(options, Random(f"forgetful {seed} {small}"))
-    options = _with_feeds(options, Random(f"feeds {seed} {small}"))
-    options = _with_spares(options, Random(f"spares {seed} {small}"))
-    options = _with_notices(options, Random(f"notices {seed} {small}"))
-    options = _with_redundancy(options, Random(f"redundancy {seed} {small}"))
-    options = _with_shards(options, Random(f"shards {seed} {small}"))
-    options = _with_spread(options, Random(f"spread {seed} {small}"))
-    return _with_sharded_optimizer(options, Random(f"optimizer {seed} {small}"))
+    for name, more in _MORE.items():
+        options = more(options, Random(f"{name} {seed} {small}"))
+    return options
 
 
 def _with_sharded_optimizer(options: Options, rng: Random) -> Options:
@@ -294,7 +286,7 @@ def _with_spread(options: Options, rng: Random) -> Options:
     return dataclasses.replace(
         options,
         procs=spread * rng.randint(1, 2),
-        shard_lag_s=options.shard_lag_s or options.data_s,
+        shard_lag_s=options.data_s / 10,
         spread=spread,
         nodes_min=spread * rng.randint(1, min(most, at_start)),
         nodes_max=spread * most,
@@ -479,3 +471,20 @@ def draw_large(seed: int, nodes: int) -> Options:
         save_every=rng.choice((0, 2)),
         balance=BalancePolicy(warm_up=0, window=2),
     )
+
+
+# What came later than the first options, each drawn apart, so that older seeds stay what they were.
+_MORE: dict[str, Callable[[Options, Random], Options]] = {
+    "wrong": _with_wrong_bits,
+    "stores": _with_stores,
+    "ends": _with_ends,
+    "rounds": _with_rounds,
+    "forgetful": _with_forgetful_scripts,
+    "feeds": _with_feeds,
+    "spares": _with_spares,
+    "notices": _with_notices,
+    "redundancy": _with_redundancy,
+    "shards": _with_shards,
+    "spread": _with_spread,
+    "optimizer": _with_sharded_optimizer,
+}

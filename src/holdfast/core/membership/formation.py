@@ -87,6 +87,12 @@ class Situation:
     def may_return(self, member: Member) -> bool:
         return member.agent in self.silent and not self.abandoned(member)
 
+    def may_hold(self, member: Member) -> bool:
+        """Tell whether a silent node may hold what it had of the state, or keep pieces of it."""
+        if not member.further:
+            return self.may_return(member)
+        return any(n in self.silent and not given_up_on(self, n) for n in member.nodes)
+
     def abandoned(self, member: Member) -> bool:
         """Tell whether the state that this process may hold is given up as well."""
         return self._dead(member) or given_up_on(self, member.agent)

@@ -64,7 +64,7 @@ class Protection:
 
         It does not if what other nodes keep brings it as far as anybody is known to have come.
         """
-        if not any(situation.may_return(member) for member in situation.members):
+        if not any(situation.may_hold(member) for member in situation.members):
             return False
         return not self._bridges(situation, durable)
 
@@ -74,9 +74,11 @@ class Protection:
 
     def _bridges(self, situation: Situation, durable: Durable) -> bool:
         recall = self.recall(situation, durable) if self._redundancy.data else None
-        return recall is not None and recall.step >= max(
-            (status.committed for status in situation.known), default=0
-        )
+        known = [status.committed for status in situation.known]
+        number = situation.view.number if situation.view is not None else 0
+        for each in self._kept(situation, frozenset()):  # of workers that have no slots any more
+            known += [each.committed] if each.view == number else []
+        return recall is not None and recall.step >= max(known, default=0)
 
     def recall(self, situation: Situation, durable: Durable) -> Recall | None:
         """Find from what the job begins again, when nobody holds the state.
@@ -197,10 +199,10 @@ def find_recall(
 ) -> Recall:
     """Find how to come furthest from what nodes keep, best without a checkpoint from the store.
 
-    `needed`: pieces that give a part, of each of so many `shards`. `checkpoint`: the step of the newest one in the store; 0: the
-    job can begin from its initial state. `floor`: the last view, and how many steps are known to
-    have been committed before it. A state counts once the next step was committed in its own view,
-    in which all members have compared it.
+    `needed`: pieces that give a part, of each of so many `shards`. `checkpoint`: the step of the
+    newest one in the store; 0: the job can begin from its initial state. `floor`: the last view,
+    and how many steps are known to have been committed before it. A state counts once the next step
+    was committed in its own view, in which all members have compared it.
     """
     by_view: dict[int, list[KeptPieces]] = {}
     for each in kept:
