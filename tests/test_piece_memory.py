@@ -56,7 +56,8 @@ def put(
     for index in range(count):
         room[index * len(data) : (index + 1) * len(data)] = data
     digests = (xxhash.xxh3_128_digest(data),) * count
-    entry = PieceEntry(kind, shelf.view, step, len(data) * 3, len(data), start, digests)
+    whole = len(data) * 3
+    entry = PieceEntry(kind, shelf.view, step, whole, len(data), start, digests, shelf.shard)
     arena.put(entry, shelf)
     return entry
 
@@ -287,7 +288,7 @@ class Nodes:
         for number, memory in enumerate(self.memories):
             file, descriptor = memory.open(number)
             self.files.append(file)
-            self.arenas.append(PieceArena(descriptor, number, BUDGET, shard))
+            self.arenas.append(PieceArena(descriptor, number, BUDGET))
             self.addresses.append(PieceServer(memory, KEY).listen("127.0.0.1"))
 
     def keep(self, kind: str, step: int, image: bytes) -> None:
@@ -302,8 +303,10 @@ class Nodes:
                 )
                 for i, p in enumerate(pieces)
             ]
-            entry = PieceEntry(kind, 1, step, len(image), coder.size, start, tuple(digests))
-            arena.put(entry, PieceShelf(1, count, tuple((p.part, p.number) for p in pieces), 0))
+            sizes = (len(image), coder.size, start)
+            entry = PieceEntry(kind, 1, step, *sizes, tuple(digests), self.shard)
+            plain = tuple((p.part, p.number) for p in pieces)
+            arena.put(entry, PieceShelf(1, count, plain, 0, self.shard))
 
     def damage(self, node: int, piece: int = 0) -> None:
         """Flip a bit of what a node holds."""
@@ -447,16 +450,17 @@ def test_pieces_of_the_dead_are_kept_until_something_newer_is_protected() -> Non
 
 def test_only_what_all_processes_of_a_worker_keep_counts() -> None:
     memory = NodeMemory(procs=2)
-    arenas = [PieceArena(memory.open(5)[1], 5, BUDGET, shard) for shard in range(2)]
+    arenas = [PieceArena(memory.open(5)[1], 5, BUDGET) for _ in range(2)]
     for step in (4, 5, 6):
         put(arenas[0], GRADIENT, step, b"g" * 100)
     put(arenas[0], STATE, 4, b"a" * 100)
     arenas[0].mark(1, 5)
     (found,) = memory.report()[0]
     assert (found.states, found.first, found.end) == ((), 0, 0)
-    put(arenas[1], STATE, 4, b"b" * 100)
+    other = msgspec.structs.replace(ONE, shard=1)
+    put(arenas[1], STATE, 4, b"b" * 100, other)
     for step in (4, 5):
-        put(arenas[1], GRADIENT, step, b"h" * 100)
+        put(arenas[1], GRADIENT, step, b"h" * 100, other)
     (found,) = memory.report()[0]
     assert (found.worker, found.states, found.first, found.end) == (5, (4,), 4, 6)
     assert found.committed == 6, "one of them has it from the vote"

@@ -145,6 +145,11 @@ class Workers:
         above=0,
     )
 
+    @property
+    def procs_on_node(self) -> int:
+        """Return how many processes of a worker are on each of its nodes."""
+        return self.procs // self.spread
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nodes:

@@ -7,11 +7,12 @@ newer of the two tables that are whole describes pieces that are. Nothing in it 
 
 from __future__ import annotations
 
+import dataclasses
 import mmap
 import os
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 import xxhash
@@ -34,6 +35,7 @@ class PieceEntry(msgspec.Struct, frozen=True, array_like=True):
 
     `step`: the state after so many steps, or the gradient of that step. `whole`: bytes of all of
     it. `size`: bytes of each piece. `start`: of the first one, in the file. `digests`: of each.
+    `shard`: of which shard of the model it is.
     """
 
     kind: str
@@ -43,33 +45,45 @@ class PieceEntry(msgspec.Struct, frozen=True, array_like=True):
     size: int
     start: int
     digests: tuple[bytes, ...]
+    shard: int = 0
 
     @property
-    def key(self) -> tuple[str, int, int]:
-        return self.kind, self.view, self.step
+    def key(self) -> tuple[str, int, int, int]:
+        return self.kind, self.view, self.step, self.shard
 
 
 class PieceShelf(msgspec.Struct, frozen=True, array_like=True):
-    """Says which pieces the worker keeps as a member of a view, and how far it has committed."""
+    """Says which pieces of a shard the worker keeps here as a member of a view.
+
+    `committed`: how far it has committed.
+    """
 
     view: int
     parts: int
     pieces: tuple[tuple[int, int], ...]
     committed: int
+    shard: int = 0
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.view, self.shard
 
 
 class Table(msgspec.Struct, frozen=True, array_like=True):
     """Describes all that a worker's process has put into its file.
 
-    `forgotten`: a view, and a step: that view has protected the state after so many steps. `shard`:
-    which of the worker's processes it is.
+    `forgotten`: a view, and a step: that view has protected the state after so many steps.
     """
 
     worker: int
     shelves: tuple[PieceShelf, ...] = ()
     entries: tuple[PieceEntry, ...] = ()
     forgotten: tuple[int, int] = (0, 0)
-    shard: int = 0
+
+    def shelf_of(self, entry: PieceEntry) -> PieceShelf | None:
+        """Return what says which pieces an entry's are."""
+        key = (entry.view, entry.shard)
+        return next((shelf for shelf in self.shelves if shelf.key == key), None)
 
     def without(self, marks: Sequence[tuple[int, int]]) -> Table:
         """Leave out what is older than the states that were protected, as `marks` says."""
@@ -79,42 +93,56 @@ class Table(msgspec.Struct, frozen=True, array_like=True):
 
     def keeping(self, entries: Sequence[PieceEntry]) -> Table:
         """Leave out all other entries, and what was said of their views."""
-        views = {entry.view for entry in entries}
-        shelves = tuple(shelf for shelf in self.shelves if shelf.view in views)
+        kept = {(entry.view, entry.shard) for entry in entries}
+        shelves = tuple(shelf for shelf in self.shelves if shelf.key in kept)
         return msgspec.structs.replace(self, entries=tuple(entries), shelves=shelves)
 
 
-def kept_pieces(tables: Sequence[Table], procs: int = 1) -> list[KeptPieces]:
-    """Say to the coordinator what tables hold; `procs`: of each worker, all of which must hold it.
+def kept_pieces(tables: Sequence[Table], procs: int = 1, spread: int = 1) -> list[KeptPieces]:
+    """Say to the coordinator what a node's tables hold.
 
-    A worker's process may have several tables, since damaged pieces are made again elsewhere.
+    `procs`: processes of each worker. All of them must hold it, unless they are on several nodes
+    (`spread`): then what is held of each shard is told. A process may have several tables, since
+    damaged pieces are made again elsewhere.
     """
     found: list[KeptPieces] = []
     for view, worker in sorted({(shelf.view, t.worker) for t in tables for shelf in t.shelves}):
         its = [table for table in tables if table.worker == worker]
         shelves = [shelf for table in its for shelf in table.shelves if shelf.view == view]
+        committed = max(shelf.committed for shelf in shelves)
         held = [
-            {(e.kind, e.step) for t in its for e in t.entries if (e.view, t.shard) == (view, shard)}
+            {(e.kind, e.step) for t in its for e in t.entries if (e.view, e.shard) == (view, shard)}
             for shard in range(procs)
         ]
-        steps = set.intersection(*held)
-        gradients = {step for kind, step in steps if kind == GRADIENT}
-        first = end = max(gradients, default=-1) + 1
-        while first - 1 in gradients:
-            first -= 1
-        found.append(
-            KeptPieces(
-                view=view,
-                worker=worker,
-                parts=shelves[0].parts,
-                pieces=tuple(Piece(*each) for each in shelves[0].pieces),
-                states=tuple(sorted(step for kind, step in steps if kind == STATE)),
-                first=first,
-                end=end,
-                committed=max(shelf.committed for shelf in shelves),
-            )
-        )
+        if spread == 1:
+            all_hold = set.intersection(*held)
+            found.append(_told(worker, shelves[0], all_hold, committed))
+            continue
+        of_shards: dict[KeptPieces, list[int]] = {}
+        for shelf in {each.shard: each for each in shelves}.values():
+            told = _told(worker, shelf, held[shelf.shard], committed)
+            of_shards.setdefault(told, []).append(shelf.shard)
+        found += [dataclasses.replace(k, shards=tuple(each)) for k, each in of_shards.items()]
     return found
+
+
+def _told(
+    worker: int, shelf: PieceShelf, held: Collection[tuple[str, int]], committed: int
+) -> KeptPieces:
+    gradients = {step for kind, step in held if kind == GRADIENT}
+    first = end = max(gradients, default=-1) + 1
+    while first - 1 in gradients:
+        first -= 1
+    return KeptPieces(
+        view=shelf.view,
+        worker=worker,
+        parts=shelf.parts,
+        pieces=tuple(Piece(*each) for each in shelf.pieces),
+        states=tuple(sorted(step for kind, step in held if kind == STATE)),
+        first=first,
+        end=end,
+        committed=committed,
+    )
 
 
 def _is_older(entry: PieceEntry, view: int, step: int) -> bool:
@@ -134,14 +162,14 @@ class PieceArena:
     Its methods may be called by several threads.
     """
 
-    def __init__(self, descriptor: int, worker: int, budget: int, shard: int = 0) -> None:
+    def __init__(self, descriptor: int, worker: int, budget: int) -> None:
         os.ftruncate(descriptor, FIRST + budget)  # takes no memory until it is written to
         self.budget = budget
         self._descriptor = descriptor
         self._map = mmap.mmap(descriptor, FIRST + budget)
         self._memory = memoryview(self._map)
         self._lock = threading.Lock()
-        self._table = Table(worker, shard=shard)
+        self._table = Table(worker)
         self._number = 0
         self._touched = FIRST  # memory is there up to here
         self._taken: dict[int, int] = {}  # where it ends, by where it starts
@@ -187,7 +215,7 @@ class PieceArena:
             old = [each for each in table.entries if each.key == entry.key]
             entries = [each for each in table.entries if each.key != entry.key]
             shelves = table.shelves
-            if all(each.view != shelf.view for each in shelves):
+            if all(each.key != shelf.key for each in shelves):
                 shelves = (*shelves, shelf)
             self._write(
                 msgspec.structs.replace(table, shelves=shelves, entries=(*entries, entry)),

@@ -6,6 +6,8 @@ import contextlib
 import threading
 from collections.abc import Iterable
 
+import msgspec
+
 from holdfast.core.errors import Damaged
 from holdfast.core.redundancy import Piece, Redundancy
 from holdfast.memory.arena import ALIGN, PieceArena, PieceEntry, PieceShelf, Table
@@ -50,7 +52,7 @@ class Mending:
     ) -> str:
         what = f"pieces of the {entry.kind} of step {entry.step} were damaged in memory"
         self._tried.append(entry)
-        reader = PieceReader(addresses, self._key, self._redundancy, table.shard)
+        reader = PieceReader(addresses, self._key, self._redundancy, entry.shard)
         try:
             image = Image([reader.read(entry.kind, entry.view, entry.step)])
         except Damaged as error:
@@ -60,15 +62,13 @@ class Mending:
         coder = PieceCoder(self._redundancy, shelf.parts, entry.whole)
         number, descriptor = self._memory.open(table.worker)
         size = entry.size * len(shelf.pieces)
-        arena = PieceArena(descriptor, table.worker, size + ALIGN, table.shard)
+        arena = PieceArena(descriptor, table.worker, size + ALIGN)
         start, room = arena.take(size)
         digests = []
         for index, piece in enumerate(shelf.pieces):
             target = room[index * entry.size : (index + 1) * entry.size]
             digests.append(coder.make(image, Piece(*piece), target))
-        new = PieceEntry(
-            entry.kind, entry.view, entry.step, entry.whole, entry.size, start, tuple(digests)
-        )
+        new = msgspec.structs.replace(entry, start=start, digests=tuple(digests))
         arena.put(new, shelf)
         self._memory.ended(number)  # nothing more is written there
         return f"{what}, and were made again from those of other nodes"

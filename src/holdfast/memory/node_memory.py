@@ -31,12 +31,16 @@ class _File:
 class NodeMemory:
     """Holds the files of one node; its methods may be called by any thread.
 
-    `found_damage` is called when a piece turns out to be damaged. `procs`: of each worker.
+    `found_damage` is called when a piece turns out to be damaged. `procs`: of each worker, over so
+    many nodes as `spread` says.
     """
 
-    def __init__(self, found_damage: Callable[[], object] = lambda: None, procs: int = 1) -> None:
+    def __init__(
+        self, found_damage: Callable[[], object] = lambda: None, procs: int = 1, spread: int = 1
+    ) -> None:
         self._found_damage = found_damage
         self._procs = procs
+        self._spread = spread
         self._lock = threading.Lock()
         self._files: dict[int, _File] = {}
         self._last = 0
@@ -74,22 +78,22 @@ class NodeMemory:
         """Return entries with damaged pieces that nothing newer replaces: whose, and for what."""
         found = []
         tables = self.tables().values()
-        held = [(t.worker, t.shard, entry.key) for t in tables for entry in t.entries]
+        held = [(t.worker, entry.key) for t in tables for entry in t.entries]
         with self._lock:
             files = list(self._files.values())
             marks = [file.table().forgotten for file in files]
             for file in files:
                 table = file.table().without(marks)
-                shelves = {shelf.view: shelf for shelf in table.shelves}
                 file.damaged = [entry for entry in file.damaged if entry in table.entries]
-                found += [(table, shelves[e.view], e) for e in file.damaged]
-        return [each for each in found if (each[0].worker, each[0].shard, each[2].key) not in held]
+                shelves = [(table.shelf_of(entry), entry) for entry in file.damaged]
+                found += [(table, shelf, entry) for shelf, entry in shelves if shelf is not None]
+        return [each for each in found if (each[0].worker, each[2].key) not in held]
 
     def report(self) -> tuple[tuple[KeptPieces, ...], int]:
         """Say what is held, to the coordinator, and how many bytes all of it takes."""
         tables = [table for _, table in sorted(self.tables().items())]
         size = sum(e.size * len(e.digests) for table in tables for e in table.entries)
-        return tuple(kept_pieces(tables, self._procs)), size
+        return tuple(kept_pieces(tables, self._procs, self._spread)), size
 
     def piece(self, number: int, entry: PieceEntry, index: int) -> memoryview:
         """Return one piece's bytes. Damaged: it is not what it was, and is not held any more."""

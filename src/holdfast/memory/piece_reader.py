@@ -121,12 +121,11 @@ class PieceReader:
         found: list[tuple[Piece, int, _Held]] = []
         for number, node in enumerate(self._nodes):
             for file, table in node.tables.items():
-                if table.shard != self._shard:
-                    continue
-                shelves = {shelf.view: shelf for shelf in table.shelves}
                 for entry in table.entries:
-                    shelf = shelves.get(view)
-                    if entry.key != (kind, view, step) or shelf is None:
+                    if entry.key != (kind, view, step, self._shard):
+                        continue
+                    shelf = table.shelf_of(entry)
+                    if shelf is None:
                         continue
                     pieces = [Piece(*each) for each in shelf.pieces]
                     for index, piece in enumerate(pieces[: len(entry.digests)]):

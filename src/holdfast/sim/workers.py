@@ -7,7 +7,6 @@ point, also between two effects.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 

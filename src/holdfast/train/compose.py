@@ -20,6 +20,7 @@ from holdfast.core.step.worker import WorkerMachine
 from holdfast.core.types import Peer
 from holdfast.memory.arena import PieceArena
 from holdfast.memory.free_memory import free_bytes
+from holdfast.memory.piece_post import PiecePost
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.open import open_storage
 from holdfast.train.agent_link import AgentLink, SoloLink
@@ -38,14 +39,14 @@ from holdfast.train.monitor import Monitor
 from holdfast.train.optimizer_sharding.gathered_state import GatheredState
 from holdfast.train.optimizer_sharding.sharded_optimizers import ShardedOptimizers
 from holdfast.train.optimizer_watch import OptimizerWatch
-from holdfast.train.protection.protector import Protector
+from holdfast.train.protection.protector import Place, Protector
 from holdfast.train.protection.recalling import Recalling
 from holdfast.train.repeated_tasks import RepeatedTasks
 from holdfast.train.script_guard import ScriptGuard
 from holdfast.train.script_state import PROTECTED_AS, ScriptState
 from holdfast.train.script_thread import ScriptThread, TaskRunner
 from holdfast.train.shards.following_shard import FollowingLink, FollowingMachine
-from holdfast.train.shards.inner_group import InnerGroup, find_store, open_store
+from holdfast.train.shards.inner_group import LOOPBACK, InnerGroup, find_store, open_store
 from holdfast.train.shards.leading_shard import LeadingShard
 from holdfast.train.shards.shard_channel import Meeting, ShardChannel
 from holdfast.train.state_copies import StateCopies
@@ -128,21 +129,23 @@ def compose_control(environment: WorkerEnvironment, seed: int, fd: int | None) -
         driver = Driver(machine, link, Monitor())
         link.start(driver)
         return Control(environment=me, seed=seed, driver=driver, link=link)
-    store = open_store()
+    host = me.host if me.spec.workers.spread > 1 else LOOPBACK
+    store = open_store(host)
     for channel in channels:
-        channel.send(Meeting(store.port))
+        channel.send(Meeting(host, store.port))
     leading = LeadingShard(me.worker, channels, link)
     driver = Driver(machine, link, Monitor(), leading)
     link.start(driver)  # the agent is answered while the processes meet
-    inner = InnerGroup(0, len(channels) + 1, store)
+    inner = InnerGroup(0, len(channels) + 1, store, host)
     leading.start(driver)
     return Control(environment=me, seed=seed, driver=driver, link=link, inner=inner)
 
 
 def _compose_following(me: WorkerEnvironment, seed: int, channel: ShardChannel) -> Control:
     """Connect to the worker's process of shard 0, in which its machine is."""
-    store = find_store(channel.first(Meeting).port)
-    inner = InnerGroup(me.shard, me.spec.workers.procs, store)
+    meeting = channel.first(Meeting)
+    host = me.host if me.spec.workers.spread > 1 else LOOPBACK
+    inner = InnerGroup(me.shard, me.spec.workers.procs, find_store(meeting), host)
     machine = FollowingMachine(me.worker, me.incarnation, channel)
     link = FollowingLink(channel, machine, me.shard)
     driver = Driver(machine, link, Monitor())
@@ -266,10 +269,18 @@ def _protector(
         return None
     budget = me.spec.memory.budget
     whole = free_bytes() // 2 if budget is None else budget * 10**6
-    processes = me.spec.workers.nproc * me.spec.workers.procs
-    arena = PieceArena(me.memory_fds[me.shard], me.worker, whole // processes, me.shard)
+    procs, spread = me.spec.workers.procs, me.spec.workers.spread
+    here = procs // spread  # of this worker, on this node
+    share = whole // (me.spec.workers.nproc * here)
+    arena = PieceArena(me.memory_fds[me.shard % here], me.worker, share)
+    post = None
+    if spread > 1 and control.inner is not None:
+        post = PiecePost(arena, me.peer_key)
+        post.meet(control.inner.all_say("pieces", post.listen(me.host)))
+    place = Place(shard=me.shard, procs=procs, spread=spread, post=post)
     sources = protected, data
-    return Protector(arena, redundancy, me.worker, sources, driver.post, driver.fail, capture)
+    tell, fail = driver.post, driver.fail
+    return Protector(arena, redundancy, me.worker, sources, tell, fail, capture, place)
 
 
 def _step_data(

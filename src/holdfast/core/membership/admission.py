@@ -104,7 +104,7 @@ def attend(
 
     def news() -> Iterator[tuple[str, str]]:
         for name in (n for n in waiting if n not in before.waiting):
-            yield "node", f"node {name} waits: the job has all the nodes it may have"
+            yield "node", f"node {name} waits: the job has all the nodes it may have or can use"
         for name in (n for n in silent if n not in before.silent):
             yield "silent", f"node {name} is silent"
         for name in (n for n in before.silent if n not in silent):

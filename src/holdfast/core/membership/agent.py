@@ -266,9 +266,7 @@ class AgentMachine:
                 process = self._current(worker, incarnation)
                 if process is not None:
                     meets_at = meets_at or process.status.meets_at
-                    process.status = dataclasses.replace(
-                        process.status, pid=pid, meets_at=meets_at
-                    )
+                    process.status = dataclasses.replace(process.status, pid=pid, meets_at=meets_at)
                     urgent = True
             case ProcessExited():
                 urgent = self._exited(event)
@@ -401,9 +399,7 @@ class AgentMachine:
         if process is None or not process.status.stage.alive or status.seq <= process.status.seq:
             return False
         old = process.status
-        status = dataclasses.replace(
-            status, pid=old.pid, place=old.place, meets_at=old.meets_at
-        )
+        status = dataclasses.replace(status, pid=old.pid, place=old.place, meets_at=old.meets_at)
         process.status = status
         quiet = dataclasses.replace(
             status,

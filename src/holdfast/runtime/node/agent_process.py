@@ -41,7 +41,8 @@ from holdfast.runtime.contact import Contact, contact_by
 from holdfast.runtime.node.gpu_shares import free_place
 from holdfast.runtime.node.group_watch import GroupWatch, forking
 from holdfast.runtime.node.notices import NoticeSource, notice_source
-from holdfast.runtime.node.worker_process import WorkerProcess, WorkerTemplate
+from holdfast.runtime.node.spread_processes import listen
+from holdfast.runtime.node.worker_process import SpreadPart, WorkerProcess, WorkerTemplate
 from holdfast.runtime.rundir import RunDir
 from holdfast.wire.messages import Address, AddressBook, DrainRequest, LabelRequest, MoveRequest
 
@@ -100,7 +101,8 @@ class AgentServer:
         ]
         if self._template.spec.redundancy().data:
             found_damage = partial(loop.call_soon_threadsafe, self._note_memory)
-            self._memory = NodeMemory(found_damage, self._template.spec.workers.procs)
+            workers = self._template.spec.workers
+            self._memory = NodeMemory(found_damage, workers.procs, workers.spread)
             key = derive_peer_key(secret)
             server = PieceServer(self._memory, key)
             self._pieces_at = server.listen(self._template.host)
@@ -256,8 +258,10 @@ class AgentServer:
                 process = self._processes.get(worker)
                 if process is not None and process.incarnation == incarnation:
                     process.send(directive)
-            case machine.Spawn(worker, incarnation, role):
+            case machine.Spawn(worker, incarnation, role, place, meets_at):
                 process = WorkerProcess(self._template, worker, incarnation, role)
+                if self._template.spec.workers.spread > 1:
+                    process.spread = SpreadPart(place=place, meets_at=meets_at)
                 taken = [p.place for p in self._processes.values() if p.place is not None]
                 process.place = free_place(taken)
                 self._processes[worker] = process
@@ -286,15 +290,20 @@ class AgentServer:
         worker, incarnation = process.worker, process.incarnation
         try:
             if self._memory is not None:
-                procs = range(self._template.spec.workers.procs)
+                procs = range(self._template.spec.workers.procs_on_node)
                 process.memory = [self._memory.open(worker) for _ in procs]
+            if process.spread is not None and not process.spread.place:
+                listener, meets_at = listen(self._template.host)
+                part = SpreadPart(place=0, meets_at=meets_at, listener=listener)
+                process.spread = part
             await process.start(self._on_message, self._on_exit)
         except OSError as error:
             self._forget(process)
             reason = f"cannot start a process: {error.strerror}"
             self._feed(machine.ProcessExited(worker, incarnation, 1, reason))
             return
-        self._feed(machine.Spawned(worker, incarnation, process.pid))
+        meets_at = process.spread.meets_at if process.spread is not None else ""
+        self._feed(machine.Spawned(worker, incarnation, process.pid, meets_at))
         if process.killed_early:
             process.kill()
 

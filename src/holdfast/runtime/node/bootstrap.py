@@ -23,22 +23,23 @@ import numpy as np
 
 from holdfast.core.errors import HoldfastError
 from holdfast.health.measure.lifetime import die_with_parent
-from holdfast.runtime.node.shard_processes import fork_shards, tell_failure, wait_for_all
+from holdfast.runtime.node.shard_processes import make_shards, tell_failure
 
 MODULE = "holdfast.runtime.node.bootstrap"
 
 
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0, the script's own, or 1 after an exception."""
-    failure_fd, others = attach(), None
+    failure_fd, together = attach(), None
     become(argv)
-    procs = int(os.environ.pop("HOLDFAST_PROCS", "1"))
-    if procs > 1:
-        others, failure_fd = fork_shards(procs, failure_fd)
-    code = run_told(lambda: _run(argv[0]), teller(failure_fd) if others is None else others.tell)
-    if procs > 1 and code == 0:
-        finish()
-        wait_for_all(others, failure_fd)
+    if int(os.environ.get("HOLDFAST_PROCS", "1")) > 1:
+        together = make_shards(failure_fd)
+    tell = teller(failure_fd) if together is None else together.tell
+    code = run_told(lambda: _run(argv[0]), tell)
+    if together is not None:
+        if code == 0:
+            finish()
+        together.end(code)
     return code
 
 

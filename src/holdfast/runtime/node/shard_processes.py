@@ -1,8 +1,9 @@
 """Makes the processes of a worker, where it has several, and has them live and die together.
 
-The one that the agent has started forks the others before the script begins, and watches them. They
-are in its session, so that the agent stops and kills all of them at once, and the kernel kills them
-when it ends.
+The one that an agent has started forks the others of its node before the script begins, and watches
+them. They are in its session, so that the agent stops and kills all of them at once, and the kernel
+kills them when it ends. If the worker is spread over several nodes there is such a process on each;
+those on further nodes are watched by that of shard 0 (spread_processes.py).
 """
 
 from __future__ import annotations
@@ -24,12 +25,21 @@ from holdfast.core.membership.liveness import FreezeDetector, FreezePolicy
 from holdfast.health.measure.lifetime import die_with_parent
 from holdfast.health.measure.procfs import sample_process
 from holdfast.runtime.node.gpu_shares import VARIABLE, visible_gpus
+from holdfast.runtime.node.spread_processes import (
+    DONE,
+    END_S,
+    LIFE,
+    ORDERS,
+    Gathering,
+    SpreadPlace,
+    connect,
+    live_with,
+    wait_to_be_ended,
+)
 
 GRACE_S = 3.0  # in which a loss may turn out to be the reason for a failure
-END_S = 60.0  # for the others to end after this one
 READ_BYTES = 1 << 16
 TOLD_BYTES_MAX = 12 << 10
-DONE = b"\0"  # a script has ended well
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +47,7 @@ class _Other:
     """Holds one of the other processes."""
 
     shard: int
-    pid: int
+    pid: int  # 0: it is on another node, and so are those that it watches
     ended: int  # a descriptor that is readable once it has
     told: int  # what it has failed for comes there, or DONE
 
@@ -46,12 +56,14 @@ class ShardProcesses:
     """Watches the other processes of this worker; any of them that fails ends all.
 
     When one of them is lost the scripts of the others fail, since they can reach it no more. So a
-    failure is told only once no loss has explained it for a while.
+    failure is told only once no loss has explained it for a while. `first`: this process is that of
+    shard 0; else what is told goes there.
     """
 
-    def __init__(self, others: list[_Other], failure_fd: int) -> None:
+    def __init__(self, others: list[_Other], failure_fd: int, *, first: bool = True) -> None:
         self._others = others
         self._failure_fd = failure_fd
+        self._first = first
         self._lock = threading.Lock()
         self._failures: list[bytes] = []  # of the others, the first one first
         self._here = False  # this process's script has failed as well
@@ -72,6 +84,23 @@ class ShardProcesses:
         own = text.encode(errors="replace")
         self._tell([own, *self._failures] if first else [*self._failures, own])
 
+    def end(self, code: int) -> None:
+        """Wait, at the end of the script, until all processes of this worker may end together.
+
+        Others would take one that went first for lost. `code`: the script's; after a failure those
+        on further nodes wait to be ended, as the reason may be a loss that is yet to be heard of.
+        """
+        if not code:
+            self.wait()
+            for other in self._others if self._first else ():
+                if not other.pid:
+                    with contextlib.suppress(OSError):
+                        os.write(other.told, DONE)
+        if not self._first:
+            if not code:
+                os.write(self._failure_fd, DONE)
+            wait_to_be_ended(float("inf") if not code else END_S)
+
     def _tell(self, failures: Sequence[bytes]) -> None:
         """Tell the first one; or a sentence for the user, which explains more than a traceback."""
         sentences = [text for text in failures if b"UserError: " in text.split(b"\n")[0]]
@@ -89,7 +118,7 @@ class ShardProcesses:
                     self._ended(other)
                     running.remove((other, detector))
                     continue
-                sample = sample_process(other.pid)
+                sample = sample_process(other.pid) if other.pid else None
                 reason = None if sample is None else detector.observe(sample)
                 if reason is not None:
                     self._give_up(f"process {other.shard} of this worker is {reason}")
@@ -100,16 +129,24 @@ class ShardProcesses:
             if not self._failures or self._here:
                 return
             self._tell(self._failures)
-            os._exit(1)
+        if not self._first:
+            wait_to_be_ended(END_S)
+        os._exit(1)
 
     def _ended(self, other: _Other) -> None:
         """Find out how one of them has ended, and what it has said."""
+        # Those of another node name themselves, unless it is the first one there.
         prefix = b"process %d of the worker: " % other.shard
         with self._lock:
             text = _read(other.told)
             if text and text != DONE:
-                self._failures.append(prefix + text)
+                named = not other.pid and text.startswith(b"process ")
+                self._failures.append(text if named else prefix + text)
         if text == DONE:
+            return
+        if not other.pid:
+            if not text:
+                self._give_up(f"process {other.shard} of this worker, on another node, was lost")
             return
         _, status = os.waitpid(other.pid, 0)
         code = os.waitstatus_to_exitcode(status)
@@ -129,7 +166,7 @@ class ShardProcesses:
 def _read(descriptor: int) -> bytes:
     """Return what is there to read by now."""
     os.set_blocking(descriptor, False)
-    with contextlib.suppress(BlockingIOError):
+    with contextlib.suppress(OSError):  # nothing is, or the connection was reset
         return os.read(descriptor, READ_BYTES)
     return b""
 
@@ -140,19 +177,59 @@ def tell_failure(failure_fd: int, text: bytes) -> None:
         os.write(failure_fd, text[-TOLD_BYTES_MAX:])
 
 
-def fork_shards(count: int, failure_fd: int) -> tuple[ShardProcesses | None, int]:
-    """Make the other processes of a worker of `count`, each with an environment of its own.
+def make_shards(failure_fd: int) -> ShardProcesses | LoneShard:
+    """Make the other processes of a worker on this node, and meet those on others.
 
-    Returns in the process of shard 0 what watches the others, and in each the descriptor to which a
-    failure is written. The processes must not have begun any thread.
+    Returns in each process what tells of a failure of its script, and waits for the others at its
+    end. The processes must not have begun any thread.
     """
+    place = SpreadPlace.read(os.environ)
+    key = bytes.fromhex(os.environ.get("HOLDFAST_PEER_KEY", ""))
+    listener = _descriptor("HOLDFAST_MEETING_FD")
+    for name in ("PROCS", "SPREAD", "PLACE", "MEETING_FD"):
+        os.environ.pop(f"HOLDFAST_{name}", None)
+    meets_at = os.environ.pop("HOLDFAST_MEETS_AT", "")
     for stream in (sys.stdout, sys.stderr):  # which all of them share: whole lines at a time
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
+    others, ends, told = _fork(place.shards, failure_fd)
+    shard = place.shards[0] + (0 if others is not None else int(os.environ["HOLDFAST_SHARD"]))
+    os.environ["HOLDFAST_SHARD"] = str(shard)
+    _take_gpu(shard - place.shards[0])
+    if others is None and listener is not None:
+        os.close(listener)
+    if place.place:
+        orders = connect(meets_at, key, place, shard, ORDERS)
+        os.environ["HOLDFAST_SHARD_FDS"] = str(orders.detach())
+        if others is None:
+            return LoneShard(told)
+        life = connect(meets_at, key, place, shard, LIFE)
+        live_with(life)
+        return ShardProcesses(others, life.detach(), first=False)
+    if others is None:
+        os.environ["HOLDFAST_SHARD_FDS"] = str(ends[0].detach())
+        return LoneShard(told)
+    if listener is not None:
+        gathering = Gathering(socket.socket(fileno=listener), key, place)
+        orders_of, lives = gathering.all()
+        ends += orders_of
+        for first, life in lives.items():
+            descriptor = life.detach()
+            others.append(_Other(first, 0, descriptor, descriptor))
+    os.environ["HOLDFAST_SHARD_FDS"] = " ".join(str(end.detach()) for end in ends)
+    return ShardProcesses(others, failure_fd)
+
+
+def _fork(shards: range, failure_fd: int) -> tuple[list[_Other] | None, list[socket.socket], int]:
+    """Make the processes of all these shards but the first.
+
+    Returns in that one the others, and ends of channels to them; in each other one no others, its
+    end, and where it tells of a failure.
+    """
     parent = os.getpid()
     ends: list[socket.socket] = []
     others: list[_Other] = []
-    for shard in range(1, count):
+    for number in range(1, len(shards)):
         ours, theirs = socket.socketpair()
         failure_read, failure_write = os.pipe()
         pid = os.fork()
@@ -164,40 +241,45 @@ def fork_shards(count: int, failure_fd: int) -> tuple[ShardProcesses | None, int
                 os.close(other.told)
             os.close(failure_read)
             os.close(failure_fd)
-            _become(shard, parent, theirs.detach())
-            return None, failure_write
+            die_with_parent(parent)
+            os.close(int(os.environ.pop("HOLDFAST_FD")))  # the way to the agent
+            os.environ["HOLDFAST_SHARD"] = str(number)
+            return None, [theirs], failure_write
         theirs.close()
         os.close(failure_write)
         ends.append(ours)
-        others.append(_Other(shard, pid, os.pidfd_open(pid), failure_read))
-    os.environ["HOLDFAST_SHARD_FDS"] = " ".join(str(end.detach()) for end in ends)
-    _take_gpu(0)
-    return ShardProcesses(others, failure_fd), failure_fd
+        others.append(_Other(shards[number], pid, os.pidfd_open(pid), failure_read))
+    return others, ends, failure_fd
 
 
-def wait_for_all(others: ShardProcesses | None, failure_fd: int) -> None:
-    """Wait, at the end of the script, until those of all processes of this worker have ended.
+class LoneShard:
+    """Is, in a process that another one of this node has forked, all that it needs of the others.
 
-    Then all end together: others would take one that went first for lost.
+    `told_fd`: where that one hears of a failure, or of a good end.
     """
-    if others is not None:
-        others.wait()
-        return
-    os.write(failure_fd, DONE)
-    while True:
-        signal.pause()  # until the kernel ends it with the process of shard 0
+
+    def __init__(self, told_fd: int) -> None:
+        self._told_fd = told_fd
+
+    def tell(self, text: str) -> None:
+        """Tell that the script has failed."""
+        tell_failure(self._told_fd, text.encode(errors="replace"))
+
+    def end(self, code: int) -> None:
+        """Wait, after a good end, to be ended with the others."""
+        if code:
+            return
+        os.write(self._told_fd, DONE)
+        while True:
+            signal.pause()  # until the kernel ends it with the process that has forked it
 
 
-def _become(shard: int, parent: int, descriptor: int) -> None:
-    """Be one of the other processes: with no way to the agent, nor to what the first one has."""
-    die_with_parent(parent)
-    os.close(int(os.environ.pop("HOLDFAST_FD")))
-    os.environ["HOLDFAST_SHARD"] = str(shard)
-    _take_gpu(shard)
-    os.environ["HOLDFAST_SHARD_FDS"] = str(descriptor)
+def _descriptor(name: str) -> int | None:
+    text = os.environ.get(name, "")
+    return int(text) if text else None
 
 
-def _take_gpu(shard: int) -> None:
-    """Use one of the GPUs that the worker was given."""
+def _take_gpu(number: int) -> None:
+    """Use one of the GPUs that the worker was given on this node."""
     if gpus := visible_gpus(os.environ):
-        os.environ[VARIABLE] = gpus[shard % len(gpus)]
+        os.environ[VARIABLE] = gpus[number % len(gpus)]

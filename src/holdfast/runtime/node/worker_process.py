@@ -75,6 +75,7 @@ class WorkerTemplate:
         channel_fd: int,
         failure_fd: int,
         role: ProcessRole = ProcessRole.WORKER,
+        spread: SpreadPart | None = None,
     ) -> dict[str, str]:
         """Return the environment of one process; the two descriptors lead to its agent."""
         inherited = {k: v for k, v in os.environ.items() if k != secret.VARIABLE}
@@ -93,6 +94,32 @@ class WorkerTemplate:
             "HOLDFAST_PROCS": str(self.spec.workers.procs),
             "HOLDFAST_ORDERS_FD": str(-1 if self.orders_fd is None else self.orders_fd),
             "HOLDFAST_PEER_KEY": secret.derive_peer_key(self.run_dir.secret()).hex(),
+            **(spread.variables(self.spec.workers.spread) if spread is not None else {}),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpreadPart:
+    """Says which of a worker's nodes this is, if there are several, and how its processes meet.
+
+    `listener`: on the first node, where those of further ones connect to; they do so at `meets_at`.
+    """
+
+    place: int
+    meets_at: str
+    listener: socket.socket | None = None
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        return () if self.listener is None else (self.listener.fileno(),)
+
+    def variables(self, nodes: int) -> dict[str, str]:
+        """Return what is told to the process; `nodes`: of the worker."""
+        return {
+            "HOLDFAST_SPREAD": str(nodes),
+            "HOLDFAST_PLACE": str(self.place),
+            "HOLDFAST_MEETS_AT": self.meets_at,
+            "HOLDFAST_MEETING_FD": " ".join(map(str, self.descriptors)),
         }
 
 
@@ -114,7 +141,9 @@ class WorkerProcess:
         worker: WorkerId,
         incarnation: Incarnation,
         role: ProcessRole = ProcessRole.WORKER,
+        spread: SpreadPart | None = None,
     ) -> None:
+        self.spread = spread
         self.worker = worker
         self.incarnation = incarnation
         self.role = role
@@ -147,6 +176,8 @@ class WorkerProcess:
         finally:
             theirs.close()
             os.close(failure_write)
+            if self.spread is not None and self.spread.listener is not None:
+                self.spread.listener.close()
         self.pid, self.running = self._popen.pid, True
         self._open_log()
         reader, self._writer = await asyncio.open_connection(sock=ours)
@@ -163,11 +194,12 @@ class WorkerProcess:
     async def _start(self, channel_fd: int, failure_fd: int) -> _Popen | ForkedProcess:
         command = self._template.command(self.role)
         environment = self._template.environment(
-            self.worker, self.incarnation, channel_fd, failure_fd, self.role
+            self.worker, self.incarnation, channel_fd, failure_fd, self.role, self.spread
         )
         pass_fds = (channel_fd, failure_fd, *self._template.pass_fds)
+        pass_fds += self.spread.descriptors if self.spread is not None else ()
         if self.place is not None and not self._template.spec.compat.enabled:
-            procs = self._template.spec.workers.procs
+            procs = self._template.spec.workers.procs_on_node
             gpus = share_of_gpus(visible_gpus(os.environ), self.place, procs)
             environment |= {VARIABLE: ",".join(gpus)} if gpus else {}
         files = [descriptor for _, descriptor in self.memory]
@@ -286,7 +318,9 @@ class WorkerProcess:
             self._story = (self._story + data)[-STORY_BYTES_MAX:]
 
     def _open_log(self) -> None:
-        path: Path = self._template.run_dir.logs / f"worker-{self.worker}-{self.incarnation}.log"
+        place = self.spread.place if self.spread is not None else 0
+        name = f"worker-{self.worker}-{self.incarnation}{f'-node-{place}' if place else ''}.log"
+        path: Path = self._template.run_dir.logs / name
         with contextlib.suppress(OSError):
             self._log = open(path, "ab", buffering=0)  # noqa: SIM115 - closed when reaped
 

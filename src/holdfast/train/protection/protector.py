@@ -13,14 +13,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+import numpy as np
 import torch
 
 from holdfast.core.errors import UserError, WorldError, first_line
 from holdfast.core.redundancy import Piece, Redundancy
 from holdfast.core.step import events as ev
-from holdfast.core.step.protecting import pieces_of
+from holdfast.core.step.protecting import parts_of, pieces_of
 from holdfast.core.types import View, WorkerId
 from holdfast.memory.arena import GRADIENT, STATE, PieceArena, PieceEntry, PieceShelf
+from holdfast.memory.piece_post import Parcel, PiecePost
 from holdfast.memory.pieces import Image, PieceCoder
 from holdfast.train.checkpoint import state
 from holdfast.train.checkpoint.staging import steady_storages
@@ -34,12 +37,33 @@ SIZES = struct.Struct("!Q")  # the length of the skeleton, which begins the imag
 
 
 @dataclass(frozen=True, slots=True)
-class _Whose:
-    """Says which pieces of a view this worker keeps."""
+class _Kept:
+    """Says which pieces of this process's shard its worker keeps on one of its nodes.
 
-    view: int
+    `to`: the process there, by its shard, that writes them into the node's memory.
+    """
+
+    to: int
     shelf: PieceShelf
     pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Says which of its worker's processes this is, and how it reaches those on other nodes.
+
+    `spread`: over so many nodes are the worker's `procs` processes.
+    """
+
+    shard: int = 0
+    procs: int = 1
+    spread: int = 1
+    post: PiecePost | None = None
+
+    def writer_on(self, place: int) -> int:
+        """Return the shard of the process that writes what this one keeps on a node."""
+        each = self.procs // self.spread
+        return place * each + self.shard % each
 
 
 class Protector:
@@ -57,7 +81,9 @@ class Protector:
         tell: Callable[[ev.WorkerEvent], None],
         fail: Callable[[BaseException], None],
         capture: Capture | None = None,
+        place: Place | None = None,
     ) -> None:
+        self._place = place or Place()
         self._arena = arena
         self._redundancy = redundancy
         self._worker = worker
@@ -65,7 +91,7 @@ class Protector:
         self._capture = capture or (lambda _: state.capture_named(self._protected))
         self._tell = tell
         self._fail = fail
-        self._whose: _Whose | None = None
+        self._kept: tuple[int, list[_Kept]] | None = None  # and in which view
         self._coders: dict[tuple[int, int], PieceCoder] = {}  # by parts and bytes
         self._making: threading.Thread | None = None
         self._state_bytes = 0  # of this worker's pieces of a state, as far as known
@@ -120,13 +146,14 @@ class Protector:
         return wanted
 
     def _make_state(self, step: int, view: View, image: Image | DeviceImage) -> None:
-        whose, problem = self._whose_of(view), ""
+        problem = ""
         try:
-            self._state_bytes = self._put(STATE, whose, step, image)
+            self._state_bytes = self._put(STATE, view, step, image)
         except UserError as error:
             self._fail(error)
             return
-        except (MemoryError, OSError, RuntimeError) as error:  # those of a GPU are RuntimeErrors
+        # Those of a GPU are RuntimeErrors.
+        except (MemoryError, OSError, WorldError, RuntimeError) as error:
             problem = first_line(error)
         self._tell(ev.StateProtected(step, problem))
 
@@ -137,13 +164,14 @@ class Protector:
 
         Without room the step goes on, and is not protected.
         """
-        whose, full = self._whose_of(view), True
+        full = True
         try:
-            self._step_bytes = self._put(GRADIENT, whose, step, _image(image_of(self._data)))
+            self._step_bytes = self._put(GRADIENT, view, step, _image(image_of(self._data)))
             full = self._arena.used + self._step_bytes * 2 + self._state_bytes > self._arena.budget
-        except MemoryError as error:
+        except (MemoryError, OSError, WorldError) as error:
             if not self._said:
-                self._tell(ev.EventNoted("memory", f"step {step} is not kept: {error}"))
+                text = f"step {step} is not kept: {first_line(error)}"
+                self._tell(ev.EventNoted("memory", text))
         self._said = full
         return ev.GradientKept(view.number, step, full)
 
@@ -157,29 +185,61 @@ class Protector:
 
     # ------------------------------------------------------------ pieces
 
-    def _put(self, kind: str, whose: _Whose, step: int, image: Image | DeviceImage) -> int:
-        """Make this worker's pieces of an image; returns their size. MemoryError, UserError."""
-        shape = (whose.shelf.parts, image.size)
+    def _put(self, kind: str, view: View, step: int, image: Image | DeviceImage) -> int:
+        """Make this process's pieces of an image; returns their size.
+
+        MemoryError, UserError; WorldError and OSError if others do not receive theirs.
+        """
+        every = self._kept_in(view)
+        shape = (max(parts_of(view, self._place.shard), 1), image.size)
         coder = self._coders.get(shape)
         if coder is None:
             coder = PieceCoder(self._redundancy, *shape)
             self._coders = dict(list(self._coders.items())[-4:]) | {shape: coder}
-        needed = coder.size * len(whose.pieces)
+        needed = coder.size * sum(len(kept.pieces) for kept in every)
         self._check(kind, needed)
-        start, room = self._arena.take(needed)
+        sizes, shard = (image.size, coder.size), self._place.shard
+        blank = PieceEntry(kind, view.number, step, *sizes, 0, (), shard)
+        parcels = []
+        for kept in every:
+            if kept.to == shard:
+                self._write(coder, image, kept, blank)
+            elif kept.pieces:
+                parcels.append(self._pack(coder, image, kept, blank))
+        if parcels and self._place.post is not None:
+            self._place.post.put(parcels)
+        return needed
+
+    def _write(
+        self, coder: PieceCoder, image: Image | DeviceImage, kept: _Kept, blank: PieceEntry
+    ) -> None:
+        """Write pieces into this node's memory."""
+        start, room = self._arena.take(coder.size * len(kept.pieces))
         try:
-            digests = [
-                self._make(coder, image, piece, room[index * coder.size :][: coder.size])
-                for index, piece in enumerate(whose.pieces)
-            ]
-            entry = PieceEntry(
-                kind, whose.view, step, image.size, coder.size, start, digests=tuple(digests)
-            )
-            self._arena.put(entry, whose.shelf)
+            digests = self._make_all(coder, image, kept, room)
+            entry = msgspec.structs.replace(blank, start=start, digests=digests)
+            self._arena.put(entry, kept.shelf)
         except BaseException:
             self._arena.give_back(start)
             raise
-        return needed
+
+    def _pack(
+        self, coder: PieceCoder, image: Image | DeviceImage, kept: _Kept, blank: PieceEntry
+    ) -> tuple[int, Parcel, list[memoryview]]:
+        """Make pieces that another process keeps."""
+        room = np.empty(coder.size * len(kept.pieces), np.uint8).data
+        digests = self._make_all(coder, image, kept, room)
+        entry = msgspec.structs.replace(blank, digests=digests)
+        return kept.to, Parcel(entry, kept.shelf), [room]
+
+    def _make_all(
+        self, coder: PieceCoder, image: Image | DeviceImage, kept: _Kept, room: memoryview
+    ) -> tuple[bytes, ...]:
+        size = coder.size
+        return tuple(
+            self._make(coder, image, piece, room[index * size :][:size])
+            for index, piece in enumerate(kept.pieces)
+        )
 
     def _make(
         self, coder: PieceCoder, image: Image | DeviceImage, piece: Piece, room: memoryview
@@ -203,14 +263,18 @@ class Protector:
                 f"both, {_megabytes(least)}; raise --memory-budget, or set --redundancy none"
             )
 
-    def _whose_of(self, view: View) -> _Whose:
-        whose = self._whose
-        if whose is None or whose.view != view.number:
-            pieces = pieces_of(view, self._worker, self._redundancy)
-            plain = tuple((part, number) for part, number in pieces)
-            whose = _Whose(view.number, PieceShelf(view.number, len(view.ring), plain, 0), pieces)
-            self._whose = whose
-        return whose
+    def _kept_in(self, view: View) -> list[_Kept]:
+        """Return what is kept of this process's shard on each of its worker's nodes."""
+        if self._kept is None or self._kept[0] != view.number:
+            shard, parts = self._place.shard, parts_of(view, self._place.shard)
+            every = []
+            for place in range(self._place.spread):
+                pieces = pieces_of(view, self._worker, self._redundancy, shard, place)
+                plain = tuple((part, number) for part, number in pieces)
+                shelf = PieceShelf(view.number, parts, plain, 0, shard)
+                every.append(_Kept(self._place.writer_on(place), shelf, pieces))
+            self._kept = view.number, every
+        return self._kept[1]
 
 
 def _head(skeleton: bytes) -> bytes:

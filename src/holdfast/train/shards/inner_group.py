@@ -6,7 +6,10 @@ They live and die together, so that nothing here has to bear the loss of one of 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import socket
+import struct
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
@@ -15,29 +18,37 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from holdfast.core.errors import UserError
+from holdfast.train.shards.shard_channel import Meeting
 
 LOOPBACK = "127.0.0.1"
+SIOCGIFADDR = 0x8915  # asks for the address of an interface
 DIMENSION = "shard"  # of the mesh
 MEET_S = 300.0  # for all processes of a worker to come
 NEVER = timedelta(days=365)  # a process that hangs is the machine's concern, and the agent's
 
 
-def open_store() -> dist.TCPStore:
+def open_store(host: str) -> dist.TCPStore:
     """Open the store by which the processes of a worker meet, at a free port of this machine."""
-    return dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+    return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
 
 
-def find_store(port: int) -> dist.TCPStore:
+def find_store(meeting: Meeting) -> dist.TCPStore:
     """Connect to the store that another process of this worker has opened."""
-    return dist.TCPStore(LOOPBACK, port, is_master=False, timeout=timedelta(seconds=MEET_S))
+    limit = timedelta(seconds=MEET_S)
+    return dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=limit)
 
 
 class InnerGroup:
-    """Makes this process number `shard` of `size` that hold one model; `store` of all of them."""
+    """Makes this process number `shard` of `size` that hold one model; `store` of all of them.
 
-    def __init__(self, shard: int, size: int, store: dist.Store) -> None:
+    `host`: the address of this machine by which the others reach it.
+    """
+
+    def __init__(self, shard: int, size: int, store: dist.Store, host: str = LOOPBACK) -> None:
         self.shard = shard
         self.size = size
+        self._store = store
+        self._host = host
         self._mesh: DeviceMesh | None = None
         if dist.is_initialized():
             raise UserError(
@@ -45,7 +56,7 @@ class InnerGroup:
                 "holdfast.join() makes the group of a worker's processes"
             )
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        with _over_loopback():
+        with _over(host):
             dist.init_process_group(
                 backend, store=store, rank=shard, world_size=size, timeout=NEVER
             )
@@ -56,7 +67,7 @@ class InnerGroup:
         """Return the mesh of all processes of this worker: one dimension, "shard"."""
         if self._mesh is None:
             kind = "cuda" if torch.cuda.is_available() else "cpu"
-            with _over_loopback():
+            with _over(self._host):
                 self._mesh = init_device_mesh(kind, (self.size,), mesh_dim_names=(DIMENSION,))
         return self._mesh
 
@@ -71,6 +82,12 @@ class InnerGroup:
     def any(self, flag: bool) -> bool:
         """Tell whether any process says so."""
         return any(bool(row) for row in self._all(torch.tensor([int(flag)])))
+
+    def all_say(self, topic: str, text: str) -> dict[int, str]:
+        """Tell all processes something, once for each topic; returns what each says, by shard."""
+        self._store.set(f"{topic}/{self.shard}", text)
+        every = range(self.size)
+        return {shard: self._store.get(f"{topic}/{shard}").decode() for shard in every}
 
     def of_first(self, data: bytes) -> bytes:
         """Return what the process of shard 0 has given."""
@@ -89,14 +106,34 @@ class InnerGroup:
 
 
 @contextlib.contextmanager
-def _over_loopback() -> Iterator[None]:
-    """Have gloo connect by the loopback device: all processes of a worker are on one machine."""
-    name, before = "GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME")
-    os.environ[name] = "lo"
+def _over(host: str) -> Iterator[None]:
+    """Have gloo and NCCL connect by the network interface that has this address."""
+    device = interface_of(host)
+    libraries = ("GLOO",) if host == LOOPBACK else ("GLOO", "NCCL")
+    names = [f"{library}_SOCKET_IFNAME" for library in libraries] if device else []
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(dict.fromkeys(names, device))
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def interface_of(host: str) -> str:
+    """Return the name of the network interface that has a host's IPv4 address; empty if none."""
+    try:
+        address = socket.getaddrinfo(host, None, socket.AF_INET)[0][4][0]
+    except OSError:
+        return ""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with contextlib.suppress(OSError):  # it has no such address
+                answer = fcntl.ioctl(asked, SIOCGIFADDR, request)
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return ""

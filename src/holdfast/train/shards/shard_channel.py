@@ -28,8 +28,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Says at which port of this machine the processes of a worker meet, by torch's store."""
+    """Says where the processes of a worker meet, by torch's store."""
 
+    host: str
     port: int
 
 

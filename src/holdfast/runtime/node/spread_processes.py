@@ -1,0 +1,154 @@
+"""Brings the processes of a worker together that is spread over several nodes.
+
+The process of shard 0 listens, at an address that the coordinator passes on. Each process on a
+further node connects to it before the script begins, to be given orders; the first one on each node
+has a second connection, over which the ends of the processes there, and of the worker, are heard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NoReturn
+
+from holdfast.core.errors import WireError, first_line
+from holdfast.net import peer_stream
+from holdfast.net.tcp import tune
+
+MAGIC = b"hspread\1"
+ORDERS, LIFE = 0, 1  # what a connection is for
+DONE = b"\0"  # the script has ended well
+LOOK_S = 0.05
+DEAD_S = 20.0  # for which a machine answers nothing before a connection counts as ended
+END_S = 60.0  # for the process of shard 0 to end this one, after a failure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpreadPlace:
+    """Says which of a worker's nodes this is (`place`, of `nodes`), and which shards are here."""
+
+    place: int = 0
+    nodes: int = 1
+    procs: int = 1  # of the whole worker
+    incarnation: int = 0
+
+    @property
+    def shards(self) -> range:
+        each = self.procs // self.nodes
+        return range(self.place * each, (self.place + 1) * each)
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> SpreadPlace:
+        """Take it from the variables of a process."""
+        return cls(
+            place=int(environ.get("HOLDFAST_PLACE", "0")),
+            nodes=int(environ.get("HOLDFAST_SPREAD", "1")),
+            procs=int(environ.get("HOLDFAST_PROCS", "1")),
+            incarnation=int(environ.get("HOLDFAST_INCARNATION", "0")),
+        )
+
+
+def listen(host: str) -> tuple[socket.socket, str]:
+    """Open where the processes on further nodes find the first one; returns HOST:PORT too."""
+    family = socket.getaddrinfo(host, None)[0][0]
+    listener = socket.create_server((host, 0), family=family)
+    return listener, f"{host}:{listener.getsockname()[1]}"
+
+
+class Gathering:
+    """Waits, in the process of shard 0, until all of those on further nodes have come."""
+
+    def __init__(self, listener: socket.socket, key: bytes, place: SpreadPlace) -> None:
+        self._listener = listener
+        self._key = key
+        self._place = place
+        self._lock = threading.Lock()
+        self._come: dict[tuple[int, int], socket.socket] = {}  # by what for, and the shard
+
+    def all(self) -> tuple[list[socket.socket], dict[int, socket.socket]]:
+        """Return connections for orders, by shard from the first on a further node; and of lives.
+
+        The latter by the first shard on each node. Waits for as long as it takes: if some are lost
+        meanwhile, the coordinator has this process ended.
+        """
+        here, procs = len(self._place.shards), self._place.procs
+        orders = [(ORDERS, shard) for shard in range(here, procs)]
+        lives = [(LIFE, shard) for shard in range(here, procs, here)]
+        while True:
+            with self._lock:
+                if all(each in self._come for each in (*orders, *lives)):
+                    break
+            if select.select([self._listener], [], [], LOOK_S)[0]:
+                channel, _ = self._listener.accept()
+                threading.Thread(target=self._meet, args=(channel,), daemon=True).start()
+        self._listener.close()
+        return [self._come[each] for each in orders], {s: self._come[k, s] for k, s in lives}
+
+    def _meet(self, channel: socket.socket) -> None:
+        try:
+            incarnation, shard, purpose = peer_stream.accept(channel, self._key, MAGIC)
+        except (OSError, WireError):
+            channel.close()
+            return
+        if incarnation != self._place.incarnation:
+            channel.close()
+            return
+        _tune(channel)
+        with self._lock:
+            self._come[purpose, shard] = channel
+
+
+def connect(
+    address: str, key: bytes, place: SpreadPlace, shard: int, purpose: int
+) -> socket.socket:
+    """Connect to the process of shard 0; this process ends at once if that is gone."""
+    try:
+        channel = peer_stream.connect(address, key, MAGIC, (place.incarnation, shard, purpose))
+        _tune(channel)
+    except (OSError, WireError) as error:
+        end(f"its worker's first process cannot be reached: {first_line(error)}")
+    return channel
+
+
+def _tune(channel: socket.socket) -> None:
+    tune(channel, DEAD_S)
+    channel.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def end(why: str) -> NoReturn:
+    """End this process and what it has started: it is lost, and its script has not failed."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"holdfast: this process ends: {why}\n")
+        sys.stderr.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise SystemExit(1)
+
+
+def live_with(life: socket.socket) -> None:
+    """End this process when that of shard 0 does: well if that has ended well."""
+
+    def watch() -> None:
+        data = b""
+        with contextlib.suppress(OSError):
+            data = life.recv(1)
+        if data == DONE:
+            os._exit(0)
+        end("its worker has ended")
+
+    threading.Thread(target=watch, name="holdfast-life", daemon=True).start()
+
+
+def wait_to_be_ended(limit_s: float = float("inf")) -> NoReturn:
+    """Wait, on a further node, until the process of shard 0 ends this one."""
+    until = time.monotonic() + limit_s
+    while time.monotonic() < until:
+        time.sleep(LOOK_S)
+    end("its worker has not ended")
