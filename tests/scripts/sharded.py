@@ -4,7 +4,8 @@
 
 FAULTS: POINT:WORKER.SHARD:STEP[:SIGNAL], separated by commas, or "-": the first incarnation of that
 worker is struck at this point of that step: "task" (as one begins), "backward" (after it) or "end"
-(of the step). At "saved" it waits until a checkpoint is complete, and goes on. REJOINS: steps after
+(of the step). At "saved" it waits until a checkpoint is complete, at "held" until there is a file
+"go" beside the run directory, and goes on; at "fails" its script fails. REJOINS: steps after
 which to wait until all workers are members, or "-".
 """
 
@@ -37,6 +38,11 @@ def strike(point: str, step: int) -> None:
         if (at, point, whom, int(when)) == ("saved", "end", me, step):
             while '"save"' not in events.read_text():
                 time.sleep(0.005)
+        if (at, point, whom, int(when)) == ("held", "end", me, step):
+            while not (events.parent.parent / "go").exists():
+                time.sleep(0.005)
+        if (at, point, whom, int(when)) == ("fails", "end", me, step):
+            raise ValueError("it fails")
         if (at, whom, int(when)) == (point, me, step):
             os.kill(os.getpid(), getattr(signal, name[0]) if name else signal.SIGKILL)
 

@@ -203,9 +203,9 @@ def make_shards(failure_fd: int) -> ShardProcesses | LoneShard:
         os.environ["HOLDFAST_SHARD_FDS"] = str(orders.detach())
         if others is None:
             return LoneShard(told)
-        life = connect(meets_at, key, place, shard, LIFE)
+        life = connect(meets_at, key, place, shard, LIFE).detach()
         live_with(life)
-        return ShardProcesses(others, life.detach(), first=False)
+        return ShardProcesses(others, life, first=False)
     if others is None:
         os.environ["HOLDFAST_SHARD_FDS"] = str(ends[0].detach())
         return LoneShard(told)

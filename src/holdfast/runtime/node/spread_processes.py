@@ -132,13 +132,13 @@ def end(why: str) -> NoReturn:
     raise SystemExit(1)
 
 
-def live_with(life: socket.socket) -> None:
-    """End this process when that of shard 0 does: well if that has ended well."""
+def live_with(life: int) -> None:
+    """End this process when that of shard 0 does, by this descriptor: well if that ends well."""
 
     def watch() -> None:
         data = b""
         with contextlib.suppress(OSError):
-            data = life.recv(1)
+            data = os.read(life, 1)
         if data == DONE:
             os._exit(0)
         end("its worker has ended")
