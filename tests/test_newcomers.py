@@ -160,11 +160,17 @@ def test_what_joiners_say_counts_only_where_the_others_have_no_majority() -> Non
     assert last == leaves((W0, 2))  # of two members one is wrong: the joiners decide
 
 
-def status(worker: int, committed: int, *, loop: int = 1, ended: bool = False) -> WorkerStatus:
+def status(
+    worker: int, committed: int, *, loop: int = 1, ended: bool = False, view: int = 5
+) -> WorkerStatus:
     phase = Phase.ENDED if ended else Phase.COMPUTING
-    me = WorkerId(worker), Incarnation(1)
     return WorkerStatus(
-        worker=me[0], incarnation=me[1], committed=committed, loop=loop, phase=phase
+        worker=WorkerId(worker),
+        incarnation=Incarnation(1),
+        view=ViewNumber(view),
+        committed=committed,
+        loop=loop,
+        phase=phase,
     )
 
 
@@ -177,7 +183,9 @@ def test_scripts_that_end_after_other_steps_are_told() -> None:
     progress.ended(status(0, 12, ended=True))
     assert progress.uneven(behind) == ""
     assert progress.uneven([status(1, 13, loop=2)]) == ""
-    found = progress.uneven([*behind, status(1, 13)])
+    # It was lost in a view before the job began again from an earlier step.
+    assert progress.uneven([status(1, 13, view=4)]) == ""
+    found = progress.uneven([*behind, status(1, 13, view=6)])
     assert "worker 1 goes on after step 12, where that of worker 0 has ended" in found
     progress.ended(status(1, 30, ended=True))  # the first counts
     assert progress.uneven([status(1, 13)]) != ""

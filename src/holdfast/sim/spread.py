@@ -137,11 +137,12 @@ class Spread:
             why = f"its process on {further.agent} is gone"
             self._first.post(self._world.delay(0.005), self._first.end, -9, why)
 
-    def ended(self) -> None:
-        """Take the others along: the process on the first node has ended."""
+    def ended(self, code: int) -> None:
+        """Take the others along: the process on the first node has ended, well if `code` is 0."""
         for each in self.further.values():
             if self._is_heard(each.agent):
-                each.post(self._world.delay(0.005), each.end, -9, "its worker has ended")
+                how = -9 if code else 0
+                each.post(self._world.delay(0.005), each.end, how, "its worker has ended")
 
     def later(self, shard: int, delay_s: float, call: Callable[..., None], *args: Any) -> None:
         """Have a shard's process do something, which the one on the first node then hears of."""

@@ -156,7 +156,7 @@ class Process(Running):
         self.alive = False
         self.world.ended(self)
         self.feeds.died()
-        self.spread.ended()
+        self.spread.ended(code)
         if self.group is not None:
             self.world.data.close(self, self.group, "peer died")
         self.host.process_ended(self, code, detail)

@@ -45,11 +45,15 @@ class Progress:
             self._ended = self._ended or leader
 
     def uneven(self, statuses: Iterable[WorkerStatus]) -> str:
-        """Tell why scripts do not all end after the same step; empty if they may."""
+        """Tell why scripts do not all end after the same step; empty if they may.
+
+        What was told of views before that in which the leader ended does not count: since then the
+        job may have begun again from an earlier step.
+        """
         ended = self._ended
         if ended is None:
             return ""
-        same = [status for status in statuses if status.loop == ended.loop]
+        same = [s for s in statuses if s.loop == ended.loop and s.view >= ended.view]
         further = [status for status in same if status.committed > ended.committed]
         if not further:
             return ""

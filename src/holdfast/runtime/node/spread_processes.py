@@ -27,7 +27,7 @@ MAGIC = b"hspread\1"
 ORDERS, LIFE = 0, 1  # what a connection is for
 DONE = b"\0"  # the script has ended well
 LOOK_S = 0.05
-DEAD_S = 20.0  # for which a machine answers nothing before a connection counts as ended
+DEAD_S = 5.0  # for which a machine answers nothing before a connection counts as ended
 END_S = 60.0  # for the process of shard 0 to end this one, after a failure
 
 
