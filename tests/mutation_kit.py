@@ -28,6 +28,7 @@ GOES_ON = {  # to its end: what comes to light late in a job is not cut off
     "spares": 0,
     "pieces": (0, 0),
     "procs": 1,
+    "spread": 1,
 }
 SHARDS = {
     "agents": 2,
@@ -182,6 +183,18 @@ MEMORY = {  # all workers are lost at once, with as many nodes as may be, or mor
     "protect_every": 5,
     "save_every": 0,
     "feed_fails": 0.0,
+}
+SPREAD = MEMORY | {  # one worker on three nodes; a fourth one waits
+    "agents": 4,
+    "vranks": 4,
+    "nodes_min": 3,
+    "nodes_max": 3,
+    "procs": 3,
+    "spread": 3,
+    "shard_lag_s": 0.001,
+    "pieces": (1, 1),
+    "abandon_s": 8.0,
+    "faults": ("agent_crash", "worker_crash"),
 }
 SPARES = {"slots": 3, "spares": 1, "hot_spares": True, "vranks": 12, "workers_min": 1}
 FLIPS = {  # most of them while an update runs, so that what is saved next is not right

@@ -44,7 +44,7 @@ def gradients_are_not_recalled(patch: pytest.MonkeyPatch) -> Machines:
 
 @mutation
 def a_part_with_too_few_pieces_counts(patch: pytest.MonkeyPatch) -> Machines:
-    patch.setattr(protection, "_complete", lambda kept, needed: bool(kept))
+    patch.setattr(protection, "_complete", lambda kept, needed, shards: bool(kept))
     return Machines()
 
 
@@ -77,7 +77,7 @@ def it_votes_before_its_pieces_are_in_memory(patch: pytest.MonkeyPatch) -> Machi
 def both_pieces_are_kept_on_one_node(patch: pytest.MonkeyPatch) -> Machines:
     plain = protecting.pieces_of
 
-    def pieces(view: Any, worker: Any, redundancy: Any) -> tuple[Piece, ...]:
+    def pieces(view: Any, worker: Any, redundancy: Any, *_: int) -> tuple[Piece, ...]:
         place = {agent: i for i, agent in enumerate(view.ring)}
         agent = view.member(worker).agent
         mine = plain(view, worker, redundancy)

@@ -19,6 +19,7 @@ import mutations_memory  # noqa: F401 - and more
 import mutations_promises  # noqa: F401 - it plants more
 import mutations_shards  # noqa: F401 - and more
 import mutations_spares  # noqa: F401 - it plants some
+import mutations_spread  # noqa: F401 - and more
 import mutations_step  # noqa: F401 - and more
 import mutations_work  # noqa: F401 - and more
 import mutations_wrong  # noqa: F401 - and more

@@ -176,8 +176,8 @@ class Truth:
         if process.host.drained and not acting:
             return  # nothing but members of the view runs there
         ordered = self.ordered[process.worker]
-        if not process.spread.is_whole:
-            return  # some of its processes are lost, and a new one may have to wait
+        if self._options.spread > 1:
+            return  # one of its nodes may have been lost, and a new process may have to wait
         if ordered <= process.key[1] and disk.release_loop != RELEASE_ALL:
             raise Violation(f"worker {process.key} is ended for a directive that does not hold")
 

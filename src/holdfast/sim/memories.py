@@ -207,13 +207,18 @@ class Memories:
         return any(reach(agent) and self.of[agent].losses == n for agent, n in agents.items())
 
     def _is_whole(self, view: int, step: int, reach: Reach) -> bool:
-        """Tell whether enough nodes of a view's ring still hold what they had of a step."""
+        """Tell whether enough nodes of a view's ring still hold what they had of a step.
+
+        As many may be lost as is promised, wherever pieces lie; more, if there are enough pieces.
+        """
         ring, dropped = self._rings.get(view, {}), self._dropped
         held = [
             agent
             for agent, losses in ring.items()
             if reach(agent) and dropped.get(agent, 0) <= step and self.of[agent].losses <= losses
         ]
+        if ring and len(ring) - len(held) <= self._redundancy.nodes_to_lose(len(ring)):
+            return True
         there: dict[tuple[int, int], int] = {}
         for agent, shard, piece in self._layouts.get(view, []):
             key = (shard, piece.part)

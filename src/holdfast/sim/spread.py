@@ -126,7 +126,10 @@ class Spread:
         )
 
     def meet(self, further: Further) -> None:
-        """Let the script begin, once processes have come from all nodes."""
+        """Let the script begin, once processes have come from all nodes; none may come later."""
+        if len(self.further) == self._nodes - 1:
+            further.end(-9, "its worker does not listen any more")
+            return
         self.further[further.place] = further
         if len(self.further) == self._nodes - 1:
             self._first.met()

@@ -117,7 +117,7 @@ def compose_control(environment: WorkerEnvironment, seed: int, fd: int | None) -
     me = environment
     channels = [ShardChannel(socket.socket(fileno=each)) for each in me.shard_fds]
     if me.shard:
-        return _compose_following(me, seed, channels[0])
+        return _compose_following(me, seed, channels[0], fd)
     policy = step_policy(me.spec, seed, writes=me.orders_fd is not None)
     machine = WorkerMachine(me.worker, me.incarnation, policy)
     if fd is None:
@@ -141,13 +141,16 @@ def compose_control(environment: WorkerEnvironment, seed: int, fd: int | None) -
     return Control(environment=me, seed=seed, driver=driver, link=link, inner=inner)
 
 
-def _compose_following(me: WorkerEnvironment, seed: int, channel: ShardChannel) -> Control:
+def _compose_following(
+    me: WorkerEnvironment, seed: int, channel: ShardChannel, fd: int | None
+) -> Control:
     """Connect to the worker's process of shard 0, in which its machine is."""
     meeting = channel.first(Meeting)
     host = me.host if me.spec.workers.spread > 1 else LOOPBACK
     inner = InnerGroup(me.shard, me.spec.workers.procs, find_store(meeting), host)
     machine = FollowingMachine(me.worker, me.incarnation, channel)
-    link = FollowingLink(channel, machine, me.shard)
+    agent = None if fd is None else socket.socket(fileno=fd)
+    link = FollowingLink(channel, machine, me.shard, agent)
     driver = Driver(machine, link, Monitor())
     link.start(driver)
     return Control(environment=me, seed=seed, driver=driver, link=link, inner=inner)

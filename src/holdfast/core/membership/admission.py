@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from holdfast.core.job_spec import CoordinatorPolicy
 from holdfast.core.membership.draining import choose_drains
 from holdfast.core.membership.formation import Situation
 from holdfast.core.membership.teams import admit_teams
@@ -20,16 +21,15 @@ class Attendance:
     not_drained: str = ""  # why nodes that fail their checks are used on
 
 
-def admit(
-    situation: Situation, nodes_max: int, spread: int = 1
-) -> tuple[tuple[AgentId, ...], list[str]]:
+def admit(situation: Situation, policy: CoordinatorPolicy) -> tuple[tuple[AgentId, ...], list[str]]:
     """Give nodes their slots; a node that is lost for good makes room for one that waits.
 
-    `spread`: over how many nodes each worker is. Returns the nodes that have to wait, and a line
-    for each exchange.
+    Returns the nodes that have to wait, and a line for each exchange.
     """
-    if spread > 1:
-        return admit_teams(situation, nodes_max, spread)
+    nodes_max = policy.nodes_max
+    if policy.spread > 1:
+        protected = policy.redundancy.data > 0
+        return admit_teams(situation, nodes_max, policy.spread, protected=protected)
     roster = situation.roster
     for name in _beyond(situation, nodes_max):
         roster.dismiss(name)

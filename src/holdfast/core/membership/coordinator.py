@@ -352,7 +352,7 @@ class CoordinatorMachine:
         if self._release_loop < RELEASE_ALL:
             for line in self._reserve.review(self._roster, self._view, situation.now):
                 yield Announce("node", line)
-            waiting, lines = admit(situation, self._policy.nodes_max, self._policy.spread)
+            waiting, lines = admit(situation, self._policy)
             not_drained = choose_drained(situation)
             self._attendance, news = attend(situation, waiting, not_drained, self._attendance)
             yield from (Announce("node", line) for line in lines)

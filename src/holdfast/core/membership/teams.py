@@ -14,11 +14,12 @@ Team = tuple[AgentId, ...]
 
 
 def admit_teams(
-    situation: Situation, nodes_max: int, size: int
+    situation: Situation, nodes_max: int, size: int, *, protected: bool
 ) -> tuple[tuple[AgentId, ...], list[str]]:
     """Make teams of `size` nodes, and mend those that have lost some.
 
-    Returns the nodes that wait, and a line for each team that was made or changed.
+    `protected`: no step is lost with all who hold the state. Returns the nodes that wait, and a
+    line for each team that was made or changed.
     """
     roster = situation.roster
     lines: list[str] = []
@@ -43,7 +44,31 @@ def admit_teams(
         team, waiting = tuple(waiting[:size]), waiting[size:]
         roster.admit_together(team)
         lines.append(f"workers are spread over the nodes {', '.join(team)}")
+    if protected:
+        lines += _leave_drained(situation, len(waiting))
     return tuple(waiting), lines
+
+
+def _leave_drained(situation: Situation, waiting: int) -> list[str]:
+    """End workers that cannot leave a drained node otherwise: nobody else holds the state.
+
+    They begin anew, from the nodes' memory, with one of so many that wait in its place.
+    """
+    roster, lines = situation.roster, []
+    for team in _teams(situation):
+        members = [m for m in situation.members if m.nodes == team]
+        others = [m for m in situation.members if m.nodes != team and situation.sound(m)]
+        drained = [name for name in team if roster.draining(name)]
+        if not 0 < len(drained) <= waiting or others:
+            continue
+        for member in members:
+            if roster.wants(member.worker, member.incarnation):
+                roster.order_anew(member.worker)
+                lines.append(
+                    f"worker {member.worker} begins anew without node {drained[0]}, as the nodes' "
+                    f"memory has it ({roster.draining(drained[0])})"
+                )
+    return lines
 
 
 def _teams(situation: Situation) -> list[Team]:

@@ -215,6 +215,11 @@ class CoordinatorServer:
     def _pass_on(self, message: DrainRequest | MoveRequest | LabelRequest) -> str:
         """Pass an order on to the node, which then reports it; return why that is not possible."""
         channel = self._agents.get(message.agent)
+        if isinstance(message, MoveRequest) and self._spec.workers.spread > 1:
+            return (
+                "a worker that is spread over several nodes is not moved by itself: drain one of "
+                "its nodes (holdfast drain NODE), and a node that waits takes its place"
+            )
         if channel is None:
             names = ", ".join(sorted(self._agents)) or "none"
             return f"there is no node {message.agent!r} just now; the connected ones: {names}"
@@ -346,7 +351,7 @@ def _agents(snapshot: ce.CoordinatorSnapshot) -> list[dict[str, object]]:
     view = snapshot.record.view
     stores = _stores(snapshot)
     members = collections.Counter(
-        m.agent for m in (view.members if view else ()) if m.worker not in stores
+        name for m in (view.members if view else ()) if m.worker not in stores for name in m.nodes
     )
     heard = {node.agent: node for node in snapshot.agents}
     found: list[dict[str, object]] = []

@@ -213,8 +213,8 @@ def make_shards(failure_fd: int) -> ShardProcesses | LoneShard:
         gathering = Gathering(socket.socket(fileno=listener), key, place)
         orders_of, lives = gathering.all()
         ends += orders_of
-        for first, life in lives.items():
-            descriptor = life.detach()
+        for first, connection in lives.items():
+            descriptor = connection.detach()
             others.append(_Other(first, 0, descriptor, descriptor))
     os.environ["HOLDFAST_SHARD_FDS"] = " ".join(str(end.detach()) for end in ends)
     return ShardProcesses(others, failure_fd)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import select
+import socket
 import threading
+import time
 from collections.abc import Sequence
 
 from holdfast.core.errors import HoldfastError
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.step.speculation import Lateness, Patience
-from holdfast.core.types import Incarnation, Peer, View, WorkerId, WorkerStatus
+from holdfast.core.types import Incarnation, Peer, Stage, View, WorkerId, WorkerStatus
 from holdfast.train.driver import Driver
 from holdfast.train.shards.shard_channel import Book, ShardChannel
-from holdfast.wire.messages import Address
+from holdfast.wire.frames import Sealer
+from holdfast.wire.messages import Address, encode
 
 POLL_S = 0.1
 
@@ -48,12 +52,25 @@ class FollowingMachine:
 
 
 class FollowingLink:
-    """Receives orders from the process of shard 0; `shard`: that of this one."""
+    """Receives orders from the process of shard 0; `shard`: that of this one.
 
-    def __init__(self, channel: ShardChannel, machine: FollowingMachine, shard: int) -> None:
+    `agent`: the way to this node's, from the first process on a further node of a spread worker.
+    """
+
+    def __init__(
+        self,
+        channel: ShardChannel,
+        machine: FollowingMachine,
+        shard: int,
+        agent: socket.socket | None = None,
+    ) -> None:
         self._channel = channel
         self._machine = machine
         self._shard = shard
+        self._agent = agent
+        self._sealer = Sealer(None)
+        self._seq = 0
+        self._committed_at = 0.0
 
     def tell(self, status: WorkerStatus) -> None:
         """Leave it to the process of shard 0 to tell the agent."""
@@ -81,6 +98,27 @@ class FollowingLink:
         except HoldfastError as error:
             driver.fail(error)
 
+    def _prove(self) -> None:
+        """Tell the agent that all members acted in the view since the step before was committed.
+
+        This process has taken part in the exchange of this step since then, and nobody votes
+        before that: so the node need not pause it while it does not hear the coordinator.
+        """
+        proved_at, self._committed_at = self._committed_at, time.monotonic()
+        if self._agent is None or not proved_at:
+            return
+        self._seq += 1
+        me = self._machine.status
+        status = WorkerStatus(
+            worker=me.worker,
+            incarnation=me.incarnation,
+            seq=self._seq,
+            stage=Stage.READY,
+            proved_at=proved_at,
+        )
+        with contextlib.suppress(OSError):
+            self._agent.sendall(self._sealer.seal(encode(status)))
+
     def _obey(self, driver: Driver, message: ef.WorkerEffect | Book) -> None:
         match message:
             case Book(view, addresses):
@@ -88,6 +126,9 @@ class FollowingLink:
             case ef.Tell(status):
                 with driver.monitor:
                     self._machine.status = status
+            case ef.Commit():
+                self._prove()
+                driver.obey(message)
             case ef.Install(view=view):
                 with driver.monitor:
                     self._machine.view = view

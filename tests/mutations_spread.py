@@ -1,0 +1,91 @@
+"""Planted bugs in how workers are spread over several nodes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from holdfast.core.job_spec import CoordinatorPolicy
+from holdfast.core.membership import restart, teams
+from holdfast.core.membership.protection import Protection
+from holdfast.core.step import protecting
+from holdfast.sim import memories
+from holdfast.sim.world import Machines
+from mutation_kit import SPREAD, TUNED, mutation
+
+
+@mutation
+def the_loss_of_a_further_node_is_not_noticed(patch: pytest.MonkeyPatch) -> Machines:
+    patch.setattr(restart, "_loss_elsewhere", lambda *_: None)
+    return Machines()
+
+
+@mutation
+def a_team_changes_while_its_worker_acts(patch: pytest.MonkeyPatch) -> Machines:
+    patch.setattr(teams, "_acts", lambda situation, team: False)
+    return Machines()
+
+
+@mutation
+def a_lost_node_keeps_its_place(patch: pytest.MonkeyPatch) -> Machines:
+    patch.setattr(teams, "_is_lost", lambda situation, name: False)
+    return Machines()
+
+
+@mutation
+def one_shard_stands_for_all(patch: pytest.MonkeyPatch) -> Machines:
+    patch.setattr(CoordinatorPolicy, "shards_told", 1)
+    return Machines()
+
+
+@mutation
+def all_pieces_of_a_shard_are_kept_where_it_is(patch: pytest.MonkeyPatch) -> Machines:
+    plain = protecting.pieces_of
+
+    def pieces(view: Any, worker: Any, redundancy: Any, shard: int = 0, place: int = 0) -> Any:
+        me = view.member(worker)
+        here = me is not None and me.holder(shard) == me.nodes[place]
+        every = [plain(view, worker, redundancy, shard, each) for each in range(len(me.nodes))]
+        return tuple(piece for those in every for piece in those) if here else ()
+
+    patch.setattr(memories, "pieces_of", pieces)
+    return Machines()
+
+
+@mutation
+def silent_nodes_that_hold_pieces_are_not_waited_for(patch: pytest.MonkeyPatch) -> Machines:
+    patch.setattr(Protection, "_bridges", lambda self, situation, durable: True)
+    patch.setattr(Protection, "awaits", lambda self, situation, durable: False)
+    plain = Protection.recall
+
+    def recall(self: Protection, situation: Any, durable: Any) -> Any:
+        every = dataclasses.replace(
+            situation, lease=dataclasses.replace(situation.lease, abandon_s=0)
+        )
+        return plain(self, every, durable)
+
+    patch.setattr(Protection, "recall", recall)
+    return Machines()
+
+
+TUNED["the_loss_of_a_further_node_is_not_noticed"] = SPREAD | {
+    "faults": ("agent_crash",),
+    "faults_end_s": 6.0,
+    "unheard_break": 1.0,
+}
+TUNED["a_team_changes_while_its_worker_acts"] = SPREAD | {  # all of its nodes are cut off
+    "faults": ("rack_partition",),
+    "procs": 2,
+    "spread": 2,
+    "nodes_min": 2,
+    "nodes_max": 2,
+}
+TUNED["a_lost_node_keeps_its_place"] = SPREAD | {"faults": ("agent_lost", "worker_crash")}
+TUNED["one_shard_stands_for_all"] = SPREAD | {"faults": ("all_lost",)}
+TUNED["all_pieces_of_a_shard_are_kept_where_it_is"] = SPREAD | {"faults": ("agent_crash",)}
+TUNED["silent_nodes_that_hold_pieces_are_not_waited_for"] = SPREAD | {
+    "faults": ("partition",),
+    "pieces": (1, 0),
+}
