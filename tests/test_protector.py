@@ -14,7 +14,7 @@ from holdfast.core.step import events as ev
 from holdfast.core.types import AgentId, Incarnation, Member, View, ViewNumber, WorkerId
 from holdfast.memory.arena import PieceArena
 from holdfast.memory.pieces import PieceCoder
-from holdfast.train.protection.protector import Protector
+from holdfast.train.protection.protector import PieceTarget, Protector
 
 BUDGET = 1 << 20
 ME = WorkerId(0)
@@ -40,9 +40,8 @@ class Told:
         self.arena = PieceArena(os.memfd_create("test"), ME, budget)
         data: Any = None  # only gradients need it
         self.protector = Protector(
-            self.arena,
+            PieceTarget(arena=self.arena, worker=ME),
             read_redundancy("replicate:1"),
-            ME,
             ({"net": nn.Linear(30, 10)}, data),
             self.events.append,
             self.errors.append,

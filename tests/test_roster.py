@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from holdfast.core.job_spec import CoordinatorPolicy
 from holdfast.core.membership.admission import Attendance, admit, attend
 from holdfast.core.membership.durable import KNOWN_MAX, Durable, speakers
 from holdfast.core.membership.event_log import EventLog
@@ -39,6 +40,7 @@ from roster_kit import LEASE, Cluster, member, status, stopped, view_of
 
 N0, N1, N2 = AgentId("n0"), AgentId("n1"), AgentId("n2")
 ZERO, ONE, TWO = WorkerId(0), WorkerId(1), WorkerId(2)
+AT_MOST_TWO = CoordinatorPolicy(virtual_ranks=2, nodes_max=2)
 
 
 def wanted(cluster: Cluster, name: AgentId, view: Any = None) -> list[tuple[int, int]]:
@@ -310,23 +312,26 @@ def test_silence_counts_from_the_last_report_and_from_when_one_listens() -> None
 def test_so_many_nodes_take_part_and_a_lost_one_makes_room() -> None:
     cluster = Cluster(member(0), member(1))
     cluster.hear("n2")
-    assert admit(cluster.situation(view_of(0, 1)), 2) == ((N2,), [])
-    assert admit(cluster.situation(view_of(0, 1), 2), 2) == ((), [])  # who is silent gets nothing
+    assert admit(cluster.situation(view_of(0, 1)), AT_MOST_TWO) == ((N2,), [])
+    assert admit(cluster.situation(view_of(0, 1), 2), AT_MOST_TWO) == (
+        (),
+        [],
+    )  # who is silent gets nothing
     view, late = view_of(0, 1), dict(now=1.0 + LEASE.abandon_s + LEASE.margin_s)
-    assert admit(cluster.situation(view, 1, now=late["now"] - 0.1), 2) == ((N2,), [])
-    waiting, lines = admit(cluster.situation(view, 1, **late), 2)
+    assert admit(cluster.situation(view, 1, now=late["now"] - 0.1), AT_MOST_TWO) == ((N2,), [])
+    waiting, lines = admit(cluster.situation(view, 1, **late), AT_MOST_TWO)
     assert (waiting, lines) == ((), ["node n2 takes the place of node n1"])
     assert cluster.roster.here(N2) == [2]
     assert cluster.roster.here(N1) == []
     cluster.hear("n0", member(0), slots=2)  # further slots of a node that takes part
-    assert admit(cluster.situation(view), 2) == ((N1,), [])
+    assert admit(cluster.situation(view), AT_MOST_TWO) == ((N1,), [])
     assert cluster.roster.here(N0) == [0, 3]
 
 
 def test_of_too_many_nodes_those_without_members_are_dismissed() -> None:
     """A coordinator without its record has taken back whoever spoke."""
     cluster = Cluster(member(0), status(1), status(2))
-    waiting, _ = admit(cluster.situation(view_of(0)), 2)
+    waiting, _ = admit(cluster.situation(view_of(0)), AT_MOST_TWO)
     assert sorted(cluster.roster.placed) == ["n0", "n2"]
     assert waiting == (N1,)
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import re
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -29,6 +33,7 @@ def spread(
     more: int = 0,
     workers: int = 1,
     faults: str = "-",
+    steps: int = STEPS,
 ) -> Iterator[tuple[LocalRun, LocalNodes]]:
     """Run a job whose workers are spread over `nodes` nodes each; `more` nodes wait beside.
 
@@ -36,7 +41,7 @@ def spread(
     """
     flags = ["--nproc", "1", "--procs-per-worker", str(procs), "--nodes-per-worker", str(nodes)]
     flags += ["--nodes-min", str(nodes * workers), "--virtual", "4", "--protect-every", "3"]
-    words = [str(SCRIPTS / "sharded.py"), faults, "-", str(EXAMPLE), "--steps", str(STEPS)]
+    words = [str(SCRIPTS / "sharded.py"), faults, "-", str(EXAMPLE), "--steps", str(steps)]
     with LocalRun(path / "run", [*flags, *options], words) as run, LocalNodes(run) as others:
         run.until(run.run_dir.coordinator.exists, RUN_S, "the coordinator listens")
         for name in names(nodes * workers):
@@ -184,6 +189,62 @@ def test_a_node_of_one_of_two_workers_is_lost(tmp_path: Path, quiet: Quiet) -> N
         run.until(lambda: len(run.events("view")) > 1, RUN_S, "a view")
         go(tmp_path)
         assert quiet(2) in end(run, others)
+
+
+@pytest.mark.slow
+def test_a_drained_node_is_left_by_the_only_worker(tmp_path: Path, quiet: Quiet) -> None:
+    """Another node takes its place, and the job goes on from the nodes' memory."""
+    with spread(tmp_path, "--redundancy", "replicate:2", more=1, faults=f"held:0.0:{HELD}") as (
+        run,
+        others,
+    ):
+        until_step(run, HELD)
+        run.until(lambda: len(run.status()["agents"]) == 3, RUN_S, "a node that waits")
+        done = command("drain", "node1", "--run", str(run.run_dir.path))
+        assert done.returncode == 0, done.stderr
+        assert quiet(2) in end(run, others)
+    assert len(recalls(run)) == 1
+    assert computed_twice(run) == []
+    assert lost(run) == []
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "holdfast.cli.main", *words]
+    return subprocess.run(line, capture_output=True, text=True, check=False, timeout=RUN_S)
+
+
+@pytest.mark.slow
+def test_a_coordinator_that_is_away_makes_nobody_pause(tmp_path: Path) -> None:
+    """Votes prove the right to act to all nodes of both workers."""
+    options = ("--lease-s", "1")
+    with spread(tmp_path, *options, workers=2, steps=4000) as (run, _):
+        until_step(run, HELD)
+        pid = int(run.status()["coordinator"]["pid"])
+        strike(pid, signal.SIGSTOP)
+        ledger = run.run_dir.path / "ledger"
+        before = sum(path.stat().st_size for path in ledger.iterdir())
+        began = time.monotonic()
+
+        def goes_on() -> bool:
+            now = sum(path.stat().st_size for path in ledger.iterdir())
+            return time.monotonic() - began > 4.0 and now > 2 * before
+
+        run.until(goes_on, RUN_S, "steps without a coordinator")
+        logs = [path.read_text() for path in run.run_dir.logs.glob("worker-*.log")]
+        assert len(logs) == 4
+        assert not any("paused" in log for log in logs), logs
+        strike(pid, signal.SIGCONT)
+    assert lost(run) == []
+
+
+@pytest.mark.slow
+def test_a_spread_worker_is_not_moved_by_itself(tmp_path: Path) -> None:
+    with spread(tmp_path, faults=f"held:0.0:{HELD}") as (run, _):
+        until_step(run, HELD)
+        done = command("migrate", "0", "--to", "node1", "--run-dir", str(run.run_dir.path))
+        assert done.returncode != 0
+        assert "is not moved by itself: drain one of its nodes" in done.stderr
+        assert "Traceback" not in done.stderr
 
 
 def test_a_script_that_fails_on_a_further_node_is_told_as_such(tmp_path: Path) -> None:

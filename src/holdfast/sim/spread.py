@@ -136,7 +136,7 @@ class Spread:
 
     def lost(self, further: Further) -> None:
         """Hear that a connection has ended, unless the network lost that with the node."""
-        if self._is_heard(further.agent):
+        if self.further.get(further.place) is further and self._is_heard(further.agent):
             why = f"its process on {further.agent} is gone"
             self._first.post(self._world.delay(0.005), self._first.end, -9, why)
 

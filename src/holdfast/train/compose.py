@@ -39,7 +39,7 @@ from holdfast.train.monitor import Monitor
 from holdfast.train.optimizer_sharding.gathered_state import GatheredState
 from holdfast.train.optimizer_sharding.sharded_optimizers import ShardedOptimizers
 from holdfast.train.optimizer_watch import OptimizerWatch
-from holdfast.train.protection.protector import Place, Protector
+from holdfast.train.protection.protector import PieceTarget, Protector
 from holdfast.train.protection.recalling import Recalling
 from holdfast.train.repeated_tasks import RepeatedTasks
 from holdfast.train.script_guard import ScriptGuard
@@ -280,10 +280,11 @@ def _protector(
     if spread > 1 and control.inner is not None:
         post = PiecePost(arena, me.peer_key)
         post.meet(control.inner.all_say("pieces", post.listen(me.host)))
-    place = Place(shard=me.shard, procs=procs, spread=spread, post=post)
+    target = PieceTarget(
+        arena=arena, worker=me.worker, shard=me.shard, procs=procs, spread=spread, post=post
+    )
     sources = protected, data
-    tell, fail = driver.post, driver.fail
-    return Protector(arena, redundancy, me.worker, sources, tell, fail, capture, place)
+    return Protector(target, redundancy, sources, driver.post, driver.fail, capture)
 
 
 def _step_data(

@@ -49,12 +49,14 @@ class _Kept:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Says which of its worker's processes this is, and how it reaches those on other nodes.
+class PieceTarget:
+    """Says into which file a process of a worker puts pieces, and how it reaches other nodes'.
 
-    `spread`: over so many nodes are the worker's `procs` processes.
+    `shard`: which of the worker's `procs` processes it is, which are spread over so many nodes.
     """
 
+    arena: PieceArena
+    worker: WorkerId
     shard: int = 0
     procs: int = 1
     spread: int = 1
@@ -74,19 +76,17 @@ class Protector:
 
     def __init__(
         self,
-        arena: PieceArena,
+        target: PieceTarget,
         redundancy: Redundancy,
-        worker: WorkerId,
         sources: tuple[Mapping[str, Any], StepData],
         tell: Callable[[ev.WorkerEvent], None],
         fail: Callable[[BaseException], None],
         capture: Capture | None = None,
-        place: Place | None = None,
     ) -> None:
-        self._place = place or Place()
-        self._arena = arena
+        self._target = target
+        self._arena = target.arena
         self._redundancy = redundancy
-        self._worker = worker
+        self._worker = target.worker
         self._protected, self._data = sources
         self._capture = capture or (lambda _: state.capture_named(self._protected))
         self._tell = tell
@@ -191,14 +191,14 @@ class Protector:
         MemoryError, UserError; WorldError and OSError if others do not receive theirs.
         """
         every = self._kept_in(view)
-        shape = (max(parts_of(view, self._place.shard), 1), image.size)
+        shape = (max(parts_of(view, self._target.shard), 1), image.size)
         coder = self._coders.get(shape)
         if coder is None:
             coder = PieceCoder(self._redundancy, *shape)
             self._coders = dict(list(self._coders.items())[-4:]) | {shape: coder}
         needed = coder.size * sum(len(kept.pieces) for kept in every)
         self._check(kind, needed)
-        sizes, shard = (image.size, coder.size), self._place.shard
+        sizes, shard = (image.size, coder.size), self._target.shard
         blank = PieceEntry(kind, view.number, step, *sizes, 0, (), shard)
         parcels = []
         for kept in every:
@@ -206,8 +206,8 @@ class Protector:
                 self._write(coder, image, kept, blank)
             elif kept.pieces:
                 parcels.append(self._pack(coder, image, kept, blank))
-        if parcels and self._place.post is not None:
-            self._place.post.put(parcels)
+        if parcels and self._target.post is not None:
+            self._target.post.put(parcels)
         return needed
 
     def _write(
@@ -266,13 +266,13 @@ class Protector:
     def _kept_in(self, view: View) -> list[_Kept]:
         """Return what is kept of this process's shard on each of its worker's nodes."""
         if self._kept is None or self._kept[0] != view.number:
-            shard, parts = self._place.shard, parts_of(view, self._place.shard)
+            shard, parts = self._target.shard, parts_of(view, self._target.shard)
             every = []
-            for place in range(self._place.spread):
+            for place in range(self._target.spread):
                 pieces = pieces_of(view, self._worker, self._redundancy, shard, place)
                 plain = tuple((part, number) for part, number in pieces)
                 shelf = PieceShelf(view.number, parts, plain, 0, shard)
-                every.append(_Kept(self._place.writer_on(place), shelf, pieces))
+                every.append(_Kept(self._target.writer_on(place), shelf, pieces))
             self._kept = view.number, every
         return self._kept[1]
 

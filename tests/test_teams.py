@@ -1,0 +1,217 @@
+"""Over which nodes workers are spread: teams, their repair, and what their members may hold."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from holdfast.core.membership.formation import candidates, why_broken
+from holdfast.core.membership.protection import find_recall, make_ring
+from holdfast.core.membership.restart import RestartPolicy, replace_lost
+from holdfast.core.membership.teams import admit_teams
+from holdfast.core.redundancy import KeptPieces, Redundancy
+from holdfast.core.step.protecting import parts_of, pieces_of
+from holdfast.core.types import AgentId, Incarnation, Member, Stage, View, WorkerId
+from roster_kit import LEASE, Cluster, member, status, view_of
+
+A, B, C, D = (AgentId(name) for name in "abcd")
+W0 = WorkerId(0)
+
+
+def nodes(*names: str, **fields: Any) -> Cluster:
+    cluster = Cluster()
+    for name in names:
+        cluster.hear(name, **fields)
+    return cluster
+
+
+def teams(cluster: Cluster) -> list[tuple[AgentId, ...]]:
+    return list(dict.fromkeys(slot.nodes for slot in cluster.roster.slots.values()))
+
+
+def admitted(
+    cluster: Cluster,
+    *silent: AgentId,
+    view: View | None = None,
+    most: int = 4,
+    size: int = 2,
+    now: float = 1.0,
+    protected: bool = True,
+) -> tuple[tuple[AgentId, ...], list[str]]:
+    situation = dataclasses.replace(cluster.situation(view), silent=frozenset(silent), now=now)
+    return admit_teams(situation, most, size, protected=protected)
+
+
+def acting(cluster: Cluster, *names: AgentId) -> View:
+    """Let worker 0 run on its nodes, as the only member of a view."""
+    cluster.hear(names[0], member(0, meets_at="here"))
+    for place, name in enumerate(names[1:], 1):
+        cluster.hear(name, status(0, stage=Stage.BOOTING, place=place))
+    first = Member(worker=W0, incarnation=Incarnation(1), agent=names[0], further=names[1:])
+    return dataclasses.replace(view_of(0), members=(first,))
+
+
+def test_nodes_become_teams_and_those_beyond_wait() -> None:
+    cluster = nodes("a", "b", "c", slots=2)
+    assert admitted(cluster) == ((C,), ["workers are spread over the nodes a, b"])
+    assert teams(cluster) == [(A, B)]
+    assert len(cluster.roster.slots) == 2
+    cluster.hear("d", slots=2)
+    assert admitted(cluster)[0] == ()
+    assert teams(cluster) == [(A, B), (C, D)]
+    assert admitted(nodes(*"abcd"), most=2)[0] == (C, D)
+
+
+def test_only_once_nobody_can_act_a_lost_node_is_replaced() -> None:
+    cluster = nodes("a", "b", "c")
+    admitted(cluster, most=2)
+    view, gone = acting(cluster, A, B), 1.0 + LEASE.fence_s
+    assert admitted(cluster, B, view=view, most=2, now=gone)[1] == []
+    cluster.hear("a", status(0, stage=Stage.LOST, meets_at="here"))
+    assert admitted(cluster, B, view=view, most=2, now=gone - 0.1)[1] == []
+    assert admitted(cluster, B, view=view, most=2, now=gone) == (
+        (),
+        ["node c takes the place of node b"],
+    )
+    assert teams(cluster) == [(A, C)], "the other one has the shards that it had"
+    assert W0 not in cluster.roster.slots
+
+
+def test_the_first_node_is_replaced_once_the_processes_on_another_have_ended() -> None:
+    cluster = nodes("a", "b", "c")
+    admitted(cluster, most=2)
+    view, gone = acting(cluster, A, B), 1.0 + LEASE.fence_s
+    assert admitted(cluster, A, view=view, most=2, now=gone)[1] == []
+    cluster.hear("b", status(0, stage=Stage.LOST, place=1))
+    assert admitted(cluster, A, view=view, most=2, now=gone)[1] != []
+    assert teams(cluster) == [(C, B)]
+
+
+def test_of_two_broken_teams_one_whole_is_made() -> None:
+    cluster = nodes(*"abcd")
+    admitted(cluster)
+    admitted(cluster, B, C, now=1.0 + LEASE.fence_s)
+    assert teams(cluster) == [(A, D)]
+
+
+def test_a_drained_node_is_left_if_memory_keeps_the_state() -> None:
+    cluster = nodes("a", "b", "c")
+    admitted(cluster, most=2)
+    view = acting(cluster, A, B)
+    cluster.roster.nodes[B].draining = "asked for"
+    assert admitted(cluster, view=view, most=2, protected=False)[1] == []
+    assert cluster.roster.wants(W0, Incarnation(1))
+    (line,) = admitted(cluster, view=view, most=2)[1]
+    assert line.startswith("worker 0 begins anew without node b")
+    assert not cluster.roster.wants(W0, Incarnation(1))
+
+
+def test_a_worker_is_a_candidate_once_it_runs_on_all_of_its_nodes() -> None:
+    cluster = nodes("a", "b")
+    admitted(cluster)
+    cluster.hear("a", status(0, meets_at="here"))
+    assert candidates(cluster.situation()) == []
+    cluster.hear("b", status(0, stage=Stage.BOOTING, place=1))
+    assert [each.worker for each in candidates(cluster.situation())] == [W0]
+
+
+def losses(cluster: Cluster, view: View, *silent: AgentId, now: float, bridges: bool) -> list[str]:
+    situation = dataclasses.replace(cluster.situation(view), silent=frozenset(silent), now=now)
+    return [why for _, why in replace_lost(situation, RestartPolicy(), lambda: bridges)]
+
+
+def test_a_silent_node_is_lost_at_once_only_if_that_costs_no_step() -> None:
+    gone = 1.0 + LEASE.fence_s
+    for now, bridges, found in (
+        (gone, False, []),
+        (gone - 0.1, True, []),
+        (gone, True, ["its node b is lost"]),
+        (1.0 + LEASE.abandon_s + LEASE.margin_s, False, ["its node b is lost"]),
+    ):
+        cluster = nodes("a", "b")
+        admitted(cluster)
+        view = acting(cluster, A, B)
+        assert losses(cluster, view, B, now=now, bridges=bridges) == found, (now, bridges)
+
+
+def test_what_ends_on_a_further_node_ends_the_worker() -> None:
+    cluster = nodes("a", "b")
+    admitted(cluster)
+    view = acting(cluster, A, B)
+    assert losses(cluster, view, now=1.0, bridges=False) == []
+    assert why_broken(cluster.situation(view), 0.0, 1.0) is None
+    cluster.hear("b", status(0, stage=Stage.LOST, place=1, detail="crashed"))
+    assert not cluster.situation(view).sound(view.members[0])
+    assert losses(cluster, view, now=1.0, bridges=False) == ["on node b: crashed"]
+    restarted = nodes("a", "b")
+    admitted(restarted)
+    view = acting(restarted, A, B)
+    restarted.hear("b", incarnation=Incarnation(2))
+    (why,) = losses(restarted, view, now=1.0, bridges=False)
+    assert why == "the agent of its node b restarted"
+
+
+# ---------------------------------------------------------------- pieces
+
+
+def spread_view(workers: int, size: int, redundancy: Redundancy) -> View:
+    """Return a view of workers that are spread over so many nodes each, a shard on each."""
+    members = tuple(
+        Member(
+            worker=WorkerId(w),
+            incarnation=Incarnation(1),
+            agent=AgentId(f"n{w * size}"),
+            shards=size,
+            further=tuple(AgentId(f"n{w * size + i}") for i in range(1, size)),
+        )
+        for w in range(workers)
+    )
+    view = dataclasses.replace(view_of(*range(workers)), members=members)
+    return dataclasses.replace(view, ring=make_ring(members, {}, redundancy))
+
+
+def kept_in(view: View, redundancy: Redundancy) -> dict[AgentId, list[KeptPieces]]:
+    found: dict[AgentId, list[KeptPieces]] = {}
+    for each in view.members:
+        for shard in range(each.shards):
+            for place, name in enumerate(each.nodes):
+                pieces = pieces_of(view, each.worker, redundancy, shard, place)
+                found.setdefault(name, []).append(
+                    KeptPieces(
+                        view=3,
+                        worker=int(each.worker),
+                        parts=parts_of(view, shard),
+                        pieces=pieces,
+                        end=5,
+                        committed=5,
+                        shards=(shard,),
+                    )
+                )
+    return found
+
+
+def test_each_shard_is_kept_first_where_it_is_and_bears_every_loss() -> None:
+    for workers, size, redundancy in (
+        (1, 3, Redundancy(data=1, parity=1)),
+        (1, 4, Redundancy(data=2, parity=1)),
+        (2, 2, Redundancy(data=2, parity=2)),
+        (3, 2, Redundancy(data=1, parity=2)),
+    ):
+        view = spread_view(workers, size, redundancy)
+        kept = kept_in(view, redundancy)
+        assert sorted(kept) == sorted(view.ring)
+        for shard in range(size):
+            assert parts_of(view, shard) == workers
+            every = [
+                p for each in kept.values() for k in each if shard in k.shards for p in k.pieces
+            ]
+            assert len(every) == len(set(every)) == workers * redundancy.pieces
+            for each in view.members:
+                firsts = pieces_of(view, each.worker, redundancy, shard, shard)
+                assert any(piece.number == 0 for piece in firsts)
+        for lost in view.ring:
+            left = [k for name, each in kept.items() if name != lost for k in each]
+            recall = find_recall(left, redundancy.data, 0, (3, 5), (), size)
+            assert recall.step == 5, (workers, size, redundancy, lost)
+        without = [k for each in kept.values() for k in each if 0 not in k.shards]
+        assert find_recall(without, redundancy.data, 0, (3, 5), (), size).step == 0
