@@ -218,7 +218,61 @@ def pattern_row(redundancy: str, count: int, found: Sequence[Loss]) -> str:
     )
 
 
+# ---------------------------------------------------------------- sharded optimizers
+
+LARGE = ("--width", "512", "--layers", "6", "--batch-size", "2", "--context", "32")
+LARGE_PARAMETERS = 19.2e6
+WARM, TIMED = 6, 20  # steps
+
+
+def anonymous_mb(pid: int) -> float:
+    """Return how much memory is a process's own: no files, and no pieces of the state."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) / 1e3
+    raise HoldfastError(f"process {pid} does not say what memory it has")
+
+
+def sharded(workers: int, *options: str) -> tuple[float, float, float]:
+    """Return a worker's memory (MB), and wall and processor time of a step of a larger model."""
+    with job("replicate:1", workers, ENDLESS, workers, *options, script=LARGE) as (run, _):
+        began, spent = until_step(run, WARM), cpu_s(run)
+        first = step_of(run)
+        ended, later = until_step(run, WARM + TIMED), cpu_s(run)
+        memory = statistics.median(anonymous_mb(pid) for pid in run.members().values())
+        count = step_of(run) - first
+        return memory, (ended - began) / count, (later - spent) / count
+
+
+def optimizer_lines(rounds: int = ROUNDS) -> Iterator[str]:
+    yield "## Sharded optimizers (ZeRO-1)"
+    yield ""
+    yield f"A GPT of {LARGE_PARAMETERS / 1e6:.1f} million parameters with AdamW, whose state takes"
+    yield f"{8 * LARGE_PARAMETERS / 1e6:.0f} MB; a worker on each node, with `--shard-optimizer`"
+    yield f"and without, in turn, {rounds} runs each of {TIMED} steps; medians. Memory: a worker's"
+    yield "own, without files and pieces. Share: of what can be saved, all but one N-th of it."
+    yield ""
+    yield "| workers | memory | sharded | saved | share | step | CPU |"
+    yield "|---|---|---|---|---|---|---|"
+    for workers in (2, 4):
+        whole, parts = [], []
+        for _ in range(rounds):
+            whole.append(sharded(workers))
+            parts.append(sharded(workers, "--shard-optimizer"))
+            print(f"  {workers} workers: {whole[-1]}, sharded {parts[-1]}", flush=True)
+        memory, less = (statistics.median(m for m, _, _ in found) for found in (whole, parts))
+        pairs = list(zip(whole, parts, strict=True))
+        wall, cpu = (statistics.median(s[i] / w[i] for w, s in pairs) for i in (1, 2))
+        most = 8 * LARGE_PARAMETERS / 1e6 * (1 - 1 / workers)
+        yield (
+            f"| {workers} | {memory:.0f} MB | {less:.0f} MB | {memory - less:.0f} MB "
+            f"| {(memory - less) / most:.2f} | **{wall:.2f}** | {cpu:.2f} |"
+        )
+
+
 # ---------------------------------------------------------------- at random
+
+SMALL = ("--width", "32", "--layers", "1", "--context", "16", "--batch-size", "2")
 
 
 def random_lines(within: int = 100, beyond: int = 20, seed: int = 1) -> Iterator[str]:
@@ -271,8 +325,8 @@ def random_losses(
 def random_job(
     redundancy: str, stop: Path, *options: str, nodes: int = NODES
 ) -> Iterator[tuple[LocalRun, LocalNodes]]:
-    """Run a job that ends at the step which will be written to a file."""
-    script = "--stop", str(stop)
+    """Run a job of a small model that ends at the step which will be written to a file."""
+    script = (*SMALL, "--stop", str(stop))
     with job(redundancy, nodes, ENDLESS, NODES, *options, script=script) as both:
         yield both
 
@@ -288,14 +342,22 @@ def lines() -> Iterator[str]:
     yield ""
     yield from pattern_lines()
     yield ""
+    yield from optimizer_lines()
+    yield ""
     yield from random_lines()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("cost", "patterns", "random", "all"))
+    parser.add_argument("what", choices=("cost", "patterns", "optimizer", "random", "all"))
     options = parser.parse_args()
-    made = {"cost": cost_lines, "patterns": pattern_lines, "random": random_lines, "all": lines}
+    made = {
+        "cost": cost_lines,
+        "patterns": pattern_lines,
+        "optimizer": optimizer_lines,
+        "random": random_lines,
+        "all": lines,
+    }
     for line in made[options.what]():
         print(line, flush=True)
 

@@ -380,7 +380,12 @@ SHEETS: dict[str, tuple[Callable[[], Iterator[str]], ...]] = {
     ),
     "SILENT": (silent_lines,),
     "CODING": (coding.lines,),
-    "MEMORY": (memory_tier.cost_lines, memory_tier.pattern_lines, memory_tier.random_lines),
+    "MEMORY": (
+        memory_tier.cost_lines,
+        memory_tier.pattern_lines,
+        memory_tier.optimizer_lines,
+        memory_tier.random_lines,
+    ),
     "CONTROL": (scale_lines, partition_lines, failover_lines, simulator_lines),
 }
 

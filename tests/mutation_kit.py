@@ -319,6 +319,13 @@ TUNED: dict[str, dict[str, object]] = {
     "a_state_counts_before_all_have_put_it_there": MEMORY | {"feed_fails": 0.3},
     "what_is_older_goes_at_once": MEMORY | {"load_s": 1.0},
     "commits_are_not_marked": MEMORY,
+    "older_pieces_go_before_the_commit_is_marked": MEMORY
+    | {
+        "faults": ("all_lost", "worker_crash_inside"),
+        "crash_inside": 0.01,
+        "pieces": (1, 1),
+        "protect_every": 1,
+    },
     "a_discarded_state_is_begun_from": WRONG
     | {"control_s": 0.2, "channel_s": 0.02, "cut_in_flight": 1.0},
     "a_committed_step_counts_as_saved": SAVES,

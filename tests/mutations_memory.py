@@ -115,6 +115,20 @@ def what_is_older_goes_at_once(patch: pytest.MonkeyPatch) -> Machines:
 
 
 @mutation
+def older_pieces_go_before_the_commit_is_marked(patch: pytest.MonkeyPatch) -> Machines:
+    plain = StepMachine._voted
+
+    def voted(self: StepMachine, rows: Any) -> Any:
+        found = plain(self, rows)
+        if isinstance(found[-1], ef.ForgetProtected):
+            found = [*found[:-2], found[-1], found[-2]]
+        return found
+
+    patch.setattr(StepMachine, "_voted", voted)
+    return Machines()
+
+
+@mutation
 def commits_are_not_marked(patch: pytest.MonkeyPatch) -> Machines:
     class Silent(WorkerMachine):
         def handle(self, event: Any, now: float) -> Any:

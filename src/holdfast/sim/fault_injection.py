@@ -19,6 +19,7 @@ class FaultyWorld(HostWorld, Protocol):
     """Is the world that faults strike."""
 
     cut: dict[tuple[str, bool], int]
+    events: int
 
     def live(self) -> list[Process]: ...
 
@@ -69,6 +70,8 @@ class Faults:
             return False
         self._note("worker_crash_inside")
         process.end(-11, "crashed between two effects")
+        if "all_lost" in self._kinds and world.events % 2:  # all others at the same moment
+            self._lose_all([each for each in world.live() if each is not process])
         return True
 
     def strikes_coordinator(self) -> bool:

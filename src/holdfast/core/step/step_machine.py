@@ -551,17 +551,17 @@ class StepMachine:
         self._audits.agree(Alike(tally.alike), whole_step)
         if tally.save:
             self.saves.agree(self.step + 1, self._view, tally.save)
-        out += self.protecting.voted(self.step, tally.staged, protect=tally.protect)
+        # What is older goes once the commit is marked, which makes what is newer count.
+        forget = self.protecting.voted(self.step, tally.staged, protect=tally.protect)
         out += self.feeding.committed(self.step)
         self.feeding.agree(tally.follow, self.step + 1)
-        if self._view.suspended:
-            out.append(KeepStep(self.step))
+        out += [KeepStep(self.step)] if self._view.suspended else []
         step = self._open
         if self.is_timed:
             events = self._counting.observe(tally, self._around.leads_now)
             out += [EventNoted(kind, text) for kind, text in events]
         dropped = self._drops() and step is not None and step.used(self.hosted) is None
-        return [*out, Decided(self.step, tally.pending, self._counting.owners, dropped)]
+        return [*out, Decided(self.step, tally.pending, self._counting.owners, dropped), *forget]
 
     def committed(self, owners: tuple[WorkerId, ...], hosted: tuple[int, ...]) -> None:
         """The step is committed, and the next one begins."""

@@ -39,6 +39,7 @@ from holdfast.runtime.node.spread_processes import (
 
 GRACE_S = 3.0  # in which a loss may turn out to be the reason for a failure
 READ_BYTES = 1 << 16
+REST_S = 0.1  # for the rest of a message that has come in part
 TOLD_BYTES_MAX = 12 << 10
 
 
@@ -164,11 +165,16 @@ class ShardProcesses:
 
 
 def _read(descriptor: int) -> bytes:
-    """Return what is there to read by now."""
+    """Return what is there to read, and what follows it at once."""
     os.set_blocking(descriptor, False)
+    data = b""
     with contextlib.suppress(OSError):  # nothing is, or the connection was reset
-        return os.read(descriptor, READ_BYTES)
-    return b""
+        while select.select([descriptor], [], [], REST_S if data else 0)[0]:
+            more = os.read(descriptor, READ_BYTES)
+            data += more
+            if not more or data == DONE:
+                break
+    return data
 
 
 def tell_failure(failure_fd: int, text: bytes) -> None:
