@@ -127,6 +127,7 @@ class Loss:
     """What became of one loss of all workers, and of some nodes with their memory."""
 
     nodes: int
+    view: int  # with which the job went on
     lost_at: int  # steps that were committed
     began: int  # steps after which the job went on
     recovery_s: float
@@ -135,8 +136,11 @@ class Loss:
     from_memory: bool
 
 
-def lose(run: LocalRun, others: LocalNodes, here: Sequence[str], name: str) -> Loss:
-    """Kill all workers and some nodes, and have new nodes take their places."""
+def lose(run: LocalRun, others: LocalNodes, here: Sequence[str], name: str, since: int = 0) -> Loss:
+    """Kill all workers and some nodes, and have new nodes take their places.
+
+    `since`: the view with which the job has begun anew, if it has.
+    """
     status = run.status()
     stored = 0 if status["memory"] is None else int(status["memory"]["bytes"])
     seen = len(run.events("view"))
@@ -150,13 +154,14 @@ def lose(run: LocalRun, others: LocalNodes, here: Sequence[str], name: str) -> L
     view = run.events("view")[seen]
     until_step(run, int(view["step"]) + 1)
     took_s = time.monotonic() - struck_at
-    lost_at = max(committed(run, int(view["view"])), int(status["step"]))
+    lost_at = max(committed(run, since, int(view["view"])), int(status["step"]))
     for number in range(len(here)):
         others.add(f"{name}{number}")
     news = [event["text"] for event in run.events("memory")[told:]]
     moved = [float(m[1]) for text in news if (m := re.search(r"([\d.]+) MB to each", text))]
     return Loss(
         nodes=len(here),
+        view=int(view["view"]),
         lost_at=lost_at,
         began=int(view["step"]),
         recovery_s=took_s,
@@ -166,14 +171,14 @@ def lose(run: LocalRun, others: LocalNodes, here: Sequence[str], name: str) -> L
     )
 
 
-def committed(run: LocalRun, before: int) -> int:
-    """Return how many steps were committed in views before this one, as the ledger has it."""
+def committed(run: LocalRun, since: int, before: int) -> int:
+    """Return how many steps were committed in views from one to before another, by the ledger."""
     steps = [-1]
     for path in (run.run_dir.path / "ledger").iterdir():
         for line in path.read_text().splitlines():
             with contextlib.suppress(ValueError):  # a line that its writer did not end
                 entry = json.loads(line)
-                if entry.get("kind") == "step" and entry["view"] < before:
+                if entry.get("kind") == "step" and since <= entry["view"] < before:
                     steps.append(entry["step"])
     return max(steps) + 1
 
@@ -295,7 +300,9 @@ def random_losses(
     redundancy: str, count: int, bounds: tuple[int, int], rng: random.Random
 ) -> tuple[int, str]:
     """Return how many steps were redone, and whether the digest is the undisturbed job's."""
-    redone = 0
+    redone = since = 0
+    # The next loss may come before all new nodes have joined, but not before there are enough.
+    enough = min(read_redundancy(redundancy).pieces + 1, NODES)
     with (
         tempfile.TemporaryDirectory() as folder,
         random_job(redundancy, Path(folder) / "stop", "--abandon-s", "10") as (run, others),
@@ -304,12 +311,14 @@ def random_losses(
         for number in range(count):
             until_step(run, step_of(run) + rng.randrange(2, 10))
             chosen = rng.sample(here, rng.randint(*bounds))
-            loss = lose(run, others, chosen, f"new{number}-")
+            loss = lose(run, others, chosen, f"new{number}-", since)
+            since = since if loss.from_memory else loss.view
             redone += max(loss.lost_at - loss.began, 0)
             here = [n for n in here if n not in chosen]
             here += [f"new{number}-{n}" for n in range(len(chosen))]
-            run.until_members(NODES, UNHURRIED_S)
+            run.until_members(enough, UNHURRIED_S)
             print(f"  {redundancy}, loss {number}: {loss}", flush=True)
+        run.until_members(NODES, UNHURRIED_S)
         last = step_of(run) + LATER
         end_at(last, Path(folder) / "stop")
         assert run.wait(UNHURRIED_S) == 0, run.log()

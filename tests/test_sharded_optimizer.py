@@ -56,7 +56,7 @@ def short(path: Path, workers: int, *words: str, options: tuple[str, ...] = ()) 
         (3, ""),
         (2, "SIGKILL:stepped:6:0"),  # the leader
         (3, "SIGKILL:update:6:1"),  # before it has sent the parameters that it has updated
-        (3, "SIGKILL:update:11:2"),  # of the last step
+        pytest.param(3, "SIGKILL:update:11:2", marks=pytest.mark.slow),  # of the last step
         pytest.param(4, "", marks=pytest.mark.slow),
         pytest.param(2, "SIGKILL:backward:6:1", marks=pytest.mark.slow),
         pytest.param(3, "SIGKILL:voted:6:0,1", marks=pytest.mark.slow),
