@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from holdfast.core.errors import HoldfastError
 from holdfast.core.redundancy import read_redundancy
@@ -275,6 +276,86 @@ def optimizer_lines(rounds: int = ROUNDS) -> Iterator[str]:
         )
 
 
+# ---------------------------------------------------------------- one worker on several nodes
+
+FSDP = str(Path(__file__).resolve().parent.parent / "examples" / "fsdp.py")
+TEAM = 3
+SPREAD = ("--procs-per-worker", str(TEAM), "--nodes-per-worker", str(TEAM))
+
+
+def spread_lines(losses: int = ROUNDS) -> Iterator[str]:
+    yield f"## One FSDP worker on {TEAM} nodes"
+    yield ""
+    yield "Nobody else holds a shard. One process is killed, or one node with its memory, whose"
+    yield f"place a node takes that waits; medians of {losses}, from the kill to the next step."
+    yield ""
+    yield "| redundancy | lost | steps redone | recovery | min .. max |"
+    yield "|---|---|---|---|---|"
+    for redundancy in ("replicate:2", "rs:2+1"):
+        for what in ("a process", "a node"):
+            redone, took = spread_losses(redundancy, what == "a node", losses)
+            print(f"  {redundancy}, {what}: {took}", flush=True)
+            yield (
+                f"| {redundancy} | {what} | {redone} | {statistics.median(took):.2f} s "
+                f"| {min(took):.2f} .. {max(took):.2f} |"
+            )
+
+
+def spread_losses(redundancy: str, nodes: bool, losses: int) -> tuple[int, list[float]]:
+    """Return the steps that were redone, and what each recovery took (s)."""
+    flags = ["--nproc", "1", "--virtual", "4", "--nodes-min", str(TEAM), *SPREAD]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        LocalRun(
+            Path(folder) / "run",
+            [*flags, "--redundancy", redundancy, "--protect-every", "20"],
+            [FSDP, "--steps", str(ENDLESS)],
+        ) as run,
+        LocalNodes(run) as others,
+    ):
+        run.until(run.run_dir.coordinator.exists, UNHURRIED_S, "the coordinator listens")
+        for name in names(TEAM):
+            others.add(name)
+        run.until_members(1, UNHURRIED_S)
+        last, redone, took = names(TEAM)[-1], 0, []
+        for number in range(losses):
+            waits = f"waits{number}"
+            if nodes:
+                others.add(waits)
+                until_told(run, waits)
+            until_step(run, step_of(run) + 10)
+            seen, known = len(run.events("view")), step_of(run)
+            struck_at = time.monotonic()
+            if nodes:
+                others.kill(last)
+                last = waits
+            else:
+                strike(next(iter(run.members().values())))
+            view = next_view(run, seen)
+            until_step(run, int(view["step"]) + 1)
+            took.append(time.monotonic() - struck_at)
+            lost_at = max(committed(run, 0, int(view["view"])), known)
+            redone += max(lost_at - int(view["step"]), 0)
+        return redone, took
+
+
+def until_told(run: LocalRun, name: str) -> None:
+    """Wait until a node's agent has spoken."""
+
+    def there() -> bool:
+        with contextlib.suppress(HoldfastError):
+            return name in [each["id"] for each in run.status()["agents"]]
+        return False
+
+    run.until(there, UNHURRIED_S, "a node that waits")
+
+
+def next_view(run: LocalRun, seen: int) -> dict[str, Any]:
+    """Wait for one more view than `seen`, and return what was told of it."""
+    run.until(lambda: len(run.events("view")) > seen, UNHURRIED_S, "a new view")
+    return run.events("view")[seen]
+
+
 # ---------------------------------------------------------------- at random
 
 SMALL = ("--width", "32", "--layers", "1", "--context", "16", "--batch-size", "2")
@@ -353,21 +434,26 @@ def lines() -> Iterator[str]:
     yield ""
     yield from optimizer_lines()
     yield ""
+    yield from spread_lines()
+    yield ""
     yield from random_lines()
+
+
+MADE = {
+    "cost": cost_lines,
+    "patterns": pattern_lines,
+    "optimizer": optimizer_lines,
+    "spread": spread_lines,
+    "random": random_lines,
+    "all": lines,
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("cost", "patterns", "optimizer", "random", "all"))
+    parser.add_argument("what", choices=tuple(MADE))
     options = parser.parse_args()
-    made = {
-        "cost": cost_lines,
-        "patterns": pattern_lines,
-        "optimizer": optimizer_lines,
-        "random": random_lines,
-        "all": lines,
-    }
-    for line in made[options.what]():
+    for line in MADE[options.what]():
         print(line, flush=True)
 
 

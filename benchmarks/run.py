@@ -384,6 +384,7 @@ SHEETS: dict[str, tuple[Callable[[], Iterator[str]], ...]] = {
         memory_tier.cost_lines,
         memory_tier.pattern_lines,
         memory_tier.optimizer_lines,
+        memory_tier.spread_lines,
         memory_tier.random_lines,
     ),
     "CONTROL": (scale_lines, partition_lines, failover_lines, simulator_lines),
