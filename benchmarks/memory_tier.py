@@ -27,6 +27,7 @@ from holdfast.testing.local_nodes import LocalNodes, names
 from holdfast.testing.local_run import LocalRun, strike
 
 SCRIPT = str(gpt.__file__)
+PACED = str(Path(__file__).with_name("paced_worker.py"))
 UNHURRIED_S = 300.0
 ENDLESS = 100_000  # steps, of a job that is told when to end
 LATER = 100  # so many steps
@@ -40,13 +41,20 @@ STEPS_TIMED = 200
 
 @contextlib.contextmanager
 def job(
-    redundancy: str, nodes: int, steps: int, virtual: int, *options: str, script: Sequence[str] = ()
+    redundancy: str,
+    nodes: int,
+    steps: int,
+    virtual: int,
+    *options: str,
+    script: Sequence[str] = (),
+    rest_s: float = 0.0,
 ) -> Iterator[tuple[LocalRun, LocalNodes]]:
     flags = ["--nproc", "1", "--virtual", str(virtual), "--nodes-min", str(nodes)]
     flags += ["--nodes-max", str(2 * nodes), "--redundancy", redundancy, *options]
+    words = [PACED, str(rest_s), SCRIPT] if rest_s else [SCRIPT]
     with (
         tempfile.TemporaryDirectory() as folder,
-        LocalRun(Path(folder) / "run", flags, [SCRIPT, "--steps", str(steps), *script]) as run,
+        LocalRun(Path(folder) / "run", flags, [*words, "--steps", str(steps), *script]) as run,
         LocalNodes(run) as others,
     ):
         run.until(run.run_dir.coordinator.exists, UNHURRIED_S, "the coordinator listens")
@@ -358,6 +366,7 @@ def next_view(run: LocalRun, seen: int) -> dict[str, Any]:
 
 # ---------------------------------------------------------------- at random
 
+REST_S = 0.1  # after each step
 SMALL = ("--width", "32", "--layers", "1", "--context", "16", "--batch-size", "2")
 
 
@@ -415,9 +424,12 @@ def random_losses(
 def random_job(
     redundancy: str, stop: Path, *options: str, nodes: int = NODES
 ) -> Iterator[tuple[LocalRun, LocalNodes]]:
-    """Run a job of a small model that ends at the step which will be written to a file."""
-    script = (*SMALL, "--stop", str(stop))
-    with job(redundancy, nodes, ENDLESS, NODES, *options, script=script) as both:
+    """Run a job of a small model that ends at the step which will be written to a file.
+
+    It rests after each step if there are several nodes, so that new ones soon join.
+    """
+    script, rest_s = (*SMALL, "--stop", str(stop)), REST_S if nodes > 1 else 0.0
+    with job(redundancy, nodes, ENDLESS, NODES, *options, script=script, rest_s=rest_s) as both:
         yield both
 
 
