@@ -191,7 +191,7 @@ class Protector:
         MemoryError, UserError; WorldError and OSError if others do not receive theirs.
         """
         every = self._kept_in(view)
-        shape = (max(parts_of(view, self._target.shard), 1), image.size)
+        shape = (max(every[0].shelf.parts, 1), image.size)
         coder = self._coders.get(shape)
         if coder is None:
             coder = PieceCoder(self._redundancy, *shape)
