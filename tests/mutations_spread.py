@@ -11,6 +11,7 @@ from holdfast.core.job_spec import CoordinatorPolicy
 from holdfast.core.membership import restart, teams
 from holdfast.core.membership.protection import Protection
 from holdfast.core.step import protecting
+from holdfast.core.step.shards import FollowerProofs
 from holdfast.sim import memories
 from holdfast.sim.world import Machines
 from mutation_kit import SPREAD, TUNED, mutation
@@ -70,6 +71,21 @@ def silent_nodes_that_hold_pieces_are_not_waited_for(patch: pytest.MonkeyPatch) 
     return Machines()
 
 
+@mutation
+def a_follower_takes_any_commit_for_a_proof(patch: pytest.MonkeyPatch) -> Machines:
+    plain = FollowerProofs.committed
+    patch.setattr(
+        FollowerProofs, "committed", lambda self, now, voted: plain(self, now, voted=True)
+    )
+    return Machines()
+
+
+@mutation
+def the_proof_of_a_follower_is_dated_by_the_vote(patch: pytest.MonkeyPatch) -> Machines:
+    patch.setattr(FollowerProofs, "committed", lambda self, now, voted: now if voted else None)
+    return Machines()
+
+
 TUNED["the_loss_of_a_further_node_is_not_noticed"] = SPREAD | {
     "faults": ("agent_crash",),
     "faults_end_s": 6.0,
@@ -81,6 +97,18 @@ TUNED["a_team_changes_while_its_worker_acts"] = SPREAD | {  # all of its nodes a
     "spread": 2,
     "nodes_min": 2,
     "nodes_max": 2,
+}
+TEAMS = SPREAD | {
+    "procs": 2,
+    "spread": 2,
+    "nodes_min": 2,
+    "nodes_max": 4,
+    "shard_lag_s": 0.02,
+}
+TUNED["a_follower_takes_any_commit_for_a_proof"] = SPREAD | {"faults": ("all_lost",)}
+TUNED["the_proof_of_a_follower_is_dated_by_the_vote"] = TEAMS | {
+    "faults": ("worker_crash", "link_break"),
+    "fault_every_s": 0.3,
 }
 TUNED["a_lost_node_keeps_its_place"] = SPREAD | {"faults": ("agent_lost", "worker_crash")}
 TUNED["one_shard_stands_for_all"] = SPREAD | {"faults": ("all_lost",)}

@@ -20,7 +20,7 @@ def test_the_protocol_page_is_drawn_from_this_code() -> None:
     spec.loader.exec_module(draw)
     page = (ROOT / "docs" / "protocol.md").read_text()
     assert draw.drawn(page) == page, "run: python docs/draw_protocol.py"
-    planted = page.replace("| `Commit` | step |", "| `Commit` | nothing |")
+    planted = page.replace("| `Commit` | step, voted |", "| `Commit` | nothing |")
     assert draw.drawn(planted) != planted
 
 

@@ -37,6 +37,7 @@ from holdfast.sim.arithmetic import (
 from holdfast.sim.endings import Endings, out_of_time
 from holdfast.sim.memories import Memories
 from holdfast.sim.promises import Promises
+from holdfast.sim.proofs import Proofs
 from holdfast.sim.quiet_times import QuietTimes
 from holdfast.sim.run_options import Options
 from holdfast.sim.seams import Actor
@@ -63,6 +64,7 @@ class Truth:
         self.quiet_times = QuietTimes(options, self.spare_rules)
         self.endings = Endings(self, options)
         self.views: dict[int, View] = {}
+        self.proofs = Proofs(self.views)
         self.newest = 0
         self.processes: dict[Key, Actor] = {}
         self.live: dict[Key, Actor] = {}

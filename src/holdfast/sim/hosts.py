@@ -324,7 +324,7 @@ class AgentHost:
 
     # ------------------------------------------------------------ workers
 
-    def worker_said(self, process: Process, status: WorkerStatus) -> None:
+    def worker_said(self, process: Process | Further, status: WorkerStatus) -> None:
         """Pass on what a process said, even just before it died, to the agent."""
         current = self.processes.get(process.worker)
         if current is not None and current.key == process.key:

@@ -63,6 +63,8 @@ class ProcessNode(Protocol):
 
     def clock(self) -> float: ...
 
+    def world_time(self, clock: float) -> float: ...
+
 
 class SeenSums(Protocol):
     """Shows the checkers what went into the newest sum of a process."""

@@ -11,8 +11,18 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from holdfast.core.types import AgentId, Incarnation, WorkerDirective, WorkerId
+from holdfast.core.step import effects as ef
+from holdfast.core.step.shards import FollowerProofs
+from holdfast.core.types import (
+    AgentId,
+    Incarnation,
+    Stage,
+    WorkerDirective,
+    WorkerId,
+    WorkerStatus,
+)
 from holdfast.sim.arithmetic import Key
+from holdfast.sim.proofs import Proofs
 from holdfast.sim.running import Running
 from holdfast.sim.seams import Clock, Memory
 
@@ -48,13 +58,29 @@ class SpreadNode(Protocol):
     @property
     def memory(self) -> Memory: ...
 
+    def clock(self) -> float: ...
+
+    def world_time(self, clock: float) -> float: ...
+
+    def worker_said(self, process: Any, status: WorkerStatus) -> None: ...
+
     def process_ended(self, process: Any, code: int, detail: str) -> None: ...
 
     def watch(self, process: Any) -> None: ...
 
 
+class ProofChecker(Protocol):
+    """Checks what processes take for proved."""
+
+    @property
+    def proofs(self) -> Proofs: ...
+
+
 class SpreadWorld(Clock, Protocol):
     """Is the world around them."""
+
+    @property
+    def truth(self) -> ProofChecker: ...
 
     def first_process(self, key: Key) -> FirstProcess | None: ...
 
@@ -80,7 +106,10 @@ class Further(Running):
         self.agent = host.name
         self.worker = worker
         self.key: Key = (int(worker), int(incarnation))
+        self.incarnation = incarnation
         self.place = place
+        self._proofs = FollowerProofs()
+        self._said = 0
 
     def start(self) -> None:
         """Look for the process on the first node."""
@@ -88,6 +117,23 @@ class Further(Running):
 
     def directed(self, directive: WorkerDirective) -> None:
         """Take in nothing: directives are for the process on the first node."""
+
+    def committed(self, view: int, commit: ef.Commit) -> None:
+        """Apply a step, and tell the agent if that shows that all members have acted."""
+        proved_at = self._proofs.committed(self.host.clock(), voted=commit.voted)
+        if proved_at is None:
+            return
+        world = self.world
+        world.truth.proofs.proved(self.key, view, commit.step, self.host.world_time(proved_at))
+        self._said += 1
+        status = WorkerStatus(
+            worker=self.worker,
+            incarnation=self.incarnation,
+            seq=self._said,
+            stage=Stage.READY,
+            proved_at=proved_at,
+        )
+        world.at(world.delay(world.options.channel_s), self.host.worker_said, self, status)
 
     def end(self, code: int, detail: str = "") -> None:
         """End here and now; its agent hears of it a little later, and so do the others."""
@@ -154,6 +200,11 @@ class Spread:
             self._first.post(delay_s, call, *args)
         else:
             self._world.at(delay_s, self._go, place, self._first.deliver, (call, args))
+
+    def committed(self, view: int, commit: ef.Commit) -> None:
+        """Have the processes on further nodes apply a step, after all that they were told."""
+        for place, each in self.further.items():
+            self._go(place, each.committed, (view, commit))
 
     def everywhere(self, call: Callable[[Memory, AgentId, int], None]) -> None:
         """Do something with the memory of each of the worker's nodes."""

@@ -242,13 +242,17 @@ class Process(Running):
                 world.truth.withdrawn(invalidations)
             case ef.NoteDoubt(_, _, again):
                 world.truth.errors.doubted(again)
-            case ef.Commit(_):
+            case ef.Commit():
                 # What was to be computed of it and has not begun is not computed any more.
                 kept = [each for each in self._script if not isinstance(each, ef.Compute)]
                 self._script = deque([*kept, effect])
                 if isinstance(event, ev.Gathered) and world.data.announces(event.rows):
                     self.last_step_of = event.view
-                world.truth.voted(self, effect.step, by_vote=isinstance(event, ev.Gathered))
+                number, by_vote = self.machine.snapshot().view, isinstance(event, ev.Gathered)
+                world.truth.voted(self, effect.step, by_vote=by_vote)
+                if by_vote:
+                    world.truth.proofs.voted(number, effect.step)
+                self.spread.committed(number, effect)
                 self._script_next()
             case ef.MarkCommitted(number, step):
                 self.spread.everywhere(lambda memory, _, __: memory.mark(number, self.worker, step))
@@ -298,6 +302,11 @@ class Process(Running):
         world = self.world
         before, self._said = self._said, status
         world.truth.said(self, before, status)
+        world.truth.proofs.said(self.key, before, status, world.now)
+        if status.proved_at != before.proved_at:
+            proved_at = self.host.world_time(status.proved_at)
+            step = status.committed - 1
+            world.truth.proofs.proved(self.key, status.view, step, proved_at)
         at = max(world.now + world.delay(world.options.channel_s), self._channel_free)
         self._channel_free = at
         world.at(at - world.now, self.host.worker_said, self, status)
@@ -371,7 +380,7 @@ class Process(Running):
                 if effect.purpose is Purpose.HOSTED and timed:
                     self.compute_us += int(delay_s * 1e6)
                 self.post(delay_s, self._computed, effect)
-            case ef.Commit(step):
+            case ef.Commit(step=step):
                 self._commit(step)
             case ef.SaveShare():
                 self._busy = True

@@ -207,6 +207,7 @@ class World:
 
     def ended(self, process: Process) -> None:
         self.truth.died(process)
+        self.truth.proofs.ended(process.key, self.now)
 
     def live(self) -> list[Process]:
         return [self.processes[key] for key in sorted(self.truth.live)]

@@ -213,9 +213,13 @@ class ProtectState:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Apply the gradient of `step`."""
+    """Apply the gradient of `step`.
+
+    `voted`: all members of the view have just voted for it, this worker among them.
+    """
 
     step: int
+    voted: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,22 @@ def is_shared(effect: ef.WorkerEffect) -> bool:
     return not isinstance(effect, _ALONE)
 
 
+class FollowerProofs:
+    """Tells a process that only follows since when all members of a view have surely acted.
+
+    Nobody votes for a step without this process's share of it, which it sends after it has applied
+    the step before. So a complete vote shows that all others acted since then.
+    """
+
+    def __init__(self) -> None:
+        self._applied_at: float | None = None  # the step before, by this node's clock
+
+    def committed(self, now: float, *, voted: bool) -> float | None:
+        """Return since when all have acted; None if that a step is committed does not prove it."""
+        before, self._applied_at = self._applied_at, now
+        return before if voted else None
+
+
 class ShardEvents:
     """Gathers the events of a worker's `count` processes into those of the worker."""
 

@@ -332,7 +332,7 @@ class WorkerMachine:
         if self._status.unproven and self._step.is_proved:
             self._change(unproven=False)
         marks = [ef.MarkCommitted(status.view, step)] if self._step.protecting.active else []
-        return [*marks, ef.Commit(step), *self._step.saves.compared(step + 1)]
+        return [*marks, ef.Commit(step, voted=True), *self._step.saves.compared(step + 1)]
 
     def _doubted(self, invalidation: Invalidation, discarded: bool) -> Sequence[Outcome]:
         self._avoid((invalidation,))

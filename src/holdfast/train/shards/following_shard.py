@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from holdfast.core.errors import HoldfastError
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
+from holdfast.core.step.shards import FollowerProofs
 from holdfast.core.step.speculation import Lateness, Patience
 from holdfast.core.types import Incarnation, Peer, Stage, View, WorkerId, WorkerStatus
 from holdfast.train.driver import Driver
@@ -70,7 +71,7 @@ class FollowingLink:
         self._agent = agent
         self._sealer = Sealer(None)
         self._seq = 0
-        self._committed_at = 0.0
+        self._proofs = FollowerProofs()
 
     def tell(self, status: WorkerStatus) -> None:
         """Leave it to the process of shard 0 to tell the agent."""
@@ -98,14 +99,13 @@ class FollowingLink:
         except HoldfastError as error:
             driver.fail(error)
 
-    def _prove(self) -> None:
-        """Tell the agent that all members acted in the view since the step before was committed.
+    def _prove(self, commit: ef.Commit) -> None:
+        """Tell the agent since when all members of the view have acted in it, if a commit shows it.
 
-        This process has taken part in the exchange of this step since then, and nobody votes
-        before that: so the node need not pause it while it does not hear the coordinator.
+        So the node need not pause this process while it does not hear the coordinator.
         """
-        proved_at, self._committed_at = self._committed_at, time.monotonic()
-        if self._agent is None or not proved_at:
+        proved_at = self._proofs.committed(time.monotonic(), voted=commit.voted)
+        if self._agent is None or proved_at is None:
             return
         self._seq += 1
         me = self._machine.status
@@ -127,7 +127,7 @@ class FollowingLink:
                 with driver.monitor:
                     self._machine.status = status
             case ef.Commit():
-                self._prove()
+                self._prove(message)
                 driver.obey(message)
             case ef.Install(view=view):
                 with driver.monitor:
