@@ -108,12 +108,12 @@ def restore(
     return found
 
 
-def empty(meta: Meta) -> torch.Tensor:
-    """Allocate an uninitialised host tensor for one place of a skeleton."""
+def empty(meta: Meta, device: str = "cpu") -> torch.Tensor:
+    """Allocate an uninitialised tensor for one place of a skeleton, on the host by default."""
     dtype = getattr(torch, meta[0], None)
     if not isinstance(dtype, torch.dtype) or any(n < 0 for n in meta[1]):
         raise WireError(f"a state skeleton names an impossible tensor {meta}")
-    return torch.empty(meta[1], dtype=dtype)
+    return torch.empty(meta[1], dtype=dtype, device=device)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

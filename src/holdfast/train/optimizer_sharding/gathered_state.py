@@ -6,6 +6,8 @@ them that others hold, with a digest. All members call it at the same boundary.
 
 from __future__ import annotations
 
+import itertools
+import mmap
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -13,11 +15,13 @@ import torch
 
 from holdfast.core.errors import Damaged
 from holdfast.train.checkpoint import state
-from holdfast.train.checkpoint.state import Extent, NamedTensor, Wanted
+from holdfast.train.checkpoint.state import Extent, Meta, NamedTensor, Wanted
 from holdfast.train.checkpoint.transfer import DIGEST_WORDS, digest_of
 from holdfast.train.optimizer_sharding.sharded_optimizers import ShardedOptimizers, Tree
 from holdfast.train.step.reduction import Layout
 from holdfast.train.transport.seam import Message
+
+ALIGNED = 64  # bytes
 
 
 class GatheredState:
@@ -61,7 +65,7 @@ class GatheredState:
         for rank, text in enumerate(self._sharding.hear_all(skeleton)):
             if rank == layout.rank:
                 continue
-            rooms = [state.empty(meta) for meta in state.metas(text)]
+            rooms = _rooms(state.metas(text))
             holders |= {each.data_ptr(): rank for each in rooms if each.numel()}
             for name, held in state.restore(text, rooms).items():
                 entries[name] |= held
@@ -95,6 +99,26 @@ class GatheredState:
         self._sharding.exchange(sends, receives)
         if not all(torch.equal(digest_of(data), digest) for data, digest in arriving):
             raise Damaged("what another worker holds of the state arrived damaged")
+
+
+def _rooms(metas: Sequence[Meta]) -> list[torch.Tensor]:
+    """Make room for tensors in a mapping of its own.
+
+    Pages that nothing is written to take no memory, and all of it goes back to the system with the
+    last tensor; an allocator might keep it.
+    """
+    blanks = [state.empty(meta, "meta") for meta in metas]
+    sizes = [-(-blank.nbytes // ALIGNED) * ALIGNED for blank in blanks]
+    mapping = mmap.mmap(-1, max(sum(sizes), 1))
+    starts = itertools.accumulate(sizes, initial=0)
+    return [
+        torch.frombuffer(mapping, dtype=blank.dtype, count=blank.numel(), offset=start).view(
+            blank.shape
+        )
+        if blank.numel()
+        else torch.empty_like(blank, device="cpu")
+        for blank, start in zip(blanks, starts, strict=False)
+    ]
 
 
 def _bytes(tensor: torch.Tensor, extent: Extent) -> torch.Tensor:
