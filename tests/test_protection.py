@@ -25,7 +25,8 @@ from holdfast.core.redundancy import (
     Redundancy,
     read_redundancy,
 )
-from holdfast.core.step.protecting import pieces_of
+from holdfast.core.step.protecting import Protecting, pieces_of
+from holdfast.core.step.vote import Vote, count_votes
 from holdfast.core.types import (
     AgentId,
     Incarnation,
@@ -124,6 +125,62 @@ def test_what_is_not_protected_is_told_when_it_changes() -> None:
         "members are on 2"
     )
     assert reasons == [told, "why", "why", told]
+
+
+# ---------------------------------------------------------------- when
+
+
+class ProtectingMember:
+    """Walks one member through steps that its script takes some seconds to apply."""
+
+    def __init__(self, every: int) -> None:
+        self.protecting = Protecting(every)
+        self.protecting.enter(view_with(members_on("a"), (AgentId("a"),)))
+        self.step, self.now = 0, 0.0
+
+    def walk(self, steps: int, applying_s: float, copying_s: float = 0.0) -> list[int]:
+        """Return the states that were protected."""
+        found = []
+        for _ in range(steps):
+            protect = self.protecting.opinion(self.step, leads=True)
+            tally = count_votes([a_vote(self.step, protect, self.protecting.staged).row()])
+            self.protecting.voted(self.step, tally, self.now)
+            self.step, self.now = self.step + 1, self.now + applying_s
+            if self.protecting.at_boundary(self.step, self.now):
+                found.append(self.step)
+                self.now += copying_s
+                self.protecting.copied(self.step, "", self.now)
+        return found
+
+
+def a_vote(step: int, protect: bool, staged: int) -> Vote:
+    return Vote(view=ViewNumber(1), step=step, protect=protect, staged=staged)
+
+
+def test_a_state_is_due_after_so_many_steps_or_without_room_for_more() -> None:
+    member = ProtectingMember(5)
+    assert member.walk(13, 0.1, copying_s=100.0) == [1, 6, 11]
+    member.protecting.full = True
+    assert member.walk(2, 0.1) == [14]
+
+
+def test_a_state_is_due_once_the_log_would_take_longer_to_apply_than_it_took() -> None:
+    member = ProtectingMember(0)
+    assert member.walk(30, applying_s=0.125, copying_s=1.0) == [1, 11, 21]
+    assert member.walk(10, applying_s=1.125, copying_s=2.0) == [31, 34, 37, 40]
+    member.protecting.full = True
+    assert member.walk(2, applying_s=0.0) == [42]
+
+
+def test_a_view_change_does_not_count_as_applying() -> None:
+    member = ProtectingMember(0)
+    assert member.walk(5, applying_s=0.125, copying_s=1.0) == [1]
+    view = view_with(members_on("a"), (AgentId("a"),))
+    member.protecting.voted(5, count_votes([a_vote(5, False, 1).row()]), member.now)
+    member.now += 1000
+    member.protecting.enter(view)
+    member.step += 1
+    assert member.walk(3, applying_s=0.125) == []
 
 
 # ---------------------------------------------------------------- who keeps what

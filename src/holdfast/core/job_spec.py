@@ -326,10 +326,10 @@ class MemorySettings:
         "none, replicate:R (R copies) or rs:K+M (K + M pieces, of which any K are enough)",
         metavar="none|replicate:R|rs:K+M",
     )
-    every: int = setting(
+    every: int | None = setting(
         20,
         "steps between two states that are kept there; a longer log of gradients takes more "
-        "memory, and longer to apply",
+        "memory, and longer to apply; auto: until that would take longer than to keep a state",
         flag="--protect-every",
         metavar="N",
         least=1,

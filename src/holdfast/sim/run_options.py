@@ -275,6 +275,13 @@ def _with_shards(options: Options, rng: Random) -> Options:
     return dataclasses.replace(options, procs=rng.randint(2, 3), shard_lag_s=lag_s)
 
 
+def _with_timed_protection(options: Options, rng: Random) -> Options:
+    """Protect a state once the log would take longer to apply than that takes, in some runs."""
+    if not options.redundancy.data or rng.random() < 0.7:
+        return options
+    return dataclasses.replace(options, protect_every=0)
+
+
 def _with_spread(options: Options, rng: Random) -> Options:
     """Spread the processes of each worker over several nodes, in some runs."""
     unfit = options.spares or options.backup.workers or options.feeds
@@ -487,4 +494,5 @@ _MORE: dict[str, Callable[[Options, Random], Options]] = {
     "shards": _with_shards,
     "spread": _with_spread,
     "optimizer": _with_sharded_optimizer,
+    "protecting": _with_timed_protection,
 }

@@ -108,7 +108,7 @@ def step_policy(spec: JobSpec, seed: int, *, writes: bool) -> StepPolicy:
             compared=silent.fingerprint_steps > 0,
         ),
         restore_s=spec.nodes.abandon_s,
-        protect_every=spec.memory.every,
+        protect_every=spec.memory.every or 0,
     )
 
 

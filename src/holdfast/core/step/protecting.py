@@ -9,11 +9,10 @@ may go.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from holdfast.core.redundancy import Piece, Redundancy
 from holdfast.core.step.effects import ForgetProtected, Outcome, ProtectState
 from holdfast.core.step.events import EventNoted
+from holdfast.core.step.vote import Tally
 from holdfast.core.types import View, WorkerId
 
 
@@ -50,7 +49,11 @@ def _parts(view: View, shard: int) -> dict[int, int]:
 
 
 class Protecting:
-    """Keeps what was agreed on and done. `every`: steps from one protected state to the next."""
+    """Keeps what was agreed on and done. `every`: steps from one protected state to the next.
+
+    0: the next one is due once it would take longer to apply all gradients since the newest one
+    again than it took to put that into memory, as this member has timed both.
+    """
 
     def __init__(self, every: int) -> None:
         self.staged = 0  # the newest state, after so many steps, whose pieces are in memory, or
@@ -58,9 +61,13 @@ class Protecting:
         self.full = False  # there is hardly room for further gradients here
         self._every = every
         self._view: View | None = None
-        self._last = 0  # that is protected, or that this member began with
+        self._last: int | None = 0  # that is protected, or that this member began with
         self._agreed: int | None = None  # the state after so many steps is to be protected
         self._pending: int | None = None  # it was copied, and does not count yet
+        self._voted_at: float | None = None  # for a step that the script applies now
+        self._applying_s = 0.0  # how long the script took to, for all steps since the newest state
+        self._ordered_at = 0.0
+        self._copying_s = 0.0  # how long it took to put the newest state into memory
 
     @property
     def active(self) -> bool:
@@ -71,15 +78,21 @@ class Protecting:
         """Begin another view: what was not put into memory in the old one never will be."""
         before = self._view
         self._view, self._agreed, self._pending, self.staged = view, None, None, 0
-        self.full = False
+        self.full, self._voted_at = False, None
         if before is None or before.ring != view.ring:
-            self._last = -self._every  # pieces are missing, or on other nodes
+            self._last = None  # pieces are missing, or on other nodes
 
     def opinion(self, step: int, leads: bool) -> bool:
         """Say whether the state after this step should be protected."""
         under_way = self._agreed is not None or self._pending is not None
-        due = step + 1 >= self._last + (1 if self.full else self._every)
-        return leads and self.active and not under_way and due
+        return leads and self.active and not under_way and self._due(step + 1)
+
+    def _due(self, step: int) -> bool:
+        if self._last is None:
+            return True
+        if self.full or self._every:
+            return step >= self._last + (1 if self.full else self._every)
+        return self._applying_s > self._copying_s
 
     def postpone(self, step: int) -> None:
         """Note that the script did not rest after `step` steps: do so at the next boundary."""
@@ -90,37 +103,39 @@ class Protecting:
         """Tell whether the state after `step` steps is to be compared, since it is protected."""
         return step in (self._agreed, self._pending)
 
-    def at_boundary(self, step: int) -> list[Outcome]:
+    def at_boundary(self, step: int, now: float) -> list[Outcome]:
         """Return the order to copy, if the state as it is now was agreed on."""
+        if self._voted_at is not None:
+            self._applying_s += now - self._voted_at
+            self._voted_at = None
         if self._agreed is None or self._view is None or step < self._agreed:
             return []
         agreed, self._agreed = self._agreed, None
         if agreed != step:  # the boundary was between two loops, where nothing is copied
-            self._last = -self._every
+            self._last = None
             return []
-        self._pending = step
+        self._pending, self._ordered_at, self._applying_s = step, now, 0.0
         return [ProtectState(step, self._view)]
 
-    def copied(self, step: int, problem: str) -> list[Outcome]:
+    def copied(self, step: int, problem: str, now: float) -> list[Outcome]:
         """Note that this member's pieces of a state are in memory, or why not."""
         if self._pending == step:
+            self._copying_s = now - self._ordered_at
             self.staged = -step if problem else step
         text = f"step {step} is not protected: {problem}"
         return [EventNoted("memory", text)] if problem else []
 
-    def voted(self, step: int, staged: Sequence[int], *, protect: bool) -> list[Outcome]:
-        """Note that `step` is committed; `staged`: the newest state that each member has copied.
-
-        `protect`: the state after this step is to be protected, too.
-        """
-        if protect:
+    def voted(self, step: int, tally: Tally, now: float) -> list[Outcome]:
+        """Note that `step` is committed, and what all members say of the states they protect."""
+        self._voted_at = now
+        if tally.protect:
             self._agreed = self._last = step + 1
         pending = self._pending
         if pending is None or self._view is None or step < pending:
             return []
-        if -pending in staged:
+        if -pending in tally.staged:
             self._pending, self._last = None, step  # tried again, but not at once
-        if any(each != pending for each in staged):
+        if any(each != pending for each in tally.staged):
             return []
         self._pending = None
         return [ForgetProtected(self._view.number, pending)]

@@ -552,7 +552,7 @@ class StepMachine:
         if tally.save:
             self.saves.agree(self.step + 1, self._view, tally.save)
         # What is older goes once the commit is marked, which makes what is newer count.
-        forget = self.protecting.voted(self.step, tally.staged, protect=tally.protect)
+        forget = self.protecting.voted(self.step, tally, self._around.now)
         out += self.feeding.committed(self.step)
         self.feeding.agree(tally.follow, self.step + 1)
         out += [KeepStep(self.step)] if self._view.suspended else []

@@ -23,7 +23,7 @@ class StepPolicy:
     `audit`: share of tasks computed twice. `cycle`: steps in which all of the state is compared;
     0: never. `keeps`: there are checkpoints to go back to. `restore_s`: how long a store may stay
     silent when the job is to begin from a checkpoint. `protect_every`: steps between two states put
-    into the nodes' memory.
+    into the nodes' memory; 0: as many as are applied again in the time that a state takes.
     """
 
     seed: int = 0

@@ -148,7 +148,7 @@ class WorkerMachine:
             case ev.ProtectionBegun():
                 return self._at_boundary()
             case ev.StateProtected(step, problem):
-                return self._carry(self._step.protecting.copied(step, problem))
+                return self._carry(self._step.protecting.copied(step, problem, self._now))
             case ev.Reachable(address):
                 return self._change(address=address)
             case ev.StateFed() | ev.FedLoaded() | ev.StepFed() | ev.FedTaken():
@@ -460,7 +460,7 @@ class WorkerMachine:
         if not found and made < 2 and view is not None and acts:
             found = machine.feeding.at_boundary(step, view, within=within)
         if not found and acts and within:
-            found = machine.protecting.at_boundary(step)
+            found = machine.protecting.at_boundary(step, self._now)
         return found or self._at_boundary()
 
     def _at_boundary(self) -> Sequence[Outcome]:
