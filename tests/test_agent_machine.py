@@ -224,6 +224,18 @@ def test_a_frozen_process_is_killed_unless_the_agent_itself_has_paused_it() -> N
         assert [k.worker for k in kills] == ([] if paused else [1])
 
 
+def test_a_process_counts_as_silent_only_once_it_has_joined() -> None:
+    """Its script may wait for something outside before that, and nothing of it runs."""
+    node = Node()
+    node.want((0, 1))
+    node.feed(ag.Spawned(WorkerId(0), ONE, 1000))
+    silent = ag.Sampled(WorkerId(0), ONE, ProcessSample(state="S", progress=1))
+    assert not any(of(ag.Kill, node.feed(silent)) for _ in range(10))
+    node.say(0, stage=Stage.BOOTING)
+    kills = [bool(of(ag.Kill, node.feed(silent))) for _ in range(4)]
+    assert kills == [False, False, True, False]
+
+
 def test_a_sample_of_a_process_that_has_ended_or_is_another_ones_says_nothing() -> None:
     node = Node()
     node.run(0, 1)

@@ -273,6 +273,16 @@ def test_silent_process_is_frozen_after_its_samples() -> None:
     assert seen[10] == "frozen: no thread of it was scheduled for 2.5 s"
 
 
+def test_a_process_that_has_not_joined_may_be_silent_but_not_stopped() -> None:
+    detector = FreezeDetector(POLICY, joined=False)
+    silent, stopped = ProcessSample(state="S", progress=7), ProcessSample(state="T", progress=7)
+    assert not any(detector.observe(silent) for _ in range(100))
+    detector.joined = True
+    assert [detector.observe(silent) is None for _ in range(10)] == [True] * 9 + [False]
+    detector.joined = False
+    assert "stopped" in str([detector.observe(stopped) for _ in range(4)][-1])
+
+
 def test_one_sign_of_life_starts_the_count_again() -> None:
     assert not any(verdicts([("T", 1), ("T", 1), ("T", 1), ("S", 2)] * 5))
     assert not any(verdicts([("S", i // 10) for i in range(40)]))

@@ -23,7 +23,7 @@ Reference = Callable[[int], str]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", "gil compute wait first evaluate".split())
+@pytest.mark.parametrize("how", "gil compute wait first evaluate before".split())
 def test_a_busy_worker_is_left_alone(how: str, start: Start) -> None:
     seconds = FreezePolicy().sample_s * FreezePolicy().silent_samples * 2
     with start(how, str(seconds), nproc=2, script="busy.py") as run:

@@ -105,6 +105,17 @@ def test_any_process_of_the_only_worker_may_be_lost(
     assert len(lost(run)) == 1, lost(run)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("late", ["0.0", "0.1", "0.2", "0.3"])
+def test_a_process_that_is_late_before_it_joins_is_waited_for(
+    late: str, tmp_path: Path, quiet: Quiet
+) -> None:
+    """Nothing of the others runs meanwhile, and none of them counts as frozen."""
+    with spread(tmp_path, procs=4, faults=f"late:{late}:5") as (run, others):
+        assert quiet(4) in end(run, others)
+    assert lost(run) == []
+
+
 def test_a_node_is_lost_and_one_that_waits_takes_its_place(tmp_path: Path, quiet: Quiet) -> None:
     with spread(
         tmp_path, "--redundancy", "rs:2+1", nodes=3, procs=3, more=1, faults=f"held:0.0:{HELD}"

@@ -26,6 +26,8 @@ def be_busy(how: str, seconds: float) -> None:
 
 def main() -> None:
     how, seconds = sys.argv[1], float(sys.argv[2])
+    if how == "before":
+        time.sleep(seconds)
     job = holdfast.join()
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

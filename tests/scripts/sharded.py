@@ -5,7 +5,8 @@
 FAULTS: POINT:WORKER.SHARD:STEP[:SIGNAL], separated by commas, or "-": the first incarnation of that
 worker is struck at this point of that step: "task" (as one begins), "backward" (after it) or "end"
 (of the step). At "saved" it waits until a checkpoint is complete, at "held" until there is a file
-"go" beside the run directory, and goes on; at "fails" its script fails. REJOINS: steps after
+"go" beside the run directory, and goes on; at "fails" its script fails. "late" is before it has
+joined, and STEP is for how many seconds it waits there. REJOINS: steps after
 which to wait until all workers are members, or "-".
 """
 
@@ -70,6 +71,9 @@ def backward(step: Step, *args: Any, **kwargs: Any) -> None:
     strike("backward", step.index)
 
 
+for at, whom, seconds, *_ in faults:
+    if (at, whom) == ("late", me):
+        time.sleep(float(seconds))
 Job.steps = steps
 Step._task = task
 Step.backward = backward

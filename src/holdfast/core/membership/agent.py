@@ -363,7 +363,7 @@ class AgentMachine:
             status = WorkerStatus(
                 worker=worker, incarnation=incarnation, place=each.place, meets_at=each.meets_at
             )
-            detector = FreezeDetector(self._policy.freeze)
+            detector = FreezeDetector(self._policy.freeze, joined=False)
             self._processes[worker] = _Process(status=status, detector=detector, role=each.role)
             effects.append(Spawn(worker, incarnation, each.role, each.place, each.meets_at))
         return effects
@@ -401,6 +401,7 @@ class AgentMachine:
         old = process.status
         status = dataclasses.replace(status, pid=old.pid, place=old.place, meets_at=old.meets_at)
         process.status = status
+        process.detector.joined = True
         quiet = dataclasses.replace(
             status,
             seq=old.seq,
@@ -477,7 +478,8 @@ class AgentMachine:
                 effects += self._forward(worker, process, until)
                 if process.paused:
                     process.paused = False
-                    process.detector = FreezeDetector(self._policy.freeze)
+                    joined = process.detector.joined
+                    process.detector = FreezeDetector(self._policy.freeze, joined=joined)
                     effects.append(Resume(worker, incarnation))
             self._fence_at = until if self._fence_at is None else min(self._fence_at, until)
         return effects

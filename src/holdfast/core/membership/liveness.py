@@ -1,10 +1,12 @@
 """Tells frozen from busy by what the kernel says about a process, never by one timeout.
 
-A running Holdfast worker always has a control thread that either wakes several times a second or,
+A worker that has joined its job has a control thread that either wakes several times a second or,
 while other code holds the interpreter lock, retries for it every few milliseconds. Either way the
 kernel counts context switches and CPU time for the process. A stopped, suspended or starved process
 gains none at all. So: no progress of any counter over several samples, or the kernel's own word
-that the process is stopped, is a freeze; anything else is work, however long it takes.
+that the process is stopped, is a freeze; anything else is work, however long it takes. Before it
+has joined, a script may wait for a disk or a server without being scheduled: only the kernel's word
+counts then.
 
 Samples are counted, not only timed, so that a pause of the observer itself is never mistaken for a
 pause of what it observes.
@@ -33,9 +35,13 @@ class FreezePolicy:
 
 
 class FreezeDetector:
-    """Watches one process. `observe` returns the reason once the process counts as frozen."""
+    """Watches one process. `observe` returns the reason once the process counts as frozen.
 
-    def __init__(self, policy: FreezePolicy) -> None:
+    `joined`: it has a control thread that is scheduled all the time.
+    """
+
+    def __init__(self, policy: FreezePolicy, *, joined: bool = True) -> None:
+        self.joined = joined
         self._policy = policy
         self._progress = -1
         self._stopped = 0
@@ -45,7 +51,7 @@ class FreezeDetector:
         policy = self._policy
         self._stopped = self._stopped + 1 if sample.state == "T" else 0
         moved = sample.progress != self._progress or sample.state == "t"
-        self._silent = 0 if moved else self._silent + 1
+        self._silent = 0 if moved or not self.joined else self._silent + 1
         self._progress = sample.progress
         if self._stopped >= policy.stopped_samples:
             seconds = self._stopped * policy.sample_s

@@ -109,7 +109,8 @@ class ShardProcesses:
 
     def _look(self) -> None:
         policy = FreezePolicy()
-        running = [(other, FreezeDetector(policy)) for other in self._others]
+        # Nobody tells here which of them have joined the job.
+        running = [(other, FreezeDetector(policy, joined=False)) for other in self._others]
         given_up_s = math.inf
         while time.monotonic() < given_up_s and (running or (self._failures and not self._here)):
             looked = [fd for other, _ in running for fd in (other.ended, other.told)]
