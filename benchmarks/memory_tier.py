@@ -326,17 +326,18 @@ def spread_losses(redundancy: str, nodes: bool, losses: int) -> tuple[int, list[
             others.add(name)
         run.until_members(1, UNHURRIED_S)
         last, redone, took = names(TEAM)[-1], 0, []
-        for number in range(losses):
-            waits = f"waits{number}"
-            if nodes:
-                others.add(waits)
-                until_told(run, waits)
+        waiting = [f"waits{number}" for number in range(losses if nodes else 0)]
+        for waits in waiting:
+            others.add(waits)
+            until_told(run, waits)
+        until_step(run, step_of(run) + 100)  # they have imported by then what workers need
+        for _ in range(losses):
             until_step(run, step_of(run) + 10)
             seen, known = len(run.events("view")), step_of(run)
             struck_at = time.monotonic()
             if nodes:
                 others.kill(last)
-                last = waits
+                last = waiting.pop(0)  # in the order in which they joined
             else:
                 strike(next(iter(run.members().values())))
             view = next_view(run, seen)

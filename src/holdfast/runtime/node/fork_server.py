@@ -169,13 +169,11 @@ def started(
 class _Server:
     """Forks on request, passes exit statuses on, and kills what belongs to agents that went."""
 
-    def __init__(self, listener: socket.socket, modules: Sequence[str]) -> None:
+    def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
-        self._modules = modules
         self._selector = selectors.DefaultSelector()
         self._environment = dict(os.environ)
         self._children: dict[int, socket.socket] = {}
-        self._loaded = False
 
     def serve(self) -> NoReturn:
         wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -216,13 +214,6 @@ class _Server:
             connection.close()
 
     def _fork(self, request: dict[str, Any], descriptors: Sequence[int]) -> int:
-        if not self._loaded:
-            import holdfast.train.preload  # noqa: F401 - takes seconds
-
-            for name in self._modules:
-                with contextlib.suppress(Exception):  # a process that needs it says why it fails
-                    importlib.import_module(name)
-            self._loaded = True
         grouped_read, grouped_write = os.pipe()
         server, pid = os.getpid(), os.fork()
         if pid == 0:
@@ -336,7 +327,20 @@ def main(argv: Sequence[str]) -> NoReturn:
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.set_inheritable(listener_fd, False)
-    _Server(socket.socket(fileno=listener_fd), argv[2:]).serve()
+    _load(argv[2:])
+    _Server(socket.socket(fileno=listener_fd)).serve()
+
+
+def _load(modules: Sequence[str]) -> None:
+    """Import what processes will need, for seconds; requests wait meanwhile.
+
+    It is done before the first one: a node that waits to take a lost one's place is to be quick.
+    """
+    import holdfast.train.preload  # noqa: F401
+
+    for name in modules:
+        with contextlib.suppress(Exception):  # a process that needs it says why it fails
+            importlib.import_module(name)
 
 
 if __name__ == "__main__":
