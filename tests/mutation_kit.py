@@ -322,7 +322,7 @@ TUNED: dict[str, dict[str, object]] = {
     "older_pieces_go_before_the_commit_is_marked": MEMORY
     | {
         "faults": ("all_lost", "worker_crash_inside"),
-        "crash_inside": 0.01,
+        "crash_inside": 0.03,
         "pieces": (1, 1),
         "protect_every": 1,
     },

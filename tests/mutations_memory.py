@@ -15,6 +15,7 @@ from holdfast.core.step import effects as ef
 from holdfast.core.step import protecting
 from holdfast.core.step.protecting import Protecting
 from holdfast.core.step.step_machine import StepMachine
+from holdfast.core.step.vote import Tally
 from holdfast.core.step.worker import WorkerMachine
 from holdfast.sim import memories
 from holdfast.sim.world import Machines
@@ -93,8 +94,9 @@ def both_pieces_are_kept_on_one_node(patch: pytest.MonkeyPatch) -> Machines:
 def a_state_counts_before_all_have_put_it_there(patch: pytest.MonkeyPatch) -> Machines:
     plain = Protecting.voted
 
-    def voted(self: Protecting, step: int, staged: Sequence[int], **more: bool) -> Any:
-        return plain(self, step, [max(staged)] * len(staged), **more)
+    def voted(self: Protecting, step: int, tally: Tally, now: float) -> Any:
+        staged = (max(tally.staged),) * len(tally.staged)
+        return plain(self, step, dataclasses.replace(tally, staged=staged), now)
 
     patch.setattr(Protecting, "voted", voted)
     return Machines()
@@ -104,8 +106,8 @@ def a_state_counts_before_all_have_put_it_there(patch: pytest.MonkeyPatch) -> Ma
 def what_is_older_goes_at_once(patch: pytest.MonkeyPatch) -> Machines:
     plain = Protecting.at_boundary
 
-    def at_boundary(self: Protecting, step: int) -> Any:
-        found = plain(self, step)
+    def at_boundary(self: Protecting, step: int, now: float) -> Any:
+        found = plain(self, step, now)
         if found and self._view is not None:
             found = [*found, ef.ForgetProtected(self._view.number, step)]
         return found

@@ -50,8 +50,12 @@ def what_was_half_done_counts_in_the_next_view(patch: pytest.MonkeyPatch) -> Mac
 
 for name in (
     "one_process_speaks_for_all",
-    "a_broken_group_counts_once_all_have_noticed",
     "what_is_under_way_is_forgotten_with_a_view",
     "what_was_half_done_counts_in_the_next_view",
 ):
     TUNED[name] = SHARDS
+TUNED["a_broken_group_counts_once_all_have_noticed"] = SHARDS | {
+    "procs": 2,
+    "faults": ("link_break",),
+    "fault_every_s": 0.5,
+}

@@ -103,7 +103,7 @@ TEAMS = SPREAD | {
     "spread": 2,
     "nodes_min": 2,
     "nodes_max": 4,
-    "shard_lag_s": 0.02,
+    "shard_lag_s": 0.1,
 }
 TUNED["a_follower_takes_any_commit_for_a_proof"] = SPREAD | {"faults": ("all_lost",)}
 TUNED["the_proof_of_a_follower_is_dated_by_the_vote"] = TEAMS | {

@@ -344,7 +344,10 @@ def test_one_machine_serves_and_another_measures(tmp_path: Path) -> None:
     secret.write_text("ab" * 32)
     secret.chmod(0o600)
     serve = [*HOLDFAST, "doctor", "--serve", "--host", "127.0.0.1", "--secret-file", str(secret)]
+    # Whoever runs the tests may ignore this signal, as a shell's background jobs do.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(serve, stdout=subprocess.PIPE, text=True) as server:
+        signal.signal(signal.SIGINT, before)
         try:
             assert server.stdout is not None
             address = server.stdout.readline().split(" on ")[1].split()[0]

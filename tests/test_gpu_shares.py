@@ -56,7 +56,7 @@ def test_workers_take_turns_only_where_gpus_are_few() -> None:
     assert share_of_gpus((), 3, 2) == ()
 
 
-@pytest.mark.parametrize(("nproc", "procs"), [(2, 2), pytest.param(4, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("nproc", "procs"), [(4, 1), pytest.param(2, 2, marks=pytest.mark.slow)])
 def test_every_process_has_its_own(
     nproc: int, procs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,10 +29,11 @@ print("ended")
     ("average", "update", "told"),
     [
         ("", "", ""),
-        (
+        pytest.param(
             "ema = torch.optim.swa_utils.AveragedModel(model)",
             "ema.update_parameters(model)",
             "the script changes the parameters of a AveragedModel that is not protected",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             "first = {name: p.detach().clone() for name, p in model.named_parameters()}",

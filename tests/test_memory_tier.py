@@ -81,7 +81,11 @@ def recalls(run: LocalRun) -> list[int]:
 
 @pytest.mark.parametrize(
     ("redundancy", "nodes", "nproc"),
-    [("replicate:1", 1, 3), ("replicate:2", 2, 2), ("rs:2+1", 3, 1)],
+    [
+        pytest.param("replicate:1", 1, 3, marks=pytest.mark.slow),
+        ("replicate:2", 2, 2),
+        ("rs:2+1", 3, 1),
+    ],
 )
 def test_every_worker_is_killed_and_no_step_is_lost(
     redundancy: str, nodes: int, nproc: int, tmp_path: Path, reference: Reference
@@ -111,6 +115,7 @@ def test_nodes_are_lost_with_their_memory_while_all_workers_are_killed(
     assert computed_twice(run) == []
 
 
+@pytest.mark.slow
 def test_it_happens_again_and_again(tmp_path: Path, reference: Reference) -> None:
     """Also to workers that have only just been recalled, and a node joins in between."""
     with job(tmp_path, "rs:2+1", 3, steps=400) as (run, others):

@@ -76,6 +76,7 @@ def test_the_result_is_that_of_workers_that_hold_all(
     assert computed_twice(run) == []
 
 
+@pytest.mark.slow
 def test_nodes_are_lost_join_and_leave(tmp_path: Path, reference: Reference) -> None:
     with job(tmp_path, "rs:2+1", 3, "--shard-optimizer", steps=300) as (run, others):
         until_step(run, LATER)
