@@ -248,6 +248,22 @@ def test_a_sample_of_a_process_that_has_ended_or_is_another_ones_says_nothing() 
             assert node.feed(stopped) == []
 
 
+@pytest.mark.parametrize("spread", [False, True])
+def test_a_worker_with_processes_on_other_nodes_is_not_alone(spread: bool) -> None:
+    """Those may have been given up, and the job may go on without this node."""
+    node = Node()
+    node.run(0)
+    view = a_view(1, (0,))
+    further = (AgentId("elsewhere"),) if spread else ()
+    members = tuple(dataclasses.replace(each, further=further) for each in view.members)
+    node.want((0, 1), view=dataclasses.replace(view, members=members), view_number=1)
+    paused = []
+    for _ in range(10):
+        node.now += 0.5
+        paused += of(ag.Pause, node.feed(Tick()))
+    assert len(paused) == (1 if spread else 0)
+
+
 def test_without_a_lease_nothing_starts() -> None:
     node = Node()
     node.now += LEASE.lease_s

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -36,7 +38,9 @@ class Site:
         self.say_read, self.say_write = os.pipe()
         self.channel, self.other = socket.socketpair()
 
-    def fork(self, text: str, *args: str, **variables: str) -> ForkedProcess | None:
+    def fork(
+        self, text: str, *args: str, given: Sequence[int] = (), **variables: str
+    ) -> ForkedProcess | None:
         script = self.path / "script.py"
         script.write_text(text)
         environment = {
@@ -48,12 +52,14 @@ class Site:
             "SAY_FD": str(self.say_write),
             **variables,
         }
-        fds = (self.channel.fileno(), self.failure_write, self.say_write)
+        fds = (self.channel.fileno(), self.failure_write, self.say_write, *given)
         server = os.environ[fork_server.VARIABLE]
         return fork_server.fork(server, [str(script), *args], environment, fds)
 
-    def start(self, text: str, *args: str, **variables: str) -> ForkedProcess:
-        process = self.fork(text, *args, **variables)
+    def start(
+        self, text: str, *args: str, given: Sequence[int] = (), **variables: str
+    ) -> ForkedProcess:
+        process = self.fork(text, *args, given=given, **variables)
         assert process is not None
         return process
 
@@ -107,7 +113,26 @@ def test_processes_end_with_the_agent(site: Site) -> None:
 
 def test_what_is_read_only_at_import_cannot_differ(site: Site) -> None:
     assert site.fork(WAITS, OMP_NUM_THREADS="3") is None
-    assert site.fork(WAITS, CUDA_VISIBLE_DEVICES="1") is None
+    assert site.fork(WAITS, CUDA_LAUNCH_BLOCKING="1") is None
+    process = site.start("", CUDA_VISIBLE_DEVICES="1")  # which is read as a GPU is used
+    assert process.wait() == 0
+
+
+def test_descriptors_come_where_they_are_asked_for_however_high(
+    site: Site,
+) -> None:
+    """Those of an agent with many workers are above whatever the server uses itself."""
+    high = [fcntl.fcntl(site.say_write, fcntl.F_DUPFD, 200 + number) for number in range(12)]
+    ends = [os.pipe() for _ in high]
+    for place, (_, write) in zip(high, ends, strict=True):
+        os.dup2(write, place)
+    text = f"import os\nfor n, fd in enumerate({high}): os.write(fd, b'%d' % n)"
+    try:
+        assert site.start(text, given=high).wait() == 0
+        assert [os.read(read, 9) for read, _ in ends] == [b"%d" % n for n in range(12)]
+    finally:
+        for fd in (*high, *(fd for pair in ends for fd in pair)):
+            os.close(fd)
 
 
 def test_without_a_server_there_is_no_process(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -292,10 +292,13 @@ def test_a_worker_gets_the_whole_job(tmp_path: Path) -> None:
     spec = dataclasses.replace(with_settings(SPEC, {"silent_errors.audit": 0.5}), args=long)
     run_dir = RunDir(tmp_path)
     run_dir.create(spec, b"s" * 32)
-    template = WorkerTemplate(run_dir=run_dir, spec=spec, host="10.0.0.1", orders_fd=9)
+    template = WorkerTemplate(
+        run_dir=run_dir, spec=spec, host="10.0.0.1", orders_fd=9, memory_bytes=4096
+    )
     variables = template.environment(WorkerId(3), Incarnation(2), 5, 6)
     found = WorkerEnvironment.read(variables)
     assert found.spec == spec
+    assert found.memory_bytes == 4096
     assert (found.worker, found.incarnation, found.role) == (3, 2, ProcessRole.WORKER)
     assert (found.channel_fd, found.orders_fd, found.host) == (5, 9, "10.0.0.1")
     run_dir.job.write_text("{}")

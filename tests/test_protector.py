@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from holdfast.core.errors import UserError
@@ -38,11 +39,12 @@ class Told:
         self.events: list[ev.WorkerEvent] = []
         self.errors: list[BaseException] = []
         self.arena = PieceArena(os.memfd_create("test"), ME, budget)
+        self.net = nn.Linear(30, 10)
         data: Any = None  # only gradients need it
         self.protector = Protector(
             PieceTarget(arena=self.arena, worker=ME),
             read_redundancy("replicate:1"),
-            ({"net": nn.Linear(30, 10)}, data),
+            ({"net": self.net}, data),
             self.events.append,
             self.errors.append,
         )
@@ -57,6 +59,27 @@ def test_a_state_is_protected() -> None:
     told.protect()
     assert told.events == [ev.StateProtected(4, "")]
     assert told.arena.used > 0
+
+
+def test_a_state_that_changes_while_it_is_copied_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told, plain = Told(), PieceCoder.make
+
+    def make(self: PieceCoder, *args: Any) -> bytes:
+        digest = plain(self, *args)
+        with torch.no_grad():
+            told.net.weight.mul_(2.0)  # as a script that swaps averaged weights in
+        return digest
+
+    monkeypatch.setattr(PieceCoder, "make", make)
+    told.protect()
+    assert [type(event) for event in told.events] == [ev.StateProtected]
+    assert "the script has changed the state while it was copied" in str(told.events)
+    assert told.arena.used == 0
+    monkeypatch.undo()
+    told.protect()
+    assert told.events[1:] == [ev.StateProtected(4, "")]
 
 
 @pytest.mark.parametrize("error", [RuntimeError, OSError, MemoryError])

@@ -59,6 +59,10 @@ def go(path: Path) -> None:
     (path / "go").touch()
 
 
+def told(run: LabRun) -> list[str]:
+    return [event["text"] for event in run.events("node")]
+
+
 def lost(run: LabRun) -> list[str]:
     return [event["text"] for event in run.events("lost")]
 
@@ -90,7 +94,10 @@ def test_two_hosts_of_a_worker_are_separated(tmp_path: Path, expected: str) -> N
     hold = f"held:0.0:{HELD},held:1.0:{HELD}"
     with Lab(4) as lab, spread(lab, tmp_path, nodes_min=4, faults=hold) as run:
         until_step(run, HELD)
-        with lab.cut_pair(lab.hosts[2], lab.hosts[3]) as fault:
+        teams = [each.split(" nodes ")[1].split(", ") for each in told(run) if "spread" in each]
+        (team,) = [each for each in teams if "node0" not in each]
+        a, b = (lab.hosts[int(name.removeprefix("node"))] for name in team)
+        with lab.cut_pair(a, b) as fault:
             run.until(lambda: lost(run), RUN_S, "the loss of the worker")
             assert fault.dropped() > 0
             run.until(lambda: len(run.events("view")) > 1, RUN_S, "a view without it")

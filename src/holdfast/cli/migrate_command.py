@@ -14,6 +14,7 @@ from rich.console import Console
 from holdfast.cli.drain_command import LOOK_S, PATIENCE_S
 from holdfast.cli.shared_options import add_tls
 from holdfast.core.errors import UserError
+from holdfast.core.job_problems import SPREAD_STAYS
 from holdfast.core.types import AgentId, Leaving, WorkerId
 from holdfast.net.tls import client_of
 from holdfast.runtime.contact import ask, contact_of, job_status
@@ -27,6 +28,8 @@ def main(argv: list[str]) -> int:
     """Return 0 once the worker has left its node, or the job is over; 130 after Ctrl-C."""
     options = parser().parse_args(argv)
     run_dir, tls = RunDir(options.run_dir), client_of(options.tls)
+    if run_dir.spec().workers.spread > 1:  # the coordinator says the same, where this is not read
+        raise UserError(SPREAD_STAYS)
     order = make_order(job_status(run_dir, tls), options.worker, options.to, options.reason)
     reply = ask(contact_of(run_dir, tls), run_dir.secret(), order, OrderReply)
     if reply.problem:

@@ -10,6 +10,11 @@ from holdfast.core.settings import Setting, shown, text_complaint
 
 Naming = Callable[[Setting, object], str]  # a setting with its value, as the reader wrote it
 
+SPREAD_STAYS = (  # why a worker is not moved
+    "a worker that is spread over several nodes is not moved by itself: drain one of its nodes "
+    "(holdfast drain NODE), and a node that waits takes its place"
+)
+
 
 def as_flag(setting: Setting, value: object) -> str:
     """Name a setting as the command line does: `--nproc 4`."""

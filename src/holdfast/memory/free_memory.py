@@ -9,6 +9,11 @@ CGROUP = Path("/sys/fs/cgroup")
 UNLIMITED = 1 << 60
 
 
+def piece_bytes(budget_mb: int | None) -> int:
+    """Return how much of this node's memory pieces may take: by default half of what is free."""
+    return free_bytes() // 2 if budget_mb is None else budget_mb * 10**6
+
+
 def free_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = CGROUP) -> int:
     """Return the bytes that are free: of the machine, or of the control group if that has less."""
     found = UNLIMITED

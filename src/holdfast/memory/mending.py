@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from holdfast.core.errors import Damaged
+from holdfast.core.errors import Damaged, WorldError, first_line
 from holdfast.core.redundancy import Piece, Redundancy
 from holdfast.memory.arena import ALIGN, PieceArena, PieceEntry, PieceShelf, Table
 from holdfast.memory.node_memory import NodeMemory
@@ -55,20 +55,26 @@ class Mending:
         reader = PieceReader(addresses, self._key, self._redundancy, entry.shard)
         try:
             image = Image([reader.read(entry.kind, entry.view, entry.step)])
-        except Damaged as error:
-            return f"{what}, and cannot be made again: {error}"
+            self._write(table, shelf, entry, image)
+        except (WorldError, OSError, MemoryError) as error:
+            return f"{what}, and cannot be made again: {first_line(error)}"
         finally:
             reader.close()
+        return f"{what}, and were made again from those of other nodes"
+
+    def _write(self, table: Table, shelf: PieceShelf, entry: PieceEntry, image: Image) -> None:
+        """Write all pieces of an entry into a file of their own. OSError, MemoryError."""
         coder = PieceCoder(self._redundancy, shelf.parts, entry.whole)
         number, descriptor = self._memory.open(table.worker)
         size = entry.size * len(shelf.pieces)
-        arena = PieceArena(descriptor, table.worker, size + ALIGN)
-        start, room = arena.take(size)
-        digests = []
-        for index, piece in enumerate(shelf.pieces):
-            target = room[index * entry.size : (index + 1) * entry.size]
-            digests.append(coder.make(image, Piece(*piece), target))
-        new = msgspec.structs.replace(entry, start=start, digests=tuple(digests))
-        arena.put(new, shelf)
-        self._memory.ended(number)  # nothing more is written there
-        return f"{what}, and were made again from those of other nodes"
+        try:
+            arena = PieceArena(descriptor, table.worker, size + ALIGN)
+            start, room = arena.take(size)
+            digests = []
+            for index, piece in enumerate(shelf.pieces):
+                target = room[index * entry.size : (index + 1) * entry.size]
+                digests.append(coder.make(image, Piece(*piece), target))
+            new = msgspec.structs.replace(entry, start=start, digests=tuple(digests))
+            arena.put(new, shelf)
+        finally:
+            self._memory.ended(number)  # nothing more is written there

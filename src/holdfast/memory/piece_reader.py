@@ -55,6 +55,11 @@ class _Node:
         peer_stream.fill(self._channel, place)
         return xxhash.xxh3_128_digest(place) == held.entry.digests[held.index]
 
+    def lose(self) -> None:
+        """Give up what it holds: whoever is slow to answer once is not waited for again."""
+        self.close()
+        self.tables = {}
+
     def close(self) -> None:
         self._channel.close()
 
@@ -172,7 +177,8 @@ class PieceReader:
                     if sound:
                         found[piece] = place
                 except (OSError, WorldError):
-                    return  # the rest of what it holds is lost
+                    self._nodes[number].lose()
+                    return  # what else it holds is lost
 
         numbers = sorted({held.node for held in wanted.values()})
         threads = [threading.Thread(target=fetch, args=(number,)) for number in numbers]

@@ -11,6 +11,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
@@ -19,6 +20,7 @@ import msgspec
 
 from holdfast.core.errors import WireError
 from holdfast.net import proof
+from holdfast.net.tcp import tune
 
 HELLO = struct.Struct("!8sQII16s")  # magic, three numbers, nonce
 PROOF_S = 10.0  # for the proofs of both sides
@@ -26,6 +28,8 @@ BLOCK_BYTES = 1 << 20  # that are received at a time
 LENGTH = struct.Struct("!I")
 MESSAGE_BYTES_MAX = 64 << 20
 STRANGERS_MAX = 64  # connections that have proved nothing yet
+SILENT_S = 20.0  # for which a machine answers nothing before a connection counts as ended
+RETRY_S = 0.1
 
 Purpose = tuple[int, int, int]
 Handler = Callable[[socket.socket, Purpose], object]
@@ -69,6 +73,7 @@ def accept(channel: socket.socket, key: bytes, magic: bytes) -> Purpose:
         raise WireError("a connection that has not proved that it is of this job")
     channel.sendall(proof.token(key, group, 1, 0))
     channel.settimeout(None)
+    tune(channel, SILENT_S)
     return first, second, third
 
 
@@ -91,14 +96,34 @@ def serve(host: str, key: bytes, magic: bytes, handle: Handler) -> str:
 
     def wait() -> None:
         while True:
-            channel, _ = listener.accept()
-            if strangers.acquire(blocking=False):
-                threading.Thread(target=meet, args=(channel,), daemon=True).start()
-            else:
-                channel.close()
+            welcome(listener, strangers, meet)
 
     threading.Thread(target=wait, name="holdfast-serve", daemon=True).start()
     return f"{host}:{listener.getsockname()[1]}"
+
+
+def welcome(
+    listener: socket.socket,
+    strangers: threading.BoundedSemaphore,
+    meet: Callable[[socket.socket], None],
+) -> None:
+    """Accept one connection, and call `meet` in a thread of its own, which releases `strangers`.
+
+    With too many strangers it is closed. If no descriptor or thread is left, for a while, it waits.
+    """
+    taken, channel = False, None
+    try:
+        channel, _ = listener.accept()
+        if taken := strangers.acquire(blocking=False):
+            threading.Thread(target=meet, args=(channel,), daemon=True).start()
+        else:
+            channel.close()
+    except (OSError, RuntimeError):
+        if taken:
+            strangers.release()
+        if channel is not None:
+            channel.close()
+        time.sleep(RETRY_S)
 
 
 def send_message(channel: socket.socket, message: msgspec.Struct) -> None:

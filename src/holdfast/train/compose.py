@@ -19,7 +19,6 @@ from holdfast.core.step.step_policy import StepPolicy
 from holdfast.core.step.worker import WorkerMachine
 from holdfast.core.types import Peer
 from holdfast.memory.arena import PieceArena
-from holdfast.memory.free_memory import free_bytes
 from holdfast.memory.piece_post import PiecePost
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.open import open_storage
@@ -270,11 +269,9 @@ def _protector(
     redundancy = me.spec.redundancy()
     if not redundancy.data or not me.memory_fds:
         return None
-    budget = me.spec.memory.budget
-    whole = free_bytes() // 2 if budget is None else budget * 10**6
     procs, spread = me.spec.workers.procs, me.spec.workers.spread
     here = procs // spread  # of this worker, on this node
-    share = whole // (me.spec.workers.nproc * here)
+    share = me.memory_bytes // (me.spec.workers.nproc * here)
     arena = PieceArena(me.memory_fds[me.shard % here], me.worker, share)
     post = None
     if spread > 1 and control.inner is not None:

@@ -43,6 +43,7 @@ class WorkerEnvironment:
     host: str = "127.0.0.1"
     orders_fd: int | None = None  # to the node's checkpoint writer
     memory_fds: tuple[int, ...] = ()  # of the files for pieces of the state, by shard
+    memory_bytes: int = 0  # that those of all workers on this node may take
     shard: int = 0  # which of the worker's processes this is
     shard_fds: tuple[int, ...] = ()  # to the other ones, from shard 0; else to that one
     peer_key: bytes = field(default=b"", repr=False)  # proves to other workers whose we are
@@ -73,6 +74,7 @@ class WorkerEnvironment:
             host=environ.get("HOLDFAST_HOST", "127.0.0.1"),
             orders_fd=_descriptor(environ, "HOLDFAST_ORDERS_FD"),
             memory_fds=_numbers(environ, "HOLDFAST_MEMORY_FDS"),
+            memory_bytes=_number(environ, "HOLDFAST_MEMORY_BYTES", 0),
             shard=_number(environ, "HOLDFAST_SHARD", 0),
             shard_fds=_numbers(environ, "HOLDFAST_SHARD_FDS"),
             peer_key=peer_key,

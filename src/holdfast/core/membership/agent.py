@@ -492,7 +492,10 @@ class AgentMachine:
         return acting_until(answered_at, proved_at, self._policy.lease)
 
     def _alone(self) -> bool:
-        """Tell whether all members of the view run here and act in it, as reported so far."""
+        """Tell whether all members of the view run here and act in it, as reported so far.
+
+        One that runs on other nodes as well does not: the coordinator may have given those up.
+        """
         view = self._directive.view if self._directive else None
         if view is None:
             return False
@@ -500,7 +503,7 @@ class AgentMachine:
             process = self._current(member.worker, member.incarnation)
             if process is None or not process.running or process.paused or process.killed_for:
                 return False
-            if process.status.promised >= view.number:
+            if member.further or process.status.promised >= view.number:
                 return False
         return True
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NoReturn, get_args
 
 from holdfast.core.errors import Deposed, HoldfastError, WireError, WorldError, assert_never
+from holdfast.core.job_problems import SPREAD_STAYS
 from holdfast.core.job_spec import JobSpec
 from holdfast.core.membership import coordinator as machine
 from holdfast.core.membership import coordinator_events as ce
@@ -216,10 +217,7 @@ class CoordinatorServer:
         """Pass an order on to the node, which then reports it; return why that is not possible."""
         channel = self._agents.get(message.agent)
         if isinstance(message, MoveRequest) and self._spec.workers.spread > 1:
-            return (
-                "a worker that is spread over several nodes is not moved by itself: drain one of "
-                "its nodes (holdfast drain NODE), and a node that waits takes its place"
-            )
+            return SPREAD_STAYS
         if channel is None:
             names = ", ".join(sorted(self._agents)) or "none"
             return f"there is no node {message.agent!r} just now; the connected ones: {names}"

@@ -31,6 +31,7 @@ from holdfast.health.history import Health, Watch
 from holdfast.health.measure.lifetime import die_with_parent
 from holdfast.health.measure.light import light_checks
 from holdfast.health.measure.procfs import sample_process
+from holdfast.memory.free_memory import piece_bytes
 from holdfast.memory.mending import Mending
 from holdfast.memory.node_memory import NodeMemory
 from holdfast.memory.piece_server import PieceServer
@@ -291,16 +292,17 @@ class AgentServer:
         try:
             if self._memory is not None:
                 procs = range(self._template.spec.workers.procs_on_node)
-                process.memory = [self._memory.open(worker) for _ in procs]
+                for _ in procs:
+                    process.memory.append(self._memory.open(worker))
             if process.spread is not None and not process.spread.place:
                 listener, meets_at = listen(self._template.host)
                 part = SpreadPart(place=0, meets_at=meets_at, listener=listener)
                 process.spread = part
             await process.start(self._on_message, self._on_exit)
-        except OSError as error:
+        except OSError as error:  # of this machine, and no fault of the script
             self._forget(process)
             reason = f"cannot start a process: {error.strerror}"
-            self._feed(machine.ProcessExited(worker, incarnation, 1, reason))
+            self._feed(machine.ProcessExited(worker, incarnation, -1, reason))
             return
         meets_at = process.spread.meets_at if process.spread is not None else ""
         self._feed(machine.Spawned(worker, incarnation, process.pid, meets_at))
@@ -352,6 +354,8 @@ def main(argv: list[str]) -> int:
         host=options.host,
         orders_fd=options.orders,
         domains=read_domains(options.domain),
+        # Found once: later, part of what is free now holds pieces.
+        memory_bytes=piece_bytes(spec.memory.budget) if spec.redundancy().data else 0,
     )
 
     async def serve() -> None:

@@ -34,17 +34,16 @@ from typing import IO, Any, NoReturn
 
 from holdfast.core.job_spec import Workers
 from holdfast.health.measure.lifetime import die_with_parent
-from holdfast.runtime.node import bootstrap, group_member, group_store
+from holdfast.runtime.node import bootstrap, gpu_shares, group_member, group_store
 
 MODULE = "holdfast.runtime.node.fork_server"
 VARIABLE = "HOLDFAST_FORK_SERVER"
-DESCRIPTORS_MAX = 16
+DESCRIPTORS_MAX = 253  # the kernel's limit
 REQUEST_BYTES_MAX = 4 << 20
 NUMBER = struct.Struct("!q")
 CLONE_NEWNET = 0x40000000
 REQUEST_S = 10.0  # for a request to arrive whole
 ENTRIES = {m.MODULE: m.main for m in (bootstrap, group_member, group_store)}
-FREE_FD = 200  # descriptors are moved above it before they are put in their places
 # What Python, torch and the libraries under it read only once, as they are loaded.
 READ_AT_IMPORT = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONPATH", "PYTHONHASHSEED")
 READ_AT_IMPORT_PREFIXES = (
@@ -260,7 +259,8 @@ def _become(request: Mapping[str, Any], descriptors: Sequence[int], server: int)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _enter_network(namespace)
     os.close(namespace)
-    moved = [fcntl.fcntl(each, fcntl.F_DUPFD, FREE_FD) for each in given]
+    free = max(request["places"]) + 1  # above all places: none is overwritten before it is moved
+    moved = [fcntl.fcntl(each, fcntl.F_DUPFD, free) for each in given]
     for each in given:
         os.close(each)
     for each, place in zip(moved, request["places"], strict=True):
@@ -309,7 +309,8 @@ def _differing(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
     """Return which of the variables that are read only once differ."""
     names = sorted({*ours, *theirs})
     read = [n for n in names if n in READ_AT_IMPORT or n.startswith(READ_AT_IMPORT_PREFIXES)]
-    return [n for n in read if ours.get(n) != theirs.get(n)]
+    # Which GPUs there are is read as the first one is used.
+    return [n for n in read if ours.get(n) != theirs.get(n) and n != gpu_shares.VARIABLE]
 
 
 def _receive_number(connection: socket.socket) -> int:

@@ -72,8 +72,8 @@ class ShardProcesses:
         self._watch.start()
 
     def wait(self) -> None:
-        """Wait until their scripts have ended."""
-        self._watch.join(END_S)
+        """Wait until their scripts have ended, for as long as they take."""
+        self._watch.join()
 
     def tell(self, text: str) -> None:
         """Tell the agent that the script has failed: of the process in which it failed first."""

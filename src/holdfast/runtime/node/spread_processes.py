@@ -71,6 +71,7 @@ class Gathering:
         self._key = key
         self._place = place
         self._lock = threading.Lock()
+        self._strangers = threading.BoundedSemaphore(peer_stream.STRANGERS_MAX)
         self._come: dict[tuple[int, int], socket.socket] = {}  # by what for, and the shard
 
     def all(self) -> tuple[list[socket.socket], dict[int, socket.socket]]:
@@ -87,8 +88,7 @@ class Gathering:
                 if all(each in self._come for each in (*orders, *lives)):
                     break
             if select.select([self._listener], [], [], LOOK_S)[0]:
-                channel, _ = self._listener.accept()
-                threading.Thread(target=self._meet, args=(channel,), daemon=True).start()
+                peer_stream.welcome(self._listener, self._strangers, self._meet)
         self._listener.close()
         return [self._come[each] for each in orders], {s: self._come[k, s] for k, s in lives}
 
@@ -98,6 +98,8 @@ class Gathering:
         except (OSError, WireError):
             channel.close()
             return
+        finally:
+            self._strangers.release()
         if incarnation != self._place.incarnation:
             channel.close()
             return

@@ -44,6 +44,7 @@ class WorkerTemplate:
     host: str
     orders_fd: int | None = None  # to the checkpoint writer
     domains: Domains = ()  # failure domains that the node is in, as it was told
+    memory_bytes: int = 0  # that all pieces in this node's memory may take
 
     @property
     def pass_fds(self) -> tuple[int, ...]:
@@ -92,6 +93,7 @@ class WorkerTemplate:
             "HOLDFAST_RUN_DIR": str(self.run_dir.path.resolve()),
             "HOLDFAST_HOST": self.host,
             "HOLDFAST_PROCS": str(self.spec.workers.procs),
+            "HOLDFAST_MEMORY_BYTES": str(self.memory_bytes),
             "HOLDFAST_ORDERS_FD": str(-1 if self.orders_fd is None else self.orders_fd),
             "HOLDFAST_PEER_KEY": secret.derive_peer_key(self.run_dir.secret()).hex(),
             **(spread.variables(self.spec.workers.spread) if spread is not None else {}),

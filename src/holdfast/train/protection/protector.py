@@ -33,7 +33,14 @@ from holdfast.train.protection.tensor_coding import TensorCode
 from holdfast.train.step.kept_step import image_of
 from holdfast.train.step.step_data import StepData
 
+CHANGED = (
+    "the script has changed the state while it was copied; change it in the step's update, or "
+    "after the loop"
+)
 SIZES = struct.Struct("!Q")  # the length of the skeleton, which begins the image of a state
+
+
+_Steady = Sequence[tuple[torch.Tensor, int]]  # tensors that must not change, and their versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +122,9 @@ class Protector:
             tensor = each.tensor
             stays = each.private or tensor.untyped_storage().data_ptr() in steady
             parts.append(tensor if stays else tensor.clone())
-        args = (step, view, _image(parts))
+        # What was not copied is not to change before it was read.
+        versions = [(each, each._version) for each in parts if not each.is_inference()]
+        args = (step, view, _image(parts), versions)
         self._making = threading.Thread(
             target=self._make_state, args=args, name="holdfast-protect", daemon=True
         )
@@ -145,10 +154,16 @@ class Protector:
 
         return wanted
 
-    def _make_state(self, step: int, view: View, image: Image | DeviceImage) -> None:
+    def _make_state(
+        self,
+        step: int,
+        view: View,
+        image: Image | DeviceImage,
+        steady: _Steady,
+    ) -> None:
         problem = ""
         try:
-            self._state_bytes = self._put(STATE, view, step, image)
+            self._state_bytes = self._put(STATE, view, step, image, steady)
         except UserError as error:
             self._fail(error)
             return
@@ -185,10 +200,13 @@ class Protector:
 
     # ------------------------------------------------------------ pieces
 
-    def _put(self, kind: str, view: View, step: int, image: Image | DeviceImage) -> int:
+    def _put(
+        self, kind: str, view: View, step: int, image: Image | DeviceImage, steady: _Steady = ()
+    ) -> int:
         """Make this process's pieces of an image; returns their size.
 
-        MemoryError, UserError; WorldError and OSError if others do not receive theirs.
+        MemoryError, UserError; WorldError and OSError if others do not receive theirs. WorldError
+        if anything of `steady` has changed meanwhile: then nothing is kept.
         """
         every = self._kept_in(view)
         shape = (max(every[0].shelf.parts, 1), image.size)
@@ -203,20 +221,27 @@ class Protector:
         parcels = []
         for kept in every:
             if kept.to == shard:
-                self._write(coder, image, kept, blank)
+                self._write(coder, image, kept, blank, steady)
             elif kept.pieces:
                 parcels.append(self._pack(coder, image, kept, blank))
+        _check_steady(steady)
         if parcels and self._target.post is not None:
             self._target.post.put(parcels)
         return needed
 
     def _write(
-        self, coder: PieceCoder, image: Image | DeviceImage, kept: _Kept, blank: PieceEntry
+        self,
+        coder: PieceCoder,
+        image: Image | DeviceImage,
+        kept: _Kept,
+        blank: PieceEntry,
+        steady: _Steady,
     ) -> None:
         """Write pieces into this node's memory."""
         start, room = self._arena.take(coder.size * len(kept.pieces))
         try:
             digests = self._make_all(coder, image, kept, room)
+            _check_steady(steady)
             entry = msgspec.structs.replace(blank, start=start, digests=digests)
             self._arena.put(entry, kept.shelf)
         except BaseException:
@@ -288,6 +313,12 @@ def _image(tensors: Sequence[torch.Tensor]) -> Image | DeviceImage:
     if devices:
         return DeviceImage(tensors, devices[0])
     return Image([state.as_bytes(tensor).numpy().data for tensor in tensors])
+
+
+def _check_steady(steady: _Steady) -> None:
+    """Raise WorldError if anything has changed, as far as torch counts changes."""
+    if any(tensor._version != version for tensor, version in steady):
+        raise WorldError(CHANGED)
 
 
 def _megabytes(count: int) -> str:
