@@ -36,7 +36,7 @@ from holdfast.core.types import (
     ViewNumber,
     WorkerId,
 )
-from roster_kit import Cluster, view_of
+from roster_kit import LEASE, Cluster, stopped, view_of
 
 RS = Redundancy(data=2, parity=1)
 
@@ -355,3 +355,30 @@ def test_what_was_not_built_on_is_abandoned() -> None:
         late = is_invalidated(found.abandoned, step, ViewNumber(view))
         assert late or step <= view  # the oldest are forgotten with all that they abandon
     assert is_invalidated(found.abandoned, 0, ViewNumber(6))
+
+
+def test_what_nodes_say_that_they_hold_but_do_not_give_is_not_asked_for_for_ever() -> None:
+    """It is tried again for as long as silent nodes are waited for, then the checkpoint counts."""
+    protection, durable = Protection(RS), Durable([2])
+    before = three_nodes()
+    recall = protection.recall(before, durable)
+    assert (recall.base, recall.step) == (0, 5)
+
+    def situation(failed: bool, now: float, recalled: Recall = recall) -> Situation:
+        view = dataclasses.replace(before.view, recall=recalled)
+        for worker in range(3):
+            told = ViewNumber(view.number if failed else 0)
+            status = stopped(worker, seq=int(now), unrecalled=told)
+            kept = before.roster.nodes[AgentId(f"n{worker}")].kept
+            cluster.hear(f"n{worker}", status, kept=kept)
+        return cluster.situation(view, now=now)
+
+    cluster = Cluster(*(stopped(worker) for worker in range(3)))
+    assert protection.recall(situation(False, 10.0), durable).step == 5
+    assert protection.recall(situation(True, 20.0), durable).step == 5
+    assert protection.recall(situation(True, 20.0 + LEASE.abandon_s - 1), durable).step == 5
+    found = protection.recall(situation(True, 20.0 + LEASE.abandon_s), durable)
+    assert (found.base, found.view, found.step) == (2, 0, 2)
+    other = dataclasses.replace(recall, sources=recall.sources[:0])
+    again = situation(True, 21.0 + LEASE.abandon_s, other)  # of which that view was not
+    assert protection.recall(again, durable).step == 5

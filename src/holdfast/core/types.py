@@ -150,6 +150,7 @@ class WorkerStatus:
     proved_at: float = 0.0  # its node's clock: every member of `view` acted in it since then
     saved: int = 0  # the step of the newest checkpoint that it knows to be durable
     unreadable: int = 0  # the step of one that it could not read
+    unrecalled: ViewNumber = NO_VIEW  # the newest view whose state was not to be recalled
     invalidations: tuple[Invalidation, ...] = ()  # that it knows of
     events: tuple[JobEvent, ...] = ()  # the newest few
     detail: str = ""  # why it was lost, or the traceback of a failure

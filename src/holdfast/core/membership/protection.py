@@ -18,7 +18,7 @@ from holdfast.core.membership.durable import Durable
 from holdfast.core.membership.formation import Situation, given_up_on
 from holdfast.core.membership.roster import Roster
 from holdfast.core.redundancy import GradientSource, KeptPieces, Recall, Redundancy
-from holdfast.core.types import AgentId, Invalidation, Member, View, ViewNumber
+from holdfast.core.types import NO_VIEW, AgentId, Invalidation, Member, View, ViewNumber
 
 
 class Protection:
@@ -28,6 +28,8 @@ class Protection:
         self._redundancy = redundancy
         self._shards = shards  # that nodes tell of one by one, since none holds all of them
         self._told = ""  # of what it does not protect from
+        self._failed_in = NO_VIEW  # the newest view whose members could not recall the state
+        self._failing: tuple[Recall, float] | None = None  # what, and since when
 
     def protect(self, view: View, old: View | None, roster: Roster) -> View:
         """Add to a new view which nodes keep pieces, in their order, and what is abandoned."""
@@ -84,7 +86,8 @@ class Protection:
         """Find from what the job begins again, when nobody holds the state.
 
         None: nodes that are silent just now may hold what brings it further, or others have yet to
-        tell of what they hold, so it waits for them.
+        tell of what they hold, so it waits for them. What members could not get from nodes that say
+        that they hold it is tried again for as long as silent nodes are waited for.
         """
         view, silent = situation.view, situation.silent
         if not self._redundancy.data:
@@ -97,11 +100,26 @@ class Protection:
         now = dataclasses.replace(now, nodes=nodes)
         if view is None:
             return now
+        if self._is_not_to_be_had(now, view, situation):
+            return self._find(view, [], durable)
         given_up = frozenset(name for name in silent if given_up_on(situation, name))
         if any(name not in given_up for name in situation.roster.unheard()):
             return None
         later = self._find(view, self._kept(situation, given_up), durable)
         return now if later.step <= now.step else None
+
+    def _is_not_to_be_had(self, found: Recall, view: View, situation: Situation) -> bool:
+        """Tell whether members have tried to recall this for long, the newest ones in this view."""
+        this = dataclasses.replace(found, nodes=())
+        if view.recall is None or dataclasses.replace(view.recall, nodes=()) != this:
+            return False
+        if any(status.unrecalled == view.number for status in situation.known):
+            self._failed_in = view.number
+        if self._failed_in != view.number:
+            return False
+        if self._failing is None or self._failing[0] != this:
+            self._failing = this, situation.now
+        return situation.now >= self._failing[1] + situation.lease.abandon_s
 
     def _kept(self, situation: Situation, without: frozenset[AgentId]) -> list[KeptPieces]:
         nodes = situation.roster.nodes.items()

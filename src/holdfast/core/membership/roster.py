@@ -445,7 +445,7 @@ class Roster:
 _DECISIVE = attrgetter(
     *("incarnation", "stage", "view", "promised", "state", "at_boundary", "late", "ended"),
     *("loop", "unreached", "saved", "unreadable", "invalidations", "events", "detail"),
-    *("address", "meets_at", "abreast", "unfed"),
+    *("address", "meets_at", "abreast", "unfed", "unrecalled"),
 )
 
 

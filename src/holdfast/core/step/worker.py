@@ -226,6 +226,7 @@ class WorkerMachine:
                 told = self._carry(self._store.silent(reason, self._now))
                 return [*told, *self._promise(view)]
             case ev.RecallFailed(view, reason):
+                self._change(unrecalled=view)
                 return [*self._note_event("memory", reason), *self._promise(view)]
             case ev.GradientKept(_, kept, full):
                 return step.gradient_kept(kept, full=full)
