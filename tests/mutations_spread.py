@@ -9,6 +9,7 @@ import pytest
 
 from holdfast.core.job_spec import CoordinatorPolicy
 from holdfast.core.membership import restart, teams
+from holdfast.core.membership.agent import AgentMachine
 from holdfast.core.membership.protection import Protection
 from holdfast.core.step import protecting
 from holdfast.core.step.shards import FollowerProofs
@@ -81,6 +82,23 @@ def a_follower_takes_any_commit_for_a_proof(patch: pytest.MonkeyPatch) -> Machin
 
 
 @mutation
+def one_node_of_a_worker_takes_it_for_all_of_it(patch: pytest.MonkeyPatch) -> Machines:
+    class Alone(AgentMachine):
+        def _alone(self) -> bool:
+            plain = self._directive
+            if plain is not None and plain.view is not None:
+                members = (dataclasses.replace(m, further=()) for m in plain.view.members)
+                view = dataclasses.replace(plain.view, members=tuple(members))
+                self._directive = dataclasses.replace(plain, view=view)
+            try:
+                return super()._alone()
+            finally:
+                self._directive = plain
+
+    return Machines(agent=Alone)
+
+
+@mutation
 def the_proof_of_a_follower_is_dated_by_the_vote(patch: pytest.MonkeyPatch) -> Machines:
     patch.setattr(FollowerProofs, "committed", lambda self, now, voted: now if voted else None)
     return Machines()
@@ -110,6 +128,7 @@ TUNED["the_proof_of_a_follower_is_dated_by_the_vote"] = TEAMS | {
     "faults": ("worker_crash", "link_break"),
     "fault_every_s": 0.3,
 }
+TUNED["one_node_of_a_worker_takes_it_for_all_of_it"] = SPREAD | {"faults": ("isolation",)}
 TUNED["a_lost_node_keeps_its_place"] = SPREAD | {"faults": ("agent_lost", "worker_crash")}
 TUNED["one_shard_stands_for_all"] = SPREAD | {"faults": ("all_lost",)}
 TUNED["all_pieces_of_a_shard_are_kept_where_it_is"] = SPREAD | {"faults": ("agent_crash",)}

@@ -110,7 +110,7 @@ class Faults:
         match kind:
             case "agent_crash" | "agent_lost" | "partition" | "data_partition" | "writer_crash":
                 self._strike_node(kind)
-            case "agent_freeze" | "node_freeze" | "drain" | "move" | "notice":
+            case "agent_freeze" | "node_freeze" | "drain" | "move" | "notice" | "isolation":
                 self._strike_node(kind)
             case "rack_crash" | "rack_partition":
                 self._strike_rack(kind)
@@ -285,6 +285,13 @@ class Faults:
             case "partition":
                 self._note(kind)
                 self._cut(host, rng.choice(((True,), (False,), (True, False))), duration_s)
+            case "isolation":  # from everybody
+                self._note(kind)
+                self._cut(host, (True, False), duration_s)
+                for other in hosts:
+                    if other is not host:
+                        world.data.part(host.name, other.name)
+                        self._heals(duration_s, world.data.join, host.name, other.name)
             case "data_partition":
                 other = rng.choice(hosts)
                 if other is not host:

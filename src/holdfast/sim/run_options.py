@@ -275,6 +275,13 @@ def _with_shards(options: Options, rng: Random) -> Options:
     return dataclasses.replace(options, procs=rng.randint(2, 3), shard_lag_s=lag_s)
 
 
+def _with_isolation(options: Options, rng: Random) -> Options:
+    """Cut nodes off from everybody at once, in some runs."""
+    if options.agents < 2 or not options.faults or rng.random() < 0.7:
+        return options
+    return dataclasses.replace(options, faults=(*options.faults, "isolation"))
+
+
 def _with_timed_protection(options: Options, rng: Random) -> Options:
     """Protect a state once the log would take longer to apply than that takes, in some runs."""
     if not options.redundancy.data or rng.random() < 0.7:
@@ -495,4 +502,5 @@ _MORE: dict[str, Callable[[Options, Random], Options]] = {
     "spread": _with_spread,
     "optimizer": _with_sharded_optimizer,
     "protecting": _with_timed_protection,
+    "isolation": _with_isolation,
 }
