@@ -61,6 +61,7 @@ class InnerGroup:
                 backend, store=store, rank=shard, world_size=size, timeout=NEVER
             )
             self._group = dist.new_group(backend="gloo", timeout=NEVER)  # for numbers on the host
+        store.set_timeout(NEVER)  # they have met: from now on they wait for each other
 
     @property
     def mesh(self) -> DeviceMesh:
