@@ -312,7 +312,7 @@ TUNED: dict[str, dict[str, object]] = {
     | {"fault_every_s": 0.4, "task_s": 0.2, "data_s": 0.05},
     "nothing_is_recalled": MEMORY,
     "gradients_are_not_recalled": MEMORY,
-    "a_part_with_too_few_pieces_counts": MEMORY,
+    "a_part_with_too_few_pieces_counts": MEMORY | {"abandon_s": 1000.0},
     "what_nobody_has_committed_is_recalled": MEMORY | {"faults": ("all_lost", "poison")},
     "it_votes_before_its_pieces_are_in_memory": MEMORY,
     "both_pieces_are_kept_on_one_node": MEMORY,

@@ -129,8 +129,14 @@ TUNED["the_proof_of_a_follower_is_dated_by_the_vote"] = TEAMS | {
     "fault_every_s": 0.3,
 }
 TUNED["one_node_of_a_worker_takes_it_for_all_of_it"] = SPREAD | {"faults": ("isolation",)}
-TUNED["a_lost_node_keeps_its_place"] = SPREAD | {"faults": ("agent_lost", "worker_crash")}
-TUNED["one_shard_stands_for_all"] = SPREAD | {"faults": ("all_lost",)}
+TUNED["a_lost_node_keeps_its_place"] = SPREAD | {
+    "agents": 8,  # of which enough are left
+    "faults": ("agent_lost", "worker_crash"),
+}
+TUNED["one_shard_stands_for_all"] = SPREAD | {  # what is not there is tried to be recalled for long
+    "faults": ("all_lost",),
+    "abandon_s": 1000.0,
+}
 TUNED["all_pieces_of_a_shard_are_kept_where_it_is"] = SPREAD | {"faults": ("agent_crash",)}
 TUNED["silent_nodes_that_hold_pieces_are_not_waited_for"] = SPREAD | {
     "faults": ("partition",),
