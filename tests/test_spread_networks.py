@@ -59,8 +59,11 @@ def go(path: Path) -> None:
     (path / "go").touch()
 
 
-def told(run: LabRun) -> list[str]:
-    return [event["text"] for event in run.events("node")]
+def teams(run: LabRun) -> list[list[int]]:
+    """The hosts of each worker: those that have joined first."""
+    told = [event["text"] for event in run.events("node") if "spread over" in event["text"]]
+    names = [text.split(" nodes ")[1].split(", ") for text in told]
+    return [[int(name.removeprefix("node")) for name in team] for team in names]
 
 
 def lost(run: LabRun) -> list[str]:
@@ -82,7 +85,9 @@ def test_a_host_is_cut_off_and_one_that_waits_takes_its_place(
     with Lab(3) as lab, spread(lab, tmp_path, *options, faults=hold) as run:
         until_step(run, HELD)
         run.until(lambda: len(run.status()["agents"]) == 3, RUN_S, "a node that waits")
-        with lab.cut(lab.hosts[1]):
+        (team,) = teams(run)
+        (further,) = [number for number in team if number]  # the coordinator is on host 0
+        with lab.cut(lab.hosts[further]):
             run.until(lambda: len(recalls(run)) == 1, RUN_S, "a recall")
             go(tmp_path)
             assert expected in last(run)
@@ -94,10 +99,8 @@ def test_two_hosts_of_a_worker_are_separated(tmp_path: Path, expected: str) -> N
     hold = f"held:0.0:{HELD},held:1.0:{HELD}"
     with Lab(4) as lab, spread(lab, tmp_path, nodes_min=4, faults=hold) as run:
         until_step(run, HELD)
-        teams = [each.split(" nodes ")[1].split(", ") for each in told(run) if "spread" in each]
-        (team,) = [each for each in teams if "node0" not in each]
-        a, b = (lab.hosts[int(name.removeprefix("node"))] for name in team)
-        with lab.cut_pair(a, b) as fault:
+        (team,) = [each for each in teams(run) if 0 not in each]
+        with lab.cut_pair(*(lab.hosts[number] for number in team)) as fault:
             run.until(lambda: lost(run), RUN_S, "the loss of the worker")
             assert fault.dropped() > 0
             run.until(lambda: len(run.events("view")) > 1, RUN_S, "a view without it")
