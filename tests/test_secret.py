@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -167,3 +169,44 @@ def test_workers_get_the_peer_key_and_never_the_secret(
     environment = template.environment(WorkerId(0), Incarnation(1), 3, 4)
     assert environment["HOLDFAST_PEER_KEY"] == derive_peer_key(bytes.fromhex(A)).hex()
     assert not any(secret in value for value in environment.values() for secret in (A, B))
+
+
+def test_a_run_directory_gets_the_secret_as_a_new_file_of_its_own(tmp_path: Path) -> None:
+    """Neither through a link that somebody has left there, nor into a file that others can read."""
+    spec = make_spec(parser().parse_args([__file__]))
+    stolen = tmp_path / "stolen"
+    for place in ("linked", "dangling", "open"):
+        (tmp_path / place).mkdir()
+    (tmp_path / "linked" / "secret").symlink_to(written(stolen, "before", 0o666))
+    (tmp_path / "dangling" / "secret").symlink_to(tmp_path / "elsewhere")
+    old = written(tmp_path / "open" / "secret", "a longer text than any secret" * 9, 0o666)
+    with open(old) as reader:
+        for place in ("linked", "dangling", "open"):
+            run_dir = RunDir(tmp_path / place)
+            run_dir.create(spec, bytes.fromhex(A))
+            assert run_dir.secret() == bytes.fromhex(A)
+            found = (run_dir.path / "secret").lstat()
+            assert stat.S_ISREG(found.st_mode)
+            assert stat.S_IMODE(found.st_mode) == 0o600
+        assert A not in reader.read()  # whoever had it open sees the old file
+    assert stolen.read_text() == "before"
+    assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.parametrize("load", [read_run_dir, lambda path: load_secret({}, run_dir=path)])
+def test_a_run_directory_s_secret_must_be_closed_to_others_and_no_link(
+    tmp_path: Path, load: Callable[[Path], bytes]
+) -> None:
+    path = written(tmp_path / "secret", A, 0o644)
+    with pytest.raises(UserError, match=r"secret has mode 0644, so others can read or change it"):
+        load(tmp_path)
+    path.chmod(0o600)
+    assert load(tmp_path) == bytes.fromhex(A)
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="secret is a link: put the secret itself there"):
+        load(tmp_path)
+    path.unlink()
+    os.mkfifo(path, 0o600)
+    with pytest.raises(UserError, match="is not a regular file"):
+        load(tmp_path)

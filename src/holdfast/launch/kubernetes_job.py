@@ -10,6 +10,7 @@ with which Kubernetes ends pods, ends only this pod; SIGINT stops the job, as Ct
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import json
 import os
@@ -30,7 +31,7 @@ from holdfast.launch.kubernetes_manifests import (
 )
 from holdfast.launch.kubernetes_names import instance_of
 from holdfast.launch.kubernetes_resume import RESUME_VARIABLE
-from holdfast.net.secret import load_secret
+from holdfast.net.secret import load_secret, write_run_dir
 from holdfast.net.tcp import listen
 from holdfast.runtime.contact import parse_address
 from holdfast.runtime.coordinate.journal import FileJournal
@@ -130,6 +131,8 @@ def prepare(run_dir: RunDir) -> FleetPlan:
     except (Damaged, KeyError, TypeError, ValueError) as error:
         raise UserError(f"this is no pod of a job's coordinator: {error}") from None
     run_dir.attach(spec, secret)
+    with contextlib.suppress(OSError):  # then what an earlier pod has written counts
+        write_run_dir(run_dir.path, secret)  # mounting a volume may have opened the old file
     plan.write()
     return plan
 

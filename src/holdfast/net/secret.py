@@ -6,6 +6,7 @@ read, never from a command line, and never passed on to child processes.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
 import os
@@ -18,6 +19,7 @@ from holdfast.core.errors import UserError
 VARIABLE = "HOLDFAST_SECRET"
 SECRET_BYTES_MIN = 32
 FILE_BYTES_MAX = 4096
+RUN_DIR_FILE = "secret"
 ADVICE = "make one with: openssl rand -hex 32"
 
 
@@ -33,7 +35,7 @@ def load_secret(
         return read_secret_file(file)
     if text is not None:
         return parse_secret(text, VARIABLE)
-    if run_dir is not None and (run_dir / "secret").exists():
+    if run_dir is not None and os.path.lexists(run_dir / RUN_DIR_FILE):
         return read_run_dir(run_dir)
     where = f" in {run_dir}" if run_dir is not None else ""
     raise UserError(
@@ -51,17 +53,20 @@ def read_secret_file(path: Path) -> bytes:
     Links are followed, as Kubernetes mounts need; the file that was opened is the one checked.
     """
     try:
-        # Not blocking: a pipe in the file's place must not hang us.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        return _read(path, 0)
     except OSError as error:
         raise UserError(f"the secret file {path} cannot be read: {error.strerror}") from None
+
+
+def _read(path: Path, flags: int) -> bytes:
+    """Open the file with these further flags, check it, and parse it. OSError, UserError."""
+    # Not blocking: a pipe in the file's place must not hang us.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
     try:
         refusal = _unfit(os.fstat(descriptor))
         if refusal:
             raise UserError(f"the secret file {path} {refusal}")
         data = os.read(descriptor, FILE_BYTES_MAX)
-    except OSError as error:
-        raise UserError(f"the secret file {path} cannot be read: {error.strerror}") from None
     finally:
         os.close(descriptor)
     return parse_secret(data.decode("ascii", errors="replace"), str(path))
@@ -82,15 +87,33 @@ def _unfit(found: os.stat_result) -> str:
     return ""
 
 
+def write_run_dir(path: Path, secret: bytes) -> None:
+    """Write the secret into a run directory, as a new file that only its owner can read. OSError.
+
+    Whatever stands there under its name is removed, and a link is never followed: in a directory
+    that others can write to, they could choose where the secret goes and who may read it.
+    """
+    file = path / RUN_DIR_FILE
+    file.unlink(missing_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with open(os.open(file, flags, 0o600), "w") as opened:
+        opened.write(secret.hex())
+
+
 def read_run_dir(path: Path) -> bytes:
-    """Read the secret that `holdfast run` made in its directory. UserError."""
+    """Read the secret that `holdfast run` made in its directory. UserError.
+
+    It must be the file that was made there: no link, and closed to others as any secret file is.
+    """
     if not path.is_dir():
         raise UserError(f"there is no run directory {path}: `holdfast run` prints its own at start")
+    file = path / RUN_DIR_FILE
     try:
-        text = (path / "secret").read_text(encoding="ascii")
-    except (OSError, ValueError) as error:
+        return _read(file, os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise UserError(f"{file} is a link: put the secret itself there, mode 0600") from None
         raise UserError(f"{path} has no readable secret ({error}): is it a run?") from None
-    return parse_secret(text, str(path / "secret"))
 
 
 def parse_secret(text: str, where: str) -> bytes:

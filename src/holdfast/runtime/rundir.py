@@ -12,7 +12,7 @@ from typing import Any
 from holdfast.core.errors import Damaged, UserError
 from holdfast.core.job_spec import JobSpec
 from holdfast.core.types import JobRecord
-from holdfast.net.secret import read_run_dir
+from holdfast.net.secret import read_run_dir, write_run_dir
 from holdfast.runtime.coordinate.journal import read_record
 from holdfast.wire.job_document import JOB_FILE, decode_job, encode_job
 
@@ -65,9 +65,7 @@ class RunDir:
                 )
             self.logs.mkdir(exist_ok=True)
             (self.path / "ledger").mkdir(exist_ok=True)
-            descriptor = os.open(self.secret_file, os.O_WRONLY | os.O_CREAT, 0o600)
-            with open(descriptor, "w") as file:
-                file.write(secret.hex())
+            write_run_dir(self.path, secret)
             _replace(self.job, encode_job(spec))
         except OSError as error:
             raise unwritable(self.path, error) from None
