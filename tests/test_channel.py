@@ -65,7 +65,7 @@ def other_version() -> bytes:
         (b"GET / HTTP/1.1\r\n\r\n", r"not a Holdfast client: it begins with b'GET / HT'"),
         (b"\x16\x03\x01\x02\x00\x01\x00", "speaks TLS, which this job was started without"),
         (b"\xff", "not a Holdfast client"),
-        (other_version(), "the client speaks version 2, we speak 1: use one release"),
+        (other_version(), "the client speaks version 3, we speak 2: install one release"),
         (frames.greeting(NONCE) + b"p" * 32, "the client does not know this job's secret"),
         (frames.greeting(NONCE) + b"p" * 33, "goes on before it is let in"),
         (frames.greeting(NONCE) + b"p" * 1_000_000, "goes on before it is let in"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from fuzz.targets import KEY, MESSAGES, STATUS
 from holdfast.core.errors import WireError
+from holdfast.core.release import RELEASE
 from holdfast.core.types import Directive
 from holdfast.wire import frames
 from holdfast.wire.messages import KINDS, decode, encode
@@ -95,13 +97,24 @@ def test_only_accepted_kinds_are_decoded() -> None:
 def test_another_version_is_refused() -> None:
     greeting = bytearray(frames.greeting(b"n" * frames.NONCE_BYTES))
     assert frames.read_greeting(bytes(greeting), "server") == b"n" * frames.NONCE_BYTES
-    with pytest.raises(WireError, match="has 25 bytes"):
+    with pytest.raises(WireError, match="has 41 bytes"):
         frames.read_greeting(bytes(greeting[:-1]), "server")
     greeting[len(frames.MAGIC) + 1] += 1
-    with pytest.raises(WireError, match="the client speaks version 2, we speak 1"):
+    with pytest.raises(WireError, match="the client speaks version 3, we speak 2"):
         frames.read_greeting(bytes(greeting), "client")
     with pytest.raises(WireError, match="not a Holdfast server"):
         frames.read_greeting(b"SSH-2.0-OpenSSH_9.6 and more bytes", "server")
+
+
+@pytest.mark.parametrize("theirs", [b"9.12.1", b"\xff\x1b[2J"])
+def test_another_release_is_refused_by_name(theirs: bytes) -> None:
+    ours = RELEASE.encode()
+    greeting = frames.greeting(b"n" * frames.NONCE_BYTES)
+    other = greeting.replace(ours.ljust(16, b"\0"), theirs.ljust(16, b"\0"))
+    with pytest.raises(WireError, match="install one release on all machines") as caught:
+        frames.read_greeting(other, "server")
+    assert RELEASE in str(caught.value)
+    assert str(caught.value).isprintable()
 
 
 def test_proofs_bind_the_role_and_both_nonces() -> None:
@@ -119,3 +132,9 @@ def test_proofs_bind_the_role_and_both_nonces() -> None:
         frames.session_key(b"secret", who, b"s" * 16, b"c" * 16) for who in ("client", "server")
     }
     assert len(keys | {good}) == 3
+
+
+def test_the_release_is_that_of_the_package() -> None:
+    pyproject = Path(__file__).parents[1] / "pyproject.toml"
+    assert f'version = "{RELEASE}"' in pyproject.read_text()
+    assert len(RELEASE) <= frames.RELEASE_BYTES

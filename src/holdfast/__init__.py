@@ -19,6 +19,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from holdfast.core.errors import HoldfastError, InvariantError, StateMismatch, UserError, WorldError
+from holdfast.core.release import RELEASE
 
 if TYPE_CHECKING:
     from holdfast.store.verified_files import VerifiedFiles
@@ -38,7 +39,7 @@ __all__ = [
     "WorldError",
     "join",
 ]
-__version__ = "0.1.0"
+__version__ = RELEASE
 
 _TRAINING = ("Batches", "Job", "Step", "Stream", "Task", "join")
 

@@ -6,8 +6,8 @@ is refused. Channels that are private by construction (an inherited socket pair)
 frames have no tag.
 
 The handshake proves to both sides that the other knows the job's secret, without sending it:
-    server -> client   magic, version, server nonce
-    client -> server   magic, version, client nonce, proof("client")
+    server -> client   magic, version, release, server nonce
+    client -> server   magic, version, release, client nonce, proof("client")
     server -> client   proof("server")
 Both nonces are fresh and part of every proof and key, so nothing of a connection can be used again
 in another. A client sends these bytes and not one more before it has seen the server's proof.
@@ -20,15 +20,17 @@ import hmac
 from collections.abc import Iterator
 
 from holdfast.core.errors import WireError
+from holdfast.core.release import RELEASE
 
 MAGIC = b"HOLDFAST"
-VERSION = 1
+VERSION = 2
+RELEASE_BYTES = 16
 NONCE_BYTES = 16
 PROOF_BYTES = 32
 TAG_BYTES = 16
 FRAME_BYTES_MAX = 64 << 20
 FIRST_FRAME_BYTES_MAX = 4 << 20  # until the first frame has been authenticated
-GREETING_BYTES = len(MAGIC) + 2 + NONCE_BYTES
+GREETING_BYTES = len(MAGIC) + 2 + RELEASE_BYTES + NONCE_BYTES
 
 
 class Sealer:
@@ -96,8 +98,11 @@ class Opener:
             yield payload
 
 
+_RELEASE = RELEASE.encode().ljust(RELEASE_BYTES, b"\0")
+
+
 def greeting(nonce: bytes) -> bytes:
-    return MAGIC + VERSION.to_bytes(2, "big") + nonce
+    return MAGIC + VERSION.to_bytes(2, "big") + _RELEASE + nonce
 
 
 def check_start(data: bytes, whose: str) -> None:
@@ -114,9 +119,17 @@ def read_greeting(data: bytes, whose: str) -> bytes:
     version = int.from_bytes(data[len(MAGIC) : len(MAGIC) + 2], "big")
     if version != VERSION:
         raise WireError(
-            f"the {whose} speaks version {version}, we speak {VERSION}: use one release"
+            f"the {whose} speaks version {version}, we speak {VERSION}: "
+            "install one release on all machines"
         )
-    return data[len(MAGIC) + 2 :]
+    release = data[len(MAGIC) + 2 : -NONCE_BYTES]
+    if release != _RELEASE:
+        theirs = release.rstrip(b"\0").decode("ascii", "backslashreplace")
+        raise WireError(
+            f"the {whose} is Holdfast {theirs!r} and this is {RELEASE!r}: "
+            "install one release on all machines"
+        )
+    return data[-NONCE_BYTES:]
 
 
 def proof(secret: bytes, role: str, server_nonce: bytes, client_nonce: bytes) -> bytes:
