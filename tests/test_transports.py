@@ -78,7 +78,7 @@ def gloo_with_silent_impostor(rank: int) -> MakeTransport:
 
 def nccl(rank: int) -> MakeTransport:
     device = GlooDevice("127.0.0.1", KEY)
-    return lambda: NcclTransport(device, torch.device("cuda", rank))
+    return lambda: NcclTransport(GlooTransport(device), torch.device("cuda", rank))
 
 
 @pytest.mark.parametrize("case", CONTRACT, ids=lambda case: case.__name__)

@@ -241,6 +241,7 @@ def run_contract_in_threads(
     make: MakeTransport,
     size: int,
     timeout_s: float = 60.0,
+    device: str = "cpu",
 ) -> list[str]:
     """Run one case in `size` threads of this process; return complaints."""
     addresses: dict[str, Any] = {}
@@ -251,7 +252,7 @@ def run_contract_in_threads(
 
     def run(rank: int) -> None:
         try:
-            case(GroupMember(rank, size, make, addresses, "cpu", die))
+            case(GroupMember(rank, size, make, addresses, device, die))
         except _Died:
             pass
         except BaseException:  # noqa: BLE001 - every complaint counts

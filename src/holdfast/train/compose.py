@@ -64,8 +64,9 @@ from holdfast.train.step.task_clock import TaskClock
 from holdfast.train.step.task_digest import TaskDigest
 from holdfast.train.step.trained import Named
 from holdfast.train.transport.gloo import GlooDevice, GlooTransport
-from holdfast.train.transport.nccl import NcclTransport
+from holdfast.train.transport.nccl import GpuTransport, gpu_id_of
 from holdfast.train.transport.seam import Transport
+from holdfast.train.transport.staged import DeviceCopies, HostRooms
 from holdfast.train.unprotected_modules import UnprotectedModules
 
 CHANGED = (
@@ -84,7 +85,7 @@ class Control:
     driver: Driver
     link: AgentLink | SoloLink | FollowingLink | Link
     inner: InnerGroup | None = None  # of the worker's processes, if there are several
-    make_transport: Callable[[], Transport] | None = None  # None: gloo, or NCCL between GPUs
+    make_transport: Callable[[], Transport] | None = None  # None: by where parameters lie
 
 
 def step_policy(spec: JobSpec, seed: int, *, writes: bool) -> StepPolicy:
@@ -299,6 +300,15 @@ def _step_data(
     return StepData(gradients, table, buffers, clock, digest, guard.attributes), filled
 
 
+def _transport_maker(me: WorkerEnvironment, gpu: torch.device | None) -> Callable[[], Transport]:
+    """Return what makes the transport of each view, for parameters on this GPU or on the host."""
+    gloo = GlooDevice(me.host, me.peer_key)
+    if gpu is None:
+        return lambda: GlooTransport(gloo)
+    rooms, gpu_id = HostRooms(DeviceCopies(gpu)), gpu_id_of(gpu)
+    return lambda: GpuTransport(GlooTransport(gloo), gpu, rooms, gpu_id)
+
+
 def compose_worker(
     control: Control, protected: Mapping[str, Any], progress: ScriptState
 ) -> ScriptThread:
@@ -333,10 +343,7 @@ def compose_worker(
     recalling = Recalling(data, loaded, me.peer_key, spec.redundancy(), me.shard)
     bringing_up = BringingUp(driver, loaded, missed, restorer, recalling, receiver.settled)
     protector = _protector(control, protected, data, capture)
-    gloo = GlooDevice(me.host, me.peer_key)
-
-    def make_transport() -> Transport:
-        return NcclTransport(gloo, devices[0]) if devices else GlooTransport(gloo)
+    make_transport = _transport_maker(me, devices[0] if devices else None)
 
     def whole_print() -> int:
         return fingerprints.of_all(data.buffers.start)

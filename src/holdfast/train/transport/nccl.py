@@ -1,15 +1,17 @@
-"""Carries device tensors between GPUs with NCCL, and host tensors through a gloo group beside it.
+"""Carries device tensors between GPUs with NCCL, and host tensors through a transport beside it.
 
 NCCL runs one communicator's operations in the order of their issue and ignores tags, so all members
 must issue the same exchanges in the same order: `ordered` tells the engine to reduce its buckets
-one after the other. Aborting aborts the communicator, which ends its kernels on this side; the gloo
-group, cut at the same moment, carries the news to the peers.
+one after the other. Aborting aborts the communicator, which ends its kernels on this side; the
+host's transport, cut at the same moment, carries the news to the peers.
 
-Needs a GPU for each worker; the contract suite skips without two of them.
+NCCL refuses two ranks on one GPU. So `GpuTransport` has all members compare their GPUs first: where
+two share one, or somebody lacks NCCL, all of them stage their tensors through the host instead.
 """
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,10 +22,12 @@ import torch.distributed as dist
 
 from holdfast.core.errors import Aborted, first_line
 from holdfast.train.step.waits import Waits
-from holdfast.train.transport.gloo import GlooDevice, GlooTransport
 from holdfast.train.transport.seam import Message, Pending, Rendezvous, Transport
+from holdfast.train.transport.staged import HostRooms, StagedTransport
 
-TAG_UNIQUE_ID = 8
+TAG_UNIQUE_ID, TAG_GPU = 8, 10
+GPU_ID_BYTES = 16
+NO_NCCL = bytes(GPU_ID_BYTES)
 POLL_S = 0.0005
 UNIQUE_ID_BYTES_MAX = 4096
 
@@ -85,19 +89,23 @@ class _NcclPending:
 
 
 class NcclTransport:
-    """Implements `Transport` for one view: an NCCL communicator with its gloo companion."""
+    """Implements `Transport` for one view: an NCCL communicator, and `host` for host tensors."""
 
     ordered = True
 
-    def __init__(self, device: GlooDevice, cuda: torch.device) -> None:
+    def __init__(self, host: Transport, cuda: torch.device) -> None:
         self._cuda = cuda
-        self._host = GlooTransport(device)
+        self._host = host
         self._group: dist.ProcessGroupNCCL | None = None
         self._stream: torch.cuda.Stream | None = None
         self.aborted = False
 
     def open(self, rank: int, size: int, rendezvous: Rendezvous) -> None:
         self._host.open(rank, size, rendezvous)
+        self.connect(rank, size)
+
+    def connect(self, rank: int, size: int) -> None:
+        """Connect by NCCL, once the host's transport is open."""
         store = _UniqueIdStore(rank, size, self._host)
         with torch.cuda.device(self._cuda):
             self._stream = torch.cuda.Stream()
@@ -154,3 +162,76 @@ class NcclTransport:
         except RuntimeError as error:
             raise Aborted(f"nccl: {first_line(error)}") from None
         return done
+
+
+class GpuTransport:
+    """Implements `Transport` for one view: by NCCL where it can be, else through the host.
+
+    `gpu_id`: what no other GPU has, or NO_NCCL. `ordered` is known once it is open.
+    """
+
+    def __init__(
+        self, host: Transport, device: torch.device, rooms: HostRooms, gpu_id: bytes
+    ) -> None:
+        self._host = host
+        self._device = device
+        self._rooms = rooms
+        self._gpu_id = gpu_id
+        self._over: Transport | None = None
+        self._lock = threading.Lock()
+        self._aborted = False
+        self.ordered = False
+
+    def open(self, rank: int, size: int, rendezvous: Rendezvous) -> None:
+        self._host.open(rank, size, rendezvous)
+        over: NcclTransport | StagedTransport
+        if can_use_nccl(self._everyones(rank, size)):
+            over = NcclTransport(self._host, self._device)
+        else:
+            over = StagedTransport(self._host, self._rooms)
+        with self._lock:
+            if self._aborted:
+                raise Aborted("the view was given up while its group was built")
+            self._over, self.ordered = over, over.ordered
+        if isinstance(over, NcclTransport):
+            over.connect(rank, size)
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Pending:
+        if self._over is None:
+            raise Aborted("the view was given up")
+        return self._over.exchange(sends, receives, tag)
+
+    def lost(self) -> Sequence[int]:
+        return self._host.lost()
+
+    def abort(self) -> None:
+        with self._lock:
+            self._aborted = True
+            over = self._over or self._host
+        over.abort()
+
+    def close(self) -> None:
+        self.abort()
+        (self._over or self._host).close()
+
+    def _everyones(self, rank: int, size: int) -> list[bytes]:
+        """Return everyone's GPU, by rank."""
+        mine = torch.frombuffer(bytearray(self._gpu_id), dtype=torch.uint8)
+        theirs = {r: torch.zeros_like(mine) for r in range(size) if r != rank}
+        sends = [(peer, mine) for peer in theirs]
+        self._host.exchange(sends, list(theirs.items()), TAG_GPU).wait()
+        return [bytes(theirs.get(r, mine).tolist()) for r in range(size)]
+
+
+def can_use_nccl(gpu_ids: Sequence[bytes]) -> bool:
+    """Return whether NCCL can connect members on these GPUs: each must have one of its own."""
+    return NO_NCCL not in gpu_ids and len(set(gpu_ids)) == len(gpu_ids)
+
+
+def gpu_id_of(device: torch.device) -> bytes:
+    """Return what distinguishes a GPU from all others; NO_NCCL where NCCL is missing."""
+    if not dist.is_nccl_available():
+        return NO_NCCL
+    # The parts of a GPU that MIG has cut share its id, and NCCL does not connect them either.
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    return hashlib.sha256(uuid.encode()).digest()[:GPU_ID_BYTES]
