@@ -24,7 +24,8 @@ def test_unused_parameters_count_as_zero_and_are_marked() -> None:
     gradients = gradients_of(model)
     gradients.begin_step()
     gradients.begin_task(0)
-    model[0](torch.ones(2, 3)).sum().backward()
+    with gradients.backward_pass():
+        model[0](torch.ones(2, 3)).sum().backward()
     gradients.end_task()
     assert gradients.used.tolist() == [True, True, False, False]
     (bucket,) = gradients.buckets
@@ -41,9 +42,10 @@ def test_a_gradient_that_comes_twice_is_refused() -> None:
     gradients.begin_step()
     gradients.begin_task(0)
     loss = model(torch.ones(1, 3)).sum()
-    loss.backward(retain_graph=True)
-    with pytest.raises(UserError, match="twice in one backward pass"):
-        loss.backward()
+    with gradients.backward_pass():
+        loss.backward(retain_graph=True)
+        with pytest.raises(UserError, match="twice in one backward pass"):
+            loss.backward()
 
 
 def test_buckets_hold_one_dtype_and_are_full_with_their_last_tensor() -> None:
@@ -64,7 +66,8 @@ def test_a_bucket_belongs_to_one_module_and_a_round_sums_only_those_it_names() -
     assert [bucket.owners for bucket in gradients.buckets] == [("maker",), ("critic",)]
     gradients.begin_step(["critic"])
     gradients.begin_task(0)
-    (critic(torch.ones(1, 2)).sum() + maker(torch.ones(1, 2)).sum()).backward()
+    with gradients.backward_pass():
+        (critic(torch.ones(1, 2)).sum() + maker(torch.ones(1, 2)).sum()).backward()
     gradients.end_task()
     maker_bucket, critic_bucket = gradients.buckets
     assert (maker_bucket.contributed, critic_bucket.contributed) == (set(), {0})

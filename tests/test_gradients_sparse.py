@@ -245,7 +245,8 @@ def compute(gradients: Gradients, model: nn.Embedding, vrank: int, purpose: Purp
     gradients.begin_task(vrank, purpose)
     dice = torch.Generator().manual_seed(vrank)
     batch = torch.randint(0, WORDS, (7,), generator=dice)
-    (model(batch) * torch.randn(7, WIDTH, generator=dice)).sum().backward()
+    with gradients.backward_pass():
+        (model(batch) * torch.randn(7, WIDTH, generator=dice)).sum().backward()
     gradients.end_task()
 
 

@@ -120,7 +120,11 @@ def test_without_redundancy_the_job_goes_back_to_a_checkpoint(
 ) -> None:
     """The checkpoint is that of workers that hold all of the state."""
     store = ("--store", str(tmp_path / "store"), "--save-every", "3")
-    with short(tmp_path / "run", 3, "--fault", "SIGKILL:backward:10:1", options=store) as run:
+    saved = tmp_path / "saved"
+    words = ("--hold", "8", str(saved), "--fault", "SIGKILL:backward:10:1")
+    with short(tmp_path / "run", 3, *words, options=store) as run:
+        run.until(lambda: bool(run.events("save")), RUN_S, "a checkpoint")
+        saved.touch()
         assert finish(run) == reference(SHORT)
     assert "from the checkpoint of step" in run.events("view")[-1]["text"]
     whole = tmp_path / "whole"

@@ -326,10 +326,10 @@ def test_fingerprints_and_digests_are_the_same_for_ever() -> None:
     steps = [prints.of_step(step, buffers) for step in range(3)]
     assert steps == [4429493873247173383, 1761965699372546210, 4429493873247173383]
     digest = TaskDigest()
-    digest.begin(wanted=True, near=False)
+    digest.begin(bits=True, sketch=False)
     digest.note(0, torch.arange(5) / 4)
     digest.note(1, torch.ones(3))
-    assert digest.take() == 6778923111244334632
+    assert digest.bits == 6778923111244334632
 
 
 def test_without_a_cycle_nothing_is_compared() -> None:

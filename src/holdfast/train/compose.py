@@ -23,6 +23,7 @@ from holdfast.memory.piece_post import PiecePost
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.open import open_storage
 from holdfast.train.agent_link import AgentLink, SoloLink
+from holdfast.train.carried_variables import describe_carried
 from holdfast.train.checkpoint.loaded_state import LoadedState
 from holdfast.train.checkpoint.restorer import Restorer
 from holdfast.train.checkpoint.saver import Saver, say
@@ -38,6 +39,7 @@ from holdfast.train.monitor import Monitor
 from holdfast.train.optimizer_sharding.gathered_state import GatheredState
 from holdfast.train.optimizer_sharding.sharded_optimizers import ShardedOptimizers
 from holdfast.train.optimizer_watch import OptimizerWatch
+from holdfast.train.parameter_watch import ParameterWatch
 from holdfast.train.protection.protector import PieceTarget, Protector
 from holdfast.train.protection.recalling import Recalling
 from holdfast.train.repeated_tasks import RepeatedTasks
@@ -175,20 +177,31 @@ def compose_guard(
         if driver.leads:
             note(CHANGED.format(path=path))
 
+    def is_exact() -> bool:
+        on_host = all(p.device.type == "cpu" for _, m in modules for p in m.parameters())
+        return on_host or torch.are_deterministic_algorithms_enabled()
+
     attributes = ModuleAttributes(modules, note_change)
     attributes.begin()
     progress.attributes = attributes
     prints = Fingerprints(protected, silent.fingerprint_steps, optimizers=sharding is None)
+    cycle = silent.fingerprint_steps or silent.repeat_steps
     return ScriptGuard(
         prints=prints,
         comparison=StateComparison(PlainState(protected, attributes), prints),
         repeats=RepeatedTasks(
-            silent.repeat_steps, spec.virtual_ranks, silent.audit_tolerance, note
+            silent.repeat_steps,
+            spec.virtual_ranks,
+            silent.audit_tolerance,
+            note,
+            is_exact,
+            describe_carried,
         ),
         attributes=attributes,
         loaded=LoadedState(protected, sharding),
         modules=modules,
-        cycle=silent.fingerprint_steps or silent.repeat_steps,
+        parameters=ParameterWatch(modules, cycle),
+        cycle=cycle,
         others=UnprotectedModules() if owns_process else None,
     )
 

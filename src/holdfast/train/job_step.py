@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from holdfast.core.step.events import Purpose
 from holdfast.train.data.random_streams import enter_stream
 from holdfast.train.data.sample_digest import content_print
 from holdfast.train.data.sources import Source
-from holdfast.train.repeated_tasks import RunMark, result_print
+from holdfast.train.repeated_tasks import OTHERS_BEFORE, RunMark, result_print
 from holdfast.train.script_thread import ScriptThread
 from holdfast.train.step.speculative import FinishedTask
 from holdfast.train.step.step_table import UNWEIGHTED
@@ -92,7 +93,6 @@ class Step:
             )
         told = None if weight is None else _weight(weight)
         self._owed = not last
-        self._script.runner.holds(not last)
         share = loss
         implied = UNWEIGHTED
         if told is None:
@@ -101,7 +101,8 @@ class Step:
                 scale = implied = float(self._count)
             share = loss if scale == 1.0 else loss * scale
         found = scaler.scale(share) if scaler is not None else share
-        found.backward(retain_graph=retain_graph)
+        with self._script.runner.backward_pass(last=last):
+            found.backward(retain_graph=retain_graph)
         self._task_loss += float(loss.detach()) * max(implied, 1.0)
         if implied >= 0:
             self._task_weight = implied
@@ -117,27 +118,33 @@ class Step:
 
     def _task(self, task: ef.Compute) -> Iterator[Any]:
         """Compute a task, and now and then again, to see that it comes to the same."""
-        source, runner, repeats = self._source, self._script.runner, self._script.guard.repeats
+        source, runner, guard = self._source, self._script.runner, self._script.guard
         hosted = task.purpose is Purpose.HOSTED
-        repeated = hosted and repeats.due(task.step, task.vrank)
-        earlier = (yield from self._repeat(task, 0)) if repeated else None
-        runner.begin(task, repeated=earlier is not None)
+        repeated = hosted and guard.repeats.is_due(task.step, task.vrank)
+        runs = [(yield from self._repeat(task))] if repeated else []
+        runner.begin(task, repeated=repeated, sketch=repeated and guard.repeats.wants_sketches)
         batch = source.batch(self.index, task.vrank)
-        batch_print = content_print(batch) if earlier is not None else 0
+        batch_print = content_print(batch) if repeated else 0
         finished = runner.end(task, (yield from self._run(task, batch)))
-        if earlier is not None:
-            runs = [_mark(batch_print, finished, finished.bits), earlier]
+        if repeated:
+            runs.append(_mark(batch_print, finished, finished.bits, finished.sketch))
             named = f"the task of virtual rank {task.vrank} in step {self.index}"
-            while runner.any(not repeats.decides(runs, named)):
-                runs.append((yield from self._repeat(task, len(runs))))
+            while runner.any(not guard.decides(runs, named)):
+                for vrank in self._others(task.vrank)[: OTHERS_BEFORE[len(runs)]]:
+                    yield from self._repeat(replace(task, vrank=vrank))
+                runs.append((yield from self._repeat(task)))
         runner.report(task, finished)
 
-    def _repeat(self, task: ef.Compute, number: int) -> Generator[Any, None, RunMark]:
-        """Compute a task only to see what it comes to, after so many other runs of it."""
+    def _others(self, vrank: int) -> list[int]:
+        """Return the other virtual ranks that this worker hosts."""
+        return [each for each in self._script.hosted if each != vrank]
+
+    def _repeat(self, task: ef.Compute) -> Generator[Any, None, RunMark]:
+        """Compute a task only to see what it comes to."""
         runner = self._script.runner
         batch = self._source.again(self.index, task.vrank)
         batch_print = content_print(batch)
-        runner.begin_repeat(task, sketch=number > 1)
+        runner.begin_repeat(task, sketch=self._script.guard.repeats.wants_sketches)
         finished = yield from self._run(task, batch)
         gradient, sketch = runner.end_repeat()
         return _mark(batch_print, finished, gradient, sketch)

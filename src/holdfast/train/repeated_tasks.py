@@ -1,14 +1,19 @@
 """Computes a task twice now and then, on the same worker, to see that it is a pure function.
 
-A worker repeats its first task, and later one task of the job in so many steps. What differs then
-depends on something that is not keyed by the task: on what was computed before it, on a generator
-of the script's own, or on chance in kernels. A third run tells that from a passing machine fault.
+A worker repeats its first task, and later one task of the job in so many steps. A difference comes
+from something that is not keyed by the task: from tasks computed before it, from a generator of the
+script's own, from a machine's passing fault, or from kernels that are not deterministic. Further
+runs tell them apart, some with another task in between: one run that differs from all others is a
+machine's fault, and noise stays small whatever was computed before.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import struct
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import xxhash
@@ -16,7 +21,9 @@ import xxhash
 from holdfast.core.errors import UserError, WorldError
 from holdfast.core.step.audit import Sketch, near
 
-ATTEMPTS = 4  # at most, of one task
+RUNS_MAX = 6  # of one task: before the one that counts, that one, and after it
+OTHERS_BEFORE = (0, 0, 0, 1, 0, 2)  # other tasks that are computed before each of these runs
+SETTLES = 4.0  # by so much closer runs are a script's doing, where noise would be as large
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,66 +40,108 @@ class RepeatedTasks:
     """Knows which tasks are repeated, and judges what came out.
 
     `cycle`: steps in which one task is repeated; 0: none ever is. `tolerance`: by how much of its
-    norm a gradient may differ where kernels are not deterministic.
+    norm a gradient may differ where kernels are not deterministic; `is_exact` returns whether they
+    are. `describe` returns what the script's loop carries from task to task, for messages.
     """
 
     def __init__(
-        self, cycle: int, vranks: int, tolerance: float, tell: Callable[[str], None]
+        self,
+        cycle: int,
+        vranks: int,
+        tolerance: float,
+        tell: Callable[[str], None],
+        is_exact: Callable[[], bool],
+        describe: Callable[[], str],
     ) -> None:
         self._cycle = cycle
         self._vranks = vranks
         self._tolerance = tolerance
         self._tell = tell
-        self._first = True  # this worker has repeated no task yet
-        self._noisy = False  # kernels are not deterministic, which was told
+        self._is_exact = is_exact
+        self._describe = describe
+        self._is_first = True  # this worker has repeated no task yet
+        self._is_earliest = False  # the task that is repeated now was this worker's first
+        self._has_told_noise = False
 
-    def due(self, step: int, vrank: int) -> bool:
-        """Tell whether this task is to be repeated."""
-        if not self._cycle or self._noisy:
+    @property
+    def wants_sketches(self) -> bool:
+        """Return whether runs are compared by sketches as well, as their bits may differ."""
+        return not self._is_exact()
+
+    def is_due(self, step: int, vrank: int) -> bool:
+        """Return whether this task is to be repeated."""
+        if not self._cycle:
             return False
         turn, within = divmod(step, self._cycle)
-        due = self._first or (within == 0 and turn % self._vranks == vrank)
-        self._first = False
+        due = self._is_first or (within == 0 and turn % self._vranks == vrank)
+        if due:
+            self._is_earliest, self._is_first = self._is_first, False
         return due
 
-    def decides(self, runs: list[RunMark], task: str) -> bool:
-        """Judge the runs of a task so far, the first of which counts; False: one more is needed.
+    def decides(self, runs: Sequence[RunMark], task: str) -> bool:
+        """Judge the runs of a task in their order, the second of which counts.
 
-        UserError if the task is no function of its inputs; WorldError if the run that counts was
-        wrong.
+        Returns False if one more is needed. UserError if the task is no function of its inputs;
+        WorldError if the run that counts was wrong.
         """
-        counts, *others = runs
-        if any(each.told != counts.told for each in others):
+        counts = runs[1]
+        if any(each.told != counts.told for each in runs):
             return True  # a record has come or gone between them, which is no fault of the script
-        if any(_agree(counts, each) for each in others):
+        if len(runs) == 2 and (_agree(*runs) or self._is_known_noise(runs)):
             return True
-        if len(runs) < ATTEMPTS - 1:
+        if len(runs) < RUNS_MAX:
             return False
-        if len(others) > 1 and _agree(others[0], others[1]):
-            if others[0].batch != counts.batch:
-                raise UserError(_other_batch(task))
+        (most, times), *_ = Counter((each.batch, each.result) for each in runs).most_common(1)
+        # What a script makes at its first task makes that task's first run the odd one.
+        begins = self._is_earliest and (runs[0].batch, runs[0].result) != most
+        if times == RUNS_MAX - 1 and not begins:
+            if most == (counts.batch, counts.result):
+                return True  # a repetition was computed wrongly, which harms nobody
             raise WorldError(
-                f"{task} was computed wrongly here once, and rightly twice after that: this worker "
+                f"{task} was computed wrongly here once, and rightly {times} times: this worker "
                 "leaves"
             )
         if len({each.batch for each in runs}) > 1:
             raise UserError(_other_batch(task))
-        if len(runs) < ATTEMPTS:
-            return False
-        if not near(others[-2].sketch, others[-1].sketch, self._tolerance):
+        if self._is_exact() or not _is_noise(runs, self._tolerance):
             raise UserError(
-                f"{task} came to another gradient each time that this worker computed it: a task "
-                "must depend on nothing but the parameters, its batch and the global random "
-                "generators; keep what changes from task to task (counters, hidden states, running "
-                "averages, generators) out of it, or in buffers and job.values"
+                f"{task} came to another gradient each time that this worker computed it"
+                f"{self._describe()}: a task must depend on nothing but the parameters, its batch "
+                "and the global random generators; keep what changes from task to task (counters, "
+                "hidden states, running averages, generators) out of it, or in buffers and "
+                "job.values"
             )
-        self._noisy = True
+        self._tell_noise(task)
+        return True
+
+    def _is_known_noise(self, runs: Sequence[RunMark]) -> bool:
+        return self._has_told_noise and all(
+            near(runs[1].sketch, each.sketch, self._tolerance) for each in runs
+        )
+
+    def _tell_noise(self, task: str) -> None:
+        if self._has_told_noise:
+            return
+        self._has_told_noise = True
         self._tell(
             f"{task} came to slightly other bits each time that a worker computed it: results are "
             "exact up to that noise only; use torch.use_deterministic_algorithms(True), and keep "
             "what changes from task to task out of the loss"
         )
-        return True
+
+
+def _is_noise(runs: Sequence[RunMark], tolerance: float) -> bool:
+    """Return whether runs differ as kernels' noise does: little, whatever was computed before.
+
+    What a script keeps settles while one task is repeated, and moves away with another task.
+    """
+    if not all(near(runs[1].sketch, each.sketch, tolerance) for each in runs):
+        return False
+    gaps = [math.dist(a.sketch[1:], b.sketch[1:]) for a, b in itertools.pairwise(runs)]
+    direct = [gap for gap, others in zip(gaps, OTHERS_BEFORE[1:], strict=False) if not others]
+    apart = [gap for gap, others in zip(gaps, OTHERS_BEFORE[1:], strict=False) if others]
+    settles = direct[0] > SETTLES * direct[1] > 0
+    return not settles and min(apart) <= SETTLES * max(direct[1:])
 
 
 def result_print(loss: float, weight: float, gradient: int) -> int:

@@ -7,14 +7,15 @@ tensor of the state, and samples of the dataset, and sees that no task writes to
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from holdfast.core.errors import UserError
 from holdfast.train.checkpoint.loaded_state import LoadedState
 from holdfast.train.data.sources import LoopData
-from holdfast.train.repeated_tasks import RepeatedTasks
+from holdfast.train.parameter_watch import ParameterWatch
+from holdfast.train.repeated_tasks import RepeatedTasks, RunMark
 from holdfast.train.step.fingerprints import Fingerprints
 from holdfast.train.step.module_attributes import ModuleAttributes
 from holdfast.train.step.reduction import Prints
@@ -34,10 +35,10 @@ class ScriptGuard:
     attributes: ModuleAttributes
     loaded: LoadedState
     modules: list[tuple[str, torch.nn.Module]]
+    parameters: ParameterWatch
     cycle: int
     others: UnprotectedModules | None = None  # None: modules of this process may be others'
     joined: bool = False  # workers have joined before the next step
-    _versions: dict[str, int] = field(default_factory=dict)  # of the parameters, if looked at
 
     def open(
         self, step: int, buffers: Sequence[torch.Tensor], data: LoopData, *, whole: bool
@@ -46,9 +47,11 @@ class ScriptGuard:
         self.loaded.forget()
         looks = bool(self.cycle) and (self.joined or step % self.cycle == 0)
         self.attributes.begin_step(anew=looks)
+        early = step < EARLY_STEPS
+        if self.cycle:
+            self.parameters.begin(step, whole=early or self.joined)
         self.joined = False
-        self._versions = self._written() if looks else {}
-        if self.others is not None and self.cycle and (looks or step < EARLY_STEPS):
+        if self.others is not None and self.cycle and (looks or early):
             self.others.look([module for _, module in self.modules])
         plain = 0
         if looks and self.prints.cycle:
@@ -58,17 +61,16 @@ class ScriptGuard:
         return self.prints.of_step(step, buffers), every, plain
 
     def close(self) -> None:
-        """End the tasks of a step. UserError if one of them has written to a parameter."""
-        if not self._versions:
-            return
-        for name, version in self._written().items():
-            if version != self._versions.get(name, version):
-                raise UserError(
-                    f"parameter {name} was changed while tasks were computed (in forward, as "
-                    "embeddings with max_norm do, or by an optimizer within the loop over batches):"
-                    " change parameters after the loop over a step's batches only"
-                )
+        """End the tasks of a step. UserError if one of them has changed a parameter."""
+        self.parameters.check()
 
-    def _written(self) -> dict[str, int]:
-        """Return how often each parameter has been written to."""
-        return {f"{n}.{k}": p._version for n, m in self.modules for k, p in m.named_parameters()}
+    def decides(self, runs: Sequence[RunMark], task: str) -> bool:
+        """Judge the runs of a repeated task; returns False if one more is needed.
+
+        UserError, which names a parameter if tasks change one; WorldError.
+        """
+        try:
+            return self.repeats.decides(runs, task)
+        except UserError:
+            self.parameters.check()
+            raise

@@ -8,6 +8,7 @@ that follow each other with no boundary between them.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import msgspec
@@ -17,7 +18,7 @@ from holdfast.core.errors import InvariantError, UserError
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.step.audit import Sketch
-from holdfast.core.step.events import Purpose, StepKind
+from holdfast.core.step.events import Digest, Purpose, StepKind
 from holdfast.observe.ledger import Place, Uses
 from holdfast.train.data.quarantine import over_budget
 from holdfast.train.data.random_streams import enter_stream
@@ -52,12 +53,13 @@ class TaskRunner:
         self._data = data
         self._keeps_all = keeps_all_buffers  # virtual rank 0 may be dropped
 
-    def begin(self, task: ef.Compute, *, repeated: bool = False) -> None:
-        """Note that the script is about to compute a task, which may be `repeated`."""
+    def begin(self, task: ef.Compute, *, repeated: bool = False, sketch: bool = False) -> None:
+        """Begin a task of the script's, which may be `repeated`; `sketch`: one is wanted."""
         data = self._data
         if task.purpose is Purpose.HOSTED:
             data.clock.begin()
-        self._start(sketch=task.digest and task.near, bits=repeated or task.digest)
+        wanted = task.digest and task.near
+        self._start(sketch=sketch or wanted, bits=repeated or (task.digest and not wanted))
         data.gradients.begin_task(task.vrank, task.purpose)
 
     def begin_repeat(self, task: ef.Compute, *, sketch: bool) -> None:
@@ -66,21 +68,20 @@ class TaskRunner:
         self._data.gradients.begin_task(task.vrank, Purpose.AUDITED)
 
     def end_repeat(self) -> tuple[int, Sketch]:
-        """Note that it has; returns 63 bits of the gradient, and its sketch if it was wanted."""
+        """End such a task; returns 63 bits of the gradient, and its sketch if it was wanted."""
         data = self._data
         data.gradients.end_task()
         data.attributes.end_task()
-        found = data.digest.take()
-        return data.digest.bits, found if isinstance(found, tuple) else ()
+        return data.digest.bits, data.digest.sketch
 
     def _start(self, *, bits: bool, sketch: bool) -> None:
         self._data.buffers.restore()
         self._data.attributes.begin_task()
-        self._data.digest.begin_both(bits, sketch)
+        self._data.digest.begin(bits=bits, sketch=sketch)
 
-    def holds(self, holds: bool) -> None:
-        """Note whether another backward pass of the same task follows the one that begins."""
-        self._data.gradients.holds = holds
+    def backward_pass(self, *, last: bool) -> AbstractContextManager[None]:
+        """Return a context that takes in one backward pass; `last`: the last one of its task."""
+        return self._data.gradients.backward_pass(last=last)
 
     def end(self, task: ef.Compute, finished: FinishedTask) -> FinishedTask:
         """Note that the script has computed its task; returns all that it leaves."""
@@ -93,7 +94,11 @@ class TaskRunner:
         first = vrank == 0 or self._keeps_all
         if first and len(data.buffers) and task.purpose is not Purpose.AUDITED:
             finished = replace(finished, left=data.buffers.changes())
-        return replace(finished, gradient=data.taken_digest(), bits=data.digest.bits)
+        bits, sketch = data.digest.bits, data.digest.sketch
+        gradient: Digest | None = None
+        if task.digest:
+            gradient = tuple(sketch) if task.near else bits
+        return replace(finished, gradient=gradient, bits=bits, sketch=sketch)
 
     def report(self, task: ef.Compute, finished: FinishedTask) -> None:
         """Let the machine know of a task that has ended."""
@@ -214,6 +219,11 @@ class ScriptThread:
         if self._loop_data.quarantine is not None:
             self._loop_data.quarantine.settle(step)
         self.progress.steps = step + 1
+
+    @property
+    def hosted(self) -> tuple[int, ...]:
+        """Return the virtual ranks that this worker hosts in the present step."""
+        return self._driver.status().hosted
 
     @property
     def acts(self) -> bool:
@@ -337,7 +347,7 @@ class ScriptThread:
                 case ef.Adopt(vrank):
                     self.runner.adopt(vrank)
                 case ef.Compute():
-                    hosted = self._driver.status().hosted
+                    hosted = self.hosted
                     if source and order.purpose is Purpose.HOSTED and hosted != followed:
                         followed = hosted
                         source.follow(hosted, self.progress.steps, until)

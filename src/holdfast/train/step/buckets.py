@@ -10,7 +10,8 @@ reduction can be repeated after a failure and gives the same bits.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import xxhash
@@ -30,6 +31,11 @@ _OUTSIDE = (
     "a backward pass outside of a task has reached parameter {}: its gradient would be this "
     "worker's only; call step.backward(loss) in the loop over a step's batches, once for each, or "
     "torch.autograd.grad for a gradient of another kind"
+)
+_BESIDE = (
+    "a backward pass of the script's own has reached parameter {}, whose gradient would be scaled "
+    "otherwise than the step's: call step.backward(loss, last=False) for all losses of a batch but "
+    "its last, and step.backward(loss) for that one"
 )
 _LOST = (
     "parameter {} has no gradient any more when it is to be summed: let no hook of your own set "
@@ -158,7 +164,8 @@ class Gradients:
         self.plan = 0  # 63 bits of what is summed, and how
         self.active: list[Bucket] = []  # those that the present step sums
         self.active_tables: list[RowTable] = []
-        self.holds = False  # the running backward pass is not the task's last one
+        self._is_in_pass = False  # gradients of the running task are expected
+        self._holds = False  # another backward pass of the task follows the running one
         self._hooks: list[tuple[torch.nn.Parameter, Callable[[torch.Tensor], None]]] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []  # of these hooks
 
@@ -245,10 +252,19 @@ class Gradients:
 
     def begin_task(self, vrank: int, purpose: Purpose = Purpose.HOSTED) -> None:
         """Begin a task; gradients of audited and speculative ones are not added to the sums."""
-        self._vrank, self._purpose, self.holds = vrank, purpose, False
+        self._vrank, self._purpose, self._holds = vrank, purpose, False
         self._reached.clear()
         for bucket in self.buckets:
             bucket.missing = len(bucket.params)
+
+    @contextmanager
+    def backward_pass(self, *, last: bool = True) -> Iterator[None]:
+        """Take in the gradients of one backward pass; `last`: no other one of its task follows."""
+        self._is_in_pass, self._holds = True, not last
+        try:
+            yield
+        finally:
+            self._is_in_pass = False
 
     def end_task(self) -> None:
         """Parameters that the backward pass did not reach contribute zeros."""
@@ -305,10 +321,8 @@ class Gradients:
 
     def _hook(self, bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]:
         def arrived(param: torch.Tensor) -> None:
-            vrank = self._vrank
-            if vrank is None:
-                raise UserError(_OUTSIDE.format(self._named[index][0]))
             name = self._named[index][0]
+            vrank = self._running(name)
             if param.grad is None:
                 raise UserError(_LOST.format(name))
             if param.grad.layout != torch.strided:
@@ -318,7 +332,7 @@ class Gradients:
                     "make the gradient dense"
                 )
             self._used[index] = 1
-            if self.holds:
+            if self._holds:
                 return
             bucket.missing -= 1
             if bucket.missing == 0 and bucket in self.active:
@@ -330,19 +344,26 @@ class Gradients:
 
     def _table_hook(self, table: RowTable) -> Callable[[torch.Tensor], None]:
         def arrived(param: torch.Tensor) -> None:
-            if self._vrank is None:
-                raise UserError(_OUTSIDE.format(table.name))
+            vrank = self._running(table.name)
             if param.grad is None:
                 raise UserError(_LOST.format(table.name))
             self._used[table.place] = 1
-            if self.holds:
+            if self._holds:
                 return
             if table.index in self._reached:
                 raise UserError(_TWICE.format(table.name))
             if table in self.active_tables:
-                self._fill_table(table, self._vrank)
+                self._fill_table(table, vrank)
 
         return arrived
+
+    def _running(self, name: str) -> int:
+        """Return whose task a gradient of this parameter belongs to. UserError if to none."""
+        if self._vrank is None:
+            raise UserError(_OUTSIDE.format(name))
+        if not self._is_in_pass:
+            raise UserError(_BESIDE.format(name))
+        return self._vrank
 
     def _come_last(self) -> None:
         """Let hooks that the script has added meanwhile see the gradient before we take it."""

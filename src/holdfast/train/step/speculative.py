@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from holdfast.core.step.audit import Sketch
 from holdfast.core.step.events import Digest
 from holdfast.train.step.buckets import Gradients
 from holdfast.train.step.reduction import BucketSum
@@ -23,8 +24,8 @@ class FinishedTask:
     """Holds what a task leaves besides its gradient.
 
     `weight`: by which its loss, a sum, is to be divided; UNWEIGHTED if it is a mean. `left`: the
-    buffers, for virtual rank 0. `gradient`: its digest or its sketch, if one was taken, and `bits`.
-    `told`: which records it had to leave out.
+    buffers, for virtual rank 0. `gradient`: its digest, if an audit wants one; `bits` and `sketch`
+    of a task that is repeated. `told`: which records it had to leave out.
     """
 
     loss: float
@@ -34,6 +35,7 @@ class FinishedTask:
     left: torch.Tensor | None = None
     gradient: Digest | None = None
     bits: int = 0
+    sketch: Sketch = ()
     told: bytes = b""
 
 

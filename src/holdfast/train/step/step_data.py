@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable
 
 import torch
 
-from holdfast.core.step.events import Digest, StepKind
+from holdfast.core.step.events import StepKind
 from holdfast.train.optimizer_sharding.sharded_optimizers import ShardedOptimizers
 from holdfast.train.step.buckets import Gradients
 from holdfast.train.step.module_attributes import ModuleAttributes
@@ -79,7 +79,3 @@ class StepData:
         `leads`: this worker is that view's leader. Who missed the exchange was not.
         """
         self.reduced_in, self.acts = view, leads
-
-    def taken_digest(self) -> Digest | None:
-        """Return the digest of the task that was computed last, if one was asked for."""
-        return self.digest.take()

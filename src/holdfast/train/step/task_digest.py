@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 import xxhash
 
+from holdfast.core.step.audit import Sketch
 from holdfast.core.step.audits import SKETCH_WORDS
-from holdfast.core.step.events import Digest
 from holdfast.train.checkpoint.state import as_bytes
 
 
@@ -21,12 +21,8 @@ class TaskDigest:
         self._bits: int | None = None
         self._sketch: torch.Tensor | None = None
 
-    def begin(self, wanted: bool, near: bool) -> None:
-        """Begin a task; `near`: its sketch is wanted, not its bits."""
-        self.begin_both(wanted and not near, wanted and near)
-
-    def begin_both(self, bits: bool, sketch: bool) -> None:
-        """Begin a task of which its bits, its sketch or both are wanted."""
+    def begin(self, *, bits: bool, sketch: bool) -> None:
+        """Begin a task, and take the bits of its gradient, its sketch, both or neither."""
         self._bits = 0 if bits else None
         self._sketch = torch.zeros(SKETCH_WORDS, dtype=torch.float64) if sketch else None
 
@@ -39,14 +35,15 @@ class TaskDigest:
             data = as_bytes(flat).cpu().numpy().data
             self._bits ^= xxhash.xxh3_64_intdigest(data, seed=bucket) >> 1
 
-    def take(self) -> Digest | None:
-        """Return the digest of the whole task; None if none was wanted."""
-        return self._bits if self._sketch is None else tuple(self._sketch.tolist())
-
     @property
     def bits(self) -> int:
         """Return 63 bits of the task's gradient; 0 if they were not wanted."""
         return self._bits or 0
+
+    @property
+    def sketch(self) -> Sketch:
+        """Return the sketch of the task's gradient; () if it was not wanted."""
+        return () if self._sketch is None else tuple(self._sketch.tolist())
 
 
 def sketch(flat: torch.Tensor, seed: int) -> torch.Tensor:

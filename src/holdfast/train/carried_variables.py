@@ -1,0 +1,130 @@
+"""Names what a script's loop over batches carries from one batch to the next, for messages.
+
+It reads the script's source: variables that the loop's body reads before it sets them, attributes
+and items that it sets, and variables that functions called there keep. That is a hint for a person,
+never a verdict: what a library keeps is not seen, and nothing is named where there is no source.
+"""
+
+from __future__ import annotations
+
+import ast
+import dis
+import linecache
+import os
+import sys
+from collections.abc import Iterator
+from types import FrameType, FunctionType
+
+NAMES_MAX = 3
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def describe_carried() -> str:
+    """Describe what the calling script's loop carries on; empty if nothing is found."""
+    frame = _script_frame()
+    loop = None if frame is None else _loop_at(frame)
+    if frame is None or loop is None:
+        return ""
+    names = list(dict.fromkeys([*_set_late(loop.body), *_kept_by_calls(loop, frame)]))
+    if not names:
+        return ""
+    which = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    if len(names) > NAMES_MAX:
+        which = f"{', '.join(names[:NAMES_MAX])} and {len(names) - NAMES_MAX} more"
+    file = os.path.basename(frame.f_code.co_filename)
+    return f"; the loop at {file}, line {loop.lineno}, carries {which} from one batch to the next"
+
+
+def _script_frame() -> FrameType | None:
+    """Return the innermost frame that is not of this package."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and os.path.abspath(frame.f_code.co_filename).startswith(_HERE):
+        frame = frame.f_back
+    return frame
+
+
+def _loop_at(frame: FrameType) -> ast.For | None:
+    """Return the `for` statement at which a frame stands."""
+    source = "".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals))
+    try:
+        module = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return None
+    for each in ast.walk(module):
+        if not isinstance(each, ast.For):
+            continue
+        if each.lineno <= frame.f_lineno <= (each.iter.end_lineno or each.lineno):
+            return each
+    return None
+
+
+def _set_late(body: list[ast.stmt]) -> Iterator[str]:
+    """Name what statements read before they set it, and the attributes and items that they set."""
+    known: set[str] = set()  # set before anything reads it
+    early: set[str] = set()  # read before anything sets it
+    for node in (part for each in body for part in _in_order(each)):
+        if isinstance(node, ast.Name):
+            if isinstance(node.ctx, ast.Load):
+                early |= {node.id} - known
+            elif node.id in early:
+                yield node.id
+            else:
+                known.add(node.id)
+        elif isinstance(node, ast.Attribute | ast.Subscript) and _is_set(node):
+            yield ast.unparse(node)
+
+
+def _is_set(node: ast.Attribute | ast.Subscript) -> bool:
+    return isinstance(node.ctx, ast.Store)
+
+
+def _in_order(node: ast.AST) -> Iterator[ast.AST]:
+    """Walk over the parts of a statement in the order in which they run, without functions."""
+    match node:
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.Lambda():
+            return
+        case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
+            own = {n.id for each in node.generators for n in _names(each.target)}
+            yield from (each for each in _names(node) if each.id not in own)
+            return
+        case ast.Assign(targets=targets, value=value):
+            parts: list[ast.AST] = [value, *targets]
+        case ast.AugAssign(target=ast.Name(id=name), value=value) if not _reads(value, name):
+            parts = [value]  # a total that is only added to is no harm
+        case ast.AugAssign(target=target, value=value):
+            parts = [value, *_as_read(target), target]
+        case ast.AnnAssign(target=target, value=value):
+            parts = [*([value] if value else []), target]
+        case ast.For(target=target, iter=source):
+            parts = [source, target, *node.body, *node.orelse]
+        case _:
+            parts = list(ast.iter_child_nodes(node))
+    for each in parts:
+        yield from _in_order(each)
+    yield node
+
+
+def _names(node: ast.AST) -> list[ast.Name]:
+    return [each for each in ast.walk(node) if isinstance(each, ast.Name)]
+
+
+def _reads(value: ast.AST, name: str) -> bool:
+    return any(each.id == name for each in _names(value))
+
+
+def _as_read(target: ast.AST) -> list[ast.AST]:
+    return [ast.Name(target.id, ast.Load())] if isinstance(target, ast.Name) else []
+
+
+def _kept_by_calls(loop: ast.For, frame: FrameType) -> Iterator[str]:
+    """Name the global and enclosing variables that functions called by name in a loop set."""
+    for node in ast.walk(loop):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
+            continue
+        found = frame.f_locals.get(node.func.id, frame.f_globals.get(node.func.id))
+        if not isinstance(found, FunctionType):
+            continue
+        for each in dis.get_instructions(found.__code__):
+            outer = each.argval in found.__code__.co_freevars
+            if each.opname == "STORE_GLOBAL" or (each.opname == "STORE_DEREF" and outer):
+                yield str(each.argval)

@@ -1,0 +1,202 @@
+"""Tests that a task which depends on earlier ones, or changes weights, ends the job with a name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from holdfast.train.job import Job
+from loop_kit import dataset, net, protected
+from test_guard import STEPS, told
+from thread_cluster import ThreadWorker
+
+Model = nn.Module
+mse = nn.functional.mse_loss
+
+
+def refused_everywhere(script: Callable[[Job, ThreadWorker], Any], *texts: str) -> None:
+    """Run a script on 1 and 2 workers, and see that both end with all of these texts."""
+    for workers in (1, 2):
+        found = told(script, workers)
+        for text in texts:
+            assert text in found, found
+
+
+# ---------------------------------------------------------------- state in variables
+
+
+class WordModel(nn.Module):
+    """A recurrent model as in the word language model of PyTorch's examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embedding = nn.Embedding(20, 8)
+        self.rnn = nn.LSTM(8, 8, batch_first=True)
+        self.head = nn.Linear(8, 20)
+
+    def forward(self, words: Any, hidden: Any) -> Any:
+        found, hidden = self.rnn(self.embedding(words), hidden)
+        return self.head(found), hidden
+
+
+def test_a_hidden_state_that_is_kept_from_batch_to_batch_is_named() -> None:
+    def script(job: Job, me: ThreadWorker) -> None:
+        model = WordModel()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        job.protect(model=model, optimizer=optimizer)
+        words = torch.arange(80 * 6).view(80, 6) * 7 % 20
+        hidden = (torch.zeros(1, 4, 8), torch.zeros(1, 4, 8))
+        total = 0.0
+        for step in job.steps(job.batches(TensorDataset(words), 4, drop_last=True), until=STEPS):
+            for (batch,) in step:
+                hidden = tuple(each.detach() for each in hidden)
+                output, hidden = model(batch[:, :-1], hidden)
+                loss = nn.functional.cross_entropy(output.flatten(0, 1), batch[:, 1:].flatten())
+                step.backward(loss)
+                total += loss.item()
+            optimizer.step()
+
+    refused_everywhere(script, "came to another gradient each time", "carries hidden from one")
+
+
+@pytest.mark.parametrize("weight", [0.9, 0.999])
+def test_a_running_average_that_settles_at_once_is_named(weight: float) -> None:
+    def script(job: Job, me: ThreadWorker) -> None:
+        model, optimizer = protected(job)
+        baseline = 1.0
+        for step in job.steps(job.batches(dataset(), 3), until=STEPS):
+            for x, y in step:
+                loss = mse(model(x), y)
+                baseline = (1 - weight) * baseline + weight * loss.item()
+                step.backward(loss / baseline)
+            optimizer.step()
+
+    refused_everywhere(script, "came to another gradient each time", "carries baseline from one")
+
+
+@pytest.mark.parametrize("period", [2, 3, 4])
+def test_a_task_that_depends_on_a_counter_is_no_fault_of_a_machine(period: int) -> None:
+    def script(job: Job, me: ThreadWorker) -> None:
+        model, optimizer = protected(job)
+        turn = [0]
+        for step in job.steps(job.batches(dataset(), 3), until=STEPS):
+            for x, y in step:
+                turn[0] += 1
+                step.backward(mse(model(x), y) * (1 + turn[0] % period))
+            optimizer.step()
+
+    refused_everywhere(script, "came to another gradient each time", "turn[0]")
+
+
+def test_a_variable_of_a_function_that_the_loop_calls_is_named() -> None:
+    def script(job: Job, me: ThreadWorker) -> None:
+        model, optimizer = protected(job)
+        scale = 1.0
+
+        def scaled(loss: Any) -> Any:
+            nonlocal scale
+            scale *= 0.9
+            return loss * scale
+
+        for step in job.steps(job.batches(dataset(), 3), until=STEPS):
+            for x, y in step:
+                step.backward(scaled(mse(model(x), y)))
+            optimizer.step()
+
+    refused_everywhere(script, "came to another gradient each time", "carries scale from one")
+
+
+# ---------------------------------------------------------------- weights that tasks change
+
+
+def momentum(kind: str, key: Any, query: Any, rate: float = 0.9) -> None:
+    """Update a momentum encoder's weights in one of the ways that scripts have."""
+    for k, q in zip(key.parameters(), query.parameters(), strict=True):
+        if kind == "replaced data":
+            k.data = k.data * rate + q.data * (1 - rate)
+        elif kind == "data in place":
+            k.data.mul_(rate).add_(q.data, alpha=1 - rate)
+        elif kind == "set":
+            k.set_(k.detach() * rate + q.detach() * (1 - rate))
+        elif kind == "numpy":
+            k.detach().numpy()[...] *= rate
+    if kind == "swapped":
+        other = {n: nn.Parameter(p.detach() * rate) for n, p in key[0].named_parameters()}
+        for name, each in other.items():
+            setattr(key[0], name, each.requires_grad_(False))
+    elif kind == "loaded":
+        key.load_state_dict({n: v * rate for n, v in key.state_dict().items()})
+
+
+class Contrast(nn.Module):
+    """A query encoder, and a key encoder that follows it in each forward pass, as MoCo has them."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.query, self.key = net(seed=3), net(seed=4)
+        for p in self.key.parameters():
+            p.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            momentum(self.kind, self.key, self.query)
+            keys = self.key(x)
+        return (self.query(x) - keys).square().mean()
+
+
+@pytest.mark.parametrize(
+    "kind", ["replaced data", "data in place", "set", "numpy", "swapped", "loaded"]
+)
+def test_weights_that_a_task_changes_are_named(kind: str) -> None:
+    def script(job: Job, me: ThreadWorker) -> None:
+        model = Contrast(kind)
+        optimizer = torch.optim.SGD(model.query.parameters(), lr=0.1)
+        job.protect(model=model, optimizer=optimizer)
+        for step in job.steps(job.batches(dataset(), 3), until=STEPS):
+            for x, _ in step:
+                step.backward(model(x))
+            optimizer.step()
+
+    refused_everywhere(script, "parameter model.key.0.", "was changed while tasks were computed")
+
+
+def test_a_layer_that_a_task_adds_is_named() -> None:
+    def script(job: Job, me: ThreadWorker) -> None:
+        model, optimizer = protected(job)
+        for step in job.steps(job.batches(dataset(), 3), until=STEPS):
+            for x, y in step:
+                step.backward(mse(model(x), y))
+                model[0].extra = nn.Linear(1, 1)  # type: ignore[index, union-attr]
+            optimizer.step()
+
+    refused_everywhere(script, "parameter model.0.extra.weight was added while tasks were computed")
+
+
+# ---------------------------------------------------------------- backward passes of the script's
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_backward_pass_beside_the_steps_own_is_refused(first: bool) -> None:
+    def script(job: Job, me: ThreadWorker) -> None:
+        model, other = net(seed=3), net(seed=4)
+        both = [*model.parameters(), *other.parameters()]
+        optimizer = torch.optim.SGD(both, lr=0.1)
+        job.protect(model=model, other=other, optimizer=optimizer)
+        for step in job.steps(job.batches(dataset(), 3), until=STEPS):
+            for x, y in step:
+                auxiliary = other(x).square().mean()
+                if first:
+                    auxiliary.backward()
+                step.backward(mse(model(x), y))
+                if not first:
+                    auxiliary.backward()
+            optimizer.step()
+
+    refused_everywhere(script, "parameter other.", "step.backward(loss, last=False)")
