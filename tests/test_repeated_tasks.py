@@ -95,7 +95,7 @@ def test_an_average_that_settles_is_found_on_noisy_kernels(weight: float, noise:
 
 
 def odd(number: int) -> Run:
-    """Return a task that comes to something else in one run."""
+    """Return a task with another result in one run."""
     count = 0
 
     def run(batch: int) -> torch.Tensor:

@@ -79,7 +79,7 @@ def _is_set(node: ast.Attribute | ast.Subscript) -> bool:
 
 
 def _in_order(node: ast.AST) -> Iterator[ast.AST]:
-    """Walk over the parts of a statement in the order in which they run, without functions."""
+    """Walk over the parts of a statement as they run one after the other, without functions."""
     match node:
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.Lambda():
             return

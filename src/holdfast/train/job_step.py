@@ -140,7 +140,7 @@ class Step:
         return [each for each in self._script.hosted if each != vrank]
 
     def _repeat(self, task: ef.Compute) -> Generator[Any, None, RunMark]:
-        """Compute a task only to see what it comes to."""
+        """Compute a task only to compare its result."""
         runner = self._script.runner
         batch = self._source.again(self.index, task.vrank)
         batch_print = content_print(batch)

@@ -30,7 +30,7 @@ _CURE = (
 
 @dataclass(slots=True, kw_only=True)
 class _Place:
-    """Names a parameter of a module, and holds what was seen there before the tasks."""
+    """Names a parameter of a module, and holds its tensor, version and digest before the tasks."""
 
     name: str
     home: dict[str, Any]  # the module's parameters
@@ -43,7 +43,7 @@ class _Place:
 class ParameterWatch:
     """Compares the parameters of protected modules before and after the tasks of a step.
 
-    `cycle`: steps in which the bytes of every parameter are compared once.
+    `cycle`: the bytes of every parameter are compared once in this many steps.
     """
 
     def __init__(self, modules: Sequence[tuple[str, torch.nn.Module]], cycle: int) -> None:
@@ -100,7 +100,7 @@ class ParameterWatch:
 
 
 def _places(modules: Sequence[tuple[str, torch.nn.Module]]) -> list[_Place]:
-    """List all parameters, but those of FSDP modules, which replace their own as they compute."""
+    """List all parameters except FSDP's, which are replaced while a module computes."""
     found: list[_Place] = []
     for name, module in modules:
         if any(_is_fsdp(each) for each in module.modules()):

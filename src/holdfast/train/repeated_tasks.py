@@ -79,7 +79,7 @@ class RepeatedTasks:
         return due
 
     def decides(self, runs: Sequence[RunMark], task: str) -> bool:
-        """Judge the runs of a task in their order, the second of which counts.
+        """Judge the runs of a task in their order; the second one counts.
 
         Returns False if one more is needed. UserError if the task is no function of its inputs;
         WorldError if the run that counts was wrong.
@@ -96,7 +96,7 @@ class RepeatedTasks:
         begins = self._is_earliest and (runs[0].batch, runs[0].result) != most
         if times == RUNS_MAX - 1 and not begins:
             if most == (counts.batch, counts.result):
-                return True  # a repetition was computed wrongly, which harms nobody
+                return True  # a repetition was computed wrongly: no harm is done
             raise WorldError(
                 f"{task} was computed wrongly here once, and rightly {times} times: this worker "
                 "leaves"
