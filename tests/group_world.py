@@ -339,7 +339,7 @@ class GroupWorld:
         script.code = code
         if code == 0:
             self.truth.done.add((script.worker, script.incarnation))
-        event = ag.ProcessExited(script.worker, script.incarnation, code)
+        event = ag.ProcessExited(script.worker, script.incarnation, code, "", not code)
         self.after(0.01, self.tell_end, node, node.incarnation, event)
 
     def tell_end(self, node: Node, incarnation: int, event: ag.ProcessExited) -> None:

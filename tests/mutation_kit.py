@@ -283,6 +283,7 @@ TUNED: dict[str, dict[str, object]] = {
     "who_catches_up_holds_the_state_already": LATE,
     "the_late_one_goes_on_in_the_old_view": LATE,
     "who_stays_away_is_forgotten": LATE | {"loops": (250,), "faults": ("stuck",), "task_s": 0.01},
+    "whoever_ends_with_status_0_has_come_to_its_end": JOINS | {"faults": ("quit",)},
     "audits_prove_nothing": WRONG,
     "the_owner_is_always_right": WRONG,
     "a_joiner_vouches_for_all": WRONG,

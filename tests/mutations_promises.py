@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from holdfast.core.membership import coordinator as co
 from holdfast.core.membership import view_making
-from holdfast.core.membership.agent import AgentEffect, AgentMachine
+from holdfast.core.membership.agent import AgentEffect, AgentMachine, ProcessExited
 from holdfast.core.membership.durable import Durable
 from holdfast.core.membership.formation import Situation
 from holdfast.core.membership.liveness import FreezeDetector, ProcessSample
@@ -19,6 +20,18 @@ from holdfast.core.step.worker import WorkerMachine
 from holdfast.core.types import AgentId, Incarnation, Phase, View, WorkerId
 from holdfast.sim.world import Machines
 from mutation_kit import mutation
+
+# ---------------------------------------------------------------- ends
+
+
+@mutation
+def whoever_ends_with_status_0_has_come_to_its_end(patch: pytest.MonkeyPatch) -> Machines:
+    class Trusting(AgentMachine):
+        def _exited(self, event: ProcessExited) -> bool:
+            return super()._exited(dataclasses.replace(event, reported=True))
+
+    return Machines(agent=Trusting)
+
 
 # ---------------------------------------------------------------- nodes
 

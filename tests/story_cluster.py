@@ -224,7 +224,7 @@ class Cluster:
         group = self.groups.get(process.work.view)
         if group is not None:
             group.closed.add(process.worker)
-        event = ag.ProcessExited(process.worker, process.incarnation, code, detail)
+        event = ag.ProcessExited(process.worker, process.incarnation, code, detail, not code)
         process.host.local.append(event)
 
     def feed(self, process: Process, event: ev.WorkerEvent) -> None:

@@ -122,7 +122,7 @@ def test_an_older_status_or_one_of_another_process_is_not_believed() -> None:
     node.say(0, committed=4, seq=seq)
     node.say(0, committed=3, incarnation=Incarnation(2))
     assert node.status(0).committed == 5
-    node.feed(ag.ProcessExited(WorkerId(0), ONE, 0))
+    node.feed(ag.ProcessExited(WorkerId(0), ONE, 0, reported=True))
     node.say(0, stage=Stage.READY)
     assert node.status(0).stage is Stage.EXITED
 
@@ -181,20 +181,24 @@ def test_an_incarnation_that_has_ended_is_never_started_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "detail", "stage", "told"),
+    ("code", "detail", "reported", "stage", "told"),
     [
-        (0, "", Stage.EXITED, ""),
-        (-11, "", Stage.LOST, "ended by signal 11"),
-        (-9, "out of memory", Stage.LOST, "out of memory"),
-        (1, "", Stage.FAILED, "exit code 1"),
-        (1, "ValueError: x", Stage.FAILED, "ValueError: x"),
+        (0, "", True, Stage.EXITED, ""),
+        (0, "", False, Stage.LOST, ag.QUIT),
+        (-11, "", False, Stage.LOST, "ended by signal 11"),
+        (-9, "", True, Stage.LOST, "ended by signal 9"),
+        (-9, "out of memory", False, Stage.LOST, "out of memory"),
+        (1, "", False, Stage.FAILED, "exit code 1"),
+        (1, "ValueError: x", False, Stage.FAILED, "ValueError: x"),
     ],
 )
-def test_how_a_process_ended(code: int, detail: str, stage: Stage, told: str) -> None:
+def test_how_a_process_ended(
+    code: int, detail: str, reported: bool, stage: Stage, told: str
+) -> None:
     node = Node()
     node.run(0)
     before = node.status(0).seq
-    effects = node.feed(ag.ProcessExited(WorkerId(0), ONE, code, detail))
+    effects = node.feed(ag.ProcessExited(WorkerId(0), ONE, code, detail, reported))
     assert "SendReport" in kinds(effects)
     status = node.status(0)
     assert (status.stage, status.detail) == (stage, told)
@@ -205,10 +209,10 @@ def test_who_was_killed_is_lost_for_the_reason_it_was_killed_for() -> None:
     node = Node()
     node.run(0)
     node.want()
-    node.feed(ag.ProcessExited(WorkerId(0), ONE, 0))
+    node.feed(ag.ProcessExited(WorkerId(0), ONE, 0, reported=True))
     status = node.status(0)
     assert (status.stage, status.detail) == (Stage.LOST, "the coordinator replaced it")
-    assert node.feed(ag.ProcessExited(WorkerId(0), Incarnation(7), 0)) == []
+    assert node.feed(ag.ProcessExited(WorkerId(0), Incarnation(7), 0, reported=True)) == []
 
 
 def test_a_frozen_process_is_killed_unless_the_agent_itself_has_paused_it() -> None:
@@ -239,7 +243,7 @@ def test_a_process_counts_as_silent_only_once_it_has_joined() -> None:
 def test_a_sample_of_a_process_that_has_ended_or_is_another_ones_says_nothing() -> None:
     node = Node()
     node.run(0, 1)
-    node.feed(ag.ProcessExited(WorkerId(1), ONE, 0))
+    node.feed(ag.ProcessExited(WorkerId(1), ONE, 0, reported=True))
     for worker, incarnation in ((1, 1), (1, 2), (7, 1)):
         stopped = ag.Sampled(
             WorkerId(worker), Incarnation(incarnation), ProcessSample(state="T", progress=1)
@@ -411,7 +415,7 @@ def test_the_agent_ends_after_the_job_once_nothing_runs_and_says_so_before() -> 
     node = Node()
     node.run(0)
     assert "Quit" not in kinds(node.direct(shutdown=True))
-    effects = node.feed(ag.ProcessExited(WorkerId(0), ONE, 0))
+    effects = node.feed(ag.ProcessExited(WorkerId(0), ONE, 0, reported=True))
     assert kinds(effects)[-2:] == ["SendReport", "Quit"]
     leaving = Node()
     assert "Quit" not in kinds(leaving.feed(ag.Drained("bye", leave=True)))

@@ -504,10 +504,12 @@ def test_progress_forgives_losses_and_only_new_steps_forgive_going_back() -> Non
     progress = Progress(5)
     assert progress.losses == 0
     assert [progress.reached(step) for step in (5, 4, 6, 6)] == [False, False, True, False]
-    progress.losses = 3
+    for _ in range(3):
+        progress.lost("ended by SIGKILL")
     assert progress.hopeless(3, 1) == ""
-    progress.losses = 4
+    progress.lost("out of memory\nand more")
     assert "4 workers were lost at step 6" in progress.hopeless(3, 1)
+    assert "(the last one: out of memory): see" in progress.hopeless(3, 1)
     assert progress.reached(7)
     assert progress.hopeless(3, 1) == ""
     for count in (1, 2):
@@ -519,6 +521,21 @@ def test_progress_forgives_losses_and_only_new_steps_forgive_going_back() -> Non
     assert "2 times, not further than step 7" in progress.hopeless(3, 1)
     assert progress.reached(8)
     assert progress.hopeless(3, 1) == ""
+
+
+def test_a_job_that_is_lost_again_and_again_before_a_new_step_is_given_up() -> None:
+    progress = Progress(0)
+    for _ in range(3):
+        progress.begins(5)
+        assert progress.reached(7)
+        assert progress.hopeless(2, 1) == ""
+        progress.lost("ended by SIGKILL")
+    progress.begins(5)
+    progress.begins(5)  # nobody was lost in between
+    assert progress.hopeless(3, 1) == ""
+    assert "began again 3 times and never came further than step 7" in progress.hopeless(2, 1)
+    assert progress.reached(8)
+    assert progress.hopeless(2, 1) == ""
 
 
 def test_a_job_that_is_stopped_ends_after_the_checkpoint_or_in_time() -> None:

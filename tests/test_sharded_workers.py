@@ -62,6 +62,8 @@ def quiet(tmp_path_factory: pytest.TempPathFactory) -> Quiet:
         pytest.param(3, "backward:0.1:5,backward:2.0:5", "6", 2, marks=pytest.mark.slow),
         # Just before, amid and after the exchange.
         pytest.param(3, "end:0.0:2,task:1.0:5,backward:2.1:8", "3,6", 3, marks=pytest.mark.slow),
+        # Processes that end with status 0 in the middle of the job.
+        pytest.param(3, "task:1.1:3:EXIT,end:2.0:7:EXIT", "4,8", 2, marks=pytest.mark.slow),
         # A process that is frozen ends its worker.
         pytest.param(2, "task:1.1:4:SIGSTOP", "5", 1, marks=pytest.mark.slow),
     ],

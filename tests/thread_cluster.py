@@ -137,7 +137,7 @@ class ThreadWorker:
             self.alive = False
             for transport in self.transports:
                 transport.close()
-            end = ag.ProcessExited(self.worker, self.incarnation, code, detail)
+            end = ag.ProcessExited(self.worker, self.incarnation, code, detail, not code)
             self.cluster.later(self.cluster.tell_agent, end)
 
 

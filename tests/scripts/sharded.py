@@ -4,9 +4,10 @@
 
 FAULTS: POINT:WORKER.SHARD:STEP[:SIGNAL], separated by commas, or "-": the first incarnation of that
 worker is struck at this point of that step: "task" (as one begins), "backward" (after it) or "end"
-(of the step). At "saved" it waits until a checkpoint is complete, at "held" until there is a file
-"go" beside the run directory, and goes on; at "fails" its script fails. "late" is before it has
-joined, and STEP is for how many seconds it waits there. REJOINS: steps after
+(of the step). EXIT as the SIGNAL calls os._exit(0). At "saved" it waits until a checkpoint is
+complete, at "held" until there is a file "go" beside the run directory, and goes on; at "fails" its
+script fails. "late" is before it has joined, and STEP is for how many seconds it waits there.
+REJOINS: steps after
 which to wait until all workers are members, or "-".
 """
 
@@ -45,6 +46,8 @@ def strike(point: str, step: int) -> None:
         if (at, point, whom, int(when)) == ("fails", "end", me, step):
             raise ValueError("it fails")
         if (at, whom, int(when)) == (point, me, step):
+            if name == ["EXIT"]:
+                os._exit(0)
             os.kill(os.getpid(), getattr(signal, name[0]) if name else signal.SIGKILL)
 
 

@@ -59,6 +59,8 @@ elif how == "wait":
 elif how == "thread":
     threading.Thread(target=lambda: (time.sleep(0.5), print("thread ended", flush=True))).start()
 dist.barrier()
+if how == "quit":
+    os._exit(0)
 if how != "thread":
     dist.destroy_process_group()
 print(f"done {rank} of {dist.get_world_size() if how == 'thread' else ''} {restarts}", flush=True)

@@ -1,7 +1,8 @@
 """The training script of the process tests: every kind of state, and faults at exact points.
 
 --fault SIGNAL:POINT:STEP:WORKERS strikes the first incarnations of those workers with a real signal
-when they reach that point of that step (several: repeat it). --rejoin STEP waits after that step
+when they reach that point of that step (several: repeat it). EXIT instead of a signal calls
+os._exit(0), and EXITS does so in every incarnation. --rejoin STEP waits after that step
 until a lost worker is ready to come back, so that short runs see joins; --until-members STEP COUNT
 waits after that step until there are, or are about to be, so many members; --hold STEP FILE until
 there is that file. The last line printed is the SHA-256 of everything protected.
@@ -60,19 +61,22 @@ class Faults:
 
     def __init__(self, specs: list[str], job: holdfast.Job) -> None:
         self.step = -1
-        self._mine: list[tuple[int, str, int]] = []
+        self._mine: list[tuple[str, str, int]] = []
         first = os.environ.get("HOLDFAST_INCARNATION") == "1"
         for spec in specs:
-            number, point, step, workers = spec.split(":")
+            name, point, step, workers = spec.split(":")
             theirs = point in ("receive", "load")  # only a later incarnation ever receives
             second = os.environ.get("HOLDFAST_INCARNATION") == "2"
-            if str(job.worker) in workers.split(",") and (second if theirs else first):
-                self._mine.append((getattr(signal, number), point, int(step)))
+            strikes = name == "EXITS" or (second if theirs else first)
+            if str(job.worker) in workers.split(",") and strikes:
+                self._mine.append((name, point, int(step)))
 
     def at(self, point: str) -> None:
-        for number, name, step in self._mine:
-            if name == point and (step == self.step or point in STATE_POINTS):
-                os.kill(os.getpid(), number)
+        for name, where, step in self._mine:
+            if where == point and (step == self.step or point in STATE_POINTS):
+                if name in ("EXIT", "EXITS"):
+                    os._exit(0)
+                os.kill(os.getpid(), getattr(signal, name))
 
     def install(self, model: nn.Module) -> None:
         """Wrap the library's own steps, so that the strike comes at an exact place inside them."""

@@ -83,7 +83,7 @@ class Endings:
             self._stopped()
         elif (
             (outcome.endswith(f"failed: {SCRIPT_FAILED}") and truth.count["failed"])
-            or ("were lost at step" in outcome and options.losses_max < self._lost_at_one_step())
+            or (self._tells_of_losses(outcome) and options.losses_max < self._lost_at_one_step())
             or ("as another worker does" in outcome and self._one_against_joiners())
         ):
             pass
@@ -92,6 +92,9 @@ class Endings:
             hopeless = STORE_LOST in options.faults and silent_s >= options.restore_s
             if not hopeless or "given up after" not in outcome or "\n" in outcome:
                 raise Violation(f"the job gave up: {outcome}")
+
+    def _tells_of_losses(self, outcome: str) -> bool:
+        return "were lost at step" in outcome or "the job began again" in outcome
 
     def _lost_at_one_step(self) -> int:
         """Count the processes that ended, or may not act, since the job last came further."""

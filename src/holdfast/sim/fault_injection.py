@@ -181,6 +181,8 @@ class Faults:
         match kind:
             case "worker_crash":
                 process.end(rng.choice((-9, -11, -6)), "crashed")
+            case "quit":  # something in the script calls os._exit(0)
+                process.end(0)
             case "freeze":
                 process.stopped = process.froze = True
                 process.host.watch(process)
@@ -213,6 +215,8 @@ class Faults:
                 return
             case "worker_crash":
                 each.end(-9, "crashed")
+            case "quit":
+                each.end(0)
             case "freeze" | "silent":
                 process.ailing = True
                 each.stopped, each.silent = kind == "freeze", kind == "silent"

@@ -330,9 +330,12 @@ class AgentHost:
         if current is not None and current.key == process.key:
             self.handle(ag.WorkerSaid(status))
 
-    def process_ended(self, process: Process | Further, code: int, detail: str) -> None:
+    def process_ended(
+        self, process: Process | Further, code: int, detail: str, reported: bool = False
+    ) -> None:
+        """Have the agent hear that a process has ended, a little later."""
         incarnation = Incarnation(process.key[1])
-        self._later(0.02, ag.ProcessExited(process.worker, incarnation, code, detail))
+        self._later(0.02, ag.ProcessExited(process.worker, incarnation, code, detail, reported))
 
     def _memory_holds(self, kept: tuple[KeptPieces, ...]) -> None:
         self._held = kept

@@ -160,7 +160,7 @@ class Options:
         """Return in what time a job that nothing disturbs any more commits a step, at most."""
         start_s = 2 * self.boot_s + 10 * self.load_s + self.build_timeout_s
         silence_s = 2 * (self.lease_s + self.lease_margin_s) + self.link_s
-        only_processes_die = {"worker_crash", "worker_crash_inside", "link_break"}
+        only_processes_die = {"quit", "worker_crash", "worker_crash_inside", "link_break"}
         if not only_processes_die.issuperset(self.faults):
             silence_s += self.abandon_s + self.hang_s
         back_off_s = 10.0
@@ -280,6 +280,13 @@ def _with_isolation(options: Options, rng: Random) -> Options:
     if options.agents < 2 or not options.faults or rng.random() < 0.7:
         return options
     return dataclasses.replace(options, faults=(*options.faults, "isolation"))
+
+
+def _with_quits(options: Options, rng: Random) -> Options:
+    """Have processes end with status 0 before their script has come to its end, in some runs."""
+    if not options.faults or rng.random() < 0.8:
+        return options
+    return dataclasses.replace(options, faults=(*options.faults, "quit"))
 
 
 def _with_timed_protection(options: Options, rng: Random) -> Options:
@@ -503,4 +510,5 @@ _MORE: dict[str, Callable[[Options, Random], Options]] = {
     "optimizer": _with_sharded_optimizer,
     "protecting": _with_timed_protection,
     "isolation": _with_isolation,
+    "quits": _with_quits,
 }

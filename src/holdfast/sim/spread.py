@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 from holdfast.core.step import effects as ef
@@ -64,7 +65,9 @@ class SpreadNode(Protocol):
 
     def worker_said(self, process: Any, status: WorkerStatus) -> None: ...
 
-    def process_ended(self, process: Any, code: int, detail: str) -> None: ...
+    def process_ended(
+        self, process: Any, code: int, detail: str, reported: bool = False
+    ) -> None: ...
 
     def watch(self, process: Any) -> None: ...
 
@@ -135,12 +138,12 @@ class Further(Running):
         )
         world.at(world.delay(world.options.channel_s), self.host.worker_said, self, status)
 
-    def end(self, code: int, detail: str = "") -> None:
+    def end(self, code: int, detail: str = "", *, reported: bool = False) -> None:
         """End here and now; its agent hears of it a little later, and so do the others."""
         if not self.alive:
             return
         self.alive = False
-        self.host.process_ended(self, code, detail)
+        self.host.process_ended(self, code, detail, reported)
         first = self.world.first_process(self.key)
         if first is not None:
             first.spread.lost(self)
@@ -186,12 +189,12 @@ class Spread:
             why = f"its process on {further.agent} is gone"
             self._first.post(self._world.delay(0.005), self._first.end, -9, why)
 
-    def ended(self, code: int) -> None:
-        """Take the others along: the process on the first node has ended, well if `code` is 0."""
+    def ended(self, *, well: bool) -> None:
+        """Take the others along: the process on the first node has ended."""
         for each in self.further.values():
             if self._is_heard(each.agent):
-                how = -9 if code else 0
-                each.post(self._world.delay(0.005), each.end, how, "its worker has ended")
+                how, why = 0 if well else -9, "its worker has ended"
+                each.post(self._world.delay(0.005), partial(each.end, how, why, reported=well))
 
     def later(self, shard: int, delay_s: float, call: Callable[..., None], *args: Any) -> None:
         """Have a shard's process do something, which the one on the first node then hears of."""

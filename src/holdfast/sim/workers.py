@@ -79,7 +79,9 @@ class WorkerNode(ProcessNode, Protocol):
 
     def worker_said(self, process: Process, status: WorkerStatus) -> None: ...
 
-    def process_ended(self, process: Process, code: int, detail: str) -> None: ...
+    def process_ended(
+        self, process: Process, code: int, detail: str, reported: bool = False
+    ) -> None: ...
 
     def watch(self, process: Process) -> None: ...
 
@@ -149,17 +151,20 @@ class Process(Running):
         """Run the script: all processes of this worker are here."""
         self.post(self.world.rng.uniform(0.5, 1.5) * self.world.options.boot_s, self._enter_loop)
 
-    def end(self, code: int, detail: str = "") -> None:
-        """End the process at this very moment; its agent hears of it a little later."""
+    def end(self, code: int, detail: str = "", *, reported: bool = False) -> None:
+        """End the process at this very moment; its agent hears of it a little later.
+
+        `reported`: its script has come to its end, and said so.
+        """
         if not self.alive:
             return
         self.alive = False
         self.world.ended(self)
         self.feeds.died()
-        self.spread.ended(code)
+        self.spread.ended(well=reported)
         if self.group is not None:
             self.world.data.close(self, self.group, "peer died")
-        self.host.process_ended(self, code, detail)
+        self.host.process_ended(self, code, detail, reported)
 
     def open_group(self, number: int) -> Group | None:
         """Return its end of the group of a view, while that is open."""
@@ -508,6 +513,6 @@ class Process(Running):
         self.world.truth.promises.left_loop(self.loop)
         if self.loop == len(self.world.options.loops):
             self.world.truth.left(self)
-            self.end(0)
+            self.end(0, reported=True)
         else:
             self._enter_loop()

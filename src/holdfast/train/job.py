@@ -73,6 +73,7 @@ def end_script() -> None:
     """End the loops that this process's script has left by `break`, since it is over. UserError."""
     for job in _jobs:
         job._end_open_loop()
+        job._check_over()
 
 
 class Job:
@@ -495,6 +496,13 @@ class Job:
             self._end_step(step, script)
             script.end_turn()
             script.leave_loop()
+
+    def _check_over(self) -> None:
+        """Raise UserError if the script has left in the middle of what workers do together."""
+        if self._script is not None and self._script.in_loop:
+            raise UserError(
+                "the script ended within job.evaluate(...) or job.agree(...): let it return first"
+            )
 
     def _end_step(self, step: Step, script: ScriptThread) -> None:
         _check_complete(step)

@@ -32,6 +32,10 @@ from holdfast.core.types import (
     WorkerStatus,
 )
 
+QUIT = (
+    "the script ended its process with exit status 0 before it came to its end: by os._exit, or a "
+    "library that calls it"
+)
 UNANSWERED_MAX = 1024  # reports whose sending time is remembered until the coordinator answers
 
 
@@ -68,12 +72,17 @@ class Spawned:
 
 @dataclass(frozen=True, slots=True)
 class ProcessExited:
-    """The process has ended. `code` is as Python gives it: negative for a signal."""
+    """The process has ended. `code` is as Python gives it: negative for a signal.
+
+    `reported`: its script told before that it had come to its end. Without that, a status of 0 only
+    says that something in the process has called `os._exit`.
+    """
 
     worker: WorkerId
     incarnation: Incarnation
     code: int
     detail: str = ""
+    reported: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,8 +437,10 @@ class AgentMachine:
         process.running = False
         if process.killed_for:
             stage, detail = Stage.LOST, process.killed_for
-        elif event.code == 0:
+        elif event.code == 0 and event.reported:
             stage, detail = Stage.EXITED, event.detail
+        elif event.code == 0:
+            stage, detail = Stage.LOST, QUIT
         elif event.code < 0:
             stage, detail = Stage.LOST, event.detail or f"ended by signal {-event.code}"
         else:

@@ -377,7 +377,7 @@ class CoordinatorMachine:
         if self._release_loop < RELEASE_ALL:
             bridges = self._protection.bridging(situation, self._durable)
             for worker, why in replace_lost(situation, self._policy.restart, bridges):
-                self._progress.losses += 1
+                self._progress.lost(why)
                 self._reserve.lost(worker, self._roster, situation.now)
                 yield Announce("lost", f"worker {worker} was lost: {why}", worker)
 
@@ -456,7 +456,7 @@ class CoordinatorMachine:
         if not ready or recall is None:
             return
         self._wanting_since = None
-        self._progress.step = recall.step
+        self._progress.begins(recall.step)
         why = "" if self._view is None else why_again(policy.replicated)
         proposal = initial_view(ready, situation.room, policy.virtual_ranks, recall, why)
         yield self._install(proposal, now)

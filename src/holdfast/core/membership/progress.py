@@ -18,6 +18,9 @@ class Progress:
     def __init__(self, step: int) -> None:
         self.step = step
         self.losses = 0
+        self._last_loss = ""  # why the last worker was lost
+        self._lost_since_begun = False
+        self._falls = 0  # times it began again after losses, since it last reached a new step
         self._furthest = step
         self._retreats = 0  # since the job last reached a new step
         self._invalidations: Invalidations = ()  # those for which the job has gone back
@@ -29,8 +32,20 @@ class Progress:
             return False
         self.step, self.losses = step, 0
         if step > self._furthest:
-            self._furthest, self._retreats = step, 0
+            self._furthest, self._retreats, self._falls = step, 0, 0
         return True
+
+    def begins(self, step: int) -> None:
+        """Begin the job, or begin it again after all workers were lost, from this step."""
+        self.step, self._furthest = step, max(step, self._furthest)
+        self._falls += self._lost_since_begun
+        self._lost_since_begun = False
+
+    def lost(self, why: str) -> None:
+        """Count a worker that was lost."""
+        self.losses += 1
+        self._lost_since_begun = True
+        self._last_loss = why.partition("\n")[0]
 
     def retreats(self, invalidations: Invalidations) -> bool:
         """Note that workers came to different results; return whether that is news."""
@@ -68,7 +83,14 @@ class Progress:
         if self.losses > losses_max:
             return (
                 f"{self.losses} workers were lost at step {self.step} with no step committed in "
-                "between: see the worker logs; raise --losses-max if the machines are to blame"
+                f"between (the last one: {self._last_loss}): see the worker logs; raise "
+                "--losses-max if the machines are to blame"
+            )
+        if self._falls > losses_max:
+            return (
+                f"the job began again {self._falls} times and never came further than step "
+                f"{self._furthest}, where its workers were lost (the last one: {self._last_loss}): "
+                "see the worker logs; raise --losses-max if the machines are to blame"
             )
         if self._retreats > retreats_max:
             return (

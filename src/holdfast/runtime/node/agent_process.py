@@ -319,9 +319,10 @@ class AgentServer:
         elif self._coordinator is not None:
             self._coordinator.send(message)
 
-    def _on_exit(self, process: WorkerProcess, code: int, detail: str) -> None:
+    def _on_exit(self, process: WorkerProcess, code: int, detail: str, reported: bool) -> None:
         self._forget(process)
-        self._feed(machine.ProcessExited(process.worker, process.incarnation, code, detail))
+        worker, incarnation = process.worker, process.incarnation
+        self._feed(machine.ProcessExited(worker, incarnation, code, detail, reported))
 
 
 def main(argv: list[str]) -> int:

@@ -2,8 +2,9 @@
 
     python -m holdfast.runtime.node.bootstrap SCRIPT ARGS...
 
-It ties the process to its agent, and tells a bug of the script (an exception) from an ordinary end
-by what it writes to the failure pipe: one sentence for a UserError, else the script's traceback.
+It ties the process to its agent, and writes to the failure pipe how the script has ended: DONE if
+it came to its end, one sentence for a UserError, else the script's traceback. A process that ends
+without writing anything there, whatever its exit status, was lost.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from typing import NoReturn
 
 import numpy as np
 
-from holdfast.core.errors import HoldfastError
+from holdfast.core.errors import HoldfastError, UserError
 from holdfast.health.measure.lifetime import die_with_parent
 from holdfast.runtime.node.shard_processes import make_shards, tell_failure
+from holdfast.runtime.node.spread_processes import DONE
 
 MODULE = "holdfast.runtime.node.bootstrap"
 
@@ -40,6 +42,8 @@ def main(argv: list[str]) -> int:
         if code == 0:
             finish()
         together.end(code)
+    elif code == 0:
+        os.write(failure_fd, DONE)
     return code
 
 
@@ -68,6 +72,8 @@ def run_told(run: Callable[[], None], tell: Callable[[str], None]) -> int:
     try:
         run()
     except SystemExit as end:
+        if end.code is None or end.code == 0:
+            return 0
         if isinstance(end.code, int):
             tell(f"the script ended with exit code {end.code}")
             return end.code
@@ -94,8 +100,15 @@ def _run(script: str) -> None:
         if end.code:
             raise
     training = sys.modules.get("holdfast.train.job")  # not imported by a script that does not train
-    if training is not None:
+    if training is None:
+        return
+    try:
         training.end_script()
+    except SystemExit as end:
+        raise UserError(
+            f"sys.exit({end.code}) in a function given to job.on_step_end ends nothing: call "
+            "job.stop() there, and let the loop end"
+        ) from None
 
 
 def environment_of_job(threads: int, seed: int) -> dict[str, str]:

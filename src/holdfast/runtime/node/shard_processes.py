@@ -21,6 +21,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from holdfast.core.membership.agent import QUIT
 from holdfast.core.membership.liveness import FreezeDetector, FreezePolicy
 from holdfast.health.measure.lifetime import die_with_parent
 from holdfast.health.measure.procfs import sample_process
@@ -88,7 +89,8 @@ class ShardProcesses:
     def end(self, code: int) -> None:
         """Wait, at the end of the script, until all processes of this worker may end together.
 
-        Others would take one that went first for lost. `code`: the script's; after a failure those
+        Others would take one that went first for lost. After a good end this reports it to the
+        agent, or to the process of shard 0. `code`: the script's; after a failure those
         on further nodes wait to be ended, as the reason may be a loss that is yet to be heard of.
         """
         if not code:
@@ -97,9 +99,8 @@ class ShardProcesses:
                 if not other.pid:
                     with contextlib.suppress(OSError):
                         os.write(other.told, DONE)
+            os.write(self._failure_fd, DONE)
         if not self._first:
-            if not code:
-                os.write(self._failure_fd, DONE)
             wait_to_be_ended(float("inf") if not code else END_S)
 
     def _tell(self, failures: Sequence[bytes]) -> None:
@@ -155,13 +156,18 @@ class ShardProcesses:
         if code < 0:
             name = signal.Signals(-code).name
             self._give_up(f"process {other.shard} of this worker was ended by {name}")
+        if not text and not code:
+            self._give_up(f"in process {other.shard} of this worker {QUIT}")
         if not text:
             with self._lock:
                 self._failures.append(prefix + b"the script ended with exit code %d" % code)
 
     def _give_up(self, text: str) -> None:
+        """End this process, which is lost with the other one; its agent is told why."""
         sys.stderr.write(f"holdfast: {text}: it ends\n")
         sys.stderr.flush()
+        if self._first:
+            tell_failure(self._failure_fd, text.encode())
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -211,7 +217,7 @@ def make_shards(failure_fd: int) -> ShardProcesses | LoneShard:
         if others is None:
             return LoneShard(told)
         life = connect(meets_at, key, place, shard, LIFE).detach()
-        live_with(life)
+        live_with(life, failure_fd)
         return ShardProcesses(others, life, first=False)
     if others is None:
         os.environ["HOLDFAST_SHARD_FDS"] = str(ends[0].detach())

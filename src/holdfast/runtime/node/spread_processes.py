@@ -134,14 +134,19 @@ def end(why: str) -> NoReturn:
     raise SystemExit(1)
 
 
-def live_with(life: int) -> None:
-    """End this process when that of shard 0 does, by this descriptor: well if that ends well."""
+def live_with(life: int, failure_fd: int) -> None:
+    """End this process when that of shard 0 does, by the descriptor `life`: well if it ends well.
+
+    `failure_fd`: where this node's agent is told of a good end.
+    """
 
     def watch() -> None:
         data = b""
         with contextlib.suppress(OSError):
             data = os.read(life, 1)
         if data == DONE:
+            with contextlib.suppress(OSError):
+                os.write(failure_fd, DONE)
             os._exit(0)
         end("its worker has ended")
 

@@ -26,6 +26,7 @@ from holdfast.net import secret
 from holdfast.runtime.node import bootstrap, fork_server, group_member, group_store
 from holdfast.runtime.node.fork_server import ForkedProcess
 from holdfast.runtime.node.gpu_shares import VARIABLE, share_of_gpus, visible_gpus
+from holdfast.runtime.node.spread_processes import DONE
 from holdfast.runtime.rundir import RunDir
 from holdfast.wire.frames import Opener, Sealer
 from holdfast.wire.messages import Address, decode, encode
@@ -33,6 +34,7 @@ from holdfast.wire.messages import Address, decode, encode
 STORY_BYTES_MAX = 16 << 10  # of a traceback
 LINE_BYTES_MAX = 64 << 10  # a longer line is passed on in pieces
 DRAIN_S = 5.0
+STORY_S = 0.2  # to read why a process that a signal has ended gave up, if it told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +128,7 @@ class SpreadPart:
 
 
 OnMessage = Callable[["WorkerProcess", "WorkerStatus | Address"], None]
-OnExit = Callable[["WorkerProcess", int, str], None]
+OnExit = Callable[["WorkerProcess", int, str, bool], None]  # status, detail, whether reported
 
 
 class _Popen(subprocess.Popen[bytes]):
@@ -161,6 +163,7 @@ class WorkerProcess:
         self._writer: asyncio.StreamWriter | None = None
         self._sealer = Sealer(None)
         self._pipes: list[asyncio.Task[None]] = []
+        self._told: asyncio.Task[None] | None = None  # reads how its script has ended
         self._tasks: list[asyncio.Task[None]] = []
         self._story = b""
         self._log: IO[bytes] | None = None
@@ -183,10 +186,11 @@ class WorkerProcess:
         self.pid, self.running = self._popen.pid, True
         self._open_log()
         reader, self._writer = await asyncio.open_connection(sock=ours)
+        self._told = asyncio.ensure_future(self._collect_failure(failure_read))
         self._pipes = [
             asyncio.ensure_future(self._copy(self._popen.stdout, 1)),
             asyncio.ensure_future(self._copy(self._popen.stderr, 2)),
-            asyncio.ensure_future(self._collect_failure(failure_read)),
+            self._told,
         ]
         self._tasks = [
             asyncio.ensure_future(self._listen(reader, on_message)),
@@ -272,9 +276,14 @@ class WorkerProcess:
         if code > 0:
             await self.drained()
             detail = self._story.decode(errors="replace").strip() or f"exit code {code}"
-        elif code < 0:
-            detail = f"ended by {signal.Signals(-code).name}"
-        on_exit(self, code, detail)
+        else:
+            assert self._told is not None
+            await asyncio.wait([self._told], timeout=STORY_S if code else DRAIN_S)
+        reported = self._story.endswith(DONE) or self._template.spec.compat.enabled
+        if code < 0:
+            story = "" if reported else self._story.decode(errors="replace").strip()
+            detail = story or f"ended by {signal.Signals(-code).name}"
+        on_exit(self, code, detail, reported)
         await self.drained()
         if self._writer is not None:
             self._writer.close()
@@ -318,6 +327,8 @@ class WorkerProcess:
     async def _collect_failure(self, descriptor: int) -> None:
         async for data in _chunks(os.fdopen(descriptor, "rb", buffering=0)):
             self._story = (self._story + data)[-STORY_BYTES_MAX:]
+            if self._story.endswith(DONE):  # what it has left behind may keep the pipe open
+                return
 
     def _open_log(self) -> None:
         place = self.spread.place if self.spread is not None else 0

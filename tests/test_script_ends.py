@@ -1,0 +1,92 @@
+"""How a script may end: only what it reports counts as success, never an exit status alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from conftest import RUN_S, SCRIPTS, Start, finish
+from holdfast.testing.local_run import LocalRun
+
+STEPS = 8
+Reference = Callable[[int], str]
+QUITS = """
+import os, sys, torch, holdfast
+job = holdfast.join()
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+job.protect(model=model, optimizer=optimizer)
+dataset = torch.utils.data.TensorDataset(torch.ones(8, 2), torch.ones(8, 1))
+data = job.batches(dataset, batch_size=2)
+
+def evaluated(batch):
+    sys.exit(0)
+
+def leave(step):
+    sys.exit(0)
+
+if sys.argv[1] == "callback":
+    job.on_step_end(leave)
+for step in job.steps(data, until=4):
+    for x, y in step:
+        if sys.argv[1] == "task" and step.index == 2:
+            sys.exit(0)
+        step.backward((model(x) - y).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+    if sys.argv[1] == "loop" and step.index == 2:
+        sys.exit(0)
+if sys.argv[1] == "evaluation":
+    job.evaluate(evaluated, dataset, batch_size=2)
+print("done", flush=True)
+"""
+
+
+def quits(folder: Path, where: str) -> LocalRun:
+    script = folder / "quits.py"
+    script.write_text(QUITS)
+    return LocalRun(folder / "run", ["--nproc", "1", "--virtual", "2"], [str(script), where])
+
+
+def test_a_leader_that_exits_with_status_0_in_a_step_is_lost_like_any_other(
+    start: Start, reference: Reference
+) -> None:
+    with start(
+        "--steps", str(STEPS), "--fault", "EXIT:forward:3:0", "--rejoin", "5", nproc=2
+    ) as run:
+        assert finish(run) == reference(STEPS)
+    (lost,) = run.events("lost")
+    assert "worker 0 was lost: the script ended its process" in lost["text"]
+
+
+def test_a_script_that_always_exits_there_ends_the_job_with_a_sentence(start: Start) -> None:
+    options = ("--losses-max", "1")
+    with start("--fault", "EXITS:forward:2:0", nproc=1, options=options) as run:
+        assert run.wait(RUN_S) == 1
+    said = [line for line in run.err if "--losses-max" in line]
+    assert "the last one: the script ended its process with exit status 0" in said[-1]
+    assert not any("Traceback" in line for line in run.err)
+
+
+@pytest.mark.parametrize("where", ["task", "evaluation", "callback"])
+def test_sys_exit_in_the_middle_of_something_ends_the_job_with_a_sentence(
+    where: str, tmp_path: Path
+) -> None:
+    with quits(tmp_path, where) as run:
+        assert run.wait(RUN_S) == 1
+    assert any("UserError: " in line for line in run.err), run.log()
+
+
+def test_sys_exit_between_two_steps_ends_the_loop_as_break_does(tmp_path: Path) -> None:
+    with quits(tmp_path, "loop") as run:
+        assert finish(run) == ""
+    assert run.run_dir.result.exists()
+
+
+@pytest.mark.slow
+def test_a_script_for_torchrun_may_end_by_os_exit(tmp_path: Path) -> None:
+    script = [str(SCRIPTS / "torchrun_odd.py"), "quit"]
+    with LocalRun(tmp_path / "run", ["--compat", "--nproc", "2"], script) as run:
+        assert run.wait(RUN_S) == 0, run.log()
