@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import queue
 import socket
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from holdfast.core.errors import HoldfastError, WireError
 from holdfast.core.job_spec import with_settings
 from holdfast.core.types import WorkerId
 from holdfast.memory.free_memory import free_bytes
-from holdfast.net import peer_stream
+from holdfast.net.peer_listener import PeerListener, open_listener
 from holdfast.testing.local_run import LocalRun, strike
 from holdfast.train.feeding import feed_frames, feeder
 from holdfast.train.feeding.feed_frames import FeedHead, SendRate
@@ -158,28 +158,21 @@ def test_a_small_model_is_sent_while_all_wait() -> None:
 
 
 def pair(theirs: bytes = KEY) -> tuple[Any, Any]:
-    """Connect a member, with this key, to a follower; returns both ends, or errors."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    ends: list[Any] = [None, None]
-
-    def accepts() -> None:
-        channel, _ = listener.accept()
-        try:
-            ends[1] = (channel, peer_stream.accept(channel, KEY, feed_frames.MAGIC))
-        except (OSError, WireError) as error:
-            channel.close()
-            ends[1] = error
-
-    thread = threading.Thread(target=accepts)
-    thread.start()
-    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    """Connect a member with this key to a follower; returns both ends, or what went wrong."""
+    arrived: queue.Queue[Any] = queue.Queue()
+    listener, address = open_listener("127.0.0.1")
+    listening = PeerListener(
+        listener, KEY, feed_frames.MAGIC, lambda *end: arrived.put(end), arrived.put
+    )
+    listening.start()
+    member: Any
     try:
-        ends[0] = feed_frames.connect(address, theirs, 7, 1, 3)
+        member = feed_frames.connect(address, theirs, 7, 1, 3)
     except (OSError, WireError) as error:
-        ends[0] = error
-    thread.join()
-    listener.close()
-    return ends[0], ends[1]
+        member = error
+    follower = arrived.get(timeout=20.0)
+    listening.close()
+    return member, follower
 
 
 def test_both_sides_prove_that_they_are_of_the_job() -> None:
@@ -198,7 +191,7 @@ def test_both_sides_prove_that_they_are_of_the_job() -> None:
 def test_a_stranger_is_sent_away() -> None:
     member, follower = pair(b"x" * 32)
     assert isinstance(member, HoldfastError | OSError)
-    assert "has not proved that it is of this job" in str(follower)
+    assert "does not know this job's secret" in str(follower)
 
 
 def read_one(channel: socket.socket) -> None:

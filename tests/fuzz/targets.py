@@ -33,6 +33,8 @@ from holdfast.core.types import (
     WorkerId,
     WorkerStatus,
 )
+from holdfast.net.peer_stream import HELLO, PeerProof
+from holdfast.net.proof import NONCE_BYTES
 from holdfast.runtime.coordinate.journal import MAGIC, seal, unseal
 from holdfast.store.data_index import (
     DIGEST_BYTES,
@@ -67,6 +69,7 @@ from holdfast.wire.messages import (
 from support import SPEC
 
 KEY = b"k" * 32
+PEER_MAGIC = b"hfuzz\0\0\1"
 UNUSED_KEY = b"u" * 32  # seals nothing: a fuzzer learns from KEY's frames how to make them
 STATUS = WorkerStatus(worker=WorkerId(3), incarnation=Incarnation(2), stage=Stage.LOST, detail="x")
 VIEW = View(
@@ -194,6 +197,20 @@ def any_greeting(data: bytes) -> None:
     assert frames.greeting(nonce) == data
 
 
+def any_peer_words(data: bytes) -> None:
+    """No words open a listener without the key, and none are read beyond the proof."""
+    proof, sent = PeerProof(KEY, PEER_MAGIC), b""
+    with contextlib.suppress(WireError):
+        for piece in pieces(data[8:], data[:8]):
+            left = piece
+            while left:
+                assert proof.wants > 0
+                taken, left = left[: proof.wants], left[proof.wants :]
+                sent += proof.feed(taken)
+    assert proof.purpose is None
+    assert len(sent) <= NONCE_BYTES
+
+
 def any_job_document(data: bytes) -> None:
     """A job that every check finds good, the same when written again, or Damaged."""
     with contextlib.suppress(Damaged):
@@ -242,6 +259,7 @@ TARGETS: list[Callable[[bytes], None]] = [
     any_journal,
     any_job_document,
     any_index,
+    any_peer_words,
 ]
 
 
@@ -262,6 +280,8 @@ def seeds() -> Iterator[bytes]:
         whole = encode_index(index)
         yield bytes([6]) + whole
         yield bytes([6]) + whole[len(INDEX_MAGIC) : -DIGEST_BYTES]
+    hello = HELLO.pack(PEER_MAGIC, 1, 2, 3, bytes(16))
+    yield bytes([7, *range(8)]) + hello + bytes(32)
 
 
 def one_input(data: bytes) -> None:

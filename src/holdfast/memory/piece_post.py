@@ -16,6 +16,7 @@ import xxhash
 from holdfast.core.errors import WorldError
 from holdfast.memory.arena import PieceArena, PieceEntry, PieceShelf
 from holdfast.net import peer_stream
+from holdfast.net.peer_listener import serve
 
 MAGIC = b"hpost\0\0\1"
 
@@ -48,7 +49,7 @@ class PiecePost:
 
     def listen(self, host: str) -> str:
         """Begin to receive; returns where. OSError."""
-        return peer_stream.serve(host, self._key, MAGIC, self._receive)
+        return serve(host, self._key, MAGIC, self._receive)
 
     def meet(self, addresses: Mapping[int, str]) -> None:
         """Learn where the other processes listen, by their shards."""

@@ -14,6 +14,7 @@ from holdfast.core.errors import Damaged
 from holdfast.memory.arena import PieceEntry, Table
 from holdfast.memory.node_memory import NodeMemory
 from holdfast.net import peer_stream
+from holdfast.net.peer_listener import serve
 
 MAGIC = b"hpiece\0\1"
 
@@ -42,7 +43,7 @@ class PieceServer:
 
     def listen(self, host: str) -> str:
         """Begin to serve; returns where. OSError."""
-        return peer_stream.serve(host, self._key, MAGIC, self._serve)
+        return serve(host, self._key, MAGIC, self._serve)
 
     def _serve(self, channel: socket.socket, _: peer_stream.Purpose) -> None:
         while True:

@@ -13,7 +13,6 @@ import errno
 import os
 import socket
 import ssl
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -21,6 +20,7 @@ from typing import Any, NoReturn
 from holdfast.core.errors import WireError
 from holdfast.net import tls as tls_module
 from holdfast.net.complaints import Complaints
+from holdfast.net.strangers import Strangers
 from holdfast.net.tcp import CONNECT_S, DEAD_S, dial, name_of, tune
 from holdfast.wire import frames
 from holdfast.wire.messages import decode, encode
@@ -257,7 +257,6 @@ class _Stranger:
     sock: socket.socket
     host: str
     peer: str
-    timer: asyncio.TimerHandle | None = None
     sent_away: str = ""  # why we closed it
 
 
@@ -287,10 +286,9 @@ class Gate:
         self._serve = serve
         self._tls = tls
         self._complaints = Complaints(say, self.policy.lines_max, self.policy.window_s)
-        self._strangers: dict[_Stranger, None] = {}  # oldest first
-        self._hosts: Counter[str] = Counter()  # connections of strangers, by host
+        self._strangers: Strangers[_Stranger] = Strangers(self.policy.strangers_max)
         self._listener: list[socket.socket] = []  # none or one
-        self._timers: list[asyncio.TimerHandle] = []  # for the complaints: none or one
+        self._timer: asyncio.TimerHandle | None = None  # for late strangers and held complaints
 
     @property
     def strangers(self) -> int:
@@ -307,10 +305,9 @@ class Gate:
         for listener in self._listener:
             asyncio.get_running_loop().remove_reader(listener)
         self._listener = []
-        for stranger in list(self._strangers):
-            self._send_away(stranger, "the job is over")
-        for timer in self._timers:
-            timer.cancel()
+        self._send_away([(each, "the job is over") for each in self._strangers.everyone()])
+        if self._timer is not None:
+            self._timer.cancel()
         self._complaints.flush(asyncio.get_running_loop().time(), force=True)
 
     def _accept(self, listener: socket.socket) -> None:
@@ -321,14 +318,12 @@ class Gate:
                 return
             except OSError as error:  # no descriptors or no memory: accepting again would spin
                 self._complain(f"accepting no connections for now: {error.strerror}")
-                self._make_room()
+                self._send_away(self._strangers.make_room())
                 loop = asyncio.get_running_loop()
                 loop.remove_reader(listener)
                 loop.call_later(EXHAUSTED_S, self._resume, listener)
                 return
             sock.setblocking(False)
-            if len(self._strangers) >= self.policy.strangers_max:
-                self._make_room()
             self._admit(_Stranger(sock, str(address[0]), name_of(address)))
 
     def _resume(self, listener: socket.socket) -> None:
@@ -338,44 +333,42 @@ class Gate:
     def _admit(self, stranger: _Stranger) -> None:
         loop = asyncio.get_running_loop()
         handshake_s = self.policy.handshake_s
-        why = f"it did not finish the handshake in {handshake_s:g} s"
-        stranger.timer = loop.call_later(handshake_s, self._send_away, stranger, why)
-        self._strangers[stranger] = None
-        self._hosts[stranger.host] += 1
+        closed = self._strangers.enter(stranger, stranger.host, loop.time(), handshake_s)
+        self._send_away(closed)
         task = loop.create_task(self._meet(stranger))
         _running.add(task)
         task.add_done_callback(_ended)
+        self._set_timer()
 
-    def _make_room(self) -> None:
-        """Close the oldest stranger of the address that has the most."""
-        if not self._strangers:
-            return
-        most = max(self._hosts.values())
-        crowded = next(s for s in self._strangers if self._hosts[s.host] == most)
-        count = len(self._strangers)
-        self._send_away(crowded, f"too many connections have not proved themselves: {count}")
+    def _send_away(self, strangers: list[tuple[_Stranger, str]]) -> None:
+        """Close strangers; the task of each notices, wherever it is, and logs the reason."""
+        for stranger, why in strangers:
+            self._strangers.leave(stranger)
+            stranger.sent_away = why
+            with contextlib.suppress(OSError):
+                stranger.sock.shutdown(socket.SHUT_RDWR)
 
-    def _send_away(self, stranger: _Stranger, why: str) -> None:
-        """Close a stranger; its own task notices, wherever it is, and logs the reason."""
-        self._forget(stranger)
-        stranger.sent_away = why
-        with contextlib.suppress(OSError):
-            stranger.sock.shutdown(socket.SHUT_RDWR)
+    def _set_timer(self) -> None:
+        dues = (self._strangers.deadline(), self._complaints.deadline())
+        due = min((at for at in dues if at is not None), default=None)
+        if self._timer is not None and (due is None or self._timer.when() > due):
+            self._timer.cancel()
+            self._timer = None
+        if self._timer is None and due is not None:
+            self._timer = asyncio.get_running_loop().call_at(due, self._look_at_clock)
 
-    def _forget(self, stranger: _Stranger) -> None:
-        if stranger in self._strangers:
-            del self._strangers[stranger]
-            self._hosts[stranger.host] -= 1
-            if not self._hosts[stranger.host]:
-                del self._hosts[stranger.host]
-        if stranger.timer is not None:
-            stranger.timer.cancel()
+    def _look_at_clock(self) -> None:
+        now = asyncio.get_running_loop().time()
+        self._timer = None
+        self._send_away(self._strangers.expire(now))
+        self._complaints.flush(now)
+        self._set_timer()
 
     async def _meet(self, stranger: _Stranger) -> None:
         channel: Channel | None = None
         try:
             channel = await self._enter(stranger)
-            self._forget(stranger)
+            self._strangers.leave(stranger)
             await self._serve(channel)
             if channel.lost:
                 self._complain(f"lost {stranger.peer}: {channel.lost}")
@@ -385,7 +378,7 @@ class Gate:
         except OSError:
             pass  # an authenticated peer's connection has ended: its owner notices
         finally:
-            self._forget(stranger)
+            self._strangers.leave(stranger)
             if channel is not None:
                 channel.close()
 
@@ -413,11 +406,7 @@ class Gate:
     def _complain(self, text: str) -> None:
         loop = asyncio.get_running_loop()
         self._complaints.add(text, loop.time())
-        for timer in self._timers:
-            timer.cancel()
-        deadline = self._complaints.deadline()
-        if deadline is not None:
-            self._timers = [loop.call_at(deadline, self._complaints.flush, deadline)]
+        self._set_timer()
 
 
 # Tasks of all gates: a loop refers to a task that waits only weakly, and a gate may be dropped.

@@ -1,8 +1,8 @@
 """Opens TCP connections on which both sides first prove that they are of the same job.
 
 Whoever connects says what it is for, in a magic word and three numbers. The proofs are those of
-net/proof.py. Messages are MessagePack with their length before them; what they say, and what
-follows them, is up to the callers.
+net/proof.py; net/peer_listener.py listens. Messages are MessagePack with their length before them;
+what they say, and what follows them, is up to the callers.
 """
 
 from __future__ import annotations
@@ -10,47 +10,47 @@ from __future__ import annotations
 import os
 import socket
 import struct
-import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
 from typing import TypeVar
 
 import msgspec
 
 from holdfast.core.errors import WireError
 from holdfast.net import proof
-from holdfast.net.tcp import tune
 
 HELLO = struct.Struct("!8sQII16s")  # magic, three numbers, nonce
-PROOF_S = 10.0  # for the proofs of both sides
+REACH_S = 10.0  # to connect and to exchange proofs: a process that listens may just be starting
 BLOCK_BYTES = 1 << 20  # that are received at a time
 LENGTH = struct.Struct("!I")
 MESSAGE_BYTES_MAX = 64 << 20
-STRANGERS_MAX = 64  # connections that have proved nothing yet
-SILENT_S = 20.0  # for which a machine answers nothing before a connection counts as ended
-RETRY_S = 0.1
 
 Purpose = tuple[int, int, int]
-Handler = Callable[[socket.socket, Purpose], object]
 T = TypeVar("T")
 
 
 def connect(
-    address: str, key: bytes, magic: bytes, purpose: Purpose, patience_s: float | None = None
+    address: str,
+    key: bytes,
+    magic: bytes,
+    purpose: Purpose,
+    patience_s: float | None = None,
+    reach_s: float = REACH_S,
 ) -> socket.socket:
-    """Connect to HOST:PORT, to which the job's peer `key` is proved. OSError, WireError.
+    """Connect to HOST:PORT and prove that this is a peer of the job. OSError, WireError.
 
-    `patience_s`: how long the other side may be silent later on; None: for ever.
+    `patience_s`: how long the other side may be silent afterwards; None: for ever. `reach_s`: for
+    the connection and the proofs of both sides together.
     """
     host, _, port = address.rpartition(":")
-    channel = socket.create_connection((host, int(port)), PROOF_S)
+    until = time.monotonic() + reach_s
+    channel = socket.create_connection((host, int(port)), reach_s)
     try:
         hello = HELLO.pack(magic, *purpose, os.urandom(proof.NONCE_BYTES))
         channel.sendall(hello)
-        group = proof.group_name([hello, exactly(channel, proof.NONCE_BYTES)])
+        group = proof.group_name([hello, _by(until, channel, proof.NONCE_BYTES)])
         channel.sendall(proof.token(key, group, 0, 1))
-        if not proof.is_token(exactly(channel, proof.TOKEN_BYTES), key, group, 1, 0):
+        claim = _by(until, channel, proof.TOKEN_BYTES)
+        if not proof.is_token(claim, key, group, 1, 0):
             raise WireError(f"what listens at {address} has not proved that it is of this job")
         channel.settimeout(patience_s)
     except BaseException:
@@ -59,71 +59,62 @@ def connect(
     return channel
 
 
-def accept(channel: socket.socket, key: bytes, magic: bytes) -> Purpose:
-    """Prove each other's job to whoever has connected, and return for what. OSError, WireError."""
-    channel.settimeout(PROOF_S)
-    hello = exactly(channel, HELLO.size)
-    found, first, second, third, _ = HELLO.unpack(hello)
-    if found != magic:
-        raise WireError("a connection that is none of Holdfast's")
-    nonce = os.urandom(proof.NONCE_BYTES)
-    channel.sendall(nonce)
-    group = proof.group_name([hello, nonce])
-    if not proof.is_token(exactly(channel, proof.TOKEN_BYTES), key, group, 0, 1):
-        raise WireError("a connection that has not proved that it is of this job")
-    channel.sendall(proof.token(key, group, 1, 0))
-    channel.settimeout(None)
-    tune(channel, SILENT_S)
-    return first, second, third
+def _by(until: float, channel: socket.socket, count: int) -> bytes:
+    """Receive `count` bytes before a moment, however slowly they come. OSError, WireError."""
+    data = b""
+    while len(data) < count:
+        left_s = until - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("the other side did not finish the handshake in time")
+        channel.settimeout(left_s)
+        more = channel.recv(count - len(data))
+        if not more:
+            raise WireError("the other side has ended the connection")
+        data += more
+    return data
 
 
-def serve(host: str, key: bytes, magic: bytes, handle: Handler) -> str:
-    """Serve whoever is of the job, each in a thread of its own; returns HOST:PORT. OSError.
+class PeerProof:
+    """Conducts the listening side of the proof: bytes in, bytes out, without a socket or a clock.
 
-    `handle` is called with each connection, which ends with it; OSError and WireError end it, too.
+    `purpose` is None until the other side has proved that it is of the job; then it is what that
+    side has connected for.
     """
-    family = socket.getaddrinfo(host, None)[0][0]
-    listener = socket.create_server((host, 0), family=family)
-    strangers = threading.BoundedSemaphore(STRANGERS_MAX)
 
-    def meet(channel: socket.socket) -> None:
-        with channel, suppress(OSError, WireError):
-            try:
-                purpose = accept(channel, key, magic)
-            finally:
-                strangers.release()
-            handle(channel, purpose)
+    def __init__(self, key: bytes, magic: bytes) -> None:
+        self.purpose: Purpose | None = None
+        self._key = key
+        self._magic = magic
+        self._hello = b""
+        self._data = b""  # what has come of the hello, or of the token after it
+        self._group = b""  # empty: the hello has not come yet
 
-    def wait() -> None:
-        while True:
-            welcome(listener, strangers, meet)
+    @property
+    def wants(self) -> int:
+        """Return how many bytes to read at most; what follows them belongs to somebody else."""
+        size = proof.TOKEN_BYTES if self._group else HELLO.size
+        return size - len(self._data)
 
-    threading.Thread(target=wait, name="holdfast-serve", daemon=True).start()
-    return f"{host}:{listener.getsockname()[1]}"
+    def feed(self, data: bytes) -> bytes:
+        """Take up to `wants` bytes in; returns what to send. WireError: this is no peer."""
+        self._data += data
+        if self._group:
+            return self._check_token() if not self.wants else b""
+        if not self._magic.startswith(self._data[: len(self._magic)]):
+            raise WireError(f"not a peer of this job: it begins with {self._data[:8]!r}")
+        if self.wants:
+            return b""
+        nonce = os.urandom(proof.NONCE_BYTES)
+        self._hello, self._data = self._data, b""
+        self._group = proof.group_name([self._hello, nonce])
+        return nonce
 
-
-def welcome(
-    listener: socket.socket,
-    strangers: threading.BoundedSemaphore,
-    meet: Callable[[socket.socket], None],
-) -> None:
-    """Accept one connection, and call `meet` in a thread of its own, which releases `strangers`.
-
-    With too many strangers it is closed. If no descriptor or thread is left, for a while, it waits.
-    """
-    taken, channel = False, None
-    try:
-        channel, _ = listener.accept()
-        if taken := strangers.acquire(blocking=False):
-            threading.Thread(target=meet, args=(channel,), daemon=True).start()
-        else:
-            channel.close()
-    except (OSError, RuntimeError):
-        if taken:
-            strangers.release()
-        if channel is not None:
-            channel.close()
-        time.sleep(RETRY_S)
+    def _check_token(self) -> bytes:
+        if not proof.is_token(self._data, self._key, self._group, 0, 1):
+            raise WireError("it does not know this job's secret")
+        _, first, second, third, _ = HELLO.unpack(self._hello)
+        self.purpose = first, second, third
+        return proof.token(self._key, self._group, 1, 0)
 
 
 def send_message(channel: socket.socket, message: msgspec.Struct) -> None:

@@ -36,13 +36,13 @@ from holdfast.memory.mending import Mending
 from holdfast.memory.node_memory import NodeMemory
 from holdfast.memory.piece_server import PieceServer
 from holdfast.net.channel import Channel
+from holdfast.net.peer_listener import open_listener
 from holdfast.net.secret import derive_peer_key, read_run_dir
 from holdfast.net.tls import client_of
 from holdfast.runtime.contact import Contact, contact_by
 from holdfast.runtime.node.gpu_shares import free_place
 from holdfast.runtime.node.group_watch import GroupWatch, forking
 from holdfast.runtime.node.notices import NoticeSource, notice_source
-from holdfast.runtime.node.spread_processes import listen
 from holdfast.runtime.node.worker_process import SpreadPart, WorkerProcess, WorkerTemplate
 from holdfast.runtime.rundir import RunDir
 from holdfast.wire.messages import Address, AddressBook, DrainRequest, LabelRequest, MoveRequest
@@ -295,7 +295,7 @@ class AgentServer:
                 for _ in procs:
                     process.memory.append(self._memory.open(worker))
             if process.spread is not None and not process.spread.place:
-                listener, meets_at = listen(self._template.host)
+                listener, meets_at = open_listener(self._template.host)
                 part = SpreadPart(place=0, meets_at=meets_at, listener=listener)
                 process.spread = part
             await process.start(self._on_message, self._on_exit)

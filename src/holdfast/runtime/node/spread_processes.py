@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import socket
 import sys
@@ -21,6 +20,7 @@ from typing import NoReturn
 
 from holdfast.core.errors import WireError, first_line
 from holdfast.net import peer_stream
+from holdfast.net.peer_listener import PeerListener
 from holdfast.net.tcp import tune
 
 MAGIC = b"hspread\1"
@@ -56,13 +56,6 @@ class SpreadPlace:
         )
 
 
-def listen(host: str) -> tuple[socket.socket, str]:
-    """Open where the processes on further nodes find the first one; returns HOST:PORT too."""
-    family = socket.getaddrinfo(host, None)[0][0]
-    listener = socket.create_server((host, 0), family=family)
-    return listener, f"{host}:{listener.getsockname()[1]}"
-
-
 class Gathering:
     """Waits, in the process of shard 0, until all of those on further nodes have come."""
 
@@ -70,8 +63,7 @@ class Gathering:
         self._listener = listener
         self._key = key
         self._place = place
-        self._lock = threading.Lock()
-        self._strangers = threading.BoundedSemaphore(peer_stream.STRANGERS_MAX)
+        self._arrived = threading.Condition()
         self._come: dict[tuple[int, int], socket.socket] = {}  # by what for, and the shard
 
     def all(self) -> tuple[list[socket.socket], dict[int, socket.socket]]:
@@ -83,29 +75,24 @@ class Gathering:
         here, procs = len(self._place.shards), self._place.procs
         orders = [(ORDERS, shard) for shard in range(here, procs)]
         lives = [(LIFE, shard) for shard in range(here, procs, here)]
-        while True:
-            with self._lock:
-                if all(each in self._come for each in (*orders, *lives)):
-                    break
-            if select.select([self._listener], [], [], LOOK_S)[0]:
-                peer_stream.welcome(self._listener, self._strangers, self._meet)
-        self._listener.close()
+        listener = PeerListener(self._listener, self._key, MAGIC, self._admit)
+        listener.start()
+        with self._arrived:
+            self._arrived.wait_for(lambda: all(each in self._come for each in (*orders, *lives)))
+        listener.close()
         return [self._come[each] for each in orders], {s: self._come[k, s] for k, s in lives}
 
-    def _meet(self, channel: socket.socket) -> None:
-        try:
-            incarnation, shard, purpose = peer_stream.accept(channel, self._key, MAGIC)
-        except (OSError, WireError):
-            channel.close()
-            return
-        finally:
-            self._strangers.release()
+    def _admit(self, channel: socket.socket, come_for: peer_stream.Purpose) -> None:
+        incarnation, shard, purpose = come_for
         if incarnation != self._place.incarnation:
-            channel.close()
-            return
+            raise WireError(
+                f"it belongs to incarnation {incarnation} of this worker, which is now "
+                f"{self._place.incarnation}"
+            )
         _tune(channel)
-        with self._lock:
+        with self._arrived:
             self._come[purpose, shard] = channel
+            self._arrived.notify_all()
 
 
 def connect(

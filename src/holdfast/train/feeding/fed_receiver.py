@@ -18,6 +18,7 @@ from holdfast.core.step import events as ev
 from holdfast.core.types import FollowOrder
 from holdfast.memory.free_memory import free_bytes
 from holdfast.net import peer_stream
+from holdfast.net.peer_listener import serve
 from holdfast.train.checkpoint import state
 from holdfast.train.checkpoint.loaded_state import LoadedState
 from holdfast.train.checkpoint.transfer import StatePart, parts_of
@@ -85,7 +86,7 @@ class FedReceiver:
 
     def listen(self, host: str) -> str:
         """Begin to listen; returns where. OSError."""
-        return peer_stream.serve(host, self._key, feed_frames.MAGIC, self._serve)
+        return serve(host, self._key, feed_frames.MAGIC, self._serve)
 
     # ------------------------------------------------------------ what the machine decides
 

@@ -1,0 +1,79 @@
+"""Sets limits for connections that have not proved themselves: how many there are, and how long.
+
+All listeners share these rules. There is no clock and no socket here: callers pass the time, and
+close the connections that they are told to close.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    host: str
+    until: float
+    proof_s: float
+
+
+class Strangers(Generic[T]):
+    """Holds the connections that have not proved themselves, at most `strangers_max` of them.
+
+    When one too many comes, the address with the most connections loses its oldest. So a flood from
+    one address keeps nobody else out, and whoever proves itself quickly gets in even from there.
+    Each method returns the connections to close, with the reason; they are already forgotten.
+    """
+
+    def __init__(self, strangers_max: int) -> None:
+        self._strangers_max = strangers_max
+        self._entries: dict[T, _Entry] = {}  # oldest first
+        self._counts: Counter[str] = Counter()  # of connections, by host
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def everyone(self) -> list[T]:
+        """Return all of them, the oldest first."""
+        return list(self._entries)
+
+    def enter(self, stranger: T, host: str, now: float, proof_s: float) -> list[tuple[T, str]]:
+        """Add a connection from `host`, which has `proof_s` for its whole proof."""
+        full = len(self._entries) >= self._strangers_max
+        closed = self.make_room() if full else []
+        self._entries[stranger] = _Entry(host, now + proof_s, proof_s)
+        self._counts[host] += 1
+        return closed
+
+    def leave(self, stranger: T) -> None:
+        """Forget a connection, if it is here: it has proved itself, or it is closed."""
+        entry = self._entries.pop(stranger, None)
+        if entry is None:
+            return
+        self._counts[entry.host] -= 1
+        if not self._counts[entry.host]:
+            del self._counts[entry.host]
+
+    def make_room(self) -> list[tuple[T, str]]:
+        """Give up the oldest connection of the address that has the most."""
+        if not self._entries:
+            return []
+        count, most = len(self._entries), max(self._counts.values())
+        oldest = next(s for s, entry in self._entries.items() if self._counts[entry.host] == most)
+        self.leave(oldest)
+        return [(oldest, f"too many connections have not proved themselves: {count}")]
+
+    def expire(self, now: float) -> list[tuple[T, str]]:
+        """Give up the connections whose time for the proof is over."""
+        late = [(s, entry.proof_s) for s, entry in self._entries.items() if entry.until <= now]
+        for stranger, _ in late:
+            self.leave(stranger)
+        return [(s, f"it did not finish the handshake in {proof_s:g} s") for s, proof_s in late]
+
+    def deadline(self) -> float | None:
+        """Return when `expire` is due; None while nobody is here."""
+        return min((entry.until for entry in self._entries.values()), default=None)
