@@ -31,6 +31,7 @@ def main(argv: list[str]) -> int:
         )
     if FileJournal(run_dir.journal).held():
         raise UserError(f"the run in {run_dir.path} is running: there is nothing to resume")
+    run_dir.check_journal()
     if not os.path.isfile(os.path.join(spec.cwd, spec.script)):
         raise UserError(f"the job's script {spec.script} is not under {spec.cwd} any more")
     tls = tls.absolute() if tls is not None else None

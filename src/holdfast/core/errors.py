@@ -7,6 +7,7 @@ HoldfastError
 |   |-- Aborted         the process group of a view was broken or given up
 |   |-- WireError       a frame that is malformed, too large, unauthenticated or of another version
 |   |-- Damaged         stored bytes are not what was written
+|   |   `-- OtherRelease   they are whole, but written by another release of Holdfast
 |   |-- Unreachable     no server of a service carried out a request in time
 |   |-- Refused         a service is there and will not do what it was asked
 |   `-- Deposed         this coordinator's term is over: another may lead
@@ -44,6 +45,10 @@ class WireError(WorldError):
 
 class Damaged(WorldError):
     """Says what is wrong with stored bytes that must not be trusted."""
+
+
+class OtherRelease(Damaged):
+    """Says that stored bytes are whole, but written by another release of Holdfast."""
 
 
 class Unreachable(WorldError):

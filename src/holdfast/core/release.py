@@ -1,11 +1,23 @@
-"""Names this release, and says what to do about what a newer one has written."""
+"""Names this release, and recognizes what a newer one has written.
+
+The magic word of a file is its name and one digit, its format. Whatever else a newer release
+changes, its files keep the magic word's name and the digest of this release.
+"""
 
 from __future__ import annotations
 
 RELEASE = "0.1.0"
 
 
-def newer_format(found: int, known: int) -> str:
+def newer_format(data: bytes, magic: bytes) -> str:
+    """Return what to say of a file that begins with a newer format's magic word; else nothing."""
+    name, known, found = magic[:-1], magic[-1:], data[len(magic) - 1 : len(magic)]
+    if data[: len(name)] != name or not found.isdigit() or int(found) <= int(known):
+        return ""
+    return written_by_newer(int(found), int(known))
+
+
+def written_by_newer(found: int, known: int) -> str:
     """Return the end of a sentence about a file whose format this release does not know."""
     return (
         f"was written by a newer Holdfast (format {found}); this one reads format {known}: upgrade"

@@ -14,11 +14,12 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from holdfast.core.errors import UserError, WorldError
+from holdfast.core.release import written_by_newer
 
 LEDGER_DIR = "ledger"
 LINE_BYTES_MAX = 1 << 26
@@ -112,6 +113,11 @@ class HeaderLine(
     backup: _Natural = 0
     dataset: _Natural = 0
     quarantined: tuple[_Natural, ...] = ()
+    format: Literal[1] = 1  # omitted, as in the first ledgers, which had none
+
+
+class _AnyHeader(msgspec.Struct, tag="header", tag_field="kind"):
+    format: int
 
 
 class StepLine(
@@ -143,6 +149,17 @@ class DoubtLine(msgspec.Struct, tag="doubt", tag_field="kind", forbid_unknown_fi
 Line = HeaderLine | StepLine | DoubtLine
 _encode = msgspec.json.Encoder().encode
 decode_line = msgspec.json.Decoder(Line).decode
+_decode_any_header = msgspec.json.Decoder(_AnyHeader).decode
+FORMAT = 1
+
+
+def newer_format_in(line: bytes) -> str:
+    """Return what to say of a header line of a newer release's ledger; nothing of other lines."""
+    try:
+        found = _decode_any_header(line).format
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return ""
+    return written_by_newer(found, FORMAT) if found > FORMAT else ""
 
 
 def ledger_path(run_dir: str | os.PathLike[str], worker: int, incarnation: int) -> Path:

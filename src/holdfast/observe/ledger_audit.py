@@ -32,6 +32,7 @@ from holdfast.observe.ledger import (
     StepLine,
     Uses,
     decode_line,
+    newer_format_in,
 )
 from holdfast.observe.left_out_audit import LeftOut
 
@@ -255,6 +256,8 @@ class _Audit:
                 float.fromhex(value.loss)
             return value
         except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
+            if newer := newer_format_in(line):
+                raise UserError(f"the ledger {where} {newer}") from None
             self.find(f"{where}: malformed: {error}")
             return None
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.core.errors import Damaged, UserError
+from holdfast.core.errors import Damaged, OtherRelease, UserError
 from holdfast.core.job_spec import JobSpec
 from holdfast.core.types import JobRecord
 from holdfast.net.secret import read_run_dir, write_run_dir
@@ -99,6 +99,8 @@ class RunDir:
         """Read the job that runs here. UserError: its document is missing, damaged or foreign."""
         try:
             return decode_job(self._read(JOB_FILE))
+        except OtherRelease as error:
+            raise UserError(f"{self.job} cannot be used: {error}") from None
         except Damaged as error:
             raise UserError(
                 f"{self.job} is damaged, or of another release of Holdfast: {error}"
@@ -127,6 +129,15 @@ class RunDir:
         with contextlib.suppress(OSError, Damaged):
             return read_record(self.journal)
         return None
+
+    def check_journal(self) -> None:
+        """Raise UserError if another release of Holdfast wrote the journal and has to go on."""
+        try:
+            read_record(self.journal)
+        except OtherRelease as error:
+            raise UserError(str(error)) from None
+        except (OSError, Damaged):
+            return  # the coordinator deals with that
 
     def _read(self, name: str) -> bytes:
         path = self.path / name

@@ -21,6 +21,7 @@ import msgspec
 import xxhash
 
 from holdfast.core.errors import UserError, WorldError
+from holdfast.core.release import newer_format
 
 MAGIC = b"HOLDIDX1"
 DIGEST_BYTES = 16  # xxh3-128
@@ -127,7 +128,8 @@ def encode_index(index: Index) -> bytes:
 def decode_index(data: bytes, where: str) -> Index:
     """Read the bytes of an index file. UserError if they are none, or not as they were written."""
     start = len(MAGIC) + _LENGTH.size
-    if data[: len(MAGIC)] != MAGIC or len(data) < start + DIGEST_BYTES:
+    newer = newer_format(data, MAGIC)
+    if not (newer or data.startswith(MAGIC)) or len(data) < start + DIGEST_BYTES:
         raise UserError(f"{where} is not an index: write one with `holdfast data index`")
     body = memoryview(data)[:-DIGEST_BYTES]
     if block_digest(body) != data[-DIGEST_BYTES:]:
@@ -135,6 +137,8 @@ def decode_index(data: bytes, where: str) -> Index:
             f"{where} is damaged or cut off, as its own digest shows: take a copy of it, or write "
             "it anew with `holdfast data index` from data that are known to be sound"
         )
+    if newer:
+        raise UserError(f"{where} {newer}")
     stop = start + _LENGTH.unpack_from(data, len(MAGIC))[0]
     try:
         return _assemble(_decode(body[start:stop]), bytes(body[stop:]))

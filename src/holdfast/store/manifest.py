@@ -22,7 +22,9 @@ from typing import TypeVar
 import msgspec
 import xxhash
 
-from holdfast.core.errors import Damaged
+from holdfast.core.errors import Damaged, OtherRelease
+from holdfast.core.release import newer_format
+from holdfast.wire.strict import StrictDecoder
 
 T = TypeVar("T")
 MAGIC = b"HFMANIF1"
@@ -203,9 +205,9 @@ def token_of(name: str) -> str:
 
 
 _ENCODER = msgspec.msgpack.Encoder()
-_MANIFEST = msgspec.msgpack.Decoder(Manifest)
-_INTENT = msgspec.msgpack.Decoder(Intent)
-_PART = msgspec.msgpack.Decoder(SavedPart)
+_MANIFEST = StrictDecoder(Manifest)
+_INTENT = StrictDecoder(Intent)
+_PART = StrictDecoder(SavedPart)
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -214,7 +216,7 @@ def encode(manifest: Manifest) -> bytes:
 
 def decode(data: bytes, name: str) -> Manifest:
     """Decode a manifest; Damaged, in words for people, unless every byte is as it was written."""
-    manifest = _decoded(_MANIFEST, data, name, "is no manifest of this release")
+    manifest = _decoded(_MANIFEST, data, name)
     problem = problem_of(manifest)
     if problem:
         raise Damaged(f"{name} contradicts itself: {problem}")
@@ -245,13 +247,11 @@ def decode_part(data: bytes, name: str) -> SavedPart:
     return part
 
 
-def _decoded(
-    decoder: msgspec.msgpack.Decoder[T], data: bytes, name: str, problem: str = "cannot be read"
-) -> T:
+def _decoded(decoder: StrictDecoder[T], data: bytes, name: str) -> T:
     try:
         return decoder.decode(_unseal(data, name))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise Damaged(f"{name} {problem}: {error}") from None
+        raise OtherRelease(f"{name} is of another release of Holdfast: {error}") from None
 
 
 def _seal(payload: bytes) -> bytes:
@@ -261,13 +261,16 @@ def _seal(payload: bytes) -> bytes:
 
 def _unseal(data: bytes, name: str) -> bytes:
     head = len(MAGIC) + 8
-    if len(data) < head + DIGEST_BYTES or not data.startswith(MAGIC):
+    newer = newer_format(data, MAGIC)
+    if len(data) < head + DIGEST_BYTES or not (newer or data.startswith(MAGIC)):
         raise Damaged(f"{name} is damaged: it begins with {data[:8]!r} and has {len(data)} bytes")
     size = int.from_bytes(data[len(MAGIC) : head], "little")
     if len(data) != head + size + DIGEST_BYTES:
         raise Damaged(f"{name} is damaged: it has {len(data)} bytes and says {size}")
     if digest(data[:-DIGEST_BYTES]) != data[-DIGEST_BYTES:]:
         raise Damaged(f"{name} is damaged: its digest is another")
+    if newer:
+        raise OtherRelease(f"{name} {newer}")
     return data[head:-DIGEST_BYTES]
 
 

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from holdfast.core.errors import Damaged
+from holdfast.core.errors import Damaged, OtherRelease
+from holdfast.core.release import newer_format
 from holdfast.store.manifest import DIGEST_BYTES, digest
+from holdfast.wire.strict import StrictDecoder
 
 SHARD_BYTES = 256 << 10
 ALIGN = 64  # a short stripe's shards have a multiple of this many bytes
@@ -94,7 +96,7 @@ def shard_of(size: int, k: int, shard_bytes: int) -> int:
 
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(Footer)
+_DECODER = StrictDecoder(Footer)
 
 
 def encode_footer(footer: Footer) -> bytes:
@@ -107,12 +109,15 @@ def decode_footer(data: bytes, volume_bytes: int, where: str) -> Footer:
     """Decode a footer; Damaged, unless it fits a volume's object of this size."""
     end = len(MAGIC) + 2 + int.from_bytes(data[len(MAGIC) : len(MAGIC) + 2], "little")
     head, found = data[:end], data[end : end + DIGEST_BYTES]
-    if not data.startswith(MAGIC) or digest(head) != found:
+    newer = newer_format(data, MAGIC)
+    if not (newer or data.startswith(MAGIC)) or digest(head) != found:
         raise Damaged(f"{where} is damaged: it has no footer")
+    if newer:
+        raise OtherRelease(f"{where} {newer}")
     try:
         footer = _DECODER.decode(head[len(MAGIC) + 2 :])
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise Damaged(f"{where} is of another release: {error}") from None
+        raise OtherRelease(f"{where} is of another release of Holdfast: {error}") from None
     sound = footer.k >= 1 and footer.m >= 0 and 0 <= footer.number < footer.k + footer.m
     sound = sound and footer.size >= 0 and footer.shard_bytes >= ALIGN
     if (

@@ -9,22 +9,29 @@ from typing import Any
 
 import msgspec
 
-from holdfast.core.errors import Damaged
+from holdfast.core.errors import Damaged, OtherRelease
 from holdfast.core.job_problems import find_problem
 from holdfast.core.job_spec import JobSpec
+from holdfast.core.release import written_by_newer
 
+FORMAT = 1
 JOB_FILE = "job.json"  # its name in every run directory
 
 
 def encode_job(spec: JobSpec) -> bytes:
     """Write the document as indented JSON, the same bytes each time."""
-    return msgspec.json.format(msgspec.json.encode(spec), indent=2) + b"\n"
+    document = {"format": FORMAT, **msgspec.to_builtins(spec)}
+    return msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
 
 
 def decode_job(data: bytes) -> JobSpec:
-    """Read the job that a document describes. Damaged says why it describes none."""
+    """Read the job that a document describes. Damaged says why it describes none.
+
+    OtherRelease: a newer release wrote it.
+    """
     try:
         plain = msgspec.json.decode(data)
+        _check_format(plain)
         spec = msgspec.convert(plain, JobSpec)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise Damaged(str(error)) from None
@@ -32,6 +39,15 @@ def decode_job(data: bytes) -> JobSpec:
     if problem:
         raise Damaged(problem)
     return spec
+
+
+def _check_format(plain: Any) -> None:
+    """Take the format out of a document, which may lack it: the first ones had none."""
+    found = plain.pop("format", FORMAT) if isinstance(plain, dict) else FORMAT
+    if isinstance(found, int) and found > FORMAT:
+        raise OtherRelease(f"it {written_by_newer(found, FORMAT)}")
+    if found != FORMAT:
+        raise Damaged(f"its format is {found!r}, where {FORMAT} was expected")
 
 
 def _unknown(found: dict[str, Any], known: dict[str, Any]) -> str:

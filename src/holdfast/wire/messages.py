@@ -26,6 +26,7 @@ from holdfast.core.types import (
     WorkerDirective,
     WorkerStatus,
 )
+from holdfast.wire.strict import StrictDecoder
 
 VIEW_BYTES_MAX = 64 << 20
 
@@ -160,10 +161,8 @@ KINDS: dict[int, type] = {
 }
 _KIND_OF = {cls: kind for kind, cls in KINDS.items()}
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODERS: dict[int, msgspec.msgpack.Decoder[Any]] = {
-    kind: msgspec.msgpack.Decoder(cls) for kind, cls in KINDS.items()
-}
-_VIEW_DECODER = msgspec.msgpack.Decoder(View)
+_DECODERS: dict[int, StrictDecoder[Any]] = {kind: StrictDecoder(cls) for kind, cls in KINDS.items()}
+_VIEW_DECODER = StrictDecoder(View)
 _PACKED: list[tuple[View, bytes]] = []  # none or one
 
 

@@ -28,7 +28,15 @@ from urllib.parse import parse_qsl, urlsplit
 
 import msgspec
 
-from holdfast.core.errors import Damaged, Deposed, Refused, Unreachable, UserError, WorldError
+from holdfast.core.errors import (
+    Damaged,
+    Deposed,
+    OtherRelease,
+    Refused,
+    Unreachable,
+    UserError,
+    WorldError,
+)
 from holdfast.core.job_spec import JobSpec
 from holdfast.core.types import JobRecord
 from holdfast.runtime.coordinate.etcd import (
@@ -352,6 +360,8 @@ class Election:
             )
         try:
             return decode_job(text.encode())
+        except OtherRelease as error:
+            raise UserError(f"the job {self._url.job} cannot be used: {error}") from None
         except Damaged as error:
             raise UserError(
                 f"the job {self._url.job} was started by another release ({error}): use the same"
@@ -394,6 +404,10 @@ class EtcdJournal:
             self._modified = entry.modified
             try:
                 record = unseal(entry.value)
+            except OtherRelease as error:
+                raise UserError(
+                    f"the journal {self._key} in etcd cannot be used: {error}"
+                ) from None
             except Damaged as error:
                 kept = leadership.url.key(f"damaged-{leadership.held.term}")
                 await self._insist(lambda s: self._keep(kept, entry.value, s))

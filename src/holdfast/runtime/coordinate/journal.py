@@ -24,10 +24,13 @@ from typing import Protocol
 import msgspec
 import xxhash
 
-from holdfast.core.errors import Damaged, Deposed, UserError, require
+from holdfast.core.errors import Damaged, Deposed, OtherRelease, UserError, require
+from holdfast.core.release import newer_format
 from holdfast.core.types import JobRecord
+from holdfast.wire.strict import StrictDecoder
 
 MAGIC = b"HFJOURN1"
+_DECODER = StrictDecoder(JobRecord)
 DIGEST_BYTES = 16
 HEADER_BYTES = len(MAGIC) + 8 + DIGEST_BYTES
 RECORD_BYTES_MAX = 256 << 20
@@ -77,10 +80,11 @@ def seal(record: JobRecord) -> bytes:
 
 
 def unseal(data: bytes) -> JobRecord:
-    """Decode the record. Damaged says what is wrong, and nothing else is ever raised."""
+    """Decode the record. Damaged (or OtherRelease) says what is wrong; nothing else is raised."""
     if not data:
         raise Damaged("it is empty")
-    if data[: len(MAGIC)] != MAGIC[: len(data)]:
+    newer = newer_format(data, MAGIC)
+    if data[: len(MAGIC)] != MAGIC[: len(data)] and not newer:
         raise Damaged(f"it begins with {data[: len(MAGIC)]!r}, not with {MAGIC!r}")
     body, size = data[HEADER_BYTES:], int.from_bytes(data[8:16], "big")
     if len(data) < HEADER_BYTES or len(body) < size:
@@ -90,11 +94,21 @@ def unseal(data: bytes) -> JobRecord:
         raise Damaged(f"{len(body) - size} bytes too many follow its end")
     if xxhash.xxh3_128(body).digest() != data[16:HEADER_BYTES]:
         raise Damaged(f"its {len(data)} bytes do not fit their digest")
+    if newer and not _is_one_bit_off(data):
+        raise OtherRelease(f"it {newer}")
     try:
-        plain = zlib.decompressobj().decompress(body, RECORD_BYTES_MAX)
-        return msgspec.msgpack.decode(plain, type=JobRecord)
+        record = _DECODER.decode(zlib.decompressobj().decompress(body, RECORD_BYTES_MAX))
     except (zlib.error, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise Damaged(f"it is whole, but this release cannot read it: {error}") from None
+        text = newer or f"is whole, but of another release of Holdfast: {error}"
+        raise OtherRelease(f"it {text}") from None
+    if newer:
+        raise Damaged(f"it begins with {data[: len(MAGIC)]!r}, not with {MAGIC!r}")
+    return record
+
+
+def _is_one_bit_off(data: bytes) -> bool:
+    """Return whether one flipped bit can have made its format: the digest does not cover that."""
+    return (data[len(MAGIC) - 1] ^ MAGIC[-1]).bit_count() == 1
 
 
 # ---------------------------------------------------------------- in a file
@@ -183,6 +197,8 @@ class FileJournal:
         """Return the record and what is wrong with it; neither if there is no file."""
         try:
             return read_record(self._path), NO_DAMAGE
+        except OtherRelease as error:  # the record is good: leave it to a release that can read it
+            raise UserError(str(error)) from None
         except Damaged as error:
             return None, str(error)
 
@@ -249,6 +265,8 @@ def read_record(path: Path) -> JobRecord | None:
         return unseal(path.read_bytes())
     except FileNotFoundError:
         return None
+    except OtherRelease as error:
+        raise OtherRelease(f"the journal {path} cannot be used: {error}") from None
     except Damaged as error:
         raise Damaged(f"the journal {path} is damaged: {error}") from None
     except PermissionError:
