@@ -230,7 +230,7 @@ def test_a_checkpoint_begins_jobs_of_any_number_of_processes(tmp_path: Path) -> 
     for procs in (1, 2, 3):
         with sharded(tmp_path / f"{procs}", script, store, procs=procs, workers=1) as run:
             finish(run)
-            told.append([line for line in run.out if re.match(r"[369] steps|loss", line)])
+            told.append([line for line in run.out if re.match(r"\d+ steps|loss", line)])
     first, *others = told
     assert " steps " in first[0]  # of the newest: a save that is due while another goes on waits
     assert all(other[0] == first[0] for other in others), told  # model and optimizer, to the bit
