@@ -30,6 +30,7 @@ from holdfast.runtime.rundir import RunDir
 from holdfast.testing.disturbed import flip_bit
 from holdfast.train.checkpoint import state
 from holdfast.train.checkpoint.loaded_state import LoadedState
+from holdfast.train.checkpoint.state_comparison import fingerprint
 from holdfast.train.checkpoint.transfer import StateSync
 from holdfast.train.step.buckets import Bucket, Flat
 from holdfast.train.step.fingerprints import Fingerprints
@@ -394,9 +395,9 @@ def test_a_state_survives_the_journey() -> None:
         assert type(found[key]) is type(PLAIN[key]), key
     assert np.array_equal(found["array"], PLAIN["array"])
     assert all(map(torch.equal, found["tensors"], PLAIN["tensors"]))
-    assert state.fingerprint(skeleton, copies) == state.fingerprint(skeleton, tensors)
+    assert fingerprint(skeleton, copies) == fingerprint(skeleton, tensors)
     copies[0].view(torch.uint8)[1] ^= 1
-    assert state.fingerprint(skeleton, copies) != state.fingerprint(skeleton, tensors)
+    assert fingerprint(skeleton, copies) != fingerprint(skeleton, tensors)
 
 
 def test_what_cannot_travel_is_named() -> None:
@@ -415,11 +416,11 @@ def test_no_bytes_crash_the_state_reader(data: bytes) -> None:
 
 def test_a_damaged_skeleton_is_refused_or_has_another_fingerprint() -> None:
     skeleton, tensors = state.flatten(PLAIN, "state")
-    whole, refused = state.fingerprint(skeleton, tensors), 0
+    whole, refused = fingerprint(skeleton, tensors), 0
     for bit in range(8 * len(skeleton)):
         damaged = bytearray(skeleton)
         damaged[bit // 8] ^= 1 << bit % 8
-        assert state.fingerprint(bytes(damaged), tensors) != whole
+        assert fingerprint(bytes(damaged), tensors) != whole
         try:
             state.metas(bytes(damaged))
             state.restore(bytes(damaged), tensors)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from holdfast.train.checkpoint import state
+from holdfast.train.checkpoint.state_comparison import check_loaded
 from holdfast.train.optimizer_sharding.sharded_optimizers import ShardedOptimizers
 
 
@@ -38,6 +39,11 @@ class LoadedState:
         """Load a captured state. StateMismatch says what does not fit."""
         self._apply(skeleton, tensors)
         self._loaded = skeleton, tensors
+
+    def check(self) -> None:
+        """Raise StateMismatch if the protected objects do not hold the state that was loaded."""
+        if self._loaded is not None:
+            check_loaded(self._loaded, self.capture())
 
     def load_again(self) -> None:
         """Load the same state once more, if any was loaded."""

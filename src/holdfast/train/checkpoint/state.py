@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import torch
-import xxhash
 
 from holdfast.core.errors import StateMismatch, UserError, WireError, first_line
 from holdfast.train.local_tensors import (
@@ -119,14 +118,6 @@ def empty(meta: Meta, device: str = "cpu") -> torch.Tensor:
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """View a tensor as flat uint8 (a host copy of it, if it is elsewhere or has gaps)."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-
-
-def fingerprint(skeleton: bytes, tensors: list[torch.Tensor]) -> int:
-    """Compute 63 bits over every value of the state (xxh3: against accidents, not attackers)."""
-    digest = xxhash.xxh3_64(skeleton)
-    for tensor in tensors:
-        digest.update(as_bytes(tensor).numpy().data)
-    return digest.intdigest() >> 1
 
 
 def capture(protected: Mapping[str, Any]) -> tuple[bytes, list[torch.Tensor]]:

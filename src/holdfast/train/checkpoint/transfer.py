@@ -17,6 +17,7 @@ from holdfast.core.errors import Aborted, StateMismatch
 from holdfast.core.partition import part_of
 from holdfast.train.checkpoint import state
 from holdfast.train.checkpoint.loaded_state import LoadedState
+from holdfast.train.checkpoint.state_comparison import fingerprint
 from holdfast.train.step.reduction import TAG_STATE, Layout, all_gather
 from holdfast.train.transport.seam import Transport
 
@@ -59,7 +60,7 @@ class StateSync:
         then nothing is sent.
         """
         skeleton, tensors = self._loaded.capture()
-        mine = state.fingerprint(skeleton, tensors)
+        mine = fingerprint(skeleton, tensors)
         prints = self._gather(mine)
         held = {rank: prints[rank] for rank in (*donors, *back)}
         if len(set(held.values())) > 1:
@@ -71,14 +72,12 @@ class StateSync:
             self._donate(donors, joiners, skeleton, tensors)
         elif self._layout.rank in joiners:
             self._receive(donors)
-            mine = state.fingerprint(*self._loaded.capture())
+            mine = fingerprint(*self._loaded.capture())
         prints = self._gather(mine) if joiners else prints
         wrong = [r for r, p in enumerate(prints) if p != prints[donors[0]]]
         if self._layout.rank in wrong:
-            raise StateMismatch(
-                "the protected objects do not hold the same state after loading it: make "
-                "load_state_dict() keep every value of state_dict()"
-            )
+            self._loaded.check()
+            raise StateMismatch("the protected objects do not hold the state that was loaded")
         if wrong:
             raise Aborted(f"members {wrong} could not take the state")
         return {}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from holdfast.core.errors import HoldfastError, StateMismatch, WireError, first_line
+from holdfast.core.errors import HoldfastError, WireError, first_line
 from holdfast.core.step import events as ev
 from holdfast.core.types import FollowOrder
 from holdfast.memory.free_memory import free_bytes
@@ -148,12 +148,7 @@ class FedReceiver:
             skeleton, tensors = feed.skeleton, feed.tensors or []
         try:
             self._loaded.load(skeleton, tensors)
-            held = state.fingerprint(*self._loaded.capture())
-            if held != state.fingerprint(skeleton, tensors):
-                raise StateMismatch(
-                    "the protected objects do not hold the same state after loading it: make "
-                    "load_state_dict() keep every value of state_dict()"
-                )
+            self._loaded.check()
         except HoldfastError as error:
             self._fail(error)
             return
