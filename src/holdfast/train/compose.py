@@ -42,12 +42,13 @@ from holdfast.train.optimizer_watch import OptimizerWatch
 from holdfast.train.parameter_watch import ParameterWatch
 from holdfast.train.protection.protector import PieceTarget, Protector
 from holdfast.train.protection.recalling import Recalling
+from holdfast.train.rendezvous_store import find_store, open_store
 from holdfast.train.repeated_tasks import RepeatedTasks
 from holdfast.train.script_guard import ScriptGuard
 from holdfast.train.script_state import PROTECTED_AS, ScriptState
 from holdfast.train.script_thread import ScriptThread, TaskRunner
 from holdfast.train.shards.following_shard import FollowingLink, FollowingMachine
-from holdfast.train.shards.inner_group import LOOPBACK, InnerGroup, find_store, open_store
+from holdfast.train.shards.inner_group import LOOPBACK, InnerGroup
 from holdfast.train.shards.leading_shard import LeadingShard
 from holdfast.train.shards.shard_channel import Meeting, ShardChannel
 from holdfast.train.state_copies import StateCopies
@@ -149,7 +150,8 @@ def _compose_following(
     """Connect to the worker's process of shard 0, in which its machine is."""
     meeting = channel.first(Meeting)
     host = me.host if me.spec.workers.spread > 1 else LOOPBACK
-    inner = InnerGroup(me.shard, me.spec.workers.procs, find_store(meeting), host)
+    store = find_store(meeting.host, meeting.port)
+    inner = InnerGroup(me.shard, me.spec.workers.procs, store, host)
     machine = FollowingMachine(me.worker, me.incarnation, channel)
     agent = None if fd is None else socket.socket(fileno=fd)
     link = FollowingLink(channel, machine, me.shard, agent)

@@ -33,8 +33,9 @@ def _serve() -> None:
     view: View | None = None
 
     def address(view: View) -> bytes:
-        kept[:], port = open_store()
-        return f"{host}:{port}".encode()
+        store = open_store(host)
+        kept[:] = [store]
+        return f"{host}:{store.port}".encode()
 
     while True:
         view, _ = channel.wait_group(view, address)

@@ -18,24 +18,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from holdfast.core.errors import UserError
-from holdfast.train.shards.shard_channel import Meeting
 
 LOOPBACK = "127.0.0.1"
 SIOCGIFADDR = 0x8915  # asks for the address of an interface
 DIMENSION = "shard"  # of the mesh
-MEET_S = 300.0  # for all processes of a worker to come
 NEVER = timedelta(days=365)  # a process that hangs is the machine's concern, and the agent's
-
-
-def open_store(host: str) -> dist.TCPStore:
-    """Open the store by which the processes of a worker meet, at a free port of this machine."""
-    return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-
-
-def find_store(meeting: Meeting) -> dist.TCPStore:
-    """Connect to the store that another process of this worker has opened."""
-    limit = timedelta(seconds=MEET_S)
-    return dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=limit)
 
 
 class InnerGroup:
