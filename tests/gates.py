@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from holdfast.core.errors import WireError
+from holdfast.core.job_problems import JOB_BYTES_MAX
 from holdfast.net.channel import Channel, Gate, GatePolicy, Serve, connect
 from holdfast.wire import frames
 from holdfast.wire.messages import StatusReply, StatusRequest
 
 HOST = "127.0.0.1"
 SECRET = b"s" * 32
+NO_JOB = frames.write_job("")
 PATIENCE_S = 20.0  # bounds a hang; everything here takes milliseconds
 T = TypeVar("T")
 
@@ -40,7 +42,7 @@ async def answer(channel: Channel) -> None:
 
 @contextlib.asynccontextmanager
 async def site(
-    serve: Serve = answer, tls: ssl.SSLContext | None = None, **policy: Any
+    serve: Serve = answer, tls: ssl.SSLContext | None = None, job: str = "", **policy: Any
 ) -> AsyncIterator[Site]:
     """An open gate; nothing of it is left afterwards."""
 
@@ -49,7 +51,7 @@ async def site(
         await serve(channel)
 
     lines: list[str] = []
-    gate = Gate(SECRET, keep_and_serve, lines.append, tls, GatePolicy(**policy))
+    gate = Gate(SECRET, keep_and_serve, lines.append, tls, GatePolicy(**policy), job)
     with socket.create_server((HOST, 0), backlog=1024) as listener:
         here = Site(listener.getsockname()[1], gate, lines)
         gate.open(listener)
@@ -132,10 +134,16 @@ async def shaken_hands(here: Site) -> tuple[Stranger, frames.Sealer]:
     found = await stranger(here)
     theirs = frames.read_greeting(await found.reader.readexactly(frames.GREETING_BYTES), "server")
     mine = b"n" * frames.NONCE_BYTES
-    found.say(frames.greeting(mine) + frames.proof(SECRET, "client", theirs, mine))
+    encounter = frames.Encounter(
+        server_nonce=theirs,
+        client_nonce=mine,
+        server_job=await found.reader.readexactly(JOB_BYTES_MAX),
+        client_job=NO_JOB,
+    )
+    found.say(frames.greeting(mine) + NO_JOB + frames.proof(SECRET, "client", encounter))
     claim = await found.reader.readexactly(frames.PROOF_BYTES)
-    frames.check_proof(claim, SECRET, "server", theirs, mine)
-    return found, frames.Sealer(frames.session_key(SECRET, "client", theirs, mine))
+    frames.check_proof(claim, SECRET, "server", encounter)
+    return found, frames.Sealer(frames.session_key(SECRET, "client", encounter))
 
 
 @dataclass

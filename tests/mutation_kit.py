@@ -253,7 +253,10 @@ COPIES = LATE | {
     "backup": BackupPolicy(),
     "patience": Patience(steps=1, times=1.2, least_s=0.01, copies=1.0),
 }
+LEFT_BEHIND = {"agents": 2, "agents_late": 0, "nodes_min": 1, "nodes_max": 6, "left_behind_s": 4.0}
 TUNED: dict[str, dict[str, object]] = {
+    "whoever_is_at_the_address_is_obeyed": LEFT_BEHIND,
+    "a_node_of_another_job_keeps_its_workers": LEFT_BEHIND,
     "nobody_is_asked_to_join": QUIET,
     "views_follow_each_other_for_no_reason": QUIET,
     "nobody_fences_without_a_lease": PARTITIONS,

@@ -14,6 +14,7 @@ from holdfast.core.membership.agent import AgentEffect, AgentMachine, ProcessExi
 from holdfast.core.membership.durable import Durable
 from holdfast.core.membership.formation import Situation
 from holdfast.core.membership.liveness import FreezeDetector, ProcessSample
+from holdfast.core.membership.own_job import OwnJob
 from holdfast.core.membership.roster import Roster, SlotState
 from holdfast.core.step import effects as ef
 from holdfast.core.step.worker import WorkerMachine
@@ -31,6 +32,21 @@ def whoever_ends_with_status_0_has_come_to_its_end(patch: pytest.MonkeyPatch) ->
             return super()._exited(dataclasses.replace(event, reported=True))
 
     return Machines(agent=Trusting)
+
+
+# ---------------------------------------------------------------- jobs
+
+
+@mutation
+def whoever_is_at_the_address_is_obeyed(patch: pytest.MonkeyPatch) -> Machines:
+    patch.setattr(OwnJob, "meet", lambda self, job: True)
+    return Machines()
+
+
+@mutation
+def a_node_of_another_job_keeps_its_workers(patch: pytest.MonkeyPatch) -> Machines:
+    patch.setattr(AgentMachine, "_end_all", lambda self: [])
+    return Machines()
 
 
 # ---------------------------------------------------------------- nodes

@@ -35,8 +35,8 @@ POLICY = AgentPolicy(
 class Node:
     """An agent with its coordinator: directives answer the newest report unless they say else."""
 
-    def __init__(self, workers: int = 2) -> None:
-        self.machine = AgentMachine(ME, ONE, workers, POLICY, pid=77)
+    def __init__(self, workers: int = 2, job: str = "one") -> None:
+        self.machine = AgentMachine(ME, ONE, workers, POLICY, pid=77, job=job)
         self.now = 100.0
         self.reports: list[Any] = []
         self._seq = 0
@@ -152,6 +152,35 @@ def test_a_coordinator_that_has_forgotten_the_view_is_told_of_it() -> None:
 def test_the_coordinator_is_told_as_soon_as_it_can_be_reached() -> None:
     node = Node()
     assert kinds(node.feed(ag.CoordinatorReached())) == ["SendReport"]
+
+
+# ---------------------------------------------------------------- another job
+
+
+def test_who_meets_another_job_at_the_address_ends_its_workers_and_says_why() -> None:
+    node = Node()
+    node.run(0, 1)
+    assert kinds(node.feed(ag.CoordinatorReached("one"))) == ["SendReport"]
+    killed = node.feed(ag.CoordinatorReached("two"))
+    assert [(k.worker, k.incarnation) for k in killed] == [(0, 1), (1, 1)]  # and no report
+    assert node.machine.deadline() is None
+    assert node.feed(ag.CoordinatorReached("two")) == []
+    # Nothing that the other job's coordinator says counts, nor is one's own back for good.
+    assert node.want((0, 1), (2, 1), view_number=1) == []
+    assert node.feed(ag.CoordinatorReached("one")) == []
+    assert node.feed(ag.ProcessExited(WorkerId(0), ONE, -9)) == []
+    (quits,) = node.feed(ag.ProcessExited(WorkerId(1), ONE, -9))
+    assert quits == ag.Quit(
+        "this node is of job one, whose coordinator is gone, and job two is at its address now: "
+        "its workers are ended; start the node again to have it in that job"
+    )
+
+
+def test_who_is_of_no_job_yet_is_of_the_first_that_it_meets() -> None:
+    node = Node(job="")
+    assert kinds(node.feed(ag.CoordinatorReached("two"))) == ["SendReport"]
+    (quits,) = node.feed(ag.CoordinatorReached("one"))
+    assert "of job two" in quits.problem
 
 
 # ---------------------------------------------------------------- processes

@@ -14,6 +14,7 @@ import pytest
 
 from gates import (
     HOST,
+    NO_JOB,
     PATIENCE_S,
     SECRET,
     Site,
@@ -29,7 +30,8 @@ from gates import (
     stranger,
     until,
 )
-from holdfast.core.errors import WireError
+from holdfast.core.errors import OtherJob, WireError
+from holdfast.core.job_problems import JOB_BYTES_MAX
 from holdfast.core.types import WorkerStatus
 from holdfast.net.channel import Channel, Gate, connect
 from holdfast.net.complaints import Complaints
@@ -50,6 +52,93 @@ async def refused(here: Site, peer: Stranger, why: str) -> None:
     assert len(here.lines) == 1, here.lines
 
 
+# ---------------------------------------------------------------- two jobs with one secret
+
+
+def test_both_sides_learn_that_the_other_is_of_another_job() -> None:
+    async def scene() -> None:
+        async with site(job="job-two") as here:
+            with pytest.raises(
+                OtherJob, match="job job-two is there, and this is of job job-one"
+            ) as e:
+                await connect(HOST, here.port, SECRET, job="job-one")
+            assert e.value.met == "job-two"
+            await until(lambda: here.lines)
+            assert len(here.lines) == 1
+            assert "it is of job job-one, and this is job job-two" in here.lines[0]
+            assert not here.channels
+            for job in ("job-two", ""):  # its own; one that is of no job yet
+                channel = await connect(HOST, here.port, SECRET, job=job)
+                assert await ask(channel) == StatusReply(text="hello")
+                channel.close()
+
+    play(scene)
+
+
+def test_a_job_cannot_be_put_into_somebody_else_s_mouth() -> None:
+    """Who sits on the path, without the secret, cannot make an agent believe in another job."""
+
+    async def scene() -> None:
+        async with site(job="job-one") as here:
+
+            async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                inner, outer = await asyncio.open_connection(HOST, here.port)
+                greeting = await inner.readexactly(frames.GREETING_BYTES)
+                await inner.readexactly(JOB_BYTES_MAX)
+                writer.write(greeting + frames.write_job("job-two"))
+                outer.write(await reader.read(1 << 16))
+                writer.write(await inner.read(1 << 16))
+                writer.close()
+                outer.close()
+
+            async with await asyncio.start_server(relay, HOST, 0) as server:
+                port = server.sockets[0].getsockname()[1]
+                with pytest.raises(WireError, match="hung up on our proof") as e:
+                    await connect(HOST, port, SECRET, job="job-one")
+                assert not isinstance(e.value, OtherJob)
+            await until(lambda: here.lines)
+            assert "does not know this job's secret" in here.lines[0]
+
+    play(scene)
+
+
+def first_release(nonce: bytes) -> bytes:
+    """What the release before greetings named release and job says first; it waits for as much."""
+    return frames.MAGIC + b"\0\1" + nonce
+
+
+def test_a_client_of_the_first_release_is_told_so_and_told_apart() -> None:
+    async def scene() -> None:
+        async with site() as here:
+            peer = await stranger(here)
+            theirs = await peer.reader.readexactly(len(first_release(NONCE)))
+            # It reads as much, and finds another version in it: one sentence at its side, too.
+            assert theirs[len(frames.MAGIC) : len(frames.MAGIC) + 2] == b"\0\2"
+            peer.say(first_release(NONCE))
+            peer.writer.write_eof()  # it hangs up at once
+            await refused(here, peer, "the client speaks version 1, we speak 2: install one")
+
+    play(scene)
+
+
+def test_a_server_of_the_first_release_is_named_without_waiting_for_more() -> None:
+    async def scene() -> None:
+        async def old(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(first_release(NONCE))
+            heard.append(await reader.readexactly(len(first_release(NONCE))))
+            writer.close()
+
+        heard: list[bytes] = []
+        async with await asyncio.start_server(old, HOST, 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            with pytest.raises(WireError, match="the server speaks version 1, we speak 2"):
+                await connect(HOST, port, SECRET, job="job-one", handshake_s=PATIENCE_S)
+        await until(lambda: heard)  # ours, so that its log can say the same
+        assert heard[0].startswith(frames.MAGIC + b"\0\2")
+
+    play(scene)
+
+
 # ---------------------------------------------------------------- before the proof
 
 
@@ -66,9 +155,9 @@ def other_version() -> bytes:
         (b"\x16\x03\x01\x02\x00\x01\x00", "speaks TLS, which this job was started without"),
         (b"\xff", "not a Holdfast client"),
         (other_version(), "the client speaks version 3, we speak 2: install one release"),
-        (frames.greeting(NONCE) + b"p" * 32, "the client does not know this job's secret"),
-        (frames.greeting(NONCE) + b"p" * 33, "goes on before it is let in"),
-        (frames.greeting(NONCE) + b"p" * 1_000_000, "goes on before it is let in"),
+        (frames.greeting(NONCE) + NO_JOB + b"p" * 32, "the client does not know this job's secret"),
+        (frames.greeting(NONCE) + NO_JOB + b"p" * 33, "goes on before it is let in"),
+        (frames.greeting(NONCE) + NO_JOB + b"p" * 1_000_000, "goes on before it is let in"),
     ],
     ids=["http", "tls", "byte", "version", "proof", "one more byte", "a million more"],
 )
@@ -106,7 +195,8 @@ def test_a_replayed_handshake_opens_nothing() -> None:
                 assert await ask(channel) == StatusReply(text="hello")
                 channel.close()
             peer = await stranger(here)
-            peer.say(tapped.client_said[: frames.GREETING_BYTES + frames.PROOF_BYTES])
+            said = frames.GREETING_BYTES + JOB_BYTES_MAX + frames.PROOF_BYTES
+            peer.say(tapped.client_said[:said])
             await refused(here, peer, "does not know this job's secret")
             assert len(here.channels) == 2  # the two honest ones
             with socket.create_server((HOST, 0)) as listener:
@@ -131,7 +221,7 @@ def test_one_that_leaves_at_once() -> None:
     play(scene)
 
 
-@pytest.mark.parametrize("words", [b"", b"HOL", frames.greeting(NONCE) + b"p" * 31])
+@pytest.mark.parametrize("words", [b"", b"HOL", frames.greeting(NONCE) + NO_JOB + b"p" * 31])
 def test_one_that_never_finishes_is_hung_up_on(words: bytes) -> None:
     async def scene() -> None:
         async with site(handshake_s=0.2) as here:
@@ -146,7 +236,7 @@ def test_dripping_bytes_do_not_gain_time() -> None:
     async def scene() -> None:
         async with site(handshake_s=0.3) as here:
             peer = await stranger(here)
-            await peer.reader.readexactly(frames.GREETING_BYTES)
+            await peer.reader.readexactly(frames.GREETING_BYTES + JOB_BYTES_MAX)
             for byte in frames.greeting(NONCE):
                 peer.say(bytes([byte]))
                 await asyncio.sleep(0.05)

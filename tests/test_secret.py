@@ -152,11 +152,12 @@ def test_a_run_directory_without_one(tmp_path: Path) -> None:
         read_run_dir(tmp_path)
 
 
-def test_the_peer_key_tells_nothing_of_the_secret() -> None:
-    one, other = derive_peer_key(bytes.fromhex(A)), derive_peer_key(bytes.fromhex(B))
-    assert len(one) == len(other) == 32
-    assert len({one, other, bytes.fromhex(A), bytes.fromhex(B)}) == 4
-    assert derive_peer_key(bytes.fromhex(A)) == one
+def test_each_job_has_a_peer_key_of_its_own_that_tells_nothing_of_the_secret() -> None:
+    secrets = [bytes.fromhex(A), bytes.fromhex(B)]
+    keys = [derive_peer_key(secret, job) for secret in secrets for job in ("one", "two")]
+    assert {len(key) for key in keys} == {32}
+    assert len({*keys, *secrets}) == 6
+    assert derive_peer_key(bytes.fromhex(A), "one") == keys[0]
 
 
 def test_workers_get_the_peer_key_and_never_the_secret(
@@ -167,7 +168,7 @@ def test_workers_get_the_peer_key_and_never_the_secret(
     spec = make_spec(parser().parse_args([__file__]))
     template = WorkerTemplate(run_dir=RunDir(tmp_path), spec=spec, host="127.0.0.1")
     environment = template.environment(WorkerId(0), Incarnation(1), 3, 4)
-    assert environment["HOLDFAST_PEER_KEY"] == derive_peer_key(bytes.fromhex(A)).hex()
+    assert environment["HOLDFAST_PEER_KEY"] == derive_peer_key(bytes.fromhex(A), spec.job).hex()
     assert not any(secret in value for value in environment.values() for secret in (A, B))
 
 

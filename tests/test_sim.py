@@ -80,6 +80,17 @@ def test_many_faults_that_meet_are_survived(swarm: str) -> None:
     assert not any(found)
 
 
+def test_nodes_that_an_earlier_job_has_left_at_the_address_end_without_a_part_in_this_one() -> None:
+    for seed in range(20):
+        told: list[str] = []
+        result = run_seed(seed, small=True, listener=told.append, tuned={"left_behind_s": 4.0})
+        assert result.failure == "", result.replay
+        met = [line for line in told if "CoordinatorReached(job=job)" in line]
+        ended = [line for line in told if "and job job is at its address now" in line]
+        assert met
+        assert len(ended) == len(met)
+
+
 def test_jobs_end_as_they_should() -> None:
     outcomes: dict[str, dict[str, object]] = {
         "": {},

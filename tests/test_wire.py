@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from pathlib import Path
 
@@ -117,20 +118,28 @@ def test_another_release_is_refused_by_name(theirs: bytes) -> None:
     assert str(caught.value).isprintable()
 
 
-def test_proofs_bind_the_role_and_both_nonces() -> None:
-    good = frames.proof(b"secret", "client", b"s" * 16, b"c" * 16)
-    frames.check_proof(good, b"secret", "client", b"s" * 16, b"c" * 16)
-    for secret, role, server, client in [
-        (b"guess", "client", b"s" * 16, b"c" * 16),
-        (b"secret", "server", b"s" * 16, b"c" * 16),
-        (b"secret", "client", b"t" * 16, b"c" * 16),
-        (b"secret", "client", b"s" * 16, b"d" * 16),
+def test_proofs_bind_the_role_both_nonces_and_both_jobs() -> None:
+    met = frames.Encounter(
+        server_nonce=b"s" * 16,
+        client_nonce=b"c" * 16,
+        server_job=frames.write_job("one"),
+        client_job=frames.write_job(""),
+    )
+    good = frames.proof(b"secret", "client", met)
+    frames.check_proof(good, b"secret", "client", met)
+    two = frames.write_job("two")
+    for secret, role, said in [
+        (b"guess", "client", {}),
+        (b"secret", "server", {}),
+        (b"secret", "client", {"server_nonce": b"t" * 16}),
+        (b"secret", "client", {"client_nonce": b"d" * 16}),
+        (b"secret", "client", {"server_job": two}),
+        (b"secret", "client", {"client_job": two}),
+        (b"secret", "client", {"server_job": met.client_job, "client_job": met.server_job}),
     ]:
         with pytest.raises(WireError, match="does not know this job's secret"):
-            frames.check_proof(good, secret, role, server, client)
-    keys = {
-        frames.session_key(b"secret", who, b"s" * 16, b"c" * 16) for who in ("client", "server")
-    }
+            frames.check_proof(good, secret, role, dataclasses.replace(met, **said))
+    keys = {frames.session_key(b"secret", who, met) for who in ("client", "server")}
     assert len(keys | {good}) == 3
 
 

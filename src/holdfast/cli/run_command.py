@@ -16,7 +16,7 @@ from holdfast.cli.job_options import add_settings, given_settings
 from holdfast.cli.shared_options import add_checks, add_domains, add_notices, add_secret, add_tls
 from holdfast.core.domains import read_domains
 from holdfast.core.errors import UserError, WorldError
-from holdfast.core.job_problems import as_flag, as_key, find_problem, find_unheeded
+from holdfast.core.job_problems import JOB_BYTES_MAX, as_flag, as_key, find_problem, find_unheeded
 from holdfast.core.job_spec import JobSpec, with_settings
 from holdfast.core.settings import Setting
 from holdfast.health.external_checks import parse_checks, save_checks
@@ -165,7 +165,7 @@ def make_job(options: argparse.Namespace) -> JobSpec:
     config = read_config(options.config) if options.config is not None else JobConfig()
     given = given_settings(options)
     spec = JobSpec(
-        job=secrets.token_hex(8),
+        job=secrets.token_hex(JOB_BYTES_MAX // 2),
         cwd=os.getcwd(),
         script=options.script or config.script,
         args=tuple(options.args) if options.script else config.args,

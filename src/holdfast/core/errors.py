@@ -6,6 +6,7 @@ HoldfastError
 |-- WorldError          a machine, network or disk failed; normally survived, never a bug
 |   |-- Aborted         the process group of a view was broken or given up
 |   |-- WireError       a frame that is malformed, too large, unauthenticated or of another version
+|   |   `-- OtherJob    whoever was met knows the secret and is of another job
 |   |-- Damaged         stored bytes are not what was written
 |   |   `-- OtherRelease   they are whole, but written by another release of Holdfast
 |   |-- Unreachable     no server of a service carried out a request in time
@@ -41,6 +42,14 @@ class Aborted(WorldError):
 
 class WireError(WorldError):
     """Refuses a frame that must not be trusted; the connection is closed."""
+
+
+class OtherJob(WireError):
+    """Says that whoever was met is of another job, `met`, and has proved it."""
+
+    def __init__(self, message: str, met: str) -> None:
+        super().__init__(message)
+        self.met = met
 
 
 class Damaged(WorldError):

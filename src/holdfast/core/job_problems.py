@@ -8,6 +8,8 @@ from holdfast.core.errors import UserError
 from holdfast.core.job_spec import SETTINGS, JobSpec
 from holdfast.core.settings import Setting, shown, text_complaint
 
+JOB_BYTES_MAX = 32  # of a job's name, which is a field of fixed size in every greeting
+
 Naming = Callable[[Setting, object], str]  # a setting with its value, as the reader wrote it
 
 SPREAD_STAYS = (  # why a worker is not moved
@@ -37,6 +39,8 @@ def _problems(spec: JobSpec, name: Naming) -> Iterator[str]:
         for text in values:
             if complaint := text_complaint(text):
                 yield f"{key} {text!r} {complaint}"
+    if len(spec.job.encode(errors="replace")) > JOB_BYTES_MAX:
+        yield f"job {spec.job!r} must be at most {JOB_BYTES_MAX} bytes long"
     for each in SETTINGS.values():
         value = each.value_in(spec)
         if complaint := each.complaint(value):

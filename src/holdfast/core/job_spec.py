@@ -386,7 +386,7 @@ class Compat:
 class JobSpec:
     """Holds everything that defines a job; the same on all its nodes for its whole life."""
 
-    job: str  # a random name
+    job: str  # a random name: the job's identity, for as long as it lives and wherever it runs
     cwd: str  # where the script runs
     script: str
     args: tuple[str, ...] = ()

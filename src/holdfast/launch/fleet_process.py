@@ -51,7 +51,7 @@ async def keep(run_dir: RunDir, plan: FleetPlan) -> None:
     """Keep the nodes of the job in a run directory until it is over."""
     spec = run_dir.spec()
     manager = manager_of(plan, run_dir)
-    contact = contact_by(plan.join, client_of(Path(plan.tls) if plan.tls else None))
+    contact = contact_by(plan.join, client_of(Path(plan.tls) if plan.tls else None), spec.job)
     driver = FleetDriver(
         FleetMachine(plan.policy(spec), new_epoch()),
         manager,

@@ -17,7 +17,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from holdfast.core.errors import WireError
+from holdfast.core.errors import OtherJob, WireError
+from holdfast.core.job_problems import JOB_BYTES_MAX
 from holdfast.net import tls as tls_module
 from holdfast.net.complaints import Complaints
 from holdfast.net.strangers import Strangers
@@ -110,21 +111,24 @@ async def accept(
     writer: asyncio.StreamWriter,
     secret: bytes,
     *,
+    job: str = "",
     handshake_s: float = HANDSHAKE_S,
     dead_s: float = DEAD_S,
     backlog_bytes_max: int = BACKLOG_BYTES_MAX,
 ) -> Channel:
     """Do the server's side of the handshake; WireError (and a closed connection) for strangers.
 
-    `reader` and `writer` may be those of a TLS connection; `Gate` takes care of that.
+    `reader` and `writer` may be those of a TLS connection; `Gate` takes care of that. `job`: of
+    which this is a server; a client of another one is told so, and refused with OtherJob.
     """
     peer = name_of(writer.get_extra_info("peername"))
     nonce = os.urandom(frames.NONCE_BYTES)
     try:
         tune(writer.get_extra_info("socket"), dead_s)
-        writer.write(frames.greeting(nonce))
-        theirs = await asyncio.wait_for(_answer(reader, secret, nonce), handshake_s)
-        writer.write(frames.proof(secret, "server", nonce, theirs))
+        ours = frames.write_job(job)
+        writer.write(frames.greeting(nonce) + ours)
+        encounter = await asyncio.wait_for(_answer(reader, secret, nonce, ours), handshake_s)
+        writer.write(frames.proof(secret, "server", encounter))
     except asyncio.TimeoutError:
         writer.transport.abort()
         raise WireError(f"{peer}: it did not finish the handshake in {handshake_s:g} s") from None
@@ -140,9 +144,18 @@ async def accept(
     except BaseException:
         writer.transport.abort()
         raise
-    sealer = frames.Sealer(frames.session_key(secret, "server", nonce, theirs))
-    opener = frames.Opener(frames.session_key(secret, "client", nonce, theirs))
+    theirs = frames.read_job(encounter.client_job)
+    if _differ(job, theirs):
+        writer.close()  # once our proof is on its way: it is what tells them
+        raise OtherJob(f"{peer}: it is of job {theirs}, and this is job {job}", theirs)
+    sealer = frames.Sealer(frames.session_key(secret, "server", encounter))
+    opener = frames.Opener(frames.session_key(secret, "client", encounter))
     return Channel(reader, writer, sealer, opener, backlog_bytes_max)
+
+
+def _differ(job: str, other: str) -> bool:
+    """Return whether these are two jobs; whoever names none is of neither."""
+    return bool(job and other and job != other)
 
 
 async def connect(
@@ -150,6 +163,7 @@ async def connect(
     port: int,
     secret: bytes,
     *,
+    job: str = "",
     tls: ssl.SSLContext | None = None,
     connect_s: float = CONNECT_S,
     handshake_s: float = HANDSHAKE_S,
@@ -157,6 +171,7 @@ async def connect(
 ) -> Channel:
     """Open a channel to a server. OSError if nobody answers, WireError if the wrong one does.
 
+    `job`: of which this is a client, if it is of one yet; OtherJob if the server is of another.
     `tls`: a context from `client_context`; the server's certificate is then checked against `host`.
     """
     sock = await dial(host, port, connect_s)
@@ -164,20 +179,24 @@ async def connect(
     hint = "; its log says why" if tls else "; if it wants TLS, this side needs certificates"
     try:
         tune(sock, dead_s)
-        return await asyncio.wait_for(_join(sock, host, secret, tls), handshake_s)
+        return await asyncio.wait_for(_join(sock, host, secret, job, tls), handshake_s)
     except asyncio.TimeoutError:
         text = f"{peer} did not finish the handshake in {handshake_s:g} s{hint}"
         raise ConnectionError(text) from None
     except ssl.SSLError as error:
         raise WireError(f"{peer}: {tls_module.why(error)}") from None
+    except OtherJob as error:
+        raise OtherJob(f"{peer}: {error}", error.met) from None
     except WireError as error:
         raise WireError(f"{peer}: {error}") from None
     except (OSError, EOFError):
         raise ConnectionError(f"{peer} broke off the handshake{hint}") from None
 
 
-async def _answer(reader: asyncio.StreamReader, secret: bytes, nonce: bytes) -> bytes:
-    """Check the client's proof and return its nonce."""
+async def _answer(
+    reader: asyncio.StreamReader, secret: bytes, nonce: bytes, ours: bytes
+) -> frames.Encounter:
+    """Check the client's proof; return what both have said."""
     answer = b""
     while len(answer) < frames.GREETING_BYTES:  # refused at the first wrong byte
         answer += await _some(reader, frames.GREETING_BYTES - len(answer))
@@ -185,37 +204,52 @@ async def _answer(reader: asyncio.StreamReader, secret: bytes, nonce: bytes) -> 
             raise WireError("it speaks TLS, which this job was started without")
         frames.check_start(answer, "client")
     theirs = frames.read_greeting(answer, "client")
-    proof = b""
-    while len(proof) < frames.PROOF_BYTES:
-        proof += await _some(reader, frames.PROOF_BYTES + 1 - len(proof))
-    if len(proof) > frames.PROOF_BYTES:
+    claim = b""
+    size = JOB_BYTES_MAX + frames.PROOF_BYTES
+    while len(claim) < size:
+        claim += await _some(reader, size + 1 - len(claim))
+    if len(claim) > size:
         raise WireError("it goes on before it is let in")
-    frames.check_proof(proof, secret, "client", nonce, theirs)
-    return theirs
+    job, proof = claim[:JOB_BYTES_MAX], claim[JOB_BYTES_MAX:]
+    encounter = frames.Encounter(
+        server_nonce=nonce, client_nonce=theirs, server_job=ours, client_job=job
+    )
+    frames.check_proof(proof, secret, "client", encounter)
+    return encounter
 
 
 async def _join(
-    sock: socket.socket, host: str, secret: bytes, tls: ssl.SSLContext | None
+    sock: socket.socket, host: str, secret: bytes, job: str, tls: ssl.SSLContext | None
 ) -> Channel:
     reader, writer = await asyncio.open_connection(
         sock=sock, ssl=tls, server_hostname=host if tls else None
     )
-    nonce = os.urandom(frames.NONCE_BYTES)
+    nonce, ours = os.urandom(frames.NONCE_BYTES), frames.write_job(job)
     try:
-        greeting = await reader.readexactly(frames.GREETING_BYTES)
+        head = await reader.readexactly(frames.HEAD_BYTES)
         writer.write(frames.greeting(nonce))  # first, so that a server of another release sees it
+        frames.check_start(head, "server")
+        greeting = head + await reader.readexactly(frames.GREETING_BYTES - frames.HEAD_BYTES)
         theirs = frames.read_greeting(greeting, "server")
-        writer.write(frames.proof(secret, "client", theirs, nonce))
-        claim = await _claim(reader)
-        frames.check_proof(claim, secret, "server", theirs, nonce)
+        encounter = frames.Encounter(
+            server_nonce=theirs,
+            client_nonce=nonce,
+            server_job=await reader.readexactly(JOB_BYTES_MAX),
+            client_job=ours,
+        )
+        writer.write(ours + frames.proof(secret, "client", encounter))
+        frames.check_proof(await _claim(reader), secret, "server", encounter)
+        found = frames.read_job(encounter.server_job)
+        if _differ(job, found):
+            raise OtherJob(f"job {found} is there, and this is of job {job}", found)
     except WireError:
         writer.close()
         raise
     except BaseException:
         writer.transport.abort()
         raise
-    sealer = frames.Sealer(frames.session_key(secret, "client", theirs, nonce))
-    opener = frames.Opener(frames.session_key(secret, "server", theirs, nonce))
+    sealer = frames.Sealer(frames.session_key(secret, "client", encounter))
+    opener = frames.Opener(frames.session_key(secret, "server", encounter))
     return Channel(reader, writer, sealer, opener)
 
 
@@ -266,6 +300,8 @@ Serve = Callable[[Channel], Awaitable[None]]
 class Gate:
     """Listens, and runs `serve` for every connection that has proved that it knows the secret.
 
+    Clients of another job than `job` are refused, once they know of it.
+
     `serve` may let WireError and OSError pass: the connection is then closed. `say` gets one line
     for every stranger turned away, every WireError and every peer lost to a dead network; beyond
     `lines_max` lines in `window_s`, one line counts the rest. A stranger gets `handshake_s` for the
@@ -280,9 +316,11 @@ class Gate:
         say: Callable[[str], None],
         tls: ssl.SSLContext | None = None,
         policy: GatePolicy | None = None,
+        job: str = "",
     ) -> None:
         self.policy = policy or GatePolicy()
         self._secret = secret
+        self._job = job
         self._serve = serve
         self._tls = tls
         self._complaints = Complaints(say, self.policy.lines_max, self.policy.window_s)
@@ -398,6 +436,7 @@ class Gate:
             reader,
             writer,
             self._secret,
+            job=self._job,
             handshake_s=self.policy.handshake_s,
             dead_s=self.policy.dead_s,
             backlog_bytes_max=self.policy.backlog_bytes_max,

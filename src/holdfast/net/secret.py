@@ -131,6 +131,9 @@ def parse_secret(text: str, where: str) -> bytes:
     return secret
 
 
-def derive_peer_key(secret: bytes) -> bytes:
-    """Derive the key by which workers know each other; the secret cannot be computed from it."""
-    return hmac.digest(secret, b"holdfast peer key 1", hashlib.sha256)
+def derive_peer_key(secret: bytes, job: str) -> bytes:
+    """Derive the key by which a job's workers know each other.
+
+    Jobs that share a secret have different ones, and the secret cannot be computed from it.
+    """
+    return hmac.digest(secret, b"holdfast peer key 2|" + job.encode(), hashlib.sha256)

@@ -21,6 +21,7 @@ from holdfast.wire.messages import StatusReply, StatusRequest
 
 ANSWER_S = 5.0
 AGAIN_S = 0.5
+OTHER_JOB = 4  # exit status of an agent that has met another job at its coordinator's address
 T = TypeVar("T")
 
 
@@ -28,11 +29,13 @@ T = TypeVar("T")
 class Contact:
     """Says where to find a coordinator.
 
-    `election`: a URL; empty if the coordinator is at `address` (host, port).
+    `election`: a URL; empty if the coordinator is at `address` (host, port). `job`: whose it must
+    be; empty: that of whichever job is there.
     """
 
     address: tuple[str, int] = ("", 0)
     election: str = ""
+    job: str = ""
     tls: ssl.SSLContext | None = None
 
     def __str__(self) -> str:
@@ -48,27 +51,31 @@ class Contact:
         return found.host, found.port
 
     async def connect(self, secret: bytes) -> Channel:
-        """Connect to the coordinator. OSError while there is none; WorldError; UserError."""
-        return await connect(*await self.find(), secret, tls=self.tls)
+        """Connect to the coordinator. OSError while there is none; WorldError; UserError.
+
+        OtherJob, a WorldError, if a coordinator of another job is there.
+        """
+        return await connect(*await self.find(), secret, job=self.job, tls=self.tls)
 
 
-def contact_by(text: str, tls: ssl.SSLContext | None = None) -> Contact:
+def contact_by(text: str, tls: ssl.SSLContext | None = None, job: str = "") -> Contact:
     """Make a contact from HOST:PORT or an election's URL. UserError."""
     if text.startswith(SCHEMES):
         parse_election(text)
-        return Contact(election=text, tls=tls)
+        return Contact(election=text, job=job, tls=tls)
     try:
-        return Contact(address=parse_address(text), tls=tls)
+        return Contact(address=parse_address(text), job=job, tls=tls)
     except ValueError as error:
         raise UserError(f"--join {error}") from None
 
 
 def contact_of(run_dir: RunDir, tls: ssl.SSLContext | None = None) -> Contact:
     """Make a contact for the job in a run directory. UserError."""
-    election = run_dir.spec().nodes.election if run_dir.job.exists() else ""
-    if election:
-        return Contact(election=election, tls=tls)
-    return Contact(address=run_dir.address(), tls=tls)
+    spec = run_dir.spec() if run_dir.job.exists() else None
+    job = spec.job if spec is not None else ""
+    if spec is not None and spec.nodes.election:
+        return Contact(election=spec.nodes.election, job=job, tls=tls)
+    return Contact(address=run_dir.address(), job=job, tls=tls)
 
 
 def parse_address(text: str) -> tuple[str, int]:

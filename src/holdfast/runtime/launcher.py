@@ -18,6 +18,7 @@ from pathlib import Path
 from holdfast.core.domains import Domains
 from holdfast.core.job_spec import JobSpec
 from holdfast.core.types import AgentId, ProcessRole
+from holdfast.runtime.contact import OTHER_JOB
 from holdfast.runtime.coordinate.coordinator_server import DEPOSED
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.supervise import Kept, Supervisor
@@ -92,7 +93,8 @@ class Node:
                 *(("--orders", str(orders.fileno())) if orders is not None else ()),
             ]
 
-        return Kept("agent", command, pass_fds=[orders.fileno()] if orders is not None else [])
+        passed = [orders.fileno()] if orders is not None else []
+        return Kept("agent", command, ends_with=(0, OTHER_JOB), pass_fds=passed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,8 +182,14 @@ def launch_job(
 
 
 def launch_node(node: Node, spec: JobSpec) -> int:
-    """Be a further node of a job, until that is over. Exit status 0, or 130 after Ctrl-C."""
-    return INTERRUPTED if Supervisor(node.processes(spec)).run() else 0
+    """Be a further node of a job, until that is over. Returns the exit status.
+
+    It is 0, or 130 after Ctrl-C, or 1 if another job has taken the coordinator's address.
+    """
+    processes = node.processes(spec)
+    if Supervisor(processes).run():
+        return INTERRUPTED
+    return 1 if processes[0].code == OTHER_JOB else 0
 
 
 def launch_standby(site: CoordinatorSite, arguments: Sequence[str]) -> int:

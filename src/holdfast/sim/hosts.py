@@ -48,6 +48,7 @@ class HostWorld(WorkerWorld, Protocol):
     """Is the world around coordinator and agents."""
 
     count: dict[str, int]
+    job: str
 
     @property
     def machines(self) -> HostMaker: ...
@@ -232,8 +233,9 @@ class AgentHost:
         self.rate = 1.0 + world.rng.uniform(-1, 1) * world.options.drift
         self.offset_s = world.rng.uniform(0, 1000)
         self._wake_at = None
+        number, slots = Incarnation(self.incarnation), world.options.slots
         self.machine = world.machines.agent(
-            self.name, Incarnation(self.incarnation), world.options.slots, world.agent_policy
+            self.name, number, slots, world.agent_policy, job=world.job
         )
         self.handle(Tick())
 

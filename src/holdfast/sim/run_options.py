@@ -117,6 +117,9 @@ class Options:
     spread: int = 1  # over so many nodes
     shard_lag_s: float = 0.0  # by which those of further shards are late, on the average
     shard_optimizer: bool = False  # each worker holds its share of the state only
+    left_behind_s: float = (
+        0.0  # age at which an earlier job here lost its machine; 0: there is none
+    )
 
     @property
     def exact(self) -> bool:
@@ -287,6 +290,13 @@ def _with_quits(options: Options, rng: Random) -> Options:
     if not options.faults or rng.random() < 0.8:
         return options
     return dataclasses.replace(options, faults=(*options.faults, "quit"))
+
+
+def _with_nodes_left_behind(options: Options, rng: Random) -> Options:
+    """Let nodes of an earlier job with the same secret wait at the address, in some runs."""
+    if options.agents < 2 or rng.random() < 0.9:
+        return options
+    return dataclasses.replace(options, left_behind_s=rng.uniform(2.0, 8.0))
 
 
 def _with_timed_protection(options: Options, rng: Random) -> Options:
@@ -511,4 +521,5 @@ _MORE: dict[str, Callable[[Options, Random], Options]] = {
     "protecting": _with_timed_protection,
     "isolation": _with_isolation,
     "quits": _with_quits,
+    "left behind": _with_nodes_left_behind,
 }

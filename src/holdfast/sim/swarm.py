@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from holdfast.core.errors import InvariantError
 from holdfast.sim.run_options import Options, draw, draw_large
+from holdfast.sim.two_jobs import run_after_another
 from holdfast.sim.world import Machines, World
 from holdfast.sim.wrong_bits import Violation
 
@@ -59,7 +60,7 @@ def run_seed(
     world = World(options, machines or Machines(), listener)
     failure = ""
     try:
-        world.run()
+        run_after_another(world) if options.left_behind_s else world.run()
     except (Violation, InvariantError) as error:
         failure = f"{type(error).__name__}: {error}"
     except Exception as error:  # noqa: BLE001 - a machine that breaks in any way is a finding

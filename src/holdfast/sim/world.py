@@ -44,17 +44,51 @@ class Machines:
     worker: type[WorkerMachine] = WorkerMachine
 
 
+class Timeline:
+    """Holds what is to happen, in order; worlds that share one live at the same time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._order = 0
+
+    def at(self, delay_s: float, call: Callable[..., None], args: tuple[Any, ...]) -> None:
+        """Have something happen later."""
+        self._order += 1
+        heapq.heappush(self._heap, (self.now + delay_s, self._order, call, args))
+
+    def step(self, deadline: float) -> bool:
+        """Let the next thing happen; return whether there was one before the deadline."""
+        if not self._heap or self._heap[0][0] > deadline:
+            return False
+        self.now, _, call, args = heapq.heappop(self._heap)
+        call(*args)
+        return True
+
+
 class World:
-    """Runs one job; see `swarm.run_seed` for how it is used."""
+    """Runs one job; see `swarm.run_seed` for how it is used.
+
+    `nodes`: what the names of its nodes begin with; `job`: its own name. Jobs that share a timeline
+    are told apart by both.
+    """
 
     def __init__(
-        self, options: Options, machines: Machines, listener: Callable[[str], None] | None
+        self,
+        options: Options,
+        machines: Machines,
+        listener: Callable[[str], None] | None,
+        timeline: Timeline | None = None,
+        nodes: str = "agent",
+        job: str = "job",
     ) -> None:
+        self.timeline = timeline or Timeline()
+        self.nodes = nodes
+        self.job = job
         self.options = options
         self.machines = machines
         self.listener = listener
         self.rng = Random(options.seed)
-        self.now = 0.0
         self.events = 0
         self.digest = 0
         self.truth = Truth(options)
@@ -68,8 +102,6 @@ class World:
         self.cut: dict[tuple[str, bool], int] = {}  # (agent, towards the coordinator)
         self.count = {"spawns": 0, "kills": 0}
         self.story: deque[tuple[float, object, object, object]] = deque(maxlen=STORY_MAX)
-        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-        self._order = 0
         lease = LeasePolicy(
             lease_s=options.lease_s,
             margin_s=options.lease_margin_s,
@@ -112,25 +144,41 @@ class World:
 
     # ------------------------------------------------------------ time
 
+    @property
+    def now(self) -> float:
+        """Return the time, in seconds since the first world of its timeline began."""
+        return self.timeline.now
+
     def run(self) -> None:
         """Run the job from start to end; raises whatever a checker or a machine finds."""
+        self.begin()
+        deadline = self.options.finish_by_s
+        while not self.over and self.timeline.step(deadline):
+            self.count_event()
+        if not self.over:
+            raise self.unfinished()
+
+    def begin(self) -> None:
+        """Have the job begin now."""
         self.truth.start()
         self._start()
         self.at(LOOK_S, self._look)
-        deadline = self.options.finish_by_s
-        while self._heap:
-            at, _, call, args = heapq.heappop(self._heap)
-            if at > deadline:
-                break
-            self.now = at
-            self.events += 1
-            call(*args)
-            if self.coordinator.outcome is not None and not self.truth.live:
-                return
-            if self.events > EVENTS_MAX * max(1, self.options.agents // 10):
-                raise Violation(f"no end after {self.events} events")
-        waited_s = deadline - self.options.faults_end_s
-        raise Violation(f"not finished {waited_s:.0f} s after the faults")
+
+    @property
+    def over(self) -> bool:
+        """Return whether the job has ended, and nothing of it runs."""
+        return self.coordinator.outcome is not None and not self.truth.live
+
+    def count_event(self) -> None:
+        """Count an event. Violation once there are more than any job needs."""
+        self.events += 1
+        if self.events > EVENTS_MAX * max(1, self.options.agents // 10):
+            raise Violation(f"no end after {self.events} events")
+
+    def unfinished(self) -> Violation:
+        """Return what is wrong with a job that has not ended in time."""
+        waited_s = self.options.finish_by_s - self.options.faults_end_s
+        return Violation(f"not finished {waited_s:.0f} s after the faults")
 
     def _look(self) -> None:
         """Have the checkers look at the job as it is, whatever happens in it."""
@@ -139,8 +187,7 @@ class World:
             self.at(LOOK_S, self._look)
 
     def at(self, delay_s: float, call: Callable[..., None], *args: Any) -> None:
-        self._order += 1
-        heapq.heappush(self._heap, (self.now + delay_s, self._order, call, args))
+        self.timeline.at(delay_s, call, args)
 
     def delay(self, typical_s: float) -> float:
         """Mostly about `typical_s`, now and then many times that."""
@@ -152,7 +199,7 @@ class World:
         options = self.options
         self.faults.start()
         for i in range(options.agents):
-            name = AgentId(f"agent{i}")
+            name = AgentId(f"{self.nodes}{i}")
             self.hosts[name] = AgentHost(self, name)
             late = i >= options.agents - options.agents_late
             span_s = options.faults_end_s if late else 0.5

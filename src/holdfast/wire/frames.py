@@ -5,12 +5,16 @@ frame's number and its payload, so a frame that is altered, replayed, reordered 
 is refused. Channels that are private by construction (an inherited socket pair) use no key: their
 frames have no tag.
 
-The handshake proves to both sides that the other knows the job's secret, without sending it:
-    server -> client   magic, version, release, server nonce
-    client -> server   magic, version, release, client nonce, proof("client")
+The handshake proves to both sides that the other knows the secret, without sending it, and of which
+job the other is:
+    server -> client   magic, version, release, server nonce, its job
+    client -> server   magic, version, release, client nonce, its job, proof("client")
     server -> client   proof("server")
-Both nonces are fresh and part of every proof and key, so nothing of a connection can be used again
-in another. A client sends these bytes and not one more before it has seen the server's proof.
+Both nonces and both jobs are part of every proof and key. The nonces are fresh, so nothing of a
+connection can be used again in another; and nobody without the secret can pass one job off as
+another. A client that is of no job yet names none. It sends these bytes and not one more before it
+has seen the server's proof. Jobs are compared after the proofs, so that both sides can rely on what
+they learn of each other's.
 """
 
 from __future__ import annotations
@@ -18,19 +22,22 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from holdfast.core.errors import WireError
+from holdfast.core.job_problems import JOB_BYTES_MAX
 from holdfast.core.release import RELEASE
 
 MAGIC = b"HOLDFAST"
-VERSION = 2
+VERSION = 2  # 1 named neither release nor job
 RELEASE_BYTES = 16
 NONCE_BYTES = 16
 PROOF_BYTES = 32
 TAG_BYTES = 16
 FRAME_BYTES_MAX = 64 << 20
 FIRST_FRAME_BYTES_MAX = 4 << 20  # until the first frame has been authenticated
-GREETING_BYTES = len(MAGIC) + 2 + RELEASE_BYTES + NONCE_BYTES
+HEAD_BYTES = len(MAGIC) + 2  # of a greeting, the same in all releases
+GREETING_BYTES = HEAD_BYTES + RELEASE_BYTES + NONCE_BYTES
 
 
 class Sealer:
@@ -106,9 +113,20 @@ def greeting(nonce: bytes) -> bytes:
 
 
 def check_start(data: bytes, whose: str) -> None:
-    """Raise WireError as soon as the first bytes cannot become a greeting of ours."""
+    """Raise WireError as soon as the first bytes cannot become a greeting of ours.
+
+    Greetings of other versions have other lengths: waiting for all of ours could take for ever.
+    """
     if not MAGIC.startswith(data[: len(MAGIC)]):
         raise WireError(f"this is not a Holdfast {whose}: it begins with {bytes(data[:8])!r}")
+    if len(data) < HEAD_BYTES:
+        return
+    version = int.from_bytes(data[len(MAGIC) : HEAD_BYTES], "big")
+    if version != VERSION:
+        raise WireError(
+            f"the {whose} speaks version {version}, we speak {VERSION}: "
+            "install one release on all machines"
+        )
 
 
 def read_greeting(data: bytes, whose: str) -> bytes:
@@ -116,13 +134,7 @@ def read_greeting(data: bytes, whose: str) -> bytes:
     check_start(data, whose)
     if len(data) != GREETING_BYTES:
         raise WireError(f"the {whose}'s greeting has {len(data)} bytes, not {GREETING_BYTES}")
-    version = int.from_bytes(data[len(MAGIC) : len(MAGIC) + 2], "big")
-    if version != VERSION:
-        raise WireError(
-            f"the {whose} speaks version {version}, we speak {VERSION}: "
-            "install one release on all machines"
-        )
-    release = data[len(MAGIC) + 2 : -NONCE_BYTES]
+    release = data[HEAD_BYTES:-NONCE_BYTES]
     if release != _RELEASE:
         theirs = release.rstrip(b"\0").decode("ascii", "backslashreplace")
         raise WireError(
@@ -132,21 +144,46 @@ def read_greeting(data: bytes, whose: str) -> bytes:
     return data[-NONCE_BYTES:]
 
 
-def proof(secret: bytes, role: str, server_nonce: bytes, client_nonce: bytes) -> bytes:
-    text = b"%s|%d|%s|%s" % (role.encode(), VERSION, server_nonce, client_nonce)
+def write_job(job: str) -> bytes:
+    """Return the field that names a job, or that names none if `job` is empty."""
+    return job.encode().ljust(JOB_BYTES_MAX, b"\0")
+
+
+def read_job(field: bytes) -> str:
+    """Return the job in a field that its sender has proved; empty if it names none."""
+    return field.rstrip(b"\0").decode(errors="replace")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encounter:
+    """Holds what both sides of a connection have said before their proofs.
+
+    `server_job` and `client_job` are fields of JOB_BYTES_MAX bytes.
+    """
+
+    server_nonce: bytes
+    client_nonce: bytes
+    server_job: bytes
+    client_job: bytes
+
+
+def proof(secret: bytes, role: str, encounter: Encounter) -> bytes:
+    """Make what only a holder of the secret can say in this very encounter, in this role."""
+    nonces = (encounter.server_nonce, encounter.client_nonce)
+    jobs = (encounter.server_job, encounter.client_job)
+    text = b"|".join([role.encode(), b"%d" % VERSION, *nonces, *jobs])
     return hmac.digest(secret, text, hashlib.sha256)
 
 
-def check_proof(
-    data: bytes, secret: bytes, role: str, server_nonce: bytes, client_nonce: bytes
-) -> None:
-    if not hmac.compare_digest(data, proof(secret, role, server_nonce, client_nonce)):
+def check_proof(data: bytes, secret: bytes, role: str, encounter: Encounter) -> None:
+    """Raise WireError unless `data` is the proof of the "server" or "client"."""
+    if not hmac.compare_digest(data, proof(secret, role, encounter)):
         raise WireError(f"the {role} does not know this job's secret")
 
 
-def session_key(secret: bytes, sender: str, server_nonce: bytes, client_nonce: bytes) -> bytes:
+def session_key(secret: bytes, sender: str, encounter: Encounter) -> bytes:
     """Derive the key for frames sent by `sender` ("client" or "server")."""
-    return proof(secret, f"{sender} frames", server_nonce, client_nonce)
+    return proof(secret, f"{sender} frames", encounter)
 
 
 def _tag(key: bytes, number: int, payload: bytes) -> bytes:

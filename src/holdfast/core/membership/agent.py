@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from operator import attrgetter
 
 from holdfast.core.domains import Domains
 from holdfast.core.errors import assert_never, require
+from holdfast.core.membership.departure import Departure
 from holdfast.core.membership.lease import LeasePolicy, acting_until
 from holdfast.core.membership.liveness import FreezeDetector, FreezePolicy, ProcessSample
+from holdfast.core.membership.own_job import OwnJob
+from holdfast.core.membership.urgency import is_urgent
 from holdfast.core.redundancy import KeptPieces
 from holdfast.core.types import (
     NO_VIEW,
@@ -94,7 +96,12 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorReached:
-    """The coordinator can be reached (again): it should hear from us now."""
+    """A coordinator can be reached (again): it should hear from us now, if it is our job's.
+
+    `job`: whose it is, as it has proved.
+    """
+
+    job: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +210,12 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class Quit:
-    """End the agent: every worker has ended and the job is over."""
+    """End the agent, since every worker has ended and nothing is left to do here.
+
+    `problem`: why it ends without its job being over; empty if that is over, or goes on without it.
+    """
+
+    problem: str = ""
 
 
 AgentEffect = SendReport | SendWorker | Spawn | Kill | Pause | Resume | Quit
@@ -228,9 +240,6 @@ class AgentSnapshot:
     report: AgentReport
 
 
-_TOLD = attrgetter("late", "ended", "at_boundary")  # of the phase; the rest is mere progress
-
-
 class AgentMachine:
     """Decides for one node, as the module describes; `handle` is the only mutator."""
 
@@ -241,15 +250,16 @@ class AgentMachine:
         slots: int,
         policy: AgentPolicy,
         pid: int = 0,
+        job: str = "",
     ) -> None:
+        """Make the machine of a node that is of `job`; empty: of the first one that it meets."""
         self._agent = agent
         self._incarnation = incarnation
         self._slots = slots
+        self._job = OwnJob(job)
         self._pid = pid
         self._policy = policy
-        self._draining = self._failing = ""
-        self._leaves = False
-        self._leave_by = float("inf")
+        self._departure = Departure()
         self._leaving: dict[WorkerId, Leaving] = {}
         self._domains: Domains = ()
         self._held = MemoryHeld(())
@@ -282,15 +292,11 @@ class AgentMachine:
                 effects += self._reconcile(now)
             case Sampled(worker, incarnation, sample):
                 effects += self._sampled(worker, incarnation, sample)
-            case CoordinatorReached():
-                urgent = True
+            case CoordinatorReached(job):
+                urgent = self._job.meet(job)
+                effects += self._end_all() if not urgent else []
             case Drained(reason, failing, leave, deadline_s):
-                if leave or not self._leaves:
-                    sooner = now + deadline_s < self._leave_by
-                    urgent = sooner or (reason, failing) != (self._draining, self._failing)
-                    self._draining, self._failing, self._leaves = reason, failing, leave
-                    leave_by = now + deadline_s
-                    self._leave_by = min(self._leave_by, leave_by) if leave else leave_by
+                urgent = self._departure.ask(reason, failing, leave, now + deadline_s)
             case MoveAsked(leaving):
                 urgent = self._move(leaving)
             case Labelled(domains):
@@ -302,13 +308,26 @@ class AgentMachine:
             case _:
                 assert_never(event)
         effects += self._fence(now)
-        over = self._directive is not None and (self._directive.shutdown or self._leaves)
+        over = self._directive is not None and (
+            self._directive.shutdown or self._departure.for_good
+        )
+        over = over or self._job.other != ""
         over = over and not any(p.running for p in self._processes.values())
-        if urgent or over or now >= self._next_report:
+        due = urgent or over or now >= self._next_report
+        if due and not self._job.other:
             effects.append(self._report(now))
-        return [*effects, Quit()] if over else effects
+        return [*effects, Quit(self._job.problem)] if over else effects
+
+    @property
+    def _is_done(self) -> bool:
+        """Return whether this agent should end, once nothing runs here any more."""
+        told = self._directive
+        dismissed = told is not None and (told.shutdown or self._departure.for_good)
+        return dismissed or self._job.other != ""
 
     def deadline(self) -> float | None:
+        if self._job.other:  # only the ends of its processes are waited for
+            return None
         if self._fence_at is None:
             return self._next_report
         return min(self._next_report, self._fence_at)
@@ -331,6 +350,8 @@ class AgentMachine:
     def _directed(self, directive: Directive, now: float) -> list[AgentEffect]:
         old = self._directive
         if directive.agent != self._agent or directive.agent_incarnation != self._incarnation:
+            return []
+        if self._job.other:  # it may be that job's
             return []
         if old is not None and (directive.term, directive.seq) <= (old.term, old.seq):
             return []
@@ -411,15 +432,7 @@ class AgentMachine:
         status = dataclasses.replace(status, pid=old.pid, place=old.place, meets_at=old.meets_at)
         process.status = status
         process.detector.joined = True
-        quiet = dataclasses.replace(
-            status,
-            seq=old.seq,
-            committed=old.committed,
-            phase=old.phase,
-            proved_at=old.proved_at,
-            activity=old.activity,
-        )
-        return quiet != old or _TOLD(status) != _TOLD(old)
+        return is_urgent(old, status)
 
     def _sampled(
         self, worker: WorkerId, incarnation: Incarnation, sample: ProcessSample
@@ -448,6 +461,13 @@ class AgentMachine:
         seq = process.status.seq + 1
         process.status = dataclasses.replace(process.status, stage=stage, detail=detail, seq=seq)
         return True
+
+    def _end_all(self) -> list[AgentEffect]:
+        """End all workers, since another job is where ours was: nobody will want them again."""
+        self._directive = None
+        running = [worker for worker, process in self._processes.items() if process.running]
+        reason = "another job has taken the coordinator's address"
+        return [effect for worker in running for effect in self._kill(worker, reason)]
 
     def _kill(self, worker: WorkerId, reason: str) -> list[AgentEffect]:
         process = self._processes[worker]
@@ -538,9 +558,9 @@ class AgentMachine:
             slots=self._slots,
             spares=self._policy.spares,
             pid=self._pid,
-            draining=self._draining,
-            failing=self._failing,
-            leaves_in_s=max(self._leave_by - self._now, 0.0),
+            draining=self._departure.reason,
+            failing=self._departure.failing,
+            leaves_in_s=self._departure.left_s(self._now),
             domains=self._domains,
             kept=self._held.kept,
             pieces_at=self._held.address,

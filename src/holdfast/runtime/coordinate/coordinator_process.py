@@ -208,8 +208,9 @@ class Candidate:
             await asyncio.sleep(LOOK_S)
 
     async def _ask_to_stop(self, leader: Leader) -> None:
-        tls = client_of(self._setup.tls)
-        channel = await connect(leader.host, leader.port, self._setup.secret, tls=tls)
+        setup, tls = self._setup, client_of(self._setup.tls)
+        job = setup.run_dir.spec().job if setup.run_dir.job.exists() else ""
+        channel = await connect(leader.host, leader.port, setup.secret, job=job, tls=tls)
         channel.send(StopRequest(reason="interrupted"))
         await channel.finish()
 

@@ -156,7 +156,8 @@ class CoordinatorServer:
         """Serve until the job is over; return its outcome. UserError for bad certificates."""
         setup = self._setup
         tls = server_of(setup.tls)
-        gate = Gate(setup.secret, self._serve, lambda line: self.say("refused", line), tls)
+        job = self._spec.job
+        gate = Gate(setup.secret, self._serve, lambda line: self.say("refused", line), tls, job=job)
         gate.open(setup.listener)
         port = setup.listener.getsockname()[1]
         where = {"host": setup.host, "port": port, "pid": os.getpid()}

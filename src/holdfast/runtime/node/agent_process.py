@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from holdfast.core.domains import joined, read_domains
-from holdfast.core.errors import WorldError, assert_never, first_line
+from holdfast.core.errors import OtherJob, WorldError, assert_never, first_line
 from holdfast.core.membership import agent as machine
 from holdfast.core.membership.liveness import FreezePolicy
 from holdfast.core.types import AgentId, Directive, Incarnation, Tick, WorkerId, WorkerStatus
@@ -39,7 +39,7 @@ from holdfast.net.channel import Channel
 from holdfast.net.peer_listener import open_listener
 from holdfast.net.secret import derive_peer_key, read_run_dir
 from holdfast.net.tls import client_of
-from holdfast.runtime.contact import Contact, contact_by
+from holdfast.runtime.contact import OTHER_JOB, Contact, contact_by
 from holdfast.runtime.node.gpu_shares import free_place
 from holdfast.runtime.node.group_watch import GroupWatch, forking
 from holdfast.runtime.node.notices import NoticeSource, notice_source
@@ -82,12 +82,13 @@ class AgentServer:
         self._peers: tuple[str, ...] = ()  # where all nodes serve pieces
         self._group = GroupWatch(template.run_dir) if template.spec.compat.enabled else None
         self._quit = asyncio.Event()
+        self._problem = ""  # why it quits
         self._timer: asyncio.TimerHandle | None = None
 
     async def run(
         self, contact: Contact, secret: bytes, notice_s: float, notices: NoticeSource | None
-    ) -> None:
-        """Serve until the job is over and every worker has ended.
+    ) -> str:
+        """Serve until the job is over and every worker has ended; return what went wrong, or "".
 
         `notice_s`: from SIGTERM to the end of this machine; `notices`: whom to ask for its end.
         """
@@ -104,7 +105,7 @@ class AgentServer:
             found_damage = partial(loop.call_soon_threadsafe, self._note_memory)
             workers = self._template.spec.workers
             self._memory = NodeMemory(found_damage, workers.procs, workers.spread)
-            key = derive_peer_key(secret)
+            key = derive_peer_key(secret, self._template.spec.job)
             server = PieceServer(self._memory, key)
             self._pieces_at = server.listen(self._template.host)
             mending = Mending(self._memory, key, self._template.spec.redundancy())
@@ -125,6 +126,7 @@ class AgentServer:
             mending.end()
         for task in tasks:
             task.cancel()
+        return self._problem
 
     async def _watch_memory(self) -> None:
         while True:
@@ -176,7 +178,7 @@ class AgentServer:
         while True:
             try:
                 self._coordinator = await contact.connect(secret)
-                self._feed(machine.CoordinatorReached())
+                self._feed(machine.CoordinatorReached(contact.job))
                 while (m := await self._coordinator.receive(*FROM_COORDINATOR)) is not None:
                     if isinstance(m, Directive):
                         self._peers = m.view.pieces_at if m.view else self._peers
@@ -191,6 +193,8 @@ class AgentServer:
                     else:
                         for process in self._processes.values():
                             process.send(m)
+            except OtherJob as error:
+                self._feed(machine.CoordinatorReached(error.met))
             except WorldError as error:
                 if str(error) != refused:
                     refused = str(error)
@@ -282,7 +286,8 @@ class AgentServer:
                 if process is not None and process.incarnation == incarnation:
                     process.note("holdfast: resumed")
                     process.resume()
-            case machine.Quit():
+            case machine.Quit(problem):
+                self._problem = problem
                 self._quit.set()
             case _:
                 assert_never(effect)
@@ -347,7 +352,7 @@ def main(argv: list[str]) -> int:
     external = load_checks(run_dir.path, options.name)
 
     tls = client_of(options.tls)
-    contact = contact_by(options.join, tls)
+    contact = contact_by(options.join, tls, spec.job)
 
     template = WorkerTemplate(
         run_dir=run_dir,
@@ -359,7 +364,7 @@ def main(argv: list[str]) -> int:
         memory_bytes=piece_bytes(spec.memory.budget) if spec.redundancy().data else 0,
     )
 
-    async def serve() -> None:
+    async def serve() -> str:
         spares = spec.spares(options.nproc)
         policy = machine.AgentPolicy(
             heartbeat_s=spec.nodes.lease_s / 5, lease=spec.lease(), spares=spares
@@ -367,15 +372,18 @@ def main(argv: list[str]) -> int:
         if spec.compat.enabled:  # its processes may wait unmoved for as long as they like
             policy = dataclasses.replace(policy, freeze=NEVER_FROZEN)
         slots, incarnation = spec.slots(options.nproc) + spares, Incarnation(options.incarnation)
-        core = machine.AgentMachine(options.name, incarnation, slots, policy, os.getpid())
+        name, pid = options.name, os.getpid()
+        core = machine.AgentMachine(name, incarnation, slots, policy, pid, spec.job)
         # Nobody can take over from the only node, so nothing would follow from its checks.
         directory = str(run_dir.path) if spec.nodes_max > 1 else ""
         server = AgentServer(core, template, policy, directory, external)
-        await server.run(contact, secret, options.notice_s, options.notices)
+        return await server.run(contact, secret, options.notice_s, options.notices)
 
     with forking(template):
-        asyncio.run(serve())
-    return 0
+        problem = asyncio.run(serve())
+    if problem:
+        print(f"holdfast: {problem}", file=sys.stderr, flush=True)
+    return OTHER_JOB if problem else 0
 
 
 if __name__ == "__main__":

@@ -82,6 +82,7 @@ class WorkerTemplate:
     ) -> dict[str, str]:
         """Return the environment of one process; the two descriptors lead to its agent."""
         inherited = {k: v for k, v in os.environ.items() if k != secret.VARIABLE}
+        peer_key = secret.derive_peer_key(self.run_dir.secret(), self.spec.job)
         return {
             **inherited,
             **self.job_variables(),
@@ -97,7 +98,7 @@ class WorkerTemplate:
             "HOLDFAST_PROCS": str(self.spec.workers.procs),
             "HOLDFAST_MEMORY_BYTES": str(self.memory_bytes),
             "HOLDFAST_ORDERS_FD": str(-1 if self.orders_fd is None else self.orders_fd),
-            "HOLDFAST_PEER_KEY": secret.derive_peer_key(self.run_dir.secret()).hex(),
+            "HOLDFAST_PEER_KEY": peer_key.hex(),
             **(spread.variables(self.spec.workers.spread) if spread is not None else {}),
         }
 
