@@ -170,6 +170,13 @@ FED = {  # workers are lost, and others fed in their place
     "feeds": True,
     "feed_fails": 0.0,
 }
+FED_WRONG = FED | {  # one member may hold a wrong state
+    "faults": ("flip", "worker_crash"),
+    "fault_every_s": 0.7,
+    "loops": (60,),
+    "cycle": 8,
+    "save_every": 3,
+}
 MEMORY = {  # all workers are lost at once, with as many nodes as may be, or more
     **_THIRTY_STEPS,
     "slots": 1,
@@ -303,9 +310,11 @@ TUNED: dict[str, dict[str, object]] = {
     "the_first_step_is_not_fed": FED | {"loops": (400,), "faults_end_s": 8.0},
     "members_copy_at_different_boundaries": FED,
     "who_is_fed_joins_before_it_has_every_step": FED | {"data_s": 0.1},
-    "who_is_fed_is_not_waited_for_until_all_was_compared": FED
-    | {"faults": ("flip", "worker_crash"), "fault_every_s": 0.7}
-    | {"agents": 3, "loops": (60,), "cycle": 8, "save_every": 3},
+    "who_is_fed_is_not_waited_for_until_all_was_compared": FED_WRONG,
+    "copies_count_as_compared_although_they_differ": FED_WRONG
+    | {"agents": 4, "nodes_max": 4, "vranks": 8, "task_s": 0.02, "load_s": 0.01, "save_every": 0}
+    | {"loops": (120,), "cycle": 60, "faults": ("flip", "flip", "worker_crash")}
+    | {"fault_every_s": 0.8},
     "who_was_fed_is_proved_before_its_first_task": FED | {"forgetful": True},
     "a_view_without_tasks_for_who_was_fed_proves_it": FED
     | {"forgetful": True, "faults": ("worker_crash", "link_break")},

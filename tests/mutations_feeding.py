@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import pytest
@@ -12,6 +13,7 @@ from holdfast.core.membership.formation import Situation
 from holdfast.core.membership.roster import Roster
 from holdfast.core.membership.view_making import Proposal
 from holdfast.core.step import effects as ef
+from holdfast.core.step import events as ev
 from holdfast.core.step.events import Row
 from holdfast.core.step.feeding import Feeding
 from holdfast.core.step.following import Following
@@ -27,8 +29,10 @@ from mutation_kit import mutation
 def the_first_step_is_not_fed(patch: pytest.MonkeyPatch) -> Machines:
     """What follows the copied state begins one step too late."""
 
+    plain = Feeding.committed
+
     def committed(self: Feeding, step: int) -> list[ef.Outcome]:
-        return [ef.FeedStep(step)] if self._base is not None and step > self._base else []
+        return plain(self, step) if step != self._base else []
 
     patch.setattr(Feeding, "committed", committed)
     return Machines()
@@ -62,15 +66,22 @@ def who_is_fed_joins_before_it_has_every_step(patch: pytest.MonkeyPatch) -> Mach
 @mutation
 def who_is_fed_is_not_waited_for_until_all_was_compared(patch: pytest.MonkeyPatch) -> Machines:
     """A wrong part of a member's state is copied, and two outvote the one that is right."""
-    patch.setattr(Following, "__init__", _hasty(Following.__init__))
+    plain = Following.__init__
+    patch.setattr(Following, "__init__", lambda self, *, compares: plain(self, compares=False))
     return Machines()
 
 
-def _hasty(plain: object) -> object:
-    def init(self: Following, cycle: int) -> None:
-        plain(self, 0)  # type: ignore[operator]
+@mutation
+def copies_count_as_compared_although_they_differ(patch: pytest.MonkeyPatch) -> Machines:
+    """Members go on with copies that differ, and only the next cycle tells them so."""
+    plain = StepMachine.summed
 
-    return init
+    def summed(self: StepMachine, event: ev.Summed) -> list[ef.Outcome]:
+        alike = tuple(copy and 1 for copy in event.copies)
+        return plain(self, dataclasses.replace(event, copies=alike))
+
+    patch.setattr(StepMachine, "summed", summed)
+    return Machines()
 
 
 @mutation

@@ -24,7 +24,7 @@ from loop_kit import Script, dataset, digest, net, protected, step_once
 from support import SPEC
 from thread_cluster import ThreadCluster, ThreadWorker
 
-FED = {"nodes.join_pause": 0, "silent_errors.fingerprint_steps": 4}
+FED = {"nodes.join_pause": 0, "silent_errors.fingerprint_steps": 1000}
 STEPS = 100
 KEY = b"k" * 32
 
@@ -123,6 +123,40 @@ def test_who_joins_is_fed_and_the_result_is_the_same(script: Script) -> None:
         found, cluster = run(script, workers, {1: 30})
         assert found == expected
         assert joined_fed(cluster), cluster.events
+
+
+class Average:
+    """A tensor that is neither a parameter nor an optimizer's: steps compare nothing of it."""
+
+    def __init__(self) -> None:
+        self.held = torch.zeros(40)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"held": self.held}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.held.copy_(state["held"])
+
+
+def test_a_wrong_state_is_found_before_who_is_fed_joins() -> None:
+    """Members compare all that they have copied, also what nothing else would look at."""
+
+    def flips(job: Job, me: ThreadWorker) -> str:
+        model, average = net(), Average()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        job.protect(model=model, optimizer=optimizer, average=average)
+        for step in job.steps(job.batches(dataset(), batch_size=3), until=60):
+            step_once(step, model, optimizer)
+            if me.worker == 2 and step.index == 3:
+                average.held[-1] += 1
+        return digest(model)
+
+    _, cluster = run(flips, 4, {1: 30})
+    texts = [text for _, text in cluster.events]
+    found = [i for i, text in enumerate(texts) if "of worker 2 is not that of the others" in text]
+    fed = [i for i, text in enumerate(texts) if "receives the state while" in text]
+    joins = [i for i, text in enumerate(texts) if "worker 1 joins" in text]
+    assert fed[0] < found[0] < min([*joins, len(texts)]), texts
 
 
 def test_a_member_dies_while_it_feeds() -> None:

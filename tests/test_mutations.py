@@ -447,6 +447,7 @@ FIRST_SEED = {
     "commits_although_a_member_was_lost_before_its_vote": 12,
     "commits_although_one_survivor_has_no_gradient": 67,
     "coordinator_gives_up_leases_too_early": 2,
+    "copies_count_as_compared_although_they_differ": 15,
     "dirty_worker_counts_as_fresh": 12,
     "each_view_has_another_leader": 97,
     "frozen_worker_is_never_noticed": 294,

@@ -33,6 +33,7 @@ class Contribution:
     tokens: tuple[tuple[int, int], ...]  # virtual rank and token
     part: int
     whole: int
+    copied: int  # a fingerprint of its copy for followers; 0: none
     sums_wrongly: bool
 
 
@@ -193,7 +194,8 @@ class Exchanges:
         wrongly = False
         if self._world.options.kind_of(reduce.step) is StepKind.GRADIENTS:
             wrongly, spoiling.sums_wrongly = spoiling.sums_wrongly, False
-        mine = Contribution(tokens, part, whole, wrongly)
+        copied = process.feeds.copied_before(reduce.step)
+        mine = Contribution(tokens, part, whole, copied, wrongly)
         self._world.data.tell_all(process, group, group.present("part"), mine)
         self._sum(group)
 
@@ -218,6 +220,7 @@ class Exchanges:
                 step=reduce.step,
                 parts=tuple(found[key].part for key in group.keys) if looks else (),
                 wholes=tuple(found[key].whole for key in group.keys) if looks else (),
+                copies=tuple(found[key].copied for key in group.keys) if looks else (),
                 doubt=self._doubt(mine, group),
                 unlike=tuple(unlike),
                 compute_us=process.compute_us,

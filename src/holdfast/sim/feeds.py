@@ -37,11 +37,13 @@ class StagedCopy:
 class FedMessage:
     """Holds one message to a follower: of which order, and a copy, a piece of a step, or the end.
 
-    `broken`: the connection has ended before its time.
+    `broken`: the connection has ended before its time. `compared`: the members have compared their
+    copies, and they are the same.
     """
 
     number: int
     content: StagedCopy | tuple[int, Share] | None
+    compared: bool = False
     broken: bool = False
 
 
@@ -70,7 +72,9 @@ class Feeds:
         self._number = 0  # of the order that it follows; 0: none
         self._heard: dict[int, dict[int, StagedCopy]] = {}  # by order and rank
         self._steps: dict[int, dict[int, list[Share]]] = {}  # by order and step
+        self._compared: dict[int, dict[int, int]] = {}  # by order: how many say so with each step
         self._broken: dict[int, bool] = {}
+        self._copied: StagedCopy | None = None  # what this process has copied last
         self.is_wrong = False  # it was fed something wrong, which others could have seen
 
     # ------------------------------------------------------------ feeding
@@ -86,13 +90,21 @@ class Feeds:
         flipped = process.spoiling.flipped
         world.truth.staged(process, effect.step)
         copy = StagedCopy(effect.step, *self._place, process.state, flipped)
+        self._copied = copy
         self._send(copy, world.options.load_s)
         return ""
 
-    def send_step(self, step: int) -> None:
+    def copied_before(self, step: int) -> int:
+        """Return a fingerprint of the state that was copied one step before; 0: none was."""
+        copy = self._copied
+        if copy is None or copy.step != step - 1:
+            return 0
+        return hash((copy.state, -1 if copy.flipped is None else copy.flipped)) or 1
+
+    def send_step(self, step: int, *, compared: bool) -> None:
         """Send this process's piece of a sum that is committed."""
         share = Share(*self._place, self._process.total or 0)
-        self._send((step, share))
+        self._send((step, share), compared=compared)
 
     def end(self, *, finish: bool) -> None:
         """Send no more; unless it is to `finish`, what is under way may be lost."""
@@ -104,13 +116,19 @@ class Feeds:
         """Break off whatever this process sends."""
         self.end(finish=False)
 
-    def _send(self, content: StagedCopy | tuple[int, Share], extra_s: float = 0.0) -> None:
+    def _send(
+        self,
+        content: StagedCopy | tuple[int, Share],
+        extra_s: float = 0.0,
+        *,
+        compared: bool = False,
+    ) -> None:
         order, world = self._order, self._world
         for key in self._followers(order):
             at = world.now + world.delay(world.options.data_s) + extra_s
             at = self._free_at[key] = max(at, self._free_at.get(key, 0.0))
             assert order is not None
-            message = FedMessage(order.number, content)
+            message = FedMessage(order.number, content, compared)
             world.at(at - world.now, self._arrive, key, message)
 
     def _break(self, order: FollowOrder) -> None:
@@ -150,6 +168,8 @@ class Feeds:
             case (step, share):
                 of_step = self._steps.setdefault(message.number, {})
                 of_step.setdefault(step, []).append(share)
+                said = self._compared.setdefault(message.number, {})
+                said[step] = said.get(step, 0) + message.compared
             case StagedCopy() as copy if not self._broken.get(message.number):
                 self._heard.setdefault(message.number, {})[copy.rank] = copy
         if message.number == self._number:
@@ -164,7 +184,8 @@ class Feeds:
             process.feed(ev.StateFed(number, first.step))
             for step, shares in sorted(self._steps.get(number, {}).items()):
                 if number == self._number and len(shares) == shares[0].size:
-                    process.feed(ev.StepFed(number, step))
+                    compared = self._compared[number][step] == shares[0].size
+                    process.feed(ev.StepFed(number, step, compared))
         if self._broken.pop(number, False):
             process.feed(ev.FeedFailed(number, "a member feeds it no more"))
 

@@ -83,6 +83,8 @@ class Fed(Protocol):
 
     def heard(self, message: Any) -> None: ...
 
+    def copied_before(self, step: int) -> int: ...
+
 
 class AllNodes(Protocol):
     """Reaches the memory of all nodes over which a worker is spread."""

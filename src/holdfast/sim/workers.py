@@ -263,8 +263,8 @@ class Process(Running):
                 self.spread.everywhere(lambda memory, _, __: memory.mark(number, self.worker, step))
             case ef.ForgetProtected(number, step):
                 self.spread.everywhere(partial(self._forget, number, step))
-            case ef.FeedStep(step):
-                self.feeds.send_step(step)
+            case ef.FeedStep(step, compared):
+                self.feeds.send_step(step, compared=compared)
             case ef.EndFeeding(finish):
                 self.feeds.end(finish=finish)
             case ef.Follow(order):

@@ -353,7 +353,8 @@ def compose_worker(
     procs = spec.workers.procs
     restorer = None if store is None else Restorer(store, loaded, me.shard, procs)
     rate = spec.nodes.join_rate * 1e6
-    feeder = Feeder(protected, data, driver.post, me.peer_key, rate)
+    compares = guard.prints.cycle > 0
+    feeder = Feeder(protected, data, driver.post, me.peer_key, rate, compares=compares)
     receiver = FedReceiver(data, loaded, driver.post, driver.fail, me.peer_key)
     recalling = Recalling(data, loaded, me.peer_key, spec.redundancy(), me.shard)
     bringing_up = BringingUp(driver, loaded, missed, restorer, recalling, receiver.settled)

@@ -41,9 +41,18 @@ class ScriptGuard:
     joined: bool = False  # workers have joined before the next step
 
     def open(
-        self, step: int, buffers: Sequence[torch.Tensor], data: LoopData, *, whole: bool
+        self,
+        step: int,
+        buffers: Sequence[torch.Tensor],
+        data: LoopData,
+        *,
+        whole: bool,
+        copied: int = 0,
     ) -> Prints:
-        """Begin a step; returns its fingerprints. `whole`: one is taken of all of the state."""
+        """Begin a step; returns its fingerprints. `whole`: one is taken of all of the state.
+
+        `copied`: the fingerprint of the copy for followers.
+        """
         self.loaded.forget()
         looks = bool(self.cycle) and (self.joined or step % self.cycle == 0)
         self.attributes.begin_step(anew=looks)
@@ -58,7 +67,7 @@ class ScriptGuard:
             self.comparison.samples = data.samples(step)
             plain = self.comparison.plain_print()
         every = self.prints.of_all(buffers) if whole and self.prints.cycle > 1 else 0
-        return self.prints.of_step(step, buffers), every, plain
+        return self.prints.of_step(step, buffers), every, plain, copied
 
     def close(self) -> None:
         """End the tasks of a step. UserError if one of them has changed a parameter."""

@@ -325,7 +325,8 @@ class ScriptThread:
         else:
             data.gradients.sit_out()
         data.buffers.remember()
-        prints = guard.open(self._at, data.buffers.start, self._loop_data, whole=self._whole)
+        copied, start = self._copies.copied_before(self._at), data.buffers.start
+        prints = guard.open(self._at, start, self._loop_data, whole=self._whole, copied=copied)
         with self._driver.monitor:
             tells = kind is StepKind.VALUES or self._loop_data.quarantine is not None
             data.open(kind, prints, tells=tells)

@@ -66,6 +66,10 @@ class StateCopies:
         if self._saver is not None:
             self._saver.before_update()
 
+    def copied_before(self, step: int) -> int:
+        """Return a fingerprint of the state if it was fed one step before; 0: it was not."""
+        return self._feeder.copied_before(step)
+
     def finish(self) -> None:
         """Wait for a save under way: the loop has ended."""
         if self._saver is not None:

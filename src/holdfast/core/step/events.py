@@ -167,10 +167,14 @@ class FedLoaded:
 
 @dataclass(frozen=True, slots=True)
 class StepFed:
-    """All pieces of the gradient of `step` are here, sent by an order."""
+    """All pieces of the gradient of `step` are here, sent by an order.
+
+    `compared`: the members have said that their copies are equal.
+    """
 
     number: int
     step: int
+    compared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,6 +306,7 @@ class Summed:
     """All buckets of the step are summed, and every member's rows are here.
 
     `parts`, `wholes`: by rank, fingerprints of a part of the state and of all of it (0: not taken).
+    `copies`: by rank, a fingerprint of the copy for followers, made one step before.
     `doubt`: whether what was summed here is finite, or whose part is not (SOMEBODYS plus the rank).
     `unlike`: virtual ranks whose gradients are not what this worker's speculative tasks came to.
     """
@@ -311,6 +316,7 @@ class Summed:
     buckets: int = 1
     parts: tuple[int, ...] = ()
     wholes: tuple[int, ...] = ()
+    copies: tuple[int, ...] = ()
     doubt: int = FINITE
     unlike: tuple[int, ...] = ()
     compute_us: int = 0

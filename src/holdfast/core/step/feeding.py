@@ -2,10 +2,13 @@
 
 All members agree in their votes by which order they feed. At the next boundary each copies its
 share of the state, and from then on sends its pieces of all reduced gradients: who has got all
-shares and all pieces holds the state that the members hold.
+shares and all pieces holds the state that the members hold. In the step after the next one the
+members compare their copies: a follower may join once it is known that they agree.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from holdfast.core.step.effects import EndFeeding, FeedStep, Outcome, StageState
 from holdfast.core.types import FollowOrder, View
@@ -23,6 +26,7 @@ class Feeding:
         self._due: int | None = None  # after so many steps the state is copied, or soon after
         self._skipped = 0
         self._base: int | None = None  # the first step that is fed
+        self._is_compared = False  # the copies of all members are equal
 
     def told(self, order: FollowOrder | None, view: View | None) -> list[Outcome]:
         """Note by which order the coordinator wants this member of `view` to feed, if any."""
@@ -63,7 +67,7 @@ class Feeding:
             if self._skipped > SKIPPED_MAX:
                 self.unfed, self._due = order.number, None
             return []
-        self._due, self._base = None, step
+        self._due, self._base, self._is_compared = None, step, False
         return [StageState(step, order, view)]
 
     def staged(self, number: int, problem: str) -> None:
@@ -77,9 +81,19 @@ class Feeding:
         if number == self._agreed:
             self._base = None
 
+    def copies_agree(self, copies: Sequence[int]) -> None:
+        """Record fingerprints of the members' copies, which do not contradict each other.
+
+        `copies`: by rank; 0 if a member shows none in this step.
+        """
+        if self._base is not None and copies and all(copies):
+            self._is_compared = True
+
     def committed(self, step: int) -> list[Outcome]:
         """Return what follows from the commit of a step."""
-        return [FeedStep(step)] if self._base is not None and step >= self._base else []
+        if self._base is None or step < self._base:
+            return []
+        return [FeedStep(step, self._is_compared)]
 
     def _end(self, *, finish: bool) -> list[Outcome]:
         fed = self._base is not None

@@ -1,9 +1,9 @@
 """Decides what a worker does that is fed before it is a member. Pure.
 
 It loads the state once all shares of it are here, and then applies one reduced gradient after the
-other, as if it had taken part. What was copied from a member that holds a wrong part of the state
-is wrong here, too; so it counts as up to date only after a cycle in which the members have compared
-every part: a wrong one ends their view, and with it the order.
+other, as if it had taken part. If a member holds a wrong part of the state, this worker may have
+loaded it. So it counts as up to date only once the members have compared all their copies: if
+their copies differ, their view ends, and the order with it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ FedEvent = StateFed | FedLoaded | StepFed | FedTaken
 
 
 class Following:
-    """Keeps what one worker was fed. `cycle`: steps in which members compare all of the state."""
+    """Keeps what one worker was fed. `compares`: the members compare their copies."""
 
-    def __init__(self, cycle: int) -> None:
+    def __init__(self, *, compares: bool) -> None:
         self.order: FollowOrder | None = None
         self.opened = -1  # the step that the script has opened
-        self._cycle = cycle
+        self._compares = compares
+        self._is_compared = False  # the copies for this order are equal
         self._base: int | None = None  # the state after so many steps is here
         self._is_loaded = False
         self._steps: set[int] = set()  # whose gradients are here
@@ -60,6 +61,7 @@ class Following:
         self.order = self._base = None
         self._is_stranded = status.has_state
         self._is_loaded, self.opened, self._taking = False, -1, -1
+        self._is_compared = False
         self._steps.clear()
         spoils = [BecameFed(state=StateCopy.DIRTY)] if status.has_state else []
         return [Unfollow(), *spoils]
@@ -83,8 +85,9 @@ class Following:
         match event:
             case StateFed(_, step):
                 self._base = step
-            case StepFed(_, step):
+            case StepFed(_, step, compared):
                 self._steps.add(step)
+                self._is_compared |= compared
             case FedLoaded():
                 self._is_loaded = True
                 return [BecameFed(state=StateCopy.CURRENT, committed=self._base)]
@@ -111,7 +114,7 @@ class Following:
             return [TakeFed(step)]
         if self.opened == step and status.phase is Phase.COMPUTING:
             return [BecameFed(phase=Phase.WAITING)]
-        compared = self._base is not None and step >= self._base + self._cycle
+        compared = self._is_compared or not self._compares
         if at_boundary and compared and status.abreast < order.number:
             return [BecameFed(abreast=order.number)]
         return []

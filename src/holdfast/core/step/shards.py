@@ -149,6 +149,7 @@ def _summed(events: Sequence[ev.Summed]) -> ev.Summed:
         parts=_by_rank([each.parts for each in events]),
         buckets=min(each.buckets for each in events),  # those that all shards have may be audited
         wholes=_by_rank([each.wholes for each in events]),
+        copies=_by_rank([each.copies for each in events]),
         doubt=max(each.doubt for each in events),
         unlike=tuple(sorted({vrank for each in events for vrank in each.unlike})),
     )

@@ -382,13 +382,12 @@ class StepMachine:
         if self.activity is not Activity.ROWS or event.step != self.step:
             return []
         self._sums, self.activity, self._late = event, Activity.OWED, ()
-        if not self._policy.cycle:
-            return self.advance()
-        wholes = {rank: whole for rank, whole in enumerate(event.wholes) if whole}
-        for found in (dict(enumerate(event.parts)), wholes):
-            if len(set(found.values())) > 1:
-                workers = self._view.workers
-                return self._differ({workers[rank]: found[rank] for rank in sorted(found)})
+        workers = self._view.workers
+        for prints in (event.parts, event.wholes, event.copies) if self._policy.cycle else ():
+            taken = {workers[r]: p for r, p in enumerate(prints) if p or prints is event.parts}
+            if len(set(taken.values())) > 1:
+                return self._differ(taken)
+        self.feeding.copies_agree(event.copies)
         return self.advance()
 
     def _audit(self) -> list[Outcome]:

@@ -58,7 +58,7 @@ class WorkerMachine:
         self._policy = policy or StepPolicy()
         self.lateness = Lateness(self._policy.patience)
         self._step = StepMachine(worker, self._policy, self, counting)
-        self._following = Following(self._policy.cycle)
+        self._following = Following(compares=self._policy.cycle > 0)
         self._status = WorkerStatus(worker=worker, incarnation=incarnation)
         self._view: View | None = None
         self._last_step_of = NO_VIEW  # whose votes announced a change: it ends at the next boundary

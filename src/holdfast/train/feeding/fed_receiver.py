@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 import torch
 
@@ -46,18 +47,19 @@ class _Feed:
     failure: str = ""
     channels: list[socket.socket] = field(default_factory=list)
 
-    def parts(self, rank: int) -> list[StatePart]:
+    def parts(self) -> list[StatePart]:
         sizes = [t.nbytes for t in self.tensors or ()]
-        found = parts_of(sizes, list(range(self.size)))
-        return [part for part in found if part.donor == rank]
+        return parts_of(sizes, list(range(self.size)))
 
     def news(self) -> list[ev.WorkerEvent]:
         """Return all that is complete."""
         found: list[ev.WorkerEvent] = []
         if self.tensors is not None and not self.left:
             found.append(ev.StateFed(self.number, self.step))
-        whole = [step for step, told in self.steps.items() if len(told) == self.size]
-        found += [ev.StepFed(self.number, step) for step in sorted(whole)]
+        for step, told in sorted(self.steps.items(), key=itemgetter(0)):
+            if len(told) == self.size:
+                compared = all(head.compared for head, _ in told.values())
+                found.append(ev.StepFed(self.number, step, compared))
         if self.failure:
             found.append(ev.FeedFailed(self.number, self.failure))
         return found
@@ -198,10 +200,12 @@ class FedReceiver:
             tensors = feed.tensors
         if feed.step != head.step:
             raise WireError(f"members have copied steps {feed.step} and {head.step}")
-        parts = feed.parts(rank)
+        parts = feed.parts()
         while (head := feed_frames.read_head(channel)).kind != "end":
             if head.kind == "part":
                 part = parts[head.index]
+                if part.donor != rank:
+                    raise WireError(f"rank {rank} sends a part of rank {part.donor}")
                 place = bytes_of(tensors[part.tensor])[part.start : part.stop]
                 feed_frames.read_into(channel, place, head.buffers[0])
                 self._came(feed, rank, None)

@@ -28,6 +28,7 @@ class FeedHead(msgspec.Struct, frozen=True, kw_only=True):
     `kind`: "state" (first, with the skeleton from rank 0), "part" (of the state), "step" or "end".
     `step`: that of the state, or the one whose gradient it is. `index`: the number of the part.
     `plan`: 63 bits of what is summed. `tables`: rows of each, and whether they are all.
+    `compared`: the members know that they have copied the same state.
     """
 
     kind: str
@@ -35,6 +36,7 @@ class FeedHead(msgspec.Struct, frozen=True, kw_only=True):
     index: int = 0
     plan: int = 0
     tables: tuple[tuple[int, bool], ...] = ()
+    compared: bool = False
     buffers: tuple[tuple[int, bytes], ...] = ()
 
 
@@ -65,9 +67,10 @@ def send(
     head: FeedHead,
     buffers: Sequence[memoryview],
     rate: SendRate | None = None,
+    digest: bytes = b"",
 ) -> None:
-    """Send one message. OSError."""
-    named = tuple((len(each), xxhash.xxh3_128_digest(each)) for each in buffers)
+    """Send one message. `digest`: that of its only buffer, if it is known already. OSError."""
+    named = tuple((len(each), digest or xxhash.xxh3_128_digest(each)) for each in buffers)
     peer_stream.send_message(channel, msgspec.structs.replace(head, buffers=named))
     for each in buffers:
         for start in range(0, len(each), BLOCK_BYTES):

@@ -1,15 +1,13 @@
 """Feeds workers that follow: a copy of this member's share of the state, then step after step.
 
-What may change while the next step computes is copied at the boundary; parameters and the
-optimizer's state while it computes, and `before_update` waits for the rest. Each follower has a
-thread of its own, so that training waits for none.
+Each follower has a thread of its own, so that training waits for none.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,19 +17,23 @@ from holdfast.core.step import events as ev
 from holdfast.core.types import FollowOrder, View, WorkerId
 from holdfast.memory.free_memory import free_bytes
 from holdfast.train.checkpoint import state
-from holdfast.train.checkpoint.staging import Copier, steady_storages
-from holdfast.train.checkpoint.transfer import StatePart, parts_of
+from holdfast.train.checkpoint.transfer import parts_of
 from holdfast.train.feeding import feed_frames
 from holdfast.train.feeding.feed_frames import FeedHead, SendRate, bytes_of
-from holdfast.train.step.kept_step import KeptStep, room
+from holdfast.train.feeding.staged_state import StagedState
+from holdfast.train.step.kept_step import KeptStep
 from holdfast.train.step.step_data import StepData
 
 Message = tuple[FeedHead, list[memoryview]]
+StateParts = list[tuple[int, memoryview]]  # numbers of parts, and their bytes
 MARGIN = 0.9  # of the free memory, that copies and steps may take
 
 
 class Feeder:
-    """Feeds others for one member. `rate`: bytes a second at which the state is sent."""
+    """Feeds others for one member. `rate`: bytes a second at which the state is sent.
+
+    `compares`: members compare the state that they feed.
+    """
 
     def __init__(
         self,
@@ -40,15 +42,16 @@ class Feeder:
         tell: Callable[[ev.WorkerEvent], None],
         key: bytes,
         rate: float,
+        *,
+        compares: bool,
     ) -> None:
         self._protected = protected
         self._data = data
         self._tell = tell
         self._key = key
         self._rate = rate
-        self._copier = Copier(protected)
-        self._copying: threading.Thread | None = None
-        self._arena = room(0)
+        self._staged = StagedState(protected, compares=compares)
+        self._step = -1  # the one before which the state was copied last
         self._senders: list[_Sender] = []
         self._rank = 0
         self._number = 0
@@ -62,37 +65,40 @@ class Feeder:
         self._rank, size = view.rank(me), len(view.members)
         skeleton, tensors = state.capture(self._protected)
         parts = parts_of([t.nbytes for t in tensors], list(range(size)))
-        mine = [part for part in parts if part.donor == self._rank]
-        needed = sum(part.stop - part.start for part in mine)
-        free = free_bytes() + len(self._arena)
+        needed = sum(part.stop - part.start for part in parts if part.donor == self._rank)
+        free = free_bytes()
         if needed > free * MARGIN:
             return f"a copy takes {needed >> 20} MiB of memory, and {free >> 20} MiB are free"
         try:
-            self._copy(tensors, mine, needed)
+            self._staged.copy(skeleton, tensors, parts, self._rank)
         except (MemoryError, RuntimeError) as error:
             return first_line(error)
-        self._number = order.number
+        self._number, self._step = order.number, step
         head = FeedHead(kind="state", step=step)
         first = [memoryview(skeleton)] if self._rank == 0 else []
         budget = max(int((free - needed) * MARGIN / 2), 1 << 20)
         for follower in order.followers:
-            sender = _Sender(follower.address, budget, self._arrived)
+            sender = _Sender(follower.address, budget, self._staged)
             sender.put((head, first))
             self._senders.append(sender)
         for sender in self._senders:
-            messages = self._messages(step, mine)
+            messages = self._staged.messages(parts, self._rank)
             args = (sender, messages, (self._key, order.number, self._rank, size))
             threading.Thread(target=self._run, args=args, name="holdfast-feed", daemon=True).start()
         return ""
 
     def before_update(self) -> None:
         """Let copies under way come first: the state is about to change."""
-        self._copier.hold()
-        if self._copying is not None:
-            self._copying.join()
-            self._copying = None
+        self._staged.before_update()
+        if self._staged.problem and self._number:
+            self._tell(ev.FeedFailed(self._number, self._staged.problem))
+            self._number = 0
 
-    def send_step(self, index: int, piece: Callable[[int], slice]) -> None:
+    def copied_before(self, step: int) -> int:
+        """Return a fingerprint of the state if it was copied one step before; 0: it was not."""
+        return self._staged.fingerprint if self._step == step - 1 else 0
+
+    def send_step(self, index: int, piece: Callable[[int], slice], *, compared: bool) -> None:
         """Send this member's piece of a reduced step, which the script has not touched yet."""
         kept = KeptStep.of(self._data, piece)
         buffers = [*kept.pieces]
@@ -103,7 +109,8 @@ class Feeder:
             tables = [(len(t.places), t.dense) for t in kept.tables]
             buffers += [part for t in kept.tables for part in (t.places, t.values)]
         plan = self._data.gradients.plan
-        head = FeedHead(kind="step", step=index, plan=plan, tables=tuple(tables))
+        named = tuple(tables)
+        head = FeedHead(kind="step", step=index, plan=plan, tables=named, compared=compared)
         message = head, [bytes_of(state.as_bytes(each)) for each in buffers]
         for sender in self._senders:
             sender.put(message)
@@ -114,57 +121,17 @@ class Feeder:
             sender.end(finish=finish)
         self._senders = []
         self._number = 0
-        if self._copying is None:
-            self._copier.release()
-            self._arena = room(0)  # whoever still sends of it holds it
-
-    # ------------------------------------------------------------ copies
-
-    def _copy(self, tensors: Sequence[torch.Tensor], parts: Sequence[StatePart], size: int) -> None:
-        """Copy these parts one after the other into the arena, most of them beside training."""
-        if len(self._arena) < size:
-            self._copier.release()
-            self._arena = room(size)  # pages are touched by whoever copies to them
-        memory, at = bytes_of(self._arena), 0
-        steady = steady_storages(self._protected)
-        places: dict[bool, list[tuple[int, torch.Tensor]]] = {False: [], True: []}
-        for part in parts:
-            tensor = tensors[part.tensor].detach()
-            late = not tensor.is_cuda and tensor.untyped_storage().data_ptr() in steady
-            flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-            places[late].append((at, flat[part.start : part.stop]))
-            at += part.stop - part.start
-        self._copier.copy(memory, places[False])
-        if places[True]:
-            args = (memory, places[True])
-            self._copying = threading.Thread(target=_copy_late, args=args, daemon=True)
-            self._copying.start()
-
-    def _arrived(self) -> None:
-        """Wait until the copy is complete."""
-        self._copier.arrived()
-        copying = self._copying
-        if copying is not None:
-            copying.join()
+        self._staged.release()
 
     # ------------------------------------------------------------ sending
 
-    def _messages(self, step: int, parts: Sequence[StatePart]) -> list[Message]:
-        memory, at, found = bytes_of(self._arena), 0, []
-        for index, part in enumerate(parts):
-            size = part.stop - part.start
-            head = FeedHead(kind="part", step=step, index=index)
-            found.append((head, [memory[at : at + size]]))
-            at += size
-        return found
-
     def _run(
-        self, sender: _Sender, state_parts: list[Message], whom: tuple[bytes, int, int, int]
+        self, sender: _Sender, state_parts: StateParts, whom: tuple[bytes, int, int, int]
     ) -> None:
         key, number, rank, size = whom
         try:
             sender.run(state_parts, key, (number, rank, size), SendRate(self._rate))
-        except (OSError, WireError, ValueError) as error:
+        except (OSError, WireError, ValueError, RuntimeError) as error:
             if not sender.ended:
                 text = f"sending to {sender.address} has failed: {first_line(error)}"
                 self._tell(ev.EventNoted("join", text))
@@ -173,12 +140,12 @@ class Feeder:
 class _Sender:
     """Sends to one follower, in a thread: the state first, then whatever was put."""
 
-    def __init__(self, address: str, budget: int, arrived: Callable[[], None]) -> None:
+    def __init__(self, address: str, budget: int, staged: StagedState) -> None:
         self.address = address
         self.ended = False
         self._budget = budget  # bytes that may wait
         self._waiting = 0
-        self._arrived = arrived
+        self._staged = staged
         self._queue: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._channel: Any = None
@@ -202,18 +169,17 @@ class _Sender:
                 self._channel.close()
         self._queue.put(None)
 
-    def run(
-        self, parts: list[Message], key: bytes, who: tuple[int, int, int], rate: SendRate
-    ) -> None:
+    def run(self, parts: StateParts, key: bytes, who: tuple[int, int, int], rate: SendRate) -> None:
         """Connect, and send until it is ended. OSError, WireError."""
         channel = feed_frames.connect(self.address, key, *who)
         with self._lock:
             self._channel = channel
         with channel:
             self._send(channel, self._queue.get())
-            self._arrived()
-            for head, buffers in parts:
-                feed_frames.send(channel, head, buffers, rate)
+            self._staged.arrived()
+            for number, data in parts:
+                head = FeedHead(kind="part", index=number)
+                feed_frames.send(channel, head, [data], rate, self._staged.digest(number))
             parts.clear()
             while (message := self._queue.get()) is not None:
                 self._send(channel, message)
@@ -224,10 +190,3 @@ class _Sender:
             feed_frames.send(channel, *message)
             with self._lock:
                 self._waiting -= sum(map(len, message[1]))
-
-
-def _copy_late(memory: memoryview, places: Sequence[tuple[int, torch.Tensor]]) -> None:
-    for start, tensor in places:
-        if tensor.numel():
-            room = torch.frombuffer(memory, dtype=torch.uint8, count=tensor.numel(), offset=start)
-            room.copy_(tensor)

@@ -61,8 +61,8 @@ class StepHands:
                 self._bringing_up.withdraw(invalidations)
             case ef.LookWhoIsLate(view, step):
                 return [ev.StillAwaited(view, step, tuple(self._engine.awaited()))]
-            case ef.FeedStep(step):
-                self._feeder.send_step(step, self._engine.piece)
+            case ef.FeedStep(step, compared):
+                self._feeder.send_step(step, self._engine.piece, compared=compared)
             case ef.EndFeeding(finish):
                 self._feeder.end(finish=finish)
             case ef.Follow(order):

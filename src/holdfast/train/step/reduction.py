@@ -35,9 +35,9 @@ TAG_UPDATE = 8
 TAG_STATE = 16
 TAG_BUCKETS = 1024
 TAG_OF_PLAN = 1 << 16  # added as often as a plan's number says, so that two plans never meet
-# Fingerprints of a part of the state, of all of it, and of what is no tensor (0: not taken).
-Prints = tuple[int, int, int]
-HEAD_WORDS = 4  # before a message's rows: what it brings, and the fingerprints
+# Fingerprints of a part of the state, all of it, its plain values, and the copy for followers (0: none).
+Prints = tuple[int, int, int, int]
+HEAD_WORDS = 5  # before a message's rows: its flags, and the fingerprints
 HERE, STOPS = 1, 2  # bits of the first word: the message has come, and wants the loop to end
 PIECE_ALIGN = 64  # elements; pieces start on cache lines
 
@@ -231,7 +231,7 @@ class TableGather:
     """Everyone's rows and used flags, in everyone's table. The first word says that it is here."""
 
     def __init__(
-        self, table: StepTable, used: torch.Tensor, layout: Layout, prints: Prints = (0, 0, 0)
+        self, table: StepTable, used: torch.Tensor, layout: Layout, prints: Prints = (0, 0, 0, 0)
     ) -> None:
         self.prints = {layout.rank: prints}  # by rank; of all once `spread` has returned
         self._table = table
@@ -258,7 +258,7 @@ class TableGather:
         for peer, message in self._messages.items():
             brings, *prints = message[:HEAD_WORDS].tolist()
             self._table.stops |= bool(brings & STOPS)
-            self.prints[peer] = prints[0], prints[1], prints[2]
+            self.prints[peer] = prints[0], prints[1], prints[2], prints[3]
             self._table.unpack(HEAD_WORDS, self._layout.hosted[peer], message)
 
     def finish(self) -> None:

@@ -48,7 +48,7 @@ class StepData:
         self.tells = False  # its tasks may tell something: values, or of bad records
         self.wants_stop = False  # this worker's script wants the loop to end
         self._stops = False  # it did when the step was opened
-        self.prints: Prints = (0, 0, 0)  # fingerprints of the state that the step begins with
+        self.prints: Prints = (0, 0, 0, 0)  # fingerprints of the state that the step begins with
         self.reduced_in = 0  # the view in which its gradient became complete
         self.acts = False  # this worker was that view's leader: exactly one member was
         self.sharding: ShardedOptimizers | None = None  # of the optimizers that apply it
