@@ -1,9 +1,10 @@
 """Plays a GPU on a machine without one: tensors that are not the host's, and streams that lag.
 
 A FakeGpuTensor says that it lies on `cuda:0`, refuses what a real one refuses (`numpy()`, work on
-tensors of both kinds), and counts as computed at once. Copies in a stream other than the default
-one are carried out no sooner than somebody waits for them: who reads what a copy writes without
-having waited reads what was there before, which a real GPU does only now and then.
+tensors of both kinds), and counts as computed at once. Backward passes run in a thread of their
+own. Copies in a stream other than the default one are carried out no sooner than somebody waits for
+them: who reads what a copy writes without having waited reads what was there before, which a real
+GPU does only now and then.
 """
 
 from __future__ import annotations
@@ -238,12 +239,45 @@ def _is_gpu(where: Any) -> bool:
     return isinstance(where, str | torch.device) and torch.device(where).type == "cuda"
 
 
-@pytest.fixture
-def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+_BACKWARD = torch.Tensor.backward
+
+
+def _backward(tensor: torch.Tensor, *args: Any, **options: Any) -> None:
+    """Run in another thread, as autograd does for a GPU: no lock of the caller's is held there."""
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            _BACKWARD(tensor, *args, **options)
+        except BaseException as error:  # noqa: BLE001 - raised where it was called
+            failed.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+
+
+class FakeCudart:
+    """Pins nothing, but says so only if `code` is not 0."""
+
+    def __init__(self, code: int = 0) -> None:
+        self._code = code
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+        return self._code
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        return 0
+
+
+def install(patch: pytest.MonkeyPatch) -> torch.device:
     """Put the fake where torch looks for a GPU, as far as Holdfast asks for one."""
     for name in ("zeros", "empty", "ones", "arange", "full", "tensor"):
-        monkeypatch.setattr(torch, name, _creating(getattr(torch, name)))
-    monkeypatch.setattr(torch.Tensor, "to", _to)
+        patch.setattr(torch, name, _creating(getattr(torch, name)))
+    patch.setattr(torch.Tensor, "to", _to)
+    patch.setattr(torch.Tensor, "backward", _backward)
     for name, fake in {
         "Stream": FakeStream,
         "Event": FakeEvent,
@@ -251,6 +285,13 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
         "current_stream": lambda device=None: _present(),
         "default_stream": lambda device=None: DEFAULT,
         "device": lambda device: contextlib.nullcontext(),
+        "cudart": FakeCudart,
     }.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
+        patch.setattr(torch.cuda, name, fake)
     return GPU
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """Let a test run with the fake."""
+    return install(monkeypatch)

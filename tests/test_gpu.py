@@ -5,27 +5,40 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from fake_gpu import fake_gpu, move, on_gpu
+from conftest import RUN_S, SCRIPTS
+from fake_gpu import FakeCudart, fake_gpu, move, on_gpu
 from holdfast.core.job_spec import with_settings
+from holdfast.core.redundancy import Piece, read_redundancy
 from holdfast.core.types import WorkerId
+from holdfast.memory.pieces import Image, PieceCoder
+from holdfast.testing.local_nodes import LocalNodes, names
+from holdfast.testing.local_run import LocalRun
 from holdfast.testing.memory_transport import MemoryNetwork
 from holdfast.testing.transports import (
     CONTRACT,
     GroupMember,
+    MakeTransport,
     SharedRendezvous,
     aborts_amid_messages,
+    notices_death,
+    run_contract,
     run_contract_in_threads,
 )
 from holdfast.train.checkpoint import state
+from holdfast.train.checkpoint.staging import Copier
 from holdfast.train.job import Job
+from holdfast.train.protection.device_image import DeviceImage
+from holdfast.train.protection.tensor_coding import TensorCode
 from holdfast.train.transport import nccl
-from holdfast.train.transport.nccl import NO_NCCL, GpuTransport
+from holdfast.train.transport.gloo import GlooDevice, GlooTransport
+from holdfast.train.transport.nccl import NO_NCCL, GpuTransport, gpu_id_of
 from holdfast.train.transport.seam import Transport
 from holdfast.train.transport.staged import Copy, DeviceCopies, HostRooms, Moment, StagedTransport
 from support import SPEC
@@ -57,6 +70,7 @@ def exchanged(copies: Callable[[], DeviceCopies]) -> list[list[float]]:
     return sorted(found)
 
 
+LONG = (aborts_amid_messages, notices_death)
 RIGHT = [[0.0, 10.0, 20.0], [1.0, 11.0, 21.0]]
 
 
@@ -87,10 +101,7 @@ def test_the_fake_shows_copies_that_nobody_waited_for(
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, marks=pytest.mark.slow if case is aborts_amid_messages else ())
-        for case in CONTRACT
-    ],
+    [pytest.param(case, marks=pytest.mark.slow if case in LONG else ()) for case in CONTRACT],
     ids=lambda case: case.__name__,
 )
 def test_the_staged_transport_keeps_the_contract(
@@ -98,6 +109,38 @@ def test_the_staged_transport_keeps_the_contract(
 ) -> None:
     network = MemoryNetwork()
     assert run_contract_in_threads(case, lambda: staged(network), size=3, device="cuda") == []
+
+
+@pytest.mark.parametrize(("size", "room"), [(1, 4096), (5000, 8192), ((64 << 20) + 1, 128 << 20)])
+def test_a_room_is_used_again_once_the_device_has_read_it(size: int, room: int) -> None:
+    class Later:
+        passed = False
+
+        def query(self) -> bool:
+            return self.passed
+
+    rooms, moment = HostRooms(DeviceCopies(torch.device("cpu"))), Later()
+    first = rooms.take(size)
+    assert first.nbytes == room
+    rooms.give_back([first], moment)
+    second = rooms.take(size)
+    assert second is not first
+    moment.passed = True
+    assert rooms.take(size) is first
+
+
+def on_one_gpu(rank: int) -> MakeTransport:
+    gpu, device = torch.device("cuda", 0), GlooDevice("127.0.0.1", b"k" * 32)
+    rooms = HostRooms(DeviceCopies(gpu))
+    return lambda: GpuTransport(GlooTransport(device, ended_s=0.5), gpu, rooms, gpu_id_of(gpu))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("case", CONTRACT, ids=lambda case: case.__name__)
+def test_processes_that_share_a_real_gpu_keep_the_contract(
+    case: Callable[[GroupMember], None],
+) -> None:
+    assert run_contract(case, on_one_gpu, size=3, device="cuda") == []
 
 
 # ---------------------------------------------------------------- which way tensors travel
@@ -240,3 +283,121 @@ def test_audits_find_a_bit_that_flips_on_a_gpu(fake_gpu: torch.device) -> None:
     found, cluster = trained(3, settings, disturb=flip)
     assert cluster.told("wrong")
     assert found == trained(1, gpu=False)[0]
+
+
+# ---------------------------------------------------------------- copies of the state
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_a_checkpoint_copies_the_state_before_the_next_update(
+    code: int, fake_gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: FakeCudart(code))
+    model = move(net())
+    places, at = [], 0
+    for tensor in model.state_dict().values():
+        places.append((at, tensor))
+        at += -(-tensor.nbytes // 64) * 64
+    memory = memoryview(bytearray(at))
+    copier = Copier({"model": model})
+    for _ in range(2):
+        before = [tensor.cpu() for _, tensor in places]
+        copier.copy(memory, places)
+        assert copier.busy  # parameters are not there yet
+        copier.hold()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 1
+        copier.arrived()
+        assert not copier.busy
+        for (start, tensor), wanted in zip(places, before, strict=True):
+            assert bytes(memory[start : start + tensor.nbytes]) == bytes(state.as_bytes(wanted))
+    copier.release()
+
+
+@pytest.mark.parametrize("text", ["replicate:2", "rs:2+1"])
+def test_pieces_of_what_lies_partly_on_a_gpu_are_those_of_the_host(
+    text: str, fake_gpu: torch.device
+) -> None:
+    redundancy = read_redundancy(text)
+    dice = torch.Generator().manual_seed(1)
+    tensors = [torch.randn(count, generator=dice) for count in (7, 300, 41)]
+    on_host = Image([state.as_bytes(each).numpy().data for each in tensors])
+    image = DeviceImage([tensors[0], *map(on_gpu, tensors[1:])], fake_gpu)
+    coder = PieceCoder(redundancy, 3, image.size)
+    code = TensorCode(redundancy.data, redundancy.parity) if redundancy.data > 1 else None
+    for part in range(3 // redundancy.data):
+        for number in range(redundancy.data + redundancy.parity):
+            found, wanted = (memoryview(bytearray(coder.size)) for _ in "ab")
+            piece = Piece(part, number)
+            digests = image.make(coder, code, piece, found), coder.make(on_host, piece, wanted)
+            assert found == wanted
+            assert digests[0] == digests[1]
+
+
+# ---------------------------------------------------------------- whole jobs of processes
+
+STEPS = 40
+SEVERAL = ("--nproc", "3", "--virtual", "4")
+STORED = ("--store", "STORE", "--save-every", "5")
+
+
+def finished(
+    folder: Path, *words: str, options: Sequence[str] = SEVERAL
+) -> tuple[str, list[dict[str, Any]]]:
+    """Run tests/scripts/on_fake_gpu.py to its end; return its digest, and the workers lost."""
+    flags = [str(folder / "store") if each == "STORE" else each for each in options]
+    script = [str(SCRIPTS / "on_fake_gpu.py"), "--steps", str(STEPS), *words]
+    with LocalRun(folder / "run", flags, script) as run:
+        assert run.wait(RUN_S) == 0, run.log()
+    return run.out[-1], run.events("lost")
+
+
+@pytest.fixture(scope="module")
+def on_the_host(tmp_path_factory: pytest.TempPathFactory) -> str:
+    alone = ("--nproc", "1", "--virtual", "4")
+    return finished(tmp_path_factory.mktemp("host"), "--host", options=alone)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        (*SEVERAL, *STORED),
+        (*SEVERAL, "--join-pause", "0", "--fingerprint-steps", "4"),
+        (*SEVERAL, "--spares", "1", "--hot-spares"),
+    ],
+    ids=["checkpoints", "feeding", "hot spares"],
+)
+def test_a_process_on_a_gpu_is_killed_and_replaced(
+    options: Sequence[str], on_the_host: str, tmp_path: Path
+) -> None:
+    found, lost = finished(tmp_path, "--kill", "8:1", "--rejoin", "20", options=options)
+    assert found == on_the_host
+    assert len(lost) == 1
+
+
+@pytest.mark.slow
+def test_all_processes_on_a_gpu_are_killed_at_once(on_the_host: str, tmp_path: Path) -> None:
+    found, lost = finished(tmp_path, "--kill", "23:0,1,2", options=(*SEVERAL, *STORED))
+    assert found == on_the_host
+    assert len(lost) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("redundancy", ["replicate:2", "rs:2+1"])
+def test_a_state_on_gpus_comes_back_from_the_nodes_memory(
+    redundancy: str, on_the_host: str, tmp_path: Path
+) -> None:
+    flags = ["--nproc", "1", "--virtual", "4", "--nodes-min", "3", "--nodes-max", "3"]
+    flags += ["--redundancy", redundancy, "--protect-every", "5"]
+    words = ["--steps", str(STEPS), "--kill", "23:0,1,2"]
+    script = [str(SCRIPTS / "on_fake_gpu.py"), *words]
+    with LocalRun(tmp_path / "run", flags, script) as run, LocalNodes(run) as others:
+        run.until(run.run_dir.coordinator.exists, RUN_S, "the coordinator listens")
+        for name in names(3):
+            others.add(name)
+        assert run.wait(RUN_S) == 0, run.log()
+        assert on_the_host in others.last_lines()
+    assert len(run.events("lost")) == 3
+    assert any("as the nodes' memory has it" in each["text"] for each in run.events("view"))

@@ -7,6 +7,7 @@ must wait for them: module buffers before the next forward pass, the rest before
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,7 +35,7 @@ class Copier:
             elif tensor.nbytes:
                 _room(memory, start, tensor).copy_(tensor)
         if on_gpu:
-            self._pin(memory)
+            self._pin(memory, on_gpu[0][1].device)
             changing = {
                 local_of(buffer).untyped_storage().data_ptr()
                 for module in self._protected.values()
@@ -87,12 +88,17 @@ class Copier:
                 event.record(stream)
             self._under_way.append(event)
 
-    def _pin(self, memory: memoryview) -> None:
+    def _pin(self, memory: memoryview, device: torch.device) -> None:
         """Pin the memory; otherwise the copies are slower, and hold up the host."""
         self._under_way = []
         if not self._pinned:
             failed = torch.cuda.cudart().cudaHostRegister(_address(memory), len(memory), 0)
             self._pinned = memoryview(b"") if int(failed) else memory
+            if int(failed):
+                # CUDA also reports this error to the next kernel that anybody starts: let it be
+                # this one, and not the script's.
+                with contextlib.suppress(RuntimeError):
+                    torch.zeros(1, device=device)
 
 
 def steady_storages(protected: Mapping[str, Any]) -> set[int]:

@@ -19,6 +19,7 @@ from holdfast.train.transport.seam import Message, Pending, Rendezvous, Transpor
 
 POOL_BYTES_MAX = 1 << 30  # of rooms that wait to be used again
 LEAST_BYTES = 1 << 12
+LARGE_BYTES = 1 << 26  # rooms are a power of two in size, and above this a multiple of it
 Copy = tuple[torch.Tensor, torch.Tensor]  # to, from
 
 
@@ -92,6 +93,8 @@ class HostRooms:
     def take(self, size: int) -> torch.Tensor:
         """Return a room for at least so many bytes."""
         rounded = 1 << (max(size, LEAST_BYTES) - 1).bit_length()
+        if size > LARGE_BYTES:
+            rounded = -(-size // LARGE_BYTES) * LARGE_BYTES
         with self._lock:
             self._collect()
             if free := self._free.get(rounded):
