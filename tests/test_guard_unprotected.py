@@ -25,6 +25,30 @@ print("ended")
 """
 
 
+# The average of weights that diffusion trainers have, as an object of the script's own.
+OBJECT = """
+class Average:
+    def __init__(self, model):
+        self.shadow = {n: p.detach().clone() for n, p in model.named_parameters()}
+        self.copy = copy.deepcopy(model)
+    def update(self, model):
+        for name, p in model.named_parameters():
+            self.shadow[name].mul_(0.9).add_(p.detach(), alpha=0.1)
+        self.copy.load_state_dict(model.state_dict())
+    def state_dict(self):
+        return {"shadow": self.shadow, "copy": self.copy.state_dict()}
+    def load_state_dict(self, state):
+        self.shadow = state["shadow"]
+        self.copy.load_state_dict(state["copy"])
+ema = Average(model)
+"""
+
+
+def test_an_average_in_a_protected_object_of_the_scripts_own_is_protected(tmp_path: Path) -> None:
+    found = run_alone(tmp_path, OBJECT, "ema.update(model)", ", ema=ema")
+    assert "ended" in found.stdout, found.stderr
+
+
 @pytest.mark.parametrize(
     ("average", "update", "told"),
     [
@@ -65,10 +89,16 @@ print("ended")
 def test_what_a_script_keeps_beside_the_job_is_told(
     average: str, update: str, told: str, tmp_path: Path
 ) -> None:
-    path = tmp_path / "train.py"
-    path.write_text(ALONE.format(average=average, update=update, protect=""))
-    found = subprocess.run(
-        [sys.executable, str(path)], check=False, capture_output=True, text=True, timeout=100
-    )
+    found = run_alone(tmp_path, average, update)
     assert told in found.stderr
     assert ("ended" in found.stdout) == (not told)
+
+
+def run_alone(
+    path: Path, average: str, update: str, protect: str = ""
+) -> subprocess.CompletedProcess[str]:
+    script = path / "train.py"
+    script.write_text(ALONE.format(average=average, update=update, protect=protect))
+    return subprocess.run(
+        [sys.executable, str(script)], check=False, capture_output=True, text=True, timeout=100
+    )

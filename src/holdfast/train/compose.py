@@ -183,6 +183,8 @@ def compose_guard(
         on_host = all(p.device.type == "cpu" for _, m in modules for p in m.parameters())
         return on_host or torch.are_deterministic_algorithms_enabled()
 
+    torchs = (torch.nn.Module, torch.optim.Optimizer, torch.amp.GradScaler, ScriptState)
+    own_objects = [o for o in protected.values() if not isinstance(o, torchs)]
     attributes = ModuleAttributes(modules, note_change)
     attributes.begin()
     progress.attributes = attributes
@@ -204,7 +206,7 @@ def compose_guard(
         modules=modules,
         parameters=ParameterWatch(modules, cycle),
         cycle=cycle,
-        others=UnprotectedModules() if owns_process else None,
+        others=UnprotectedModules(own_objects) if owns_process else None,
     )
 
 

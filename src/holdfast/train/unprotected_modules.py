@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -24,9 +24,13 @@ Numbers = tuple[str, ...]
 
 
 class UnprotectedModules:
-    """Knows the modules with parameters that are no part of the protected ones."""
+    """Knows the modules with parameters that are no part of the protected ones.
 
-    def __init__(self) -> None:
+    `others`: protected objects that are no modules; tensors of their state are protected, too.
+    """
+
+    def __init__(self, others: Collection[Any] = ()) -> None:
+        self._others = others
         self._found: list[tuple[weakref.ref[nn.Module], Numbers]] | None = None
         self._changed = 0  # how often in a row one was seen to have changed
         self._tables: list[tuple[dict[str, Any], Numbers, int]] = []  # and how often in a row
@@ -34,8 +38,10 @@ class UnprotectedModules:
     def look(self, protected: Collection[nn.Module]) -> None:
         """Look whether one has changed since the last look. UserError if it has twice."""
         if self._found is None:
-            self._found = [(weakref.ref(m), _print(m)) for m in _others(protected)]
-            self._tables = [(each, _numbers(each.values()), 0) for each in _tables(protected)]
+            kept = {t.data_ptr() for each in self._others for t in _tensors(each.state_dict())}
+            self._found = [(weakref.ref(m), _print(m)) for m in _unknown_modules(protected, kept)]
+            tables = _unknown_tables(protected, kept)
+            self._tables = [(each, _numbers(each.values()), 0) for each in tables]
             return
         self._look_at_tables()
         now = [(ref, seen, ref()) for ref, seen in self._found]
@@ -63,23 +69,41 @@ class UnprotectedModules:
                 )
 
 
-def _others(protected: Collection[nn.Module]) -> list[nn.Module]:
-    """Return the outermost modules with parameters of which no protected module is made."""
+def _unknown_modules(protected: Collection[nn.Module], kept: Collection[int]) -> list[nn.Module]:
+    """Return the outermost modules with parameters that are no part of a protected object.
+
+    `kept`: addresses of further tensors that are protected.
+    """
     inside = {id(each) for module in protected for each in module.modules()}
-    known = {id(p) for module in protected for p in module.parameters()}
+    known = {p.data_ptr() for module in protected for p in module.parameters()} | set(kept)
     every = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
     parts = {id(child) for each in every for child in each.children()}
     return [
         each
         for each in every
-        if id(each) not in inside | parts and any(id(p) not in known for p in each.parameters())
+        if id(each) not in inside | parts and any(_is_unknown(p, known) for p in each.parameters())
     ]
 
 
-def _tables(protected: Collection[nn.Module]) -> list[dict[str, Any]]:
+def _is_unknown(parameter: torch.Tensor, known: Collection[int]) -> bool:
+    return parameter.numel() > 0 and parameter.data_ptr() not in known
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Walk over the tensors of a state."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(each)
+
+
+def _unknown_tables(
+    protected: Collection[nn.Module], kept: Collection[int]
+) -> list[dict[str, Any]]:
     """Return the dictionaries with a tensor of its own for each trained parameter of a module."""
-    kept = [each for m in protected for each in (*m.parameters(), *m.buffers())]
-    known = {each.data_ptr() for each in kept}
+    held = [each for m in protected for each in (*m.parameters(), *m.buffers())]
+    known = {each.data_ptr() for each in held} | set(kept)
     names = [{n for n, p in m.named_parameters() if p.requires_grad} for m in protected]
     dicts = [each for each in gc.get_objects() if type(each) is dict]
     return [
