@@ -54,13 +54,6 @@ def make_model(width: int) -> nn.Sequential:
     )
 
 
-@torch.no_grad()
-def accuracy(model: nn.Module, test: TensorDataset) -> float:
-    model.eval()
-    images, labels = test.tensors
-    return (model(images).argmax(1) == labels).float().mean().item()
-
-
 def digest(state: object) -> str:
     """SHA-256 of every name, number and tensor in nested lists and dictionaries."""
     if isinstance(state, torch.Tensor):
@@ -74,7 +67,7 @@ def digest(state: object) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--batch-size", type=int, default=16, help="images per virtual rank")
     parser.add_argument("--width", type=int, default=16)
     parser.add_argument("--print-every", type=int, default=10, metavar="STEPS")
@@ -84,20 +77,28 @@ def main() -> None:
     job = holdfast.join()
     model = make_model(options.width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs)
     job.protect(model=model, optimizer=optimizer, schedule=schedule)
     data = job.batches(train, options.batch_size)
-    for step in job.steps(data, until=options.steps):
-        for images, labels in step:
-            step.backward(F.cross_entropy(model(images), labels))
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+
+    def accuracy(batch: list[torch.Tensor]) -> torch.Tensor:
+        images, labels = batch
+        return (model(images).argmax(1) == labels).float().mean()
+
+    for epoch in job.epochs(data, until=options.epochs):
+        for step in epoch:
+            for images, labels in step:
+                step.backward(F.cross_entropy(model(images), labels))
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            if job.is_leader and (step.index + 1) % options.print_every == 0:
+                print(f"epoch {epoch.index} step {step.index} loss {step.loss:.4f}", flush=True)
         schedule.step()
-        optimizer.zero_grad()
-        if job.is_leader and (step.index + 1) % options.print_every == 0:
-            print(f"epoch {step.epoch} step {step.index} loss {step.loss:.4f}", flush=True)
+        score = job.evaluate(accuracy, test, batch_size=60)  # shared by all workers
+        if job.is_leader:
+            print(f"epoch {epoch.index} test accuracy {score:.1%}", flush=True)
     if job.is_leader:
-        print(f"test accuracy {accuracy(model, test):.1%}")
         print(digest([part.state_dict() for part in (model, optimizer, schedule)]), flush=True)
 
 

@@ -35,6 +35,7 @@ def results(
     def run(job: Job, me: ThreadWorker) -> None:
         returned = script(job, me)
         job._end_open_loop()
+        job._wait_for_others()
         found[me.worker] = returned
 
     given = {"workers.nproc": workers, "workers.virtual": 4, **(settings or {})}

@@ -27,6 +27,7 @@ def test_the_protocol_page_is_drawn_from_this_code() -> None:
 def test_the_public_surface() -> None:
     assert sorted(holdfast.__all__) == [
         "Batches",
+        "Epoch",
         "HoldfastError",
         "InvariantError",
         "Job",
@@ -45,6 +46,7 @@ def test_the_public_surface() -> None:
         "batches",
         "begin_at",
         "begin_from",
+        "epochs",
         "evaluate",
         "is_leader",
         "mesh",

@@ -18,7 +18,7 @@ from holdfast.train.data.sampling import plan_of
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 ARGS = {
     "gpt.py": ["--steps", "4", "--width", "32", "--layers", "1", "--batch-size", "4"],
-    "digits.py": ["--steps", "4", "--batch-size", "8"],
+    "digits.py": ["--epochs", "2", "--batch-size", "64"],
     "fsdp.py": ["--steps", "4"],  # of one process; tests/test_sharded_workers.py has more
     "gan.py": ["--steps", "21", "--batch-size", "8"],
     "finetune_transformers.py": ["--steps", "4", "--width", "16", "--batch-size", "4"],

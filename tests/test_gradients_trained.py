@@ -177,6 +177,7 @@ def outcome(script: Script, workers: int, kill_at: dict[int, int] | None = None)
     def run(job: Job, me: ThreadWorker) -> None:
         script(job, me)
         job._end_open_loop()
+        job._wait_for_others()
 
     return ThreadCluster(spec, run, at).run()
 

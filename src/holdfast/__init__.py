@@ -23,10 +23,11 @@ from holdfast.core.release import RELEASE
 
 if TYPE_CHECKING:
     from holdfast.store.verified_files import VerifiedFiles
-    from holdfast.train.job import Batches, Job, Step, Stream, Task, join
+    from holdfast.train.job import Batches, Epoch, Job, Step, Stream, Task, join
 
 __all__ = [
     "Batches",
+    "Epoch",
     "HoldfastError",
     "InvariantError",
     "Job",
@@ -41,7 +42,7 @@ __all__ = [
 ]
 __version__ = RELEASE
 
-_TRAINING = ("Batches", "Job", "Step", "Stream", "Task", "join")
+_TRAINING = ("Batches", "Epoch", "Job", "Step", "Stream", "Task", "join")
 
 
 def __getattr__(name: str) -> Any:

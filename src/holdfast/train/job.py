@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,19 +31,23 @@ from holdfast.train.data.sampled_batches import SampledBatches
 from holdfast.train.data.sampling import SamplePlan
 from holdfast.train.data.shard_positions import StreamPlan
 from holdfast.train.data.sources import Batches, LoopData, NoDataset, Source, Task, of_loader
-from holdfast.train.data.streams import Stream, StreamSource, shards_of
+from holdfast.train.data.streams import Stream, shards_of
 from holdfast.train.data.verified_samples import Checks, SampleReader
 from holdfast.train.environment import WorkerEnvironment, take_channel
+from holdfast.train.epochs import Epoch, EpochWalk
 from holdfast.train.evaluation import Evaluation, without_training
 from holdfast.train.host_memory import keep_freed_memory
-from holdfast.train.job_step import Step
+from holdfast.train.job_step import Step, end_step, is_begun
 from holdfast.train.local_tensors import check_split
+from holdfast.train.loop_ends import EndsAtStep, EndsWithEpoch, LoopEnd
 from holdfast.train.script_state import PROTECTED_AS, ScriptState, Values, plain
 from holdfast.train.script_thread import ScriptThread
 from holdfast.train.shards.inner_group import InnerGroup
 from holdfast.train.step.values import PROPOSAL
 
-__all__ = ["Batches", "Job", "Step", "Stream", "Task", "join"]
+__all__ = ["Batches", "Epoch", "Job", "Step", "Stream", "Task", "join"]
+
+STEPS_MAX = 1 << 62  # more than any job takes
 
 _jobs: list[Job] = []  # of this process, for the end of its script
 
@@ -74,6 +78,7 @@ def end_script() -> None:
     for job in _jobs:
         job._end_open_loop()
         job._check_over()
+        job._wait_for_others()
 
 
 class Job:
@@ -88,6 +93,7 @@ class Job:
         self._progress = ScriptState()
         self._script: ScriptThread | None = None  # once there is something to train
         self._step: Step | None = None  # that the script has, or has left by `break`
+        self._asked = 0  # where the script wanted its last loop to end
         self._datasets = 0  # of which records may be quarantined
         self._streams = 0  # and orders that the script has made
         self._at_step_end: list[Callable[[Step], None]] = []
@@ -342,31 +348,68 @@ class Job:
         leaves it first; the others follow once the leader's script has ended or asked for steps
         again, so that one of them can take its place.
         """
-        if self._script is not None and self._script.is_yielding:
-            raise UserError(
-                "job.steps(...) within the loop over other steps: end that loop first, by `break` "
-                "or at its end, and keep no reference to what job.steps returned for it"
-            )
-        script = self._ready()
-        before = self._progress.ended[-1] if self._progress.ended else 0
+        script = self._ready_for_loop("job.steps")
+        before = min(self._asked, script.begins_at)
         if until < before:
             raise UserError(
                 f"job.steps(until={until}) after a loop that has ended at {before}: steps are "
                 "counted over the whole job, so until must not go back"
             )
+        self._asked = until
+        loop = self._loop_data(data)
+        yield from self._walk(script, loop, EndsAtStep(until))
+
+    def epochs(
+        self,
+        data: Batches | SampledBatches | Stream | None = None,
+        *,
+        until: int,
+        steps_per_epoch: int | None = None,
+    ) -> Iterator[Epoch]:
+        """Yield the epochs of `data` from where the job stands up to (not including) `until`.
+
+        Each `epoch` has an `index`; `for step in epoch:` goes through its steps, as job.steps does.
+        What workers do together (evaluate, agree) may stand before and after that loop. All epochs
+        are one loop to the job: a worker that joins enters the present one and runs the lines
+        before its steps; what others were told there it is told as well. `steps_per_epoch`: for a
+        stream, or without data. Epochs are counted from the first use of `data`; without data over
+        the whole job. Raises UserError.
+        """
+        script = self._ready_for_loop("job.epochs")
+        loop = self._loop_data(data)
+        ends = EndsWithEpoch(loop, until, steps_per_epoch)
+        self._asked = STEPS_MAX
+        steps = self._walk(script, loop, ends)
+        yield from EpochWalk(script, steps, ends, self._at_step_end).epochs()
+
+    def _ready_for_loop(self, call: str) -> ScriptThread:
+        """Return the script's thread, for another loop. UserError within a loop."""
+        if self._script is not None and self._script.is_yielding:
+            raise UserError(
+                f"{call}(...) within the loop over other steps: end that loop first, by `break` "
+                "or at its end, and keep no reference to what job.steps or job.epochs returned"
+            )
+        return self._ready()
+
+    def _loop_data(self, data: Batches | SampledBatches | Stream | None) -> LoopData:
+        """Return what a loop goes through. UserError if it cannot be shared by processes."""
         loop: LoopData = NoDataset(self.virtual_ranks, self.seed) if data is None else data
         if loop.part.count > 1:
             check_split(self._protected, loop.part.count)
+        return loop
+
+    def _walk(
+        self, script: ScriptThread, data: LoopData, ends: LoopEnd
+    ) -> Generator[Step, None, None]:
+        """Yield the steps of one loop from where the job stands."""
         source: Source | None = None
         try:
-            for index, plan in script.loop(loop, until):
-                source = source or loop.source(plan)
-                self._step = Step(script, source, index, until)
+            for index, plan in script.loop(data, ends):
+                source = source or data.source(plan)
+                self._step = Step(script, source, index, ends)
                 enter_stream(self.seed, index, self.virtual_ranks, "step")
                 yield self._step
-                self._end_step(self._step, script)
-                if isinstance(source, StreamSource) and source.stream.tells_states:
-                    _tell_states(script, source)
+                end_step(self._step, self._at_step_end)
             self._step = None
         finally:
             if source is not None:
@@ -493,8 +536,10 @@ class Job:
         step, script = self._step, self._script
         if step is not None and script is not None and script.in_loop:
             self._step = None
-            self._end_step(step, script)
-            script.end_turn()
+            if is_begun(step) or not script.epoch_start.is_above:
+                end_step(step, self._at_step_end)
+                script.end_turn()
+            script.epoch_start.leave()
             script.leave_loop()
 
     def _check_over(self) -> None:
@@ -504,16 +549,16 @@ class Job:
                 "the script ended within job.evaluate(...) or job.agree(...): let it return first"
             )
 
-    def _end_step(self, step: Step, script: ScriptThread) -> None:
-        _check_complete(step)
-        if script.acts:
-            for fn in self._at_step_end:
-                fn(step)
+    def _wait_for_others(self) -> None:
+        """Wait until the others can do without this worker, whose script is over."""
+        if self._script is not None:
+            self._script.end_script()
 
     def _together(self, tell: Callable[[ScriptThread], bytes]) -> bytes:
         """Have all workers tell each other something: within a step, or in a loop of its own."""
         if self._script is not None and self._script.is_yielding:
-            return tell(self._script)
+            script = self._script
+            return script.epoch_start.tell(lambda: tell(script))
         script = self._ready()
         return script.once(NoDataset(self.virtual_ranks, self.seed), lambda: tell(script))
 
@@ -534,16 +579,3 @@ def _options(dataset: Any, loading: dict[str, Any]) -> LoadOptions:
         return LoadOptions(**loading)
     except TypeError as error:
         raise UserError(f"job.batches({type(dataset).__name__}): {error}") from None
-
-
-def _tell_states(script: ScriptThread, source: StreamSource) -> None:
-    """Let all workers know where the readers of a stream stand."""
-    script.open(StepKind.VALUES)
-    for task in script.tasks():
-        script.runner.tell(task, source.state(task.vrank))
-    source.stream.hear(script.told())
-
-
-def _check_complete(step: Step) -> None:
-    if not step.complete:
-        raise UserError(f"step {step.index} was left early: iterate over all its batches")

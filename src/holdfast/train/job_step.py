@@ -7,7 +7,7 @@ and never takes part in the exchange itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,10 +16,12 @@ import torch
 from holdfast.core.errors import UserError
 from holdfast.core.step import effects as ef
 from holdfast.core.step.audit import Sketch
-from holdfast.core.step.events import Purpose
+from holdfast.core.step.events import Purpose, StepKind
 from holdfast.train.data.random_streams import enter_stream
 from holdfast.train.data.sample_digest import content_print
 from holdfast.train.data.sources import Source
+from holdfast.train.data.streams import StreamSource
+from holdfast.train.loop_ends import LoopEnd
 from holdfast.train.repeated_tasks import OTHERS_BEFORE, RunMark, result_print
 from holdfast.train.script_thread import ScriptThread
 from holdfast.train.step.speculative import FinishedTask
@@ -29,15 +31,17 @@ from holdfast.train.step.step_table import UNWEIGHTED
 class Step:
     """Runs one step of the job in its script: iterate over it, then use `.grad` and `loss`."""
 
-    def __init__(self, script: ScriptThread, source: Source, index: int, until: int) -> None:
+    def __init__(self, script: ScriptThread, source: Source, index: int, ends: LoopEnd) -> None:
         self.index = index
-        self.epoch, self.step_in_epoch = source.plan.epoch_of(index)  # of a stream: not known
+        # Of a stream it is known in job.epochs only.
+        self.epoch, self.step_in_epoch = ends.place(index) or source.plan.epoch_of(index)
         self.loss = float("nan")  # after the batches: mean over the step's samples, all workers
         self.metrics: dict[str, Any] = {}  # of the script, for callbacks at the step's end
         self._script = script
         self._source = source
-        self._until = until  # where the loop ends
+        self._ends = ends  # says where the loop ends
         self._rounds = 0  # that are complete
+        self._ended = False  # the script is through with the body of its loop
         self._vrank: int | None = None  # of the batch that the script has
         self._count = 0  # samples in it
         self._owed = False  # its last backward has not been called yet
@@ -57,7 +61,7 @@ class Step:
         """
         script = self._script
         script.open(of=script.modules_named(names) if names else None)
-        for task in script.tasks(self._source, self._until):
+        for task in script.tasks(self._source, self._ends.loads_until(self.index)):
             yield from self._task(task)
         self.loss = script.finish(first=not self._rounds)
         self._rounds += 1
@@ -168,6 +172,31 @@ class Step:
             self._vrank = None
         loss, weight = self._task_loss, self._task_weight
         return FinishedTask(loss=loss, count=self._count, digest=digest, weight=weight, told=told)
+
+
+def end_step(step: Step, callbacks: Iterable[Callable[[Step], None]]) -> None:
+    """End a step once, after the body of the script's loop. UserError if it was left early.
+
+    The worker that acts for the job makes the callbacks.
+    """
+    if step._ended:
+        return
+    if not step.complete:
+        raise UserError(f"step {step.index} was left early: iterate over all its batches")
+    step._ended = True
+    script, source = step._script, step._source
+    for fn in callbacks if script.acts else ():
+        fn(step)
+    if isinstance(source, StreamSource) and source.stream.tells_states:
+        script.open(StepKind.VALUES)
+        for task in script.tasks():
+            script.runner.tell(task, source.state(task.vrank))
+        source.stream.hear(script.told())
+
+
+def is_begun(step: Step) -> bool:
+    """Return whether the script has asked for batches of the step."""
+    return bool(step._rounds) or step._script.is_open
 
 
 def _mark(batch: int, finished: FinishedTask, gradient: int, sketch: Sketch = ()) -> RunMark:

@@ -19,7 +19,8 @@ from holdfast.train.step.trained import TrainedParameters
 
 PROTECTED_AS = "holdfast"  # the name beside those that the script gives
 PLACES = frozenset({"streams", "readers", "orders", "quarantined"})  # where data stand
-KEPT = PLACES | {"steps", "stopped", "values", "ended", "told", "modules", "trained"}
+KEPT = PLACES | {"steps", "stopped", "values", "ended", "told", "epoch", "modules", "trained"}
+EpochEntry = tuple[int, int, list[bytes]]
 
 
 class Values(MutableMapping[str, Any]):
@@ -67,6 +68,9 @@ class ScriptState:
         self.orders: dict[int, list[OrderPosition]] = {}  # where those of samplers stand
         self.quarantined: dict[int, dict[int, int]] = {}  # of each dataset: record, step
         self.told: dict[int, bytes] = {}  # in loops that only told values: by number of the loop
+        # The newest epoch: the number of its loop, its own number, and the values that workers
+        # have exchanged in it before its first step.
+        self.epoch: EpochEntry = (-1, -1, [])
         self.attributes = ModuleAttributes([])  # of the protected modules, once these are known
 
     def state_dict(self) -> dict[str, Any]:
@@ -82,6 +86,7 @@ class ScriptState:
             "orders": {number: list(found) for number, found in self.orders.items()},
             "quarantined": {number: dict(found) for number, found in self.quarantined.items()},
             "told": dict(self.told),
+            "epoch": [self.epoch[0], self.epoch[1], list(self.epoch[2])],
             "modules": self.attributes.state_dict(),
             "trained": self.trained.state_dict(),
         }
@@ -95,6 +100,8 @@ class ScriptState:
             )
         self.steps, self.stopped = state["steps"], state["stopped"]
         self.ended, self.told = list(state["ended"]), dict(state["told"])
+        loop, epoch, told = state["epoch"]
+        self.epoch = loop, epoch, list(told)
         self.attributes.load_state_dict(state["modules"])
         self.trained.load_state_dict(state["trained"])
         for number, positions in state["streams"].items():

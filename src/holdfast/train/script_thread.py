@@ -25,7 +25,9 @@ from holdfast.train.data.random_streams import enter_stream
 from holdfast.train.data.sampling import SamplePlan
 from holdfast.train.data.sources import LoopData, Plan, Source
 from holdfast.train.driver import Driver
+from holdfast.train.epoch_start import EpochStart
 from holdfast.train.ledger_recorder import LedgerRecorder
+from holdfast.train.loop_ends import LoopEnd
 from holdfast.train.script_guard import ScriptGuard
 from holdfast.train.script_state import ScriptState
 from holdfast.train.shards.inner_group import InnerGroup
@@ -178,6 +180,7 @@ class ScriptThread:
     ) -> None:
         self.runner = runner
         self.progress = progress
+        self.epoch_start = EpochStart(progress, guard.loaded)
         self._driver = driver
         self._data = data
         self.guard = guard
@@ -189,6 +192,7 @@ class ScriptThread:
         self._loop = -1  # the number of the loop that was entered last
         self.in_loop = False  # true also when the script has left one that is not over yet
         self._planned = False  # it is known
+        self._passed = False  # the loop that was left last was over before
         self._first: int | None = None  # the loop in which this worker has begun its first step
         self._at = 0  # the job's step that is open, or is opened next
         self._rested = True  # there is a boundary before it
@@ -198,12 +202,23 @@ class ScriptThread:
 
     # ------------------------------------------------------------ loops
 
-    def loop(self, data: LoopData, until: int) -> Iterator[tuple[int, Plan]]:
+    @property
+    def number(self) -> int:
+        """Return the number of the loop that was entered last, from 0."""
+        return self._loop
+
+    @property
+    def begins_at(self) -> int:
+        """Return after how many steps the loop before the script's next one has ended."""
+        ended = self.progress.ended[: self._loop + 1]
+        return ended[-1] if ended else 0
+
+    def loop(self, data: LoopData, ends: LoopEnd) -> Iterator[tuple[int, Plan]]:
         """Walk through the script's steps in one loop, from wherever the job stands."""
         self._enter_loop(data)
         progress = self.progress
-        while self._next_step(lambda: progress.stopped or progress.steps >= until):
-            self._whole |= progress.steps == until - 1
+        while self._next_step(lambda: progress.stopped or ends.is_over(progress.steps)):
+            self._whole |= ends.is_last(progress.steps)
             self.is_yielding = True
             try:
                 yield progress.steps, self._plan
@@ -235,13 +250,31 @@ class ScriptThread:
         return self._data.acts
 
     def leave_loop(self) -> None:
-        """End the present loop: wait for others there, and for saves that are under way."""
-        progress, driver = self.progress, self._driver
+        """End the present loop, but do not wait in one that was over before the script came to it.
+
+        A worker that joins passes such loops, and has nothing to wait for in them.
+        """
+        progress = self.progress
         self.in_loop = False
-        if self._loop == len(progress.ended):
-            progress.ended.append(progress.steps)
+        self._passed = self._loop < len(progress.ended)
         if self._planned:
             self._recorder.end()
+        if not self._passed:
+            if self._first is not None and self._first < self._loop:
+                self.guard.loaded.load_again()  # there was no step before which it would be
+            self.guard.loaded.forget()
+            progress.ended.append(progress.steps)
+            self._wait_for_release()
+
+    def end_script(self) -> None:
+        """Wait for the leader's end, as in a loop's end, also if the last loop was passed."""
+        if self._passed:
+            self._passed = False
+            self._wait_for_release()
+
+    def _wait_for_release(self) -> None:
+        """Wait for others at a loop's end, and for saves that are under way."""
+        driver = self._driver
         view = driver.view
         if self._data.sharding is not None and view is not None:
             self._data.sharding.meet(view.rank(view.leader))
@@ -280,10 +313,21 @@ class ScriptThread:
             if isinstance(order, ef.SaveShare | ef.StageState | ef.ProtectState):
                 self._copies.copy(order)
         self._first = self._loop if self._first is None else self._first
+        if self._loop > len(self.progress.ended):
+            self.start_again()
         self._rested = True
         self._at, self._whole, self.guard.joined = order.step, order.whole, order.joined
         self._make_plan()
         return not self._is_over(ends)
+
+    def start_again(self) -> None:
+        """End this process: it was given a state that belongs to an earlier line of the script.
+
+        Another process takes its place, and runs the script from its first line.
+        """
+        self._driver.end_process()
+        while True:
+            self._driver.next_for_script()
 
     def _make_plan(self) -> None:
         """Make the present loop's plan, once it is known after how many steps it begins."""

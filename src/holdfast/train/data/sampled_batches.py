@@ -113,6 +113,7 @@ class SampledBatches:
     this process of the worker reads.
     """
 
+    has_epochs = True
     quarantine = None
 
     def __init__(
@@ -145,6 +146,21 @@ class SampledBatches:
             self._first_step = step
             self.plan = dataclasses.replace(self.plan, first_step=step)
         return self.plan
+
+    def epoch_of(self, step: int) -> tuple[int, int]:
+        """Return (epoch, step within it) of a step of the script that is not over.
+
+        The sampler is not asked where the job stands now: after the last epoch there may be no
+        further order.
+        """
+        if step == self._now():
+            epoch, batches, *_ = self.positions[0]
+            return epoch, batches // self.plan.virtual_ranks
+        return self._orders.after(self.positions[0], step - self._now())
+
+    def epoch_steps(self, epoch: int) -> int:
+        """Return how many steps an epoch has."""
+        return self._orders.steps(epoch)
 
     def source(self, plan: OrderPlan) -> BatchSource:
         """Return what loads the batches."""

@@ -16,7 +16,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from holdfast.core.errors import UserError
+from holdfast.core.errors import InvariantError, UserError
 from holdfast.train.data.batch_loading import BatchSource, LoadOptions, LoadPlan, one_thread
 from holdfast.train.data.batch_parts import WHOLE, BatchPart, PartOfPlan
 from holdfast.train.data.map_style import dataset_length, load_samples
@@ -78,8 +78,24 @@ class LoopData(Protocol):
         """Return what is left out of the dataset; None if nothing may be."""
         ...
 
+    @property
+    def has_epochs(self) -> bool:
+        """Return whether the data say themselves where an epoch ends."""
+        ...
+
     def begin(self, step: int) -> Plan:
         """Note that a loop that uses it begins at `step`; returns the plan from its first use."""
+        ...
+
+    def epoch_of(self, step: int) -> tuple[int, int]:
+        """Return (epoch, step within it) of a step of the script; see has_epochs.
+
+        Without epochs it is (0, steps since the data were used first).
+        """
+        ...
+
+    def epoch_steps(self, epoch: int) -> int:
+        """Return how many steps an epoch has."""
         ...
 
     def source(self, plan: Any) -> Source: ...
@@ -102,6 +118,8 @@ class LoopData(Protocol):
 
 class Batches:
     """Holds a dataset and the way its samples fall into steps; made by `Job.batches`."""
+
+    has_epochs = True
 
     def __init__(
         self,
@@ -132,6 +150,14 @@ class Batches:
         if self.first_step is None:
             self.first_step = step
         return dataclasses.replace(self.plan, first_step=self.first_step)
+
+    def epoch_of(self, step: int) -> tuple[int, int]:
+        """Return (epoch, step within it) of a step of the script, once a loop has begun."""
+        return divmod(step - (self.first_step or 0), self.plan.steps_per_epoch)
+
+    def epoch_steps(self, epoch: int) -> int:
+        """Return how many steps an epoch has: all have the same number."""
+        return self.plan.steps_per_epoch
 
     def source(self, plan: SamplePlan) -> BatchSource:
         """Return what loads the batches."""
@@ -186,6 +212,7 @@ class Task:
 class NoDataset:
     """Stands for a loop whose script makes its batches by itself."""
 
+    has_epochs = False
     quarantine = None
     part = WHOLE
 
@@ -201,6 +228,14 @@ class NoDataset:
     def begin(self, step: int) -> SamplePlan:
         """Return the plan: every task is a sample, used once."""
         return self._plan
+
+    def epoch_of(self, step: int) -> tuple[int, int]:
+        """Return (0, step): the script counts its steps over the whole job."""
+        return 0, step
+
+    def epoch_steps(self, epoch: int) -> int:
+        """Raise InvariantError, as there are no epochs."""
+        raise InvariantError("a loop without data was asked how long its epochs are")
 
     def source(self, plan: SamplePlan) -> _TaskSource:
         """Return what names the tasks."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.core.errors import UserError
+from holdfast.core.errors import InvariantError, UserError
 from holdfast.train.data.batch_loading import one_thread
 from holdfast.train.data.batch_parts import WHOLE, BatchPart
 from holdfast.train.data.random_streams import enter_stream, keyed_apart
@@ -42,6 +42,7 @@ class Stream:
     job's state.
     """
 
+    has_epochs = False
     quarantine = None
 
     def __init__(
@@ -72,6 +73,14 @@ class Stream:
         if all(position[:2] == (0, 0) for position in self.positions):
             self.positions[:] = self.plan.start()
         return self.plan
+
+    def epoch_of(self, step: int) -> tuple[int, int]:
+        """Return (0, steps since the first use): shards end at different times."""
+        return self.plan.epoch_of(step)
+
+    def epoch_steps(self, epoch: int) -> int:
+        """Raise InvariantError, as there are no epochs."""
+        raise InvariantError("a stream was asked how long its epochs are")
 
     def source(self, plan: StreamPlan) -> StreamSource:
         """Return what reads the batches."""
