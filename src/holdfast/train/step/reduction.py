@@ -35,7 +35,8 @@ TAG_UPDATE = 8
 TAG_STATE = 16
 TAG_BUCKETS = 1024
 TAG_OF_PLAN = 1 << 16  # added as often as a plan's number says, so that two plans never meet
-# Fingerprints of a part of the state, all of it, its plain values, and the copy for followers (0: none).
+# Fingerprints of a part of the state, all of it, its plain values, and the copy for followers;
+# 0: none.
 Prints = tuple[int, int, int, int]
 HEAD_WORDS = 5  # before a message's rows: its flags, and the fingerprints
 HERE, STOPS = 1, 2  # bits of the first word: the message has come, and wants the loop to end
