@@ -93,7 +93,7 @@ def test_a_wrong_command_line(args: list[str], words: list[str], tmp_path: Path)
         ("workers = 4", ["workers = 4", "write [workers]"]),
         ('[workers]\nnproc = "4"', ['workers.nproc = "4"', "a whole number"]),
         ("[workers]\nnproc = true", ["workers.nproc = true", "a whole number"]),
-        ("[workers]\nnproc = 0", ["workers.nproc = 0", "at least 1"]),
+        ("[workers]\nnproc = 0", ["workers.nproc = 0", "from 1 to 1024"]),
         ("[workers]\nnproc = 4\nvirtual = 2", ["workers.virtual = 2", "workers.nproc = 4"]),
         ('[nodes]\nmax = "few"', ['nodes.max = "few"', 'a whole number, or "auto"']),
         ("[nodes]\nlease_s = inf", ["nodes.lease_s = inf", "greater than 0"]),
@@ -125,7 +125,7 @@ def test_a_wrong_configuration(
         (lambda text: text.replace('"nproc": 1', '"nproc": "1"'), ["Expected `int`", "nproc"]),
         (
             lambda text: text.replace('"nproc": 1', '"nproc": 0'),
-            ["workers.nproc = 0", "at least 1"],
+            ["workers.nproc = 0", "from 1 to 1024"],
         ),
         (lambda text: text.replace('"nproc"', '"nproz"'), ["unknown part 'nproz'", "'workers'"]),
     ],

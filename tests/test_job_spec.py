@@ -227,7 +227,7 @@ def test_version() -> None:
 @pytest.mark.parametrize(
     ("values", "problem"),
     [
-        ({"workers.nproc": 0}, "--nproc 0 must be at least 1"),
+        ({"workers.nproc": 0}, "--nproc 0 must be from 1 to 1024"),
         ({"workers.seed": 1 << 63}, f"must be at most {INTEGER_MAX}"),
         ({"workers.hang_s": 0.0}, "--hang-s 0 must be greater than 0"),
         ({"nodes.min": 3, "nodes.max": 2}, "--nodes-max 2 must be at least --nodes-min 3"),

@@ -36,6 +36,7 @@ from holdfast.core.types import (
 from holdfast.net.peer_stream import HELLO, PeerProof
 from holdfast.net.proof import NONCE_BYTES
 from holdfast.runtime.coordinate.journal import MAGIC, seal, unseal
+from holdfast.store import manifest
 from holdfast.store.data_index import (
     DIGEST_BYTES,
     FileEntry,
@@ -240,6 +241,37 @@ def any_index(data: bytes) -> None:
             assert decode_index(encode_index(index), "x") == index
 
 
+def any_manifest(data: bytes) -> None:
+    """A manifest whose numbers agree and can be held in memory, or Damaged."""
+    head = manifest.MAGIC + len(data).to_bytes(8, "little") + data
+    for whole in (data, head + manifest.digest(head)):
+        with contextlib.suppress(Damaged):
+            found = manifest.decode(whole, "x")
+            assert manifest.problem_of(manifest.decode(manifest.encode(found), "x")) == ""
+            for entry in found.entries:
+                for chunk in manifest.chunks_of(found, entry):
+                    assert 0 < chunk.stored <= chunk.size <= manifest.CHUNK_BYTES_MAX
+                    assert 0 <= chunk.start <= chunk.start + chunk.size <= entry.size
+
+
+MANIFEST = manifest.Manifest(
+    step=1,
+    time=0.0,
+    token="t",
+    packs=("p",),
+    entries=(
+        manifest.Entry(
+            name="w",
+            size=(1 << 20) + 8,
+            digests=bytes(32),
+            runs=(manifest.Run(chunks=2, pack=0, offset=0, stored=(100, 8)),),
+            dtype="float32",
+            shape=(2, (1 << 17) + 1),
+            offset=(2, 0),
+            whole=(4, (1 << 17) + 1),
+        ),
+    ),
+)
 INDEXES = (
     SampleIndex(digests=bytes(range(48))),
     FileIndex(
@@ -260,6 +292,7 @@ TARGETS: list[Callable[[bytes], None]] = [
     any_job_document,
     any_index,
     any_peer_words,
+    any_manifest,
 ]
 
 
@@ -281,6 +314,9 @@ def seeds() -> Iterator[bytes]:
         yield bytes([6]) + whole
         yield bytes([6]) + whole[len(INDEX_MAGIC) : -DIGEST_BYTES]
     hello = HELLO.pack(PEER_MAGIC, 1, 2, 3, bytes(16))
+    sealed = manifest.encode(MANIFEST)
+    yield bytes([8]) + sealed
+    yield bytes([8]) + sealed[16:-16]
     yield bytes([7, *range(8)]) + hello + bytes(32)
 
 

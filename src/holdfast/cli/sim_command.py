@@ -11,6 +11,9 @@ from collections.abc import Iterator, Sequence
 
 from holdfast.sim.swarm import Result, Summary, run_many, run_seed
 
+NODES_MAX = 100_000  # each takes some memory, and events by the million
+SEED_END = 1 << 63
+
 
 def main(argv: list[str] | None = None) -> int:
     """Return 0 if every seed is clean, 1 if one is not; 2 for bad arguments."""
@@ -43,22 +46,32 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _seed(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a seed: give a number such as 7")
+    if not text.isdecimal() or _number(text) >= SEED_END:
+        raise argparse.ArgumentTypeError(
+            f"{text[:40]!r} is not a seed: give a number such as 7, below {SEED_END}"
+        )
     return int(text)
 
 
 def _nodes(text: str) -> int:
-    if not text.isdecimal() or int(text) < 2:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of nodes: give 2 or more")
+    if not text.isdecimal() or not 2 <= _number(text) <= NODES_MAX:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of nodes that can be simulated: give 2 to {NODES_MAX}"
+        )
     return int(text)
+
+
+def _number(text: str) -> int:
+    """Return the number; one with too many digits for Python counts as too large for a seed."""
+    return int(text) if len(text) <= len(str(SEED_END)) else SEED_END + 1
 
 
 def _seeds(text: str) -> range:
     first, colon, last = text.partition(":")
-    if not (colon and first.isdecimal() and last.isdecimal() and int(first) < int(last)):
+    decimal = colon and first.isdecimal() and last.isdecimal()
+    if not decimal or not _number(first) < _number(last) <= SEED_END:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a range of seeds: give first:last+1, such as 0:200"
+            f"{text[:40]!r} is not a range of seeds: give first:last+1, such as 0:200"
         )
     return range(int(first), int(last))
 

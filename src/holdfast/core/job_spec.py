@@ -19,6 +19,10 @@ from holdfast.core.step.backup import BackupPolicy
 from holdfast.core.step.save_interval import PacePolicy
 from holdfast.core.types import ProcessRole
 
+PROCESSES_MAX = 1024  # of one kind on a node; more would exhaust it before anything is said
+VIRTUAL_MAX = 100_000  # every view names the owner of each virtual rank
+NODES_MAX = 100_000
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPolicy:
@@ -77,7 +81,11 @@ class Workers:
     """Sets how many workers compute the steps, and what their result depends on."""
 
     nproc: int = setting(
-        1, "workers to start on this node, and by default on each further one", metavar="N", least=1
+        1,
+        "workers to start on this node, and by default on each further one",
+        metavar="N",
+        least=1,
+        most=PROCESSES_MAX,
     )
     virtual: int | None = setting(
         None,
@@ -85,6 +93,7 @@ class Workers:
         "on that of the workers; auto: one for each worker that the job starts with",
         metavar="V",
         least=1,
+        most=VIRTUAL_MAX,
     )
     procs: int = setting(
         1,
@@ -92,6 +101,7 @@ class Workers:
         flag="--procs-per-worker",
         metavar="G",
         least=1,
+        most=PROCESSES_MAX,
     )
     spread: int = setting(
         1,
@@ -99,6 +109,7 @@ class Workers:
         flag="--nodes-per-worker",
         metavar="N",
         least=1,
+        most=PROCESSES_MAX,
     )
     spares: int | None = setting(
         0,
@@ -106,6 +117,7 @@ class Workers:
         "leaves; auto: as many in the whole job as its rate of losses makes worth it",
         metavar="N|auto",
         least=0,
+        most=PROCESSES_MAX,
     )
     hot_spares: bool = setting(
         False,
@@ -118,6 +130,7 @@ class Workers:
         flag="--min-workers",
         metavar="M",
         least=1,
+        most=VIRTUAL_MAX,
     )
     seed: int = setting(0, "seed of everything random in the job", metavar="SEED", least=0)
     threads: int = setting(
@@ -126,6 +139,7 @@ class Workers:
         "thread by thread",
         metavar="T",
         least=1,
+        most=PROCESSES_MAX,
     )
     shard_optimizer: bool = setting(
         False,
@@ -161,6 +175,7 @@ class Nodes:
         flag="--nodes-min",
         metavar="A",
         least=1,
+        most=NODES_MAX,
     )
     max: int | None = setting(
         None,
@@ -169,6 +184,7 @@ class Nodes:
         flag="--nodes-max",
         metavar="B",
         least=1,
+        most=NODES_MAX,
     )
     election: str = setting(
         "",

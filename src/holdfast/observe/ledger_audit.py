@@ -35,6 +35,7 @@ from holdfast.observe.ledger import (
     newer_format_in,
 )
 from holdfast.observe.left_out_audit import LeftOut
+from holdfast.store.regular_files import regular_stream
 
 FINDINGS_MAX = 1000
 FINDING_CHARS_MAX = 1000  # it may quote what the file says
@@ -171,7 +172,7 @@ def _doubts(paths: Sequence[Path]) -> list[DoubtLine]:
     """Collect the doubts of all files: a worker may doubt what others have written."""
     found = []
     for path in paths:
-        with contextlib.suppress(OSError), path.open("rb") as file:
+        with contextlib.suppress(OSError), regular_stream(path) as file:
             for line in iter(lambda: file.readline(LINE_BYTES_MAX), b""):
                 if _DOUBT in line and line.endswith(b"\n"):
                     with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
@@ -228,7 +229,7 @@ class _Audit:
         header: HeaderLine | None = None
         plan = -1
         try:
-            with path.open("rb") as file:
+            with regular_stream(path) as file:
                 for number, line in enumerate(iter(lambda: file.readline(LINE_BYTES_MAX), b""), 1):
                     where = f"{path.name}:{number}"
                     if not line.endswith(b"\n"):

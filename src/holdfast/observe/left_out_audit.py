@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from holdfast.core.errors import UserError
 from holdfast.observe.ledger import LINE_BYTES_MAX, HeaderLine, StepLine, Uses, decode_line
+from holdfast.store.regular_files import regular_stream
 
 _BAD, _HEADER = b'"bad"', b'"header"'  # one occurs in each line that matters here
 
@@ -45,7 +46,7 @@ class LeftOut:
         """Collect what all files tell, but for steps that do not count."""
         for path in paths:
             dataset = 0
-            with contextlib.suppress(OSError), path.open("rb") as file:
+            with contextlib.suppress(OSError), regular_stream(path) as file:
                 for line in iter(lambda: file.readline(LINE_BYTES_MAX), b""):
                     if not (_BAD in line or _HEADER in line) or not line.endswith(b"\n"):
                         continue

@@ -14,7 +14,10 @@ from holdfast.core.job_spec import JobSpec
 from holdfast.core.types import JobRecord
 from holdfast.net.secret import read_run_dir, write_run_dir
 from holdfast.runtime.coordinate.journal import read_record
+from holdfast.store.regular_files import read_regular
 from holdfast.wire.job_document import JOB_FILE, decode_job, encode_job
+
+DOCUMENT_BYTES_MAX = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +123,7 @@ class RunDir:
     def outcome(self) -> str | None:
         """Return how the run ended; None while it has not."""
         try:
-            return str(json.loads(self.result.read_text())["outcome"])
+            return str(json.loads(read_regular(self.result, DOCUMENT_BYTES_MAX))["outcome"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -142,7 +145,7 @@ class RunDir:
     def _read(self, name: str) -> bytes:
         path = self.path / name
         try:
-            return path.read_bytes()
+            return read_regular(path, DOCUMENT_BYTES_MAX)
         except (FileNotFoundError, NotADirectoryError):
             if not self.path.is_dir():
                 hint = "`holdfast run` prints its own at start"

@@ -39,7 +39,7 @@ def expand(data: memoryview, into: memoryview) -> str:
         if size != len(into):
             return f"it has {size} bytes, decompressed, and not {len(into)}"
         into[:] = zstandard.ZstdDecompressor().decompress(data)
-    except (zstandard.ZstdError, ValueError) as error:
+    except (zstandard.ZstdError, ValueError, MemoryError) as error:
         return f"it cannot be decompressed: {error}"
     return ""
 

@@ -22,6 +22,7 @@ import xxhash
 
 from holdfast.core.errors import UserError, WorldError
 from holdfast.core.release import newer_format
+from holdfast.store.regular_files import read_regular, regular_stream
 
 MAGIC = b"HOLDIDX1"
 DIGEST_BYTES = 16  # xxh3-128
@@ -203,10 +204,7 @@ def open_index(path: str | os.PathLike[str]) -> Index:
     """Read an index of either kind. UserError if there is none."""
     where = Path(path)
     try:
-        size = where.stat().st_size
-        if size > INDEX_BYTES_MAX:
-            raise UserError(f"{where} has {size} bytes, too many for an index: check the path")
-        return decode_index(where.read_bytes(), str(where))
+        return decode_index(read_regular(where, INDEX_BYTES_MAX), str(where))
     except OSError as error:
         raise UserError(
             f"the index {where} cannot be read ({error.strerror or error}): check the path, or "
@@ -277,7 +275,7 @@ def verify_files(root: Path, index: FileIndex, seen: Seen) -> Iterator[Differenc
 
 def _blocks(path: Path, block_bytes: int) -> Iterator[bytes]:
     try:
-        with path.open("rb", buffering=0) as file:
+        with regular_stream(path, buffering=0) as file:
             while block := _full(file.read, block_bytes):
                 yield block
     except OSError as error:

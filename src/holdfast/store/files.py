@@ -12,6 +12,7 @@ import errno
 import itertools
 import os
 import secrets
+import stat
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +21,7 @@ from holdfast.core.errors import Damaged, WorldError
 from holdfast.store.disk_calls import BLOCK_BYTES, Disk, RealDisk, aligned
 from holdfast.store.manifest import digest
 from holdfast.store.owner_process import gone, here
+from holdfast.store.regular_files import open_regular
 from holdfast.store.storage import Missing, check_name
 
 BUFFER_BYTES = 8 << 20
@@ -59,11 +61,12 @@ class FileStorage:
     def read(self, name: str, offset: int, into: memoryview) -> None:
         path = self._path(name)
         try:
-            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            handle = open_regular(path)
         except FileNotFoundError:
             raise Missing(f"there is no {path}") from None
         except OSError as error:
-            raise WorldError(f"cannot read {path}: {error.strerror}") from None
+            kind = Damaged if error.errno == errno.EINVAL else WorldError  # EINVAL: not a file
+            raise kind(f"cannot read {path}: {error.strerror}") from None
         try:
             while into:
                 count = os.preadv(handle, [into], offset)
@@ -79,11 +82,14 @@ class FileStorage:
     def size(self, name: str) -> int | None:
         path = self._path(name)
         try:
-            return path.stat().st_size
+            found = path.stat()
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             raise WorldError(f"cannot look at {path}: {error.strerror}") from None
+        if not stat.S_ISREG(found.st_mode):
+            raise Damaged(f"{path} is not a regular file: remove it")
+        return found.st_size
 
     def names(self, prefix: str) -> list[str]:
         top = self.root / prefix

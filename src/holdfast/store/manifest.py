@@ -15,6 +15,7 @@ checked here, before anything is read.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -32,11 +33,20 @@ SKELETON = ".skeleton"  # the entry with everything of a state that is no tensor
 PROCS = "procs"  # in what is told about a checkpoint: of how many shards the state consists
 DIGEST_BYTES = 16
 CHUNK_BYTES = 1 << 20
+CHUNK_BYTES_MAX = 64 << 20  # a chunk is held in memory while it is verified
 MANIFEST_BYTES_MAX = 1 << 30
 PACKS, MANIFESTS, SAVING, PARTS = "packs/", "manifests/", "saving/", "parts/"
 SUSPECT, INVALIDATION = "suspect/", "invalidation/"
 STEP_DIGITS = 12
 _SHARD = ".shard"
+_ITEM_SIZES = (1, 2, 4, 8, 16)  # bytes of one element, of types that are not named below
+_ITEM_BYTES = {
+    **dict.fromkeys(("bool", "uint8", "int8"), 1),
+    **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 2),
+    **dict.fromkeys(("int32", "uint32", "float32", "complex32"), 4),
+    **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
+    "complex128": 16,
+}
 
 
 def digest(data: bytes | bytearray | memoryview) -> bytes:
@@ -276,8 +286,10 @@ def _unseal(data: bytes, name: str) -> bytes:
 
 def problem_of(manifest: Manifest) -> str:
     """Tell why this manifest cannot be right; empty if it may be."""
-    if manifest.step < 0 or manifest.chunk_bytes < 1:
-        return f"step {manifest.step}, chunks of {manifest.chunk_bytes} bytes"
+    if manifest.step < 0:
+        return f"step {manifest.step}"
+    if not 1 <= manifest.chunk_bytes <= CHUNK_BYTES_MAX:
+        return f"chunks of {manifest.chunk_bytes} bytes, where 1 to {CHUNK_BYTES_MAX} can be right"
     names = [(entry.name, entry.offset) for entry in manifest.entries]
     if len(set(names)) != len(names):
         return "two entries have the same name"
@@ -294,4 +306,26 @@ def problem_of(manifest: Manifest) -> str:
                 return f"{entry.name} has {len(run.stored)} lengths of {run.chunks} chunks"
         if any(not 1 <= c.stored <= c.size for c in chunks_of(manifest, entry)):
             return f"{entry.name} has a chunk that is longer than it says"
+        if problem := _shape_problem(entry):
+            return problem
+    return ""
+
+
+def _shape_problem(entry: Entry) -> str:
+    """Return why an entry's bytes cannot be a tensor of its type and shape; empty if they can."""
+    if not entry.dtype:
+        return f"{entry.name} has a shape and no type" if entry.shape else ""
+    elements = math.prod(entry.shape)
+    sizes = (_ITEM_BYTES[entry.dtype],) if entry.dtype in _ITEM_BYTES else _ITEM_SIZES
+    fits = any(entry.size == elements * each for each in sizes)
+    if not fits or any(length < 0 for length in entry.shape):
+        shape = list(entry.shape)
+        return f"{entry.name} has {entry.size} bytes, and is a {entry.dtype} of shape {shape}"
+    if not entry.offset and not entry.whole:
+        return ""
+    if not len(entry.offset) == len(entry.whole) == len(entry.shape):
+        return f"{entry.name} is a part of {list(entry.whole)} at {list(entry.offset)}"
+    places = zip(entry.offset, entry.shape, entry.whole, strict=True)
+    if any(at < 0 or at + length > whole for at, length, whole in places):
+        return f"{entry.name} lies at {list(entry.offset)}, outside of {list(entry.whole)}"
     return ""

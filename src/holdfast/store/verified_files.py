@@ -14,6 +14,7 @@ from typing import Any
 
 from holdfast.core.errors import Damaged, UserError, first_line
 from holdfast.store.data_index import FileEntry, FileIndex, block_digest, blocks_of, read_index
+from holdfast.store.regular_files import open_regular
 
 READS = 2  # of a block from each directory, until it is given up there
 
@@ -130,7 +131,7 @@ class VerifiedFiles:
         key = name, which
         if key not in self._handles:
             path = self._roots[which] / name if name else self._roots[which]
-            self._handles[key] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._handles[key] = open_regular(path)
         parts = []
         while size and (data := os.pread(self._handles[key], size, offset)):
             parts.append(data)

@@ -27,6 +27,7 @@ import xxhash
 from holdfast.core.errors import Damaged, Deposed, OtherRelease, UserError, require
 from holdfast.core.release import newer_format
 from holdfast.core.types import JobRecord
+from holdfast.store.regular_files import read_regular
 from holdfast.wire.strict import StrictDecoder
 
 MAGIC = b"HFJOURN1"
@@ -262,7 +263,7 @@ def _parse_note(data: bytes) -> _Note | None:
 def read_record(path: Path) -> JobRecord | None:
     """Read the record in a journal file, only to look at it; None if there is no file. Damaged."""
     try:
-        return unseal(path.read_bytes())
+        return unseal(read_regular(path, RECORD_BYTES_MAX))
     except FileNotFoundError:
         return None
     except OtherRelease as error:
