@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 
 from conftest import RUN_S, SCRIPTS, computed_twice, finish
+from holdfast.observe.ledger_audit import verify
 from holdfast.testing.local_nodes import LocalNodes, names
 from holdfast.testing.local_run import LocalRun, strike
+from holdfast.train.data.sampling import plan_of
 from test_memory_tier import end, recalls, refused, until_step
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "fsdp.py"
@@ -103,6 +105,8 @@ def test_any_process_of_the_only_worker_may_be_lost(
     assert len(recalls(run)) == 1
     assert computed_twice(run) == []
     assert len(lost(run)) == 1, lost(run)
+    report = verify(run.run_dir.path, plan_of)
+    assert report.ok, report.findings
 
 
 @pytest.mark.slow

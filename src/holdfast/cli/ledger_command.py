@@ -10,9 +10,12 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from holdfast.core.errors import UserError
 from holdfast.observe.ledger_audit import LedgerReport, verify
+from holdfast.observe.ledger_claims import claims_of_record
+from holdfast.runtime.rundir import RunDir
 from holdfast.train.data.sampling import plan_of
 
 
@@ -25,7 +28,8 @@ def main(argv: Sequence[str]) -> int:
     check.add_argument("--json", action="store_true", help="print the whole report as JSON")
     arguments = parser.parse_args(argv)
     try:
-        report = verify(arguments.run_dir, plan_of)
+        record = RunDir(Path(arguments.run_dir)).load_record()
+        report = verify(arguments.run_dir, plan_of, claims_of_record(record))
     except UserError as error:
         print(f"holdfast ledger: {error}", file=sys.stderr)
         return 2
@@ -36,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
 def render(report: LedgerReport) -> str:
     """Format the report for people, one finding a line."""
     lines = [
-        f"{report.steps} steps, {report.samples} samples, "
+        f"{_steps(report)} steps, {report.samples} samples, "
         f"{report.copies} copies in {report.files} files",
         f"{report.lost} lost, {report.repeated} repeated, "
         f"{len(report.replayed)} steps replayed, {report.torn} files torn at their end",
@@ -65,6 +69,12 @@ def render(report: LedgerReport) -> str:
         _proved(report) if report.ok else "NOT PROVED",
     ]
     return "\n".join(lines)
+
+
+def _steps(report: LedgerReport) -> str:
+    if report.job_steps is None or report.steps >= report.job_steps:
+        return str(report.steps)
+    return f"{report.steps} of {report.job_steps}"
 
 
 def _proved(report: LedgerReport) -> str:

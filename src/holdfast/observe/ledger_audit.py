@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -34,6 +34,7 @@ from holdfast.observe.ledger import (
     decode_line,
     newer_format_in,
 )
+from holdfast.observe.ledger_claims import Claim, claim_of_result
 from holdfast.observe.left_out_audit import LeftOut
 from holdfast.store.regular_files import regular_stream
 
@@ -49,7 +50,8 @@ class LedgerReport:
 
     `inexact_since`: the first step whose result may differ from that of sound machines. `dropped`:
     samples of late workers that were left out by choice, in `dropped_in` steps. `quarantined`:
-    records that were told to be bad; others were used in their place `replaced` times.
+    records that were told to be bad; others were used in their place `replaced` times. `job_steps`:
+    how many steps the job has come to, if anything besides the ledger says so.
     """
 
     findings: tuple[str, ...]
@@ -66,6 +68,7 @@ class LedgerReport:
     dropped_in: int = 0
     quarantined: int = 0
     replaced: int = 0
+    job_steps: int | None = None
 
     @property
     def ok(self) -> bool:
@@ -128,11 +131,14 @@ class Plan(AnyPlan, Protocol):
 PlanOf = Callable[[Mapping[str, Any]], AnyPlan]
 
 
-def verify(run_dir: str | os.PathLike[str], plan_of: PlanOf) -> LedgerReport:
+def verify(
+    run_dir: str | os.PathLike[str], plan_of: PlanOf, claims: Sequence[Claim] = ()
+) -> LedgerReport:
     """Check every copy of every step against the others, the plan and its epochs.
 
-    It takes memory for a small record per step, and for the indices of one epoch. UserError when
-    the run has no ledger.
+    `claims`: how far the run has come by what others say; the outcome in its directory is read
+    here. It takes memory for a small record per step, and for the indices of one epoch. UserError
+    when the run has no ledger.
     """
     directory = Path(run_dir) / LEDGER_DIR
     paths = sorted(directory.glob("*.jsonl"))
@@ -146,7 +152,10 @@ def verify(run_dir: str | os.PathLike[str], plan_of: PlanOf) -> LedgerReport:
     audit.left_out.read(paths, audit.withdrawn)
     for path in paths:
         audit.read(path)
+    result = claim_of_result(run_dir)
+    claims = [*claims, result] if result is not None else list(claims)
     audit.check_steps()
+    audit.check_length(claims)
     streamed = audit.check_streams()
     lost, repeated, samples = audit.count_samples()
     dropped = audit.count_dropped()
@@ -165,6 +174,7 @@ def verify(run_dir: str | os.PathLike[str], plan_of: PlanOf) -> LedgerReport:
         dropped_in=len(dropped),
         quarantined=audit.left_out.count,
         replaced=sum(step.replaced for step in audit.steps.values()),
+        job_steps=max((claim.steps for claim in claims), default=None),
     )
 
 
@@ -181,7 +191,8 @@ def _doubts(paths: Sequence[Path]) -> list[DoubtLine]:
     return found
 
 
-# What all copies of a step must agree on. Hashed, so that a million steps fit in memory.
+# What all copies of a step must agree on. Hashed, so that a million steps fit in memory. Of a step
+# that only tells values `place` has not the value that was agreed on: see `_check_told`.
 _CONTENT = ("plan", "place", "counts", "digests", "loss", "bad")
 
 
@@ -195,6 +206,7 @@ class _Step:
     plan: int  # its index, or -1 when it cannot be recomputed
     place: Place
     marks: tuple[Sequence[int], Sequence[int]] = ((), ())  # of a stream: counts and digests
+    told: dict[tuple[Host, ...], str] = field(default_factory=dict)  # agreed value, by `hosts`
     commits: list[tuple[int, tuple[Host, ...], Host]] = field(default_factory=list)
     wrong: tuple[int, ...] = ()  # vranks whose samples are not the plan's
     replaced: int = 0  # samples in whose place others were used
@@ -301,7 +313,10 @@ class _Audit:
         self.copies += 1
         marks = _hash(entry.counts), _hash(entry.digests)
         bad = tuple(sorted(entry.bad.items()))
-        content = (plan, entry.place, *marks, entry.loss, bad)
+        place = entry.place
+        if place.uses is Uses.NO_SAMPLES:
+            place = replace(place, told="")
+        content = (plan, place, *marks, entry.loss, bad)
         commit = entry.hosts if header.backup else ()  # done again, other tasks may be dropped
         step = self.steps.get(entry.step)
         if step is None:
@@ -333,6 +348,23 @@ class _Audit:
             self.find(f"{where}: step {entry.step} is written twice by incarnation {writer}")
         hosts = self._hosts.setdefault(entry.hosts, entry.hosts)
         step.commits.append((entry.view, hosts, writer))
+        if entry.place.uses is Uses.NO_SAMPLES:
+            self._check_told(where, step, hosts, entry)
+
+    def _check_told(
+        self, where: str, step: _Step, hosts: tuple[Host, ...], entry: StepLine
+    ) -> None:
+        """Check that all copies of one commit name the same agreed value.
+
+        It comes from outside (a time, a choice). So if all workers are lost and the step is done
+        again, by other hosts, they may agree on another one.
+        """
+        known = step.told.setdefault(hosts, entry.told)
+        if known != entry.told:
+            self.find(
+                f"{where}: step {entry.step} differs from another copy of its commit in the value "
+                f"that was agreed on: {entry.told[:80]} and {known[:80]}"
+            )
 
     def _covering(self, where: str, index: int, place: Place) -> int:
         """Return `index` if that plan has the step and can be recomputed; else -1."""
@@ -411,6 +443,18 @@ class _Audit:
                 self.find(f"{step.where}: step {number} uses the samples of step {first} again")
             if uses is Uses.SAME_SAMPLES and index not in users:
                 self.find(f"{step.where}: step {number} is the first to use its samples")
+
+    def check_length(self, claims: Sequence[Claim]) -> None:
+        """Check that the ledger is as long as the run, by whatever says how long that is."""
+        steps = max(self.steps, default=-1) + 1
+        for claim in claims:
+            if steps < claim.least:
+                self.find(
+                    f"proved up to step {steps} of {claim.steps}: {claim.source} says that the run "
+                    "came further, and there is no copy of the steps since; if nodes had run "
+                    "directories of their own, put all *.jsonl files into one"
+                )
+                return
 
     def check_streams(self) -> int:
         """Check that each step used the samples that came next; returns how many were used."""

@@ -1,0 +1,57 @@
+"""Knows how many steps a run has come to by what others than its ledger say of it.
+
+A ledger that was cut short looks like one of a shorter run. So its proof asks the coordinator's
+result and record, and the newest checkpoint, how long it has to be.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.core.types import JobRecord
+
+RESULT_FILE = "result.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """Says that a run has committed so many `steps`, and where that is written (`source`).
+
+    `surely`: every worker had also written the last one to its ledger by then. Otherwise all of
+    them may have been lost just after they committed it.
+    """
+
+    steps: int
+    source: str
+    surely: bool = True
+
+    @property
+    def least(self) -> int:
+        """Return how many steps a complete ledger has at least."""
+        return self.steps if self.surely else self.steps - 1
+
+
+def claim_of_result(run_dir: str | os.PathLike[str]) -> Claim | None:
+    """Return what the file with the run's outcome says; None if there is none that can be read."""
+    try:
+        found = json.loads((Path(run_dir) / RESULT_FILE).read_bytes())
+        steps, ended_well = int(found["step"]), found["outcome"] == ""
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return None
+    return Claim(steps=steps, source=RESULT_FILE, surely=ended_well)
+
+
+def claims_of_record(record: JobRecord | None) -> list[Claim]:
+    """Return what the coordinator's journal says of the run."""
+    if record is None:
+        return []
+    claims = [
+        Claim(steps=step, source="the newest checkpoint") for step in sorted(record.saved)[-1:]
+    ]
+    if record.view is not None:
+        step = record.view.resume_step
+        claims.append(Claim(steps=step, source="the journal", surely=False))
+    return claims
