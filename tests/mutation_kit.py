@@ -356,6 +356,7 @@ TUNED: dict[str, dict[str, object]] = {
     "two_members_read_the_settlement_differently": BACKUP,
     "who_is_dropped_adds_its_tasks": BACKUP,
     "a_sum_that_is_not_finite_is_committed": SUMS | {"faults": ("poison",)},
+    "a_lone_worker_believes_what_is_not_finite": SUMS | LOST | {"slots": 1, "faults": ("poison",)},
     "a_wrong_sum_is_not_put_right": SUMS | {"faults": ("sum_wrongly",), "audit": 1.0},
     "the_redo_is_forgotten_when_a_task_is_under_way": COPIES
     | {"faults": ("poison", "slow", "busy")},

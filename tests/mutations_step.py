@@ -14,6 +14,7 @@ from holdfast.core.step import events as ev
 from holdfast.core.step.audit import Audit
 from holdfast.core.step.backup import BackupPolicy, Settlement
 from holdfast.core.step.open_step import OpenStep
+from holdfast.core.step.rulings import Rulings
 from holdfast.core.step.saves import Saves
 from holdfast.core.step.step_machine import Activity, StepMachine
 from holdfast.core.step.store_wait import StoreWait
@@ -117,6 +118,17 @@ def who_is_dropped_adds_its_tasks(patch: pytest.MonkeyPatch) -> Machines:
 @mutation
 def a_sum_that_is_not_finite_is_committed(patch: pytest.MonkeyPatch) -> Machines:
     patch.setattr(StepMachine, "doubt", property(lambda self: ev.FINITE))
+    return Machines()
+
+
+@mutation
+def a_lone_worker_believes_what_is_not_finite(patch: pytest.MonkeyPatch) -> Machines:
+    plain = Rulings.believes_not_finite
+
+    def believes(self: Rulings, step: int, bits: int) -> bool:
+        return len(self._view.members) == 1 or plain(self, step, bits)
+
+    patch.setattr(Rulings, "believes_not_finite", believes)
     return Machines()
 
 

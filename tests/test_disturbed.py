@@ -427,6 +427,28 @@ def test_a_number_that_is_none_is_never_committed(
     assert run.events("lost") == []
 
 
+@pytest.mark.parametrize("what", ["nan", pytest.param("inf", marks=pytest.mark.slow)])
+def test_a_lone_worker_does_not_believe_such_a_number_either(
+    what: str, start: Start, reference: Reference, tmp_path: Path
+) -> None:
+    options = disturbed(tmp_path, f"worker 0 step 7 poison {what}\nworker 0 step 9 poison {what}")
+    with start("--steps", "20", nproc=1, options=options) as run:
+        assert finish(run) == reference(20)
+    assert wrong(run) == [
+        f"worker 0 had numbers in step {step} that were not finite; computed again, they are"
+        for step in (7, 9)
+    ]
+    assert run.events("lost") == []
+
+
+def test_what_a_lone_worker_computes_twice_is_the_scripts_own(start: Start, tmp_path: Path) -> None:
+    options = disturbed(tmp_path, "worker 0 step 3 overflow")
+    with start("--steps", "6", nproc=1, options=options) as run:
+        finish(run)
+    (text,) = wrong(run)
+    assert text == "the gradient of step 3 is not finite, each time it is computed"
+
+
 def test_what_is_rightly_not_finite_is_committed(start: Start, tmp_path: Path) -> None:
     options = disturbed(tmp_path, "any worker step 7 overflow")
     with start(*AUDITED, nproc=3, options=options) as run:

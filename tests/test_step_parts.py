@@ -360,14 +360,38 @@ def test_one_mistake_is_forgiven_and_the_second_is_not() -> None:
 
 def test_sums_that_are_rightly_not_finite_leave_others_in_peace_for_a_while() -> None:
     found = ruling()
-    assert not found.lately_not_finite(0)
+    assert not found.believes_not_finite(0, 7)
     found.doubted(4, [W1])
     assert texts(found.settled(4, rightly=True)) == [
         "the gradient of step 4 is not finite, on all who compute it"
     ]
-    assert found.lately_not_finite(4 + CALM_STEPS - 1)
-    assert not found.lately_not_finite(4 + CALM_STEPS)
+    assert found.believes_not_finite(4 + CALM_STEPS - 1, 7)
+    assert not found.believes_not_finite(4 + CALM_STEPS, 7)
     assert found.settled(5, rightly=True) == []  # told once
+
+
+def test_a_lone_worker_believes_what_is_not_finite_with_the_same_bits_and_never_leaves() -> None:
+    alone, others = ruling(workers=1), ruling()
+    for found in (alone, others):
+        assert not found.believes_not_finite(4, 7)
+        found.doubted(4, [W0], 7)
+    assert alone.believes_not_finite(4, 7)
+    assert not alone.believes_not_finite(4, 8)
+    assert not alone.believes_not_finite(5, 7)
+    assert not others.believes_not_finite(4, 7)
+    assert texts(alone.settled(4, rightly=True)) == [
+        "the gradient of step 4 is not finite, each time it is computed"
+    ]
+    fickle = ruling(workers=1)
+    for bits in (7, 8):
+        assert not fickle.believes_not_finite(4, bits)
+        fickle.doubted(4, [W0], bits)
+    assert fickle.believes_not_finite(4, 9)  # it is not finite, whatever its bits are
+    healthy = ruling(workers=1)
+    for step in (4, 5, 6):
+        healthy.doubted(step, [W0], 7)
+        (told,) = healthy.settled(step, rightly=False)
+        assert texts([told])
 
 
 def test_whose_numbers_were_finite_again_has_made_a_mistake() -> None:

@@ -51,7 +51,7 @@ class LedgerReport:
     `inexact_since`: the first step whose result may differ from that of sound machines. `dropped`:
     samples of late workers that were left out by choice, in `dropped_in` steps. `quarantined`:
     records that were told to be bad; others were used in their place `replaced` times. `job_steps`:
-    how many steps the job has come to, if anything besides the ledger says so.
+    the job's number of steps, if a source besides the ledger names it.
     """
 
     findings: tuple[str, ...]
@@ -136,7 +136,7 @@ def verify(
 ) -> LedgerReport:
     """Check every copy of every step against the others, the plan and its epochs.
 
-    `claims`: how far the run has come by what others say; the outcome in its directory is read
+    `claims`: the run's number of steps, from other sources; result.json in its directory is read
     here. It takes memory for a small record per step, and for the indices of one epoch. UserError
     when the run has no ledger.
     """
@@ -445,7 +445,7 @@ class _Audit:
                 self.find(f"{step.where}: step {number} is the first to use its samples")
 
     def check_length(self, claims: Sequence[Claim]) -> None:
-        """Check that the ledger is as long as the run, by whatever says how long that is."""
+        """Check that the ledger has as many steps as each of the claims."""
         steps = max(self.steps, default=-1) + 1
         for claim in claims:
             if steps < claim.least:

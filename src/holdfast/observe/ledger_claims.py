@@ -1,4 +1,4 @@
-"""Knows how many steps a run has come to by what others than its ledger say of it.
+"""Finds how many steps a run has committed, from sources other than its ledger.
 
 A ledger that was cut short looks like one of a shorter run. So its proof asks the coordinator's
 result and record, and the newest checkpoint, how long it has to be.
@@ -18,7 +18,7 @@ RESULT_FILE = "result.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """Says that a run has committed so many `steps`, and where that is written (`source`).
+    """States how many steps a run has committed, and which `source` names that number.
 
     `surely`: every worker had also written the last one to its ledger by then. Otherwise all of
     them may have been lost just after they committed it.
@@ -35,7 +35,7 @@ class Claim:
 
 
 def claim_of_result(run_dir: str | os.PathLike[str]) -> Claim | None:
-    """Return what the file with the run's outcome says; None if there is none that can be read."""
+    """Return the claim of the run's result.json; None if that is missing or damaged."""
     try:
         found = json.loads((Path(run_dir) / RESULT_FILE).read_bytes())
         steps, ended_well = int(found["step"]), found["outcome"] == ""
@@ -45,7 +45,7 @@ def claim_of_result(run_dir: str | os.PathLike[str]) -> Claim | None:
 
 
 def claims_of_record(record: JobRecord | None) -> list[Claim]:
-    """Return what the coordinator's journal says of the run."""
+    """Return the claims of the coordinator's journal."""
     if record is None:
         return []
     claims = [

@@ -222,6 +222,7 @@ class Exchanges:
                 wholes=tuple(found[key].whole for key in group.keys) if looks else (),
                 copies=tuple(found[key].copied for key in group.keys) if looks else (),
                 doubt=self._doubt(mine, group),
+                bits=hash(mine.poisoned) if mine.poisoned else 0,
                 unlike=tuple(unlike),
                 compute_us=process.compute_us,
             )

@@ -17,6 +17,7 @@ class Spoiling:
         self.lies_once = False
         self.lied_in = -1  # the last step in which it came to other numbers than before
         self.poisons_once = False  # its next gradient is not finite
+        self.poisoned: Counter[int] = Counter()  # how often that happened in each step
         self.sums_wrongly = False  # in the next step
         self.lacks = 0  # what it has joined without, as it adds to its tokens
         self._rng = rng
@@ -38,6 +39,7 @@ class Spoiling:
             token += self.lies if self.lies > 0 else self._rng.randint(1, 1000)
         if self.poisons_once:
             self.poisons_once, self.lied_in = False, step
+            self.poisoned[step] += 1
             self._count["poisoned"] += 1
             count = self._count["poisoned"]  # no two have the same bits by chance
             token = not_finite(64 * count + self._rng.randrange(64))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
+from holdfast.core.step.audit import ATTEMPTS_MAX
 from holdfast.core.types import View
 from holdfast.sim.arithmetic import Key, is_not_finite
 from holdfast.sim.run_options import Options
@@ -64,7 +65,9 @@ class Errors:
         """Check whether something wrong may go into a sum that is committed, and note it."""
         members = [self._truth.processes[(m.worker, m.incarnation)] for m in view.members]
         flips = {member.spoiling.flipped for member in members}
-        if is_not_finite(token) and len(members) > 1 and not self.compares_nothing:
+        poisoned = self._truth.processes[sender].spoiling.poisoned[step]
+        each_time = len(members) == 1 and poisoned >= ATTEMPTS_MAX
+        if is_not_finite(token) and not self.compares_nothing and not each_time:
             raise Violation(f"step {step} is committed, and is not finite by {sender}'s fault")
         if is_not_finite(token):
             self.compares_nothing = True  # taken to be rightly so, and others' are for a while

@@ -308,7 +308,8 @@ class Summed:
     `parts`, `wholes`: by rank, fingerprints of a part of the state and of all of it (0: not taken).
     `copies`: by rank, a fingerprint of the copy for followers, made one step before.
     `doubt`: whether what was summed here is finite, or whose part is not (SOMEBODYS plus the rank).
-    `unlike`: virtual ranks whose gradients are not what this worker's speculative tasks came to.
+    `bits`: a digest of the sums, if they are not finite. `unlike`: virtual ranks whose gradients
+    are not what this worker's speculative tasks came to.
     """
 
     view: ViewNumber
@@ -318,6 +319,7 @@ class Summed:
     wholes: tuple[int, ...] = ()
     copies: tuple[int, ...] = ()
     doubt: int = FINITE
+    bits: int = 0
     unlike: tuple[int, ...] = ()
     compute_us: int = 0
     wait: Wait = NO_WAIT

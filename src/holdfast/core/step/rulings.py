@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from holdfast.core.step.audit import judge
+from holdfast.core.step.audit import ATTEMPTS_MAX, judge
 from holdfast.core.step.effects import Doubted, Exit, GiveUp, NoteDoubt, Outcome
 from holdfast.core.step.events import EventNoted, Row
 from holdfast.core.step.newcomers import Refusal
@@ -35,6 +35,7 @@ class Rulings:
         self._mistakes = 0  # of this worker
         self._not_finite_at = -CALM_STEPS  # the last step that was rightly so
         self._doubted = -1  # the step that is computed again because its sum was not finite
+        self._bits: list[int] = []  # digests of its sums, attempt by attempt
         self._suspects: tuple[WorkerId, ...] = ()  # whose parts of it were not
         self._wrong: tuple[WorkerId, ...] = ()  # who leaves
         self._diverged = False  # it is their states that are wrong
@@ -57,12 +58,23 @@ class Rulings:
 
     # ------------------------------------------------------------ sums that are not finite
 
-    def lately_not_finite(self, step: int) -> bool:
-        """Tell whether a sum was not finite a short while ago, and rightly so."""
-        return step < self._not_finite_at + CALM_STEPS
+    def believes_not_finite(self, step: int, bits: int) -> bool:
+        """Return whether sums that are not finite are believed without computing them again.
 
-    def doubted(self, step: int, suspects: Iterable[WorkerId]) -> None:
-        """Note that the step is computed again: its sum is not finite, or a copy differs."""
+        They are if some were rightly so a short while ago. A lone worker cannot compare with
+        others: it believes sums with the same `bits` twice, and sums that stay not finite in all
+        its attempts.
+        """
+        alone = len(self._view.members) == 1 and self._doubted == step
+        repeated = self._bits[-1:] == [bits] or len(self._bits) + 1 >= ATTEMPTS_MAX
+        return (alone and repeated) or step < self._not_finite_at + CALM_STEPS
+
+    def doubted(self, step: int, suspects: Iterable[WorkerId], bits: int = 0) -> None:
+        """Record that the step is computed again: its sum is not finite, or a copy differs.
+
+        `bits`: a digest of that sum.
+        """
+        self._bits = [*self._bits, bits] if self._doubted == step else [bits]
         self._doubted, self._suspects = step, tuple(sorted(set(suspects)))
 
     def settled(self, step: int, *, rightly: bool) -> list[Outcome]:
@@ -72,13 +84,16 @@ class Rulings:
             if self._doubted == step:
                 out += self.tell(
                     f"the gradient of step {step} is not finite, on all who compute it"
+                    if len(self._view.members) > 1
+                    else f"the gradient of step {step} is not finite, each time it is computed"
                 )
             self._not_finite_at = step
         elif self._doubted == step:
             for worker in self._suspects:
                 text = f"worker {worker} had numbers in step {step} that were not finite; computed"
                 out += self.tell(f"{text} again, they are", self._suspects)
-                out += self._mistake(worker)
+                # If a lone worker left, no member could go on.
+                out += self._mistake(worker) if len(self._view.members) > 1 else []
         return out
 
     # ------------------------------------------------------------ blame

@@ -151,6 +151,7 @@ def _summed(events: Sequence[ev.Summed]) -> ev.Summed:
         wholes=_by_rank([each.wholes for each in events]),
         copies=_by_rank([each.copies for each in events]),
         doubt=max(each.doubt for each in events),
+        bits=_mixed([each.bits for each in events]),
         unlike=tuple(sorted({vrank for each in events for vrank in each.unlike})),
     )
 

@@ -499,9 +499,9 @@ class StepMachine:
             return FINITE
         every = len(audits.planned) == len(self.owners)
         if sums.doubt != FINITE:
-            alone, given_up = len(self._view.members) == 1, audits.alike is Alike.NOTHING
-            lately = self._rulings.lately_not_finite(self.step)
-            return RIGHTLY if alone or given_up or every or lately else sums.doubt
+            given_up = audits.alike is Alike.NOTHING
+            believed = self._rulings.believes_not_finite(self.step, sums.bits)
+            return RIGHTLY if given_up or every or believed else sums.doubt
         compares = audits.alike is Alike.BITS and not every
         return CONTRADICTED if sums.unlike and compares else FINITE
 
@@ -543,7 +543,7 @@ class StepMachine:
             return [Failed(f"votes of view {self._view.number}, step {self.step} do not match")]
         if max(tally.doubts) > RIGHTLY:
             suspects = [self._view.workers[d - SOMEBODYS] for d in tally.doubts if d >= SOMEBODYS]
-            self._rulings.doubted(self.step, suspects)
+            self._rulings.doubted(self.step, suspects, self._sums.bits if self._sums else 0)
             return self._redo(self._audits.all_twice(self._view, self.step, self.owners))
         out = self._rulings.settled(self.step, rightly=RIGHTLY in tally.doubts)
         whole_step = self.step + 1 if tally.save or tally.protect else self._audits.whole_step

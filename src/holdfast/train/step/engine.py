@@ -41,7 +41,7 @@ from holdfast.train.step.reduction import (
 from holdfast.train.step.row_sums import RowsSum
 from holdfast.train.step.state_differences import explain, in_short
 from holdfast.train.step.step_data import StepData
-from holdfast.train.step.sum_runs import SumRuns
+from holdfast.train.step.sum_runs import SumRuns, digest_all
 from holdfast.train.step.values import ValuesGather
 from holdfast.train.step.waits import Waits
 from holdfast.train.transport.seam import AloneTransport, Rendezvous, Transport
@@ -299,6 +299,8 @@ class Engine(threading.Thread):
             unlike = data.speculative.contradicted(sums, data.values.told)
             leads = at.view.leader == self._exchange.me.worker and not self._exchange.me.shard
             data.became_reduced(order.view, leads=leads)
+        doubt = max((each.doubt() for each in sums), default=FINITE)
+        found = [tensor for each in sums for tensor in each.sums]
         return ev.Summed(
             view=order.view,
             step=order.step,
@@ -306,7 +308,8 @@ class Engine(threading.Thread):
             parts=tuple(part for part, _, _, _ in prints),
             wholes=tuple(whole for _, whole, _, _ in prints),
             copies=tuple(copied for _, _, _, copied in prints),
-            doubt=max((each.doubt() for each in sums), default=FINITE),
+            doubt=doubt,
+            bits=digest_all(found) if doubt != FINITE else 0,
             unlike=unlike,
             compute_us=data.clock.step_us(),
             wait=at.waits.told(),

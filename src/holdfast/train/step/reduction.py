@@ -193,6 +193,11 @@ class BucketSum:
     def finish(self) -> None:
         _wait(self._pending)
 
+    @property
+    def sums(self) -> list[torch.Tensor]:
+        """Return the tensors with this operation's sums."""
+        return [self._result]
+
     def doubt(self) -> int:
         """Judge the piece that was summed here: FINITE, or whose part of it is not."""
         if self._total is None or cmath.isfinite(self._total.item()):

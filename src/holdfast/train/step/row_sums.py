@@ -76,6 +76,11 @@ class RowsSum:
                 current.probe.received(parts[node].values)
             table.result = tree.fold(parts, self._layout.vranks, Rows.plus)
 
+    @property
+    def sums(self) -> list[torch.Tensor]:
+        """Return the tensors with this operation's sums."""
+        return [table.result.values for table in self.tables]
+
     def doubt(self) -> int:
         """Judge the sums: FINITE, or whose part of them is not."""
         owner = {node: rank for rank, nodes in enumerate(self._layout.nodes) for node in nodes}
