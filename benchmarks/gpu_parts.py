@@ -176,7 +176,8 @@ def _bits(
 
 def cost(e: Evidence) -> None:
     for workers in (1, 2) if e.tiny else (1, 2, 4):
-        e.attempt(f"{workers} workers", functools.partial(_cost, e, workers))
+        name = f"{workers} worker{'s' if workers > 1 else ''}"
+        e.attempt(name, functools.partial(_cost, e, workers))
 
 
 def _cost(e: Evidence, workers: int) -> Row:
