@@ -37,10 +37,10 @@ from holdfast.train.job import Job
 from holdfast.train.protection.device_image import DeviceImage
 from holdfast.train.protection.tensor_coding import TensorCode
 from holdfast.train.transport import nccl
-from holdfast.train.transport.gloo import GlooDevice, GlooTransport
 from holdfast.train.transport.nccl import NO_NCCL, GpuTransport, gpu_id_of
 from holdfast.train.transport.seam import Transport
 from holdfast.train.transport.staged import Copy, DeviceCopies, HostRooms, Moment, StagedTransport
+from holdfast.train.transport.tcp_transport import TcpListener, TcpTransport
 from support import SPEC
 from thread_cluster import ThreadCluster, ThreadWorker
 
@@ -130,9 +130,9 @@ def test_a_room_is_used_again_once_the_device_has_read_it(size: int, room: int) 
 
 
 def on_one_gpu(rank: int) -> MakeTransport:
-    gpu, device = torch.device("cuda", 0), GlooDevice("127.0.0.1", b"k" * 32)
+    gpu, listener = torch.device("cuda", 0), TcpListener("127.0.0.1", b"k" * 32)
     rooms = HostRooms(DeviceCopies(gpu))
-    return lambda: GpuTransport(GlooTransport(device, ended_s=0.5), gpu, rooms, gpu_id_of(gpu))
+    return lambda: GpuTransport(TcpTransport(listener, ended_s=0.5), gpu, rooms, gpu_id_of(gpu))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -45,18 +45,28 @@ def connect(
     until = time.monotonic() + reach_s
     channel = socket.create_connection((host, int(port)), reach_s)
     try:
-        hello = HELLO.pack(magic, *purpose, os.urandom(proof.NONCE_BYTES))
-        channel.sendall(hello)
-        group = proof.group_name([hello, _by(until, channel, proof.NONCE_BYTES)])
-        channel.sendall(proof.token(key, group, 0, 1))
-        claim = _by(until, channel, proof.TOKEN_BYTES)
-        if not proof.is_token(claim, key, group, 1, 0):
-            raise WireError(f"what listens at {address} has not proved that it is of this job")
+        introduce(channel, key, magic, purpose, until)
         channel.settimeout(patience_s)
+    except WireError as error:
+        channel.close()
+        raise WireError(f"{address}: {error}") from None
     except BaseException:
         channel.close()
         raise
     return channel
+
+
+def introduce(
+    channel: socket.socket, key: bytes, magic: bytes, purpose: Purpose, until: float
+) -> None:
+    """Tell the listener our purpose and exchange proofs, before `until`. OSError, WireError."""
+    hello = HELLO.pack(magic, *purpose, os.urandom(proof.NONCE_BYTES))
+    channel.sendall(hello)
+    group = proof.group_name([hello, _by(until, channel, proof.NONCE_BYTES)])
+    channel.sendall(proof.token(key, group, 0, 1))
+    claim = _by(until, channel, proof.TOKEN_BYTES)
+    if not proof.is_token(claim, key, group, 1, 0):
+        raise WireError("what listens there has not proved that it is of this job")
 
 
 def _by(until: float, channel: socket.socket, count: int) -> bytes:

@@ -1,9 +1,8 @@
-"""Makes the tokens by which workers prove, before they exchange anything, that they are of one job.
+"""Makes the tokens by which processes prove to each other that they are of one job.
 
-Gloo connects to whoever comes. So each member of a fresh group sends every other a token that only
-a holder of the job's peer key can make. It is bound to its sender, its receiver and the group: to
-the addresses of all its members, which hold a fresh random number of each and so belong to one view
-alone. A token that was overheard is of no use in another group or to another member.
+Only a holder of the job's peer key can make a token. It is bound to its sender, its receiver and to
+what both sides have said so far, which holds a fresh random number of each and so belongs to one
+connection alone. A token that was overheard is of no use in another group or to another member.
 
 This proves who was there when the group was built. It does not hide or seal what is sent later.
 """

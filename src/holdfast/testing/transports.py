@@ -1,7 +1,8 @@
 """Holds the contract of every Transport, as functions that each member of a group runs.
 
 `run_contract` starts real processes, hands each a rendezvous, and collects what they found wrong;
-`run_contract_in_threads` does so within one process. A transport must pass all of CONTRACT.
+`run_contract_in_threads` does so within one process. A transport must pass all of
+CONTRACT; one that is `ordered` is excused from `takes_any_order`.
 """
 
 from __future__ import annotations
@@ -113,6 +114,24 @@ def keeps_order(member: GroupMember) -> None:
     transport.close()
 
 
+def takes_any_order(member: GroupMember) -> None:
+    """Check that a member may wait for messages in another order than its peers send them."""
+    transport = member.open("any order")
+    sizes = {1: 2_000_000, 2: 10, 3: 2_000_000, 4: 10}
+    sent = [
+        transport.exchange([(p, member.full(tag, numel)) for p in member.peers()], [], tag)
+        for tag, numel in sizes.items()
+    ]
+    for tag, numel in reversed(sizes.items()):
+        got = [(p, member.full(-1, numel)) for p in member.peers()]
+        transport.exchange([], got, tag).wait()
+        assert all(bool((t == tag).all()) for _, t in got), tag
+    for pending in sent:
+        pending.wait()
+    member.meet("any order")
+    transport.close()
+
+
 def aborts(member: GroupMember) -> None:
     """Check that an abort on one side ends every wait on all sides, for good."""
     transport = member.open("aborts")
@@ -134,7 +153,7 @@ def aborts_amid_messages(member: GroupMember) -> None:
         if member.rank == i % member.size:
             threading.Timer(0.004 * i, transport.abort).start()
         done = threading.Event()
-        threading.Thread(target=_look_after, args=(transport, done)).start()
+        threading.Thread(target=look_after, args=(transport, done)).start()
         _must_abort(partial(_exchange_on, transport, sends, got))
         done.set()
         transport.close()
@@ -196,6 +215,7 @@ def refuses_impostors(member: GroupMember) -> None:
 CONTRACT = [
     delivers,
     keeps_order,
+    takes_any_order,
     aborts,
     aborts_amid_messages,
     survives_rebuilding,
@@ -295,7 +315,8 @@ def _exchange(transport: Transport, sends: list[Message], receives: list[Message
     transport.exchange(sends, receives, 3).wait()
 
 
-def _look_after(transport: Transport, done: threading.Event) -> None:
+def look_after(transport: Transport, done: threading.Event) -> None:
+    """Look at the group's connections now and then, as a worker's control thread does."""
     while not done.wait(LOOK_S):
         transport.lost()
 

@@ -66,10 +66,10 @@ from holdfast.train.step.step_table import Buffers, StepTable
 from holdfast.train.step.task_clock import TaskClock
 from holdfast.train.step.task_digest import TaskDigest
 from holdfast.train.step.trained import Named
-from holdfast.train.transport.gloo import GlooDevice, GlooTransport
 from holdfast.train.transport.nccl import GpuTransport, gpu_id_of
 from holdfast.train.transport.seam import Transport
 from holdfast.train.transport.staged import DeviceCopies, HostRooms
+from holdfast.train.transport.tcp_transport import TcpListener, TcpTransport
 from holdfast.train.unprotected_modules import UnprotectedModules
 
 CHANGED = (
@@ -319,11 +319,11 @@ def _step_data(
 
 def _transport_maker(me: WorkerEnvironment, gpu: torch.device | None) -> Callable[[], Transport]:
     """Return what makes the transport of each view, for parameters on this GPU or on the host."""
-    gloo = GlooDevice(me.host, me.peer_key)
+    listener = TcpListener(me.host, me.peer_key)
     if gpu is None:
-        return lambda: GlooTransport(gloo)
+        return lambda: TcpTransport(listener)
     rooms, gpu_id = HostRooms(DeviceCopies(gpu)), gpu_id_of(gpu)
-    return lambda: GpuTransport(GlooTransport(gloo), gpu, rooms, gpu_id)
+    return lambda: GpuTransport(TcpTransport(listener), gpu, rooms, gpu_id)
 
 
 def compose_worker(

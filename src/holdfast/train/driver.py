@@ -20,6 +20,7 @@ from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.step.speculation import Lateness
 from holdfast.core.types import Peer, Tick, View, WorkerStatus
+from holdfast.net.descriptors import DescriptorWatch
 from holdfast.train.monitor import Monitor
 
 LOOK_S = 0.5  # between two looks at a group's links
@@ -121,6 +122,7 @@ class Driver:
         self._rows_of: tuple[int, int] = (0, -1)  # the view and step whose rows may be exchanged
         self._group: tuple[int, ViewGroup] | None = None
         self._look_at = 0.0  # when to look next at the group's links
+        self._descriptors = DescriptorWatch()
 
     def serve(self, hands: Hands) -> None:
         """Let views come from now on: the worker has something to train."""
@@ -169,6 +171,8 @@ class Driver:
             if view is None or group is None or group[0] != view.number or now < self._look_at:
                 return
             self._look_at = now + LOOK_S
+        if text := self._descriptors.complaint():
+            self.post(ev.EventNoted("descriptors", text))
         peers = tuple(view.workers[rank] for rank in group[1].lost())
         if peers:
             self.post(ev.LinkLost(view.number, peers))

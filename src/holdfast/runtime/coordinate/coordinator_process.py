@@ -30,6 +30,7 @@ from holdfast.core.membership import coordinator as machine
 from holdfast.core.membership.group import GroupMachine
 from holdfast.health.measure.lifetime import die_with_parent
 from holdfast.net.channel import connect
+from holdfast.net.descriptors import raise_limit
 from holdfast.net.secret import load_secret
 from holdfast.net.tls import client_of
 from holdfast.runtime.coordinate.coordinator_server import (
@@ -57,6 +58,7 @@ LOOK_S = 0.5  # between two looks at what others do
 def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
     die_with_parent(options.parent_pid)
+    raise_limit()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides what Ctrl-C means
     listener = socket.socket(fileno=options.listen_fd)
     host = options.host or listener.getsockname()[0]

@@ -36,6 +36,7 @@ from holdfast.memory.mending import Mending
 from holdfast.memory.node_memory import NodeMemory
 from holdfast.memory.piece_server import PieceServer
 from holdfast.net.channel import Channel
+from holdfast.net.descriptors import raise_limit
 from holdfast.net.peer_listener import open_listener
 from holdfast.net.secret import derive_peer_key, read_run_dir
 from holdfast.net.tls import client_of
@@ -346,6 +347,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--orders", type=int, metavar="FD", help="to the checkpoint writer")
     options = parser.parse_args(argv)
     die_with_parent(options.parent)
+    raise_limit()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides what Ctrl-C means
     run_dir = RunDir(options.run_dir)
     spec, secret = run_dir.spec(), read_run_dir(run_dir.path)

@@ -1,4 +1,4 @@
-"""Declares how tensors travel between the members of one view: gloo and NCCL implement it.
+"""Declares how tensors travel between the members of one view; TCP and NCCL implement it.
 
 A transport knows ranks (positions in the view's members), tensors and tags; it does not know steps,
 virtual ranks or why anything is sent. The invariant every implementation keeps: `abort` may be
