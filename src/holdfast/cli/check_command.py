@@ -42,7 +42,9 @@ def parser() -> argparse.ArgumentParser:
         description="Run the first steps of a training script on 1 worker, on 2, and on 2 of which "
         "one is killed and comes back, compare the bits step by step, and name what differs.",
     )
-    found.add_argument("script", metavar="SCRIPT", help="the training script")
+    found.add_argument(
+        "script", nargs="?", default="", metavar="SCRIPT", help="the training script"
+    )
     found.add_argument(
         "args", nargs=argparse.REMAINDER, metavar="ARG", help="arguments of the script"
     )
@@ -66,12 +68,16 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     """Return 0 if all runs have the same bits, 1 if not, 2 if the script cannot be run."""
     options = parser().parse_args(argv)
+    if not options.script:
+        raise UserError("there is no script to check: name one, as in `holdfast check train.py`")
     if not Path(options.script).is_file():
         raise UserError(f"there is no script {options.script}: check the path")
     if options.virtual < WORKERS:
         raise UserError(f"--virtual {options.virtual} is too few for {WORKERS} workers")
     if options.steps <= KILL_STEP:
         raise UserError(f"--steps {options.steps} is too few: give more than {KILL_STEP}")
+    if not 0 < options.timeout < float("inf"):
+        raise UserError(f"--timeout {options.timeout:g}: give a number of seconds above 0")
     console = Console(stderr=options.json)
     try:
         with tempfile.TemporaryDirectory(

@@ -27,6 +27,8 @@ MEMBER = ("computing", "waiting", "ended", "changing view", "stopped", "joining"
 def main(argv: list[str]) -> int:
     """Return 0 once the worker has left its node, or the job is over; 130 after Ctrl-C."""
     options = parser().parse_args(argv)
+    if options.worker < 0:
+        raise UserError(f"worker {options.worker}: workers are numbered from 0")
     run_dir, tls = RunDir(options.run_dir), client_of(options.tls)
     if run_dir.spec().workers.spread > 1:  # the coordinator says the same, where this is not read
         raise UserError(SPREAD_STAYS)

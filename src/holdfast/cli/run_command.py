@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import os
 import secrets
@@ -27,11 +26,15 @@ from holdfast.runtime.coordinate.election import parse_election
 from holdfast.runtime.launcher import FIRST_NODE, CoordinatorSite, launch_job
 from holdfast.runtime.rundir import RunDir
 from holdfast.store.checkpoints import Checkpoints
-from holdfast.store.open import absolute_store, open_storage
+from holdfast.store.open import absolute_store, check_writable, open_storage
 from holdfast.testing import fault_script  # tidy: allow layers because users test their jobs
 
 # It is named by its place, not imported: it loads torch.
 DISTURBED = str(Path(fault_script.__file__).with_name("disturbed.py"))
+
+
+# Options that scripts seldom have: after the script they are most likely misplaced.
+OURS_ALONE = {"--nodes", "--nodes-min", "--nodes-max", "--nproc", "--run-dir", "--virtual"}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -142,15 +145,27 @@ def make_secret(options: argparse.Namespace) -> bytes:
     return secrets.token_bytes(SECRET_BYTES_MIN)
 
 
-def _check_unused(store: str) -> None:
-    """Raise UserError if it holds checkpoints: a job must never begin from another one's."""
-    with contextlib.suppress(WorldError):  # whether it can be written is seen when it must be
-        steps = Checkpoints(open_storage(store)).steps()
-        if steps:
-            raise UserError(
-                f"--store {store} already holds checkpoints, up to step {steps[-1]}: name an empty "
-                "one, or go on with the job that saved them by `holdfast resume RUN_DIR`"
-            )
+def _check_store(store: str) -> None:
+    """Raise UserError if a store cannot be used, or holds the checkpoints of another job."""
+    storage = open_storage(store)
+    try:
+        steps = Checkpoints(storage).steps()
+    except WorldError as error:
+        raise UserError(f"--store {store} cannot be read: {error}") from None
+    if steps:
+        raise UserError(
+            f"--store {store} already holds checkpoints, up to step {steps[-1]}: name an empty "
+            "one, or go on with the job that saved them by `holdfast resume RUN_DIR`"
+        )
+    check_writable(storage, store)
+
+
+def _warn_of_misplaced(options: argparse.Namespace) -> None:
+    """Say which options of Holdfast stand after the script, which therefore receives them."""
+    given = {word.partition("=")[0] for word in options.args}
+    for flag in sorted(given & OURS_ALONE):
+        text = f"{flag} stands after the script, which receives it: options of Holdfast go before"
+        print(f"holdfast: {text}", file=sys.stderr, flush=True)
 
 
 def _check_faults(path: Path) -> None:
@@ -196,10 +211,11 @@ def make_spec(options: argparse.Namespace) -> JobSpec:
         raise UserError(problem)
     if not spec.script:
         raise UserError("there is no script to run: name one after the options, or in --config")
+    _warn_of_misplaced(options)
     if not Path(spec.script).is_file():
         raise UserError(f"there is no script {spec.script}: check the path")
     if spec.checkpoints.store:
-        _check_unused(spec.checkpoints.store)
+        _check_store(spec.checkpoints.store)
     if options.faults is None:
         return spec
     if spec.compat.enabled:

@@ -36,7 +36,7 @@ class Description:
     below: float | None = None
 
     def limits(self) -> str:
-        """Return the allowed values in words, to follow "must be"."""
+        """Return the allowed values in words, to follow "must be"; infinite ones never are."""
         if self.least is not None and self.most is not None:
             return f"from {self.least:g} to {self.most:g}"
         if self.least is not None and self.below is not None:
@@ -119,7 +119,10 @@ class Setting:
                 return f"must be at most {INTEGER_MAX}"
             if not self.about.allows(number):
                 auto = f", or {AUTO}" if self.auto else ""
-                return f"must be {self.about.limits()}{auto}"
+                limits = self.about.limits()
+                if not math.isfinite(number) and "finite" not in limits:
+                    limits = f"a finite number, {limits}"
+                return f"must be {limits}{auto}"
         return ""
 
 

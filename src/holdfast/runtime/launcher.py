@@ -174,7 +174,7 @@ def launch_job(
     coordinator = site.coordinator(election, ["--resume"] if resume else [])
     interrupted = Supervisor([coordinator, *node.processes(spec)]).run()
     outcome = site.run_dir.outcome()
-    if outcome:
+    if outcome and not interrupted:  # else the coordinator has said so
         print(f"holdfast: {outcome}", file=sys.stderr, flush=True)
     if interrupted:
         return INTERRUPTED

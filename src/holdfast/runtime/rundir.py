@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 from dataclasses import dataclass
@@ -162,7 +163,13 @@ class RunDir:
 
 
 def unwritable(path: Path, error: OSError) -> UserError:
-    return UserError(f"cannot write under {path}: {error.strerror}; free space or use --run-dir")
+    if path.exists() and not path.is_dir():
+        return UserError(f"--run-dir {path} is a file: name a directory")
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    remedy = "free space there, or name" if full else "name"
+    return UserError(
+        f"cannot write under {path}: {error.strerror}; {remedy} another directory with --run-dir"
+    )
 
 
 def write_json(path: Path, value: object) -> None:

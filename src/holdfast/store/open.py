@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import urlsplit
 
-from holdfast.core.errors import UserError
+from holdfast.core.errors import UserError, WorldError
 from holdfast.store.files import FileStorage
+from holdfast.store.manifest import PARTS
 from holdfast.store.storage import Storage
 from holdfast.store.volumes import VolumeStorage
 
@@ -30,6 +33,18 @@ def open_storage(text: str, say: Callable[[str], None] = lambda line: None) -> S
     if text.startswith("ec:"):
         raise UserError(f"--store {text}: the form is {FORM}")
     return _open_one(text)
+
+
+def check_writable(storage: Storage, text: str) -> None:
+    """Put an object and delete it again. UserError says why that fails."""
+    name = f"{PARTS}probe-{secrets.token_hex(8)}"  # what is left of it is removed like any garbage
+    try:
+        storage.put(name, [b"probe"])
+        storage.delete(name)
+    except WorldError as error:
+        raise UserError(
+            f"--store {text} cannot be written: {error}; mend that, or name another store"
+        ) from None
 
 
 def absolute_store(text: str) -> str:
@@ -60,6 +75,8 @@ def _open_one(place: str) -> Storage:
     if not place:
         raise UserError(f"--store: an empty place; the form is {FORM}")
     if "://" in place:
+        if not urlsplit(place).netloc:
+            raise UserError(f"--store {place} names no bucket; the form is {FORM}")
         try:
             from holdfast.store.objects import open_bucket
         except ImportError:

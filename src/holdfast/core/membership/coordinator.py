@@ -377,9 +377,9 @@ class CoordinatorMachine:
         if self._release_loop < RELEASE_ALL:
             bridges = self._protection.bridging(situation, self._durable)
             for worker, why in replace_lost(situation, self._policy.restart, bridges):
-                self._progress.lost(why)
+                doubt = self._progress.lost(why, self._policy.restart.losses_max)
                 self._reserve.lost(worker, self._roster, situation.now)
-                yield Announce("lost", f"worker {worker} was lost: {why}", worker)
+                yield Announce("lost", f"worker {worker} was lost: {why}{doubt}", worker)
 
     def _note_release(self) -> bool:
         """Let ended workers go once the leader's script is past the loop; return if it is over."""

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from holdfast.core.invalidations import Invalidations
 from holdfast.core.types import WorkerStatus
 
+KILLED = ("ended by SIGKILL", "ended by signal 9")  # from outside, not by a mistake of its own
+
 
 class Progress:
     """Counts the job's progress.
@@ -20,6 +22,7 @@ class Progress:
         self.losses = 0
         self._last_loss = ""  # why the last worker was lost
         self._lost_since_begun = False
+        self._crashes = 0  # processes that ended by a signal of their own, since the furthest step
         self._falls = 0  # times it began again after losses, since it last reached a new step
         self._furthest = step
         self._retreats = 0  # since the job last reached a new step
@@ -32,7 +35,7 @@ class Progress:
             return False
         self.step, self.losses = step, 0
         if step > self._furthest:
-            self._furthest, self._retreats, self._falls = step, 0, 0
+            self._furthest, self._retreats, self._falls, self._crashes = step, 0, 0, 0
         return True
 
     def begins(self, step: int) -> None:
@@ -41,11 +44,21 @@ class Progress:
         self._falls += self._lost_since_begun
         self._lost_since_begun = False
 
-    def lost(self, why: str) -> None:
-        """Count a worker that was lost."""
+    def lost(self, why: str, losses_max: int = 0) -> str:
+        """Count a worker that was lost; return a doubt to add to that line, if there is one."""
         self.losses += 1
         self._lost_since_begun = True
         self._last_loss = why.partition("\n")[0]
+        if not why.startswith("ended by ") or why in KILLED:
+            return ""
+        self._crashes += 1
+        if self._crashes < 2:
+            return ""
+        times = "twice" if self._crashes == 2 else f"{self._crashes} times"
+        return (
+            f"; lost {times} at step {self._furthest}: is it the script? After more than "
+            f"{losses_max} losses without a step the job gives up (--losses-max)"
+        )
 
     def retreats(self, invalidations: Invalidations) -> bool:
         """Note that workers came to different results; return whether that is news."""
@@ -81,8 +94,9 @@ class Progress:
     def hopeless(self, losses_max: int, retreats_max: int) -> str:
         """Tell why to give up; empty to go on."""
         if self.losses > losses_max:
+            count = "1 worker was" if self.losses == 1 else f"{self.losses} workers were"
             return (
-                f"{self.losses} workers were lost at step {self.step} with no step committed in "
+                f"{count} lost at step {self.step} with no step committed in "
                 f"between (the last one: {self._last_loss}): see the worker logs; raise "
                 "--losses-max if the machines are to blame"
             )

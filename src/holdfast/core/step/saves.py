@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from holdfast.core.recurring import Recurring
 from holdfast.core.step.effects import Outcome, SavedUpTo, SaveShare
 from holdfast.core.step.events import EventNoted, SaveEnded
 from holdfast.core.step.save_interval import Pace, PacePolicy
@@ -44,6 +45,7 @@ class Saves:
         self._settled = False  # nobody will compare what is saved: it counts as it is
         self._last_save = -1  # the newest that is checked as it is written, and so counts at once
         self._view: View | None = None  # the present one
+        self._failures = Recurring()
         self._busy: int | None = None  # the step whose share is being saved
         self._durable: list[SaveEnded] = []  # not compared yet
         self._savers: dict[tuple[int, ViewNumber], tuple[Member, ...]] = {}  # of what may count
@@ -124,21 +126,26 @@ class Saves:
         if self._busy == step:
             self._busy = None
         first = self._view is not None and self._view.workers[0] == self._me
-        return [EventNoted("save", f"step {step} is not saved: {problem}")] if first else []
+        return self._failed(step, problem) if first else []
 
     def ended(self, save: SaveEnded, committed: int) -> list[Outcome]:
         """Take the writer's answer in; only share 0 learns that the whole checkpoint is durable."""
         if self._busy == save.step:
             self._busy = None
         if save.problem and save.first:
-            return [EventNoted("save", f"step {save.step} is not saved: {save.problem}")]
+            return self._failed(save.step, save.problem)
         if not save.durable:
             self._savers.pop((save.step, save.view), None)
             return []
         often = "" if self._policy.every else f"; {self._pace}"
-        text = f"step {save.step} is saved, in {save.took_s:.2f} s{often}"
+        before = self._failures.succeeded()
+        text = f"step {save.step} is saved, in {save.took_s:.2f} s{before}{often}"
         self._durable.append(save)
         return [EventNoted("save", text), *self.compared(committed)]
+
+    def _failed(self, step: int, problem: str) -> list[Outcome]:
+        text = self._failures.failed(f"step {step}", problem)
+        return [EventNoted("save", text)] if text else []
 
     def finishing(self, committed: int) -> list[Outcome]:
         """Note that the loop has no further step in which anything could be compared."""

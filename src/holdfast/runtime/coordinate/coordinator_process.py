@@ -53,6 +53,7 @@ from holdfast.runtime.rundir import RunDir
 from holdfast.wire.messages import StopRequest
 
 LOOK_S = 0.5  # between two looks at what others do
+START_S = 120.0  # to reach etcd at first; later on it may be away for as long as it likes
 
 
 def main(argv: list[str]) -> int:
@@ -121,7 +122,7 @@ async def work_alone(setup: CoordinatorSetup, resume: bool = False) -> str:
     core = make_machine(spec, loaded)
     server = CoordinatorServer(setup, spec, core, journal)
     if loaded.damage:
-        server.say("journal", loaded.damage)
+        server.say("journal", _damage_line(loaded.damage, spec))
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.stop, "interrupted")
     return await server.run()
 
@@ -167,14 +168,16 @@ class Candidate:
         run_dir, secret, election = self._setup.run_dir, self._setup.secret, self._election
         if run_dir.job.exists():
             spec = run_dir.spec()
-            await election.patiently(lambda: election.publish(spec, secret), tell)
+            await election.patiently(lambda: election.publish(spec, secret), tell, START_S)
             return spec
-        told = False
-        while (found := await election.patiently(lambda: election.known(secret), tell)) is None:
+        told, known = False, lambda: election.known(secret)
+        found = await election.patiently(known, tell, START_S)
+        while found is None:
             if not told:
                 tell(f"standing by: nobody has begun the job {election.job}")
                 told = True
             await asyncio.sleep(LOOK_S)
+            found = await election.patiently(known, tell)
         return found
 
     async def _turn_away(self) -> None:
@@ -226,7 +229,7 @@ class Candidate:
         port = setup.listener.getsockname()[1]
         server.say("elected", f"{setup.host}:{port} coordinates in term {loaded.term}")
         if loaded.damage:
-            server.say("journal", loaded.damage)
+            server.say("journal", _damage_line(loaded.damage, spec))
         loop = asyncio.get_running_loop()
         if self._guest:
             me = asyncio.current_task()
@@ -236,6 +239,15 @@ class Candidate:
             if self._stopping is not None:  # the signal came while there was no leader
                 server.stop("interrupted")
         return await server.run()
+
+
+def _damage_line(damage: str, spec: JobSpec) -> str:
+    """Return what to say of a lost record: for a while the agents are asked, and all waits."""
+    wait_s = spec.policy().lease.fence_s
+    return (
+        f"{damage}; waiting up to {wait_s:g} s for agents to say what they run, and only then "
+        "going on"
+    )
 
 
 def _end_after(left_s: float) -> None:

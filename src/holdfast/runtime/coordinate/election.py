@@ -258,18 +258,26 @@ class Election:
     def job(self) -> str:
         return self._url.job
 
-    async def patiently(self, what: Callable[[], Awaitable[T]], say: Say) -> T:
-        """Return the result of `what`, however long etcd is away; `say` tells once what
-        is wrong.
+    async def patiently(
+        self, what: Callable[[], Awaitable[T]], say: Say, limit_s: float = math.inf
+    ) -> T:
+        """Return the result of `what` once etcd answers; `say` tells once what is wrong.
+
+        UserError if it does not answer for `limit_s`.
         """
-        told = ""
+        told, until = "", self._now() + limit_s
         while True:
             try:
                 return await what()
             except WorldError as error:
+                if self._now() >= until:
+                    raise UserError(
+                        f"gave up after {limit_s:g} s: {error}; check --election and start again"
+                    ) from None
                 if str(error) != told:
                     told = str(error)
-                    say(f"standing by: {told}")
+                    limit = f"; trying for {limit_s:g} s" if limit_s < math.inf else ""
+                    say(f"standing by: {told}{limit}")
             await asyncio.sleep(min(self._url.ttl_s / POLLS, POLL_S_MAX))
 
     async def campaign(self, host: str, port: int, say: Say) -> Leadership:

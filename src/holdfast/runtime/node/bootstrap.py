@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import os
+import pkgutil
 import random
 import runpy
 import sys
 import traceback
 from collections.abc import Callable
-from types import TracebackType
+from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
@@ -28,6 +30,10 @@ from holdfast.runtime.node.shard_processes import make_shards, tell_failure
 from holdfast.runtime.node.spread_processes import DONE
 
 MODULE = "holdfast.runtime.node.bootstrap"
+PACKAGE = os.path.join(Path(__file__).parents[2], "")
+SCRIPTS = os.path.join(PACKAGE, "testing", "")
+DISTURBED = os.path.join(SCRIPTS, "disturbed.py")  # runs the script, too
+LOADERS = {__file__, runpy.__file__, pkgutil.__file__, DISTURBED}
 
 
 def main(argv: list[str]) -> int:
@@ -50,6 +56,7 @@ def main(argv: list[str]) -> int:
 def attach() -> int:
     """Tie this process to its agent; return the descriptor to which a failure is written."""
     die_with_parent(int(os.environ["HOLDFAST_PARENT"]))
+    faulthandler.enable()  # a script that dies by a signal leaves its stack in the log
     failure_fd = int(os.environ.pop("HOLDFAST_FAILURE_FD"))
     os.set_inheritable(failure_fd, False)
     os.set_inheritable(int(os.environ["HOLDFAST_FD"]), False)
@@ -128,17 +135,29 @@ def describe(error: BaseException) -> str:
     """Return one sentence for what the user can mend, else the traceback of the script's frames."""
     if isinstance(error, HoldfastError):
         return f"{type(error).__name__}: {error}"
-    lines = traceback.format_exception(type(error), error, _script_frames(error.__traceback__))
-    return "".join(lines).strip()
+    story = traceback.TracebackException.from_exception(error)
+    each: traceback.TracebackException | None = story
+    while each is not None:
+        each.stack = _script_frames(each.stack)
+        each = each.__cause__ or each.__context__
+    return "".join(story.format()).strip()
 
 
-def _script_frames(frames: TracebackType | None) -> TracebackType | None:
-    """Skip this module and runpy: the user's story begins in the user's script."""
-    inside = {__file__, runpy.__file__, "<frozen runpy>"}
-    current = frames
-    while current is not None and current.tb_frame.f_code.co_filename in inside:
-        current = current.tb_next
-    return current if current is not None else frames
+def _script_frames(stack: traceback.StackSummary) -> traceback.StackSummary:
+    """Keep the script's frames and those of the libraries it uses.
+
+    What loads the script is left out, and so are our own frames, unless the error arose there.
+    """
+    frames = [f for f in stack if f.filename not in LOADERS and not f.filename.startswith("<fro")]
+    theirs = [i for i, frame in enumerate(frames) if not _is_ours(frame.filename)]
+    last = theirs[-1] if theirs else -1
+    kept = [f for i, f in enumerate(frames) if i >= last or not _is_ours(f.filename)]
+    return traceback.StackSummary.from_list(kept)
+
+
+def _is_ours(filename: str) -> bool:
+    """Return whether a file is of Holdfast, and not one of the scripts that come with it."""
+    return filename.startswith(PACKAGE) and not filename.startswith(SCRIPTS)
 
 
 def leave(code: int) -> NoReturn:

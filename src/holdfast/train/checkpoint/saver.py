@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from holdfast.core.errors import WorldError, first_line
+from holdfast.core.recurring import Recurring
 from holdfast.core.step.events import SaveEnded
 from holdfast.core.types import View, ViewNumber, WorkerId
 from holdfast.store.manifest import SKELETON, name_in_shard
@@ -65,6 +66,7 @@ class Saver:
         self._orders = orders
         self._job = job
         self._tell = tell
+        self._failures = Recurring()
         self._arena = Arena()
         self._copier = Copier(protected)
         self._thread: list[threading.Thread] = []  # the save under way: none or one
@@ -93,7 +95,7 @@ class Saver:
             # Unless copies are still under way this worker may die now: its share will be saved.
             answers = None if self._copier.busy else send(self._orders, order, self._arena)
         except (OSError, MemoryError, WorldError) as error:
-            say(f"step {step} is not saved: {first_line(error)}")
+            self._complain(step, first_line(error))
             return first_line(error)
         thread = threading.Thread(target=self._await, args=(order, began, answers), daemon=True)
         self._thread = [thread]
@@ -140,6 +142,10 @@ class Saver:
         memory[at : at + len(table)] = table
         return at, len(table)
 
+    def _complain(self, step: int, problem: str) -> None:
+        if text := self._failures.failed(f"this worker's share of step {step}", problem):
+            say(text)
+
     def _await(self, order: Order, began: float, answers: int | None) -> None:
         try:
             if answers is None:
@@ -150,9 +156,12 @@ class Saver:
             answer = SaveAnswer(problem=str(error))
         took_s = time.monotonic() - began
         if answer.problem:
-            say(f"step {order.step} is not saved: {answer.problem}")
+            if order.rank > 0:  # the job's event log has those of the first share
+                self._complain(order.step, answer.problem)
         elif answer.durable:
-            say(f"step {order.step} is saved, in {took_s:.2f} s")
+            say(f"step {order.step} is saved, in {took_s:.2f} s{self._failures.succeeded()}")
+        else:
+            self._failures.succeeded()
         view = ViewNumber(order.view)
         first = order.rank == 0
         self._tell(SaveEnded(order.step, view, answer.durable, answer.problem, took_s, first))
