@@ -186,7 +186,13 @@ def end_step(step: Step, callbacks: Iterable[Callable[[Step], None]]) -> None:
     step._ended = True
     script, source = step._script, step._source
     for fn in callbacks if script.acts else ():
-        fn(step)
+        try:
+            fn(step)
+        except SystemExit as end:
+            raise UserError(
+                f"sys.exit({end.code}) in a function given to job.on_step_end would end one "
+                "worker's loop only: call job.stop() there"
+            ) from None
     if isinstance(source, StreamSource) and source.stream.tells_states:
         script.open(StepKind.VALUES)
         for task in script.tasks():

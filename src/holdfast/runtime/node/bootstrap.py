@@ -24,7 +24,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from holdfast.core.errors import HoldfastError, UserError
+from holdfast.core.errors import HoldfastError
 from holdfast.health.measure.lifetime import die_with_parent
 from holdfast.runtime.node.shard_processes import make_shards, tell_failure
 from holdfast.runtime.node.spread_processes import DONE
@@ -107,15 +107,8 @@ def _run(script: str) -> None:
         if end.code:
             raise
     training = sys.modules.get("holdfast.train.job")  # not imported by a script that does not train
-    if training is None:
-        return
-    try:
+    if training is not None:
         training.end_script()
-    except SystemExit as end:
-        raise UserError(
-            f"sys.exit({end.code}) in a function given to job.on_step_end ends nothing: call "
-            "job.stop() there, and let the loop end"
-        ) from None
 
 
 def environment_of_job(threads: int, seed: int) -> dict[str, str]:
