@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from holdfast.cli import demo_command as demo
 from holdfast.core.errors import UserError
@@ -208,6 +209,32 @@ def test_faults_are_struck_when_due_one_at_a_time(monkeypatch: pytest.MonkeyPatc
     assert second.victims == (1,)
     assert hit == [(12, 9), (11, 19)]
     assert [f.count for f in striker.pending] == [2]
+
+
+class TalkingRun(FakeRun):
+    """A run that has ended after some events; it shows nothing else."""
+
+    out: tuple[str, ...] = ()
+
+    def running(self) -> bool:
+        return False
+
+    def events(self, kind: str = "") -> list[dict[str, Any]]:
+        return [
+            {"kind": "slow", "text": "worker 0 is slow now and then"},
+            {"kind": "balance", "text": "worker 0 hosts 0 virtual ranks instead of 1"},
+            {"kind": "join", "text": "worker 2 joins"},
+        ]
+
+
+def test_only_what_its_reader_came_for_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    run = TalkingRun()
+    striker = faults.Striker(run, [])  # type: ignore[arg-type]
+    demo.watch(run, striker, 12, demo.Screen(Console()))  # type: ignore[arg-type]
+    text = capsys.readouterr().out
+    assert "worker 2 joins" in text
+    assert "slow" not in text
+    assert "hosts" not in text
 
 
 # ---------------------------------------------------------------- the whole demo

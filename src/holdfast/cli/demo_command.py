@@ -40,6 +40,7 @@ POLL_S = 0.1
 POLL_DUE_S = 0.03  # while a fault waits for its victims: joining takes a few of these
 END_S = 60.0  # from the last step to the end of every process
 COMMIT = re.compile(r"step (\d+) loss (\S+) time (\S+)")
+ASIDE = ("slow", "balance")  # about the speed of this machine, which the demo is not about
 COLOURS = {"lost": "red", "view": "green", "join": "cyan", "failed": "bold red"}
 
 
@@ -243,6 +244,8 @@ def watch(run: LocalRun, striker: fault_kit.Striker, steps: int, screen: Screen)
             screen.say(f"[bold yellow]step {step}: {done}[/bold yellow]")
         events = run.events()
         for event in events[told:]:
+            if event["kind"] in ASIDE:
+                continue
             colour = COLOURS.get(event["kind"], "default")
             screen.say(f"[{colour}]{event['text']}[/{colour}]")
         told = len(events)
