@@ -261,9 +261,15 @@ COPIES = LATE | {
     "patience": Patience(steps=1, times=1.2, least_s=0.01, copies=1.0),
 }
 LEFT_BEHIND = {"agents": 2, "agents_late": 0, "nodes_min": 1, "nodes_max": 6, "left_behind_s": 4.0}
+LATE_COMERS = {"agents": 3, "agents_late": 2, "nodes_min": 1}
 TUNED: dict[str, dict[str, object]] = {
     "whoever_is_at_the_address_is_obeyed": LEFT_BEHIND,
     "a_node_of_another_job_keeps_its_workers": LEFT_BEHIND,
+    "the_word_that_the_job_is_over_is_not_believed": {
+        "agents": 3,
+        "agents_late": 2,
+        "nodes_min": 1,
+    },
     "nobody_is_asked_to_join": QUIET,
     "views_follow_each_other_for_no_reason": QUIET,
     "nobody_fences_without_a_lease": PARTITIONS,

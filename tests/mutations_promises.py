@@ -10,7 +10,13 @@ import pytest
 
 from holdfast.core.membership import coordinator as co
 from holdfast.core.membership import view_making
-from holdfast.core.membership.agent import AgentEffect, AgentMachine, ProcessExited
+from holdfast.core.membership.agent import (
+    AgentEffect,
+    AgentEvent,
+    AgentMachine,
+    JobOver,
+    ProcessExited,
+)
 from holdfast.core.membership.durable import Durable
 from holdfast.core.membership.formation import Situation
 from holdfast.core.membership.liveness import FreezeDetector, ProcessSample
@@ -18,7 +24,7 @@ from holdfast.core.membership.own_job import OwnJob
 from holdfast.core.membership.roster import Roster, SlotState
 from holdfast.core.step import effects as ef
 from holdfast.core.step.worker import WorkerMachine
-from holdfast.core.types import AgentId, Incarnation, Phase, View, WorkerId
+from holdfast.core.types import AgentId, Incarnation, Phase, Tick, View, WorkerId
 from holdfast.sim.world import Machines
 from mutation_kit import mutation
 
@@ -45,8 +51,17 @@ def whoever_is_at_the_address_is_obeyed(patch: pytest.MonkeyPatch) -> Machines:
 
 @mutation
 def a_node_of_another_job_keeps_its_workers(patch: pytest.MonkeyPatch) -> Machines:
-    patch.setattr(AgentMachine, "_end_all", lambda self: [])
+    patch.setattr(AgentMachine, "_end_all", lambda self, reason: [])
     return Machines()
+
+
+@mutation
+def the_word_that_the_job_is_over_is_not_believed(patch: pytest.MonkeyPatch) -> Machines:
+    class Deaf(AgentMachine):
+        def handle(self, event: AgentEvent, now: float) -> list[AgentEffect]:
+            return super().handle(Tick() if isinstance(event, JobOver) else event, now)
+
+    return Machines(agent=Deaf)
 
 
 # ---------------------------------------------------------------- nodes

@@ -176,6 +176,17 @@ def test_who_meets_another_job_at_the_address_ends_its_workers_and_says_why() ->
     )
 
 
+def test_who_learns_that_the_job_is_over_ends_at_once() -> None:
+    node = Node()
+    node.run(0)
+    (killed,) = node.feed(ag.JobOver())
+    assert (killed.worker, killed.reason) == (0, "the job is over")
+    assert node.machine.deadline() is None
+    assert node.want((0, 1), (1, 1), view_number=1) == []
+    assert node.feed(ag.ProcessExited(WorkerId(0), ONE, -9)) == [ag.Quit()]
+    assert Node().feed(ag.JobOver()) == [ag.Quit()]
+
+
 def test_who_is_of_no_job_yet_is_of_the_first_that_it_meets() -> None:
     node = Node(job="")
     assert kinds(node.feed(ag.CoordinatorReached("two"))) == ["SendReport"]

@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 
 from holdfast.core.errors import UserError, WorldError
 from holdfast.net.channel import Channel, connect
-from holdfast.runtime.coordinate.election import SCHEMES, locate, parse_election
+from holdfast.runtime.coordinate.election import SCHEMES, locate, parse_election, read_outcome
 from holdfast.runtime.rundir import RunDir
 from holdfast.wire.messages import StatusReply, StatusRequest
 
 ANSWER_S = 5.0
 AGAIN_S = 0.5
-OTHER_JOB = 4  # exit status of an agent that has met another job at its coordinator's address
+ENDED_ALONE = 4  # exit status of an agent that ends without having heard that its job is over
 T = TypeVar("T")
 
 
@@ -56,6 +56,22 @@ class Contact:
         OtherJob, a WorldError, if a coordinator of another job is there.
         """
         return await connect(*await self.find(), secret, job=self.job, tls=self.tls)
+
+    async def ended(self, run_dir: RunDir) -> bool:
+        """Return whether the job has left word that it is over.
+
+        It does so in its run directory, which a node's own may be; and with an election in etcd.
+        """
+        if run_dir.outcome() is not None:
+            return True
+        if not self.election:
+            return False
+        try:
+            if await locate(self.election) is not None:
+                return False  # the leader says it itself, once everything has ended
+            return await read_outcome(self.election) is not None
+        except WorldError:
+            return False
 
 
 def contact_by(text: str, tls: ssl.SSLContext | None = None, job: str = "") -> Contact:

@@ -18,7 +18,7 @@ from pathlib import Path
 from holdfast.core.domains import Domains
 from holdfast.core.job_spec import JobSpec
 from holdfast.core.types import AgentId, ProcessRole
-from holdfast.runtime.contact import OTHER_JOB
+from holdfast.runtime.contact import ENDED_ALONE
 from holdfast.runtime.coordinate.coordinator_server import DEPOSED
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.supervise import Kept, Supervisor
@@ -94,7 +94,7 @@ class Node:
             ]
 
         passed = [orders.fileno()] if orders is not None else []
-        return Kept("agent", command, ends_with=(0, OTHER_JOB), pass_fds=passed)
+        return Kept("agent", command, ends_with=(0, ENDED_ALONE), pass_fds=passed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,12 +184,12 @@ def launch_job(
 def launch_node(node: Node, spec: JobSpec) -> int:
     """Be a further node of a job, until that is over. Returns the exit status.
 
-    It is 0, or 130 after Ctrl-C, or 1 if another job has taken the coordinator's address.
+    It is 0, or 130 after Ctrl-C, or 1 if the node ends without its job.
     """
     processes = node.processes(spec)
     if Supervisor(processes).run():
         return INTERRUPTED
-    return 1 if processes[0].code == OTHER_JOB else 0
+    return 1 if processes[0].code == ENDED_ALONE else 0
 
 
 def launch_standby(site: CoordinatorSite, arguments: Sequence[str]) -> int:

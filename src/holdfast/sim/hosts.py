@@ -23,6 +23,8 @@ from holdfast.sim.spread import Further
 from holdfast.sim.workers import InsideStriker, Process, WorkerMaker, WorkerWorld
 from holdfast.sim.writers import WriterHost
 
+WORD_S = 0.5  # for an agent without a coordinator to look whether the job has left word
+
 
 class HostStriker(InsideStriker, Protocol):
     """Ends coordinators between two effects, and loses their journals."""
@@ -179,6 +181,8 @@ class CoordinatorHost:
                 world.truth.finished(outcome, world.now)
                 self.outcome = outcome
                 self.machine = None
+                for host in world.hosts.values():
+                    world.at(world.rng.uniform(0.0, WORD_S), host.look_for_word)
 
     def _clock(self) -> float:
         return self.world.now + self.offset_s
@@ -238,6 +242,12 @@ class AgentHost:
             self.name, number, slots, world.agent_policy, job=world.job
         )
         self.handle(Tick())
+        if world.coordinator.outcome is not None:
+            world.at(WORD_S, self.look_for_word)
+
+    def look_for_word(self) -> None:
+        """Find the word that the job has left, in its run directory or etcd, that it is over."""
+        self.handle(ag.JobOver())
 
     def crash(self) -> None:
         """Let the agent die; the kernel takes its workers and its writer with it."""

@@ -45,7 +45,7 @@ class Machines:
 
 
 class Timeline:
-    """Holds what is to happen, in order; worlds that share one live at the same time."""
+    """Holds future events in order. Worlds that share a timeline live at the same time."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -69,8 +69,8 @@ class Timeline:
 class World:
     """Runs one job; see `swarm.run_seed` for how it is used.
 
-    `nodes`: what the names of its nodes begin with; `job`: its own name. Jobs that share a timeline
-    are told apart by both.
+    `nodes`: the prefix of its nodes' names; `job`: its own name. Both must differ between worlds
+    that share a timeline.
     """
 
     def __init__(
@@ -166,8 +166,10 @@ class World:
 
     @property
     def over(self) -> bool:
-        """Return whether the job has ended, and nothing of it runs."""
-        return self.coordinator.outcome is not None and not self.truth.live
+        """Return whether the job has ended, and nothing of it runs: no worker and no agent."""
+        if self.coordinator.outcome is None or self.truth.live:
+            return False
+        return all(host.machine is None for host in self.hosts.values())
 
     def count_event(self) -> None:
         """Count an event. Violation once there are more than any job needs."""
@@ -176,7 +178,7 @@ class World:
             raise Violation(f"no end after {self.events} events")
 
     def unfinished(self) -> Violation:
-        """Return what is wrong with a job that has not ended in time."""
+        """Return the violation of a job that has not ended in time."""
         waited_s = self.options.finish_by_s - self.options.faults_end_s
         return Violation(f"not finished {waited_s:.0f} s after the faults")
 

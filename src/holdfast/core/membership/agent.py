@@ -105,6 +105,11 @@ class CoordinatorReached:
 
 
 @dataclass(frozen=True, slots=True)
+class JobOver:
+    """The job is over, as it has left word: no coordinator may be left to say so."""
+
+
+@dataclass(frozen=True, slots=True)
 class Drained:
     """This node should be drained, for that reason; if it is empty, the node may be used again."""
 
@@ -147,6 +152,7 @@ AgentEvent = (
     | ProcessExited
     | Sampled
     | CoordinatorReached
+    | JobOver
     | Drained
     | MoveAsked
     | Labelled
@@ -294,7 +300,10 @@ class AgentMachine:
                 effects += self._sampled(worker, incarnation, sample)
             case CoordinatorReached(job):
                 urgent = self._job.meet(job)
-                effects += self._end_all() if not urgent else []
+                effects += [] if urgent else self._end_all("another job is where ours was")
+            case JobOver():
+                self._job.ended = True
+                effects += self._end_all("the job is over")
             case Drained(reason, failing, leave, deadline_s):
                 urgent = self._departure.ask(reason, failing, leave, now + deadline_s)
             case MoveAsked(leaving):
@@ -308,25 +317,20 @@ class AgentMachine:
             case _:
                 assert_never(event)
         effects += self._fence(now)
-        over = self._directive is not None and (
-            self._directive.shutdown or self._departure.for_good
-        )
-        over = over or self._job.other != ""
-        over = over and not any(p.running for p in self._processes.values())
+        over = self._is_done and not any(p.running for p in self._processes.values())
         due = urgent or over or now >= self._next_report
-        if due and not self._job.other:
+        if due and not self._job.is_gone:
             effects.append(self._report(now))
         return [*effects, Quit(self._job.problem)] if over else effects
 
     @property
     def _is_done(self) -> bool:
         """Return whether this agent should end, once nothing runs here any more."""
-        told = self._directive
-        dismissed = told is not None and (told.shutdown or self._departure.for_good)
-        return dismissed or self._job.other != ""
+        told, leaves = self._directive, self._departure.for_good
+        return self._job.is_gone or (told is not None and (told.shutdown or leaves))
 
     def deadline(self) -> float | None:
-        if self._job.other:  # only the ends of its processes are waited for
+        if self._job.is_gone:  # only the ends of its processes are waited for
             return None
         if self._fence_at is None:
             return self._next_report
@@ -351,7 +355,7 @@ class AgentMachine:
         old = self._directive
         if directive.agent != self._agent or directive.agent_incarnation != self._incarnation:
             return []
-        if self._job.other:  # it may be that job's
+        if self._job.is_gone:  # it may be another job's
             return []
         if old is not None and (directive.term, directive.seq) <= (old.term, old.seq):
             return []
@@ -462,11 +466,10 @@ class AgentMachine:
         process.status = dataclasses.replace(process.status, stage=stage, detail=detail, seq=seq)
         return True
 
-    def _end_all(self) -> list[AgentEffect]:
-        """End all workers, since another job is where ours was: nobody will want them again."""
+    def _end_all(self, reason: str) -> list[AgentEffect]:
+        """End all workers, since the job is gone: nobody will want them again."""
         self._directive = None
         running = [worker for worker, process in self._processes.items() if process.running]
-        reason = "another job has taken the coordinator's address"
         return [effect for worker in running for effect in self._kill(worker, reason)]
 
     def _kill(self, worker: WorkerId, reason: str) -> list[AgentEffect]:

@@ -10,12 +10,19 @@ from __future__ import annotations
 class OwnJob:
     """Holds the job of one node, which never changes once it is known.
 
-    `other`: the job that was met in its place; empty if none was.
+    `other`: the job that was met in its place; empty if none was. `ended`: whether the job is over,
+    as was learnt without its coordinator.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self.other = ""
+        self.ended = False
+
+    @property
+    def is_gone(self) -> bool:
+        """Return whether nobody will ever give this node orders of its own job again."""
+        return self.ended or self.other != ""
 
     def meet(self, job: str) -> bool:
         """Take in whose coordinator was reached; return whether it is this node's own.

@@ -72,6 +72,8 @@ Incoming = (
 INCOMING = get_args(Incoming)
 TICK_S_MIN = 0.002
 FAREWELL_S = 2.0  # how long agents may take to hear that the job is over
+JOIN_S = 10.0  # how long a node that has asked what the job is may take to start its agent
+JOINING_MAX = 1024
 CRASHED = 70  # exit status of a coordinator that met a bug of ours
 DEPOSED = 75  # its term is over: started again, it stands by
 
@@ -143,6 +145,8 @@ class CoordinatorServer:
         self._journal = journal
         self._check = check
         self._agents: dict[AgentId, Channel] = {}
+        self._seen: set[AgentId] = set()  # agents that have reported
+        self._joining: list[float] = []  # until when nodes that have asked to join are expected
         self._addresses: dict[Peer, bytes] = {}  # addresses of `_addressed`'s members
         self._addressed = 0
         self._pipe = EffectPipe()
@@ -166,8 +170,7 @@ class CoordinatorServer:
         await self._finished.wait()
         step = self._core.snapshot().step
         write_json(self._run_dir.result, {"outcome": self._outcome, "step": step})
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._agents_gone(), FAREWELL_S)
+        await self._agents_gone()
         gate.close()
         return self._outcome
 
@@ -177,8 +180,20 @@ class CoordinatorServer:
         self._feed(ce.StopRequested(reason, saves))
 
     async def _agents_gone(self) -> None:
-        while self._agents:
+        """Wait, for a limited time, until all agents that are there or coming know of the end."""
+        connected_until = time.monotonic() + FAREWELL_S
+        while True:
+            now = time.monotonic()
+            joining = any(now < until for until in self._joining)
+            if not joining and not (self._agents and now < connected_until):
+                return
             await asyncio.sleep(0.01)
+
+    def _note_joining(self, *, here: bool) -> None:
+        """Record that a node is about to join, or has come."""
+        now = time.monotonic()
+        waiting = [until for until in self._joining if now < until]
+        self._joining = waiting[1:] if here else [*waiting[-JOINING_MAX:], now + JOIN_S]
 
     async def _serve(self, channel: Channel) -> None:
         agent: AgentId | None = None
@@ -190,6 +205,9 @@ class CoordinatorServer:
                         break
                     case AgentReport():
                         agent = message.agent
+                        if agent not in self._seen:
+                            self._seen.add(agent)
+                            self._note_joining(here=True)
                         self._agents[agent] = channel
                         self._feed(ce.ReportArrived(message))
                     case Address():
@@ -197,6 +215,7 @@ class CoordinatorServer:
                     case JoinRequest():
                         host = channel.peer.rpartition(":")[0].strip("[]")
                         channel.send(JoinReply(spec=self._spec, seen_as=host))
+                        self._note_joining(here=False)
                     case StatusRequest():
                         channel.send(StatusReply(text=json.dumps(self._status())))
                     case StopRequest():

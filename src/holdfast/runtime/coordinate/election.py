@@ -162,6 +162,19 @@ async def locate(election: str, within_s: float = 5.0) -> Leader | None:
     return _leader_of(await url.client(ATTEMPT_S).read(url.key("leader"), within_s))
 
 
+async def read_outcome(election: str, within_s: float = 5.0) -> str | None:
+    """Read how a job has ended, which its last coordinator has left in etcd; None: it has not.
+
+    UserError, Unreachable, Refused.
+    """
+    url = parse_election(election)
+    entry = await url.client(ATTEMPT_S).read(url.key("record"), within_s)
+    try:
+        return unseal(entry.value).outcome if entry is not None else None
+    except Damaged:
+        return None
+
+
 def _leader_of(entry: KeyValue | None) -> Leader | None:
     if entry is None:
         return None

@@ -40,7 +40,7 @@ from holdfast.net.descriptors import raise_limit
 from holdfast.net.peer_listener import open_listener
 from holdfast.net.secret import derive_peer_key, read_run_dir
 from holdfast.net.tls import client_of
-from holdfast.runtime.contact import OTHER_JOB, Contact, contact_by
+from holdfast.runtime.contact import ENDED_ALONE, Contact, contact_by
 from holdfast.runtime.node.gpu_shares import free_place
 from holdfast.runtime.node.group_watch import GroupWatch, forking
 from holdfast.runtime.node.notices import NoticeSource, notice_source
@@ -175,10 +175,11 @@ class AgentServer:
 
     async def _talk(self, contact: Contact, secret: bytes) -> None:
         """Keep a connection to the coordinator, for ever: it may be restarted at any time."""
-        refused = ""
+        refused, has_met, began_at = "", False, time.monotonic()
         while True:
             try:
                 self._coordinator = await contact.connect(secret)
+                has_met = True
                 self._feed(machine.CoordinatorReached(contact.job))
                 while (m := await self._coordinator.receive(*FROM_COORDINATOR)) is not None:
                     if isinstance(m, Directive):
@@ -205,6 +206,14 @@ class AgentServer:
             if self._coordinator is not None:
                 self._coordinator.close()
             self._coordinator = None
+            if await contact.ended(self._template.run_dir):
+                self._feed(machine.JobOver())
+                return
+            abandon_s = self._policy.lease.abandon_s
+            if not has_met and time.monotonic() > began_at + abandon_s:  # so nothing runs here
+                self._problem = f"no coordinator at {contact} for {abandon_s:g} s: is the job over?"
+                self._quit.set()
+                return
             await asyncio.sleep(RECONNECT_S)
 
     async def _watch(self) -> None:
@@ -385,7 +394,7 @@ def main(argv: list[str]) -> int:
         problem = asyncio.run(serve())
     if problem:
         print(f"holdfast: {problem}", file=sys.stderr, flush=True)
-    return OTHER_JOB if problem else 0
+    return ENDED_ALONE if problem else 0
 
 
 if __name__ == "__main__":
