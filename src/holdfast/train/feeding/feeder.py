@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,10 +21,11 @@ from holdfast.train.checkpoint.transfer import parts_of
 from holdfast.train.feeding import feed_frames
 from holdfast.train.feeding.feed_frames import FeedHead, SendRate, bytes_of
 from holdfast.train.feeding.staged_state import StagedState
+from holdfast.train.feeding.step_memory import StepMemory
 from holdfast.train.step.kept_step import KeptStep
+from holdfast.train.step.reduction import piece_of
 from holdfast.train.step.step_data import StepData
 
-Message = tuple[FeedHead, list[memoryview]]
 StateParts = list[tuple[int, memoryview]]  # numbers of parts, and their bytes
 MARGIN = 0.9  # of the free memory, that copies and steps may take
 
@@ -52,6 +53,7 @@ class Feeder:
         self._rate = rate
         self._staged = StagedState(protected, compares=compares)
         self._step = -1  # the one before which the state was copied last
+        self._memory = StepMemory()
         self._senders: list[_Sender] = []
         self._rank = 0
         self._number = 0
@@ -78,13 +80,18 @@ class Feeder:
         first = [memoryview(skeleton)] if self._rank == 0 else []
         budget = max(int((free - needed) * MARGIN / 2), 1 << 20)
         for follower in order.followers:
-            sender = _Sender(follower.address, budget, self._staged)
-            sender.put((head, first))
+            sender = _Sender(follower.address, budget, self._staged, self._sent)
+            sender.put(_Message(head, first))
             self._senders.append(sender)
         for sender in self._senders:
             messages = self._staged.messages(parts, self._rank)
             args = (sender, messages, (self._key, order.number, self._rank, size))
             threading.Thread(target=self._run, args=args, name="holdfast-feed", daemon=True).start()
+        every = [bucket.result.data for bucket in self._data.gradients.active]
+        results = [each for each in every if not each.is_cuda]
+        own = [piece_of(self._rank, size, each.numel()) for each in results]
+        sizes = [each[part].nbytes for each, part in zip(results, own, strict=True)]
+        self._memory.prepare(sizes, budget)
         return ""
 
     def before_update(self) -> None:
@@ -100,7 +107,7 @@ class Feeder:
 
     def send_step(self, index: int, piece: Callable[[int], slice], *, compared: bool) -> None:
         """Send this member's piece of a reduced step, which the script has not touched yet."""
-        kept = KeptStep.of(self._data, piece)
+        kept = KeptStep.of(self._data, piece, self._memory.copy)
         buffers = [*kept.pieces]
         tables: list[tuple[int, bool]] = []
         if self._rank == 0:
@@ -111,7 +118,8 @@ class Feeder:
         plan = self._data.gradients.plan
         named = tuple(tables)
         head = FeedHead(kind="step", step=index, plan=plan, tables=named, compared=compared)
-        message = head, [bytes_of(state.as_bytes(each)) for each in buffers]
+        sent = [bytes_of(state.as_bytes(each)) for each in buffers]
+        message = _Message(head, sent, [*kept.pieces], len(self._senders))
         for sender in self._senders:
             sender.put(message)
 
@@ -122,6 +130,7 @@ class Feeder:
         self._senders = []
         self._number = 0
         self._staged.release()
+        self._memory.release()
 
     # ------------------------------------------------------------ sending
 
@@ -136,23 +145,58 @@ class Feeder:
                 text = f"sending to {sender.address} has failed: {first_line(error)}"
                 self._tell(ev.EventNoted("join", text))
 
+    def _sent(self, message: _Message) -> None:
+        """Use the memory of a step again once all followers have been sent it."""
+        if message.sent() and self._number:
+            self._memory.give_back(message.pieces)
+
+
+class _Message:
+    """Holds a message, and the large tensors of which it consists, until `holders` have sent it."""
+
+    def __init__(
+        self,
+        head: FeedHead,
+        buffers: list[memoryview],
+        pieces: Sequence[torch.Tensor] = (),
+        holders: int = 1,
+    ) -> None:
+        self.head = head
+        self.buffers = buffers
+        self.pieces = pieces
+        self._left = holders
+        self._lock = threading.Lock()
+
+    def sent(self) -> bool:
+        """Return whether everybody has sent it now that one more has."""
+        with self._lock:
+            self._left -= 1
+            return self._left == 0
+
 
 class _Sender:
     """Sends to one follower, in a thread: the state first, then whatever was put."""
 
-    def __init__(self, address: str, budget: int, staged: StagedState) -> None:
+    def __init__(
+        self,
+        address: str,
+        budget: int,
+        staged: StagedState,
+        sent: Callable[[_Message], None],
+    ) -> None:
         self.address = address
         self.ended = False
         self._budget = budget  # bytes that may wait
         self._waiting = 0
         self._staged = staged
-        self._queue: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._sent = sent  # is told of each message that was sent
+        self._queue: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._channel: Any = None
 
-    def put(self, message: Message) -> None:
+    def put(self, message: _Message) -> None:
         """Send a message later; a follower that is too slow is fed no more."""
-        size = sum(map(len, message[1]))
+        size = sum(map(len, message.buffers))
         with self._lock:
             self._waiting += size
             too_much = self._waiting > self._budget
@@ -185,8 +229,9 @@ class _Sender:
                 self._send(channel, message)
             feed_frames.send(channel, FeedHead(kind="end"), [])
 
-    def _send(self, channel: Any, message: Message | None) -> None:
+    def _send(self, channel: Any, message: _Message | None) -> None:
         if message is not None:
-            feed_frames.send(channel, *message)
+            feed_frames.send(channel, message.head, message.buffers)
             with self._lock:
-                self._waiting -= sum(map(len, message[1]))
+                self._waiting -= sum(map(len, message.buffers))
+            self._sent(message)

@@ -22,6 +22,7 @@ from holdfast.train.checkpoint import state
 from holdfast.train.checkpoint.staging import Copier, steady_storages
 from holdfast.train.checkpoint.transfer import StatePart
 from holdfast.train.feeding.feed_frames import bytes_of
+from holdfast.train.feeding.step_memory import free_beside
 from holdfast.train.step.kept_step import room
 
 BLOCK_BYTES = 1 << 20  # copied and then digested while it is in the processor's cache
@@ -124,10 +125,11 @@ class StagedState:
         return self._digests[number]
 
     def release(self) -> None:
-        """Give up the arena; whoever still sends of it holds it."""
+        """Give up the arena, unless it is being sent: then the sender holds it."""
         if self._thread is None or not self._thread.is_alive():
             self._copier.release()
-        self._arena = room(0)
+        held, self._arena = [self._arena], room(0)
+        free_beside(held)
 
     def _finish(
         self, pieces: Sequence[_Piece], sums: Sequence[torch.Tensor], arena: torch.Tensor

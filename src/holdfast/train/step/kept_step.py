@@ -43,16 +43,21 @@ class KeptStep:
     tables: tuple[Rows, ...]
 
     @classmethod
-    def of(cls, step: StepData, piece: Callable[[int], slice]) -> KeptStep:
+    def of(
+        cls,
+        step: StepData,
+        piece: Callable[[int], slice],
+        copy: Callable[[torch.Tensor], torch.Tensor] = torch.clone,
+    ) -> KeptStep:
         """Copy a reduced step, which the script has not touched yet.
 
-        `piece`: what of a sum with so many elements falls to this member.
+        `piece`: what of a sum with so many elements falls to this member. `copy`: copies a piece.
         """
         results = [bucket.result.data for bucket in step.gradients.active]
         head, rows, used, left, told = _shared(step)
         return cls(
             head=head,
-            pieces=tuple(r[piece(r.numel())].clone() for r in results),
+            pieces=tuple(copy(r[piece(r.numel())]) for r in results),
             rows=rows.clone(),
             used=used.clone(),
             left=left.clone(),
