@@ -243,10 +243,10 @@ class Candidate:
 
 def _damage_line(damage: str, spec: JobSpec) -> str:
     """Return what to say of a lost record: for a while the agents are asked, and all waits."""
-    wait_s = spec.policy().lease.fence_s
+    lease = spec.policy().lease
     return (
-        f"{damage}; waiting up to {wait_s:g} s for agents to say what they run, and only then "
-        "going on"
+        f"{damage}; waiting up to {lease.fence_s:g} s for agents to say what they run, or "
+        f"{lease.abandon_s:g} s if some that could act stay silent"
     )
 
 
