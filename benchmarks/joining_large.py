@@ -28,7 +28,7 @@ STEADY_STEPS = 3
 class LargeJoin:
     """Seconds of one join, counted from the start of the new process.
 
-    `ordered`: when the others were told to feed it. `fed_for`: from then to its membership.
+    `ordered`: when the others began to feed it. `fed_for`: from then to its membership.
     """
 
     ordered_s: float
@@ -84,7 +84,7 @@ def started_at(pid: int) -> float:
 
 
 def measure(size_mb: int, joins: int) -> list[LargeJoin]:
-    """Measure joins to a job of two workers with a state of so many megabytes."""
+    """Measure joins to a job of two workers with a state of `megabytes` MB."""
     script = str(Path(__file__).with_name("joining_worker.py"))
     with (
         tempfile.TemporaryDirectory() as folder,

@@ -25,7 +25,7 @@ MIXED = {aten.copy_.default, aten._foreach_copy_.default}  # take tensors of bot
 
 
 class FakeStream:
-    """Holds copies that nobody has waited for yet."""
+    """Holds copies that are still under way."""
 
     def __init__(self, device: Any = None, *, eager: bool = False) -> None:
         self.eager = eager
@@ -273,7 +273,7 @@ class FakeCudart:
 
 
 def install(patch: pytest.MonkeyPatch) -> torch.device:
-    """Put the fake where torch looks for a GPU, as far as Holdfast asks for one."""
+    """Put the fake where torch looks for a GPU when Holdfast asks for one."""
     for name in ("zeros", "empty", "ones", "arange", "full", "tensor"):
         patch.setattr(torch, name, _creating(getattr(torch, name)))
     patch.setattr(torch.Tensor, "to", _to)

@@ -160,7 +160,7 @@ def epochs(make: Callable[[Job], Any] | None) -> Script:
         length = None if getattr(data, "has_epochs", False) else 4
         job.values.update(scores=[], begun=[])
         for epoch in job.epochs(data, until=EPOCHS, steps_per_epoch=length):
-            for group in optimizer.param_groups:  # once in each epoch, whoever joins
+            for group in optimizer.param_groups:  # once in each epoch, however many workers join
                 group["lr"] *= 0.9
             job.values["begun"] = [*job.values["begun"], job.agree(epoch.index), score(job, model)]
             seen: list[int] = []

@@ -86,7 +86,7 @@ class Hasty(DeviceCopies):
 
 
 class Careless(DeviceCopies):
-    """A planted bug: what is computed from now on does not wait for copies to the device."""
+    """A planted bug: later computing does not wait for copies to the device."""
 
     def to_device(self, copies: list[Copy], after: Moment) -> Moment:
         return self._copy(copies, after)
@@ -187,7 +187,7 @@ def test_members_use_nccl_only_if_each_has_a_gpu_of_its_own(
 
 @pytest.mark.slow
 def test_a_process_that_forks_workers_leaves_cuda_alone() -> None:
-    """What has begun to use CUDA cannot use it in a fork."""
+    """A process that uses CUDA must not be forked."""
     code = """
 import torch
 

@@ -23,7 +23,7 @@ def result(run, step, outcome=""):
 
 
 def cut(path, steps):
-    """Cut a file short after so many steps, at the boundary of a line."""
+    """Cut a file short after `steps` steps, at the end of a line."""
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[: steps + 1]))
 

@@ -1,4 +1,4 @@
-"""Processes of a job listen only where they were told to: never on all of a machine's addresses."""
+"""Processes of a job listen on the given address only, never on all addresses of a machine."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ class Site:
         return socket.create_connection((HOST, self.port), PATIENCE_S, (source, 0))
 
     def serves(self, purpose: peer_stream.Purpose = (1, 2, 3)) -> None:
-        """A peer gets in, and what it sends at once is the handler's."""
+        """A peer gets in, and the handler receives the bytes that it sends at once."""
         with peer_stream.connect(self.address, KEY, MAGIC, purpose) as peer:
             peer.sendall(b"hello")
             channel, found = self.arrived.get(timeout=PATIENCE_S)

@@ -1,4 +1,4 @@
-"""What people are told when something goes wrong: once, truly, and with what to do."""
+"""Messages when something goes wrong: once, true, and with a remedy."""
 
 from __future__ import annotations
 

@@ -531,7 +531,7 @@ def test_a_job_that_is_lost_again_and_again_before_a_new_step_is_given_up() -> N
         assert progress.hopeless(2, 1) == ""
         progress.lost("ended by SIGKILL")
     progress.begins(5)
-    progress.begins(5)  # nobody was lost in between
+    progress.begins(5)  # no loss in between
     assert progress.hopeless(3, 1) == ""
     assert "began again 3 times and never came further than step 7" in progress.hopeless(2, 1)
     assert progress.reached(8)

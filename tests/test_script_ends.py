@@ -1,4 +1,4 @@
-"""How a script may end: only what it reports counts as success, never an exit status alone."""
+"""How a script may end: its own report counts as success, an exit status alone never does."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ def test_a_run_directory_gets_the_secret_as_a_new_file_of_its_own(tmp_path: Path
             found = (run_dir.path / "secret").lstat()
             assert stat.S_ISREG(found.st_mode)
             assert stat.S_IMODE(found.st_mode) == 0o600
-        assert A not in reader.read()  # whoever had it open sees the old file
+        assert A not in reader.read()  # a process that had it open sees the old file
     assert stolen.read_text() == "before"
     assert not (tmp_path / "elsewhere").exists()
 

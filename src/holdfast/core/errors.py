@@ -45,7 +45,7 @@ class WireError(WorldError):
 
 
 class OtherJob(WireError):
-    """Says that whoever was met is of another job, `met`, and has proved it."""
+    """Says that the other side has proved to belong to another job, `met`."""
 
     def __init__(self, message: str, met: str) -> None:
         super().__init__(message)

@@ -10,7 +10,7 @@ class Recurring:
         self._failures = 0  # in a row
 
     def failed(self, what: str, problem: str) -> str:
-        """Count a failure; return what to say of it: often nothing."""
+        """Count a failure; return a line about it, or "" if it was reported recently."""
         self._failures += 1
         count = self._failures
         if count == 1:

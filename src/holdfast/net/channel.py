@@ -154,7 +154,7 @@ async def accept(
 
 
 def _differ(job: str, other: str) -> bool:
-    """Return whether these are two jobs; whoever names none is of neither."""
+    """Return whether both sides name a job, and not the same one."""
     return bool(job and other and job != other)
 
 

@@ -1,4 +1,4 @@
-"""Listens for a job's own peers, and lets nobody in who has not proved to be of the job.
+"""Listens for a job's own peers, and lets in only connections that prove to belong to it.
 
 One thread conducts the proofs of all connections at once, so that a stranger costs a descriptor and
 a few bytes for `proof_s` at most. Which strangers have to go is decided in net/strangers.py; why
@@ -93,7 +93,7 @@ class PeerListener:
         self._selector = selectors.DefaultSelector()
         self._paused_until: float | None = None  # None: connections are being accepted
         self._closed = threading.Event()
-        self._wake = -1  # an eventfd by which `close` wakes the thread
+        self._wake = -1  # an eventfd that wakes the thread when the listener closes
 
     def start(self) -> None:
         """Begin to accept, in a thread of its own."""

@@ -96,7 +96,7 @@ class PeerProof:
         self._key = key
         self._magic = magic
         self._hello = b""
-        self._data = b""  # what has come of the hello, or of the token after it
+        self._data = b""  # bytes received of the hello, or of the token after it
         self._group = b""  # empty: the hello has not come yet
 
     @property

@@ -1,4 +1,4 @@
-"""Makes the tokens by which processes prove to each other that they are of one job.
+"""Makes the tokens that prove to a process that another one belongs to the same job.
 
 Only a holder of the job's peer key can make a token. It is bound to its sender, its receiver and to
 what both sides have said so far, which holds a fresh random number of each and so belongs to one

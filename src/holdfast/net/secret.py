@@ -132,7 +132,7 @@ def parse_secret(text: str, where: str) -> bytes:
 
 
 def derive_peer_key(secret: bytes, job: str) -> bytes:
-    """Derive the key by which a job's workers know each other.
+    """Derive the key that a job's workers prove to each other.
 
     Jobs that share a secret have different ones, and the secret cannot be computed from it.
     """

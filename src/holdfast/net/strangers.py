@@ -25,7 +25,7 @@ class Strangers(Generic[T]):
     """Holds the connections that have not proved themselves, at most `strangers_max` of them.
 
     When one too many comes, the address with the most connections loses its oldest. So a flood from
-    one address keeps nobody else out, and whoever proves itself quickly gets in even from there.
+    one address shuts no other out, and a peer that proves itself quickly gets in even from there.
     Each method returns the connections to close, with the reason; they are already forgotten.
     """
 
@@ -75,5 +75,5 @@ class Strangers(Generic[T]):
         return [(s, f"it did not finish the handshake in {proof_s:g} s") for s, proof_s in late]
 
     def deadline(self) -> float | None:
-        """Return when `expire` is due; None while nobody is here."""
+        """Return when `expire` is due; None without strangers."""
         return min((entry.until for entry in self._entries.values()), default=None)

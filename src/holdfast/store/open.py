@@ -37,7 +37,7 @@ def open_storage(text: str, say: Callable[[str], None] = lambda line: None) -> S
 
 def check_writable(storage: Storage, text: str) -> None:
     """Put an object and delete it again. UserError says why that fails."""
-    name = f"{PARTS}probe-{secrets.token_hex(8)}"  # what is left of it is removed like any garbage
+    name = f"{PARTS}probe-{secrets.token_hex(8)}"  # a remainder is collected as garbage
     try:
         storage.put(name, [b"probe"])
         storage.delete(name)

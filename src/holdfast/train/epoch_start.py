@@ -21,7 +21,7 @@ class EpochStart:
         self._loaded = loaded
         self._above = False  # the script is there
         self._again = False  # others have been there before, in this epoch
-        self._asked = 0  # how often the script was told something there
+        self._asked = 0  # how many values the script was given there
 
     @property
     def is_above(self) -> bool:
@@ -45,7 +45,7 @@ class EpochStart:
         self._above = False
 
     def tell(self, ask: Callable[[], bytes]) -> bytes:
-        """Return what `ask` does, or what it returned to others above the epoch's steps."""
+        """Return the result of `ask`, or the one that others had above the epoch's steps."""
         if not self._above:
             return ask()
         told = self._progress.epoch[2]

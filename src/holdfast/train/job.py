@@ -543,7 +543,7 @@ class Job:
             script.leave_loop()
 
     def _check_over(self) -> None:
-        """Raise UserError if the script has left in the middle of what workers do together."""
+        """Raise UserError if the script has ended within an evaluation or an agreement."""
         if self._script is not None and self._script.in_loop:
             raise UserError(
                 "the script ended within job.evaluate(...) or job.agree(...): let it return first"

@@ -55,7 +55,7 @@ class EndsWithEpoch:
 
     `steps`: of each epoch, for data without epochs of their own; they are counted from the first
     step in which the data were used. UserError if the data have epochs and `steps` is given, or if
-    nobody says how long an epoch is.
+    the length of an epoch is unknown.
     """
 
     def __init__(self, data: LoopData, until: int, steps: int | None) -> None:

@@ -1,4 +1,4 @@
-"""Opens and finds torch.distributed's key-value store, by which processes of a group meet.
+"""Opens and finds the key-value store of torch.distributed that lets a group's processes meet.
 
 By itself torch would listen on all addresses of the machine, to anybody. The store asks nobody for
 a proof, so it listens only where it was told to.

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class StrictDecoder(Generic[T]):
-    """Decodes values of one dataclass, in which no unknown field may be, however deep."""
+    """Decodes values of one dataclass, and refuses unknown fields at any depth."""
 
     def __init__(self, kind: type[T]) -> None:
         self._checks: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(_strict(kind))

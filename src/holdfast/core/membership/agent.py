@@ -467,7 +467,7 @@ class AgentMachine:
         return True
 
     def _end_all(self, reason: str) -> list[AgentEffect]:
-        """End all workers, since the job is gone: nobody will want them again."""
+        """End all workers, since their job is gone."""
         self._directive = None
         running = [worker for worker, process in self._processes.items() if process.running]
         return [effect for worker in running for effect in self._kill(worker, reason)]

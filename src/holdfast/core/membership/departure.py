@@ -26,5 +26,5 @@ class Departure:
         return news
 
     def left_s(self, now: float) -> float:
-        """Return for how long the node will still be there, as far as it knows."""
+        """Return the seconds until this node is taken away; infinite if that is not known."""
         return max(self._by - now, 0.0)

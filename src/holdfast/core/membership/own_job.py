@@ -21,7 +21,7 @@ class OwnJob:
 
     @property
     def is_gone(self) -> bool:
-        """Return whether nobody will ever give this node orders of its own job again."""
+        """Return whether orders of this node's own job can never come again."""
         return self.ended or self.other != ""
 
     def meet(self, job: str) -> bool:

@@ -81,7 +81,7 @@ class KeepStep:
 
 @dataclass(frozen=True, slots=True)
 class FeedStep:
-    """Send this member's piece of the reduced gradient of `step` to those who follow.
+    """Send this member's piece of the reduced gradient of `step` to followers.
 
     `compared`: all members have shown by now that their copies for them are the same.
     """

@@ -163,7 +163,7 @@ class ShardProcesses:
                 self._failures.append(prefix + b"the script ended with exit code %d" % code)
 
     def _give_up(self, text: str) -> None:
-        """End this process, which is lost with the other one; its agent is told why."""
+        """Report to the agent why, and end this process, which is lost with the other one."""
         sys.stderr.write(f"holdfast: {text}: it ends\n")
         sys.stderr.flush()
         if self._first:

@@ -124,7 +124,7 @@ def end(why: str) -> NoReturn:
 def live_with(life: int, failure_fd: int) -> None:
     """End this process when that of shard 0 does, by the descriptor `life`: well if it ends well.
 
-    `failure_fd`: where this node's agent is told of a good end.
+    `failure_fd`: reports a good end to this node's agent.
     """
 
     def watch() -> None:

@@ -328,7 +328,7 @@ class WorkerProcess:
     async def _collect_failure(self, descriptor: int) -> None:
         async for data in _chunks(os.fdopen(descriptor, "rb", buffering=0)):
             self._story = (self._story + data)[-STORY_BYTES_MAX:]
-            if self._story.endswith(DONE):  # what it has left behind may keep the pipe open
+            if self._story.endswith(DONE):  # processes that it started may keep the pipe open
                 return
 
     def _open_log(self) -> None:

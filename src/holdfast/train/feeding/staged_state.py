@@ -77,10 +77,10 @@ class StagedState:
                 pieces = on_gpu if tensor.is_cuda else late if is_steady else early
                 pieces.append(_Piece(number, tensor, part, size if mine else None))
             size += (part.stop - part.start) * mine
-        self._arena = room(size)  # pages are touched by whoever copies to them
+        self._arena = room(size)  # the copying thread touches the pages
         placed = [(p.place, p.flat()) for p in on_gpu if p.place is not None]
         self._copier.copy(bytes_of(self._arena), placed)
-        # What is queued after this on the same stream does not change what these will see.
+        # Later work on the same stream does not change the bytes that these sums read.
         sums = [each.flat().sum(dtype=torch.int64) for each in on_gpu if self._compares]
         for piece in early:
             self._take(piece, self._arena)
@@ -91,7 +91,7 @@ class StagedState:
         self._thread.start()
 
     def before_update(self) -> None:
-        """Let what is under way come first: the state is about to change."""
+        """Wait for copies under way, since the state is about to change."""
         self._copier.hold()
         if self._thread is not None:
             self._thread.join()
@@ -151,7 +151,7 @@ class StagedState:
             self._print = every.intdigest() >> 1 or 1
 
     def _take(self, piece: _Piece, arena: torch.Tensor) -> None:
-        """Copy a part if this member sends it, and digest the copy; else digest what is there."""
+        """Digest a part: the copy, if this member sends it, else the state itself."""
         digest, flat = xxhash.xxh3_128(), piece.flat()
         for start in range(0, flat.numel(), BLOCK_BYTES):
             block = flat[start : start + BLOCK_BYTES]

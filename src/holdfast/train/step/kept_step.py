@@ -51,7 +51,7 @@ class KeptStep:
     ) -> KeptStep:
         """Copy a reduced step, which the script has not touched yet.
 
-        `piece`: what of a sum with so many elements falls to this member. `copy`: copies a piece.
+        `piece` returns this member's slice of a sum with that number of elements; `copy` copies it.
         """
         results = [bucket.result.data for bucket in step.gradients.active]
         head, rows, used, left, told = _shared(step)

@@ -25,7 +25,7 @@ class FinishedTask:
 
     `weight`: by which its loss, a sum, is to be divided; UNWEIGHTED if it is a mean. `left`: the
     buffers, for virtual rank 0. `gradient`: its digest, if an audit wants one; `bits` and `sketch`
-    of a repeated task. `told`: the records that it had to leave out.
+    of a repeated task. `told`: names the records that it had to leave out.
     """
 
     loss: float

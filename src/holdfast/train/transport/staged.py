@@ -39,7 +39,7 @@ class DeviceCopies:
         self._stream: torch.cuda.Stream | None = None
 
     def queued(self) -> Moment:
-        """Mark the end of what is queued on the computing stream by now."""
+        """Record an event after the work that is queued on the computing stream by now."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         return event
@@ -49,7 +49,7 @@ class DeviceCopies:
         self._copy(copies, after).synchronize()
 
     def to_device(self, copies: Sequence[Copy], after: Moment) -> Moment:
-        """Queue copies to the device; what is computed from now on waits for them.
+        """Queue copies to the device; later computing waits for them.
 
         The host's tensors must stay as they are until the moment that is returned.
         """
@@ -58,7 +58,7 @@ class DeviceCopies:
         return event
 
     def room(self, size: int) -> torch.Tensor:
-        """Return so many bytes of pinned memory; of ordinary memory where none can be pinned."""
+        """Return `count` bytes of pinned memory, or of ordinary memory where none can be pinned."""
         try:
             return torch.empty(size, dtype=torch.uint8, pin_memory=True)
         except RuntimeError:  # slower: the driver copies by way of pinned memory of its own
@@ -91,7 +91,7 @@ class HostRooms:
         self._lock = threading.Lock()
 
     def take(self, size: int) -> torch.Tensor:
-        """Return a room for at least so many bytes."""
+        """Return a room for at least `count` bytes."""
         rounded = 1 << (max(size, LEAST_BYTES) - 1).bit_length()
         if size > LARGE_BYTES:
             rounded = -(-size // LARGE_BYTES) * LARGE_BYTES
