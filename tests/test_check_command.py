@@ -23,12 +23,13 @@ from torch import nn
 {before}
 job = holdfast.join()
 model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.Linear(16, 1))
+{shard}
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 x = torch.randn(64, 8)
 job.protect(model=model, optimizer=optimizer)
 data = job.batches(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)
 scale = 1.0
-for step in job.steps(data, until=400):
+for step in job.steps(data, until={until}):
     for a, b in step:
         step.backward(scale * nn.functional.mse_loss(model(a), b))
     {after}
@@ -37,18 +38,25 @@ for step in job.steps(data, until=400):
 
 
 def check(
-    path: Path, capsys: pytest.CaptureFixture[str], *, before: str = "", after: str = "pass"
+    path: Path,
+    capsys: pytest.CaptureFixture[str],
+    *options: str,
+    before: str = "",
+    after: str = "pass",
+    shard: str = "",
+    until: int = 400,
 ) -> tuple[int, dict]:
     script = path / "train.py"
-    script.write_text(SCRIPT.format(before=before, after=after))
-    code = check_command.main(["--json", "--steps", "8", str(script)])
+    script.write_text(SCRIPT.format(before=before, after=after, shard=shard, until=until))
+    code = check_command.main(["--json", "--steps", "8", *options, str(script)])
     return code, json.loads(capsys.readouterr().out)
 
 
 def test_a_script_that_keeps_the_promise(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, found = check(tmp_path, capsys)
+    """Of a few steps, too: the check waits for the worker that is to join."""
+    code, found = check(tmp_path, capsys, until=9)
     assert (code, found["same"], found["findings"]) == (0, True, [])
     assert [run["name"] for run in found["runs"]] == [
         "1 worker",
@@ -73,6 +81,27 @@ def test_random_numbers_between_steps_and_sets_of_strings_are_keyed(
     after = "model[0].bias.data += torch.rand(16) * scales[0] * scales[1]"
     code, found = check(tmp_path, capsys, before=before, after=after)
     assert (code, found["same"]) == (0, True)
+
+
+@pytest.mark.slow
+def test_workers_of_several_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shard = "torch.distributed.fsdp.fully_shard(model, mesh=job.mesh)"
+    before = "import torch.distributed.fsdp"
+    options = ("--procs-per-worker", "2")
+    code, found = check(tmp_path, capsys, *options, before=before, shard=shard, until=9)
+    assert (code, found["same"], found["findings"]) == (0, True, []), found
+
+
+@pytest.mark.slow
+def test_a_join_that_fails_is_told_in_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = "import os; wide = 16 if os.environ['HOLDFAST_INCARNATION'] == '1' else 17"
+    after = "model.extra = nn.Linear(1, wide)"
+    code, found = check(tmp_path, capsys, before=before, after=after)
+    assert code == 1
+    problem = found["runs"][2]["problem"]
+    assert "\n" not in problem, problem
 
 
 def traced(name: str, *digests: str) -> TracedRun:
@@ -117,7 +146,7 @@ def test_bad_arguments(arguments: list[str], says: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_check_that_is_killed_leaves_no_process_behind(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT.format(before="", after="pass"))
+    script.write_text(SCRIPT.format(before="", after="pass", shard="", until=400))
     command = [sys.executable, "-m", "holdfast.cli.main", "check", str(script)]
     check = subprocess.Popen(command, env={**os.environ, "TMPDIR": str(tmp_path)})
 
@@ -148,7 +177,7 @@ def test_a_script_that_fails_everywhere_is_told_once(
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
 def test_a_check_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script, disk = tmp_path / "train.py", tmp_path / "disk"
-    script.write_text(SCRIPT.format(before="", after="pass"))
+    script.write_text(SCRIPT.format(before="", after="pass", shard="", until=400))
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=40k", "tmpfs", str(disk)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:

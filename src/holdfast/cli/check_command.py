@@ -52,6 +52,13 @@ def parser() -> argparse.ArgumentParser:
         "--virtual", type=int, default=2, metavar="V", help="virtual ranks of the job (default 2)"
     )
     found.add_argument(
+        "--procs-per-worker",
+        type=int,
+        default=1,
+        metavar="G",
+        help="processes that share a worker's model, as for `holdfast run` (default 1)",
+    )
+    found.add_argument(
         "--steps", type=int, default=12, metavar="N", help="compare at least N steps (default 12)"
     )
     found.add_argument(
@@ -74,6 +81,8 @@ def main(argv: list[str]) -> int:
         raise UserError(f"there is no script {options.script}: check the path")
     if options.virtual < WORKERS:
         raise UserError(f"--virtual {options.virtual} is too few for {WORKERS} workers")
+    if options.procs_per_worker < 1:
+        raise UserError(f"--procs-per-worker {options.procs_per_worker}: give 1 or more")
     if options.steps <= KILL_STEP:
         raise UserError(f"--steps {options.steps} is too few: give more than {KILL_STEP}")
     if not 0 < options.timeout < float("inf"):
@@ -126,7 +135,8 @@ def run_once(
     plan = place / "plan.json"
     plan.write_text(json.dumps({"traces": str(traces), "kill_step": kill}))
     task = bar.add_task(name)
-    sizes = ("--nproc", str(workers), "--virtual", str(options.virtual))
+    sizes = ["--nproc", str(workers), "--virtual", str(options.virtual)]
+    sizes += ["--procs-per-worker", str(options.procs_per_worker)]
     script = (TRACED, str(plan), options.script, *options.args)
     until = time.monotonic() + options.timeout
     with LocalRun(place / "run", (*sizes, *GUARD), script, bound=True) as run:
@@ -140,7 +150,7 @@ def run_once(
         ended = not run.running()
         code = run.wait(options.timeout) if ended else 0
         said = [line for line in run.err if str(directory) not in line]  # it will be gone
-        problem = "\n".join(said[-12:]) if code else ""
+        problem = (run.run_dir.outcome() or "\n".join(said[-12:])) if code else ""
         events = run.events()
     bar.update(task, completed=1, total=1)
     texts = [event["text"] for event in events if event["kind"] in SCRIPT_EVENTS]

@@ -2,13 +2,14 @@
 
     holdfast run ... traced.py PLAN SCRIPT ARGS...
 
-PLAN is a JSON file: where traces are written, whether and when worker 1 is killed, and after how
-many steps after that it has joined again for long enough.
+PLAN is a JSON file: where traces are written, and whether and when worker 1 is killed. The other
+workers then wait for its successor, so that scripts of a few steps see a join, too.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import runpy
 import signal
@@ -22,35 +23,48 @@ import torch
 import xxhash
 
 from holdfast.train.checkpoint.state import as_bytes
+from holdfast.train.job import joined
+from holdfast.train.local_tensors import local_of
 from holdfast.train.step.probe import Probe, current
 
 VICTIM = 1  # the worker that is killed once
-JOIN_STEP_S = 0.5  # how long a step is made while the victim's successor starts
-JOIN_STEPS_MAX = 240
+JOIN_S = 120.0  # to wait for the victim's successor
+LOOK_S = 0.02
 
 
 class Tracer(Probe):
     """Writes one line for each step that this worker takes part in."""
 
-    def __init__(self, traces: Path, kill_step: int | None, worker: int, incarnation: int) -> None:
+    def __init__(self, traces: Path, kill_step: int | None, process: tuple[int, int, int]) -> None:
         self._traces = traces
         self._kill_step = kill_step  # None: nobody is killed
-        self._me = worker, incarnation
-        self._waited = 0
+        self._worker, self._incarnation, self._shard = process
+        self._wait_until = math.inf  # begins with the first wait
 
     def boundary(self, step: int, protected: Mapping[str, Any]) -> None:
-        worker, incarnation = self._me
+        if self._shard:
+            return  # the process of shard 0 speaks for its worker
         line = json.dumps({"step": step, "tensors": digests(protected)})
-        with (self._traces / f"{worker}-{incarnation}.jsonl").open("a") as file:
+        with (self._traces / f"{self._worker}-{self._incarnation}.jsonl").open("a") as file:
             file.write(line + "\n")
-        if self._kill_step is None or step <= self._kill_step or self._waited >= JOIN_STEPS_MAX:
-            return
-        if not (self._traces / f"{VICTIM}-2.jsonl").exists():
-            self._waited += 1
-            time.sleep(JOIN_STEP_S)
+        if self._kill_step is not None and step > self._kill_step:
+            self._await_successor()
+
+    def _await_successor(self) -> None:
+        """Wait until the killed worker's successor is a member, or is about to become one."""
+        driver = joined()._driver
+        now = time.monotonic()
+        self._wait_until = min(self._wait_until, now + JOIN_S)
+        while now < self._wait_until and not driver.pending:
+            joins = driver.view is not None and VICTIM in driver.view.workers
+            if joins or (self._traces / f"{VICTIM}-2.jsonl").exists():
+                return
+            time.sleep(LOOK_S)
+            now = time.monotonic()
 
     def task(self, step: int, vrank: int) -> None:
-        if self._me == (VICTIM, 1) and step == self._kill_step:
+        victim = self._worker, self._incarnation, self._shard
+        if victim == (VICTIM, 1, 0) and step == self._kill_step:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -60,7 +74,7 @@ def digests(protected: Mapping[str, Any]) -> dict[str, str]:
 
     def visit(value: Any, path: str) -> None:
         if isinstance(value, torch.Tensor):
-            found[path] = xxhash.xxh3_64_hexdigest(as_bytes(value).numpy().data)
+            found[path] = xxhash.xxh3_64_hexdigest(as_bytes(local_of(value)).numpy().data)
         elif isinstance(value, dict):
             for key, each in value.items():
                 visit(each, f"{path}.{key}" if isinstance(key, str) else f"{path}[{key}]")
@@ -78,9 +92,10 @@ def digests(protected: Mapping[str, Any]) -> dict[str, str]:
 def main(argv: list[str]) -> None:
     """Run a script with traces. `argv`: the plan, the training script, its arguments."""
     plan, script = json.loads(Path(argv[0]).read_text()), argv[1]
-    worker = int(os.environ.get("HOLDFAST_WORKER", "0"))
-    incarnation = int(os.environ.get("HOLDFAST_INCARNATION", "1"))
-    current.probe = Tracer(Path(plan["traces"]), plan["kill_step"], worker, incarnation)
+    names = ("HOLDFAST_WORKER", "0"), ("HOLDFAST_INCARNATION", "1"), ("HOLDFAST_SHARD", "0")
+    worker, incarnation, shard = (int(os.environ.get(*each)) for each in names)
+    process = worker, incarnation, shard
+    current.probe = Tracer(Path(plan["traces"]), plan["kill_step"], process)
     sys.argv = argv[1:]
     sys.path[0] = os.path.dirname(os.path.realpath(script))
     runpy.run_path(script, run_name="__main__")
