@@ -237,12 +237,15 @@ def test_version() -> None:
         ({"checkpoints.every": 0}, "--save-every 0 must be at least 1, or auto"),
         ({"checkpoints.between_s": (9.0, 3.0)}, "--save-between 9 3: the shortest time must not"),
         ({"checkpoints.between_s": (0.0, 3.0)}, "--save-between 0 3 must be greater than 0"),
-        ({"checkpoints.scrub_rate": math.inf}, "--scrub-rate inf must be at least 0"),
+        (
+            {"checkpoints.scrub_rate": math.inf},
+            "--scrub-rate inf must be a finite number, at least 0",
+        ),
         ({"checkpoints.store": "\ud800"}, "must be valid UTF-8 text"),
         ({"stragglers.speculation_budget": 1.5}, "--speculation-budget 1.5 must be from 0 to 1"),
         ({"stragglers.backup": 1}, "--backup 1 must be from 0 to 0: a step of 1 workers"),
         ({"silent_errors.audit_tolerance": 1.0}, "1 must be from 0 to below 1"),
-        ({"silent_errors.audit": math.nan}, "--audit nan must be from 0 to 1"),
+        ({"silent_errors.audit": math.nan}, "--audit nan must be a finite number, from 0 to 1"),
         ({"silent_errors.fingerprint_steps": -1}, "--fingerprint-steps -1 must be at least 0"),
     ],
 )

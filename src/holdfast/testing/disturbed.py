@@ -41,6 +41,7 @@ class Disturber(Probe):
         self._step = -1
         self._began = time.perf_counter()  # when this task began
         self._dice = random.Random(worker)
+        self.is_noisy = any(fault.action == "noise" for fault in faults)
         self._done: set[tuple[int, str, str]] = set()
 
     def boundary(self, step: int, protected: Mapping[str, Any]) -> None:

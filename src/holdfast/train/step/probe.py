@@ -9,7 +9,12 @@ import torch
 
 
 class Probe:
-    """Replace `probe` before the first step. What a method raises ends the worker's script."""
+    """Replace `probe` before the first step. What a method raises ends the worker's script.
+
+    `is_noisy`: tasks come to other bits each time, as on kernels that are not deterministic.
+    """
+
+    is_noisy = False
 
     def boundary(self, step: int, protected: Mapping[str, Any]) -> None:
         """The state after `step` steps is at rest."""
