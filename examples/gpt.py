@@ -94,14 +94,14 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=64, help="bytes the model looks back")
     parser.add_argument("--print-every", type=int, default=10, metavar="STEPS")
     parser.add_argument(
-        "--stop", type=Path, metavar="FILE", help="end after the step whose number this file holds"
+        "--stop", type=Path, metavar="FILE", help="end after the step that this file names, or soon"
     )
     options = parser.parse_args()
 
     job = holdfast.join()
     model = GPT(options.width, options.layers, options.context)
     optimizer = torch.optim.AdamW(model.parameters(), lr=8e-3, betas=(0.9, 0.95))
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
     job.protect(model=model, optimizer=optimizer, schedule=schedule)
     data = job.batches(standard_library(options.context), options.batch_size)
     for step in job.steps(data, until=options.steps):

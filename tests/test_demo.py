@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
+import math
 import re
+import subprocess
+import sys
+import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +82,7 @@ def test_a_planted_difference_is_found(planted: dict[str, Any], found: str, faul
 
 
 STRIKE = Strike(
-    fault=PlannedFault(step=4, kind=FaultKind.KILL, order=(2, 1, 0, 3)),
+    fault=PlannedFault(kind=FaultKind.KILL, order=(2, 1, 0, 3), rest_steps=4),
     victims=(2,),
     step=4,
     time=104.5,
@@ -89,12 +95,12 @@ def prove_planted(
 ) -> None:
     """Let `demo.main` find two runs that were never made."""
 
-    def train(run: Any, options: Any, schedule: Any, screen: Any, title: str) -> Any:
-        run.run_dir.path.mkdir(parents=True)
-        striker = faults.Striker(run, schedule)
-        if schedule:
+    def train(run_dir: Path, plan: demo.RunPlan, options: Any, screen: Any) -> Any:
+        run_dir.mkdir(parents=True)
+        striker = faults.Striker(FakeRun(), plan.schedule)  # type: ignore[arg-type]
+        if plan.schedule:
             striker.strikes, striker.pending = strikes, []
-        return (trained(events=[LOST]) if schedule else calm), striker
+        return (trained(events=[LOST]) if plan.schedule else calm), striker
 
     monkeypatch.setattr(demo, "train", train)
 
@@ -189,26 +195,41 @@ def test_faults_are_struck_when_due_one_at_a_time(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(faults, "strike", lambda pid, number: hit.append((pid, number)))
     run = FakeRun()
     order = (3, 2, 1, 0)
+    kill, freeze, joiner = FaultKind.KILL, FaultKind.FREEZE, FaultKind.KILL_JOINING
     striker = faults.Striker(
         run,  # type: ignore[arg-type]
         [
-            PlannedFault(step=5, kind=FaultKind.KILL, order=order, count=2),  # nobody would survive
-            PlannedFault(step=5, kind=FaultKind.FREEZE, order=order),
-            PlannedFault(step=2, kind=FaultKind.KILL_JOINING, order=order),
+            PlannedFault(
+                kind=kill, order=order, rest_steps=5, count=2
+            ),  # it would leave no survivor
+            PlannedFault(kind=freeze, order=order, rest_steps=5),
+            PlannedFault(kind=joiner, order=order, rest_steps=1),
         ],
     )
-    assert striker.poll(1) is None
-    first = striker.poll(2)
+    assert striker.poll(0, 0.0) is None  # the job has not begun
+    assert striker.poll(1, 0.0) is None
+    first = striker.poll(2, 0.0)
     assert first is not None
     assert first.victims == (2,)
-    assert striker.poll(9) is None  # the first is not known to be lost yet
+    assert striker.poll(19, 0.0) is None  # the first is not known to be lost yet
     run.told.append({"worker": 2, "kind": "lost", "time": first.time, "text": ""})
-    assert striker.poll(4) is None  # nor has the job gone on
-    second = striker.poll(9)
+    assert striker.poll(4, 0.0) is None  # nor has the job gone on
+    assert striker.poll(19, 0.0) is None  # the rest begins
+    assert striker.poll(23, 0.0) is None
+    second = striker.poll(24, 0.0)
     assert second is not None
     assert second.victims == (1,)
     assert hit == [(12, 9), (11, 19)]
     assert [f.count for f in striker.pending] == [2]
+
+
+def test_on_a_slow_machine_a_rest_takes_few_steps() -> None:
+    striker = faults.Striker(FakeRun(), faults.schedule(20, 4, 0))  # type: ignore[arg-type]
+    assert striker.measure_rest(0, 50.0) == -1  # start-up is no rest
+    assert striker.measure_rest(1, 60.0) == 0
+    assert striker.measure_rest(2, 60.0 + faults.REST_S) == 1
+    assert striker.measure_rest(4, 60.0 + faults.REST_S - 1) == 3
+    assert striker.measure_rest(4, 60.0 + faults.REST_S) == math.inf
 
 
 class TalkingRun(FakeRun):
@@ -223,6 +244,7 @@ class TalkingRun(FakeRun):
         return [
             {"kind": "slow", "text": "worker 0 is slow now and then"},
             {"kind": "balance", "text": "worker 0 hosts 0 virtual ranks instead of 1"},
+            {"kind": "copy", "text": "worker 1 has copied 2 tasks that others were late with"},
             {"kind": "join", "text": "worker 2 joins"},
         ]
 
@@ -230,11 +252,155 @@ class TalkingRun(FakeRun):
 def test_only_what_its_reader_came_for_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     run = TalkingRun()
     striker = faults.Striker(run, [])  # type: ignore[arg-type]
-    demo.watch(run, striker, 12, demo.Screen(Console()))  # type: ignore[arg-type]
+    plan = demo.RunPlan(title="", workers=4, steps=12)
+    demo.watch(run, striker, plan, demo.Screen(Console()))  # type: ignore[arg-type]
     text = capsys.readouterr().out
     assert "worker 2 joins" in text
     assert "slow" not in text
     assert "hosts" not in text
+    assert "copied" not in text
+
+
+# ---------------------------------------------------------------- any machine's speed
+
+
+class Clock:
+    """Replaces the module `time`; it passes only while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def time(self) -> float:
+        return self.now
+
+    monotonic = time
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class ImaginedRun(FakeRun):
+    """Shows what a run of four workers would show on a machine of some speed."""
+
+    def __init__(self, path: Path, clock: Clock, step_s: float, join_s: float) -> None:
+        super().__init__()
+        self.run_dir = types.SimpleNamespace(path=path)
+        self.out: list[str] = []
+        self.steps: int | None = None  # after which it ends
+        self.join_s = join_s
+        self._clock, self._step_s = clock, step_s
+        self._next = clock.now + join_s + step_s
+        self._absent: dict[int, float] = {}  # worker -> when it was struck
+
+    @property
+    def commits(self) -> list[StepEnd]:
+        found = [m for line in self.out if (m := demo.COMMIT.fullmatch(line))]
+        return [StepEnd(step=int(m[1]), loss=float(m[2]), time=float(m[3])) for m in found]
+
+    def running(self) -> bool:
+        while self._next <= self._clock.now and len(self.out) != self.steps:
+            self.out.append(f"step {len(self.out)} loss 1.0 time {self._next:.4f}")
+            self._next += self._step_s
+            if self.steps is None and (self.run_dir.path / demo.STOP).exists():
+                self.steps = len(self.out) + 1
+        return len(self.out) != self.steps
+
+    def status(self) -> dict[str, Any]:
+        states = dict.fromkeys(range(4), "computing")
+        for worker, since in self._absent.items():
+            if self._clock.now - since < self.join_s:
+                is_back = self._clock.now - since > self.join_s / 2
+                states[worker] = "joining" if is_back else "lost"
+        return {"workers": [{"id": w, "pid": w, "state": s} for w, s in states.items()]}
+
+    def events(self, kind: str = "") -> list[dict[str, Any]]:
+        return [event for event in self.told if event["time"] <= self._clock.now]
+
+    def strike(self, pid: int, number: int) -> None:
+        self._absent[pid] = self._clock.now
+        loss = {"kind": "lost", "worker": pid, "time": self._clock.now + 1.0, "text": "x: y"}
+        self.told.append(loss)
+
+
+@pytest.fixture
+def imagine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
+    def watch(step_s: float, join_s: float, steps: int | None = None) -> Any:
+        clock = Clock()
+        run = ImaginedRun(tmp_path, clock, step_s, join_s)
+        run.steps = steps
+        monkeypatch.setattr(demo, "time", clock)
+        monkeypatch.setattr(faults, "time", clock)
+        monkeypatch.setattr(faults, "strike", run.strike)
+        rest_steps = steps // demo.RESTS if steps else demo.REST_STEPS
+        striker = faults.Striker(run, faults.schedule(rest_steps, 4, 0))  # type: ignore[arg-type]
+        plan = demo.RunPlan(title="", workers=4, steps=steps)
+        screen = demo.Screen(Console(quiet=True))
+        with screen.training("", steps):
+            demo.watch(run, striker, plan, screen)  # type: ignore[arg-type]
+        for strike in striker.strikes:
+            assert faults.recovery(strike, run.told, run.commits) is not None
+        return striker, len(run.out), clock.now - 1000.0
+
+    return watch
+
+
+@pytest.mark.parametrize("step_s", [0.005, 0.1, 0.5])
+@pytest.mark.parametrize("join_s", [2.0, 16.0])
+def test_every_fault_is_struck_however_busy_the_machine_is(
+    imagine: Callable[..., Any], step_s: float, join_s: float
+) -> None:
+    striker, steps, seconds = imagine(step_s, join_s)
+    assert striker.pending == []
+    assert seconds < demo.STRIKES_S
+    assert steps >= demo.STEPS_AIM or seconds >= demo.TRAIN_S
+
+
+@pytest.mark.parametrize(("step_s", "join_s"), [(0.1, 90.0), (4.0, 30.0), (30.0, 2.0)])
+def test_a_machine_that_is_too_busy_gets_fewer_faults(
+    imagine: Callable[..., Any], step_s: float, join_s: float
+) -> None:
+    striker, _, seconds = imagine(step_s, join_s)
+    assert striker.strikes
+    assert striker.pending
+    assert seconds < demo.STRIKES_S + demo.RECOVERY_S + 2 * step_s
+
+
+def test_a_given_number_of_steps_is_kept(imagine: Callable[..., Any]) -> None:
+    striker, steps, _ = imagine(0.1, 2.0, 30)
+    assert steps == 30
+    assert striker.strikes
+
+
+def test_a_slow_run_is_heard_from(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(demo, "time", clock)
+    screen = demo.Screen(Console())
+    with screen.training("", None):
+        for step in (0, 0, 0, 1, 1, 2, 2, 3):
+            screen.show(step, None, 1.0, 4)
+            clock.sleep(demo.SILENCE_S * 0.6)
+    lines = capsys.readouterr().out.splitlines()
+    heads = [line.split("  ")[-1].split(",")[0] for line in lines[1:]]
+    assert heads == ["starting", "step 1", "step 2"]
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_what_there_was_no_room_for_is_one_sentence(is_open: bool) -> None:
+    proof = demo.Proof(
+        steps=STEPS,
+        faulty=trained(),
+        calm=trained(),
+        problems=[],
+        recoveries=[],
+        missed=list(faults.schedule(1, 4, 0)[2:]),
+        plot=None,
+    )
+    text = demo.explain_missed(proof, is_open=is_open)
+    assert "freeze, kill 2 at once" in text
+    assert ("without --steps" in text) != is_open
+    assert text.endswith(".")
 
 
 # ---------------------------------------------------------------- the whole demo
@@ -258,6 +424,28 @@ def test_a_short_demo_proves_itself(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert {"causes", "next_step_ms", "usual_step_ms", "stall_ms"} <= set(found["faults"][0])
     assert Path(found["plot"]).stat().st_size > 0
     assert found["sample"].startswith("def ")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_demo_beside_busy_processes_strikes_every_kind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["--width", "32", "--layers", "1", "--context", "32", "--batch-size", "4"]
+    with contextlib.ExitStack() as stack:
+        for _ in range(2):
+            busy = stack.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+            stack.callback(busy.kill)
+        code = demo.main(["--json", "--out", str(tmp_path / "out"), "--", *small])
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert (code, found["problems"]) == (0, []), printed.err
+    assert found["digests"]["faulty"] == found["digests"]["undisturbed"]
+    assert len(found["losses"]) == found["ledger"]["steps"] == found["steps"]
+    struck = {fault["kind"] for fault in found["faults"]}
+    missed = {text.partition(" 2 at once")[0] for text in found["faults_missed"]}
+    assert struck | missed == {kind.value for kind in FaultKind}
+    assert struck
 
 
 def test_the_parser_passes_the_rest_to_the_script() -> None:

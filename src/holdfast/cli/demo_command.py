@@ -36,11 +36,21 @@ from holdfast.train.data.sampling import plan_of
 SCRIPT = "holdfast.testing.gpt"  # examples/gpt.py, as installed
 VIRTUAL_RANKS = 4
 STEPS_MIN = 10
+STEPS_MAX = 20_000  # never reached unless steps take milliseconds
+STOP = "stop"  # in the run's directory: this file ends the training script
+# Without --steps, the faulty run ends after all faults, and not before one of these is reached:
+STEPS_AIM = 160
+TRAIN_S = 30.0
+STRIKES_S = 90.0  # on a slow machine, no second fault is struck later than this
+RECOVERY_S = 60.0  # nor is a recovery waited for any longer than this after it
+REST_STEPS = 20  # between two faults, and after the last
+RESTS = 8  # in the number of steps that --steps gives
 POLL_S = 0.1
 POLL_DUE_S = 0.03  # while a fault waits for its victims: joining takes a few of these
+SILENCE_S = 10.0  # a slow run is heard from this often
 END_S = 60.0  # from the last step to the end of every process
 COMMIT = re.compile(r"step (\d+) loss (\S+) time (\S+)")
-ASIDE = ("slow", "balance")  # about the speed of this machine, which the demo is not about
+ASIDE = ("slow", "balance", "copy")  # about the speed of this machine, which the demo is not about
 COLOURS = {"lost": "red", "view": "green", "join": "cyan", "failed": "bold red"}
 
 
@@ -74,8 +84,21 @@ class Proof:
     calm: Trained
     problems: list[str]
     recoveries: list[fault_kit.Recovery]
-    missed: list[fault_kit.PlannedFault]  # the run ended before they could be struck
+    missed: list[fault_kit.PlannedFault]  # were left out, or struck too late to be measured
     plot: Path | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """Describes the length of a run and its faults.
+
+    `steps`: None for a run that trains until `end` is called.
+    """
+
+    title: str
+    workers: int
+    steps: int | None
+    schedule: tuple[fault_kit.PlannedFault, ...] = ()
 
 
 class Screen:
@@ -85,14 +108,14 @@ class Screen:
         self.console = console
         self._progress: Progress | None = None
         self._task: Any = None
-        self._tenth = 0
-        self._started = 0.0
+        self._line = 0  # the last step with a line of its own
+        self._started = self._said = 0.0
 
     @contextlib.contextmanager
-    def training(self, title: str, steps: int) -> Iterator[None]:
-        """Show one run, of `steps` steps."""
+    def training(self, title: str, steps: int | None) -> Iterator[None]:
+        """Show one run, of `steps` steps if that is known."""
         self.say(f"[bold]{title}[/bold]", stamp=False)
-        self._started, self._tenth = time.monotonic(), 0
+        self._started, self._line = time.monotonic(), 0
         columns = (
             BarColumn(bar_width=30),
             MofNCompleteColumn(),
@@ -105,20 +128,26 @@ class Screen:
             yield
         self._progress = None
 
-    def show(self, step: int, steps: int, loss: float, alive: int) -> None:
+    def show(self, step: int, steps: int | None, loss: float, alive: int) -> None:
         """Show that `step` steps are done."""
         assert self._progress is not None
         self._progress.update(
             self._task, completed=step, loss=f"{loss:.4f}" if step else "-", alive=alive
         )
-        tenth = step * 10 // steps
-        if not self.console.is_terminal and tenth > self._tenth:
-            self._tenth = tenth
-            self.say(f"step {step} of {steps}, loss {loss:.4f}, {alive} workers")
+        lines_apart = max(1, (steps or STEPS_AIM) // 10)
+        is_due = step // lines_apart > self._line // lines_apart
+        is_news = step > self._line or not step
+        is_due |= is_news and time.monotonic() >= self._said + SILENCE_S
+        if is_due and not self.console.is_terminal:
+            self._line = step
+            of = f" of {steps}" if steps else ""
+            text = f"step {step}{of}, loss {loss:.4f}" if step else "starting"
+            self.say(f"{text}, {alive} workers")
 
     def say(self, text: str, *, stamp: bool = True) -> None:
         """Print a line that stays."""
-        at = f"[dim]{time.monotonic() - self._started:6.1f} s[/dim]  " if stamp else ""
+        self._said = time.monotonic()
+        at = f"[dim]{self._said - self._started:6.1f} s[/dim]  " if stamp else ""
         self.console.print(at + text, highlight=False, soft_wrap=True)
 
 
@@ -129,7 +158,7 @@ def main(argv: list[str]) -> int:
         raise UserError(
             f"--workers {options.workers}: faults need at least 2, so that one survives"
         )
-    if options.steps < STEPS_MIN:
+    if options.steps is not None and options.steps < STEPS_MIN:
         raise UserError(f"--steps {options.steps}: faults and recoveries need at least {STEPS_MIN}")
     out = options.out or Path("holdfast-demo") / time.strftime("%Y%m%d-%H%M%S")
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)  # treat it like Ctrl-C
@@ -144,7 +173,7 @@ def main(argv: list[str]) -> int:
     if options.json:
         print(json.dumps(to_dict(proof, options.seed), indent=2))
     else:
-        report(proof, console)
+        report(proof, console, is_open=options.steps is None)
     return 1 if proof.problems else 0
 
 
@@ -157,7 +186,11 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument(
         "--workers", type=int, default=4, help="workers of the faulty run (default 4)"
     )
-    found.add_argument("--steps", type=int, default=160, help="steps of each run (default 160)")
+    found.add_argument(
+        "--steps",
+        type=int,
+        help="steps of each run (default: as many as all faults take on this machine)",
+    )
     found.add_argument(
         "--seed", type=int, default=0, help="seed of the job, and of the choice of victims"
     )
@@ -171,29 +204,34 @@ def parser() -> argparse.ArgumentParser:
 
 def prove(options: argparse.Namespace, out: Path, screen: Screen) -> Proof:
     """Run both and compare them."""
-    schedule = fault_kit.schedule(options.steps, options.workers, options.seed)
     virtual = max(VIRTUAL_RANKS, options.workers)
     calm_workers = max(1, options.workers // 2)
-    words = f"{options.workers} workers for {virtual} virtual ranks"
-    title = f"1. A small GPT on {words}, with faults"
-    faulty_run = make_run(out / "faulty", options.workers, options)
-    faulty, striker = train(faulty_run, options, schedule, screen, title)
-    title = f"2. The same job undisturbed, on {calm_workers} instead of {options.workers}"
-    calm_run = make_run(out / "undisturbed", calm_workers, options)
-    calm, _ = train(calm_run, options, (), screen, f"{title}: their number does not matter either")
+    rest_steps = REST_STEPS if options.steps is None else max(1, options.steps // RESTS)
+    schedule = fault_kit.schedule(rest_steps, options.workers, options.seed)
+    title = f"1. A small GPT on {options.workers} workers for {virtual} virtual ranks"
+    title += f", with {len(schedule)} faults" if options.steps is None else ", with faults"
+    plan = RunPlan(title=title, workers=options.workers, steps=options.steps, schedule=schedule)
+    faulty, striker = train(out / "faulty", plan, options, screen)
+    steps = max((c.step + 1 for c in faulty.commits), default=0)
+    title = f"2. The same {steps} steps undisturbed, on {calm_workers} instead of {options.workers}"
+    title += ": their number does not matter either"
+    plan = RunPlan(title=title, workers=calm_workers, steps=steps)
+    calm, _ = train(out / "undisturbed", plan, options, screen)
     found = [fault_kit.recovery(s, faulty.events, faulty.commits) for s in striker.strikes]
+    late = [s.fault for s, r in zip(striker.strikes, found, strict=True) if r is None]
     recoveries = [r for r in found if r is not None]
-    problems = compare(faulty, calm, options.steps)
+    problems = compare(faulty, calm, options.steps or steps)
     if not recoveries:
-        problems.append("the run ended before any fault could be struck: use more --steps")
+        more = "" if options.steps is None else ": give more --steps, or none"
+        problems.append(f"no fault was struck in the run's {steps} steps{more}")
     plot = draw(faulty, calm, striker.strikes, out / "losses.png")
     return Proof(
-        steps=options.steps,
+        steps=options.steps or steps,
         faulty=faulty,
         calm=calm,
         problems=problems,
         recoveries=recoveries,
-        missed=striker.pending,
+        missed=late + striker.pending,
         plot=plot,
     )
 
@@ -201,47 +239,54 @@ def prove(options: argparse.Namespace, out: Path, screen: Screen) -> Proof:
 # ---------------------------------------------------------------- running
 
 
-def make_run(run_dir: Path, workers: int, options: argparse.Namespace) -> LocalRun:
+def make_run(run_dir: Path, plan: RunPlan, options: argparse.Namespace) -> LocalRun:
     spec = importlib.util.find_spec(SCRIPT)  # found, not imported: it would import torch
     if spec is None or spec.origin is None:
         raise UserError(f"{SCRIPT} is missing from this installation: install holdfast again")
     virtual = max(VIRTUAL_RANKS, options.workers)
-    flags = ["--nproc", str(workers), "--virtual", str(virtual), "--seed", str(options.seed)]
-    script = [spec.origin, "--steps", str(options.steps), "--print-every", "1", *options.args]
+    flags = ["--nproc", str(plan.workers), "--virtual", str(virtual), "--seed", str(options.seed)]
+    length = ["--steps", str(plan.steps or STEPS_MAX)]
+    if plan.steps is None:
+        length += ["--stop", str(run_dir / STOP)]
+    script = [spec.origin, *length, "--print-every", "1", *options.args]
     return LocalRun(run_dir, flags, script, bound=True)
 
 
 def train(
-    run: LocalRun,
-    options: argparse.Namespace,
-    schedule: tuple[fault_kit.PlannedFault, ...],
-    screen: Screen,
-    title: str,
+    run_dir: Path, plan: RunPlan, options: argparse.Namespace, screen: Screen
 ) -> tuple[Trained, fault_kit.Striker]:
-    """Train once from start to end, striking the faults of `schedule` when they are due."""
+    """Train once from start to end, striking the plan's faults when they are due."""
+    run = make_run(run_dir, plan, options)
     started = time.monotonic()
-    striker = fault_kit.Striker(run, schedule)
-    with screen.training(title, options.steps), run:
-        watch(run, striker, options.steps, screen)
+    striker = fault_kit.Striker(run, plan.schedule)
+    with screen.training(plan.title, plan.steps), run:
+        watch(run, striker, plan, screen)
         code = run.wait(END_S)
     if code != 0:
         tail = "\n".join(run.err[-10:])
         raise WorldError(f"the run in {run.run_dir.path} failed (exit status {code}):\n{tail}")
-    return collect(run, options, time.monotonic() - started), striker
+    return collect(run, time.monotonic() - started), striker
 
 
-def watch(run: LocalRun, striker: fault_kit.Striker, steps: int, screen: Screen) -> None:
-    """Show the run until it ends, and strike the faults."""
+def watch(run: LocalRun, striker: fault_kit.Striker, plan: RunPlan, screen: Screen) -> None:
+    """Show the run until it ends, strike the faults, and end it in time."""
     told = step = workers = 0
     loss = float("nan")
+    started, is_ending = time.monotonic(), False
     while True:
         going = run.running()  # asked first, so that the last lines are still seen
+        now = time.monotonic()
         for line in reversed(run.out):
             if found := COMMIT.fullmatch(line):
                 step, loss = int(found[1]) + 1, float(found[2])
                 break
-        if step < steps and (done := striker.poll(step)):
-            screen.say(f"[bold yellow]step {step}: {done}[/bold yellow]")
+        seconds = now - started
+        if plan.steps is None and not is_ending and is_over(striker, step, now, seconds):
+            is_ending = True
+            end(run)
+        if not is_ending and has_room(striker, step, plan.steps, seconds):
+            if done := striker.poll(step, now):
+                screen.say(f"[bold yellow]step {step}: {done}[/bold yellow]")
         events = run.events()
         for event in events[told:]:
             if event["kind"] in ASIDE:
@@ -252,8 +297,35 @@ def watch(run: LocalRun, striker: fault_kit.Striker, steps: int, screen: Screen)
         if not going:
             return
         workers = alive(run) or workers
-        screen.show(step, steps, loss, workers)
-        time.sleep(POLL_DUE_S if striker.due(step) else POLL_S)
+        screen.show(step, plan.steps, loss, workers)
+        time.sleep(POLL_DUE_S if striker.find_due(step, now) else POLL_S)
+
+
+def has_room(striker: fault_kit.Striker, step: int, steps: int | None, seconds: float) -> bool:
+    """Return whether a run of `steps` steps, or an open one, may still be struck."""
+    if steps is not None:
+        return step + fault_kit.SETTLED_STEPS < steps
+    return not striker.strikes or seconds < STRIKES_S
+
+
+def is_over(striker: fault_kit.Striker, step: int, now: float, seconds: float) -> bool:
+    """Return whether a run that has taken `seconds` has shown what a demo can show.
+
+    A slow machine is given time for one fault at least, and to recover from the last one.
+    """
+    is_late = seconds >= STRIKES_S
+    if not striker.strikes or (striker.pending and not is_late):
+        return False
+    if striker.measure_rest(step, now) < REST_STEPS:
+        return seconds >= STRIKES_S + RECOVERY_S
+    return is_late or step >= STEPS_AIM or seconds >= TRAIN_S
+
+
+def end(run: LocalRun) -> None:
+    """Have the script stop after its next step. It never sees half a file."""
+    new = run.run_dir.path / f"{STOP}.new"
+    new.write_text("0")
+    new.rename(run.run_dir.path / STOP)
 
 
 def alive(run: LocalRun) -> int:
@@ -263,7 +335,7 @@ def alive(run: LocalRun) -> int:
     return 0
 
 
-def collect(run: LocalRun, options: argparse.Namespace, seconds: float) -> Trained:
+def collect(run: LocalRun, seconds: float) -> Trained:
     path = run.run_dir.path
     lines = list(run.out)
     if not lines or not re.fullmatch("[0-9a-f]{64}", lines[-1]):
@@ -353,7 +425,7 @@ def to_dict(proof: Proof, seed: int) -> dict[str, Any]:
             }
             for r in proof.recoveries
         ],
-        "faults_missed": [f"{f.kind.value} from step {f.step}" for f in proof.missed],
+        "faults_missed": [str(fault) for fault in proof.missed],
         "runs": {
             name: {
                 "run_dir": str(trained.run_dir),
@@ -371,8 +443,16 @@ def to_dict(proof: Proof, seed: int) -> dict[str, Any]:
 # ---------------------------------------------------------------- showing
 
 
-def report(proof: Proof, console: Console) -> None:
-    """Print the report for people."""
+def explain_missed(proof: Proof, *, is_open: bool) -> str:
+    """Say in one sentence which faults there was no room for, and why."""
+    names = ", ".join(map(str, proof.missed))
+    if is_open:
+        return f"Left out, because this machine is busy: {names}."
+    return f"{proof.steps} steps had no room for: {names}; without --steps the demo makes room."
+
+
+def report(proof: Proof, console: Console, *, is_open: bool) -> None:
+    """Print the report for people. `is_open`: without --steps."""
     faulty, calm = proof.faulty, proof.calm
     console.print("\n[bold]3. What the faults cost[/bold]")
     table = Table("after step", "fault", "what the job saw", box=None)
@@ -384,9 +464,8 @@ def report(proof: Proof, console: Console) -> None:
     console.print(table)
     text = "stall: how much longer than usual the step took that recomputed the lost shares"
     console.print(f"[dim]{text}[/dim]")
-    for missed in proof.missed:
-        text = f"{missed.kind.value}: the run ended before it could be struck; use more --steps"
-        console.print(f"[yellow]{text}[/yellow]")
+    if proof.missed:
+        console.print(f"[yellow]{explain_missed(proof, is_open=is_open)}[/yellow]")
     console.print("\n[bold]4. What the faults changed[/bold]")
     console.print(comparison(proof))
     console.print("\n[bold]What the model writes[/bold] (the same in both runs)")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import itertools
+import math
 import random
 import signal
 import statistics
@@ -23,7 +24,8 @@ from holdfast.testing.local_run import ACTIVE, LocalRun, strike
 
 JOINING = ("spare", "joining")  # started, asking for work or receiving the job's state
 USUAL_STEPS = 12  # before a fault; their median is the usual step
-SETTLED_STEPS = 3  # after a fault, before the next one is struck
+SETTLED_STEPS = 3  # after a fault, before its step counts as recovered
+REST_S = 6.0  # a rest may end after so long, however few steps a slow machine has done
 
 
 class FaultKind(enum.Enum):
@@ -40,12 +42,18 @@ class FaultKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedFault:
-    """Strikes `count` workers at once, the first live ones of `order`, after `step` steps."""
+    """Strikes `count` workers at once, the first live ones of `order`.
 
-    step: int
+    `rest_steps`: steps without a fault that come before it.
+    """
+
     kind: FaultKind
     order: tuple[int, ...]
+    rest_steps: int
     count: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}{f' {self.count} at once' * (self.count > 1)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,42 +99,60 @@ class Recovery:
     stall_s: float  # the recovering step's gap to the one before it, less a usual step
 
 
-def schedule(steps: int, workers: int, seed: int) -> tuple[PlannedFault, ...]:
-    """Plan one fault of each kind, and two workers at once, over `steps`, for 2 workers or more."""
+def schedule(rest_steps: int, workers: int, seed: int) -> tuple[PlannedFault, ...]:
+    """Plan one fault of each kind, and two workers killed at once, for 2 workers or more."""
     dice = random.Random(seed)
 
-    def fault(part: float, kind: FaultKind, count: int = 1) -> PlannedFault:
+    def fault(kind: FaultKind, rest_steps: int = rest_steps, count: int = 1) -> PlannedFault:
         order = tuple(dice.sample(range(workers), workers))
-        return PlannedFault(step=max(1, int(steps * part)), kind=kind, order=order, count=count)
+        return PlannedFault(kind=kind, order=order, rest_steps=rest_steps, count=count)
 
     return (
-        fault(0.1, FaultKind.KILL),
-        fault(0.1, FaultKind.KILL_JOINING),  # whoever replaces the first
-        fault(0.4, FaultKind.FREEZE),
-        fault(0.65, FaultKind.KILL, count=min(2, workers - 1)),
+        fault(FaultKind.KILL),
+        fault(FaultKind.KILL_JOINING, rest_steps=0),  # workers that join are soon members
+        fault(FaultKind.FREEZE),
+        fault(FaultKind.KILL, count=min(2, workers - 1)),
     )
 
 
 class Striker:
-    """Strikes the faults of a schedule at one run, one at a time; `poll` it often."""
+    """Strikes the faults of a schedule at one run, one at a time; `poll` it often.
+
+    `step` in its methods: steps committed so far. `now`: seconds of a clock that never goes back.
+    """
 
     def __init__(self, run: LocalRun, faults: Sequence[PlannedFault]) -> None:
         self.pending = list(faults)
         self.strikes: list[Strike] = []
         self._run = run
+        self._rest_began: tuple[int, float] | None = None  # step and time
 
-    def due(self, step: int) -> bool:
-        """Tell whether `poll` would strike if it found enough workers."""
-        return self._settled(step) and any(fault.step <= step for fault in self.pending)
+    def measure_rest(self, step: int, now: float) -> float:
+        """Return the steps since the job recovered from the last fault, or -1 before that.
 
-    def poll(self, step: int) -> Strike | None:
-        """Strike the first due fault that finds its victims. `step`: steps committed so far."""
-        if not self.due(step):
+        It is infinite once the rest is long enough for a slow machine.
+        """
+        if self._rest_began is None and step > 0 and self._has_recovered(step):
+            self._rest_began = (step, now)
+        if self._rest_began is None:
+            return -1
+        steps, seconds = step - self._rest_began[0], now - self._rest_began[1]
+        return math.inf if steps >= SETTLED_STEPS and seconds >= REST_S else steps
+
+    def find_due(self, step: int, now: float) -> list[PlannedFault]:
+        """Return the faults that `poll` tries in this order, until one finds its victims."""
+        rest = self.measure_rest(step, now)
+        return [fault for fault in self.pending if rest >= fault.rest_steps]
+
+    def poll(self, step: int, now: float) -> Strike | None:
+        """Strike a fault that is due, if there are enough workers for it."""
+        due = self.find_due(step, now)
+        if not due:
             return None
         with contextlib.suppress(HoldfastError):
             workers = self._run.status()["workers"]
-            for fault in self.pending:
-                victims = _victims(fault, workers) if fault.step <= step else {}
+            for fault in due:
+                victims = _victims(fault, workers)
                 if not victims:
                     continue
                 done = Strike(fault=fault, victims=tuple(victims), step=step, time=time.time())
@@ -134,11 +160,12 @@ class Striker:
                     strike(pid, fault.kind.signal)
                 self.pending.remove(fault)
                 self.strikes.append(done)
+                self._rest_began = None
                 return done
         return None
 
-    def _settled(self, step: int) -> bool:
-        """Tell whether the last strike's victims are known to be lost and the job has gone on."""
+    def _has_recovered(self, step: int) -> bool:
+        """Return whether the last strike's victims are known as lost and the job has gone on."""
         if not self.strikes:
             return True
         last = self.strikes[-1]
