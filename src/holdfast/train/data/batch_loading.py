@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import glob
 import multiprocessing
 import os
@@ -30,6 +31,7 @@ from torch.utils.data._utils import pin_memory, signal_handling
 
 from holdfast.core.errors import UserError, WorldError
 from holdfast.train.data.map_style import dataset_length
+from holdfast.train.data.plain_data import are_plain_samples, holds_tensors, is_plain_collate
 from holdfast.train.data.quarantine import Quarantine, encode_bad, replaced
 from holdfast.train.data.random_streams import enter_stream
 from holdfast.train.data.sampling import SamplePlan
@@ -150,8 +152,8 @@ class BatchSource:
     def batch(self, step: int, vrank: int) -> Any:
         """Return the collated batch of a task, or None if the task has no samples.
 
-        May load it in this process, which enters the stream (seed, step, vrank, "data") and leaves
-        the global generators there: enter the model's stream after this call, not before. What a
+        May load it in this process, which enters the stream (seed, step, vrank, "data") unless the
+        samples are plain: enter the model's stream after this call, not before. What a
         dataset raises comes through as it is. WorldError: the data workers keep dying.
         """
         task = (step, vrank)
@@ -343,9 +345,11 @@ class _Tasks:
     def load(self, task: Task, keys: list[Any], left_out: frozenset[int]) -> _Batch:
         if not keys:
             return None, Reading(used=())
-        samples, reading = self.reader.load(
-            keys, left_out, lambda: enter_stream(self._seed, *task, "data")
-        )
+        begin = functools.partial(enter_stream, self._seed, *task, "data")
+        plain = self.reader.is_plain and is_plain_collate(self._collate)
+        samples, reading = self.reader.load(keys, left_out, _draw_nothing if plain else begin)
+        if plain and not (holds_tensors(self.reader.dataset) or are_plain_samples(samples)):
+            begin()  # collating them may draw
         return self._collate(samples), reading
 
 
@@ -485,6 +489,10 @@ class _Pipeline:
         iterator._shutdown_workers()
         for process in processes:
             _sweep_shared_memory(process.pid)
+
+
+def _draw_nothing() -> None:
+    """Stand for the keying of generators where nothing draws from them."""
 
 
 def _identity(value: Any) -> Any:

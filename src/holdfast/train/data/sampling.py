@@ -23,7 +23,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from holdfast.core.errors import UserError, require
+from holdfast.core.errors import InvariantError, UserError
 from holdfast.train.data.order_plan import ORDER as SAMPLER_GIVEN
 from holdfast.train.data.order_plan import OrderPlan
 from holdfast.train.data.quarantine import replaced
@@ -82,8 +82,8 @@ class SamplePlan:
 
     @property
     def steps_per_epoch(self) -> int:
-        full, rest = divmod(self.length, self._full_step)
-        return full + (1 if rest and not self.drop_last else 0)
+        step = self._full_step
+        return self.length // step if self.drop_last else -(-self.length // step)
 
     @property
     def epoch_samples(self) -> int:
@@ -92,13 +92,13 @@ class SamplePlan:
 
     def epoch_of(self, step: int) -> tuple[int, int]:
         """Return (epoch, step within that epoch) of a step of the job."""
-        require(step >= self.first_step, f"step {step} is before the first, {self.first_step}")
+        if step < self.first_step:
+            raise InvariantError(f"step {step} is before the first, {self.first_step}")
         return divmod(step - self.first_step, self.steps_per_epoch)
 
     def step_samples(self, step: int) -> int:
         """Count the samples that the step uses over all virtual ranks."""
-        start = self.epoch_of(step)[1] * self._full_step
-        return min(self._full_step, self.length - start)
+        return self._samples_within(self.epoch_of(step)[1])
 
     def task_samples(self, step: int, vrank: int) -> int:
         """Count the samples that the task uses; 0 is possible in the last step of an epoch."""
@@ -126,8 +126,8 @@ class SamplePlan:
 
     def indices(self, step: int, vrank: int) -> Indices:
         """Return the dataset indices of one task, in the order in which they are collated."""
-        start, stop = self._share(self.step_samples(step), vrank)
-        return self._read(step, start, stop)
+        epoch, within = self.epoch_of(step)
+        return self._read(epoch, within, *self._share(self._samples_within(within), vrank))
 
     def keys(self, step: int, vrank: int) -> list[int]:
         """Return `indices` as a dataset is asked for them."""
@@ -136,7 +136,8 @@ class SamplePlan:
 
     def step_indices(self, step: int) -> Indices:
         """Return the indices of all tasks of the step, one after the other in order of vrank."""
-        return self._read(step, 0, self.step_samples(step))
+        epoch, within = self.epoch_of(step)
+        return self._read(epoch, within, 0, self._samples_within(within))
 
     def step_tasks(self, step: int) -> list[Indices]:
         """Return `indices(step, v)` for every vrank v, in one pass."""
@@ -180,13 +181,17 @@ class SamplePlan:
 
     def _share(self, total: int, vrank: int) -> tuple[int, int]:
         """Return where vrank's part of a step of `total` samples starts and stops."""
-        require(0 <= vrank < self.virtual_ranks, f"vrank {vrank} of {self.virtual_ranks}")
+        if not 0 <= vrank < self.virtual_ranks:
+            raise InvariantError(f"vrank {vrank} of {self.virtual_ranks}")
         base, extra = divmod(total, self.virtual_ranks)
         start = vrank * base + min(vrank, extra)
         return start, start + base + (1 if vrank < extra else 0)
 
-    def _read(self, step: int, start: int, stop: int) -> Indices:
-        epoch, within = self.epoch_of(step)
+    def _samples_within(self, within: int) -> int:
+        """Count the samples of an epoch's step."""
+        return min(self._full_step, self.length - within * self._full_step)
+
+    def _read(self, epoch: int, within: int, start: int, stop: int) -> Indices:
         offset = within * self._full_step
         if self.shuffle and self.length <= TABLE_LENGTH_MAX:
             return _table(self.length, self.seed, epoch)[offset + start : offset + stop]

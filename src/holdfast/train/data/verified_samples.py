@@ -17,6 +17,7 @@ import numpy as np
 from holdfast.core.errors import Damaged, UserError, first_line
 from holdfast.store.data_index import SampleIndex
 from holdfast.train.data.map_style import load_samples
+from holdfast.train.data.plain_data import is_plain_dataset
 from holdfast.train.data.quarantine import REASON_CHARS_MAX, Bad, over_budget, replaced
 from holdfast.train.data.sample_digest import read_sample, sample_digest
 
@@ -54,6 +55,12 @@ class SampleReader:
         self.dataset = dataset
         self._length = length
         self._checks = checks or Checks()
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether reading runs no code of the script's, so that nothing is drawn."""
+        checked = self._checks.index or self._checks.patient
+        return not checked and is_plain_dataset(self.dataset)
 
     def load(
         self, indices: list[int], known: frozenset[int], begin: Callable[[], None]
