@@ -1,6 +1,7 @@
-"""What messages between workers cost, against gloo: `python benchmarks/transports.py [RANKS...]`.
+"""What messages between workers cost: `python benchmarks/transports.py [RANKS...]`.
 
-Each case runs in real processes, with both transports in turn. A vote is an all-gather of 200
+Each case runs in real processes, with several transports in turn: gloo, ours (tcp), and ours with
+TLS. Ratios are to the first one. A vote is an all-gather of 200
 bytes; a bucket is exchanged as a step does it: every rank sends each other one its piece of it.
 """
 
@@ -12,14 +13,17 @@ import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import trustme
 
+from holdfast.net.peer_identity import PeerIdentity
 from holdfast.testing.transports import GroupMember, MakeTransport, run_contract
 from holdfast.train.step.waits import Waits
 from holdfast.train.transport.seam import Message, Rendezvous
@@ -29,6 +33,7 @@ VOTE_BYTES = 200
 SIZES_MB = (0.5, 1, 25, 100)
 MOVED_MB = 400  # in each measurement of buckets
 GROUPS = 20
+KINDS = ("gloo", "tcp", "tls")
 FOREVER = timedelta(days=1)
 
 
@@ -92,8 +97,22 @@ def gloo(rank: int) -> MakeTransport:
     return GlooTransport
 
 
+def tls(folder: Path, rank: int) -> MakeTransport:
+    listener = TcpListener("127.0.0.1", PeerIdentity.of(b"k" * 32, folder))
+    return lambda: TcpTransport(listener)
+
+
+def make_certificates(folder: Path) -> None:
+    """Make what `--tls` expects in a folder."""
+    authority = trustme.CA()
+    leaf = authority.issue_cert("127.0.0.1")
+    leaf.cert_chain_pems[0].write_to_path(folder / "tls.crt")
+    leaf.private_key_pem.write_to_path(folder / "tls.key")
+    authority.cert_pem.write_to_path(folder / "ca.crt")
+
+
 def tcp(rank: int) -> MakeTransport:
-    listener = TcpListener("127.0.0.1", b"k" * 32)
+    listener = TcpListener("127.0.0.1", PeerIdentity(key=b"k" * 32))
     return lambda: TcpTransport(listener)
 
 
@@ -162,19 +181,22 @@ class Spent:
         return (used.ru_utime + used.ru_stime) * 1e3
 
 
-def measure(case: Case, size: int, repeats: int) -> str:
-    """Measure both transports in turn; returns the row of the table."""
-    found: dict[str, list[list[float]]] = {"gloo": [], "tcp": []}
+def measure(
+    case: Case, size: int, repeats: int, kinds: Mapping[str, Callable[[int], MakeTransport]]
+) -> str:
+    """Measure the transports in turn; returns the row of the table."""
+    found: dict[str, list[list[float]]] = {kind: [] for kind in kinds}
     for _ in range(repeats):
-        for kind, make_of in (("gloo", gloo), ("tcp", tcp)):
+        for kind, make_of in kinds.items():
             complaints = run_contract(case, make_of, size)
             if complaints:
                 raise RuntimeError("\n".join(complaints))
             found[kind].append(json.loads(case.out.read_text()))
     medians = [[statistics.median(v) for v in zip(*found[kind], strict=True)] for kind in found]
     cells = [case.name, str(size)]
-    for theirs, ours in zip(*medians, strict=True):
-        cells += [f"{theirs:.3f}", f"{ours:.3f}", f"**{ours / theirs:.2f}**"]
+    for first, *others in zip(*medians, strict=True):
+        cells.append(f"{first:.3f}")
+        cells += [f"{each:.3f} (**{each / first:.2f}**)" for each in others]
     return f"| {' | '.join(cells)} |"
 
 
@@ -183,10 +205,15 @@ def main() -> None:
     parser.add_argument("ranks", nargs="*", type=int, default=[2, 4])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--sizes-mb", nargs="*", type=float, default=SIZES_MB)
+    parser.add_argument("--kinds", nargs="*", choices=KINDS, default=KINDS)
     options = parser.parse_args()
-    print("| case | ranks | ms, gloo | ours | ratio | CPU ms, gloo | ours | ratio |")
-    print("|---|---|---|---|---|---|---|---|", flush=True)
+    kinds = list(options.kinds)
+    heads = ["case", "ranks", *(f"{k}, ms" for k in kinds), *(f"{k}, CPU ms" for k in kinds)]
+    print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
+        make_certificates(Path(folder))
+        known = {"gloo": gloo, "tcp": tcp, "tls": partial(tls, Path(folder))}
+        measured = {kind: known[kind] for kind in kinds}
         out = Path(folder) / "found"
         for size in options.ranks:
             cases = [Case("a group opens", 0, GROUPS, out), Case("a vote", VOTE_BYTES, 1000, out)]
@@ -194,7 +221,7 @@ def main() -> None:
                 piece, rounds = int(megabytes * 1e6 / size), int(MOVED_MB / megabytes / size)
                 cases.append(Case(f"a bucket of {megabytes:g} MB", piece, max(rounds, 3), out))
             for case in cases:
-                print(measure(case, size, options.repeats), flush=True)
+                print(measure(case, size, options.repeats, measured), flush=True)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import trustme
 
+from certificates import make_certificates
 from conftest import RUN_S, finish
 from holdfast.core.errors import HoldfastError
 from holdfast.testing.local_run import LocalRun, strike
@@ -26,12 +26,7 @@ HELD = 3  # after this step the job waits until it is let go
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder, authority = tmp_path_factory.mktemp("tls"), trustme.CA()
-    leaf = authority.issue_cert(HOST)
-    leaf.cert_chain_pems[0].write_to_path(folder / "tls.crt")
-    leaf.private_key_pem.write_to_path(folder / "tls.key")
-    authority.cert_pem.write_to_path(folder / "ca.crt")
-    return folder
+    return make_certificates(tmp_path_factory.mktemp("tls"), HOST)
 
 
 def holdfast(run: LocalRun, *args: str) -> subprocess.CompletedProcess[str]:

@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import nn
 
+from certificates import make_certificates
 from holdfast.core.errors import HoldfastError, WireError
 from holdfast.core.job_spec import with_settings
 from holdfast.core.types import WorkerId
 from holdfast.memory.free_memory import free_bytes
+from holdfast.net.peer_identity import PeerIdentity
 from holdfast.net.peer_listener import PeerListener, open_listener
 from holdfast.testing.local_run import LocalRun, strike
 from holdfast.train.feeding import feed_frames, feeder
@@ -197,12 +199,16 @@ def pair(theirs: bytes = KEY) -> tuple[Any, Any]:
     arrived: queue.Queue[Any] = queue.Queue()
     listener, address = open_listener("127.0.0.1")
     listening = PeerListener(
-        listener, KEY, feed_frames.MAGIC, lambda *end: arrived.put(end), arrived.put
+        listener,
+        PeerIdentity(key=KEY),
+        feed_frames.MAGIC,
+        lambda *end: arrived.put(end),
+        arrived.put,
     )
     listening.start()
     member: Any
     try:
-        member = feed_frames.connect(address, theirs, 7, 1, 3)
+        member = feed_frames.connect(address, PeerIdentity(key=theirs), 7, 1, 3)
     except (OSError, WireError) as error:
         member = error
     follower = arrived.get(timeout=20.0)
@@ -286,7 +292,9 @@ def test_memory_is_that_of_the_machine_or_of_its_group(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_worker_is_replaced_by_one_that_is_fed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_a_killed_worker_is_replaced_by_one_that_is_fed(encrypted: bool, tmp_path: Path) -> None:
+    tls = make_certificates(tmp_path, "127.0.0.1") if encrypted else None
     script = tmp_path / "large.py"
     script.write_text(
         "import sys, hashlib, torch, holdfast\n"
@@ -308,7 +316,7 @@ def test_a_killed_worker_is_replaced_by_one_that_is_fed(tmp_path: Path) -> None:
     options = ["--nproc", "2", "--virtual", "4", "--join-pause", "0", "--fingerprint-steps", "4"]
     digests = []
     for name, kills in (("quiet", False), ("killed", True)):
-        with LocalRun(tmp_path / name, options, [str(script), "150"]) as job:
+        with LocalRun(tmp_path / name, options, [str(script), "150"], tls=tls) as job:
             if kills:
                 members = job.until_members(2)
                 job.until(lambda: any("STEP 1 3 " in line for line in job.out), 60, "step 5")

@@ -18,6 +18,7 @@ from holdfast.core.job_spec import with_settings
 from holdfast.core.redundancy import Piece, read_redundancy
 from holdfast.core.types import WorkerId
 from holdfast.memory.pieces import Image, PieceCoder
+from holdfast.net.peer_identity import PeerIdentity
 from holdfast.testing.local_nodes import LocalNodes, names
 from holdfast.testing.local_run import LocalRun
 from holdfast.testing.memory_transport import MemoryNetwork
@@ -130,7 +131,7 @@ def test_a_room_is_used_again_once_the_device_has_read_it(size: int, room: int) 
 
 
 def on_one_gpu(rank: int) -> MakeTransport:
-    gpu, listener = torch.device("cuda", 0), TcpListener("127.0.0.1", b"k" * 32)
+    gpu, listener = torch.device("cuda", 0), TcpListener("127.0.0.1", PeerIdentity(key=b"k" * 32))
     rooms = HostRooms(DeviceCopies(gpu))
     return lambda: GpuTransport(TcpTransport(listener, ended_s=0.5), gpu, rooms, gpu_id_of(gpu))
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import trustme
 from lightkube.resources.batch_v1 import Job
 
+from certificates import make_certificates
 from conftest import SCRIPTS, finish
 from holdfast.cli.main import main
 from holdfast.core.errors import HoldfastError, Refused
@@ -236,15 +236,11 @@ def test_a_job_survives_in_a_fake(fake: KubernetesCluster, undisturbed: str) -> 
 def test_a_node_is_left_without_the_controller(fake: KubernetesCluster, undisturbed: str) -> None:
     """The hook of its pod sees to that; the next controller finds that a node is missing.
 
-    The control plane is encrypted.
+    All connections are encrypted.
     """
     tls = fake.folder / "volume" / "tls"  # where the Secret would be mounted
     tls.mkdir(parents=True)
-    authority = trustme.CA()
-    leaf = authority.issue_cert("127.0.0.1")
-    leaf.cert_chain_pems[0].write_to_path(tls / "tls.crt")
-    leaf.private_key_pem.write_to_path(tls / "tls.key")
-    authority.cert_pem.write_to_path(tls / "ca.crt")
+    make_certificates(tls, "127.0.0.1")
     run, go = launched(fake, "--tls-secret", "certificates")
     run.tls = tls
     run.until(lambda: len(run.serving()) == 3, STEP_S, "three nodes")

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from certificates import make_certificates
 from conftest import RUN_S, SCRIPTS, computed_twice
 from holdfast.core.errors import HoldfastError
 from holdfast.memory.arena import FIRST
@@ -27,7 +28,13 @@ Reference = Callable[[int], str]
 
 @contextmanager
 def job(
-    path: Path, redundancy: str, nodes: int, *options: str, steps: int = STEPS, nproc: int = 1
+    path: Path,
+    redundancy: str,
+    nodes: int,
+    *options: str,
+    steps: int = STEPS,
+    nproc: int = 1,
+    tls: Path | None = None,
 ) -> Iterator[tuple[LocalRun, LocalNodes]]:
     """Run a job of `nproc` workers on each of so many nodes; it waits at step LATER for `go`."""
     flags = ["--nproc", str(nproc), "--virtual", "4", "--nodes-min", str(nodes)]
@@ -36,7 +43,7 @@ def job(
     words = [str(SCRIPTS / "trainer.py"), "--steps", str(steps)]
     words += ["--hold", str(LATER), str(path / "go")]
     words += ["--gather"] if "--shard-optimizer" in options else []
-    with LocalRun(path / "run", flags, words) as run, LocalNodes(run) as others:
+    with LocalRun(path / "run", flags, words, tls=tls) as run, LocalNodes(run) as others:
         run.until(run.run_dir.coordinator.exists, RUN_S, "the coordinator listens")
         for name in names(nodes):
             others.add(name)
@@ -101,6 +108,18 @@ def test_every_worker_is_killed_and_no_step_is_lost(
     (step,) = recalls(run)
     assert step >= LATER
     assert computed_twice(run) == []
+
+
+@pytest.mark.slow
+def test_pieces_are_encrypted_and_recovered(tmp_path: Path, reference: Reference) -> None:
+    tls = make_certificates(tmp_path, "127.0.0.1")
+    with job(tmp_path, "rs:2+1", 3, tls=tls) as (run, others):
+        until_step(run, LATER)
+        run.until(lambda: shown(run), RUN_S, "what the memory holds")
+        kill_workers(run)
+        assert reference(STEPS) in end(run, others)
+    (step,) = recalls(run)
+    assert step >= LATER
 
 
 def test_nodes_are_lost_with_their_memory_while_all_workers_are_killed(

@@ -22,11 +22,12 @@ from holdfast.core.errors import WireError
 from holdfast.memory.node_memory import NodeMemory
 from holdfast.memory.piece_server import MAGIC, PieceAnswer, PieceRequest, PieceServer
 from holdfast.net import peer_stream
+from holdfast.net.peer_identity import PeerIdentity
 from holdfast.net.peer_listener import ListenerLimits, PeerListener, open_listener
 from holdfast.net.strangers import Strangers
 from holdfast.net.tcp import name_of
 
-KEY = b"k" * 32
+IDENTITY = PeerIdentity(key=b"k" * 32)
 HOST = "127.0.0.1"
 HELLO = struct.pack("!8sQII16s", MAGIC, 0, 0, 0, b"n" * 16)
 PATIENCE_S = 20.0  # bounds a hang
@@ -65,14 +66,14 @@ def dripping() -> Iterator[Callable[[list[socket.socket], float], None]]:
 def test_silent_and_dripping_strangers_do_not_keep_a_peer_from_its_pieces(
     dripping: Callable[[list[socket.socket], float], None],
 ) -> None:
-    address = PieceServer(NodeMemory(), KEY).listen(HOST)
+    address = PieceServer(NodeMemory(), IDENTITY).listen(HOST)
     with ExitStack() as stack:
         silent = [stack.enter_context(reach(address)) for _ in range(64)]
         slow = [stack.enter_context(reach(address)) for _ in range(64)]
         dripping(slow, 1.0)
         for _ in range(3):
             began = time.monotonic()
-            peer = stack.enter_context(peer_stream.connect(address, KEY, MAGIC, (0, 0, 0)))
+            peer = stack.enter_context(peer_stream.connect(address, IDENTITY, MAGIC, (0, 0, 0)))
             peer_stream.send_message(peer, PieceRequest())
             assert peer_stream.receive_message(peer, PieceAnswer).sound
             assert time.monotonic() - began < 5.0, "a peer waits for strangers"
@@ -94,7 +95,7 @@ class Site:
         self.arrived: queue.Queue[tuple[socket.socket, peer_stream.Purpose]] = queue.Queue()
         self.lines: queue.Queue[str] = queue.Queue()
         self.listening = PeerListener(
-            listener, KEY, MAGIC, self.admit, self.lines.put, limits=limits
+            listener, IDENTITY, MAGIC, self.admit, self.lines.put, limits=limits
         )
         self.listening.start()
 
@@ -108,7 +109,7 @@ class Site:
 
     def serves(self, purpose: peer_stream.Purpose = (1, 2, 3)) -> None:
         """A peer gets in, and the handler receives the bytes that it sends at once."""
-        with peer_stream.connect(self.address, KEY, MAGIC, purpose) as peer:
+        with peer_stream.connect(self.address, IDENTITY, MAGIC, purpose) as peer:
             peer.sendall(b"hello")
             channel, found = self.arrived.get(timeout=PATIENCE_S)
             with channel:
@@ -176,7 +177,7 @@ def test_a_replayed_handshake_opens_nothing() -> None:
 
         thread = threading.Thread(target=pass_on)
         thread.start()
-        peer_stream.connect(name_of(relay.getsockname()), KEY, MAGIC, (1, 2, 3)).close()
+        peer_stream.connect(name_of(relay.getsockname()), IDENTITY, MAGIC, (1, 2, 3)).close()
         thread.join()
         here.arrived.get(timeout=PATIENCE_S)[0].close()
         with here.stranger() as again:
@@ -218,7 +219,7 @@ def test_a_client_does_not_wait_for_a_dripping_server() -> None:
         thread = threading.Thread(target=serve)
         thread.start()
         with pytest.raises(TimeoutError):
-            peer_stream.connect(address, KEY, MAGIC, (0, 0, 0), reach_s=0.4)
+            peer_stream.connect(address, IDENTITY, MAGIC, (0, 0, 0), reach_s=0.4)
         over.set()
         thread.join()
 
@@ -276,7 +277,7 @@ def test_running_out_of_descriptors_is_a_pause() -> None:
 
 def test_a_peer_that_is_not_wanted_is_told_of_and_closed() -> None:
     with site() as here:
-        with peer_stream.connect(here.address, KEY, MAGIC, (9, 9, 9)) as late:
+        with peer_stream.connect(here.address, IDENTITY, MAGIC, (9, 9, 9)) as late:
             assert is_closed(late)
         assert here.line().endswith(": it comes too late")
         here.serves()
@@ -284,7 +285,7 @@ def test_a_peer_that_is_not_wanted_is_told_of_and_closed() -> None:
 
 def test_a_closed_listener_lets_nobody_in_and_keeps_who_is_inside() -> None:
     with site(proof_s=PATIENCE_S) as here:
-        inside = peer_stream.connect(here.address, KEY, MAGIC, (1, 2, 3))
+        inside = peer_stream.connect(here.address, IDENTITY, MAGIC, (1, 2, 3))
         channel, _ = here.arrived.get(timeout=PATIENCE_S)
         with inside, channel, here.stranger() as waiting:
             waiting.sendall(HELLO)

@@ -41,8 +41,9 @@ from holdfast.memory.piece_reader import PieceReader
 from holdfast.memory.piece_server import PieceServer
 from holdfast.memory.pieces import Image, PieceCoder
 from holdfast.net import peer_stream
+from holdfast.net.peer_identity import PeerIdentity
 
-KEY = b"k" * 32
+IDENTITY = PeerIdentity(key=b"k" * 32)
 BUDGET = 1 << 20
 ONE = PieceShelf(1, 3, ((0, 0), (2, 1)), 0)
 
@@ -289,7 +290,7 @@ class Nodes:
             file, descriptor = memory.open(number)
             self.files.append(file)
             self.arenas.append(PieceArena(descriptor, number, BUDGET))
-            self.addresses.append(PieceServer(memory, KEY).listen("127.0.0.1"))
+            self.addresses.append(PieceServer(memory, IDENTITY).listen("127.0.0.1"))
 
     def keep(self, kind: str, step: int, image: bytes) -> None:
         count = len(self.arenas)
@@ -315,7 +316,7 @@ class Nodes:
 
     def read(self, kind: str, step: int, without: tuple[int, ...] = ()) -> bytes:
         left = [a for node, a in enumerate(self.addresses) if node not in without]
-        reader = PieceReader(left, KEY, self.redundancy, self.shard)
+        reader = PieceReader(left, IDENTITY, self.redundancy, self.shard)
         try:
             return bytes(reader.read(kind, 1, step))
         finally:
@@ -378,7 +379,7 @@ def test_damaged_pieces_are_mended_from_those_of_other_nodes() -> None:
     nodes = Nodes("rs:2+1", 4)
     nodes.keep(STATE, 8, IMAGE)
     nodes.keep(GRADIENT, 8, IMAGE[::-1])
-    mending = Mending(nodes.memories[2], KEY, nodes.redundancy)
+    mending = Mending(nodes.memories[2], IDENTITY, nodes.redundancy)
     assert mending.round(1e12, nodes.addresses) == []
     nodes.damage(2, 1)
     (line,) = mending.round(1e12, nodes.addresses)
@@ -400,7 +401,7 @@ def test_damaged_pieces_are_mended_from_those_of_other_nodes() -> None:
 def test_a_slow_round_ends_when_it_is_asked_to() -> None:
     nodes = Nodes("rs:2+1", 4)
     nodes.keep(STATE, 8, IMAGE)
-    mending = Mending(nodes.memories[2], KEY, nodes.redundancy)
+    mending = Mending(nodes.memories[2], IDENTITY, nodes.redundancy)
     round_ = threading.Thread(target=mending.round, args=(0.001, nodes.addresses), daemon=True)
     round_.start()  # it would take months
     mending.end()
@@ -412,7 +413,7 @@ def test_what_cannot_be_mended_is_told_once() -> None:
     nodes = Nodes("replicate:1", 1)
     nodes.keep(STATE, 8, IMAGE)
     nodes.damage(0)
-    mending = Mending(nodes.memories[0], KEY, nodes.redundancy)
+    mending = Mending(nodes.memories[0], IDENTITY, nodes.redundancy)
     (line,) = mending.round(1e12, nodes.addresses)
     assert "were damaged in memory, and cannot be made again" in line
     assert mending.round(1e12, nodes.addresses) == []
@@ -477,7 +478,7 @@ def test_a_damaged_piece_of_a_shard_is_mended_as_that_of_the_shard() -> None:
     nodes.damage(2)
     assert nodes.read(STATE, 8) == IMAGE
     assert [kept.states for kept in nodes.memories[2].report()[0]] == [()]
-    mending = Mending(nodes.memories[2], KEY, nodes.redundancy)
+    mending = Mending(nodes.memories[2], IDENTITY, nodes.redundancy)
     assert any("made again" in line for line in mending.round(1e9, nodes.addresses))
     assert [kept.states for kept in nodes.memories[2].report()[0]] == [(8,)]
     assert nodes.read(STATE, 8, without=(0,)) == IMAGE
@@ -490,11 +491,11 @@ def test_strangers_and_nonsense_do_not_hold_up_a_server() -> None:
         host, _, port = nodes.addresses[0].rpartition(":")
         silent = stack.enter_context(socket.create_connection((host, int(port))))
         silent.sendall(b"GET / HTTP/1.1\r\n\r\n" * 4)
-        reader = PieceReader(nodes.addresses, b"x" * 32, nodes.redundancy)
+        reader = PieceReader(nodes.addresses, PeerIdentity(key=b"x" * 32), nodes.redundancy)
         with pytest.raises(Damaged):
             reader.read(STATE, 1, 8)
         member = stack.enter_context(
-            peer_stream.connect(nodes.addresses[0], KEY, piece_server.MAGIC, (0, 0, 0))
+            peer_stream.connect(nodes.addresses[0], IDENTITY, piece_server.MAGIC, (0, 0, 0))
         )
         member.sendall(peer_stream.LENGTH.pack(1 << 31))
         assert member.recv(1) == b""
@@ -503,7 +504,7 @@ def test_strangers_and_nonsense_do_not_hold_up_a_server() -> None:
             PieceEntry(STATE, 1, 8, 1, -1, -5, (b"",)),
         ):
             other = stack.enter_context(
-                peer_stream.connect(nodes.addresses[0], KEY, piece_server.MAGIC, (0, 0, 0))
+                peer_stream.connect(nodes.addresses[0], IDENTITY, piece_server.MAGIC, (0, 0, 0))
             )
             peer_stream.send_message(other, piece_server.PieceRequest(nodes.files[0], wrong, 0))
             assert not peer_stream.receive_message(other, piece_server.PieceAnswer).sound

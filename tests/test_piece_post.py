@@ -10,8 +10,9 @@ import xxhash
 from holdfast.core.errors import WorldError
 from holdfast.memory.arena import GRADIENT, STATE, ArenaReading, PieceArena, PieceEntry, PieceShelf
 from holdfast.memory.piece_post import Parcel, PiecePost
+from holdfast.net.peer_identity import PeerIdentity
 
-KEY = b"k" * 32
+IDENTITY = PeerIdentity(key=b"k" * 32)
 BUDGET = 1 << 16
 
 
@@ -22,7 +23,7 @@ class Other:
         descriptor = os.memfd_create("test")
         self.arena = PieceArena(descriptor, 4, BUDGET)
         self.reading = ArenaReading(descriptor)
-        self.post = PiecePost(self.arena, KEY)
+        self.post = PiecePost(self.arena, IDENTITY)
         self.address = self.post.listen("127.0.0.1")
 
     def pieces(self, step: int) -> list[bytes]:
@@ -106,7 +107,7 @@ def test_nonsense_is_refused(met: tuple[PiecePost, list[Other]]) -> None:
 
 def test_strangers_put_nothing_there(met: tuple[PiecePost, list[Other]]) -> None:
     _, others = met
-    stranger = PiecePost(others[1].arena, b"s" * 32)
+    stranger = PiecePost(others[1].arena, PeerIdentity(key=b"s" * 32))
     stranger.meet({0: others[0].address})
     with pytest.raises((WorldError, OSError)):
         sent(stranger, 0, 5, [b"a" * 100])

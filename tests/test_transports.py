@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import torch
 
 from holdfast.core.errors import Aborted, UserError
 from holdfast.net import peer_listener, proof
+from holdfast.net.peer_identity import PeerIdentity
 from holdfast.net.peer_stream import PeerProof
 from holdfast.testing.memory_transport import MemoryNetwork, MemoryTransport
 from holdfast.testing.transports import (
@@ -36,22 +36,23 @@ from holdfast.train.transport.seam import AloneTransport
 from holdfast.train.transport.tcp_transport import TcpListener, TcpTransport
 
 KEY = b"k" * 32
+IDENTITY = PeerIdentity(key=KEY)
 BUILD_S = 2.0  # an impostor waits for this long, though the others give up at once
 
 
 def tcp(rank: int) -> MakeTransport:
-    listener = TcpListener("127.0.0.1", KEY)
+    listener = TcpListener("127.0.0.1", IDENTITY)
     return lambda: TcpTransport(listener, ended_s=0.5)
 
 
 def tcp_with_impostor(rank: int) -> MakeTransport:
     """Of three, the last has another job's key."""
-    listener = TcpListener("127.0.0.1", KEY if rank < 2 else b"j" * 32)
+    listener = TcpListener("127.0.0.1", IDENTITY if rank < 2 else PeerIdentity(key=b"j" * 32))
     return lambda: TcpTransport(listener, build_s=BUILD_S)
 
 
 def tcp_with_keyless_impostor(rank: int) -> MakeTransport:
-    listener = TcpListener("127.0.0.1", KEY if rank < 2 else b"")
+    listener = TcpListener("127.0.0.1", IDENTITY if rank < 2 else PeerIdentity())
     return lambda: TcpTransport(listener, build_s=BUILD_S)
 
 
@@ -72,19 +73,19 @@ class Silence(PeerProof):
 def tcp_with_echo(rank: int) -> MakeTransport:
     if rank == 2:
         peer_listener.PeerProof = Echo
-    listener = TcpListener("127.0.0.1", KEY)
+    listener = TcpListener("127.0.0.1", IDENTITY)
     return lambda: TcpTransport(listener, build_s=BUILD_S)
 
 
 def tcp_with_silent_impostor(rank: int) -> MakeTransport:
     if rank == 2:
         peer_listener.PeerProof = Silence
-    listener = TcpListener("127.0.0.1", KEY)
+    listener = TcpListener("127.0.0.1", IDENTITY)
     return lambda: TcpTransport(listener, build_s=BUILD_S)
 
 
 def nccl(rank: int) -> MakeTransport:
-    listener = TcpListener("127.0.0.1", KEY)
+    listener = TcpListener("127.0.0.1", IDENTITY)
     return lambda: NcclTransport(TcpTransport(listener), torch.device("cuda", rank))
 
 
@@ -244,7 +245,7 @@ class Trusting(GroupConnection):
     """A planted bug: a waiting thread is not woken when the connection ends."""
 
     def end(self, why: str = "") -> None:
-        self.channel.shutdown(socket.SHUT_RDWR)
+        self.wire.shut()
 
 
 class Scrambled(TcpTransport):

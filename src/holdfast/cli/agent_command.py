@@ -15,7 +15,7 @@ from holdfast.core.errors import UserError
 from holdfast.core.types import AgentId, ProcessRole
 from holdfast.health.external_checks import parse_checks, save_checks
 from holdfast.net.secret import load_secret
-from holdfast.net.tls import client_of
+from holdfast.net.tls import peer_tls_of
 from holdfast.runtime.contact import ask, contact_by
 from holdfast.runtime.launcher import Node, incarnation_now, launch_node
 from holdfast.runtime.rundir import RunDir
@@ -78,7 +78,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
-    contact = contact_by(options.join, client_of(options.tls))
+    tls = peer_tls_of(options.tls)
+    contact = contact_by(options.join, tls.client if tls is not None else None)
     if options.nproc is not None and options.nproc < 1:
         raise UserError(f"--nproc {options.nproc}: at least 1 worker is needed")
     if not options.notice_s > 0:

@@ -39,8 +39,8 @@ CLAIM = (
     "without it only the coordinator's part outlives its pod, on a new claim"
 )
 TLS = (
-    "encrypt the control plane with the certificates of this Secret: tls.crt and tls.key, good for "
-    "*.NAMESPACE.svc, and ca.crt"
+    "encrypt all connections of the job with the certificates of this Secret: tls.crt and tls.key, "
+    "good for *.NAMESPACE.svc, and ca.crt"
 )
 SPREAD = "failure domains: spread agents over the values of this label of nodes"
 POD = (

@@ -15,7 +15,7 @@ from holdfast.cli.job_config import read_config
 from holdfast.core.errors import UserError
 from holdfast.core.job_spec import JobSpec
 from holdfast.launch.fleet_plan import FleetPlan
-from holdfast.net.tls import server_of
+from holdfast.net.tls import peer_tls_of
 from holdfast.runtime.rundir import RunDir
 
 DRAIN_S = 60.0
@@ -76,7 +76,7 @@ def prefer(options: argparse.Namespace, key: str, value: object) -> None:
 
 def make_run_dir(options: argparse.Namespace, manager: str, settings: Mapping[str, str]) -> RunDir:
     """Make the run directory of a job with its plan. UserError."""
-    server_of(options.tls)  # says what is wrong with it
+    peer_tls_of(options.tls)  # says what is wrong with it
     spec, wanted = make_launch(options)
     name = time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
     run_dir = RunDir((options.run_dir or Path("holdfast-runs") / name).absolute())

@@ -13,7 +13,7 @@ from holdfast.core.errors import UserError
 from holdfast.launch.fleet_plan import PLAN_FILE
 from holdfast.net.secret import VARIABLE
 from holdfast.net.tcp import listen
-from holdfast.net.tls import server_of
+from holdfast.net.tls import peer_tls_of
 from holdfast.runtime.coordinate.journal import FileJournal
 from holdfast.runtime.launcher import CoordinatorSite, launch_job
 from holdfast.runtime.rundir import RunDir
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     os.chdir(spec.cwd)
     if (run_dir.path / PLAN_FILE).exists():
         return launch_command.go_on(run_dir, options.host, options.port)
-    server_of(tls)  # raises UserError if the files are bad
+    peer_tls_of(tls)  # raises UserError if the files are bad
     with listen(options.host, options.port) as listener:
         run_dir.reopen()
         print(f"holdfast: run directory {run_dir.path}", file=sys.stderr, flush=True)

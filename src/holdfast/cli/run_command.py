@@ -21,7 +21,7 @@ from holdfast.core.settings import Setting
 from holdfast.health.external_checks import parse_checks, save_checks
 from holdfast.net.secret import SECRET_BYTES_MIN, VARIABLE, load_secret
 from holdfast.net.tcp import listen
-from holdfast.net.tls import server_of
+from holdfast.net.tls import peer_tls_of
 from holdfast.runtime.coordinate.election import parse_election
 from holdfast.runtime.launcher import FIRST_NODE, CoordinatorSite, launch_job
 from holdfast.runtime.rundir import RunDir
@@ -113,7 +113,7 @@ def main(argv: list[str]) -> int:
     spec = make_spec(options)
     name = time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
     run_dir = RunDir(options.run_dir or Path("holdfast-runs") / name)
-    server_of(options.tls)  # says what is wrong with it
+    peer_tls_of(options.tls)  # says what is wrong with it
     checks = parse_checks(options.check, options.check_limit_s)
     domains = read_domains(options.domain)
     with listen(options.host, options.port) as listener:

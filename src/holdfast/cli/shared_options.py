@@ -20,13 +20,14 @@ def add_secret(parser: argparse._ActionsContainer, otherwise: str) -> None:
 
 
 def add_tls(parser: argparse._ActionsContainer) -> None:
-    """Add the option --tls, with which the control plane is encrypted."""
+    """Add the option --tls, with which all connections of the job are encrypted."""
     parser.add_argument(
         "--tls",
         type=Path,
         metavar="DIR",
-        help="encrypt the control plane with TLS; DIR holds this machine's certificate tls.crt "
-        "with its key tls.key, and ca.crt, the authority of all the job's certificates",
+        help="encrypt all that nodes and workers say to each other with TLS, but for NCCL and "
+        "torch.distributed; DIR holds this machine's certificate tls.crt (for a server and a "
+        "client), its key tls.key, and ca.crt, the authority of all the job's certificates",
     )
 
 

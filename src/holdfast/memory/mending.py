@@ -14,14 +14,15 @@ from holdfast.memory.arena import ALIGN, PieceArena, PieceEntry, PieceShelf, Tab
 from holdfast.memory.node_memory import NodeMemory
 from holdfast.memory.piece_reader import PieceReader
 from holdfast.memory.pieces import Image, PieceCoder
+from holdfast.net.peer_identity import PeerIdentity
 
 
 class Mending:
-    """Looks after one node's memory; `key`: the job's peer key. Use it in one thread."""
+    """Looks after one node's memory; `identity`: of this process. Use it in one thread."""
 
-    def __init__(self, memory: NodeMemory, key: bytes, redundancy: Redundancy) -> None:
+    def __init__(self, memory: NodeMemory, identity: PeerIdentity, redundancy: Redundancy) -> None:
         self._memory = memory
-        self._key = key
+        self._identity = identity
         self._redundancy = redundancy
         self._tried: list[PieceEntry] = []
         self._over = threading.Event()
@@ -52,7 +53,7 @@ class Mending:
     ) -> str:
         what = f"pieces of the {entry.kind} of step {entry.step} were damaged in memory"
         self._tried.append(entry)
-        reader = PieceReader(addresses, self._key, self._redundancy, entry.shard)
+        reader = PieceReader(addresses, self._identity, self._redundancy, entry.shard)
         try:
             image = Image([reader.read(entry.kind, entry.view, entry.step)])
             self._write(table, shelf, entry, image)

@@ -16,6 +16,7 @@ import xxhash
 from holdfast.core.errors import WorldError
 from holdfast.memory.arena import PieceArena, PieceEntry, PieceShelf
 from holdfast.net import peer_stream
+from holdfast.net.peer_identity import PeerIdentity
 from holdfast.net.peer_listener import serve
 
 MAGIC = b"hpost\0\0\1"
@@ -38,18 +39,18 @@ class Receipt(msgspec.Struct, frozen=True, array_like=True):
 class PiecePost:
     """Sends pieces to other processes of this worker, and writes what they send into `arena`.
 
-    `key`: the job's peer key.
+    `identity`: of this process.
     """
 
-    def __init__(self, arena: PieceArena, key: bytes) -> None:
+    def __init__(self, arena: PieceArena, identity: PeerIdentity) -> None:
         self._arena = arena
-        self._key = key
+        self._identity = identity
         self._addresses: Mapping[int, str] = {}  # by shard
         self._channels: dict[tuple[str, int], socket.socket] = {}  # by kind and shard
 
     def listen(self, host: str) -> str:
         """Begin to receive; returns where. OSError."""
-        return serve(host, self._key, MAGIC, self._receive)
+        return serve(host, self._identity, MAGIC, self._receive)
 
     def meet(self, addresses: Mapping[int, str]) -> None:
         """Learn where the other processes listen, by their shards."""
@@ -87,7 +88,7 @@ class PiecePost:
         who = (kind, shard)
         if who not in self._channels:
             address = self._addresses[shard]
-            channel = peer_stream.connect(address, self._key, MAGIC, (shard, 0, 0))
+            channel = peer_stream.connect(address, self._identity, MAGIC, (shard, 0, 0))
             channel.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._channels[who] = channel
         return self._channels[who]

@@ -21,6 +21,7 @@ from holdfast.memory.arena import PieceEntry, Table
 from holdfast.memory.piece_server import MAGIC, PieceAnswer, PieceRequest
 from holdfast.memory.pieces import PieceCoder
 from holdfast.net import peer_stream
+from holdfast.net.peer_identity import PeerIdentity
 
 PATIENCE_S = 20.0  # with a node that sends nothing
 
@@ -71,7 +72,11 @@ class PieceReader:
     """
 
     def __init__(
-        self, addresses: Iterable[str], key: bytes, redundancy: Redundancy, shard: int = 0
+        self,
+        addresses: Iterable[str],
+        identity: PeerIdentity,
+        redundancy: Redundancy,
+        shard: int = 0,
     ) -> None:
         self._shard = shard
         self.received = 0  # bytes of pieces
@@ -79,7 +84,7 @@ class PieceReader:
         self._nodes: list[_Node] = []
         for address in addresses:
             try:
-                channel = peer_stream.connect(address, key, MAGIC, (0, 0, 0), PATIENCE_S)
+                channel = peer_stream.connect(address, identity, MAGIC, (0, 0, 0), PATIENCE_S)
                 self._nodes.append(_Node(channel))
                 self._nodes[-1].ask()
             except (OSError, WireError):

@@ -14,6 +14,7 @@ from holdfast.core.errors import Damaged
 from holdfast.memory.arena import PieceEntry, Table
 from holdfast.memory.node_memory import NodeMemory
 from holdfast.net import peer_stream
+from holdfast.net.peer_identity import PeerIdentity
 from holdfast.net.peer_listener import serve
 
 MAGIC = b"hpiece\0\1"
@@ -37,13 +38,13 @@ class PieceAnswer(msgspec.Struct, frozen=True, array_like=True):
 class PieceServer:
     """Serves one node's memory to whoever holds the job's peer key."""
 
-    def __init__(self, memory: NodeMemory, key: bytes) -> None:
+    def __init__(self, memory: NodeMemory, identity: PeerIdentity) -> None:
         self._memory = memory
-        self._key = key
+        self._identity = identity
 
     def listen(self, host: str) -> str:
         """Begin to serve; returns where. OSError."""
-        return serve(host, self._key, MAGIC, self._serve)
+        return serve(host, self._identity, MAGIC, self._serve)
 
     def _serve(self, channel: socket.socket, _: peer_stream.Purpose) -> None:
         while True:

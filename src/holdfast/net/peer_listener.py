@@ -1,8 +1,9 @@
 """Listens for a job's own peers, and lets in only connections that prove to belong to it.
 
 One thread conducts the proofs of all connections at once, so that a stranger costs a descriptor and
-a few bytes for `proof_s` at most. Which strangers have to go is decided in net/strangers.py; why
-they had to is said in a bounded number of lines (net/complaints.py).
+a few bytes for `proof_s` at most; with certificates that includes the handshake of TLS. Which
+strangers have to go is decided in net/strangers.py; why they had to is said in a bounded number of
+lines (net/complaints.py).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import os
 import selectors
 import socket
+import ssl
 import sys
 import threading
 import time
@@ -18,7 +20,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from holdfast.core.errors import HoldfastError, WireError, first_line
+from holdfast.net import tls
 from holdfast.net.complaints import Complaints
+from holdfast.net.peer_identity import PeerIdentity
 from holdfast.net.peer_stream import PeerProof, Purpose
 from holdfast.net.strangers import Strangers
 from holdfast.net.tcp import name_of, tune
@@ -26,6 +30,7 @@ from holdfast.net.tcp import name_of, tune
 BACKLOG = 1024  # connections that the kernel holds until they are accepted
 ACCEPTS_AT_ONCE = 16  # between two looks at what strangers have sent
 SILENT_S = 20.0  # a machine that acknowledges nothing for this long ends its connections
+LEFT = "it left before the handshake was done"
 EXHAUSTED_S = 0.1  # pause in accepting when descriptors or memory have run out
 
 Admit = Callable[[socket.socket, Purpose], None]
@@ -52,6 +57,7 @@ class _Stranger:
     sock: socket.socket
     peer: str
     proof: PeerProof
+    shakes_hands: bool  # TLS is not established yet
 
 
 def say_to_log(text: str) -> None:
@@ -77,14 +83,14 @@ class PeerListener:
     def __init__(
         self,
         listener: socket.socket,
-        key: bytes,
+        identity: PeerIdentity,
         magic: bytes,
         admit: Admit,
         say: Callable[[str], None] = say_to_log,
         limits: ListenerLimits | None = None,
     ) -> None:
         self._listener = listener
-        self._key = key
+        self._identity = identity
         self._magic = magic
         self._admit = admit
         self._limits = limits or ListenerLimits()
@@ -147,31 +153,54 @@ class PeerListener:
                 self._paused_until = time.monotonic() + EXHAUSTED_S
                 return
             sock.setblocking(False)
-            stranger = _Stranger(sock, name_of(address), PeerProof(self._key, self._magic))
+            ours = self._identity.tls
+            if ours is not None:
+                try:
+                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    sock = ours.server.wrap_socket(
+                        sock, server_side=True, do_handshake_on_connect=False
+                    )
+                except OSError:  # it has gone already
+                    sock.close()
+                    continue
+            proof = PeerProof(self._identity.key, self._magic)
+            stranger = _Stranger(sock, name_of(address), proof, ours is not None)
             self._selector.register(sock, selectors.EVENT_READ, stranger)
             host, proof_s = str(address[0]), self._limits.proof_s
             self._turn_away(self._strangers.enter(stranger, host, time.monotonic(), proof_s))
             self._hear(stranger)  # an honest peer has mostly said its first words by now
 
     def _hear(self, stranger: _Stranger) -> None:
-        """Read what a stranger has sent, and answer it."""
-        proof = stranger.proof
+        """Read all that a stranger has sent, and answer it."""
         try:
-            data = stranger.sock.recv(proof.wants)
-            if not data:
-                raise WireError("it left before the handshake was done")
-            answer = proof.feed(data)
-            if answer:
-                stranger.sock.sendall(answer)  # a few bytes: they fit, or the peer is no peer
-        except BlockingIOError:
-            return
+            while (purpose := stranger.proof.purpose) is None:
+                self._advance(stranger)
+        except (BlockingIOError, ssl.SSLWantReadError):
+            self._selector.modify(stranger.sock, selectors.EVENT_READ, stranger)
+        except ssl.SSLWantWriteError:
+            self._selector.modify(stranger.sock, selectors.EVENT_WRITE, stranger)
         except WireError as error:
             self._turn_away([(stranger, str(error))])
+        except ssl.SSLError as error:
+            gone = isinstance(error, ssl.SSLEOFError)
+            self._turn_away([(stranger, LEFT if gone else tls.why(error))])
         except OSError:
-            self._turn_away([(stranger, "it left before the handshake was done")])
+            self._turn_away([(stranger, LEFT)])
         else:
-            if proof.purpose is not None:
-                self._let_in(stranger, proof.purpose)
+            self._let_in(stranger, purpose)
+
+    def _advance(self, stranger: _Stranger) -> None:
+        """Take one step of the handshake or the proof. OSError, WireError."""
+        if stranger.shakes_hands:
+            assert isinstance(stranger.sock, ssl.SSLSocket)
+            stranger.sock.do_handshake()
+            stranger.shakes_hands = False
+        data = stranger.sock.recv(stranger.proof.wants)
+        if not data:
+            raise WireError(LEFT)
+        answer = stranger.proof.feed(data)
+        if answer:
+            stranger.sock.sendall(answer)  # a few bytes: they fit, or the peer is no peer
 
     def _let_in(self, stranger: _Stranger, purpose: Purpose) -> None:
         self._strangers.leave(stranger)
@@ -196,12 +225,16 @@ class PeerListener:
 
 
 def serve(
-    host: str, key: bytes, magic: bytes, handle: Handler, say: Callable[[str], None] = say_to_log
+    host: str,
+    identity: PeerIdentity,
+    magic: bytes,
+    handle: Handler,
+    say: Callable[[str], None] = say_to_log,
 ) -> str:
-    """Serve the job's peers, each in a thread of its own; returns HOST:PORT. OSError.
+    """Serve the job's peers, each in a thread of its own. OSError, UserError.
 
-    `handle` is called with each connection, which is closed when it returns. OSError and WireError
-    end the connection as well.
+    Returns the address to announce. `handle` is called with each connection, which is closed when
+    it returns. OSError and WireError end the connection as well.
     """
 
     def meet(channel: socket.socket, purpose: Purpose) -> None:
@@ -212,5 +245,5 @@ def serve(
         threading.Thread(target=meet, args=(channel, purpose), daemon=True).start()
 
     listener, address = open_listener(host)
-    PeerListener(listener, key, magic, admit, say).start()
-    return address
+    PeerListener(listener, identity, magic, admit, say).start()
+    return identity.address(host, address)

@@ -1,22 +1,26 @@
 """Opens TCP connections on which both sides first prove that they are of the same job.
 
 Whoever connects says what it is for, in a magic word and three numbers. The proofs are those of
-net/proof.py; net/peer_listener.py listens. Messages are MessagePack with their length before them;
-what they say, and what follows them, is up to the callers.
+net/proof.py; net/peer_listener.py listens. With certificates all of it is encrypted (TLS). Messages
+are MessagePack with their length before them; their meaning, and what follows them, is up to the
+callers.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import ssl
 import struct
 import time
+from contextlib import suppress
 from typing import TypeVar
 
 import msgspec
 
 from holdfast.core.errors import WireError
-from holdfast.net import proof
+from holdfast.net import proof, tls
+from holdfast.net.peer_identity import PeerIdentity, split_address
 
 HELLO = struct.Struct("!8sQII16s")  # magic, three numbers, nonce
 REACH_S = 10.0  # to connect and to exchange proofs: a process that listens may just be starting
@@ -30,23 +34,27 @@ T = TypeVar("T")
 
 def connect(
     address: str,
-    key: bytes,
+    identity: PeerIdentity,
     magic: bytes,
     purpose: Purpose,
     patience_s: float | None = None,
     reach_s: float = REACH_S,
 ) -> socket.socket:
-    """Connect to HOST:PORT and prove that this is a peer of the job. OSError, WireError.
+    """Connect to an announced address and prove that this is a peer of the job. OSError, WireError.
 
     `patience_s`: how long the other side may be silent afterwards; None: for ever. `reach_s`: for
     the connection and the proofs of both sides together.
     """
-    host, _, port = address.rpartition(":")
+    host, port, name = split_address(address)
     until = time.monotonic() + reach_s
-    channel = socket.create_connection((host, int(port)), reach_s)
+    channel = socket.create_connection((host, port), reach_s)
     try:
-        introduce(channel, key, magic, purpose, until)
+        channel = begin_tls(channel, identity, name)
+        introduce(channel, identity.key, magic, purpose, until)
         channel.settimeout(patience_s)
+    except ssl.SSLError as error:
+        channel.close()
+        raise WireError(f"{address}: {tls.why(error)}") from None
     except WireError as error:
         channel.close()
         raise WireError(f"{address}: {error}") from None
@@ -56,10 +64,38 @@ def connect(
     return channel
 
 
+def begin_tls(channel: socket.socket, identity: PeerIdentity, name: str) -> socket.socket:
+    """Return the connection to use instead of `channel`: encrypted, if we have certificates.
+
+    Nothing has been sent yet when it returns; `introduce` shakes hands. `name`: what the
+    listener's certificate must be for. OSError.
+    """
+    if identity.tls is None:
+        return channel
+    # The end of the handshake and the hello leave one after the other; neither may wait for an
+    # acknowledgement.
+    channel.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return identity.tls.client.wrap_socket(
+        channel, server_hostname=name, do_handshake_on_connect=False
+    )
+
+
+def shut(channel: socket.socket) -> None:
+    """End a connection in both directions, which frees its blocked threads. Never blocks.
+
+    SSLSocket.shutdown would let a thread that is still sending go on without encryption.
+    """
+    with suppress(OSError):
+        socket.socket.shutdown(channel, socket.SHUT_RDWR)
+
+
 def introduce(
     channel: socket.socket, key: bytes, magic: bytes, purpose: Purpose, until: float
 ) -> None:
     """Tell the listener our purpose and exchange proofs, before `until`. OSError, WireError."""
+    if isinstance(channel, ssl.SSLSocket):
+        channel.settimeout(max(until - time.monotonic(), 0.001))
+        channel.do_handshake()
     hello = HELLO.pack(magic, *purpose, os.urandom(proof.NONCE_BYTES))
     channel.sendall(hello)
     group = proof.group_name([hello, _by(until, channel, proof.NONCE_BYTES)])

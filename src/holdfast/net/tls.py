@@ -1,14 +1,16 @@
 """Sets up TLS with the operator's certificates: both sides show one signed by the operator's CA.
 
-TLS hides what the control plane says; that a peer belongs to the job is still proved by the job's
-secret, inside. Only TLS 1.3 is spoken, since all processes of a job run the same release.
+TLS hides what is sent; that a peer belongs to the job is still proved by the job's secret, inside.
+Only TLS 1.3 is spoken, since all processes of a job run the same release.
 """
 
 from __future__ import annotations
 
 import ssl
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from holdfast.core.errors import UserError
 
@@ -29,6 +31,59 @@ def server_of(directory: Path | None) -> ssl.SSLContext | None:
 
 def client_of(directory: Path | None) -> ssl.SSLContext | None:
     return client_context(_files_in(directory)) if directory is not None else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerTls:
+    """Holds both contexts of a process that connects to its peers and listens for them."""
+
+    client: ssl.SSLContext
+    server: ssl.SSLContext
+
+    names: tuple[str, ...]  # that our certificate is for
+
+    def name_for(self, host: str) -> str:
+        """Return a name that our certificate is for, `host` if possible. UserError: it has none."""
+        for name in (host, *self.names):
+            with suppress(ssl.SSLCertVerificationError):
+                _show_to_ourselves(self.client, self.server, name)
+                return name
+        raise UserError(
+            "the certificate of this machine names no host: make one whose subject alternative "
+            f"names hold {host}"
+        )
+
+
+def peer_tls_of(directory: Path | None) -> PeerTls | None:
+    """Make the contexts for peers from an operator's directory; None without one. UserError."""
+    if directory is None:
+        return None
+    files = _files_in(directory)
+    server, client = server_context(files), client_context(files)
+    try:
+        ours = _show_to_ourselves(client_context(files, check_names=False), server, None)
+    except ssl.SSLError as error:
+        raise UserError(
+            f"the certificate {files.cert} cannot be shown to other workers ({why(error)}): it "
+            f"must be signed by {files.ca}, and be for servers and clients, as each worker is both"
+        ) from None
+    found: Any = ours.get("subjectAltName", ())
+    # A wildcard stands for a host with any name.
+    names = [n.replace("*", "any") for kind, n in found if kind in ("DNS", "IP Address")]
+    return PeerTls(client=client, server=server, names=tuple(names))
+
+
+def _show_to_ourselves(
+    client: ssl.SSLContext, server: ssl.SSLContext, name: str | None
+) -> dict[str, Any]:
+    """Shake hands with ourselves in memory; returns the certificate that was shown. SSLError."""
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    near = client.wrap_bio(to_client, to_server, server_hostname=name)
+    far = server.wrap_bio(to_server, to_client, server_side=True)
+    for side in (near, far, near, far):
+        with suppress(ssl.SSLWantReadError):
+            side.do_handshake()
+    return near.getpeercert() or {}
 
 
 def server_context(files: TlsFiles) -> ssl.SSLContext:
@@ -60,6 +115,8 @@ def why(error: ssl.SSLError) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not accepted: {error.verify_message}"
     reason = (error.reason or str(error)).lower().replace("_", " ")
+    if isinstance(error, ssl.SSLEOFError):
+        return "it has ended the connection"
     if "alert" in reason:
         return f"it refuses our side of TLS: {reason}"
     if reason in ("wrong version number", "http request", "https proxy request"):

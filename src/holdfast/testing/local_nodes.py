@@ -37,6 +37,7 @@ class LocalNodes:
                     *(sys.executable, "-m", "holdfast.cli.main", "agent"),
                     *("--join", f"{host}:{port}", "--name", name),
                     *("--run-dir", str(self._run.run_dir.path), *options),
+                    *(("--tls", str(self._run.tls)) if self._run.tls is not None else ()),
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -20,6 +20,7 @@ from holdfast.core.step.worker import WorkerMachine
 from holdfast.core.types import Peer
 from holdfast.memory.arena import PieceArena
 from holdfast.memory.piece_post import PiecePost
+from holdfast.net.peer_identity import PeerIdentity
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.open import open_storage
 from holdfast.train.agent_link import AgentLink, SoloLink
@@ -78,6 +79,8 @@ CHANGED = (
     "depends on the ones before it; what is to be kept belongs in a buffer (register_buffer) or in "
     "job.values"
 )
+
+NCCL_IN_THE_CLEAR = "--tls does not encrypt what GPUs exchange by NCCL"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,7 +285,11 @@ def _saver(
 
 
 def _protector(
-    control: Control, protected: Mapping[str, Any], data: StepData, capture: Capture | None
+    control: Control,
+    identity: PeerIdentity,
+    protected: Mapping[str, Any],
+    data: StepData,
+    capture: Capture | None,
 ) -> Protector | None:
     """Return what puts this worker's pieces into its node's memory; None without redundancy."""
     me, driver = control.environment, control.driver
@@ -295,7 +302,7 @@ def _protector(
     arena = PieceArena(me.memory_fds[me.shard % here], me.worker, share)
     post = None
     if spread > 1 and control.inner is not None:
-        post = PiecePost(arena, me.peer_key)
+        post = PiecePost(arena, identity)
         post.meet(control.inner.all_say("pieces", post.listen(me.host)))
     target = PieceTarget(
         arena=arena, worker=me.worker, shard=me.shard, procs=procs, spread=spread, post=post
@@ -319,9 +326,11 @@ def _step_data(
     return StepData(gradients, table, buffers, clock, digest, guard.attributes), filled
 
 
-def _transport_maker(me: WorkerEnvironment, gpu: torch.device | None) -> Callable[[], Transport]:
+def _transport_maker(
+    host: str, identity: PeerIdentity, gpu: torch.device | None
+) -> Callable[[], Transport]:
     """Return what makes the transport of each view, for parameters on this GPU or on the host."""
-    listener = TcpListener(me.host, me.peer_key)
+    listener = TcpListener(host, identity)
     if gpu is None:
         return lambda: TcpTransport(listener)
     rooms, gpu_id = HostRooms(DeviceCopies(gpu)), gpu_id_of(gpu)
@@ -334,6 +343,7 @@ def compose_worker(
     """Put together all that trains the protected objects, and start the engine. UserError."""
     protected = {**protected, PROTECTED_AS: progress}
     me, spec, driver = control.environment, control.environment.spec, control.driver
+    identity = me.identity()
     where, backs_up = spec.checkpoints.store, bool(spec.backup().workers)
     modules = [(n, o) for n, o in protected.items() if isinstance(o, torch.nn.Module)]
     trained = progress.trained.watch(dict(modules))
@@ -358,12 +368,14 @@ def compose_worker(
     restorer = None if store is None else Restorer(store, loaded, me.shard, procs)
     rate = spec.nodes.join_rate * 1e6
     compares = guard.prints.cycle > 0
-    feeder = Feeder(protected, data, driver.post, me.peer_key, rate, compares=compares)
-    receiver = FedReceiver(data, loaded, driver.post, driver.fail, me.peer_key)
-    recalling = Recalling(data, loaded, me.peer_key, spec.redundancy(), me.shard)
+    feeder = Feeder(protected, data, driver.post, identity, rate, compares=compares)
+    receiver = FedReceiver(data, loaded, driver.post, driver.fail, identity)
+    recalling = Recalling(data, loaded, identity, spec.redundancy(), me.shard)
     bringing_up = BringingUp(driver, loaded, missed, restorer, recalling, receiver.settled)
-    protector = _protector(control, protected, data, capture)
-    make_transport = _transport_maker(me, devices[0] if devices else None)
+    protector = _protector(control, identity, protected, data, capture)
+    if me.tls is not None and devices and (me.worker, me.shard, me.incarnation) == (0, 0, 1):
+        driver.post(EventNoted("tls", NCCL_IN_THE_CLEAR))
+    make_transport = _transport_maker(me.host, identity, devices[0] if devices else None)
 
     def whole_print() -> int:
         return fingerprints.of_all(data.buffers.start)

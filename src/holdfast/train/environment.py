@@ -14,6 +14,7 @@ from pathlib import Path
 from holdfast.core.errors import Damaged, UserError
 from holdfast.core.job_spec import JobSpec, SilentErrors, Stragglers
 from holdfast.core.types import Incarnation, ProcessRole, WorkerId
+from holdfast.net.peer_identity import PeerIdentity
 from holdfast.wire.job_document import JOB_FILE, decode_job
 
 # The job of a script that is started without a launcher: the default settings with one worker,
@@ -47,6 +48,7 @@ class WorkerEnvironment:
     shard: int = 0  # which of the worker's processes this is
     shard_fds: tuple[int, ...] = ()  # to the other ones, from shard 0; else to that one
     peer_key: bytes = field(default=b"", repr=False)  # proves to other workers whose we are
+    tls: Path | None = None  # directory of the certificates that are shown to them
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> WorkerEnvironment:
@@ -78,7 +80,12 @@ class WorkerEnvironment:
             shard=_number(environ, "HOLDFAST_SHARD", 0),
             shard_fds=_numbers(environ, "HOLDFAST_SHARD_FDS"),
             peer_key=peer_key,
+            tls=Path(tls) if (tls := environ.get("HOLDFAST_TLS")) else None,
         )
+
+    def identity(self) -> PeerIdentity:
+        """Return by what this process is known to other workers. UserError: bad certificates."""
+        return PeerIdentity.of(self.peer_key, self.tls)
 
 
 def _number(environ: Mapping[str, str], name: str, default: int) -> int:

@@ -124,6 +124,12 @@ class CoordinatorSetup:
     tls: Path | None = None  # directory of the certificates
 
 
+TORCH_IN_THE_CLEAR = (
+    "--tls does not encrypt what processes exchange by torch.distributed: those of one worker with "
+    "--procs-per-worker, all of a script for torchrun"
+)
+
+
 class CoordinatorServer:
     """Drives one CoordinatorMachine or GroupMachine; everything runs in one event loop.
 
@@ -163,6 +169,8 @@ class CoordinatorServer:
         job = self._spec.job
         gate = Gate(setup.secret, self._serve, lambda line: self.say("refused", line), tls, job=job)
         gate.open(setup.listener)
+        if tls is not None and (self._spec.compat.enabled or self._spec.workers.procs > 1):
+            self.say("tls", TORCH_IN_THE_CLEAR)
         port = setup.listener.getsockname()[1]
         where = {"host": setup.host, "port": port, "pid": os.getpid()}
         write_json(self._run_dir.coordinator, where)

@@ -37,6 +37,7 @@ from holdfast.memory.node_memory import NodeMemory
 from holdfast.memory.piece_server import PieceServer
 from holdfast.net.channel import Channel
 from holdfast.net.descriptors import raise_limit
+from holdfast.net.peer_identity import PeerIdentity
 from holdfast.net.peer_listener import open_listener
 from holdfast.net.secret import derive_peer_key, read_run_dir
 from holdfast.net.tls import client_of
@@ -107,9 +108,10 @@ class AgentServer:
             workers = self._template.spec.workers
             self._memory = NodeMemory(found_damage, workers.procs, workers.spread)
             key = derive_peer_key(secret, self._template.spec.job)
-            server = PieceServer(self._memory, key)
+            identity = PeerIdentity.of(key, self._template.tls)
+            server = PieceServer(self._memory, identity)
             self._pieces_at = server.listen(self._template.host)
-            mending = Mending(self._memory, key, self._template.spec.redundancy())
+            mending = Mending(self._memory, identity, self._template.spec.redundancy())
             tasks.append(asyncio.ensure_future(self._watch_memory()))
             tasks.append(asyncio.ensure_future(self._mend_memory(mending)))
         if notices is not None:
@@ -370,6 +372,7 @@ def main(argv: list[str]) -> int:
         spec=spec,
         host=options.host,
         orders_fd=options.orders,
+        tls=options.tls.absolute() if options.tls is not None else None,
         domains=read_domains(options.domain),
         # Found once: later, part of what is free now holds pieces.
         memory_bytes=piece_bytes(spec.memory.budget) if spec.redundancy().data else 0,

@@ -3,6 +3,7 @@
 The process of shard 0 listens, at an address that the coordinator passes on. Each process on a
 further node connects to it before the script begins, to be given orders; the first one on each node
 has a second connection, over which the ends of the processes there, and of the worker, are heard.
+These are never encrypted: another process goes on with their descriptors.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import NoReturn
 
 from holdfast.core.errors import WireError, first_line
 from holdfast.net import peer_stream
+from holdfast.net.peer_identity import PeerIdentity
 from holdfast.net.peer_listener import PeerListener
 from holdfast.net.tcp import tune
 
@@ -75,7 +77,7 @@ class Gathering:
         here, procs = len(self._place.shards), self._place.procs
         orders = [(ORDERS, shard) for shard in range(here, procs)]
         lives = [(LIFE, shard) for shard in range(here, procs, here)]
-        listener = PeerListener(self._listener, self._key, MAGIC, self._admit)
+        listener = PeerListener(self._listener, PeerIdentity(key=self._key), MAGIC, self._admit)
         listener.start()
         with self._arrived:
             self._arrived.wait_for(lambda: all(each in self._come for each in (*orders, *lives)))
@@ -100,7 +102,8 @@ def connect(
 ) -> socket.socket:
     """Connect to the process of shard 0; this process ends at once if that is gone."""
     try:
-        channel = peer_stream.connect(address, key, MAGIC, (place.incarnation, shard, purpose))
+        who = PeerIdentity(key=key)
+        channel = peer_stream.connect(address, who, MAGIC, (place.incarnation, shard, purpose))
         _tune(channel)
     except (OSError, WireError) as error:
         end(f"its worker's first process cannot be reached: {first_line(error)}")

@@ -45,6 +45,7 @@ class WorkerTemplate:
     spec: JobSpec
     host: str
     orders_fd: int | None = None  # to the checkpoint writer
+    tls: Path | None = None  # directory of the certificates
     domains: Domains = ()  # failure domains that the node is in, as it was told
     memory_bytes: int = 0  # that all pieces in this node's memory may take
 
@@ -99,6 +100,7 @@ class WorkerTemplate:
             "HOLDFAST_MEMORY_BYTES": str(self.memory_bytes),
             "HOLDFAST_ORDERS_FD": str(-1 if self.orders_fd is None else self.orders_fd),
             "HOLDFAST_PEER_KEY": peer_key.hex(),
+            "HOLDFAST_TLS": str(self.tls or ""),
             **(spread.variables(self.spec.workers.spread) if spread is not None else {}),
         }
 

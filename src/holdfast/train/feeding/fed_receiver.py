@@ -19,6 +19,7 @@ from holdfast.core.step import events as ev
 from holdfast.core.types import FollowOrder
 from holdfast.memory.free_memory import free_bytes
 from holdfast.net import peer_stream
+from holdfast.net.peer_identity import PeerIdentity
 from holdfast.net.peer_listener import serve
 from holdfast.train.checkpoint import state
 from holdfast.train.checkpoint.loaded_state import LoadedState
@@ -74,13 +75,13 @@ class FedReceiver:
         loaded: LoadedState,
         tell: Callable[[ev.WorkerEvent], None],
         fail: Callable[[BaseException], None],
-        key: bytes,
+        identity: PeerIdentity,
     ) -> None:
         self._data = data
         self._loaded = loaded
         self._tell = tell
         self._fail = fail
-        self._key = key
+        self._identity = identity
         self._lock = threading.Condition()
         self._number = 0  # of the order that is followed; 0: none
         self._feeds: dict[int, _Feed] = {}  # by order; members may be there before it
@@ -88,7 +89,7 @@ class FedReceiver:
 
     def listen(self, host: str) -> str:
         """Begin to listen; returns where. OSError."""
-        return serve(host, self._key, feed_frames.MAGIC, self._serve)
+        return serve(host, self._identity, feed_frames.MAGIC, self._serve)
 
     # ------------------------------------------------------------ what the machine decides
 
@@ -163,7 +164,7 @@ class FedReceiver:
         for number in numbers:
             feed = self._feeds.pop(number)
             for channel in feed.channels:
-                channel.close()
+                peer_stream.shut(channel)  # its own thread closes it
         self._lock.notify_all()
 
     # ------------------------------------------------------------ connections

@@ -16,6 +16,7 @@ import xxhash
 
 from holdfast.core.errors import WireError
 from holdfast.net import peer_stream
+from holdfast.net.peer_identity import PeerIdentity
 
 MAGIC = b"hfeed\0\0\1"
 HEAD_BYTES_MAX = 1 << 20
@@ -57,9 +58,11 @@ class SendRate:
             time.sleep(self._free_at - now)
 
 
-def connect(address: str, key: bytes, number: int, rank: int, size: int) -> socket.socket:
+def connect(
+    address: str, identity: PeerIdentity, number: int, rank: int, size: int
+) -> socket.socket:
     """Connect to a follower as rank `rank` of `size` that feed by an order. OSError, WireError."""
-    return peer_stream.connect(address, key, MAGIC, (number, rank, size))
+    return peer_stream.connect(address, identity, MAGIC, (number, rank, size))
 
 
 def send(

@@ -16,6 +16,8 @@ from holdfast.core.errors import WireError, first_line
 from holdfast.core.step import events as ev
 from holdfast.core.types import FollowOrder, View, WorkerId
 from holdfast.memory.free_memory import free_bytes
+from holdfast.net import peer_stream
+from holdfast.net.peer_identity import PeerIdentity
 from holdfast.train.checkpoint import state
 from holdfast.train.checkpoint.transfer import parts_of
 from holdfast.train.feeding import feed_frames
@@ -41,7 +43,7 @@ class Feeder:
         protected: Mapping[str, Any],
         data: StepData,
         tell: Callable[[ev.WorkerEvent], None],
-        key: bytes,
+        identity: PeerIdentity,
         rate: float,
         *,
         compares: bool,
@@ -49,7 +51,7 @@ class Feeder:
         self._protected = protected
         self._data = data
         self._tell = tell
-        self._key = key
+        self._identity = identity
         self._rate = rate
         self._staged = StagedState(protected, compares=compares)
         self._step = -1  # the one before which the state was copied last
@@ -85,7 +87,7 @@ class Feeder:
             self._senders.append(sender)
         for sender in self._senders:
             messages = self._staged.messages(parts, self._rank)
-            args = (sender, messages, (self._key, order.number, self._rank, size))
+            args = (sender, messages, (self._identity, order.number, self._rank, size))
             threading.Thread(target=self._run, args=args, name="holdfast-feed", daemon=True).start()
         every = [bucket.result.data for bucket in self._data.gradients.active]
         results = [each for each in every if not each.is_cuda]
@@ -135,11 +137,11 @@ class Feeder:
     # ------------------------------------------------------------ sending
 
     def _run(
-        self, sender: _Sender, state_parts: StateParts, whom: tuple[bytes, int, int, int]
+        self, sender: _Sender, state_parts: StateParts, whom: tuple[PeerIdentity, int, int, int]
     ) -> None:
-        key, number, rank, size = whom
+        identity, number, rank, size = whom
         try:
-            sender.run(state_parts, key, (number, rank, size), SendRate(self._rate))
+            sender.run(state_parts, identity, (number, rank, size), SendRate(self._rate))
         except (OSError, WireError, ValueError, RuntimeError) as error:
             if not sender.ended:
                 text = f"sending to {sender.address} has failed: {first_line(error)}"
@@ -210,12 +212,18 @@ class _Sender:
         with self._lock:
             self.ended = True
             if not finish and self._channel is not None:
-                self._channel.close()
+                peer_stream.shut(self._channel)  # the sending thread closes it
         self._queue.put(None)
 
-    def run(self, parts: StateParts, key: bytes, who: tuple[int, int, int], rate: SendRate) -> None:
+    def run(
+        self,
+        parts: StateParts,
+        identity: PeerIdentity,
+        who: tuple[int, int, int],
+        rate: SendRate,
+    ) -> None:
         """Connect, and send until it is ended. OSError, WireError."""
-        channel = feed_frames.connect(self.address, key, *who)
+        channel = feed_frames.connect(self.address, identity, *who)
         with self._lock:
             self._channel = channel
         with channel:

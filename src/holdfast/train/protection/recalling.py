@@ -12,6 +12,7 @@ from holdfast.core.step import events as ev
 from holdfast.core.types import View
 from holdfast.memory.arena import GRADIENT, STATE
 from holdfast.memory.piece_reader import PieceReader
+from holdfast.net.peer_identity import PeerIdentity
 from holdfast.train.checkpoint.loaded_state import LoadedState
 from holdfast.train.protection.protector import buffers_of_state
 from holdfast.train.step.kept_step import put_image
@@ -21,20 +22,20 @@ PAUSE_S = 1.0  # in which nodes can tell the coordinator that pieces are damaged
 
 
 class Recalling:
-    """Recalls what a view says, for one worker's shard; `key`: the job's peer key."""
+    """Recalls what a view says, for one worker's shard; `identity`: of this process."""
 
     def __init__(
         self,
         data: StepData,
         loaded: LoadedState,
-        key: bytes,
+        identity: PeerIdentity,
         redundancy: Redundancy,
         shard: int = 0,
     ) -> None:
         self._shard = shard
         self._data = data
         self._loaded = loaded
-        self._key = key
+        self._identity = identity
         self._redundancy = redundancy
         self._reader: tuple[int, PieceReader] | None = None  # and of which view
         self._began = 0.0
@@ -90,7 +91,7 @@ class Recalling:
         if self._reader is None or self._reader[0] != view.number:
             self.end()
             self._began, self.news = time.monotonic(), ""
-            reader = PieceReader(recall.nodes, self._key, self._redundancy, self._shard)
+            reader = PieceReader(recall.nodes, self._identity, self._redundancy, self._shard)
             self._reader = view.number, reader
         return self._reader[1]
 

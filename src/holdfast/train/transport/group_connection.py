@@ -1,4 +1,4 @@
-"""Carries messages between two members of a group over one TCP connection that has been proved.
+"""Carries messages between two members of a group over connections that have been proved.
 
 A message is its tag, its size and its bytes. One thread reads, straight into the tensor that a
 caller has given for the message. A small message that comes too early is kept; a large one stays in
@@ -11,21 +11,19 @@ to wait for the interpreter.
 
 from __future__ import annotations
 
-import contextlib
-import socket
 import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from holdfast.core.errors import Aborted
+from holdfast.train.transport.wires import PARTS_MAX, Part, Wire
 
 HEAD = struct.Struct("!qQ")  # tag, and bytes that follow
 BUFFER_BYTES = 1 << 16  # read at a time, so that a small message takes one call
 EARLY_BYTES = 1 << 16  # a larger message waits in the kernel until somebody wants it
 EARLY_BYTES_MAX = 4 << 30  # of all messages that one peer has sent too early
 AT_ONCE_BYTES = 1 << 18  # of one exchange, sent by the caller's own thread
-PARTS_MAX = 1000  # of one call; the kernel takes 1,024
 GIVEN_UP = "the view was given up"
 
 
@@ -46,7 +44,7 @@ class Outgoing:
 
     __slots__ = ("done", "parts")
 
-    def __init__(self, parts: list[memoryview | bytes]) -> None:
+    def __init__(self, parts: list[Part]) -> None:
         self.parts = parts
         self.done = False
 
@@ -57,9 +55,9 @@ class GroupConnection:
     `on_end` is called, from any thread, when the connection has ended for whatever reason.
     """
 
-    def __init__(self, peer: int, channel: socket.socket, on_end: Callable[[], None]) -> None:
+    def __init__(self, peer: int, wire: Wire, on_end: Callable[[], None]) -> None:
         self.peer = peer
-        self.channel = channel
+        self.wire = wire
         self._on_end = on_end
         self._lock = threading.Lock()
         self._news = threading.Condition(self._lock)  # something has come, has left, or is over
@@ -120,7 +118,7 @@ class GroupConnection:
 
     def send(self, messages: Sequence[tuple[int, memoryview]]) -> Outgoing | None:
         """Start to send messages. Returns what to wait for, None if they have left. Aborted."""
-        parts: list[memoryview | bytes] = []
+        parts: list[Part] = []
         for tag, data in messages:
             parts += [HEAD.pack(tag, len(data)), data]
         count = sum(len(part) for part in parts)
@@ -128,9 +126,7 @@ class GroupConnection:
             self._check()
             if not self._leaving and count <= AT_ONCE_BYTES and len(parts) <= PARTS_MAX:
                 try:
-                    sent = self.channel.sendmsg(parts, (), socket.MSG_DONTWAIT)
-                except BlockingIOError:
-                    sent = 0
+                    sent = self.wire.send(parts, wait=False)
                 except OSError as error:
                     raise Aborted(self._why(error)) from None
                 if sent == count:
@@ -155,8 +151,7 @@ class GroupConnection:
 
     def end(self, why: str = GIVEN_UP) -> None:
         """End the connection, which frees all waiting threads on both sides. Never blocks."""
-        with contextlib.suppress(OSError):
-            self.channel.shutdown(socket.SHUT_RDWR)
+        self.wire.shut()
         with self._lock:
             first, self._ended = not self._ended, self._ended or why
             for each in (self._news, self._wants, self._to_send):
@@ -173,7 +168,7 @@ class GroupConnection:
         with self._lock:
             while self._busy:
                 self._news.wait()
-        self.channel.close()
+        self.wire.close()
 
     def _check(self) -> None:
         if self._ended:
@@ -210,7 +205,7 @@ class GroupConnection:
                 batch = self._leaving[0]
             parts = batch.parts
             while parts:
-                parts = _rest(parts, self.channel.sendmsg(parts[:PARTS_MAX]))
+                parts = _rest(parts, self.wire.send(parts, wait=True))
             with self._lock:
                 self._leaving.popleft()
                 batch.parts = []
@@ -267,10 +262,10 @@ class GroupConnection:
             place[:at] = self._buffer[self._start : self._start + at]
             self._start += at
         while at < size:
-            at += self._some(place[at:], socket.MSG_WAITALL)
+            at += self._some(place[at:], whole=True)
 
-    def _some(self, place: memoryview, flags: int = 0) -> int:
-        count = self.channel.recv_into(place, 0, flags)
+    def _some(self, place: memoryview, *, whole: bool = False) -> int:
+        count = self.wire.receive(place, whole=whole)
         if not count:
             raise Aborted(f"rank {self.peer} has ended the connection")
         return count
@@ -281,7 +276,7 @@ def _check_size(place: memoryview, size: int) -> None:
         raise Aborted(f"a message has {size} bytes, where {len(place)} were expected")
 
 
-def _rest(parts: list[memoryview | bytes], sent: int) -> list[memoryview | bytes]:
+def _rest(parts: list[Part], sent: int) -> list[Part]:
     """Return the parts that remain after `sent` bytes."""
     for i, part in enumerate(parts):
         if sent < len(part):

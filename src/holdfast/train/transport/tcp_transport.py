@@ -1,9 +1,10 @@
 """Carries host tensors over TCP connections of our own, which are proved before they are used.
 
-A process has one listener, for all its groups. Each pair of members has one connection, which the
-lower rank opens, and each side proves that it has the job's peer key before anything else is read
-(net/peer_listener.py). Strangers never reach a group. To abort a group its connections are shut
-down, which frees all waiting threads on both sides at once.
+A process has one listener, for all its groups. Each pair of members has one connection, or with TLS
+one for each direction (wires.py). The lower rank opens them, and each side proves that it has the
+job's peer key before anything else is read (net/peer_listener.py). Strangers never reach a group.
+To abort a group its connections are shut down, which frees all waiting threads on both sides at
+once.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 import os
 import select
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -20,19 +22,23 @@ from collections.abc import Sequence
 import torch
 
 from holdfast.core.errors import Aborted, HoldfastError, UserError
-from holdfast.net import peer_stream
+from holdfast.net import peer_stream, tls
+from holdfast.net.peer_identity import PeerIdentity, split_address
 from holdfast.net.peer_listener import PeerListener, open_listener
 from holdfast.train.checkpoint.state import as_bytes
 from holdfast.train.step.waits import Waits
 from holdfast.train.transport import sockets
 from holdfast.train.transport.group_connection import GIVEN_UP, GroupConnection, Incoming, Outgoing
 from holdfast.train.transport.seam import Message, Pending, Rendezvous
+from holdfast.train.transport.wires import PlainWire, TlsWire, Wire
 
 MAGIC = b"hfgroup1"
 BUILD_S = 30.0  # to open a group; the control plane tells of dead members sooner
 ENDED_S = 5.0  # how long a group stays whole though one of its connections has ended
 LOST_S = 2.0  # of unanswered packets: four TCP attempts on a usual network
 _NUMBER = struct.Struct("!Q")
+_OUT, _BACK = 0, 1  # which way a connection carries messages: from the rank that opens it, or to it
+_Way = tuple[int, int]  # a peer's rank and one of these; without TLS _OUT carries both ways
 
 
 class TcpListener:
@@ -41,8 +47,9 @@ class TcpListener:
     It listens once the first group is opened. UserError if it cannot.
     """
 
-    def __init__(self, host: str, peer_key: bytes = b"") -> None:
-        self.peer_key = peer_key
+    def __init__(self, host: str, identity: PeerIdentity | None = None) -> None:
+        self.identity = identity or PeerIdentity()
+        self.ways = (_OUT,) if self.identity.tls is None else (_OUT, _BACK)
         self._host = host
         self._lock = threading.Lock()
         self._address = ""
@@ -61,8 +68,8 @@ class TcpListener:
         try:
             host = str(socket.getaddrinfo(self._host, None)[0][4][0])
             listener, address = open_listener(host)
-            PeerListener(listener, self.peer_key, MAGIC, self._admit).start()
-            return address
+            PeerListener(listener, self.identity, MAGIC, self._admit).start()
+            return self.identity.address(self._host, address)
         except OSError as error:
             raise UserError(
                 f"this worker cannot listen on {self._host}: {error.strerror or error}; give an "
@@ -75,10 +82,10 @@ class TcpListener:
             self._groups.pop(number, None)
 
     def _admit(self, channel: socket.socket, purpose: peer_stream.Purpose) -> None:
-        number, rank, _ = purpose
+        number, rank, way = purpose
         with self._lock:
             group = self._groups.get(number)
-        if group is None or not group.admit(rank, channel):
+        if group is None or not group.admit((rank, way), channel):
             channel.close()
 
 
@@ -116,8 +123,9 @@ class TcpTransport:
         self._ended_s = ended_s
         self._changed = threading.Condition()
         self._number = 0
-        self._awaited: set[int] = set()  # lower ranks, which have not connected yet
-        self._dialing: dict[int, socket.socket] = {}
+        self._awaited: set[_Way] = set()  # connections of lower ranks that have not come yet
+        self._dialing: dict[_Way, socket.socket] = {}
+        self._proved: dict[_Way, socket.socket] = {}  # whose pair is not complete yet
         self._links: dict[int, GroupConnection] = {}  # by rank
         self._began_at = math.inf
         self._ended_at = math.inf  # when a connection was first seen to have ended
@@ -126,16 +134,18 @@ class TcpTransport:
     # ------------------------------------------------------------ building
 
     def open(self, rank: int, size: int, rendezvous: Rendezvous) -> None:
-        self._awaited = set(range(rank))
+        ways = self._listener.ways
+        self._awaited = {(peer, way) for peer in range(rank) for way in ways}
         self._number, address = self._listener.expect(self)
         try:
             rendezvous.publish(address)
             addresses = {peer: rendezvous.lookup(peer) for peer in range(size) if peer != rank}
             self._began_at = time.monotonic()
             deadline = self._began_at + self._build_s
-            dialed = [(p, self._dial(p, addresses[p])) for p in range(rank + 1, size)]
-            for peer, channel in dialed:
-                self._meet(rank, peer, channel, addresses[peer], deadline)
+            to_dial = [(peer, way) for peer in range(rank + 1, size) for way in ways]
+            dialed = [(each, self._dial(each, addresses[each[0]])) for each in to_dial]
+            for each, channel in dialed:
+                self._meet(rank, each, channel, addresses[each[0]], deadline)
             self._await_lower_ranks(deadline)
         except Aborted:
             self.close()
@@ -143,27 +153,29 @@ class TcpTransport:
         finally:
             self._listener.forget(self._number)
             with self._changed:
-                unmet, self._dialing = list(self._dialing.values()), {}
+                unmet = [*self._dialing.values(), *self._proved.values()]
+                self._dialing, self._proved = {}, {}
             for channel in unmet:
                 channel.close()
 
-    def _dial(self, peer: int, address: bytes) -> socket.socket:
+    def _dial(self, which: _Way, address: bytes) -> socket.socket:
         """Begin to connect."""
-        host, _, port = address[_NUMBER.size :].decode().rpartition(":")
+        host, port, _ = split_address(address[_NUMBER.size :].decode())
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         channel = socket.socket(family, socket.SOCK_STREAM)
         channel.setblocking(False)
         with self._changed:
-            self._dialing[peer] = channel
+            self._dialing[which] = channel
             self.check()
-        channel.connect_ex((host, int(port)))
+        channel.connect_ex((host, port))
         return channel
 
     def _meet(
-        self, rank: int, peer: int, channel: socket.socket, address: bytes, deadline: float
+        self, rank: int, which: _Way, channel: socket.socket, address: bytes, deadline: float
     ) -> None:
         """Finish connecting to a higher rank, and prove each other's job."""
         (number,) = _NUMBER.unpack(address[: _NUMBER.size])
+        peer, way = which
         try:
             waiting = select.poll()
             waiting.register(channel, select.POLLOUT)
@@ -173,8 +185,15 @@ class TcpTransport:
             if code:
                 raise OSError(code, os.strerror(code))
             channel.setblocking(True)
-            purpose = (number, rank, 0)
-            peer_stream.introduce(channel, self._listener.peer_key, MAGIC, purpose, deadline)
+            identity = self._listener.identity
+            _, _, name = split_address(address[_NUMBER.size :].decode())
+            channel = peer_stream.begin_tls(channel, identity, name)
+            with self._changed:
+                self._dialing[which] = channel
+                self.check()
+            peer_stream.introduce(channel, identity.key, MAGIC, (number, rank, way), deadline)
+        except ssl.SSLError as error:
+            raise Aborted(f"rank {peer} cannot be trusted: {tls.why(error)}") from None
         except OSError as error:
             raise Aborted(f"rank {peer} cannot be reached: {error.strerror or error}") from None
         except HoldfastError:
@@ -184,23 +203,36 @@ class TcpTransport:
             ) from None
         with self._changed:
             self.check()
-            del self._dialing[peer]
-            self._add(peer, channel)
+            del self._dialing[which]
+            self._add(which, channel, dialed=True)
 
-    def admit(self, peer: int, channel: socket.socket) -> bool:
+    def admit(self, which: _Way, channel: socket.socket) -> bool:
         """Take in a lower rank that has proved itself; return whether it was awaited here."""
         with self._changed:
-            if self.aborted or peer not in self._awaited:
+            if self.aborted or which not in self._awaited:
                 return False
-            self._awaited.remove(peer)
-            self._add(peer, channel)
+            self._awaited.remove(which)
+            self._add(which, channel, dialed=False)
             self._changed.notify_all()
             return True
 
-    def _add(self, peer: int, channel: socket.socket) -> None:
-        channel.setblocking(True)
+    def _add(self, which: _Way, channel: socket.socket, *, dialed: bool) -> None:
+        """Add a connection; the link begins once all of the pair's are here."""
+        peer, _ = which
         sockets.prepare(channel)
-        self._links[peer] = link = GroupConnection(peer, channel, self._wake)
+        self._proved[which] = channel
+        found = [self._proved.get((peer, way)) for way in self._listener.ways]
+        channels = [each for each in found if each is not None]
+        if len(channels) < len(found):
+            return
+        for way in self._listener.ways:
+            del self._proved[peer, way]
+        one, other = channels[0], channels[-1]  # _OUT and _BACK
+        if self._listener.identity.tls is None:
+            wire: Wire = PlainWire(one)
+        else:
+            wire = TlsWire(one, other) if dialed else TlsWire(other, one)
+        self._links[peer] = link = GroupConnection(peer, wire, self._wake)
         link.start()
 
     def _await_lower_ranks(self, deadline: float) -> None:
@@ -209,7 +241,8 @@ class TcpTransport:
                 self.check()
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
-                    raise Aborted(f"ranks {sorted(self._awaited)} have not connected")
+                    late = sorted({peer for peer, _ in self._awaited})
+                    raise Aborted(f"ranks {late} have not connected")
                 self._changed.wait(left_s)
             self.check()
 
@@ -256,21 +289,26 @@ class TcpTransport:
             late = now >= self._began_at + LOST_S
             dialing = list(self._dialing.items()) if late else []
             links = list(self._links.values())
-        if any(sockets.has_ended(link.channel) for link in links):
+        if any(sockets.has_ended(each) for link in links for each in link.wire.channels):
             self._ended_at = min(self._ended_at, now)
         if now >= self._ended_at + self._ended_s:
             self.abort()
-        unanswered = [peer for peer, channel in dialing if sockets.is_connecting(channel)]
-        silent = [link.peer for link in links if sockets.is_silent(link.channel, LOST_S)]
+        unanswered = [peer for (peer, _), channel in dialing if sockets.is_connecting(channel)]
+        silent = [
+            link.peer
+            for link in links
+            if any(sockets.is_silent(each, LOST_S) for each in link.wire.channels)
+        ]
         return sorted({*unanswered, *silent})
 
     def abort(self) -> None:
         with self._changed:
             self.aborted = True
             links, dialing = list(self._links.values()), list(self._dialing.values())
+            dialing += self._proved.values()
             self._changed.notify_all()
         for channel in dialing:
-            _shut(channel)
+            peer_stream.shut(channel)
         for link in links:
             link.end()
 
@@ -281,13 +319,6 @@ class TcpTransport:
             links, self._links = list(self._links.values()), {}
         for link in links:
             link.close()
-
-
-def _shut(channel: socket.socket) -> None:
-    try:
-        channel.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        return
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
