@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from holdfast.core.errors import UserError
-from holdfast.train.checkpoint.state import as_bytes
+from holdfast.train.checkpoint.state import memory_of
 from holdfast.train.local_tensors import local_of
 
 CHUNK_ELEMENTS = 1 << 18  # of one parameter, that are compared in a step
@@ -120,4 +120,4 @@ def _is_fsdp(module: torch.nn.Module) -> bool:
 
 
 def _print(held: torch.Tensor) -> int:
-    return xxhash.xxh3_64_intdigest(as_bytes(held).numpy().data)
+    return xxhash.xxh3_64_intdigest(memory_of(held.cpu().contiguous()))

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from holdfast.core.errors import Aborted
@@ -218,7 +219,7 @@ class Engine(threading.Thread):
         if order.topic is Topic.CONFESS:
             row = (*row, self._exchange.whole_print())
         real = any(isinstance(word, float) for word in row)
-        mine = torch.tensor(row, dtype=torch.float64 if real else torch.int64)
+        mine = torch.from_numpy(np.array(row, np.float64 if real else np.int64))
         tag = TAG_VOTE if order.topic is Topic.VOTE else TAG_AUDIT
         rows = all_gather(at.transport, at.layout, mine, tag).tolist()
         if order.topic is Topic.VOTE:
@@ -256,12 +257,12 @@ class Engine(threading.Thread):
         closing: list[Operation] = []
         check = self._checker(order.view)
         plan = PlanCheck(self._data.gradients.plan, layout, at.view)
-        if self._data.kind is StepKind.GRADIENTS:
-            plan.gather(at.transport)
         while begun < total or gathering or not closing:
             left = begun < total
             only = buckets[begun].index if left and at.transport.ordered else None
             for bucket in self._filled.take(only, not gathering, check) if left else ():
+                if not begun:  # just before the bucket: the peer is woken once for both
+                    plan.gather(at.transport)
                 begun += 1
                 with self._driver.monitor:  # a newer view may merge the partial sums further
                     self._driver.check_alive(order.view)
@@ -271,6 +272,8 @@ class Engine(threading.Thread):
                 gathering.append(started)
             if begun == total and not closing:  # under way beside the last buckets
                 closing = self._closing_operations(at, order)
+                if not total and self._data.kind is StepKind.GRADIENTS:
+                    plan.gather(at.transport)
                 for operation in closing:
                     operation.gather(at.transport)
             if gathering:

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 import xxhash
 
-from holdfast.train.checkpoint.state import as_bytes
+from holdfast.train.checkpoint.state import NUMPY_HAS, as_bytes
 from holdfast.train.local_tensors import local_of
 
 CHUNK = 1 << 16  # elements of a tensor that are never parted
-_NUMPY_HAS = (torch.float32, torch.float64, torch.float16, torch.int64)
 _WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Chunk = tuple[torch.Tensor, int, int]
 
@@ -105,7 +104,7 @@ class Fingerprints:
                     part = part.reshape(-1)[start:stop]
                 if part.is_cuda:
                     sums.append(_sum_of_bits(part.reshape(-1)))
-                elif part.dtype in _NUMPY_HAS and part.is_contiguous():
+                elif part.dtype in NUMPY_HAS and part.is_contiguous():
                     digest.update(part.numpy().data)  # the same bytes, with a tenth of the calls
                 else:
                     digest.update(as_bytes(part).numpy().data)

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from holdfast.core import tree
@@ -111,7 +112,7 @@ class PlanCheck:
     """Makes sure that all members sum the same parameters, before anything depends on it."""
 
     def __init__(self, plan: int, layout: Layout, view: View) -> None:
-        self._mine = torch.tensor([plan], dtype=torch.int64)
+        self._mine = torch.from_numpy(np.array([plan], np.int64))
         self._layout = layout
         self._view = view
         self._plans = {peer: torch.zeros(1, dtype=torch.int64) for peer in layout.others}

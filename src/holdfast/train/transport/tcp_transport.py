@@ -25,7 +25,7 @@ from holdfast.core.errors import Aborted, HoldfastError, UserError
 from holdfast.net import peer_stream, tls
 from holdfast.net.peer_identity import PeerIdentity, split_address
 from holdfast.net.peer_listener import PeerListener, open_listener
-from holdfast.train.checkpoint.state import as_bytes
+from holdfast.train.checkpoint.state import memory_of
 from holdfast.train.step.waits import Waits
 from holdfast.train.transport import sockets
 from holdfast.train.transport.group_connection import GIVEN_UP, GroupConnection, Incoming, Outgoing
@@ -325,4 +325,4 @@ def _memory(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor on the host, where they lie."""
     if not tensor.is_contiguous() or tensor.is_cuda:
         raise ValueError("only contiguous tensors of the host can be exchanged")
-    return as_bytes(tensor).numpy().data
+    return memory_of(tensor)
