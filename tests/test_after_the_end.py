@@ -24,9 +24,8 @@ def further_node(run: LocalRun, folder: Path) -> LocalRun:
     return LocalRun(folder, (), (), command=(*words, *secret))
 
 
-@pytest.mark.parametrize(
-    "shared", [pytest.param(True, marks=pytest.mark.slow), False], ids=["shared", "own"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "own"])
 def test_an_agent_that_was_frozen_at_the_end_ends_as_it_wakes(
     start: Start, tmp_path: Path, shared: bool
 ) -> None:
