@@ -19,7 +19,7 @@ from holdfast.core.errors import UserError
 from holdfast.train.checkpoint.state import memory_of
 from holdfast.train.local_tensors import local_of
 
-CHUNK_ELEMENTS = 1 << 18  # of one parameter, that are compared in a step
+CHUNK_ELEMENTS = 1 << 14  # of one parameter, that are compared in a step
 SAMPLE_ELEMENTS = 64  # spread over a parameter, that are compared beside its chunk
 _CURE = (
     " while tasks were computed (in forward or in the loop over batches, as a momentum encoder, an "
