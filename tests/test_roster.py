@@ -36,7 +36,7 @@ from holdfast.core.types import (
     WorkerId,
     WorkerStatus,
 )
-from roster_kit import LEASE, Cluster, member, status, stopped, view_of
+from roster_kit import LEASE, THREE, Cluster, member, status, stopped, view_of
 
 N0, N1, N2 = AgentId("n0"), AgentId("n1"), AgentId("n2")
 ZERO, ONE, TWO = WorkerId(0), WorkerId(1), WorkerId(2)
@@ -179,6 +179,20 @@ def test_as_the_job_ends_living_members_may_finish() -> None:
     assert (found[0][0].worker, found[0][0].incarnation) == (0, 1)
     assert found[0][0].role is ProcessRole.WORKER
     assert list(cluster.roster.leaving(N0, None)) == []
+
+
+def test_as_the_job_ends_a_member_that_never_got_the_state_is_ended() -> None:
+    """It has given up the view, and the only one that held the state has gone."""
+    view = view_of(0, 1)
+    for state, promised, stays in (
+        (StateCopy.INITIAL, THREE, False),
+        (StateCopy.INITIAL, ViewNumber(2), True),  # its group still stands
+        (StateCopy.CURRENT, THREE, True),
+    ):
+        ended = status(0, stage=Stage.EXITED)
+        cluster = Cluster(ended, member(1, state=state, promised=promised))
+        found = list(cluster.roster.leaving(N1, view))
+        assert [each.worker for each in found] == ([1] if stays else [])
 
 
 def test_an_agent_that_began_anew_gets_its_workers_anew_unless_they_still_count_as_members() -> (

@@ -283,10 +283,17 @@ class Roster:
                 yield from self._wanted_as(worker, slot.incarnation, name)
 
     def leaving(self, name: AgentId, view: View | None) -> Iterator[WantedProcess]:
-        """Find what may finish on a node as the job ends: living members of the view."""
+        """Find what may finish on a node as the job ends: living members of the view.
+
+        A member that promised before it had the state can never get it any more.
+        """
         for worker in self.on(name):
             member = view.member(worker) if view is not None else None
-            if member is not None and not self.dead(worker, member.incarnation):
+            if view is None or member is None or self.dead(worker, member.incarnation):
+                continue
+            status = self.status(worker, member.incarnation)
+            stranded = status and status.promised >= view.number and not status.has_state
+            if not stranded:
                 yield from self._wanted_as(worker, member.incarnation, name)
 
     def _wanted_as(
