@@ -372,8 +372,7 @@ class ScriptThread:
         copied, start = self._copies.copied_before(self._at), data.buffers.start
         prints = guard.open(self._at, start, self._loop_data, whole=self._whole, copied=copied)
         with self._driver.monitor:
-            tells = kind is StepKind.VALUES or self._loop_data.quarantine is not None
-            data.open(kind, prints, tells=tells)
+            data.open(kind, prints)
             if proposal is not None:
                 data.values.put(PROPOSAL, proposal)
             self._driver.post(ev.StepOpened(self._at, kind, self._rested))

@@ -337,23 +337,24 @@ class Engine(threading.Thread):
         driver, data, layout = self._driver, self._data, at.layout
         mine = layout.hosted[layout.rank]
         driver.await_rows(order.view, order.step)
-        if layout.rank in order.counted:
+        counts = layout.rank in order.counted
+        if counts:
             data.table.take(mine, data.own)
             used = data.gradients.used
         else:
             me = driver.status()
             data.table.drop(mine, (me.worker, me.incarnation))
             used = torch.zeros_like(data.table.used)
-        self._rows = TableGather(data.table, used, layout, data.prints)
-        operations: list[Operation] = [self._rows]
-        if data.tells:
-            with driver.monitor:
-                operations.append(ValuesGather(data.values, layout, at.view))
+        with driver.monitor:
+            values = ValuesGather(data.values, layout, at.view, counts=counts)
+        self._rows = TableGather(data.table, used, layout, data.prints, values.size)
+        values.expect(self._rows.follows)
+        operations: list[Operation] = [self._rows, values]
         if data.gradients.active_tables:
             with driver.monitor:
                 driver.check_alive(order.view)
                 tables = data.gradients.active_tables
-                operations.append(RowsSum(tables, layout, counts=layout.rank in order.counted))
+                operations.append(RowsSum(tables, layout, counts=counts))
         if data.kind is StepKind.GRADIENTS and len(data.buffers):
             operations.append(BuffersSpread(data.buffers, layout, order.counted))
         return operations

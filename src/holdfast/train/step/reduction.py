@@ -39,7 +39,7 @@ TAG_OF_PLAN = 1 << 16  # added as often as a plan's number says, so that two pla
 # Fingerprints of a part of the state, all of it, its plain values, and the copy for followers;
 # 0: none.
 Prints = tuple[int, int, int, int]
-HEAD_WORDS = 5  # before a message's rows: its flags, and the fingerprints
+HEAD_WORDS = 6  # before a message's rows: its flags, the fingerprints, and the size of its values
 HERE, STOPS = 1, 2  # bits of the first word: the message has come, and wants the loop to end
 PIECE_ALIGN = 64  # elements; pieces start on cache lines
 
@@ -235,12 +235,22 @@ class BucketSum:
 
 
 class TableGather:
-    """Everyone's rows and used flags, in everyone's table. The first word says that it is here."""
+    """Everyone's rows and used flags, in everyone's table. The first word says that it is here.
+
+    `follows`: how many bytes of values this member sends after its rows.
+    """
 
     def __init__(
-        self, table: StepTable, used: torch.Tensor, layout: Layout, prints: Prints = (0, 0, 0, 0)
+        self,
+        table: StepTable,
+        used: torch.Tensor,
+        layout: Layout,
+        prints: Prints = (0, 0, 0, 0),
+        follows: int = 0,
     ) -> None:
-        self.prints = {layout.rank: prints}  # by rank; of all once `spread` has returned
+        # By rank; of all members once `spread` has returned.
+        self.prints = {layout.rank: prints}
+        self.follows = {layout.rank: follows}
         self._table = table
         self._used = used
         self._layout = layout
@@ -250,7 +260,8 @@ class TableGather:
     def gather(self, transport: Transport) -> None:
         layout = self._layout
         self._table.used.copy_(self._used)
-        head = (HERE | STOPS * self._table.stops, *self.prints[layout.rank])
+        flags = HERE | STOPS * self._table.stops
+        head = (flags, *self.prints[layout.rank], self.follows[layout.rank])
         mine = self._table.pack(head, layout.hosted[layout.rank], self._used)
         self._messages = {
             p: self._table.message(HEAD_WORDS, len(layout.hosted[p])) for p in layout.others
@@ -263,9 +274,10 @@ class TableGather:
     def spread(self, transport: Transport) -> None:
         _wait(self._pending)
         for peer, message in self._messages.items():
-            brings, *prints = message[:HEAD_WORDS].tolist()
+            brings, *prints, follows = message[:HEAD_WORDS].tolist()
             self._table.stops |= bool(brings & STOPS)
             self.prints[peer] = prints[0], prints[1], prints[2], prints[3]
+            self.follows[peer] = follows
             self._table.unpack(HEAD_WORDS, self._layout.hosted[peer], message)
 
     def finish(self) -> None:

@@ -45,7 +45,6 @@ class StepData:
         self.speculative = SpeculativeTasks(gradients, self.own, buffers)
         self.values = StepValues()
         self.kind = StepKind.GRADIENTS
-        self.tells = False  # its tasks may tell something: values, or of bad records
         self.wants_stop = False  # this worker's script wants the loop to end
         self._stops = False  # it did when the step was opened
         self.prints: Prints = (0, 0, 0, 0)  # fingerprints of the state that the step begins with
@@ -59,9 +58,8 @@ class StepData:
         self.table.expect(len(self.gradients.used))
         self.buffers.find()
 
-    def open(self, kind: StepKind, prints: Prints, *, tells: bool) -> None:
+    def open(self, kind: StepKind, prints: Prints) -> None:
         """Begin a step; its gradients and buffers have been reset."""
-        self.tells = tells
         self.kind, self.prints, self._stops = kind, prints, self.wants_stop
         self.values.reset()
         self.reset()

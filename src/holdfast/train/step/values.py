@@ -7,7 +7,7 @@ summed here: who hears them all does that, in the order of virtual ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 import torch
@@ -18,6 +18,7 @@ from holdfast.train.step.reduction import TAG_VALUES, Layout
 from holdfast.train.transport.seam import Message, Pending, Transport
 
 PROPOSAL = -1  # the place of what the leader proposes, beside the virtual ranks
+VALUES_BYTES_MAX = 1 << 32  # that a member may send in a step
 _decode = msgspec.msgpack.Decoder(dict[int, bytes]).decode
 
 
@@ -59,41 +60,52 @@ class StepValues:
 
 
 class ValuesGather:
-    """Gathers the values of all members: first the sizes of their messages, then these."""
+    """Gathers the values of all members; most steps have none, and then it sends nothing.
 
-    def __init__(self, values: StepValues, layout: Layout, view: View) -> None:
-        places = list(layout.hosted[layout.rank])
+    The members' rows, which are gathered with it, say how many bytes each of them sends. `counts`:
+    False if what this member's tasks have come to is dropped.
+    """
+
+    def __init__(self, values: StepValues, layout: Layout, view: View, *, counts: bool) -> None:
+        places = list(layout.hosted[layout.rank]) if counts else []
         if view.workers[layout.rank] == view.leader:
             places.append(PROPOSAL)
-        mine = values.mine(places)
+        values.told = mine = values.mine(places)
         self._values = values
         self._layout = layout
-        self._mine = bytearray(msgspec.msgpack.encode(mine))
+        self._mine = bytearray(msgspec.msgpack.encode(mine)) if mine else bytearray()
+        self._sizes: Mapping[int, int] = {}  # by rank
         self._messages: list[Message] = []
         self._pending: Pending | None = None
-        values.told = dict(mine)
+
+    @property
+    def size(self) -> int:
+        """Return how many bytes this member sends."""
+        return len(self._mine)
+
+    def expect(self, sizes: Mapping[int, int]) -> None:
+        """Expect so many bytes of each rank, once `spread` is called: filled in until then."""
+        self._sizes = sizes
 
     def gather(self, transport: Transport) -> None:
-        others = self._layout.others
-        size = torch.tensor([len(self._mine)], dtype=torch.int64)
-        self._messages = [(p, torch.zeros(1, dtype=torch.int64)) for p in others]
-        self._pending = transport.exchange([(p, size) for p in others], self._messages, TAG_VALUES)
+        return
 
     def spread(self, transport: Transport) -> None:
-        """Send the values themselves, once all sizes are here."""
-        self._wait()
-        mine = torch.frombuffer(self._mine, dtype=torch.uint8)
-        sizes = [(peer, int(size[0])) for peer, size in self._messages]
-        self._messages = [(p, torch.empty(size, dtype=torch.uint8)) for p, size in sizes]
-        sends = [(p, mine) for p in self._layout.others]
-        self._pending = transport.exchange(sends, self._messages, TAG_VALUES)
+        """Send and receive the values themselves, now that all sizes are known. Aborted."""
+        sizes = {peer: self._sizes[peer] for peer in self._layout.others}
+        if any(not 0 <= size <= VALUES_BYTES_MAX for size in sizes.values()):
+            raise Aborted(f"values of impossible sizes were announced: {sizes}")
+        self._messages = [(p, torch.empty(n, dtype=torch.uint8)) for p, n in sizes.items() if n]
+        sends: list[Message] = []
+        if self._mine:
+            mine = torch.frombuffer(self._mine, dtype=torch.uint8)
+            sends = [(peer, mine) for peer in sizes]
+        if sends or self._messages:
+            self._pending = transport.exchange(sends, self._messages, TAG_VALUES)
 
     def finish(self) -> None:
-        """Take in what all members have said."""
-        self._wait()
-        for _, message in self._messages:
-            self._values.receive(message.numpy().tobytes())
-
-    def _wait(self) -> None:
+        """Take in what all members have said. Aborted."""
         if self._pending is not None:
             self._pending.wait()
+        for _, message in self._messages:
+            self._values.receive(message.numpy().tobytes())
