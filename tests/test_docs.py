@@ -53,6 +53,7 @@ def test_the_public_surface() -> None:
         "on_step_end",
         "protect",
         "run_dir",
+        "scratch",
         "steps",
         "stop",
         "stopped",

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
+
+from holdfast.core.errors import UserError
+from holdfast.train.unprotected_modules import UnprotectedModules
+from loop_kit import net
 
 ALONE = """
 import copy, torch, holdfast
@@ -47,6 +55,52 @@ ema = Average(model)
 def test_an_average_in_a_protected_object_of_the_scripts_own_is_protected(tmp_path: Path) -> None:
     found = run_alone(tmp_path, OBJECT, "ema.update(model)", ", ema=ema")
     assert "ended" in found.stdout, found.stderr
+
+
+NORMS = "{n: torch.zeros(()) for n, _ in model.named_parameters()}"
+ADDS = "for n, p in model.named_parameters(): norms[n].mul_(0.9).add_(p.grad.norm(), alpha=0.1)"
+
+
+def test_averages_for_the_scripts_own_plots_are_its_own(tmp_path: Path) -> None:
+    found = run_alone(tmp_path, f"norms = job.scratch['norms'] = {NORMS}", ADDS)
+    assert "ended" in found.stdout, found.stderr
+
+
+class Meter:
+    """Keeps running averages by the names of parameters, as scripts do for their plots."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.norms = {name: torch.zeros(3) for name, _ in model.named_parameters()}
+        self.copy = copy.deepcopy(model)
+
+    def update(self) -> None:
+        for each in (*self.norms.values(), *self.copy.state_dict().values()):
+            each.add_(1.0)
+
+
+@pytest.mark.parametrize("place", ["meter", "meters", "norms"])
+def test_what_is_in_scratch_is_not_looked_at(place: str) -> None:
+    model, scratch = net(), dict[str, Any]()
+    meter = Meter(model)
+    others = UnprotectedModules(scratch=scratch)
+    kept = {"meter": meter, "meters": [{"first": (meter,)}], "norms": [meter.norms, meter.copy]}
+    for i in range(6):
+        others.look([model])
+        meter.update()
+        if i == 1:  # the first look was before the script has put it there
+            scratch["mine"] = kept[place]
+
+
+def test_what_is_not_in_scratch_is_looked_at() -> None:
+    model = net()
+    meter = Meter(model)
+    others = UnprotectedModules(scratch={"mine": {"step": 1}})
+    others.look([model])
+    meter.update()
+    others.look([model])
+    meter.update()
+    with pytest.raises(UserError, match=r"or, if no result depends on them, in job\.scratch"):
+        others.look([model])
 
 
 @pytest.mark.parametrize(

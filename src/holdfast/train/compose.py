@@ -211,7 +211,7 @@ def compose_guard(
         modules=modules,
         parameters=ParameterWatch(modules, cycle),
         cycle=cycle,
-        others=UnprotectedModules(own_objects) if owns_process else None,
+        others=UnprotectedModules(own_objects, progress.scratch) if owns_process else None,
     )
 
 

@@ -129,6 +129,15 @@ class Job:
         return self._progress.values
 
     @property
+    def scratch(self) -> dict[str, Any]:
+        """Hold what a script keeps for itself, for plots say, and on which no result depends.
+
+        Each worker has its own; it is neither carried to others nor saved, and no guard looks at
+        it.
+        """
+        return self._progress.scratch
+
+    @property
     def stopped(self) -> bool:
         """Tell whether a worker's script has called `stop`, and loops end early."""
         return self._progress.stopped

@@ -61,6 +61,7 @@ class ScriptState:
         self.steps = 0  # that the script has taken, over all its loops
         self.stopped = False  # the script's loops are to end
         self.values = Values()
+        self.scratch: dict[str, Any] = {}  # the script's own, and no part of the state
         self.ended: list[int] = []  # after how many steps each finished loop has ended
         self.streams: dict[int, list[Position]] = {}  # where their shards stand
         self.trained = TrainedParameters()

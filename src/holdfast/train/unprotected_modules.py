@@ -2,15 +2,17 @@
 
 A worker that joins would begin them anew. Every module of the process is looked for once, in the
 first step, and every dictionary of tensors by the names of a module's parameters; frozen ones
-(teachers, feature extractors) do not change, and are not told of.
+(teachers, feature extractors) do not change, and are not told of. Neither is anything in the job's
+scratch: a script says of it that no result depends on it.
 """
 
 from __future__ import annotations
 
 import gc
 import itertools
+import types
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,10 +29,14 @@ class UnprotectedModules:
     """Knows the modules with parameters that are no part of the protected ones.
 
     `others`: protected objects that are no modules; tensors of their state are protected, too.
+    `scratch`: the job's.
     """
 
-    def __init__(self, others: Collection[Any] = ()) -> None:
+    def __init__(
+        self, others: Collection[Any] = (), scratch: Mapping[str, Any] | None = None
+    ) -> None:
         self._others = others
+        self._scratch: Mapping[str, Any] = {} if scratch is None else scratch
         self._found: list[tuple[weakref.ref[nn.Module], Numbers]] | None = None
         self._changed = 0  # how often in a row one was seen to have changed
         self._tables: list[tuple[dict[str, Any], Numbers, int]] = []  # and how often in a row
@@ -46,26 +52,33 @@ class UnprotectedModules:
         self._look_at_tables()
         now = [(ref, seen, ref()) for ref, seen in self._found]
         changed = [m for _, seen, m in now if m is not None and _print(m) != seen]
+        if changed:
+            own = _inside(self._scratch)
+            changed = [each for each in changed if id(each) not in own]
         self._found = [(ref, _print(m)) for ref, _, m in now if m is not None]
         self._changed = self._changed + 1 if changed else 0
         if self._changed > 1:
             raise UserError(
                 f"the script changes the parameters of a {type(changed[0]).__name__} that is not "
                 "protected, so that a worker that joins would begin it anew: name it in "
-                "job.protect(...), as averages of weights and target networks must be"
+                "job.protect(...), as averages of weights and target networks must be; or put it "
+                "into job.scratch if no result depends on it"
             )
 
     def _look_at_tables(self) -> None:
         """Go on with those that have changed, as the others' memory may be given back."""
         now = [(each, _numbers(each.values()), seen, n) for each, seen, n in self._tables]
         self._tables = [(each, found, n + 1) for each, found, seen, n in now if found != seen]
+        if self._tables:
+            own = _inside(self._scratch)
+            self._tables = [each for each in self._tables if id(each[0]) not in own]
         for each, _, times in self._tables:
             if times > 1:
                 raise UserError(
                     f"the script changes a dictionary of tensors with names of parameters "
                     f"({next(iter(each))}, ...), which a worker that joins would begin anew: keep "
-                    "such averages in a module (torch.optim.swa_utils.AveragedModel), and name it "
-                    "in job.protect(...)"
+                    "such averages in a module (torch.optim.swa_utils.AveragedModel) that is named "
+                    "in job.protect(...), or, if no result depends on them, in job.scratch"
                 )
 
 
@@ -112,6 +125,22 @@ def _unknown_tables(
         if any(wanted and wanted <= each.keys() for wanted in names)
         and all(_is_free(value) and value.data_ptr() not in known for value in each.values())
     ]
+
+
+def _inside(scratch: Mapping[str, Any]) -> set[int]:
+    """Return the ids of all objects in a script's scratch: items, and attributes of its objects."""
+    found: set[int] = set()
+    left: list[Any] = list(scratch.values())
+    while left:
+        each = left.pop()
+        if id(each) in found or isinstance(each, type | types.ModuleType | types.FunctionType):
+            continue
+        found.add(id(each))
+        if isinstance(each, dict | list | tuple):
+            left += each.values() if isinstance(each, dict) else each
+        elif not isinstance(each, torch.Tensor):
+            left += getattr(each, "__dict__", {}).values()
+    return found
 
 
 def _is_free(value: Any) -> bool:
