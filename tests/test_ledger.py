@@ -298,6 +298,7 @@ def endless_line(paths):
         (one_copy("loss", (0.5).hex()), "step 3 differs from worker-00000-00001.jsonl:5 in loss"),
         (one_copy("digests", first_changed("1" * 16)), "in digests"),
         (one_copy("counts", first_changed(9)), "in counts"),
+        (one_copy("handed", {"1": "2" * 16}), "in handed"),
         (missing_step, "no copy of step 3"),
         (missing_start, "no copy of step 0 to 1"),
         (twice_in_one_file, "step 11 is written twice by incarnation (1, 1)"),

@@ -20,6 +20,7 @@ from holdfast.train.monitor import Monitor
 from holdfast.train.step.filled_buckets import FilledBuckets
 from holdfast.train.step.speculative import FinishedTask, SpeculativeTasks
 from holdfast.train.step.step_table import UNWEIGHTED
+from holdfast.train.step.task_report import TaskReport
 from holdfast.train.step.waits import SHORT_S, Waits
 from machine_kit import a_view
 
@@ -390,9 +391,9 @@ def test_a_copy_is_adopted_with_all_it_has_left_and_is_none_after_that() -> None
     tasks.keep(4, FinishedTask(loss=0.5, count=3, digest=9, weight=1.5, left=left))
     tasks.keep(2, FinishedTask(loss=0.25, count=2, digest=8))
     sums: Any = [Sum(2), Sum(4)]
-    assert tasks.contradicted(sums) == (2, 4)
-    assert tasks.contradicted(sums[:1]) == (2,)
-    assert tasks.contradicted([]) == ()
+    assert tasks.contradicted(sums, {}) == (2, 4)
+    assert tasks.contradicted(sums[:1], {}) == (2,)
+    assert tasks.contradicted([], {}) == ()
     tasks.adopt(4, (1, 7))
     tasks.adopt(2, (1, 7))
     assert noted.told == [
@@ -402,8 +403,22 @@ def test_a_copy_is_adopted_with_all_it_has_left_and_is_none_after_that() -> None
         ("put", 2, 0.25, 2, 8, (1, 7), UNWEIGHTED),
         ("adopt", 2),
     ]
-    assert tasks.contradicted(sums) == ()
+    assert tasks.contradicted(sums, {}) == ()
     tasks.keep(1, FinishedTask(loss=0.0, count=1, digest=1))
     tasks.forget()
     unlike: Any = [Sum(1)]
-    assert tasks.contradicted(unlike) == ()
+    assert tasks.contradicted(unlike, {}) == ()
+
+
+def test_a_copy_is_compared_with_what_the_task_has_handed_over() -> None:
+    noted: Any = Recorder()
+    tasks = SpeculativeTasks(noted, noted, noted)
+    report = TaskReport(values={"a": b"1"})
+    tasks.keep(1, FinishedTask(loss=0.0, count=1, digest=1, report=report))
+    alike: Any = [Sum()]
+    assert tasks.contradicted(alike, {1: report.encoded()}) == ()
+    assert tasks.contradicted(alike, {1: TaskReport(values={"a": b"2"}).encoded()}) == (1,)
+    assert tasks.contradicted(alike, {}) == (1,)
+    assert tasks.contradicted(alike, {1: b"damaged"}) == (1,)
+    substituted = TaskReport(values={"a": b"2"}, bad=b"some record")
+    assert tasks.contradicted(alike, {1: substituted.encoded()}) == ()

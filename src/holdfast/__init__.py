@@ -23,7 +23,7 @@ from holdfast.core.release import RELEASE
 
 if TYPE_CHECKING:
     from holdfast.store.verified_files import VerifiedFiles
-    from holdfast.train.job import Batches, Epoch, Job, Step, Stream, Task, join
+    from holdfast.train.job import Batches, Epoch, Job, RankState, Step, Stream, Task, join
 
 __all__ = [
     "Batches",
@@ -31,6 +31,7 @@ __all__ = [
     "HoldfastError",
     "InvariantError",
     "Job",
+    "RankState",
     "StateMismatch",
     "Step",
     "Stream",
@@ -42,7 +43,7 @@ __all__ = [
 ]
 __version__ = RELEASE
 
-_TRAINING = ("Batches", "Epoch", "Job", "Step", "Stream", "Task", "join")
+_TRAINING = ("Batches", "Epoch", "Job", "RankState", "Step", "Stream", "Task", "join")
 
 
 def __getattr__(name: str) -> Any:

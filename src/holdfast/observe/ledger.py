@@ -74,7 +74,8 @@ class LedgerEntry:
     """Describes one committed step; `hosts`, `counts` and `digests` have one item per virtual rank.
 
     A task that was dropped has count and digest 0. `bad`: by virtual rank, the records that a task
-    left out by itself, from the beginning of the script's step on.
+    left out by itself, from the beginning of the script's step on. `handed`: by virtual rank, 63
+    bits of the values and states that a task has handed over to all members.
     """
 
     place: Place
@@ -84,6 +85,7 @@ class LedgerEntry:
     digests: Sequence[int]
     loss: float
     bad: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    handed: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +135,7 @@ class StepLine(
     uses: Uses = Uses.SAMPLES
     told: str = ""
     bad: dict[int, tuple[_Natural, ...]] = {}
+    handed: dict[int, _Hex64] = {}
 
     @property
     def place(self) -> Place:
@@ -207,6 +210,7 @@ class LedgerWriter:
             uses=uses,
             told=entry.place.told,
             bad={vrank: tuple(records) for vrank, records in entry.bad.items()},
+            handed={vrank: f"{digest:016x}" for vrank, digest in entry.handed.items()},
         )
         self._write(_encode(line))
 

@@ -193,7 +193,7 @@ def _doubts(paths: Sequence[Path]) -> list[DoubtLine]:
 
 # What all copies of a step must agree on. Hashed, so that a million steps fit in memory. Of a step
 # that only tells values `place` has not the value that was agreed on: see `_check_told`.
-_CONTENT = ("plan", "place", "counts", "digests", "loss", "bad")
+_CONTENT = ("plan", "place", "counts", "digests", "loss", "bad", "handed")
 
 
 @dataclass(slots=True)
@@ -316,7 +316,7 @@ class _Audit:
         place = entry.place
         if place.uses is Uses.NO_SAMPLES:
             place = replace(place, told="")
-        content = (plan, place, *marks, entry.loss, bad)
+        content = (plan, place, *marks, entry.loss, bad, tuple(sorted(entry.handed.items())))
         commit = entry.hosts if header.backup else ()  # done again, other tasks may be dropped
         step = self.steps.get(entry.step)
         if step is None:

@@ -40,12 +40,13 @@ from holdfast.train.host_memory import keep_freed_memory
 from holdfast.train.job_step import Step, end_step, is_begun
 from holdfast.train.local_tensors import check_split
 from holdfast.train.loop_ends import EndsAtStep, EndsWithEpoch, LoopEnd
+from holdfast.train.rank_states import RankState
 from holdfast.train.script_state import PROTECTED_AS, ScriptState, Values, plain
 from holdfast.train.script_thread import ScriptThread
 from holdfast.train.shards.inner_group import InnerGroup
 from holdfast.train.step.values import PROPOSAL
 
-__all__ = ["Batches", "Epoch", "Job", "Step", "Stream", "Task", "join"]
+__all__ = ["Batches", "Epoch", "Job", "RankState", "Step", "Stream", "Task", "join"]
 
 STEPS_MAX = 1 << 62  # more than any job takes
 
@@ -307,6 +308,24 @@ class Job:
         self.begin_at(found.steps)
         self.values.update(found.values)
         return found.steps
+
+    def rank_state(self, name: str, make: Callable[[int], Any]) -> RankState:
+        """Declare a state that each virtual rank has for itself: hidden states, environments.
+
+        In the loop over a step's batches `value` of what is returned is the state of the batch's
+        virtual rank, as its last task has left it; set it, or change it in place. `make(virtual
+        rank)` returns the first one: tensors, numbers, or a tree of them, or an object with
+        `state_dict` and `load_state_dict`. Each worker holds the states of all virtual ranks, as a
+        part of the job's state; those that have changed travel with the step. Call it on all
+        workers, once for each name. Raises UserError.
+        """
+        if self._environment.spec.workers.procs > 1:
+            raise UserError(
+                f"job.rank_state({name!r}, ...) with --procs-per-worker "
+                f"{self._environment.spec.workers.procs}: the processes of one worker would leave "
+                "different states; keep states of virtual ranks in workers of one process"
+            )
+        return self._progress.rank_states.declare(name, make, self.seed, self.virtual_ranks)
 
     def _part(self, split: bool | DeviceMesh, on_error: str = "raise") -> BatchPart:
         """Return which part of each batch this process trains on. UserError."""

@@ -24,8 +24,10 @@ from holdfast.train.data.streams import StreamSource
 from holdfast.train.loop_ends import LoopEnd
 from holdfast.train.repeated_tasks import OTHERS_BEFORE, RunMark, result_print
 from holdfast.train.script_thread import ScriptThread
+from holdfast.train.step.packed_trees import pack
 from holdfast.train.step.speculative import FinishedTask
 from holdfast.train.step.step_table import UNWEIGHTED
+from holdfast.train.step.task_report import NOTHING, Gathered, TaskReport
 
 
 class Step:
@@ -36,6 +38,7 @@ class Step:
         # Of a stream it is known in job.epochs only.
         self.epoch, self.step_in_epoch = ends.place(index) or source.plan.epoch_of(index)
         self.loss = float("nan")  # after the batches: mean over the step's samples, all workers
+        self.gathered = Gathered(index, {})  # after the batches: what all tasks have gathered
         self.metrics: dict[str, Any] = {}  # of the script, for callbacks at the step's end
         self._script = script
         self._source = source
@@ -47,6 +50,7 @@ class Step:
         self._owed = False  # its last backward has not been called yet
         self._task_loss = 0.0
         self._task_weight = UNWEIGHTED
+        self._values: dict[str, bytes] = {}  # that the present task has gathered
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this worker's batches; there are more if another worker fails in this step."""
@@ -64,6 +68,7 @@ class Step:
         for task in script.tasks(self._source, self._ends.loads_until(self.index)):
             yield from self._task(task)
         self.loss = script.finish(first=not self._rounds)
+        self.gathered = Gathered(self.index, script.reports)
         self._rounds += 1
 
     def backward(
@@ -116,6 +121,32 @@ class Step:
             raise UserError("a batch's losses were given a weight once and not another time")
 
     @property
+    def virtual_rank(self) -> int:
+        """Return the virtual rank of the batch that the script has. UserError without a batch."""
+        if self._vrank is None:
+            raise UserError("step.virtual_rank is known in the loop over a step's batches only")
+        return self._vrank
+
+    def gather(self, name: str, value: Any) -> None:
+        """Hand over a value of this task to all workers: tensors, numbers, or a tree of them.
+
+        After the batches `step.gathered[name]` is the list of what the step's tasks have given, in
+        the order of virtual ranks, the same on all workers; tensors are on the device that they
+        came from. A task that is repeated, or computed by several workers, counts once. Raises
+        UserError outside of a task, for a name that the task has used, and for what cannot travel.
+        """
+        if self._vrank is None:
+            raise UserError(
+                f"step.gather({name!r}, ...) was called without a batch: call it in the loop over "
+                "a step's batches; outside of it use job.agree, or job.evaluate"
+            )
+        if name in self._values:
+            raise UserError(
+                f"step.gather({name!r}, ...) was called twice in one task: give a list of values"
+            )
+        self._values[name] = pack(value, f"the value {name!r} of step.gather")
+
+    @property
     def complete(self) -> bool:
         """Tell whether the script has gone through all batches of a round, and of all begun."""
         return bool(self._rounds) and not self._script.is_open
@@ -158,12 +189,16 @@ class Step:
         source, vrank = self._source, task.vrank
         self._task_loss, self._task_weight = 0.0, UNWEIGHTED
         self._count, digest = source.used(self.index, vrank)
-        told = source.told(self.index, vrank)
+        states: dict[str, bytes] = {}
+        self._values = {}
         if self._count:
             purpose = f"model {self._rounds}" if self._rounds else "model"
             enter_stream(source.plan.seed, self.index, vrank, purpose)
             self._vrank, self._owed = vrank, True
+            rank_states = self._script.progress.rank_states
+            rank_states.begin_task(vrank)
             yield batch
+            states = rank_states.end_task()
             if self._owed:
                 raise UserError(
                     "a batch had no last step.backward(loss): call it once for each batch, or with "
@@ -171,7 +206,15 @@ class Step:
                 )
             self._vrank = None
         loss, weight = self._task_loss, self._task_weight
-        return FinishedTask(loss=loss, count=self._count, digest=digest, weight=weight, told=told)
+        bad, values = source.told(self.index, vrank), self._values
+        report = (
+            TaskReport(bad=bad, values=values, states=states)
+            if bad or values or states
+            else NOTHING
+        )
+        return FinishedTask(
+            loss=loss, count=self._count, digest=digest, weight=weight, report=report
+        )
 
 
 def end_step(step: Step, callbacks: Iterable[Callable[[Step], None]]) -> None:
@@ -207,7 +250,8 @@ def is_begun(step: Step) -> bool:
 
 def _mark(batch: int, finished: FinishedTask, gradient: int, sketch: Sketch = ()) -> RunMark:
     result = result_print(finished.loss, finished.weight, gradient)
-    return RunMark(batch=batch, result=result, sketch=sketch, told=finished.told)
+    handed, bad = finished.report.digest, finished.report.bad
+    return RunMark(batch=batch, result=result, sketch=sketch, handed=handed, bad=bad)
 
 
 def _weight(weight: float | torch.Tensor) -> float:

@@ -46,8 +46,19 @@ class LedgerRecorder:
         self._quarantine = quarantine
         self._plan, self._header_due, self._tally = plan, True, DropTally()
 
-    def commit(self, place: Place, view: int, table: StepTable, loss: float, dropped: int) -> None:
-        """Record a step, whose gradient became complete in `view` without `dropped` samples."""
+    def commit(
+        self,
+        place: Place,
+        view: int,
+        table: StepTable,
+        loss: float,
+        dropped: int,
+        handed: Mapping[int, int],
+    ) -> None:
+        """Record a step, whose gradient became complete in `view` without `dropped` samples.
+
+        `handed`: digests of what its tasks have handed over, by virtual rank.
+        """
         if dropped:
             self._note_dropped(place.index, table, dropped)
         ledger = self._open()
@@ -66,6 +77,7 @@ class LedgerRecorder:
                 digests=table.digests(),
                 loss=loss,
                 bad={} if left_out is None else {v: r for v, r in left_out.turn.items() if r},
+                handed=handed,
             )
         )
 

@@ -33,7 +33,8 @@ class RunMark:
     batch: int
     result: int
     sketch: Sketch = ()  # of the gradient, where it was asked for
-    told: bytes = b""  # of records that could not be read
+    handed: int = 0  # a digest of what it hands over besides its gradient
+    bad: bytes = b""  # names records that could not be read
 
 
 class RepeatedTasks:
@@ -85,17 +86,17 @@ class RepeatedTasks:
         WorldError if the run that counts was wrong.
         """
         counts = runs[1]
-        if any(each.told != counts.told for each in runs):
+        if any(each.bad != counts.bad for each in runs):
             return True  # a record has come or gone between them, which is no fault of the script
         if len(runs) == 2 and (_agree(*runs) or self._is_known_noise(runs)):
             return True
         if len(runs) < RUNS_MAX:
             return False
-        (most, times), *_ = Counter((each.batch, each.result) for each in runs).most_common(1)
+        (most, times), *_ = Counter(map(_outcome, runs)).most_common(1)
         # What a script makes at its first task makes that task's first run the odd one.
-        begins = self._is_earliest and (runs[0].batch, runs[0].result) != most
+        begins = self._is_earliest and _outcome(runs[0]) != most
         if times == RUNS_MAX - 1 and not begins:
-            if most == (counts.batch, counts.result):
+            if most == _outcome(counts):
                 return True  # a repetition was computed wrongly: no harm is done
             raise WorldError(
                 f"{task} was computed wrongly here once, and rightly {times} times: this worker "
@@ -105,7 +106,7 @@ class RepeatedTasks:
             raise UserError(_other_batch(task))
         if self._is_exact() or not _is_noise(runs, self._tolerance):
             raise UserError(
-                f"{task} came to another gradient each time that this worker computed it"
+                f"{task} came to {_what_differs(runs)} each time that this worker computed it"
                 f"{self._describe()}: a task must depend on nothing but the parameters, its batch "
                 "and the global random generators; keep what changes from task to task (counters, "
                 "hidden states, running averages, generators) out of it, or in buffers and "
@@ -149,8 +150,18 @@ def result_print(loss: float, weight: float, gradient: int) -> int:
     return xxhash.xxh3_64_intdigest(struct.pack("<2dQ", loss, weight, gradient))
 
 
+def _outcome(run: RunMark) -> tuple[int, int, int]:
+    return run.batch, run.result, run.handed
+
+
 def _agree(one: RunMark, other: RunMark) -> bool:
-    return one.batch == other.batch and one.result == other.result
+    return _outcome(one) == _outcome(other)
+
+
+def _what_differs(runs: Sequence[RunMark]) -> str:
+    if len({each.result for each in runs}) > 1:
+        return "another gradient"
+    return "other values for step.gather or for rank states"
 
 
 def _other_batch(task: str) -> str:

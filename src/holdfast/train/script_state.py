@@ -14,12 +14,14 @@ from typing import Any
 from holdfast.core.errors import StateMismatch, UserError
 from holdfast.train.data.order_plan import OrderPosition
 from holdfast.train.data.shard_positions import Position
+from holdfast.train.rank_states import RankStates
 from holdfast.train.step.module_attributes import ModuleAttributes
 from holdfast.train.step.trained import TrainedParameters
 
 PROTECTED_AS = "holdfast"  # the name beside those that the script gives
 PLACES = frozenset({"streams", "readers", "orders", "quarantined"})  # where data stand
 KEPT = PLACES | {"steps", "stopped", "values", "ended", "told", "epoch", "modules", "trained"}
+RANK_STATES = "rank_states"  # kept by jobs that have any
 EpochEntry = tuple[int, int, list[bytes]]
 
 
@@ -73,10 +75,12 @@ class ScriptState:
         # have exchanged in it before its first step.
         self.epoch: EpochEntry = (-1, -1, [])
         self.attributes = ModuleAttributes([])  # of the protected modules, once these are known
+        self.rank_states = RankStates()
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of everything, in plain values."""
         values = {name: plain(v, f"job.values[{name!r}]") for name, v in self.values.items()}
+        rank_states = self.rank_states.state_dict()
         return {
             "steps": self.steps,
             "stopped": self.stopped,
@@ -90,11 +94,12 @@ class ScriptState:
             "epoch": [self.epoch[0], self.epoch[1], list(self.epoch[2])],
             "modules": self.attributes.state_dict(),
             "trained": self.trained.state_dict(),
+            **({RANK_STATES: rank_states} if rank_states else {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the job's; StateMismatch if that is of another version."""
-        if set(state) != KEPT:
+        if set(state) - {RANK_STATES} != KEPT:
             raise StateMismatch(
                 f"the script's progress is kept as {sorted(state)}, which this version of Holdfast "
                 "does not know: use the version that saved it"
@@ -105,6 +110,7 @@ class ScriptState:
         self.epoch = loop, epoch, list(told)
         self.attributes.load_state_dict(state["modules"])
         self.trained.load_state_dict(state["trained"])
+        self.rank_states.load_state_dict(state.get(RANK_STATES, {}))
         for number, positions in state["streams"].items():
             self.streams.setdefault(number, [])[:] = positions
         for number, readers in state["readers"].items():

@@ -35,6 +35,7 @@ from holdfast.train.state_copies import StateCopies
 from holdfast.train.step.probe import current
 from holdfast.train.step.speculative import FinishedTask
 from holdfast.train.step.step_data import StepData
+from holdfast.train.step.task_report import TaskReport, read_report
 from holdfast.train.step.values import PROPOSAL
 
 TOLD_CHARS_MAX = 1000  # of an agreed value, in the ledger
@@ -99,7 +100,7 @@ class TaskRunner:
         bits, sketch = data.digest.bits, data.digest.sketch
         gradient: Digest | None = None
         if task.digest:
-            gradient = tuple(sketch) if task.near else bits
+            gradient = tuple(sketch) if task.near else bits ^ finished.report.digest
         return replace(finished, gradient=gradient, bits=bits, sketch=sketch)
 
     def report(self, task: ef.Compute, finished: FinishedTask) -> None:
@@ -151,7 +152,7 @@ class TaskRunner:
         me, data = self._driver.status(), self._data
         host = me.worker, me.incarnation
         if data.kind is StepKind.GRADIENTS:
-            data.values.put_told(vrank, finished.told)
+            data.values.put_report(vrank, finished.report.encoded())
         row = finished.loss, finished.count, finished.digest
         data.own.put(vrank, *row, host, finished.weight)
         if finished.left is not None:
@@ -161,8 +162,8 @@ class TaskRunner:
         """Note that a speculative task is this worker's own task now."""
         me = self._driver.status()
         with self._driver.monitor:
-            told = self._data.speculative.adopt(vrank, (me.worker, me.incarnation))
-            self._data.values.put_told(vrank, told)
+            report = self._data.speculative.adopt(vrank, (me.worker, me.incarnation))
+            self._data.values.put_report(vrank, report)
 
 
 class ScriptThread:
@@ -199,6 +200,7 @@ class ScriptThread:
         self._whole = False  # all of the state is looked at in it
         self.is_open = False  # it is open: its tasks are not all done
         self.is_yielding = False  # the script is in the body of a loop
+        self.reports: Mapping[int, TaskReport] = {}  # of the last step's tasks, by virtual rank
 
     # ------------------------------------------------------------ loops
 
@@ -411,7 +413,9 @@ class ScriptThread:
         """
         data, plan, index = self._data, self._plan, self.progress.steps
         self._copies.before_update()
+        self.reports = {v: read_report(told) for v, told in sorted(data.values.told.items())}
         self._quarantine()
+        self.progress.rank_states.commit(self.reports)
         data.buffers.apply()
         table, vranks = data.table, plan.virtual_ranks
         counts = table.counts()
@@ -456,6 +460,7 @@ class ScriptThread:
         data = self._data
         self._copies.before_update()
         data.buffers.restore()
+        self.reports = {}
         told = self.runner.of_first(data.values.told)
         self._record(Uses.NO_SAMPLES, 0.0, 0, agreed(told.get(PROPOSAL)))
         return told
@@ -477,7 +482,8 @@ class ScriptThread:
 
     def _quarantine(self) -> None:
         """Take in which records tasks of the step had to leave out. UserError if too many had."""
-        quarantine, told = self._loop_data.quarantine, self._data.values.told
+        quarantine = self._loop_data.quarantine
+        told = {vrank: report.bad for vrank, report in self.reports.items() if report.bad}
         if quarantine is None or not told:
             return
         news = quarantine.hear(told)
@@ -491,7 +497,9 @@ class ScriptThread:
     def _record(self, uses: Uses, loss: float, dropped: int, told: str = "") -> None:
         self.progress.stopped |= self.runner.any(self._data.table.stops)
         place = Place(self._at - 1, self.progress.steps, uses, told)
-        self._recorder.commit(place, self._data.reduced_in, self._data.table, loss, dropped)
+        handed = {v: report.digest for v, report in self.reports.items() if report.digest}
+        table = self._data.table
+        self._recorder.commit(place, self._data.reduced_in, table, loss, dropped, handed)
 
     def _total(self, values: dict[tree.Node, float]) -> float:
         return tree.fold(values, self._plan.virtual_ranks, lambda a, b: a + b)

@@ -130,6 +130,12 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return tensor.detach().numpy().reshape(-1).view(np.uint8).data
 
 
+def keeps_state(value: object) -> bool:
+    """Return whether a value has methods that return and load its state."""
+    found = (getattr(value, name, None) for name in ("state_dict", "load_state_dict"))
+    return all(map(callable, found))
+
+
 def capture(protected: Mapping[str, Any]) -> tuple[bytes, list[torch.Tensor]]:
     """Capture the state of all protected objects together."""
     return flatten({name: obj.state_dict() for name, obj in protected.items()}, "state")

@@ -24,12 +24,6 @@ ReaderState = tuple[int, int, bytes]  # epoch, samples of it that were read, and
 _decode = msgspec.msgpack.Decoder(ReaderState).decode
 
 
-def keeps_state(reader: Any) -> bool:
-    """Tell whether a shard's reader can say where it stands, and begin there."""
-    found = (getattr(reader, name, None) for name in ("state_dict", "load_state_dict"))
-    return all(map(callable, found))
-
-
 def packed(reader: Any) -> bytes:
     """Return a reader's state. UserError if it is not whole, not of plain values, or too large."""
     if any("BufferShuffled" in type(each).__name__ for each in _parts(reader)):

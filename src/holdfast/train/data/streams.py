@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.core.errors import InvariantError, UserError
+from holdfast.train.checkpoint.state import keeps_state
 from holdfast.train.data.batch_loading import one_thread
 from holdfast.train.data.batch_parts import WHOLE, BatchPart
 from holdfast.train.data.random_streams import enter_stream, keyed_apart
@@ -25,7 +26,6 @@ from holdfast.train.data.reader_states import (
     ReaderState,
     alike,
     heard,
-    keeps_state,
     load,
     packed,
     told,

@@ -1,7 +1,8 @@
 """Fingerprints of the state, to be compared between workers: a part in each step.
 
-They cover parameters, module buffers, and what optimizers keep of each parameter. All workers take
-the same part in the same step, so that equal states have equal fingerprints.
+They cover parameters, module buffers, what optimizers keep of each parameter, and the states of
+virtual ranks. All workers take the same part in the same step, so that equal states have equal
+fingerprints.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import xxhash
 
 from holdfast.train.checkpoint.state import NUMPY_HAS, as_bytes
 from holdfast.train.local_tensors import local_of
+from holdfast.train.rank_states import RankStates
+from holdfast.train.script_state import ScriptState
 
 CHUNK = 1 << 16  # elements of a tensor that are never parted
 _WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -42,16 +45,17 @@ class Fingerprints:
         if not self.cycle:
             return 0
         parts = self._plan(buffers)
-        return self._digest(parts[step % len(parts)]) if parts else 0
+        return (self._digest(parts[step % len(parts)]) if parts else 0) ^ self._of_ranks(step)
 
     def of_all(self, buffers: Sequence[torch.Tensor]) -> int:
         """Return 63 bits of all that is covered; 0 if nothing is to be compared."""
         if not self.cycle:
             return 0
-        return self._digest([chunk for part in self._plan(buffers) for chunk in part])
+        every = self._digest([chunk for part in self._plan(buffers) for chunk in part])
+        return every ^ self._of_ranks()
 
     def by_tensor(self, buffers: Sequence[torch.Tensor]) -> list[tuple[str, int]]:
-        """Return the name of each parameter and buffer, with 63 bits of it and its state."""
+        """Return the name of each tensor of the state that is covered, with 63 bits of it."""
         modules = [(n, m) for n, m in self.protected.items() if isinstance(m, torch.nn.Module)]
         named = {id(p): f"{n}.{key}" for n, m in modules for key, p in m.named_parameters()}
         names = [named.get(id(p), "a parameter of an optimizer") for p in self._parameters()]
@@ -59,7 +63,8 @@ class Fingerprints:
         if len(kept) != len(buffers):  # one that two modules share
             kept = ["a buffer"] * len(buffers)
         every = zip([*names, *kept], [*self._parameters(), *buffers], strict=True)
-        return [(name, self._digest(list(_chunks([tensor])))) for name, tensor in every]
+        found = [(name, self._digest(list(_chunks([tensor])))) for name, tensor in every]
+        return found + [each for held in self._rank_states() for each in held.fingerprints()]
 
     def forget(self) -> None:
         """Look anew at what there is to cover: the modules have changed."""
@@ -78,6 +83,14 @@ class Fingerprints:
                 at += (stop - start) * tensor.element_size()
             self._parts = len(buffers), [part for part in parts if part]
         return self._parts[1]
+
+    def _rank_states(self) -> list[RankStates]:
+        every = self.protected.values()
+        return [each.rank_states for each in every if isinstance(each, ScriptState)]
+
+    def _of_ranks(self, step: int | None = None) -> int:
+        """Return 63 bits of the states of virtual ranks, or of those whose turn it is."""
+        return sum(each.fingerprint(step) for each in self._rank_states())
 
     def _parameters(self) -> list[torch.Tensor]:
         found: dict[int, torch.Tensor] = {}

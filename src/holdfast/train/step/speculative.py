@@ -6,17 +6,19 @@ first, what it has sent is compared with them. Used with the monitor held.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from holdfast.core.errors import WireError
 from holdfast.core.step.audit import Sketch
 from holdfast.core.step.events import Digest
 from holdfast.train.step.buckets import Gradients
 from holdfast.train.step.reduction import BucketSum
 from holdfast.train.step.row_sums import RowsSum
 from holdfast.train.step.step_table import UNWEIGHTED, Buffers, StepTable
+from holdfast.train.step.task_report import NOTHING, TaskReport, read_report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +27,7 @@ class FinishedTask:
 
     `weight`: by which its loss, a sum, is to be divided; UNWEIGHTED if it is a mean. `left`: the
     buffers, for virtual rank 0. `gradient`: its digest, if an audit wants one; `bits` and `sketch`
-    of a repeated task. `told`: names the records that it had to leave out.
+    of a repeated task. `report`: what it hands over to all members.
     """
 
     loss: float
@@ -36,7 +38,7 @@ class FinishedTask:
     gradient: Digest | None = None
     bits: int = 0
     sketch: Sketch = ()
-    told: bytes = b""
+    report: TaskReport = NOTHING
 
 
 class SpeculativeTasks:
@@ -59,29 +61,38 @@ class SpeculativeTasks:
     def adopt(self, vrank: int, host: tuple[int, int]) -> bytes:
         """Use the speculative task as the task itself: this worker hosts its virtual rank now.
 
-        Returns what is told of it.
+        Returns its report, encoded.
         """
         task = self._done.pop(vrank)
         self._table.put(vrank, task.loss, task.count, task.digest, host, task.weight)
         if task.left is not None:
             self._buffers.keep(vrank, task.left)
         self._gradients.adopt(vrank)
-        return task.told
+        return task.report.encoded()
 
     def contradicted(
-        self, sums: Sequence[BucketSum | RowsSum], told: Collection[int] = ()
+        self, sums: Sequence[BucketSum | RowsSum], told: Mapping[int, bytes]
     ) -> tuple[int, ...]:
         """Return virtual ranks of which others have sent something else.
 
         Each member sees of a bucket only the piece that it sums, and of a virtual rank only what
-        has not been added to another one's before. Nothing is said of those that have `told` of bad
-        records, there or here: they were computed from other samples.
+        has not been added to another one's before. `told`: the reports of all. Those that left out
+        records, there or here, are not compared: they were computed from other samples.
         """
         found = []
         for vrank in sorted(self._done):
-            if vrank in told or self._done[vrank].told:
+            mine, theirs = self._done[vrank].report, _read(told.get(vrank, b""))
+            if mine.bad or (theirs is not None and theirs.bad):
                 continue
             leaves = self._gradients.copy_of(vrank)
-            if any(not each.agrees(vrank, leaves) for each in sums):
+            if mine != theirs or any(not each.agrees(vrank, leaves) for each in sums):
                 found.append(vrank)
         return tuple(found)
+
+
+def _read(data: bytes) -> TaskReport | None:
+    """Return a report; None for a damaged one, which is unlike any other."""
+    try:
+        return read_report(data)
+    except WireError:
+        return None

@@ -1,8 +1,8 @@
 """Tells all members what tasks have come to besides gradients, or what the leader proposes.
 
 It is what a step of kind VALUES exchanges: bytes, by virtual rank or as the leader's. With a step
-of gradients tasks tell in the same way which records of the dataset they could not read. Nothing is
-summed here: who hears them all does that, in the order of virtual ranks.
+of gradients the reports of its tasks travel in the same way. Nothing is summed here: who hears them
+all does that, in the order of virtual ranks.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class StepValues:
         """Note what this worker says at a place."""
         self._mine[place] = value
 
-    def put_told(self, vrank: int, told: bytes) -> None:
-        """Note what this worker's task tells besides its gradient, which may be nothing."""
+    def put_report(self, vrank: int, told: bytes) -> None:
+        """Note the encoded report of this worker's task, which may be nothing."""
         self._mine.pop(vrank, None)
         if told:
             self._mine[vrank] = told

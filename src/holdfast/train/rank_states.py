@@ -1,0 +1,196 @@
+"""Keeps states that belong to a virtual rank: a hidden state, an environment, a replay buffer.
+
+A task of the virtual rank is given its state as of the last commit, and leaves a new one. That
+travels with the step to all members, so a state is a part of the job's: any worker can take over
+the virtual rank, and a task may be computed again, or by several workers, from the same state.
+Invariant: a task sees nothing of what other tasks, or other runs of the same one, have left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import xxhash
+
+from holdfast.core.errors import StateMismatch, UserError
+from holdfast.train.checkpoint.state import keeps_state
+from holdfast.train.data.random_streams import keyed_apart
+from holdfast.train.step.packed_trees import pack, unpack
+from holdfast.train.step.task_report import TaskReport
+
+Packed = dict[int, bytes]  # by virtual rank; those whose tasks have not used it yet are missing
+
+
+class RankState:
+    """Is one state of every virtual rank; made by `Job.rank_state`.
+
+    `value` is that of the task which is being computed. It may be changed in place or replaced.
+    """
+
+    def __init__(
+        self, name: str, make: Callable[[int], Any], seed: int, vranks: int, packed: Packed
+    ) -> None:
+        self._name = name
+        self._make = make
+        self._seed = seed
+        self._vranks = vranks
+        self._packed = packed
+        self._objects: dict[int, Any] = {}  # made here, each as its last task has left it
+        self._first: Packed = {}  # the states with which they were made
+        self._vrank: int | None = None  # of the task that is being computed
+        self._is_used = False  # by that task
+        self._value: Any = None
+
+    @property
+    def value(self) -> Any:
+        """Return the state of the present task's virtual rank. UserError outside of a task.
+
+        If `make` returns objects with state_dict and load_state_dict, it is such an object.
+        """
+        vrank = self._in_task("is read")
+        if not self._is_used:
+            self._value, self._is_used = self._load(vrank), True
+        return self._value
+
+    @value.setter
+    def value(self, new: Any) -> None:
+        vrank = self._in_task("is set")
+        if keeps_state(new) or vrank in self._objects:
+            raise UserError(
+                f"the rank state {self._name!r} cannot be set to a {type(new).__name__}: return "
+                "objects that have a state_dict from `make`, and change them rather than `value`"
+            )
+        self._value, self._is_used = new, True
+
+    def __getitem__(self, vrank: int) -> Any:
+        """Return a copy of a virtual rank's state as of the last commit; None before its first use.
+
+        Of an object it is what its state_dict returned. UserError for a number that is none.
+        """
+        if not 0 <= vrank < self._vranks:
+            raise UserError(
+                f"the rank state {self._name!r} has no virtual rank {vrank}: there are "
+                f"{self._vranks}, from 0 on"
+            )
+        return unpack(self._packed[vrank]) if vrank in self._packed else None
+
+    def __len__(self) -> int:
+        return self._vranks
+
+    def begin_task(self, vrank: int) -> None:
+        """Begin a run of a task of this virtual rank, with its state as of the last commit."""
+        self._vrank, self._is_used, self._value = vrank, False, None
+
+    def end_task(self) -> bytes | None:
+        """End the run; returns the state that it leaves, packed, or None if that is the same."""
+        vrank, self._vrank = self._vrank, None
+        if vrank is None or not self._is_used:
+            return None
+        value, self._value = self._value, None
+        left = value.state_dict() if keeps_state(value) else value
+        packed = pack(left, f"the rank state {self._name!r}")
+        return None if packed == self._packed.get(vrank) else packed
+
+    def _load(self, vrank: int) -> Any:
+        """Return the state of the last commit as the script uses it."""
+        packed = self._packed.get(vrank, self._first.get(vrank))
+        if (known := self._objects.get(vrank)) is None:
+            made = self._make_value(vrank)
+            if not keeps_state(made):
+                return made if packed is None else unpack(packed)
+            known = self._objects[vrank] = made
+            if packed is None:
+                self._first[vrank] = pack(made.state_dict(), f"the rank state {self._name!r}")
+                return made
+        assert packed is not None, "an object's first state is kept until another is committed"
+        known.load_state_dict(unpack(packed))
+        return known
+
+    def _make_value(self, vrank: int) -> Any:
+        with keyed_apart(self._seed, vrank, f"rank state {self._name}"):
+            return self._make(vrank)
+
+    def _in_task(self, what: str) -> int:
+        if self._vrank is None:
+            raise UserError(
+                f"the rank state {self._name!r} {what} outside of a task: use `value` in the loop "
+                "over a step's batches, and [virtual rank] elsewhere to read what was committed"
+            )
+        return self._vrank
+
+
+class RankStates:
+    """Holds all states that a script has declared; a part of the job's state."""
+
+    def __init__(self) -> None:
+        self._declared: dict[str, RankState] = {}
+        self._packed: dict[str, Packed] = {}  # by name, also of those that are declared later
+
+    def declare(self, name: str, make: Callable[[int], Any], seed: int, vranks: int) -> RankState:
+        """Declare a state. UserError if that name is taken."""
+        if name in self._declared:
+            raise UserError(f"job.rank_state({name!r}, ...) was called before: give each a name")
+        packed = self._packed.setdefault(name, {})
+        self._declared[name] = RankState(name, make, seed, vranks, packed)
+        return self._declared[name]
+
+    def begin_task(self, vrank: int) -> None:
+        """Give a run of a task the states of its virtual rank."""
+        for each in self._declared.values():
+            each.begin_task(vrank)
+
+    def end_task(self) -> dict[str, bytes]:
+        """End the run; returns the states that it has changed, packed, by name."""
+        left = {name: each.end_task() for name, each in self._declared.items()}
+        return {name: packed for name, packed in left.items() if packed is not None}
+
+    def commit(self, reports: Mapping[int, TaskReport]) -> None:
+        """Take in the states that the tasks of a committed step have left."""
+        for vrank, report in reports.items():
+            for name, packed in report.states.items():
+                self._packed.setdefault(name, {})[vrank] = packed
+
+    def fingerprint(self, step: int | None = None) -> int:
+        """Return 63 bits of all states, or of those that are compared in this step; 0: no state."""
+        digest, count = xxhash.xxh3_64(), 0
+        for name, packed in sorted(self._packed.items()):
+            for turn, (vrank, data) in enumerate(sorted(packed.items())):
+                if step is None or step % len(packed) == turn:
+                    digest.update(f"{name} {vrank} ".encode())
+                    digest.update(data)
+                    count += 1
+        return digest.intdigest() >> 1 if count else 0
+
+    def fingerprints(self) -> list[tuple[str, int]]:
+        """Return what to call each state, and 63 bits of it."""
+        return [
+            (
+                f"the rank state {name!r} of virtual rank {vrank}",
+                xxhash.xxh3_64_intdigest(data) >> 1,
+            )
+            for name, packed in sorted(self._packed.items())
+            for vrank, data in sorted(packed.items())
+        ]
+
+    def state_dict(self) -> dict[str, dict[int, torch.Tensor]]:
+        """Return all states, packed, as tensors of bytes."""
+        return {
+            name: {
+                vrank: torch.frombuffer(bytearray(data), dtype=torch.uint8)
+                for vrank, data in sorted(packed.items())
+            }
+            for name, packed in sorted(self._packed.items())
+            if packed
+        }
+
+    def load_state_dict(self, state: Mapping[str, Mapping[int, torch.Tensor]]) -> None:
+        """Take over the job's. StateMismatch if it cannot be that."""
+        if any(each.dtype != torch.uint8 for held in state.values() for each in held.values()):
+            raise StateMismatch("the states of virtual ranks are no packed bytes")
+        for name in {*self._packed, *state}:
+            packed = self._packed.setdefault(name, {})
+            packed.clear()
+            for vrank, data in state.get(name, {}).items():
+                packed[vrank] = data.cpu().numpy().tobytes()

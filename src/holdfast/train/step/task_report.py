@@ -1,0 +1,83 @@
+"""Defines what a task hands over besides its gradient and its row.
+
+All members hear all reports of a step when it is committed, in the order of virtual ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+
+import msgspec
+import xxhash
+
+from holdfast.core.errors import UserError, WireError
+from holdfast.train.step.packed_trees import unpack
+
+
+class TaskReport(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Holds packed trees: `values` that the script gathers, and new `states` of the virtual rank.
+
+    `bad`: names the records that the task had to leave out, as data/quarantine encodes them.
+    """
+
+    bad: bytes = b""
+    values: dict[str, bytes] = {}
+    states: dict[str, bytes] = {}
+
+    def encoded(self) -> bytes:
+        """Return the report as it travels; nothing if there is nothing to report."""
+        return msgspec.msgpack.encode(self) if self.bad or self.values or self.states else b""
+
+    @property
+    def digest(self) -> int:
+        """Return 63 bits of all values and states; 0 without any."""
+        if not (self.values or self.states):
+            return 0
+        return xxhash.xxh3_64_intdigest(_encode((self.values, self.states))) >> 1
+
+
+NOTHING = TaskReport()
+_encode = msgspec.msgpack.Encoder(order="deterministic").encode
+_decode = msgspec.msgpack.Decoder(TaskReport).decode
+
+
+def read_report(data: bytes) -> TaskReport:
+    """Return the report that was encoded. WireError if it is damaged."""
+    try:
+        return _decode(data) if data else NOTHING
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise WireError(f"a task's report cannot be read: {error}") from None
+
+
+class Gathered(Mapping[str, list]):
+    """Holds what the tasks of a committed step have gathered: lists in the order of virtual ranks.
+
+    UserError for a name that no task of the step has used.
+    """
+
+    def __init__(self, step: int, reports: Mapping[int, TaskReport]) -> None:
+        self._step = step
+        self._packed: dict[str, list[bytes]] = {}
+        for _, report in sorted(reports.items()):
+            for name, value in report.values.items():
+                self._packed.setdefault(name, []).append(value)
+        self._unpacked = functools.cache(lambda name: [unpack(v) for v in self._packed[name]])
+
+    def __getitem__(self, name: str) -> list:
+        if name not in self._packed:
+            known = f"but {', '.join(map(repr, self._packed))}" if self._packed else "nor any other"
+            raise UserError(
+                f"step.gathered[{name!r}]: no task of step {self._step} has called "
+                f"step.gather({name!r}, ...), {known}"
+            )
+        return self._unpacked(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._packed
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._packed)
+
+    def __len__(self) -> int:
+        return len(self._packed)
