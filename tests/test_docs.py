@@ -31,6 +31,7 @@ def test_the_public_surface() -> None:
         "HoldfastError",
         "InvariantError",
         "Job",
+        "RankState",
         "StateMismatch",
         "Step",
         "Stream",
@@ -52,6 +53,7 @@ def test_the_public_surface() -> None:
         "mesh",
         "on_step_end",
         "protect",
+        "rank_state",
         "run_dir",
         "scratch",
         "steps",
@@ -63,7 +65,7 @@ def test_the_public_surface() -> None:
         "worker",
     ]
     step = [n for n in dir(holdfast.Step) if not n.startswith("_")]
-    assert step == ["backward", "complete", "round"]
+    assert step == ["backward", "complete", "gather", "round", "virtual_rank"]
 
 
 def test_every_health_check_is_on_its_page() -> None:
