@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader
 
 from holdfast.core.errors import UserError
 from holdfast.core.step.events import EventNoted, StepKind
-from holdfast.store.data_index import SampleIndex, read_index
 from holdfast.train.checkpoint.saved_state import load_saved
 from holdfast.train.compose import Control, compose_control, compose_worker
 from holdfast.train.data.batch_loading import LoadOptions
@@ -32,7 +31,7 @@ from holdfast.train.data.sampling import SamplePlan
 from holdfast.train.data.shard_positions import StreamPlan
 from holdfast.train.data.sources import Batches, LoopData, NoDataset, Source, Task, of_loader
 from holdfast.train.data.streams import Stream, shards_of
-from holdfast.train.data.verified_samples import Checks, SampleReader
+from holdfast.train.data.verified_samples import SampleReader, checks_of
 from holdfast.train.environment import WorkerEnvironment, take_channel
 from holdfast.train.epochs import Epoch, EpochWalk
 from holdfast.train.evaluation import Evaluation, without_training
@@ -237,7 +236,7 @@ class Job:
             shuffle=shuffle,
             drop_last=drop_last,
         )
-        checks = self._checks(index, mirrors, on_error)
+        checks = checks_of(self._environment.spec, index, mirrors, on_error)
         SampleReader(dataset, plan.length, checks).check_first(type(dataset).__name__)
         quarantine = self._new_quarantine(plan.length) if checks.quarantines else None
         return Batches(
@@ -529,28 +528,6 @@ class Job:
             return msgspec.msgpack.encode(evaluation.mean(script.told()))
 
         return msgspec.msgpack.decode(self._together(tell))
-
-    def _checks(self, index: Any, mirrors: Sequence[Any], on_error: str) -> Checks:
-        """Return how a dataset's samples are verified. UserError."""
-        spec = self._environment.spec
-        if on_error not in ("raise", "quarantine"):
-            raise UserError(f'on_error={on_error!r}: give "raise" or "quarantine"')
-        quarantines = on_error == "quarantine"
-        for flag, value in (
-            ("--backup", spec.stragglers.backup),
-            ("--audit", spec.silent_errors.audit),
-        ):
-            if quarantines and value:
-                raise UserError(
-                    f'on_error="quarantine" and {flag} {value} exclude each other: a worker that '
-                    "leaves out a record computes something else than others; set one of them off"
-                )
-        return Checks(
-            index=None if index is None else read_index(index, SampleIndex),
-            mirrors=tuple(mirrors),
-            quarantines=quarantines,
-            most=spec.data.bad_samples_max,
-        )
 
     def _new_quarantine(self, length: int) -> Quarantine:
         """Return what is left out of the script's next dataset with that many records."""

@@ -27,7 +27,7 @@ from holdfast.train.script_thread import ScriptThread
 from holdfast.train.step.packed_trees import pack
 from holdfast.train.step.speculative import FinishedTask
 from holdfast.train.step.step_table import UNWEIGHTED
-from holdfast.train.step.task_report import NOTHING, Gathered, TaskReport
+from holdfast.train.step.task_report import NOTHING, GatheredValues, TaskReport
 
 
 class Step:
@@ -38,7 +38,7 @@ class Step:
         # Of a stream it is known in job.epochs only.
         self.epoch, self.step_in_epoch = ends.place(index) or source.plan.epoch_of(index)
         self.loss = float("nan")  # after the batches: mean over the step's samples, all workers
-        self.gathered = Gathered(index, {})  # after the batches: what all tasks have gathered
+        self.gathered = GatheredValues(index, {})  # after the batches: what all tasks have gathered
         self.metrics: dict[str, Any] = {}  # of the script, for callbacks at the step's end
         self._script = script
         self._source = source
@@ -68,7 +68,7 @@ class Step:
         for task in script.tasks(self._source, self._ends.loads_until(self.index)):
             yield from self._task(task)
         self.loss = script.finish(first=not self._rounds)
-        self.gathered = Gathered(self.index, script.reports)
+        self.gathered = GatheredValues(self.index, script.reports)
         self._rounds += 1
 
     def backward(

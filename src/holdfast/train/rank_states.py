@@ -56,6 +56,7 @@ class RankState:
 
     @value.setter
     def value(self, new: Any) -> None:
+        """Replace the state; UserError outside of a task, and for an object with a state_dict."""
         vrank = self._in_task("is set")
         if keeps_state(new) or vrank in self._objects:
             raise UserError(

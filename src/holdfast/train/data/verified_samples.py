@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from holdfast.core.errors import Damaged, UserError, first_line
-from holdfast.store.data_index import SampleIndex
+from holdfast.core.job_spec import JobSpec
+from holdfast.store.data_index import SampleIndex, read_index
 from holdfast.train.data.map_style import load_samples
 from holdfast.train.data.plain_data import is_plain_dataset
 from holdfast.train.data.quarantine import REASON_CHARS_MAX, Bad, over_budget, replaced
@@ -46,6 +47,28 @@ class Reading:
     used: tuple[int, ...]
     bad: Bad = field(default_factory=dict)
     healed: tuple[str, ...] = ()
+
+
+def checks_of(spec: JobSpec, index: Any, mirrors: Sequence[Any], on_error: str) -> Checks:
+    """Return how the samples of a job's dataset are verified; see Job.batches. UserError."""
+    if on_error not in ("raise", "quarantine"):
+        raise UserError(f'on_error={on_error!r}: give "raise" or "quarantine"')
+    quarantines = on_error == "quarantine"
+    for flag, value in (
+        ("--backup", spec.stragglers.backup),
+        ("--audit", spec.silent_errors.audit),
+    ):
+        if quarantines and value:
+            raise UserError(
+                f'on_error="quarantine" and {flag} {value} exclude each other: a worker that '
+                "leaves out a record computes something else than others; set one of them off"
+            )
+    return Checks(
+        index=None if index is None else read_index(index, SampleIndex),
+        mirrors=tuple(mirrors),
+        quarantines=quarantines,
+        most=spec.data.bad_samples_max,
+    )
 
 
 class SampleReader:

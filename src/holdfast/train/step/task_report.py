@@ -50,7 +50,7 @@ def read_report(data: bytes) -> TaskReport:
         raise WireError(f"a task's report cannot be read: {error}") from None
 
 
-class Gathered(Mapping[str, list]):
+class GatheredValues(Mapping[str, list]):
     """Holds what the tasks of a committed step have gathered: lists in the order of virtual ranks.
 
     UserError for a name that no task of the step has used.
