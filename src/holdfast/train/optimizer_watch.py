@@ -6,7 +6,7 @@ PyTorch calls one hook before each optimizer's step; the script's thread says wh
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.optim.optimizer import (
 )
 
 from holdfast.core.errors import UserError
+from holdfast.train.checkpoint.state import tensors_in
 from holdfast.train.optimizer_sharding.sharded_optimizers import ShardedOptimizers
 from holdfast.train.script_state import ScriptState
 
@@ -40,6 +41,7 @@ class OptimizerWatch:
         self._protected = protected
         self._in_step = in_step
         self._known: dict[int, int] = {}  # optimizers that were looked at, and their groups' number
+        self._inner: dict[int, str] = {}  # those inside a protected object, and its name
 
     def start(self) -> None:
         """Watch the optimizers that the calling thread uses."""
@@ -57,6 +59,8 @@ class OptimizerWatch:
                 "are this worker's only: call it after that loop"
             )
         if self._known.get(id(optimizer)) == len(optimizer.param_groups):
+            if id(optimizer) in self._inner:
+                self._look_at_inner(optimizer, name)
             return
         self._look_at(optimizer, name)
         self._known[id(optimizer)] = len(optimizer.param_groups)
@@ -72,7 +76,10 @@ class OptimizerWatch:
                     "protected module, so that its gradients are not summed over workers: name its "
                     "module in job.protect(...)"
                 )
-        if not any(_holds(each, optimizer) for each in self._protected.values()):
+        holders = [n for n, each in self._protected.items() if _holds(each, optimizer)]
+        if holders and not any(self._protected[n] is optimizer for n in holders):
+            self._inner[id(optimizer)] = holders[0]
+        if not holders:
             which = names[id(params[0])] if params else "nothing"
             raise UserError(
                 f"{name}, which updates {which}, is not protected, so that a worker that joins "
@@ -83,6 +90,22 @@ class OptimizerWatch:
             raise UserError(
                 f"a learning rate scheduler of {name} is not protected, so that a worker that "
                 "joins would begin it anew: job.protect(scheduler=...)"
+            )
+
+    def _look_at_inner(self, optimizer: torch.optim.Optimizer, name: str) -> None:
+        """See that the state of an optimizer is in that of the object around it, once it has some.
+
+        UserError if it is not.
+        """
+        mine = next((each for each in tensors_in(optimizer.state) if each.numel() > 1), None)
+        if mine is None:
+            return
+        outer = self._inner.pop(id(optimizer))
+        if not _is_among(mine, tensors_in(self._protected[outer].state_dict())):
+            raise UserError(
+                f"{outer} is protected, but the state of the {name} inside it is not in its "
+                "state_dict(), so that a worker that joins would begin it anew: name that "
+                "optimizer in job.protect(...), too"
             )
 
 
@@ -105,6 +128,12 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 def _holds(protected: Any, optimizer: torch.optim.Optimizer) -> bool:
     """Tell whether a protected object is this optimizer, or wraps it."""
     return protected is optimizer or optimizer in _parts(protected)
+
+
+def _is_among(one: torch.Tensor, others: Iterable[torch.Tensor]) -> bool:
+    """Return whether a tensor, or an equal one, is among others."""
+    alike = (each for each in others if each.shape == one.shape and each.dtype == one.dtype)
+    return any(each is one or (type(each) is torch.Tensor and each.equal(one)) for each in alike)
 
 
 def _is_no_scheduler(protected: Any) -> bool:

@@ -12,13 +12,14 @@ import gc
 import itertools
 import types
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from holdfast.core.errors import UserError
+from holdfast.train.checkpoint.state import tensors_in
 
 TENSORS_MAX = 4  # of a module that are looked at
 NUMBERS_MAX = 16  # of each
@@ -44,7 +45,7 @@ class UnprotectedModules:
     def look(self, protected: Collection[nn.Module]) -> None:
         """Look whether one has changed since the last look. UserError if it has twice."""
         if self._found is None:
-            kept = {t.data_ptr() for each in self._others for t in _tensors(each.state_dict())}
+            kept = {t.data_ptr() for each in self._others for t in tensors_in(each.state_dict())}
             self._found = [(weakref.ref(m), _print(m)) for m in _unknown_modules(protected, kept)]
             tables = _unknown_tables(protected, kept)
             self._tables = [(each, _numbers(each.values()), 0) for each in tables]
@@ -100,15 +101,6 @@ def _unknown_modules(protected: Collection[nn.Module], kept: Collection[int]) ->
 
 def _is_unknown(parameter: torch.Tensor, known: Collection[int]) -> bool:
     return parameter.numel() > 0 and parameter.data_ptr() not in known
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Walk over the tensors of a state."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(each)
 
 
 def _unknown_tables(

@@ -8,7 +8,7 @@ does the reverse. Equal states give equal skeletons and so equal fingerprints.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -117,6 +117,15 @@ def empty(meta: Meta, device: str = "cpu") -> torch.Tensor:
     return torch.empty(meta[1], dtype=dtype, device=device)
 
 
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Walk over the tensors of a state, or of a part of one."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(each)
+
+
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """View a tensor as flat uint8 (a host copy of it, if it is elsewhere or has gaps)."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -195,6 +204,7 @@ def _load(protected: Mapping[str, Any], state: Mapping[str, Any]) -> None:
             f"this script protects {list(protected)} but the job protects {list(state)}: "
             "every worker must run the same script"
         )
+    sharing = _sharing_groups(protected)
     for name, obj in protected.items():
         if isinstance(obj, torch.nn.Module):
             _compare(name, obj.state_dict(), state[name])
@@ -207,6 +217,24 @@ def _load(protected: Mapping[str, Any], state: Mapping[str, Any]) -> None:
             ) from None
         if isinstance(obj, torch.optim.Optimizer):
             _keep_precision(obj, state[name])
+    for first, other in sharing:
+        other.param_groups = first.param_groups
+
+
+def _sharing_groups(
+    protected: Mapping[str, Any],
+) -> list[tuple[torch.optim.Optimizer, torch.optim.Optimizer]]:
+    """Return pairs of optimizers with one list of groups, as an optimizer around another has it.
+
+    Each of them makes a list of its own as it loads a state, and a scheduler would change one only.
+    """
+    firsts: dict[int, torch.optim.Optimizer] = {}
+    found = []
+    for each in protected.values():
+        if isinstance(each, torch.optim.Optimizer):
+            first = firsts.setdefault(id(each.param_groups), each)
+            found += [] if first is each else [(first, each)]
+    return found
 
 
 def _keep_precision(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
