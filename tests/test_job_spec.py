@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import holdfast
+from holdfast.cli import check_command
 from holdfast.cli.job_config import read_config, write_config
 from holdfast.cli.main import main
 from holdfast.cli.run_command import make_job, make_spec, parser
@@ -346,3 +347,9 @@ def test_a_script_must_be_there(tmp_path: Path) -> None:
         make_spec(parser().parse_args([]))
     with pytest.raises(UserError, match=r"there is no script nowhere\.py"):
         make_spec(parser().parse_args(["nowhere.py"]))
+
+
+@pytest.mark.parametrize("flag", ["--nodes", "--no", "--vir"])
+def test_options_of_a_script_are_never_taken_for_short_forms_of_the_jobs(flag: str) -> None:
+    assert parser().parse_args(["train.py", flag, "3"]).args == [flag, "3"]
+    assert check_command.parser().parse_args(["train.py", flag, "3"]).args == [flag, "3"]

@@ -39,6 +39,7 @@ def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(
         prog="holdfast check",
         usage="%(prog)s [OPTION ...] SCRIPT [ARG ...]",
+        allow_abbrev=False,  # options of the script would be taken for short forms of these
         description="Run the first steps of a training script on 1 worker, on 2, and on 2 of which "
         "one is killed and comes back, compare the bits step by step, and name what differs.",
     )

@@ -42,6 +42,7 @@ def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(
         prog="holdfast run",
         usage="%(prog)s [OPTION ...] SCRIPT [ARG ...]",
+        allow_abbrev=False,  # options of the script would be taken for short forms of these
         description="Run a training script on the workers of this machine, through failures. The "
         "script's own output goes to standard output; Holdfast's events go to standard error.",
     )
