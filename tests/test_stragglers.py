@@ -258,6 +258,35 @@ def test_the_leader_tells_of_what_costs_something() -> None:
     assert [kind for kind, _ in events(100, True, BalancePolicy())] == ["balance"]
 
 
+def test_what_comes_and_goes_is_told_once() -> None:
+    """As on a laptop where other programs run: worker 1 is late for a while, again and again."""
+    workers = _ids(range(2))
+    members = tuple(
+        Member(worker=w, incarnation=Incarnation(1), agent=AgentId("a")) for w in workers
+    )
+    view = View(
+        number=ViewNumber(1),
+        members=members,
+        owners=tuple(_ids(blocks(2, 2))),
+        resume_step=0,
+        leader=workers[0],
+    )
+    speeds, rng = Speeds(view, None), random.Random(1)
+
+    def told(late: Callable[[int], bool], steps: int) -> list[str]:
+        found = []
+        for step in range(steps):
+            times = [int(10_000 * (1 + 0.02 * rng.random())) for _ in workers]
+            found += speeds.observe([times[0], times[1] * (3 if late(step) else 1)], True)
+        return [text.partition(":")[0] for _, text in found]
+
+    passing = told(lambda step: step % 100 < 40 and step % 5 in (0, 3), 800)
+    assert passing == ["worker 1 is slow now and then", "worker 1 is not slow any more"]
+    lasting = told(lambda step: step % 100 < 40, 400)
+    assert [t for t in lasting if "any more" not in t] == ["worker 1 is slow"] * 4
+    assert told(lambda step: step % 100 < 40 and step % 5 in (0, 3), 400) == passing
+
+
 # ---------------------------------------------------------------- late workers
 
 

@@ -14,6 +14,8 @@ from holdfast.core.step.link_detector import COSTS_MIN_US, LinkDetector, Wait
 from holdfast.core.step.stragglers import Detector, Kind, Verdict
 from holdfast.core.types import View, WorkerId
 
+PASSING = (Kind.INTERMITTENT, Kind.PERIODIC)
+
 
 class Speeds:
     """Judges the workers of one view. Without a `policy` the assignment stays as it is."""
@@ -27,6 +29,7 @@ class Speeds:
         self._links = LinkDetector(view.workers)
         self._rebalance = policy is not None
         self._told_slow: dict[WorkerId, bool] = {}
+        self._last_told: dict[WorkerId, Kind] = {}  # how each was slow when that was last told
         idle = [w for w in view.unproven if w not in view.owners and w not in view.spares]
         self._newly_fed = bool(idle) and len(self._hosts) <= len(view.owners)
 
@@ -64,12 +67,20 @@ class Speeds:
         return Balancer(self._policy, workers, assign_at_boundary(len(owners), workers, owners))
 
     def _worth_telling(self, verdict: Verdict, costs: dict[WorkerId, int]) -> bool:
+        """Return whether a verdict belongs in the event log.
+
+        A worker that is slow now and then would fill it, so that is told once, until the worker is
+        slow in another way.
+        """
         if verdict.kind is Kind.RECOVERED:
             return self._told_slow.pop(verdict.worker, False)
+        if verdict.kind in PASSING and self._last_told.get(verdict.worker) in PASSING:
+            return False
         lost = costs[verdict.worker] * (1 - 1 / verdict.factor)
         if verdict.kind is Kind.ONCE or lost < COSTS_MIN_US:
             return False
         self._told_slow[verdict.worker] = True
+        self._last_told[verdict.worker] = verdict.kind
         return True
 
     def _changes(self, before: Sequence[int]) -> Iterator[str]:
