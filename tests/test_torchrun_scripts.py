@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -160,6 +161,18 @@ def test_a_group_that_hangs_is_restarted(tmp_path: Path) -> None:
         finish(run)
     (restart,) = run.events("restart")
     assert restart["text"].startswith("no process has been at work for 2 s: the group hangs")
+
+
+@pytest.mark.slow
+def test_a_process_that_is_stopped_is_noticed_long_before_the_group_hangs(
+    tmp_path: Path, undisturbed: str
+) -> None:
+    with compat(tmp_path, *ddp(tmp_path, 6, 0.05)) as run:
+        kill(run, 1, after=1, number=signal.SIGSTOP)
+        finish(run)
+    assert digest_of(run.out) == undisturbed
+    (restart,) = run.events("restart")
+    assert "frozen: the kernel reports it stopped for 10 s" in restart["text"]
 
 
 @pytest.mark.slow

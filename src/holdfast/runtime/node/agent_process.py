@@ -57,7 +57,9 @@ HEALTH_S = 10.0  # between two rounds of light checks
 TICK_S_MIN = 0.01
 LOOKS_PER_HANG = 10
 LOOK_S_MIN, LOOK_S_MAX = 0.25, 10.0
-NEVER_FROZEN = FreezePolicy(stopped_samples=1 << 60, silent_samples=1 << 60)
+# A process of a torchrun script may wait unscheduled for as long as it likes. One that the kernel
+# reports as stopped for 10 s holds up all others, and nobody else would notice for --hang-s.
+STOPPED_ONLY = FreezePolicy(stopped_samples=40, silent_samples=1 << 60)
 
 
 class AgentServer:
@@ -383,8 +385,8 @@ def main(argv: list[str]) -> int:
         policy = machine.AgentPolicy(
             heartbeat_s=spec.nodes.lease_s / 5, lease=spec.lease(), spares=spares
         )
-        if spec.compat.enabled:  # its processes may wait unmoved for as long as they like
-            policy = dataclasses.replace(policy, freeze=NEVER_FROZEN)
+        if spec.compat.enabled:
+            policy = dataclasses.replace(policy, freeze=STOPPED_ONLY)
         slots, incarnation = spec.slots(options.nproc) + spares, Incarnation(options.incarnation)
         name, pid = options.name, os.getpid()
         core = machine.AgentMachine(name, incarnation, slots, policy, pid, spec.job)
