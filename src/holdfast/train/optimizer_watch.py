@@ -93,7 +93,7 @@ class OptimizerWatch:
             )
 
     def _look_at_inner(self, optimizer: torch.optim.Optimizer, name: str) -> None:
-        """See that the state of an optimizer is in that of the object around it, once it has some.
+        """Check that an object saves the state of an optimizer inside it, once that has some.
 
         UserError if it is not.
         """
