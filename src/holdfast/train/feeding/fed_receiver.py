@@ -26,6 +26,7 @@ from holdfast.train.checkpoint.loaded_state import LoadedState
 from holdfast.train.checkpoint.transfer import StatePart, parts_of
 from holdfast.train.feeding import feed_frames
 from holdfast.train.feeding.feed_frames import FeedHead, bytes_of
+from holdfast.train.feeding.step_memory import StepMemory
 from holdfast.train.step.kept_step import put_buffers, room
 from holdfast.train.step.reduction import piece_of
 from holdfast.train.step.step_data import StepData
@@ -86,6 +87,7 @@ class FedReceiver:
         self._number = 0  # of the order that is followed; 0: none
         self._feeds: dict[int, _Feed] = {}  # by order; members may be there before it
         self._loading: threading.Thread | None = None
+        self._memory = StepMemory()
 
     def listen(self, host: str) -> str:
         """Begin to listen; returns where. OSError."""
@@ -106,6 +108,7 @@ class FedReceiver:
         with self._lock:
             number, self._number = self._number, 0
             self._drop([n for n in self._feeds if n <= number])
+        self._memory.release()
 
     def load(self, number: int) -> None:
         """Load the state that has come, in a thread; the script waits meanwhile."""
@@ -136,10 +139,12 @@ class FedReceiver:
         if any(head.plan != gradients.plan for head, _ in told.values()):
             raise WireError("the members train other parameters")
         for rank, (_, buffers) in told.items():
-            for bucket, piece in zip(gradients.active, buffers, strict=False):
+            pieces = buffers[: len(gradients.active)]
+            for bucket, piece in zip(gradients.active, pieces, strict=False):
                 data = bucket.result.data
                 place = data[piece_of(rank, size, data.numel())]
                 place.copy_(piece.view(place.dtype))
+            self._memory.give_back(pieces)
         head, buffers = told[0]
         put_buffers(step, head.tables, buffers[len(gradients.active) :])
 
@@ -224,7 +229,7 @@ class FedReceiver:
 
     def _buffers(self, channel: socket.socket, head: FeedHead) -> list[torch.Tensor]:
         _check_room(sum(count for count, _ in head.buffers))
-        found = [room(count) for count, _ in head.buffers]
+        found = [self._memory.block(count) for count, _ in head.buffers]
         for buffer, named in zip(found, head.buffers, strict=True):
             feed_frames.read_into(channel, bytes_of(buffer), named)
         return found

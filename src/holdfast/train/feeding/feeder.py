@@ -228,8 +228,8 @@ class _Sender:
             self._channel = channel
         with channel:
             self._send(channel, self._queue.get())
-            self._staged.arrived()
-            for number, data in parts:
+            for number, data in parts:  # each as soon as it is copied
+                self._staged.await_part(number)
                 head = FeedHead(kind="part", index=number)
                 feed_frames.send(channel, head, [data], rate, self._staged.digest(number))
             parts.clear()

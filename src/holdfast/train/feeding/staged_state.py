@@ -52,6 +52,8 @@ class StagedState:
         self._copier = Copier(protected)
         self._arena = room(0)
         self._thread: threading.Thread | None = None
+        self._progress = threading.Condition()  # a part was copied, or copying has ended
+        self._on_gpu: frozenset[int] = frozenset()  # parts that lie on GPUs
         self._skeleton = b""
         self._digests: list[bytes] = []  # by part; empty if only a GPU has seen it
         self._print = 0
@@ -77,6 +79,7 @@ class StagedState:
                 pieces = on_gpu if tensor.is_cuda else late if is_steady else early
                 pieces.append(_Piece(number, tensor, part, size if mine else None))
             size += (part.stop - part.start) * mine
+        self._on_gpu = frozenset(piece.number for piece in on_gpu)
         self._arena = room(size)  # the copying thread touches the pages
         placed = [(p.place, p.flat()) for p in on_gpu if p.place is not None]
         self._copier.copy(bytes_of(self._arena), placed)
@@ -97,11 +100,14 @@ class StagedState:
             self._thread.join()
             self._thread = None
 
-    def arrived(self) -> None:
-        """Wait until the copy is complete. WorldError; RuntimeError if it could not be made."""
-        self._copier.arrived()
-        if (thread := self._thread) is not None:
-            thread.join()
+    def await_part(self, number: int) -> None:
+        """Wait until a part is copied. WorldError; RuntimeError if the copy could not be made."""
+        if number in self._on_gpu:
+            self._copier.arrived()
+            return
+        with self._progress:
+            while not self._digests[number] and not self.problem:
+                self._progress.wait()
         if self.problem:
             raise RuntimeError(self.problem)
 
@@ -142,7 +148,9 @@ class StagedState:
                 gathered = torch.stack([each.to(sums[0].device) for each in sums])
                 words = state.as_bytes(gathered).numpy().tobytes()
         except (MemoryError, RuntimeError) as error:
-            self.problem = f"the state cannot be copied: {first_line(error)}"
+            with self._progress:
+                self.problem = f"the state cannot be copied: {first_line(error)}"
+                self._progress.notify_all()
             return
         if self._compares:
             every = xxhash.xxh3_64(self._skeleton)
@@ -159,4 +167,6 @@ class StagedState:
                 at = piece.place + start
                 block = arena[at : at + block.numel()].copy_(block)
             digest.update(block.cpu().numpy().data)
-        self._digests[piece.number] = digest.digest()
+        with self._progress:
+            self._digests[piece.number] = digest.digest()
+            self._progress.notify_all()

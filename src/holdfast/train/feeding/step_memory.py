@@ -1,4 +1,4 @@
-"""Holds the memory from which steps are sent to followers, and gives memory back beside training.
+"""Holds the memory of steps on their way to followers, and gives memory back beside training.
 
 A large block that was just allocated costs a page fault for every page, more than the copy into it.
 So the first blocks are touched in a thread ahead of their use, and then used again and again.
@@ -39,14 +39,17 @@ class StepMemory:
         """Return a copy of a tensor, made in a free block if there is one of its size."""
         if tensor.is_cuda or tensor.nbytes < LARGE_BYTES:
             return tensor.clone()
+        return self.block(tensor.nbytes).view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+    def block(self, count: int) -> torch.Tensor:
+        """Return a block of so many bytes: a free one of that size, or a new one."""
         with self._lock:
-            fits = (i for i, block in enumerate(self._free) if block.nbytes == tensor.nbytes)
+            fits = (i for i, block in enumerate(self._free) if block.nbytes == count)
             at = next(fits, None)
-            block = room(tensor.nbytes) if at is None else self._free.pop(at)
-        return block.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            return room(count) if at is None else self._free.pop(at)
 
     def give_back(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Let copies be overwritten by later ones."""
+        """Let blocks, or copies in them, be overwritten by later ones."""
         blocks = [t.reshape(-1).view(torch.uint8) for t in tensors if t.nbytes >= LARGE_BYTES]
         with self._lock:
             self._free += blocks

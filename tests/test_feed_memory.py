@@ -1,0 +1,67 @@
+"""What feeding costs the training beside it: waits and memory."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from holdfast.train.checkpoint import state
+from holdfast.train.checkpoint.transfer import parts_of
+from holdfast.train.feeding import staged_state
+from holdfast.train.feeding.staged_state import StagedState
+from holdfast.train.feeding.step_memory import LARGE_BYTES, StepMemory
+
+WAIT_S = 30.0
+
+
+def test_a_part_can_be_sent_before_the_next_one_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sending used to begin once all of the state was copied."""
+    goes_on, take = threading.Event(), StagedState._take
+
+    def take_slowly(self: StagedState, piece: staged_state._Piece, arena: torch.Tensor) -> None:
+        if piece.number > 0:
+            assert goes_on.wait(WAIT_S)
+        take(self, piece, arena)
+
+    monkeypatch.setattr(StagedState, "_take", take_slowly)
+    model = nn.Linear(3, 2)
+    skeleton, tensors = state.capture({"model": model})
+    parts = parts_of([t.nbytes for t in tensors], [0])
+    staged = StagedState({"model": model}, compares=True)
+    staged.copy(skeleton, tensors, parts, 0)
+    staged.await_part(0)
+    assert staged.digest(0)
+    assert not staged.digest(1)
+    goes_on.set()
+    staged.await_part(1)
+    staged.before_update()
+    sent = b"".join(bytes(data) for _, data in staged.messages(parts, 0))
+    assert sent == b"".join(state.as_bytes(t).numpy().tobytes() for t in tensors)
+
+
+def test_who_waits_for_a_part_hears_that_the_copy_has_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(self: StagedState, piece: staged_state._Piece, arena: torch.Tensor) -> None:
+        raise RuntimeError("no memory is left")
+
+    monkeypatch.setattr(StagedState, "_take", fail)
+    model = nn.Linear(3, 2)
+    skeleton, tensors = state.capture({"model": model})
+    parts = parts_of([t.nbytes for t in tensors], [0])
+    staged = StagedState({"model": model}, compares=True)
+    staged.copy(skeleton, tensors, parts, 0)
+    with pytest.raises(RuntimeError, match="the state cannot be copied: no memory is left"):
+        staged.await_part(1)
+
+
+def test_blocks_are_used_again() -> None:
+    memory = StepMemory()
+    block = memory.block(LARGE_BYTES)
+    where = block.data_ptr()
+    memory.give_back([block.view(torch.float32)])
+    assert memory.block(LARGE_BYTES).data_ptr() == where
+    assert memory.block(LARGE_BYTES).data_ptr() != where
