@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from holdfast.core.job_spec import with_settings
 from holdfast.runtime.node import bootstrap, fork_server
 from holdfast.runtime.node.fork_server import NUMBER, ForkedProcess
-from support import until
+from holdfast.runtime.node.group_watch import forking
+from holdfast.runtime.node.worker_process import WorkerTemplate
+from holdfast.runtime.rundir import RunDir
+from support import SPEC, until
 
 TELLS = """
 import json, os, sys
@@ -46,6 +51,7 @@ class Site:
         environment = {
             **os.environ,
             **bootstrap.environment_of_job(1, 0),
+            **bootstrap.environment_for_memory({}),
             "HOLDFAST_RUN_DIR": str(self.path),
             "HOLDFAST_FD": str(self.channel.fileno()),
             "HOLDFAST_FAILURE_FD": str(self.failure_write),
@@ -146,3 +152,39 @@ def test_strangers_do_not_disturb_the_server(data: bytes, site: Site) -> None:
         stranger.connect(os.environ[fork_server.VARIABLE])
         stranger.sendall(data)
     assert site.start("").wait() == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "gpus", "forks"),
+    [
+        ({}, "", True),
+        ({"workers.fork": False}, "", False),
+        ({}, "0,1", False),
+        ({"memory.redundancy": "replicate:1"}, "0,1", True),
+        ({"memory.redundancy": "replicate:1", "workers.fork": False}, "", False),
+    ],
+)
+def test_a_node_forks_its_workers_unless_it_has_gpus(
+    settings: dict[str, object],
+    gpus: str,
+    forks: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A worker that takes a lost one's place is not to spend its first seconds on imports."""
+    started: list[Path] = []
+
+    @contextlib.contextmanager
+    def start(path: Path, **given: object) -> Iterator[None]:
+        started.append(path)
+        yield
+
+    monkeypatch.delenv(fork_server.VARIABLE)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    monkeypatch.setattr(fork_server, "started", start)
+    spec = with_settings(SPEC, settings)
+    template = WorkerTemplate(run_dir=RunDir(tmp_path), spec=spec, host="127.0.0.1")
+    with forking(template):
+        found = os.environ.get(fork_server.VARIABLE)
+        assert found == (str(started[0]) if forks else None)
+    assert bool(started) == forks

@@ -23,6 +23,7 @@ from holdfast.core.job_problems import as_flag, find_problem
 from holdfast.core.job_spec import SECTIONS, SETTINGS, JobSpec, with_settings
 from holdfast.core.settings import INTEGER_MAX, Setting, shown
 from holdfast.core.types import Incarnation, ProcessRole, WorkerId
+from holdfast.runtime.node.bootstrap import HUGE_PAGES
 from holdfast.runtime.node.worker_process import WorkerTemplate
 from holdfast.runtime.rundir import RunDir
 from holdfast.store.open import FORM, absolute_store
@@ -303,6 +304,7 @@ def test_a_worker_gets_the_whole_job(tmp_path: Path) -> None:
     found = WorkerEnvironment.read(variables)
     assert found.spec == spec
     assert found.memory_bytes == 4096
+    assert variables[HUGE_PAGES] == "1"
     assert (found.worker, found.incarnation, found.role) == (3, 2, ProcessRole.WORKER)
     assert (found.channel_fd, found.orders_fd, found.host) == (5, 9, "10.0.0.1")
     run_dir.job.write_text("{}")
@@ -313,6 +315,17 @@ def test_a_worker_gets_the_whole_job(tmp_path: Path) -> None:
         WorkerEnvironment.read(variables)
     with pytest.raises(UserError, match=r"^HOLDFAST_ROLE='king' is no role"):
         WorkerEnvironment.read({"HOLDFAST_ROLE": "king"})
+
+
+def test_a_users_choice_about_huge_pages_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(HUGE_PAGES, "0")
+    run_dir = RunDir(tmp_path)
+    run_dir.create(SPEC, b"s" * 32)
+    template = WorkerTemplate(run_dir=run_dir, spec=SPEC, host="10.0.0.1")
+    variables = template.environment(WorkerId(3), Incarnation(2), 5, 6)
+    assert variables[HUGE_PAGES] == "0"
 
 
 def test_alone_a_script_is_a_job_of_one_worker() -> None:

@@ -141,6 +141,12 @@ class Workers:
         least=1,
         most=PROCESSES_MAX,
     )
+    fork: bool = setting(
+        True,
+        "start workers by forking a process that has imported PyTorch, which takes milliseconds "
+        "instead of seconds; nodes with GPUs do so only for --redundancy, --shard-optimizer and "
+        "--compat",
+    )
     shard_optimizer: bool = setting(
         False,
         "let each worker keep the optimizer's state of its share of the parameters only (ZeRO-1); "

@@ -18,7 +18,7 @@ import random
 import runpy
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -30,6 +30,7 @@ from holdfast.runtime.node.shard_processes import make_shards, tell_failure
 from holdfast.runtime.node.spread_processes import DONE
 
 MODULE = "holdfast.runtime.node.bootstrap"
+HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # read by PyTorch as it allocates for the first time
 PACKAGE = os.path.join(Path(__file__).parents[2], "")
 SCRIPTS = os.path.join(PACKAGE, "testing", "")
 DISTURBED = os.path.join(SCRIPTS, "disturbed.py")  # runs the script, too
@@ -112,16 +113,25 @@ def _run(script: str) -> None:
 
 
 def environment_of_job(threads: int, seed: int) -> dict[str, str]:
-    """Return the variables on which results depend, so that they are the same on all machines.
+    """Return the variables that are the same on all machines.
 
-    Sums inside kernels depend on the number of CPU threads, and the order of a set of strings on
-    the seed of Python's hashes.
+    Results depend on them: sums inside kernels on the number of CPU threads, and the order of a
+    set of strings on the seed of Python's hashes.
     """
     return {
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
         "PYTHONHASHSEED": str(seed % 2**32),
     }
+
+
+def environment_for_memory(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables for PyTorch's host memory, as the user has set them if so.
+
+    In huge pages a tensor that is touched for the first time costs one page fault for 2 MiB
+    instead of 512, and is freed in a tenth of the time.
+    """
+    return {HUGE_PAGES: environ.get(HUGE_PAGES, "1")}
 
 
 def describe(error: BaseException) -> str:

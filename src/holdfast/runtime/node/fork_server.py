@@ -55,6 +55,7 @@ READ_AT_IMPORT_PREFIXES = (
     "GOMP_",
     "CUDA_",
     "NCCL_",
+    "THP_",
 )
 
 
@@ -153,6 +154,7 @@ def started(
             env={
                 **os.environ,
                 **(job if variables is None else variables),
+                **bootstrap.environment_for_memory(os.environ),
                 "PYTHONUNBUFFERED": "1",
             },
             stdin=subprocess.DEVNULL,

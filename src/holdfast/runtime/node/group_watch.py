@@ -13,6 +13,7 @@ from holdfast.core.membership.activity import ActivityMeter, ActivitySample
 from holdfast.core.types import NO_VIEW, Incarnation, WorkerId, WorkerStatus
 from holdfast.health.measure.procfs import session_cpu_s
 from holdfast.runtime.node import fork_server
+from holdfast.runtime.node.gpu_shares import visible_gpus
 from holdfast.runtime.node.group_member import heartbeat_file, modules_of
 from holdfast.runtime.node.worker_process import WorkerProcess, WorkerTemplate
 from holdfast.runtime.rundir import RunDir
@@ -69,10 +70,14 @@ class GroupWatch:
 
 @contextlib.contextmanager
 def forking(template: WorkerTemplate) -> Iterator[None]:
-    """Run a server that forks processes where all of them may be needed again, and at once."""
+    """Run a server that forks the node's processes, unless the job does not want that.
+
+    Where GPUs are it is run only if all processes may be needed again, and at once.
+    """
     spec = template.spec
-    needs = spec.compat.enabled or spec.workers.shard_optimizer or spec.redundancy().data > 0
-    if not needs or fork_server.VARIABLE in os.environ:
+    urgent = spec.compat.enabled or spec.workers.shard_optimizer or spec.redundancy().data > 0
+    wanted = spec.workers.fork and (urgent or not visible_gpus(os.environ))
+    if not wanted or fork_server.VARIABLE in os.environ:
         yield
         return
     with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:

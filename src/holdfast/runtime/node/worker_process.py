@@ -87,6 +87,7 @@ class WorkerTemplate:
         return {
             **inherited,
             **self.job_variables(),
+            **bootstrap.environment_for_memory(os.environ),
             "PYTHONUNBUFFERED": "1",
             "HOLDFAST_FD": str(channel_fd),
             "HOLDFAST_FAILURE_FD": str(failure_fd),
