@@ -1,0 +1,1 @@
+"""Composes training scripts from habits at random, and counts those that break the promise."""

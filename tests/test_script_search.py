@@ -1,0 +1,82 @@
+"""Tests that scripts composed at random from habits keep the promise, or are refused by name."""
+
+from __future__ import annotations
+
+import collections
+from pathlib import Path
+
+import pytest
+
+from script_search.compose import compose
+from script_search.habit import Truth
+from script_search.runs import (
+    CRASH,
+    EXACT,
+    FALSE,
+    NAMED,
+    SILENT,
+    Result,
+    Run,
+    examine,
+    examine_all,
+    judge,
+    quiet,
+)
+
+SEEDS = (0, 1, 2, 3)
+MANY = range(500)
+PROCESS_SEEDS = range(40)
+
+
+def bad(results: list[Result]) -> list[Result]:
+    return [each for each in results if each.verdict in (SILENT, FALSE, CRASH)]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_composed_script_is_exact_or_refused_by_name(seed: int, tmp_path: Path) -> None:
+    with quiet():
+        found = examine(compose(seed), tmp_path)
+    assert found.verdict in (EXACT, NAMED), found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_no_script_of_many_is_silently_wrong() -> None:
+    results = examine_all(MANY)
+    assert not bad(results), bad(results)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_no_script_is_silently_wrong_in_processes() -> None:
+    results = examine_all(PROCESS_SEEDS, processes=True)
+    assert not bad(results), bad(results)
+
+
+def test_a_seed_gives_the_same_script_and_seeds_differ() -> None:
+    texts = [compose(seed).text for seed in range(50)]
+    assert texts == [compose(seed).text for seed in range(50)]
+    assert len(set(texts)) == 50
+    for text in texts:
+        compile(text, "train.py", "exec")
+
+
+def test_every_truth_is_drawn() -> None:
+    counts = collections.Counter(compose(seed).truth for seed in range(200))
+    assert all(counts[truth] >= 10 for truth in Truth), counts
+
+
+def verdict(seed: int, *ends: tuple[str, str]) -> str:
+    runs = tuple(Run(name="", digest=digest, refused=refused) for digest, refused in ends)
+    return judge(compose(seed), runs)
+
+
+def test_how_runs_are_judged() -> None:
+    harmless = next(s for s in range(50) if compose(s).truth is Truth.HARMLESS)
+    harmful = next(s for s in range(50) if compose(s).truth is Truth.TASKS)
+    refusal = f"UserError: {compose(harmful).names[0]} is kept"
+    assert verdict(harmful, ("a", ""), ("a", ""), ("a", "")) == EXACT
+    assert verdict(harmful, ("a", ""), ("b", ""), ("", refusal)) == SILENT
+    assert verdict(harmful, ("a", ""), ("", refusal), ("a", "")) == NAMED
+    assert verdict(harmless, ("a", ""), ("", refusal), ("a", "")) == FALSE
+    assert verdict(harmless, ("a", ""), ("", "KeyError: 3"), ("a", "")) == CRASH
