@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from holdfast.core.errors import UserError, WorldError
-from holdfast.train.repeated_tasks import OTHERS_BEFORE, RUNS_MAX, RepeatedTasks, RunMark
+from holdfast.train.repeated_tasks import (
+    RUNS_CLOSE,
+    RUNS_MAX,
+    RUNS_ODD,
+    RepeatedTasks,
+    RunMark,
+    others_before,
+)
 from holdfast.train.step.task_digest import TaskDigest
 
 TASK = "the task of virtual rank 0 in step 0"
@@ -28,12 +35,12 @@ def mark(gradient: torch.Tensor, batch: int = 1) -> RunMark:
     return RunMark(batch=batch, result=digest.bits, sketch=digest.sketch)
 
 
-def judge(judged: RepeatedTasks, run: Run) -> int:
+def judge(judged: RepeatedTasks, run: Run, step: int = 0) -> int:
     """Run a task as often as is asked for, with others in between; returns how often it was."""
-    assert judged.is_due(0, 0)
+    assert judged.is_due(step, 0)
     runs = [mark(run(0)), mark(run(0))]
     while not judged.decides(runs, TASK):
-        for other in range(OTHERS_BEFORE[len(runs)]):
+        for other in range(others_before(len(runs))):
             run(1 + other)
         runs.append(mark(run(0)))
     return len(runs)
@@ -65,7 +72,35 @@ def averaging(weight: float, noise: float) -> Run:
 
 @pytest.mark.parametrize("is_exact", [True, False])
 def test_runs_with_the_same_bits_are_decided_at_once(is_exact: bool) -> None:
-    assert judge(repeats([], is_exact=is_exact), gradient) == 2
+    judged = repeats([], is_exact=is_exact)
+    assert judge(judged, gradient) == RUNS_CLOSE
+    assert judge(judged, gradient, step=1) == 2
+    assert judge(judged, gradient, step=1) == RUNS_CLOSE  # it is computed again
+
+
+def test_a_task_of_each_early_step_is_repeated_and_later_one_in_a_cycle() -> None:
+    judged = RepeatedTasks(8, 2, 0.01, lambda text: None, lambda: True, lambda: "")
+    due = [(step, vrank) for step in range(25) for vrank in range(2) if judged.is_due(step, vrank)]
+    assert due == [(0, 0), (1, 1), (2, 0), (3, 1), (8, 1), (16, 0), (24, 1)]
+
+
+def counting(period: int, loud: int) -> Run:
+    """Return a task whose gradient is doubled in one call out of `period`."""
+    calls = 0
+
+    def run(batch: int) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return gradient(batch) * (2 if calls % period == loud else 1)
+
+    return run
+
+
+@pytest.mark.parametrize("loud", [2, 3])
+@pytest.mark.parametrize("period", [5, 6, 7, 8])
+def test_a_script_that_counts_its_calls_is_no_fault_of_a_machine(period: int, loud: int) -> None:
+    with pytest.raises(UserError, match="came to another gradient each time"):
+        judge(repeats([], is_exact=True), counting(period, loud))
 
 
 def test_noise_where_there_can_be_none_is_the_scripts() -> None:
@@ -81,10 +116,10 @@ def test_noise_is_told_once_and_tasks_are_repeated_after_it(seed: int) -> None:
     assert judge(judged, run) == RUNS_MAX
     assert len(told) == 1
     assert "slightly other bits" in told[0]
-    assert judge(judged, run) == 2
+    assert judge(judged, run, step=1) == 2
     assert len(told) == 1
     with pytest.raises(UserError, match="came to another gradient each time"):
-        judge(judged, averaging(0.9, 1e-6))
+        judge(judged, averaging(0.9, 1e-6), step=2)
 
 
 @pytest.mark.parametrize("weight", [0.9, 0.99, 0.5, 0.2])
@@ -109,10 +144,10 @@ def odd(number: int) -> Run:
 def test_one_run_that_differs_is_a_machines_fault() -> None:
     judged = repeats([], is_exact=True)
     judge(judged, gradient)
-    with pytest.raises(WorldError, match="wrongly here once, and rightly 5 times"):
-        judge(judged, odd(1))
-    assert judge(judged, odd(0)) == RUNS_MAX
-    assert judge(judged, odd(2)) == 2
+    with pytest.raises(WorldError, match="wrongly here once, and rightly 13 times"):
+        judge(judged, odd(1), step=1)
+    assert judge(judged, odd(0), step=2) == RUNS_ODD
+    assert judge(judged, odd(2), step=3) == 2
 
 
 def test_a_first_run_that_differs_from_all_others_is_the_scripts() -> None:

@@ -30,7 +30,7 @@ from script_search.compose import compose
 from script_search.runs import CRASH, FALSE, SILENT, VERDICTS, Result, examine_all
 
 BAD = (SILENT, FALSE, CRASH)
-SEEDS_A_PROCESS = 10  # after so many a process begins anew, for what the scripts leave behind
+SEEDS_A_PROCESS = 10  # then a fresh process, because scripts leave things behind
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -74,7 +74,7 @@ def report(results: Sequence[Result], *, show: bool) -> None:
             print(f"seed {each.seed}: {each.verdict}: {each.what} (truth: {each.truth})")
             for run in each.runs:
                 print(f"   {run.name}: {run.refused or run.digest}")
-                for text in run.told:
+                for text in run.events:
                     print(f"      event: {text}")
     counts = collections.Counter((each.verdict, each.truth) for each in results)
     truths = list(dict.fromkeys(each.truth for each in results))

@@ -10,7 +10,7 @@ Lines = tuple[str, ...]
 
 
 class Truth(enum.Enum):
-    """Says whether the result of a script with this habit depends on the workers."""
+    """Truths about a habit: does the result of a script depend on the workers?"""
 
     HARMLESS = "harmless"  # it does not, or Holdfast carries, keys or sets back what it changes
     TASKS = "tasks"  # it does: a task depends on those that were computed before on its worker

@@ -46,6 +46,8 @@ def weights(random: Random) -> Habit:
     module = "teacher" if frozen else "inner[2]"
     how, when = random.choice(list(_CHANGES)), random.choice(list(_WHENS))
     place = random.choice(["forward", "task", "loss", "backward", "hook"])
+    if not frozen and how in ("in place", "by detach", "by a view kept before"):
+        place = "task"  # PyTorch itself refuses these between forward and backward
     root = "self" if place == "forward" else "model"
     change = _CHANGES[how].format(
         p=f"{root}.{module}.weight", m=f"{root}.{module}", v="seen_weight", owner=f"{root}.{module}"
@@ -116,7 +118,7 @@ _TARGETS = (
 
 
 def coins(random: Random) -> Habit:
-    """Draw a source of numbers that are not keyed, and what is made of them."""
+    """Draw a source of numbers that are not keyed, and a use of them."""
     name, top, value, truth = random.choice(_SOURCES)
     target, slot, text = random.choice(_TARGETS)
     shows = "shown" in target
@@ -202,7 +204,7 @@ _MORE = (
           "for p, a in zip(model.inner.parameters(), averages))",
           between="for p, a in zip(model.inner.parameters(), averages):\n"
           "    a.lerp_(p.detach(), 0.1)"),
-    habit("a layer that is added between steps", JOINS, ("extra", "state", "worker that joins"),
+    habit("a layer that is added between steps", JOINS, ("model.inner.3",),
           between="if step.index == 4:\n    model.inner.append(like(nn.Linear(2, 2), 1.0))\n"
           "    optimizer.add_param_group({'params': list(model.inner[-1].parameters())})"),
     habit("a layer that is replaced by one of the same shape", HARMLESS, (),

@@ -15,7 +15,7 @@ NAME = "kept"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storage:
-    """Says how a script reads and writes what it keeps. `{}` in `put` stands for the new value."""
+    """A place to keep a value. `{}` in `put` stands for the new value."""
 
     what: str
     get: str
@@ -228,7 +228,7 @@ def storages(first: str, *, numeric: bool) -> list[Storage]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Says where lines run within a task: what they may change, and what they see."""
+    """A place of lines within a task, with a variable to change and a number to read."""
 
     what: str
     slot: str
@@ -307,8 +307,9 @@ def in_tasks(random: Random) -> Habit:
     body = [update, *use] if after else [*use, update]
     slots = _slots(storage, place, [line for text in body for line in text.split("\n")])
     truth = Truth.TASKS if used and not _is_mended(storage, place) else Truth.HARMLESS
-    if storage.what in ("job.values", "an item of the optimizer's group") and not used:
-        truth = Truth.TASKS  # the job's state is not the same on all workers
+    state = storage.what in ("job.values", "an item of the optimizer's group")
+    if not used and (state or (place.is_data and storage.get.startswith("model.kept"))):
+        truth = Truth.TASKS  # this is a part of the job's state, which then depends on the workers
     what = f"{storage.what} {change} {place.what}, {effect or 'for printing only'}"
     hits = (*storage.hits, *(("derive a sample from its index",) if place.is_data else ()))
     return Habit(what=what, truth=truth, slots=slots, names=hits, family="kept in tasks")
@@ -320,7 +321,7 @@ def _is_mended(storage: Storage, place: Place) -> bool:
 
 
 def _use(random: Random, get: str, target: str, *, counts: bool) -> tuple[list[str], str]:
-    """Return lines that use what is kept, and what that does; "" if it changes no result."""
+    """Return lines that use what is kept, and their effect; "" if they change no result."""
     period = random.choice([2, 3, 4, 7])
     if random.random() < 0.25:
         if counts:

@@ -20,6 +20,7 @@ import torch
 
 from holdfast.core.errors import UserError
 from holdfast.core.job_spec import with_settings
+from holdfast.core.types import WorkerId
 from holdfast.testing.local_run import LocalRun
 from holdfast.train.job import Job
 from script_search.compose import Script, compose
@@ -42,12 +43,12 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Holds what a run came to: a digest, or why it ended. `told`: events about the script."""
+    """Holds the digest at a run's end, or why it was refused, and events about the script."""
 
     name: str
     digest: str = ""
     refused: str = ""
-    told: tuple[str, ...] = ()
+    events: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +72,7 @@ EXACT, NAMED, VAGUE, BLAMED, SILENT, FALSE, CRASH = (
     "ended otherwise",
 )
 VERDICTS = (EXACT, NAMED, VAGUE, BLAMED, SILENT, FALSE, CRASH)
+_REFUSALS = ("UserError", "StateMismatch", "WorldError")
 _BLAME = ("wrongly", "its machine computes wrongly, or", "is not that of the others")
 
 
@@ -82,7 +84,7 @@ def judge(script: Script, runs: tuple[Run, ...]) -> str:
         return EXACT if len(digests) == 1 else SILENT
     if len(digests) > 1:
         return SILENT
-    if any(not run.refused.startswith("UserError: ") for run in refused):
+    if any(run.refused.partition(":")[0] not in _REFUSALS for run in refused):
         return CRASH
     if script.truth is Truth.HARMLESS:
         return FALSE
@@ -152,14 +154,14 @@ def _in_threads(script: Script, name: str, workers: int, place: Path, kill_step:
         outcome = cluster.run()
     except AssertionError as error:
         return Run(name=name, refused=f"AssertionError: {error}")
-    told = tuple(text for kind, text in cluster.events if kind in ("script", "wrong"))
+    events = tuple(text for kind, text in cluster.events if kind in ("script", "wrong"))
     if outcome:
         errors = [e for e in cluster.errors if isinstance(e, UserError)] or cluster.errors
         said = " / ".join(dict.fromkeys(f"{type(e).__name__}: {e}" for e in errors)) or outcome
-        return Run(name=name, refused=said, told=told)
+        return Run(name=name, refused=said, events=events)
     found = set(ends.values())
     assert len(found) <= 1, f"workers of one job end with different states: {ends}"
-    return Run(name=name, digest=found.pop() if found else "none", told=told)
+    return Run(name=name, digest=found.pop() if found else "none", events=events)
 
 
 def _module(path: Path) -> ModuleType:
@@ -176,9 +178,9 @@ def _await_return(cluster: ThreadCluster, job: Job) -> None:
         returned = view is not None and any(
             m.worker == 1 and m.incarnation > 1 for m in view.members
         )
-        newest = cluster.workers.get(1)
-        gone = newest is not None and newest.incarnation > 1 and not newest.alive
-        if driver.pending or returned or gone or newest.incarnation > 2:
+        newest = cluster.workers[WorkerId(1)]
+        gone = newest.incarnation > 2 or (newest.incarnation > 1 and not newest.alive)
+        if driver.pending or returned or gone:
             return
         cluster.pass_rounds(1)
 
@@ -239,14 +241,14 @@ def _in_processes(
     options += ["--fingerprint-steps", str(GUARD_STEPS), "--repeat-steps", str(GUARD_STEPS)]
     with LocalRun(place / "run", options, [str(path)], bound=True) as run:
         code = run.wait(RUN_S)
-        told = tuple(e["text"] for e in run.events() if e["kind"] in ("script", "wrong"))
+        events = tuple(e["text"] for e in run.events() if e["kind"] in ("script", "wrong"))
         found = {line.split()[-1] for line in run.out if "DIGEST" in line}
         outcome = run.run_dir.outcome() or "\n".join(run.err[-8:])
     if code:
         kind = "UserError: " if "UserError" in outcome or "wrong" in outcome else ""
-        return Run(name=name, refused=kind + outcome, told=told)
+        return Run(name=name, refused=kind + outcome, events=events)
     assert len(found) <= 1, f"workers of one job end with different states: {found}"
-    return Run(name=name, digest=found.pop() if found else "none", told=told)
+    return Run(name=name, digest=found.pop() if found else "none", events=events)
 
 
 @contextlib.contextmanager

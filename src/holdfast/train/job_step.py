@@ -17,12 +17,14 @@ from holdfast.core.errors import UserError
 from holdfast.core.step import effects as ef
 from holdfast.core.step.audit import Sketch
 from holdfast.core.step.events import Purpose, StepKind
+from holdfast.train.data.order_plan import OrderPlan
 from holdfast.train.data.random_streams import enter_stream
 from holdfast.train.data.sample_digest import content_print
+from holdfast.train.data.sampling import SamplePlan
 from holdfast.train.data.sources import Source
 from holdfast.train.data.streams import StreamSource
 from holdfast.train.loop_ends import LoopEnd
-from holdfast.train.repeated_tasks import OTHERS_BEFORE, RunMark, result_print
+from holdfast.train.repeated_tasks import RunMark, others_before, result_print
 from holdfast.train.script_thread import ScriptThread
 from holdfast.train.step.packed_trees import pack
 from holdfast.train.step.speculative import FinishedTask
@@ -165,14 +167,18 @@ class Step:
             runs.append(_mark(batch_print, finished, finished.bits, finished.sketch))
             named = f"the task of virtual rank {task.vrank} in step {self.index}"
             while runner.any(not guard.decides(runs, named)):
-                for vrank in self._others(task.vrank)[: OTHERS_BEFORE[len(runs)]]:
+                for vrank in self._others(task.vrank)[: others_before(len(runs))]:
                     yield from self._repeat(replace(task, vrank=vrank))
                 runs.append((yield from self._repeat(task)))
         runner.report(task, finished)
 
     def _others(self, vrank: int) -> list[int]:
-        """Return the other virtual ranks that this worker hosts."""
-        return [each for each in self._script.hosted if each != vrank]
+        """Return other virtual ranks, of this worker first; it cannot read others' streams."""
+        hosted = self._script.hosted
+        plan = self._source.plan
+        theirs = range(plan.virtual_ranks) if isinstance(plan, SamplePlan | OrderPlan) else ()
+        every = dict.fromkeys([*hosted, *theirs])
+        return [each for each in every if each != vrank]
 
     def _repeat(self, task: ef.Compute) -> Generator[Any, None, RunMark]:
         """Compute a task only to compare its result."""

@@ -1,10 +1,11 @@
 """Computes a task twice now and then, on the same worker, to see that it is a pure function.
 
-A worker repeats its first task, and later one task of the job in so many steps. A difference comes
-from something that is not keyed by the task: from tasks computed before it, from a generator of the
-script's own, from a machine's passing fault, or from kernels that are not deterministic. Further
-runs tell them apart, some with another task in between: one run that differs from all others is a
-machine's fault, and noise stays small whatever was computed before.
+A worker repeats its first task, one task of the job in each of the first steps, later one in so
+many steps, and each task of a step that is computed again because workers disagreed. A difference
+comes from something that is not keyed by the task: from tasks computed before it, from a generator
+of the script's own, from a machine's passing fault, or from kernels that are not deterministic.
+Further runs tell them apart, some with another task in between: one run that differs from all
+others is a machine's fault, and noise stays small whatever was computed before.
 """
 
 from __future__ import annotations
@@ -21,9 +22,17 @@ import xxhash
 from holdfast.core.errors import UserError, WorldError
 from holdfast.core.step.audit import Sketch, near
 
+EARLY_STEPS = 4  # in each of the job's first steps a task is repeated
 RUNS_MAX = 6  # of one task: before the one that counts, that one, and after it
+RUNS_CLOSE = 4  # of a worker's first task, and of a task that workers disagreed about
+RUNS_ODD = 14  # where one run differs: a script that counts its calls makes another one differ
 OTHERS_BEFORE = (0, 0, 0, 1, 0, 2)  # other tasks that are computed before each of these runs
 SETTLES = 4.0  # by so much closer runs are a script's doing, where noise would be as large
+
+
+def others_before(run: int) -> int:
+    """Return how many other tasks are computed before this run of a task."""
+    return OTHERS_BEFORE[run] if run < len(OTHERS_BEFORE) else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +71,8 @@ class RepeatedTasks:
         self._describe = describe
         self._is_first = True  # this worker has repeated no task yet
         self._is_earliest = False  # the task that is repeated now was this worker's first
+        self._is_close = False  # so it is looked at more closely
+        self._begun: tuple[int, set[int]] = (-1, set())  # tasks of the present step
         self._has_told_noise = False
 
     @property
@@ -70,12 +81,17 @@ class RepeatedTasks:
         return not self._is_exact()
 
     def is_due(self, step: int, vrank: int) -> bool:
-        """Return whether this task is to be repeated."""
+        """Return whether this task, which is about to begin, is to be repeated."""
         if not self._cycle:
             return False
-        turn, within = divmod(step, self._cycle)
-        due = self._is_first or (within == 0 and turn % self._vranks == vrank)
+        if self._begun[0] != step:
+            self._begun = step, set()
+        again = vrank in self._begun[1]
+        self._begun[1].add(vrank)
+        turn, within = divmod(step, 1 if step < EARLY_STEPS else self._cycle)
+        due = self._is_first or again or (within == 0 and turn % self._vranks == vrank)
         if due:
+            self._is_close = self._is_first or again
             self._is_earliest, self._is_first = self._is_first, False
         return due
 
@@ -88,14 +104,16 @@ class RepeatedTasks:
         counts = runs[1]
         if any(each.bad != counts.bad for each in runs):
             return True  # a record has come or gone between them, which is no fault of the script
-        if len(runs) == 2 and (_agree(*runs) or self._is_known_noise(runs)):
-            return True
+        if all(_agree(counts, each) for each in runs) or self._is_known_noise(runs):
+            return len(runs) >= (RUNS_CLOSE if self._is_close else 2)
         if len(runs) < RUNS_MAX:
             return False
         (most, times), *_ = Counter(map(_outcome, runs)).most_common(1)
         # What a script makes at its first task makes that task's first run the odd one.
         begins = self._is_earliest and _outcome(runs[0]) != most
-        if times == RUNS_MAX - 1 and not begins:
+        if times == len(runs) - 1 and not begins:
+            if len(runs) < RUNS_ODD:
+                return False
             if most == _outcome(counts):
                 return True  # a repetition was computed wrongly: no harm is done
             raise WorldError(
@@ -139,8 +157,10 @@ def _is_noise(runs: Sequence[RunMark], tolerance: float) -> bool:
     if not all(near(runs[1].sketch, each.sketch, tolerance) for each in runs):
         return False
     gaps = [math.dist(a.sketch[1:], b.sketch[1:]) for a, b in itertools.pairwise(runs)]
-    direct = [gap for gap, others in zip(gaps, OTHERS_BEFORE[1:], strict=False) if not others]
-    apart = [gap for gap, others in zip(gaps, OTHERS_BEFORE[1:], strict=False) if others]
+    others = map(others_before, range(1, len(runs)))
+    between = list(zip(gaps, others, strict=True))
+    direct = [gap for gap, count in between if not count]
+    apart = [gap for gap, count in between if count]
     settles = direct[0] > SETTLES * direct[1] > 0
     return not settles and min(apart) <= SETTLES * max(direct[1:])
 
