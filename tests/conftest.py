@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from holdfast.runtime.node import fork_server
@@ -17,6 +18,10 @@ from holdfast.testing.local_run import LocalRun
 MISSING_PACKAGE = re.compile(r"\(package ([\w.+-]+)\)")  # so reasons name Debian's packages
 SCRIPTS = Path(__file__).parent / "scripts"
 RUN_S = 100.0  # bounds a hang; a run takes a few seconds
+
+# An example may take long on a busy machine; pytest-timeout bounds a hang.
+hypothesis.settings.register_profile("busy", deadline=None)
+hypothesis.settings.load_profile("busy")
 
 Start = Callable[..., LocalRun]
 
