@@ -2,24 +2,49 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
+import torch
 import zstandard
 
 from holdfast.cli.main import main
-from holdfast.core.errors import Damaged, UserError
+from holdfast.core.errors import Damaged, UserError, WireError
+from holdfast.core.types import (
+    AgentId,
+    Incarnation,
+    JobRecord,
+    Member,
+    View,
+    ViewNumber,
+    WorkerId,
+)
+from holdfast.memory.arena import (
+    FIRST,
+    STATE,
+    ArenaReading,
+    PieceArena,
+    PieceEntry,
+    PieceShelf,
+    Table,
+    problem_of_table,
+)
 from holdfast.observe.ledger_audit import verify as verify_ledger
-from holdfast.runtime.coordinate.journal import read_record
+from holdfast.runtime.coordinate.journal import read_record, seal, unseal
 from holdfast.store import compression
 from holdfast.store.checkpoint_reading import verify
+from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.data_index import open_index
 from holdfast.store.files import FileStorage
 from holdfast.store.manifest import (
     CHUNK_BYTES,
+    CHUNK_BYTES_MAX,
     DIGEST_BYTES,
+    SKELETON,
     Entry,
     Manifest,
     Run,
@@ -27,9 +52,16 @@ from holdfast.store.manifest import (
     digest,
     encode,
     manifest_name,
+    pack_name,
 )
 from holdfast.store.regular_files import read_regular
+from holdfast.testing.memory_transport import MemoryNetwork
+from holdfast.train.checkpoint import state
+from holdfast.train.checkpoint.loaded_state import LoadedState
+from holdfast.train.checkpoint.restorer import Restorer
+from holdfast.train.checkpoint.saved_state import load_saved
 from holdfast.train.data.sampling import plan_of
+from holdfast.train.step.reduction import Layout
 
 GIB = 1 << 30
 HANG_S = 20  # an odd file must not be waited for
@@ -96,6 +128,132 @@ def test_what_expands_to_more_than_it_should_is_refused() -> None:
     assert "cannot be decompressed" in compression.expand(memoryview(liar), memoryview(place))
 
 
+def large_checkpoint(folder: Path) -> Checkpoints:
+    """A checkpoint whose every byte is right: a skeleton, and a tensor of 200 GiB of zeros.
+
+    All chunks of the tensor are one and the same in the pack.
+    """
+    count, chunk = 200 * GIB // CHUNK_BYTES_MAX, bytes(CHUNK_BYTES_MAX)
+    stored = zstandard.ZstdCompressor().compress(chunk)
+    tensor = torch.empty(200 * GIB // 4, device="meta")
+    skeleton = state.flatten({"model": {"w": tensor}}, "state")[0]
+    same = Run(chunks=1, pack=0, offset=0, stored=(len(stored),))
+    entries = (
+        Entry(
+            name=SKELETON,
+            size=len(skeleton),
+            digests=digest(skeleton),
+            runs=(Run(chunks=1, pack=0, offset=len(stored)),),
+        ),
+        Entry(
+            name="w",
+            size=200 * GIB,
+            digests=digest(chunk) * count,
+            runs=(same,) * count,
+            dtype="float32",
+            shape=tuple(tensor.shape),
+        ),
+    )
+    storage, pack = FileStorage(folder), pack_name(1, "t", 0)
+    storage.put(pack, [stored, skeleton])
+    found = Manifest(
+        step=1, time=0.0, token="t", packs=(pack,), entries=entries, chunk_bytes=CHUNK_BYTES_MAX
+    )
+    storage.put(manifest_name(1), [encode(found)])
+    return Checkpoints(storage)
+
+
+def test_a_state_that_does_not_fit_into_memory_is_refused_before_it_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = large_checkpoint(tmp_path)
+    words = "the checkpoint of step 1 takes 214.7 GB of memory, and "
+    model = torch.nn.Linear(1, 1)
+    alone = Layout(0, 1, 1, ((0,),), ((),), (WorkerId(0),))
+    restorer = Restorer(store, LoadedState({"model": model}))
+    with pytest.raises(UserError, match=words):
+        restorer.restore(1, MemoryNetwork().transport(), alone, lambda: None)
+    with pytest.raises(UserError, match=words):
+        load_saved(str(tmp_path), 1, {"model": model})
+    assert main(["ckpt", "export", str(tmp_path), "1", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") == 1
+
+
+def test_a_skeleton_that_names_an_impossible_tensor_is_damaged() -> None:
+    for shape in ((1 << 62, 1 << 62), (1 << 70,), (-1,)):
+        with pytest.raises(WireError, match="names an impossible tensor"):
+            state.size_of(("float32", shape))
+
+
+PIECE = PieceEntry(STATE, 1, 4, 30, 10, FIRST, (bytes(16),) * 2)
+SHELF = PieceShelf(1, 3, ((0, 0), (2, 1)), 0)
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"shelves": (PieceShelf(1, 1 << 40, ((0, 0),), 0),)}, f"a shelf of {1 << 40} parts"),
+        ({"shelves": (PieceShelf(1, 3, ((7, 0),), 0),)}, "with piece 0 of part 7"),
+        ({"shelves": (PieceShelf(-1, 3, (), 0),)}, "a shelf of view -1"),
+        ({"entries": (PieceEntry("x", 1, 4, 30, 10, FIRST, ()),)}, "of kind 'x'"),
+        ({"entries": (PieceEntry(STATE, 1, -4, 30, 10, FIRST, ()),)}, "step -4"),
+        ({"entries": (PieceEntry(STATE, 1, 4, 1 << 60, 10, FIRST, ()),)}, "an entry of view 1"),
+        ({"entries": (PieceEntry(STATE, 1, 4, 30, 200 * GIB, FIRST, (bytes(16),)),)}, "up to byte"),
+        ({"entries": (PieceEntry(STATE, 1, 4, 30, 10, -5, (bytes(16),)),)}, "at byte -5"),
+        ({"entries": (PieceEntry(STATE, 1, 4, 30, 10, FIRST, (b"x",)),)}, "of another length"),
+        ({"forgotten": (1, -(1 << 60))}, "has forgotten"),
+    ],
+)
+def test_a_table_of_pieces_with_absurd_numbers_is_damaged(
+    changed: dict[str, object], problem: str
+) -> None:
+    table = Table(5, (SHELF,), (PIECE,))
+    found = msgspec.structs.replace(table, **changed)
+    assert problem_of_table(table, FIRST + 20) == ""
+    assert problem in problem_of_table(found, FIRST + 20)
+    descriptor = os.memfd_create("test")
+    arena, reading = PieceArena(descriptor, 5, 20), ArenaReading(descriptor)
+    with contextlib.closing(reading):
+        arena._write(table, [])
+        assert reading.table() == table
+        arena._write(found, [])
+        arena._write(found, [])
+        with pytest.raises(Damaged, match="both tables of a worker's pieces are damaged"):
+            reading.table()
+
+
+VIEW = View(
+    number=ViewNumber(3),
+    members=(Member(worker=WorkerId(0), agent=AgentId("a"), incarnation=Incarnation(1)),),
+    owners=(WorkerId(0), WorkerId(0)),
+    resume_step=7,
+    leader=WorkerId(0),
+)
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"term": -1}, "term -1"),
+        ({"workers_named": 1 << 62}, f"{1 << 62} workers named"),
+        ({"saved": (1 << 60,)}, f"a checkpoint of step {1 << 60}"),
+        ({"view": dataclasses.replace(VIEW, number=ViewNumber(1 << 62))}, f"view {1 << 62}"),
+        ({"view": dataclasses.replace(VIEW, resume_step=-1)}, "begins at step -1"),
+        ({"view": dataclasses.replace(VIEW, owners=(WorkerId(9),))}, "worker 9, which is no"),
+        ({"view": dataclasses.replace(VIEW, leader=WorkerId(2))}, "worker 2, which is no"),
+        ({"view": dataclasses.replace(VIEW, members=VIEW.members * 2)}, "lists a member twice"),
+    ],
+)
+def test_a_journal_with_absurd_numbers_is_damaged(changed: dict[str, object], problem: str) -> None:
+    right = JobRecord(term=1, view=VIEW, views_used=ViewNumber(3), workers_named=1)
+    assert unseal(seal(right)) == right
+    with pytest.raises(Damaged, match="it contradicts itself: ") as refused:
+        unseal(seal(dataclasses.replace(right, **changed)))  # type: ignore[arg-type]
+    assert problem in str(refused.value)
+
+
 def odd(path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     os.mkfifo(path)
@@ -160,3 +318,43 @@ def test_counts_without_measure_are_refused(
     assert code in (1, 2)
     assert words in said
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["slurm", "--nodes", "0"], "--nodes 0: at least 1 node is needed"),
+        (["slurm", "--nodes", "99999999"], "must be from 1 to 100000"),
+        (["slurm", "--drain-s", "1e300"], "--drain-s 1e+300 must be from 0 to 65535"),
+        (["slurm", "--drain-s", "nan"], "--drain-s nan must be from 0 to 65535"),
+        (["slurm", "--port", "99999"], "--port 99999 must be from 0 to 65535"),
+        (["slurm", "--host", "a b"], "--host 'a b' is no name or address of a machine"),
+        (["slurm", "--check-limit-s", "inf"], "--check-limit-s inf must be above 0"),
+        (["slurm", f"--sbatch=-{'x' * 5000}"], "is too long: 4096 characters at most"),
+        (["ray", "--cpus", "1e300"], "--cpus 1e+300: an agent needs 0 or more, at most 100000"),
+        (["ray", "--gpus", "-1"], "--gpus -1: an agent needs 0 or more"),
+        (["ray", "--port", "-7"], "--port -7 must be from 0 to 65535"),
+        (["k8s", "--image", "a b"], "--image 'a b' cannot be right: name one such as"),
+        (["k8s", "--image", "i", "--cpu", "1e99"], "--cpu '1e99' cannot be right"),
+        (["k8s", "--image", "i", "--memory", "0Gi"], "--memory '0Gi' cannot be right"),
+        (["k8s", "--image", "i", "--gpus", "9" * 30], "cannot be right: give a whole number"),
+        (["k8s", "--image", "i", "--namespace", "x" * 64], "63 characters at most"),
+        (["k8s", "--image", "i", "--claim", "A_b"], "give the name of a PersistentVolumeClaim"),
+        (["k8s", "--image", "i", "--spread", "a/b/c"], "--spread 'a/b/c' cannot be right"),
+        (["k8s", "--image", "i", "--port", "0"], "--port 0: pods must know the port"),
+    ],
+)
+def test_options_that_no_cluster_can_meet_are_refused(
+    args: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, run_dir = tmp_path / "x.py", tmp_path / "run"
+    script.touch()
+    try:
+        code = main(["launch", *args, "--run-dir", str(run_dir), str(script)])
+    except SystemExit as end:  # argparse's way
+        code = int(end.code or 0)
+    said = capsys.readouterr().err
+    assert code in (1, 2)
+    assert words in said
+    assert "Traceback" not in said
+    assert not run_dir.exists()

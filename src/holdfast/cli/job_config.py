@@ -17,6 +17,7 @@ import msgspec
 from holdfast.core.errors import UserError
 from holdfast.core.job_spec import SECTIONS, SETTINGS, JobSpec
 from holdfast.core.settings import AUTO, Setting
+from holdfast.store.regular_files import read_named
 
 HEAD = """\
 A job of Holdfast: holdfast run --config FILE
@@ -43,7 +44,7 @@ class JobConfig:
 def read_config(path: Path) -> JobConfig:
     """Read a file. UserError names the file, the key, the value and what to do."""
     try:
-        found = msgspec.toml.decode(path.read_bytes())
+        found = msgspec.toml.decode(read_named(path))
     except OSError as error:
         raise UserError(f"--config {path} cannot be read: {error.strerror}") from None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import json
 import os
+import re
 import secrets
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from holdfast.launch.kubernetes_manifests import (
 )
 from holdfast.launch.kubernetes_names import AGENT, COMPONENT, INSTANCE, ZONE, instance_of
 from holdfast.launch.kubernetes_resume import job_again
+from holdfast.store.regular_files import read_named
 
 PORT = 29600
 RUN_DIR = "/holdfast/run"
@@ -54,13 +56,35 @@ RESUME = (
 OUT = "write the manifests to a new file that only you can read (default: print them)"
 
 
+# What these options must look like, and what to write.
+_NAME = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
+_NAMES = rf"(?=.{{1,253}}$){_NAME}(\.{_NAME})*"
+_SIZE = r"(?=.*[1-9])\d{1,15}(\.\d{1,3})?([kMGTPE]|[KMGTPE]i)?"
+VALUES = {
+    "image": (r"[\w./:@-]{1,1000}", "name one such as registry/holdfast:1"),
+    "namespace": (_NAME, "use small letters, digits and inner hyphens, 63 characters at most"),
+    "claim": (_NAMES, "give the name of a PersistentVolumeClaim"),
+    "tls-secret": (_NAMES, "give the name of a Secret"),
+    "cpu": (
+        r"(?=.*[1-9])(\d{1,6}(\.\d{1,3})?|\d{1,9}m)",
+        "give a number of cores, such as 8 or 500m",
+    ),
+    "memory": (_SIZE, "give a size such as 64Gi"),
+    "storage": (_SIZE, "give a size such as 1Gi"),
+    "gpus": (r"[1-9]\d{0,3}", "give a whole number from 1 to 9999"),
+    "spread": (
+        rf"({_NAMES}/)?[A-Za-z0-9]([\w.-]{{0,61}}[A-Za-z0-9])?",
+        f"give a label such as {ZONE}",
+    ),
+}
+
+
 def main(argv: list[str]) -> int:
     """Print the manifests, write them to a file, or apply them. Returns the exit status."""
     options = parser().parse_args(argv)
     if options.resume:
         return resume(options.resume, options.namespace)
-    if not options.image:
-        raise UserError("there is no image: name one that holds Holdfast and the script, --image")
+    _check_values(options)
     for name, problem in KEPT_BACK.items():
         if getattr(options, name) is not None:
             raise UserError(problem)
@@ -103,6 +127,18 @@ def main(argv: list[str]) -> int:
         flush=True,
     )
     return 0
+
+
+def _check_values(options: argparse.Namespace) -> None:
+    """Raise UserError for a value that Kubernetes would refuse, or could never satisfy."""
+    if not options.image:
+        raise UserError("there is no image: name one that holds Holdfast and the script, --image")
+    for name, (pattern, example) in VALUES.items():
+        given = getattr(options, name.replace("-", "_"))
+        if given and not re.fullmatch(pattern, given):
+            raise UserError(f"--{name} {given[:100]!r} cannot be right: {example}")
+    if options.port == 0:
+        raise UserError(f"--port 0: pods must know the port, so name one such as {PORT}")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -159,7 +195,7 @@ def read_pod(path: Path) -> dict[str, Any]:
     """Read the user's pod template. UserError."""
     yaml = import_yaml()
     try:
-        found = yaml.safe_load(path.read_text())
+        found = yaml.safe_load(read_named(path).decode())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError(f"--pod {path} cannot be read: {error}") from None
     pod = dict(found) if isinstance(found, dict) else {"": None}

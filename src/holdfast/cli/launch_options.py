@@ -14,11 +14,14 @@ from holdfast.cli import run_command
 from holdfast.cli.job_config import read_config
 from holdfast.core.errors import UserError
 from holdfast.core.job_spec import JobSpec
+from holdfast.health.external_checks import parse_checks
 from holdfast.launch.fleet_plan import FleetPlan
+from holdfast.net.tcp import check_endpoint
 from holdfast.net.tls import peer_tls_of
 from holdfast.runtime.rundir import RunDir
 
 DRAIN_S = 60.0
+DRAIN_MAX_S = 65535.0  # Slurm signals a job that long before its end at most
 
 
 def launch_parser(manager: str, description: str) -> argparse.ArgumentParser:
@@ -50,8 +53,7 @@ def make_launch(
     make: Callable[[argparse.Namespace], JobSpec] = run_command.make_spec,
 ) -> tuple[JobSpec, int]:
     """Make the job, and return with it how many nodes it should have. UserError."""
-    if options.nodes < 1:
-        raise UserError(f"--nodes {options.nodes}: at least 1 node is needed")
+    check_launch(options)
     if options.write_config is not None:
         raise UserError("--write-config is an option of `holdfast run`: use it there")
     if options.domain:
@@ -65,6 +67,16 @@ def make_launch(
         raise UserError(f"--nodes-max {wanted} must be at least --nodes {options.nodes}")
     nodes = dataclasses.replace(spec.nodes, max=wanted + 1)  # one takes another's place
     return dataclasses.replace(spec, nodes=nodes), wanted
+
+
+def check_launch(options: argparse.Namespace) -> None:
+    """Raise UserError for a value that no launcher can use."""
+    if options.nodes < 1:
+        raise UserError(f"--nodes {options.nodes}: at least 1 node is needed")
+    if not 0 <= options.drain_s <= DRAIN_MAX_S:
+        raise UserError(f"--drain-s {options.drain_s:g} must be from 0 to {DRAIN_MAX_S:g}")
+    check_endpoint(options.host, options.port)
+    parse_checks(options.check, options.check_limit_s)  # only for its UserError
 
 
 def prefer(options: argparse.Namespace, key: str, value: object) -> None:

@@ -7,7 +7,7 @@ import contextlib
 import socket
 from typing import Any
 
-from holdfast.cli.launch_options import launch_parser, make_run_dir, prefer
+from holdfast.cli.launch_options import check_launch, launch_parser, make_run_dir, prefer
 from holdfast.core.errors import UserError, WorldError, first_line
 from holdfast.launch.cluster_job import launch_cluster_job
 from holdfast.launch.fleet_plan import read_plan
@@ -17,6 +17,7 @@ from holdfast.launch.ray_tables import read_tables
 from holdfast.runtime.rundir import RunDir
 
 CONNECT_S = 5.0
+SHARE_MAX = 100_000  # cores or GPUs of one machine
 ABANDON_S = 60.0  # whoever resumes a job has given all nodes back before
 HERE = "127.0.0.1"  # what `holdfast resume` gives unless it is told
 WAIT = "--wait-for-nodes"
@@ -27,8 +28,10 @@ def main(argv: list[str]) -> int:
     """Run a job to its end. Returns the exit status."""
     options = parser().parse_args(argv)
     for name in ("cpus", "gpus"):
-        if not 0 <= getattr(options, name) < float("inf"):
-            raise UserError(f"--{name} {getattr(options, name):g}: an agent needs 0 or more")
+        if not 0 <= getattr(options, name) <= SHARE_MAX:
+            given = getattr(options, name)
+            raise UserError(f"--{name} {given:g}: an agent needs 0 or more, at most {SHARE_MAX}")
+    check_launch(options)
     prefer(options, "nodes.abandon_s", ABANDON_S)
     host = reach(options)
     settings = {

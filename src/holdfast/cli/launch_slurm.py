@@ -12,6 +12,7 @@ from holdfast.launch.slurm_scripts import job_script
 from holdfast.runtime.rundir import RunDir
 
 SCRIPT = "slurm_job.sh"
+OPTION_MAX = 4096  # characters
 ABANDON_S = 60.0  # only a requeue brings a coordinator back after so long, and that ends all nodes
 
 
@@ -42,6 +43,8 @@ def main(argv: list[str]) -> int:
     options = found.parse_args(argv)
     prefer(options, "nodes.abandon_s", ABANDON_S)
     for each in options.sbatch:
+        if len(each) > OPTION_MAX:
+            raise UserError(f"--sbatch={each[:40]}... is too long: {OPTION_MAX} characters at most")
         if not each.startswith("-") or any(char in each for char in '\n"'):
             raise UserError(f"--sbatch {each!r} is no option: write --sbatch=--partition=gpu")
     settings = {"options": "\n".join(options.sbatch), "listen": options.host}

@@ -27,6 +27,7 @@ from holdfast.runtime.launcher import FIRST_NODE, CoordinatorSite, launch_job
 from holdfast.runtime.rundir import RunDir
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.open import absolute_store, check_writable, open_storage
+from holdfast.store.regular_files import read_named
 from holdfast.testing import fault_script  # tidy: allow layers because users test their jobs
 
 # It is named by its place, not imported: it loads torch.
@@ -171,7 +172,7 @@ def _warn_of_misplaced(options: argparse.Namespace) -> None:
 
 def _check_faults(path: Path) -> None:
     try:
-        fault_script.parse(path.read_text(), str(path))
+        fault_script.parse(read_named(path).decode(), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--faults {path} cannot be read: {error}") from None
 

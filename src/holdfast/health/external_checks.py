@@ -22,6 +22,7 @@ import msgspec
 from holdfast.core.errors import UserError
 from holdfast.health.findings import Finding, Grade, one_line, when
 from holdfast.health.measure.bounded import Watcher, child_command, run_bounded
+from holdfast.store.regular_files import create_regular, read_regular
 
 PREFIX = "external-"  # so that no name can be that of a check of ours
 CHECKS_MAX = 32
@@ -66,8 +67,7 @@ def parse_check(text: str, limit_s: float = LIMIT_S) -> ExternalCheck:
         raise UserError(f"--check {one_line(text)!r}: {error}; {example}") from None
     if not command or not command[0]:
         raise UserError(f"--check {one_line(text)!r} has no command: {example}")
-    if not 0 < limit_s <= LIMIT_S_MAX:
-        raise UserError(f"--check-limit-s {limit_s:g} must be above 0, at most {LIMIT_S_MAX:g}")
+    _check_limit(limit_s)
     return ExternalCheck(name=name, command=command, limit_s=limit_s)
 
 
@@ -75,6 +75,7 @@ def parse_checks(texts: Sequence[str], limit_s: float = LIMIT_S) -> tuple[Extern
     """Read all of a command line's checks; UserError also when two have one name."""
     if len(texts) > CHECKS_MAX:
         raise UserError(f"--check is given {len(texts)} times: at most {CHECKS_MAX} are possible")
+    _check_limit(limit_s)
     checks = {}
     for text in texts:
         check = parse_check(text, limit_s)
@@ -82,6 +83,11 @@ def parse_checks(texts: Sequence[str], limit_s: float = LIMIT_S) -> tuple[Extern
             raise UserError(f"--check {check.name}=... is given twice: give each its own name")
         checks[check.name] = check
     return tuple(checks.values())
+
+
+def _check_limit(limit_s: float) -> None:
+    if not 0 < limit_s <= LIMIT_S_MAX:
+        raise UserError(f"--check-limit-s {limit_s:g} must be above 0, at most {LIMIT_S_MAX:g}")
 
 
 def checks_file(run_dir: Path, node: str) -> Path:
@@ -93,7 +99,8 @@ def save_checks(run_dir: Path, node: str, checks: Sequence[ExternalCheck]) -> No
     """Leave a node's checks in its run directory, for its agent. UserError."""
     path = checks_file(run_dir, node)
     try:
-        path.write_bytes(msgspec.json.encode(checks))
+        with open(create_regular(path), "wb") as file:
+            file.write(msgspec.json.encode(checks))
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}; use --run-dir") from None
 
@@ -102,8 +109,8 @@ def load_checks(run_dir: Path, node: str) -> tuple[ExternalCheck, ...]:
     """Read the checks that were left for a node's agent; none when there is no file."""
     path = checks_file(run_dir, node)
     try:
-        with open(path, "rb") as file:
-            return msgspec.json.decode(file.read(FILE_BYTES_MAX), type=tuple[ExternalCheck, ...])
+        data = read_regular(path, FILE_BYTES_MAX)
+        return msgspec.json.decode(data, type=tuple[ExternalCheck, ...])
     except FileNotFoundError:
         return ()
     except (OSError, msgspec.MsgspecError) as error:

@@ -13,6 +13,7 @@ from holdfast.core.fleet.placements import FleetPolicy, PlacementId
 from holdfast.core.job_spec import JobSpec
 from holdfast.launch.cluster_manager import PlacementOrder
 from holdfast.runtime.rundir import RunDir, write_json
+from holdfast.store.regular_files import DOCUMENT_BYTES_MAX, read_regular
 
 PLAN_FILE = "fleet.json"
 
@@ -66,7 +67,7 @@ def read_plan(run_dir: RunDir) -> FleetPlan:
     """Read the plan of a job. UserError if there is none, or it cannot be read."""
     path = run_dir.path / PLAN_FILE
     try:
-        return FleetPlan(**json.loads(path.read_text()))
+        return FleetPlan(**json.loads(read_regular(path, DOCUMENT_BYTES_MAX)))
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{path} is no plan of a cluster's job: {error}") from None
 

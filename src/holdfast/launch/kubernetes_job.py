@@ -36,6 +36,7 @@ from holdfast.net.tcp import listen
 from holdfast.runtime.contact import parse_address
 from holdfast.runtime.coordinate.journal import FileJournal
 from holdfast.runtime.rundir import RunDir
+from holdfast.store.regular_files import DOCUMENT_BYTES_MAX, read_regular
 from holdfast.wire.job_document import decode_job
 
 CRASHED = 3  # worth another pod
@@ -103,7 +104,7 @@ def run(run_dir: RunDir) -> int:
 def resumed(run_dir: RunDir) -> str:
     """Return the word by which a Job has resumed the run and ended; empty: none has."""
     path = run_dir.path / RESUMED_FILE
-    return path.read_text() if path.exists() else ""
+    return read_regular(path, DOCUMENT_BYTES_MAX).decode() if path.exists() else ""
 
 
 async def no_more_pods(namespace: str, prefix: str) -> None:

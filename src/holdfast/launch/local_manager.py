@@ -17,12 +17,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.core.errors import Refused
+from holdfast.core.errors import Refused, WorldError
 from holdfast.core.fleet.placements import Holding, Placement, PlacementId
 from holdfast.core.job_spec import JobSpec
 from holdfast.health.measure.procfs import started_at
 from holdfast.launch.cluster_manager import PlacementOrder
 from holdfast.launch.fleet_plan import FleetPlan, job_prefix
+from holdfast.store.regular_files import DOCUMENT_BYTES_MAX, append_regular, read_regular
 
 FOLDER = "placements"
 
@@ -110,15 +111,23 @@ class LocalManager:
     def _all(self) -> list[LocalPlacement]:
         self._folder.mkdir(exist_ok=True)
         paths = sorted(self._folder.glob("*.json"))
-        return [LocalPlacement(**json.loads(path.read_text())) for path in paths]
+        return [_read(path) for path in paths]
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """Keep other managers of the same folder from starting anything meanwhile."""
         self._folder.mkdir(exist_ok=True)
-        with open(self._folder / "lock", "w") as lock:
+        with open(append_regular(self._folder / "lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
+
+
+def _read(path: Path) -> LocalPlacement:
+    """Read the description of a placement. WorldError."""
+    try:
+        return LocalPlacement(**json.loads(read_regular(path, DOCUMENT_BYTES_MAX)))
+    except (OSError, ValueError, TypeError) as error:
+        raise WorldError(f"{path} describes no placement: {error}; remove it") from None
 
 
 def open_manager(plan: FleetPlan, spec: JobSpec) -> LocalManager:

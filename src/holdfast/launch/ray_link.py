@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.core.errors import Refused, Unreachable, UserError
+from holdfast.store.regular_files import append_regular
 
 ANSWER_S = 25.0  # with the start of a driver
 
@@ -68,7 +69,7 @@ class RayLink:
                 log = None
                 if self._log is not None:
                     self._log.parent.mkdir(parents=True, exist_ok=True)
-                    log = stack.enter_context(open(self._log, "ab"))
+                    log = stack.enter_context(open(append_regular(self._log), "ab"))
                 self._driver = subprocess.Popen(
                     self._command,
                     stdin=subprocess.PIPE,

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from holdfast.launch import local_place
+from holdfast.store.regular_files import append_regular
 
 
 class RayPlace:
@@ -36,7 +37,7 @@ def start(command: Sequence[str], environment: Mapping[str, str], output: Path) 
     """
     output.parent.mkdir(parents=True, exist_ok=True)
     module = (sys.executable, "-m", "holdfast.launch.ray_place", str(os.getpid()))
-    with open(output, "ab") as file:
+    with open(append_regular(output), "ab") as file:
         starter = subprocess.run(
             [*module, *command],
             stdin=subprocess.DEVNULL,

@@ -18,7 +18,7 @@ import msgspec
 import xxhash
 
 from holdfast.core.errors import Damaged
-from holdfast.core.redundancy import KeptPieces, Piece
+from holdfast.core.redundancy import PIECES_MAX, KeptPieces, Piece
 
 STATE, GRADIENT = "state", "gradient"
 TABLE_BYTES = 1 << 20  # of each of both tables, most of which is never touched
@@ -28,6 +28,9 @@ ALIGN = 64
 HEAD = struct.Struct("=8sQI16s")  # magic, number of the table, length and digest of what follows
 MAGIC = b"hpieces\1"
 LOOKS = 5  # at tables that are being written
+COUNT_MAX = 1 << 53  # of views, steps, bytes
+PARTS_MAX = 100_000  # as many as a job may have nodes
+DIGEST_BYTES = 16
 
 
 class PieceEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -156,6 +159,51 @@ def _is_older(entry: PieceEntry, view: int, step: int) -> bool:
     return entry.step < step or (entry.kind == STATE and entry.step == step and not same)
 
 
+def problem_of_table(table: Table, file_bytes: int = COUNT_MAX) -> str:
+    """Return why this cannot be the table of a file of `file_bytes`; empty if it may be.
+
+    A script could overwrite the memory in which its worker's table lies, and other nodes send
+    theirs; a digest only shows that the bytes did not change after they were written.
+    """
+    if not _may_count(table.worker, *table.forgotten):
+        return f"worker {table.worker} has forgotten {table.forgotten}"
+    for shelf in table.shelves:
+        if problem := _problem_of_shelf(shelf):
+            return problem
+    for entry in table.entries:
+        if problem := _problem_of_entry(entry, file_bytes):
+            return problem
+    return ""
+
+
+def _problem_of_shelf(shelf: PieceShelf) -> str:
+    if not _may_count(shelf.view, shelf.committed, shelf.shard):
+        return f"a shelf of view {shelf.view}, shard {shelf.shard}, committed {shelf.committed}"
+    if not 1 <= shelf.parts <= PARTS_MAX:
+        return f"a shelf of {shelf.parts} parts"
+    for part, number in shelf.pieces:
+        if not (0 <= part < shelf.parts and 0 <= number < PIECES_MAX):
+            return f"a shelf of {shelf.parts} parts with piece {number} of part {part}"
+    return ""
+
+
+def _problem_of_entry(entry: PieceEntry, file_bytes: int) -> str:
+    if entry.kind not in (STATE, GRADIENT):
+        return f"an entry of kind {entry.kind[:20]!r}"
+    if not _may_count(entry.view, entry.step, entry.shard, entry.whole, entry.start):
+        return f"an entry of view {entry.view}, step {entry.step}, at byte {entry.start}"
+    end = entry.start + entry.size * len(entry.digests)
+    if entry.size < 1 or end > file_bytes:
+        return f"an entry with pieces of {entry.size} bytes, up to byte {end} of {file_bytes}"
+    if any(len(digest) != DIGEST_BYTES for digest in entry.digests):
+        return "an entry with a digest of another length"
+    return ""
+
+
+def _may_count(*numbers: int) -> bool:
+    return all(0 <= number <= COUNT_MAX for number in numbers)
+
+
 class PieceArena:
     """Writes the file of one process of a worker, of at most `budget` bytes.
 
@@ -277,9 +325,11 @@ class ArenaReading:
                 if xxhash.xxh3_128_digest(body) != digest:
                     continue
                 try:
-                    return msgspec.msgpack.decode(body, type=Table)
+                    table = msgspec.msgpack.decode(body, type=Table)
                 except msgspec.MsgspecError:
                     continue
+                if not problem_of_table(table, len(self._memory)):
+                    return table
             if not found:
                 return None
         raise Damaged("both tables of a worker's pieces are damaged")

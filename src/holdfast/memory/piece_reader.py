@@ -17,7 +17,7 @@ import xxhash
 
 from holdfast.core.errors import Damaged, WireError, WorldError
 from holdfast.core.redundancy import Piece, Redundancy
-from holdfast.memory.arena import PieceEntry, Table
+from holdfast.memory.arena import PieceEntry, Table, problem_of_table
 from holdfast.memory.piece_server import MAGIC, PieceAnswer, PieceRequest
 from holdfast.memory.pieces import PieceCoder
 from holdfast.net import peer_stream
@@ -46,7 +46,8 @@ class _Node:
     def ask(self) -> None:
         """Ask what it holds. OSError, WireError."""
         peer_stream.send_message(self._channel, PieceRequest())
-        self.tables = peer_stream.receive_message(self._channel, PieceAnswer).tables
+        tables = peer_stream.receive_message(self._channel, PieceAnswer).tables
+        self.tables = {n: table for n, table in tables.items() if not problem_of_table(table)}
 
     def fetch(self, held: _Held, place: memoryview) -> bool:
         """Receive a piece; tells whether it is sound. OSError, WireError."""

@@ -11,10 +11,13 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import math
+import re
 import socket
 
 from holdfast.core.errors import UserError
 
+HOST = re.compile(r"[\w.:%-]{0,253}")
+PORT_MAX = (1 << 16) - 1
 CONNECT_S = 1.0
 RESOLVE_S = 5.0  # to resolve a name; an address needs no time
 DEAD_S = 2.0
@@ -66,6 +69,14 @@ async def dial(host: str, port: int, connect_s: float) -> socket.socket:
     raise failure
 
 
+def check_endpoint(host: str, port: int) -> None:
+    """Raise UserError for a --host (which may be empty) or --port that no machine can have."""
+    if not HOST.fullmatch(host):
+        raise UserError(f"--host {host[:100]!r} is no name or address of a machine")
+    if not 0 <= port <= PORT_MAX:
+        raise UserError(f"--port {str(port)[:20]} must be from 0 to {PORT_MAX}")
+
+
 def listen(host: str, port: int) -> socket.socket:
     """Return a listening socket at an address that others can be told. UserError."""
     try:
@@ -75,8 +86,7 @@ def listen(host: str, port: int) -> socket.socket:
             )
     except ValueError:
         pass  # it is a name
-    if not 0 <= port < 1 << 16:
-        raise UserError(f"--port {port} must be from 0 to 65535")
+    check_endpoint(host, port)
     try:
         kind, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=kind, backlog=CONNECTING_MAX)

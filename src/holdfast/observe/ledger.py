@@ -20,6 +20,7 @@ import msgspec
 
 from holdfast.core.errors import UserError, WorldError
 from holdfast.core.release import written_by_newer
+from holdfast.store.regular_files import append_regular
 
 LEDGER_DIR = "ledger"
 LINE_BYTES_MAX = 1 << 26
@@ -223,8 +224,7 @@ class LedgerWriter:
         if self._file is None:
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-                self._file = os.open(self.path, flags, 0o644)
+                self._file = append_regular(self.path)
                 self._size = os.fstat(self._file).st_size
             except OSError as error:
                 raise _disk_error(self.path, error) from error

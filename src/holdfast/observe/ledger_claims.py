@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.core.types import JobRecord
+from holdfast.store.regular_files import DOCUMENT_BYTES_MAX, read_regular
 
 RESULT_FILE = "result.json"
 
@@ -37,7 +38,7 @@ class Claim:
 def claim_of_result(run_dir: str | os.PathLike[str]) -> Claim | None:
     """Return the claim of the run's result.json; None if that is missing or damaged."""
     try:
-        found = json.loads((Path(run_dir) / RESULT_FILE).read_bytes())
+        found = json.loads(read_regular(Path(run_dir) / RESULT_FILE, DOCUMENT_BYTES_MAX))
         steps, ended_well = int(found["step"]), found["outcome"] == ""
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None

@@ -15,10 +15,8 @@ from holdfast.core.job_spec import JobSpec
 from holdfast.core.types import JobRecord
 from holdfast.net.secret import read_run_dir, write_run_dir
 from holdfast.runtime.coordinate.journal import read_record
-from holdfast.store.regular_files import read_regular
+from holdfast.store.regular_files import DOCUMENT_BYTES_MAX, read_regular
 from holdfast.wire.job_document import JOB_FILE, decode_job, encode_job
-
-DOCUMENT_BYTES_MAX = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)

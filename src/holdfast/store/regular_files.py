@@ -1,27 +1,48 @@
-"""Opens and reads files that somebody else may have put there: odd ones fail, and nothing hangs.
+"""Opens files that others may have replaced by odd ones: opening those fails, and nothing hangs.
 
-Opening a pipe waits for a writer, and reading a device may never end. So what is not a regular file
-is refused, with an OSError whose `strerror` says so.
+Opening a pipe waits for its other end, and reading a device may never end. So anything but a
+regular file is refused, with an OSError whose `strerror` says so.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
 from typing import BinaryIO
 
+DOCUMENT_BYTES_MAX = 16 << 20  # of a small file of a run directory
+
 
 def open_regular(path: str | os.PathLike[str]) -> int:
     """Open a file for reading; returns its descriptor. OSError, also if it is not regular."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
-    except BaseException:
-        os.close(descriptor)
-        raise
+    _refuse_odd(descriptor, path)
     return descriptor
+
+
+def append_regular(path: str | os.PathLike[str]) -> int:
+    """Open a file or device to append to it, or make the file; returns its descriptor.
+
+    OSError.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        descriptor = os.open(path, flags, 0o644)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # a pipe without a reader
+            raise _odd(path) from None
+        raise
+    _refuse_odd(descriptor, path, devices=True)
+    return descriptor
+
+
+def create_regular(path: str | os.PathLike[str], mode: int = 0o644) -> int:
+    """Make a new file in the place of whatever was there; returns its descriptor. OSError."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
 
 
 def regular_stream(path: str | os.PathLike[str], buffering: int = -1) -> BinaryIO:
@@ -37,3 +58,25 @@ def read_regular(path: str | os.PathLike[str], bytes_max: int) -> bytes:
             why = f"it has {size} bytes, more than the {bytes_max} that can be right"
             raise OSError(errno.EFBIG, why, os.fspath(path))
         return file.read(bytes_max)
+
+
+def read_named(path: str | os.PathLike[str], bytes_max: int = DOCUMENT_BYTES_MAX) -> bytes:
+    """Read a small file that somebody named to us, which may be a pipe. OSError if it is large."""
+    with open(path, "rb") as file:
+        data = file.read(bytes_max + 1)
+    if len(data) > bytes_max:
+        why = f"it has more than the {bytes_max} bytes that can be right"
+        raise OSError(errno.EFBIG, why, os.fspath(path))
+    return data
+
+
+def _refuse_odd(descriptor: int, path: str | os.PathLike[str], *, devices: bool = False) -> None:
+    """Close a descriptor that is not of a regular file (or device), and raise an OSError."""
+    mode = os.fstat(descriptor).st_mode
+    if not (stat.S_ISREG(mode) or (devices and stat.S_ISCHR(mode))):
+        os.close(descriptor)
+        raise _odd(path)
+
+
+def _odd(path: str | os.PathLike[str]) -> OSError:
+    return OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))

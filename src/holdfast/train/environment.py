@@ -15,6 +15,7 @@ from holdfast.core.errors import Damaged, UserError
 from holdfast.core.job_spec import JobSpec, SilentErrors, Stragglers
 from holdfast.core.types import Incarnation, ProcessRole, WorkerId
 from holdfast.net.peer_identity import PeerIdentity
+from holdfast.store.regular_files import DOCUMENT_BYTES_MAX, read_regular
 from holdfast.wire.job_document import JOB_FILE, decode_job
 
 # The job of a script that is started without a launcher: the default settings with one worker,
@@ -111,7 +112,7 @@ def _descriptor(environ: Mapping[str, str], name: str) -> int | None:
 def _read_job(run_dir: Path) -> JobSpec:
     path = run_dir / JOB_FILE
     try:
-        return decode_job(path.read_bytes())
+        return decode_job(read_regular(path, DOCUMENT_BYTES_MAX))
     except OSError as error:
         reason = f"cannot be read: {error.strerror}"
     except Damaged as error:

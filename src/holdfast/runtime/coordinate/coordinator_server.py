@@ -45,6 +45,7 @@ from holdfast.net.channel import Channel, Gate
 from holdfast.net.tls import server_of
 from holdfast.runtime.coordinate.journal import Journal
 from holdfast.runtime.rundir import RunDir, write_json
+from holdfast.store.regular_files import append_regular
 from holdfast.wire.messages import (
     Address,
     AddressBook,
@@ -336,7 +337,8 @@ class CoordinatorServer:
         if announced is not None:
             found = {"worker": announced.worker, "view": announced.view, "step": announced.step}
             event |= {k: v for k, v in found.items() if v is not None}
-        with contextlib.suppress(OSError), open(self._run_dir.events, "a") as file:
+        log = self._run_dir.events
+        with contextlib.suppress(OSError), open(append_regular(log), "a") as file:
             file.write(json.dumps(event) + "\n")
         if kind != "failed":  # the launcher shows the outcome, once
             print(f"holdfast: {text}", file=sys.stderr, flush=True)

@@ -27,7 +27,8 @@ import xxhash
 from holdfast.core.errors import Damaged, Deposed, OtherRelease, UserError, require
 from holdfast.core.release import newer_format
 from holdfast.core.types import JobRecord
-from holdfast.store.regular_files import read_regular
+from holdfast.runtime.coordinate.record_check import problem_of_record
+from holdfast.store.regular_files import create_regular, read_regular
 from holdfast.wire.strict import StrictDecoder
 
 MAGIC = b"HFJOURN1"
@@ -104,6 +105,8 @@ def unseal(data: bytes) -> JobRecord:
         raise OtherRelease(f"it {text}") from None
     if newer:
         raise Damaged(f"it begins with {data[: len(MAGIC)]!r}, not with {MAGIC!r}")
+    if problem := problem_of_record(record):
+        raise Damaged(f"it contradicts itself: {problem}")
     return record
 
 
@@ -223,7 +226,7 @@ class FileJournal:
     def _save(self, data: bytes) -> None:
         try:
             new = self._path.with_name(self._path.name + ".new")
-            descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            descriptor = create_regular(new, 0o600)
             try:
                 _write_all(descriptor, data)
                 os.fsync(descriptor)

@@ -24,7 +24,7 @@ from holdfast.core.membership.group_faults import ranks_of
 from holdfast.core.types import Phase, Stage, StateCopy, View, WorkerId, WorkerStatus
 from holdfast.runtime.node import bootstrap
 from holdfast.runtime.node.group_channel import GroupChannel
-from holdfast.wire.job_document import JOB_FILE, decode_job
+from holdfast.runtime.rundir import RunDir
 
 MODULE = "holdfast.runtime.node.group_member"
 # Libraries that a process may import before it knows its rank, and before a fork.
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
     failure_fd = bootstrap.attach()
 
     def run() -> None:
-        spec = decode_job(Path(os.environ["HOLDFAST_RUN_DIR"], JOB_FILE).read_bytes())
+        spec = RunDir(Path(os.environ["HOLDFAST_RUN_DIR"])).spec()
         preload(spec)
         variables = _wait(spec)
         bootstrap.become(argv)

@@ -28,6 +28,7 @@ from holdfast.runtime.node.fork_server import ForkedProcess
 from holdfast.runtime.node.gpu_shares import VARIABLE, share_of_gpus, visible_gpus
 from holdfast.runtime.node.spread_processes import DONE
 from holdfast.runtime.rundir import RunDir
+from holdfast.store.regular_files import append_regular
 from holdfast.wire.frames import Opener, Sealer
 from holdfast.wire.messages import Address, decode, encode
 
@@ -339,7 +340,7 @@ class WorkerProcess:
         name = f"worker-{self.worker}-{self.incarnation}{f'-node-{place}' if place else ''}.log"
         path: Path = self._template.run_dir.logs / name
         with contextlib.suppress(OSError):
-            self._log = open(path, "ab", buffering=0)  # noqa: SIM115 - closed when reaped
+            self._log = os.fdopen(append_regular(path), "ab", buffering=0)  # closed when reaped
 
     def _write_log(self, data: bytes) -> None:
         if self._log is None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,6 +51,7 @@ from holdfast.store.open import open_storage
 from holdfast.store.saving import Item, Saving
 from holdfast.store.storage import Storage
 from holdfast.train.checkpoint.formats import bytes_of
+from holdfast.train.checkpoint.room import check_room
 
 METADATA = ".dcp"  # the entry with DCP's metadata
 METADATA_BYTES_MAX = 1 << 30
@@ -188,6 +190,7 @@ class HoldfastReader(StorageReader):
         for item in plan.items:
             entry = self._entry(item.storage_index)
             if item.type == LoadItemType.BYTE_IO:
+                check_room(entry.size, entry.label)
                 data = bytearray(entry.size)
                 load(storage, manifest, [(entry, memoryview(data))])
                 planner.load_bytes(item, io.BytesIO(data))
@@ -250,8 +253,9 @@ def _narrowed(
         load(storage, manifest, [(entry, bytes_of(rows))])
         return rows
     first, count = item.storage_offsets[0], item.lengths[0]
+    row_bytes = math.prod(entry.shape[1:]) * saved.itemsize
+    check_room(count * row_bytes, entry.label)
     rows = torch.empty((count, *entry.shape[1:]), dtype=saved)
-    row_bytes = rows.nbytes // count if count else 0
     load_range(storage, manifest, entry, first * row_bytes, bytes_of(rows))
     for dim in range(1, rows.dim()):
         rows = rows.narrow(dim, item.storage_offsets[dim], item.lengths[dim])

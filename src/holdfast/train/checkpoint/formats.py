@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,20 +13,27 @@ from holdfast.core.errors import UserError, first_line
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.manifest import Entry, Manifest, is_of_one_shard
 from holdfast.store.saving import Item
+from holdfast.train.checkpoint.room import check_room
 
 
 def read_tensors(store: Checkpoints, step: int, only: str = "") -> dict[str, torch.Tensor]:
     """Read all tensors of a checkpoint whose name contains `only`, and nothing else.
 
-    Raises Missing, Damaged, and UserError for a dtype that this PyTorch does not know.
+    Raises Missing, Damaged, and UserError if they do not fit into the free memory, or for a dtype
+    that this PyTorch does not know.
     """
     tensors: dict[str, torch.Tensor] = {}
     parts: list[tuple[Entry, torch.Tensor]] = []
 
     def targets(manifest: Manifest) -> Sequence[tuple[Entry, memoryview]]:
-        for entry in manifest.entries:
-            if entry.dtype and only in entry.name and not is_of_one_shard(entry.name):
-                parts.append((entry, torch.empty(entry.shape, dtype=_dtype(entry))))
+        chosen = [
+            entry
+            for entry in manifest.entries
+            if entry.dtype and only in entry.name and not is_of_one_shard(entry.name)
+        ]
+        check_room(_bytes_to_read(chosen), f"the checkpoint of step {step}")
+        for entry in chosen:
+            parts.append((entry, torch.empty(entry.shape, dtype=_dtype(entry))))
         return [(entry, bytes_of(tensor)) for entry, tensor in parts]
 
     store.load(step, targets)
@@ -81,6 +89,16 @@ def item_of(name: str, tensor: torch.Tensor) -> Item:
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous host tensor."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _bytes_to_read(entries: Sequence[Entry]) -> int:
+    """Return what `read_tensors` allocates: all entries, and tensors that consist of several."""
+    wholes = {
+        entry.name: math.prod(entry.whole) * (entry.size // max(math.prod(entry.shape), 1))
+        for entry in entries
+        if entry.whole not in ((), entry.shape)
+    }
+    return sum(entry.size for entry in entries) + sum(wholes.values())
 
 
 def _dtype(entry: Entry) -> torch.dtype:

@@ -29,6 +29,7 @@ from holdfast.store.storage import Missing
 from holdfast.train.checkpoint import state
 from holdfast.train.checkpoint.formats import bytes_of
 from holdfast.train.checkpoint.loaded_state import LoadedState
+from holdfast.train.checkpoint.room import check_room
 from holdfast.train.checkpoint.saver import say
 from holdfast.train.checkpoint.transfer import DIGEST_WORDS, PART_BYTES, digest_of
 from holdfast.train.step.reduction import TAG_STATE, Layout
@@ -54,7 +55,7 @@ class Restorer:
         """Load the checkpoint of exactly this step, together with all members of the view.
 
         `loading` is called before anything is overwritten. Damaged; WorldError; StateMismatch;
-        Aborted.
+        Aborted. UserError: the state does not fit into the free memory.
         """
         first = OneEntry(name_in_shard(SKELETON, self._shard), SKELETON_BYTES_MAX)
         manifest = self._store.load(step, first)
@@ -65,9 +66,12 @@ class Restorer:
             )
         skeleton = bytes(first.data)
         try:
-            flat, tensors, starts = _lay_out(state.metas(skeleton))
+            metas = state.metas(skeleton)
+            size = sum(-(-state.size_of(meta) // ALIGN) * ALIGN for meta in metas)
         except WireError as error:
             raise Damaged(f"the checkpoint of step {step} cannot be used here: {error}") from None
+        check_room(size, f"the checkpoint of step {step}")
+        flat, tensors, starts = _lay_out(metas)
         entries = entries_of_shard(manifest.entries, self._shard)
         places = _places(entries, tensors, starts)
         if places is None:
@@ -148,7 +152,7 @@ def entries_of_shard(entries: Sequence[Entry], shard: int) -> list[Entry]:
 
 def _lay_out(metas: Sequence[state.Meta]) -> tuple[torch.Tensor, list[torch.Tensor], list[int]]:
     """Allocate one memory for the whole state; return its tensors, and where each begins."""
-    sizes = [state.empty(meta).nbytes for meta in metas]
+    sizes = [state.size_of(meta) for meta in metas]
     starts, at = [], 0
     for size in sizes:
         starts.append(at)

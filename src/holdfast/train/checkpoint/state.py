@@ -126,6 +126,17 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(each)
 
 
+def size_of(meta: Meta) -> int:
+    """Return the bytes of the tensor at one place of a skeleton, without allocating it.
+
+    WireError: no tensor can be that large.
+    """
+    try:
+        return empty(meta, "meta").nbytes
+    except (RuntimeError, TypeError, OverflowError):
+        raise WireError(f"a state skeleton names an impossible tensor {meta}") from None
+
+
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """View a tensor as flat uint8 (a host copy of it, if it is elsewhere or has gaps)."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
