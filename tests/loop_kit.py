@@ -25,10 +25,13 @@ def results(
     workers: int,
     kill_at: dict[int, int] | None = None,
     settings: dict[str, Any] | None = None,
+    *,
+    all_return: bool = True,
 ) -> list[Any]:
     """Run a script; returns what it returned on each worker that came to its end.
 
-    `settings`: of the job, beside the number of workers.
+    `settings`: of the job, beside the number of workers. `all_return`: without deaths all workers
+    have to come to the end.
     """
     found: dict[WorkerId, Any] = {}
 
@@ -47,7 +50,10 @@ def results(
     assert outcome == ""
     newest = [worker.incarnation for worker in cluster.workers.values()]
     assert not kill_at or max(newest) > 1 or len(found) < workers, "nobody has died"
-    assert kill_at or len(found) == workers  # who dies at the end may not be needed again
+    assert found
+    assert (
+        kill_at or not all_return or len(found) == workers
+    )  # who dies at the end may not be needed again
     return list(found.values())
 
 

@@ -101,7 +101,7 @@ def test_a_drained_node_leaves_and_the_job_goes_on(
         assert "far, node0" in unknown.stderr
         drained = drain(run, "far", "--reason", "a new fan")
         assert drained.returncode == 0, drained.stderr
-        assert members(run) == {"node0": 1} or not run.running()
+        assert members(run) in ({"node0": 1}, {})  # or the job has just ended
         assert far.wait(RUN_S) == 0
         assert finish(run) == reference(STEPS)
     (event,) = run.events("drain")

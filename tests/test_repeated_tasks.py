@@ -75,7 +75,10 @@ def test_runs_with_the_same_bits_are_decided_at_once(is_exact: bool) -> None:
     judged = repeats([], is_exact=is_exact)
     assert judge(judged, gradient) == RUNS_CLOSE
     assert judge(judged, gradient, step=1) == 2
-    assert judge(judged, gradient, step=1) == RUNS_CLOSE  # it is computed again
+
+
+def test_others_wait_for_two_runs_only_of_a_worker_that_joins_later() -> None:
+    assert judge(repeats([], is_exact=True), gradient, step=100) == 2
 
 
 def test_a_task_of_each_early_step_is_repeated_and_later_one_in_a_cycle() -> None:

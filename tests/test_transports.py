@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -30,13 +31,15 @@ from holdfast.testing.transports import (
 )
 from holdfast.train.environment import WorkerEnvironment, take_channel
 from holdfast.train.transport import tcp_transport
-from holdfast.train.transport.group_connection import GroupConnection
+from holdfast.train.transport.group_connection import HEAD, GroupConnection
 from holdfast.train.transport.nccl import NcclTransport
 from holdfast.train.transport.seam import AloneTransport
 from holdfast.train.transport.tcp_transport import TcpListener, TcpTransport
+from holdfast.train.transport.wires import Part, PlainWire
 
 KEY = b"k" * 32
 IDENTITY = PeerIdentity(key=KEY)
+PATIENCE_S = 30.0  # for what must happen
 BUILD_S = 2.0  # an impostor waits for this long, though the others give up at once
 
 
@@ -179,6 +182,37 @@ def test_tcp_ends_beside_a_frozen_member() -> None:
 )
 def test_tcp_refuses_impostors(make_of: Callable[[int], MakeTransport]) -> None:
     assert run_contract(refuses_impostors, make_of, size=3) == []
+
+
+class LateToReturn(PlainWire):
+    """A connection whose thread that sends gets no CPU time after its call into the kernel."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        super().__init__(channel)
+        self.may_return = threading.Event()
+
+    def send(self, parts: Sequence[Part], *, wait: bool) -> int:
+        sent = super().send(parts, wait=wait)
+        if wait and sent == sum(map(len, parts)):
+            assert self.may_return.wait(PATIENCE_S)
+        return sent
+
+
+def test_a_peer_may_leave_as_soon_as_it_has_everything() -> None:
+    near, far = socket.socketpair()
+    has_ended = threading.Event()
+    wire = LateToReturn(near)
+    link = GroupConnection(1, wire, has_ended.set)
+    link.start()
+    data = memoryview(bytearray(8 << 20))
+    batch = link.send([(1, data)])
+    assert batch is not None
+    with far:
+        far.recv_into(bytearray(HEAD.size + len(data)), 0, socket.MSG_WAITALL)
+    assert has_ended.wait(PATIENCE_S)
+    threading.Timer(0.1, wire.may_return.set).start()
+    link.wait_until_sent(batch)
+    link.close()
 
 
 def opens_for_nobody(member: GroupMember) -> None:

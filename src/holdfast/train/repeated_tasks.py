@@ -1,11 +1,11 @@
 """Computes a task twice now and then, on the same worker, to see that it is a pure function.
 
-A worker repeats its first task, one task of the job in each of the first steps, later one in so
-many steps, and each task of a step that is computed again because workers disagreed. A difference
-comes from something that is not keyed by the task: from tasks computed before it, from a generator
-of the script's own, from a machine's passing fault, or from kernels that are not deterministic.
-Further runs tell them apart, some with another task in between: one run that differs from all
-others is a machine's fault, and noise stays small whatever was computed before.
+A worker repeats its first task, one task of the job in each of the first steps, and later one in so
+many steps. A difference comes from something that is not keyed by the task: from tasks computed
+before it, from a generator of the script's own, from a machine's passing fault, or from kernels
+that are not deterministic. Further runs tell them apart, some with another task in between: one run
+that differs from all others is a machine's fault, and noise stays small whatever was computed
+before.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from holdfast.core.step.audit import Sketch, near
 
 EARLY_STEPS = 4  # in each of the job's first steps a task is repeated
 RUNS_MAX = 6  # of one task: before the one that counts, that one, and after it
-RUNS_CLOSE = 4  # of a worker's first task, and of a task that workers disagreed about
+RUNS_CLOSE = 4  # of a worker's first task, if it is one of the job's first
 RUNS_ODD = 14  # where one run differs: a script that counts its calls makes another one differ
 OTHERS_BEFORE = (0, 0, 0, 1, 0, 2)  # other tasks that are computed before each of these runs
 SETTLES = 4.0  # by so much closer runs are a script's doing, where noise would be as large
@@ -72,7 +72,6 @@ class RepeatedTasks:
         self._is_first = True  # this worker has repeated no task yet
         self._is_earliest = False  # the task that is repeated now was this worker's first
         self._is_close = False  # so it is looked at more closely
-        self._begun: tuple[int, set[int]] = (-1, set())  # tasks of the present step
         self._has_told_noise = False
 
     @property
@@ -84,14 +83,11 @@ class RepeatedTasks:
         """Return whether this task, which is about to begin, is to be repeated."""
         if not self._cycle:
             return False
-        if self._begun[0] != step:
-            self._begun = step, set()
-        again = vrank in self._begun[1]
-        self._begun[1].add(vrank)
         turn, within = divmod(step, 1 if step < EARLY_STEPS else self._cycle)
-        due = self._is_first or again or (within == 0 and turn % self._vranks == vrank)
+        due = self._is_first or (within == 0 and turn % self._vranks == vrank)
         if due:
-            self._is_close = self._is_first or again
+            # Others wait for a worker that joins later.
+            self._is_close = self._is_first and step < EARLY_STEPS
             self._is_earliest, self._is_first = self._is_first, False
         return due
 

@@ -70,6 +70,7 @@ class GroupConnection:
         self._waiting = 0  # threads that wait for a message
         self._leaving: deque[Outgoing] = deque()
         self._sender: threading.Thread | None = None
+        self._can_send = True  # False once the sender has returned for good
         self._busy = 0  # threads that use the connection
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
         self._start = self._stop = 0  # what of the buffer has been read and not taken
@@ -141,10 +142,15 @@ class GroupConnection:
         return batch
 
     def wait_until_sent(self, batch: Outgoing) -> None:
-        """Wait until the kernel has all of these messages. Aborted."""
+        """Wait until the kernel has all of these messages. Aborted.
+
+        A peer that has received everything may end the connection before the sender has returned
+        from the kernel. So only the sender knows whether its messages have left.
+        """
         with self._lock:
             while not batch.done:
-                self._check()
+                if not self._can_send:
+                    self._check()
                 self._news.wait()
 
     # ------------------------------------------------------------ the end
@@ -197,20 +203,28 @@ class GroupConnection:
         return thread
 
     def _write(self) -> None:
-        while True:
+        try:
+            while True:
+                self._write_next()
+        finally:
             with self._lock:
-                while not self._leaving:
-                    self._check()
-                    self._to_send.wait()
-                batch = self._leaving[0]
-            parts = batch.parts
-            while parts:
-                parts = _rest(parts, self.wire.send(parts, wait=True))
-            with self._lock:
-                self._leaving.popleft()
-                batch.parts = []
-                batch.done = True
+                self._can_send = False
                 self._news.notify_all()
+
+    def _write_next(self) -> None:
+        with self._lock:
+            while not self._leaving:
+                self._check()
+                self._to_send.wait()
+            batch = self._leaving[0]
+        parts = batch.parts
+        while parts:
+            parts = _rest(parts, self.wire.send(parts, wait=True))
+        with self._lock:
+            self._leaving.popleft()
+            batch.parts = []
+            batch.done = True
+            self._news.notify_all()
 
     def _read(self) -> None:
         while True:
