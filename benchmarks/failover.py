@@ -23,7 +23,7 @@ from scale import spec
 from holdfast.core.errors import WorldError
 from holdfast.runtime.coordinate.election import Leader, locate, open_election
 from holdfast.runtime.rundir import RunDir
-from holdfast.testing.etcd_cluster import EtcdCluster
+from labs.etcd_cluster import EtcdCluster
 
 HOST = "127.0.0.1"
 CANDIDATES = 3

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from holdfast.testing.gpt import GPT
+from holdfast.examples.gpt import GPT
 from holdfast.testing.local_run import LocalRun
 
 SCRIPT = Path(__file__).with_name("gpu_worker.py")

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 import holdfast
-from holdfast.testing.gpt import GPT, digest, standard_library
+from holdfast.examples.gpt import GPT, digest, standard_library
 
 
 def make_deterministic() -> None:

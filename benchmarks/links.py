@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from holdfast.core.step.link_detector import LinkDetector, Wait
 from holdfast.core.types import WorkerId
-from holdfast.testing.made_up_exchanges import BUCKETS, MadeUpExchange
 from holdfast.train.step.waits import Waits
+from labs.made_up_exchanges import BUCKETS, MadeUpExchange
 
 BEGIN, WITHIN = 40, 20  # steps: when something becomes slow, and by when it is to be found
 # How long a message takes, and how much of the computing is left when the first one can be sent.

@@ -22,9 +22,9 @@ from typing import Any
 
 from holdfast.core.errors import HoldfastError
 from holdfast.core.redundancy import read_redundancy
-from holdfast.testing import gpt
-from holdfast.testing.local_nodes import LocalNodes, names
+from holdfast.examples import gpt
 from holdfast.testing.local_run import LocalRun, strike
+from labs.local_nodes import LocalNodes, names
 
 SCRIPT = str(gpt.__file__)
 PACED = str(Path(__file__).with_name("paced_worker.py"))

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.testing.lab import LabRun
 from holdfast.testing.local_run import strike
-from holdfast.testing.network_lab import Fault, Lab
+from labs.lab import LabRun
+from labs.network_lab import Fault, Lab
 
 SCRIPT = Path(__file__).with_name("recovery_worker.py")
 

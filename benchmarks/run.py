@@ -32,8 +32,8 @@ import stragglers
 import torch
 
 from holdfast.sim.swarm import run_seed
-from holdfast.testing.etcd_cluster import EtcdCluster
-from holdfast.testing.network_lab import Lab
+from labs.etcd_cluster import EtcdCluster
+from labs.network_lab import Lab
 
 FOLDER = Path(__file__).parent
 SIM_SEEDS = 100

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from holdfast.testing.network_lab import Host
+from labs.network_lab import Host
 
 PATIENCE_S = 20.0  # bounds what must happen
 SILENCE_S = 0.3  # how long nothing must happen to count as silence

@@ -16,7 +16,7 @@ import pytest
 
 from holdfast.core.job_spec import JobSpec, Nodes, Workers
 from holdfast.runtime.rundir import RunDir
-from holdfast.testing.etcd_cluster import EtcdCluster
+from labs.etcd_cluster import EtcdCluster
 
 HOST = "127.0.0.1"
 POLL_S = 0.01

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from holdfast.core.errors import HoldfastError
-from holdfast.testing.lab import LabRun
 from holdfast.testing.local_run import LocalRun, strike
-from holdfast.testing.network_lab import Direction, Fault, Lab
+from labs.lab import LabRun
+from labs.network_lab import Direction, Fault, Lab
 
 SCRIPT = Path(__file__).parent / "scripts" / "trainer.py"
 RUN_S = 200.0

@@ -24,7 +24,7 @@ from holdfast.runtime.coordinate.election import (
 )
 from holdfast.runtime.coordinate.etcd import Endpoint, EtcdClient, KeyValue, put
 from holdfast.runtime.coordinate.journal import seal, unseal
-from holdfast.testing.etcd_cluster import EtcdCluster, free_ports
+from labs.etcd_cluster import EtcdCluster, free_ports
 from support import HOST, SPEC, WAIT_S, start_etcd
 
 LONG_TTL_S = 60  # no hiccup of a busy machine ends such a lease

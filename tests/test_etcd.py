@@ -17,7 +17,7 @@ from holdfast.runtime.coordinate.election import (
     open_election,
 )
 from holdfast.runtime.coordinate.etcd import Endpoint, EtcdClient, put
-from holdfast.testing.etcd_cluster import EtcdCluster, free_ports
+from labs.etcd_cluster import EtcdCluster, free_ports
 from support import HOST, WAIT_S, start_etcd
 
 

@@ -103,7 +103,7 @@ def test_without_scikit_learn_the_digits_say_so_in_one_line() -> None:
 
 
 def test_the_demo_runs_the_example_that_people_read() -> None:
-    spec = importlib.util.find_spec("holdfast.testing.gpt")
+    spec = importlib.util.find_spec("holdfast.examples.gpt")
     assert spec is not None
     assert spec.origin is not None
     assert Path(spec.origin).read_bytes() == (EXAMPLES / "gpt.py").read_bytes()

@@ -19,7 +19,6 @@ from holdfast.core.redundancy import Piece, read_redundancy
 from holdfast.core.types import WorkerId
 from holdfast.memory.pieces import Image, PieceCoder
 from holdfast.net.peer_identity import PeerIdentity
-from holdfast.testing.local_nodes import LocalNodes, names
 from holdfast.testing.local_run import LocalRun
 from holdfast.testing.memory_transport import MemoryNetwork
 from holdfast.testing.transports import (
@@ -42,6 +41,7 @@ from holdfast.train.transport.nccl import NO_NCCL, GpuTransport, gpu_id_of
 from holdfast.train.transport.seam import Transport
 from holdfast.train.transport.staged import Copy, DeviceCopies, HostRooms, Moment, StagedTransport
 from holdfast.train.transport.tcp_transport import TcpListener, TcpTransport
+from labs.local_nodes import LocalNodes, names
 from support import SPEC
 from thread_cluster import ThreadCluster, ThreadWorker
 

@@ -39,7 +39,7 @@ from holdfast.runtime.coordinate.journal import (
     seal,
     unseal,
 )
-from holdfast.testing.etcd_cluster import EtcdCluster
+from labs.etcd_cluster import EtcdCluster
 from support import WAIT_S, start_etcd
 
 TTL_S = 60  # of leases that nothing renews here

@@ -25,9 +25,9 @@ from holdfast.launch.cluster_manager import PlacementOrder
 from holdfast.launch.kubernetes_manager import KubernetesManager, fill
 from holdfast.launch.kubernetes_notices import OVERDUE_AWAY_S, OVERDUE_S, TwoClocks, placement_of
 from holdfast.net.secret import parse_secret
-from holdfast.testing.fake_kubernetes import FakeKubernetes
-from holdfast.testing.kubernetes_cluster import KubernetesCluster, write_kubeconfig
 from holdfast.wire.job_document import decode_job
+from labs.fake_kubernetes import FakeKubernetes
+from labs.kubernetes_cluster import KubernetesCluster, write_kubeconfig
 
 NOW = datetime(2026, 1, 1, tzinfo=timezone.utc)
 CLOCKS = TwoClocks(wall=NOW.timestamp(), monotonic=1000.0)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from holdfast.testing.cluster_contract import CLUSTER_CASES, Case, run_cluster_case
-from holdfast.testing.fake_kubernetes import FakeKubernetes
-from holdfast.testing.kubernetes_cluster import KubernetesCluster, write_kubeconfig
+from labs.fake_kubernetes import FakeKubernetes
+from labs.kubernetes_cluster import KubernetesCluster, write_kubeconfig
 
 
 @pytest.fixture(scope="module")

@@ -26,22 +26,22 @@ from holdfast.launch.kubernetes_resume import job_again
 from holdfast.net.tls import client_of
 from holdfast.runtime.contact import job_status
 from holdfast.runtime.rundir import RunDir
-from holdfast.testing import control_plane
 from holdfast.testing.cluster_contract import (
     CLUSTER_CASES,
     assert_survives,
     run_cluster_case,
     serving_nodes,
 )
-from holdfast.testing.control_plane import ControlPlane
-from holdfast.testing.etcd_cluster import free_ports
-from holdfast.testing.fake_kubernetes import FakeKubernetes
-from holdfast.testing.kubernetes_cluster import (
+from holdfast.testing.local_run import LocalRun
+from labs import control_plane
+from labs.control_plane import ControlPlane
+from labs.etcd_cluster import free_ports
+from labs.fake_kubernetes import FakeKubernetes
+from labs.kubernetes_cluster import (
     KubernetesCluster,
     read_manifests,
     write_kubeconfig,
 )
-from holdfast.testing.local_run import LocalRun
 
 pytestmark = pytest.mark.timeout(600)
 STEPS = "1000"  # of 0.3 s each until everything has happened

@@ -17,8 +17,8 @@ from certificates import make_certificates
 from conftest import RUN_S, SCRIPTS, computed_twice
 from holdfast.core.errors import HoldfastError
 from holdfast.memory.arena import FIRST
-from holdfast.testing.local_nodes import LocalNodes, names
 from holdfast.testing.local_run import LocalRun, strike
+from labs.local_nodes import LocalNodes, names
 
 STEPS = 60
 LATER = 25  # so many steps are done before anything is broken

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from holdfast.core.errors import UserError, WorldError
-from holdfast.testing import network_lab as network
-from holdfast.testing.network_lab import OWNER, Direction, Host, Lab, clean_leftovers
-from holdfast.testing.relay import Relay
+from labs import network_lab as network
+from labs.network_lab import OWNER, Direction, Host, Lab, clean_leftovers
+from labs.relay import Relay
 from network_peers import PATIENCE_S, PYTHON, SILENCE_S, call, connected, receive, serve, until
 
 pytestmark = pytest.mark.skipif(bool(Lab.available()), reason=Lab.available())
@@ -436,7 +436,7 @@ def test_a_lab_that_cannot_be_made_leaves_nothing(monkeypatch):
 
 OWNER_PROGRAM = """
 import os, signal, subprocess, sys
-from holdfast.testing.network_lab import Lab
+from labs.network_lab import Lab
 with Lab(2) as lab:
     lab.cut(lab.hosts[0])
     child = lab.hosts[0].popen(["sleep", "1000"])
@@ -448,7 +448,8 @@ with Lab(2) as lab:
 
 def test_leftovers_of_a_killed_owner_are_cleaned_and_no_others():
     command = [sys.executable, "-c", OWNER_PROGRAM]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=Path(__file__).parent, **pipes) as owner:
         pid = int(owner.stdout.readline())
         clean_leftovers()
         os.kill(pid, 0)  # it lives, since its owner does

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from holdfast.core.errors import WorldError
-from holdfast.testing.network_lab import Host, Lab
-from holdfast.testing.relay import Relay
+from labs.network_lab import Host, Lab
+from labs.relay import Relay
 from network_peers import PATIENCE_S, SILENCE_S, call, connected, receive, serve, until
 
 pytestmark = pytest.mark.skipif(bool(Lab.available()), reason=Lab.available())

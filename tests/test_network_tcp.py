@@ -42,7 +42,7 @@ from typing import TypeVar
 
 import pytest
 
-from holdfast.testing.network_lab import Host, Lab
+from labs.network_lab import Host, Lab
 from network_peers import PATIENCE_S, PYTHON, SILENCE_S, connected, until
 
 pytestmark = pytest.mark.skipif(bool(Lab.available()), reason=Lab.available())

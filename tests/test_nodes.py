@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from holdfast.core.errors import HoldfastError
-from holdfast.testing.lab import LabRun
 from holdfast.testing.local_run import LocalRun, strike
-from holdfast.testing.network_lab import Direction, Lab
-from holdfast.testing.relay import Relay
+from labs.lab import LabRun
+from labs.network_lab import Direction, Lab
+from labs.relay import Relay
 
 SCRIPT = Path(__file__).parent / "scripts" / "trainer.py"
 RUN_S = 100.0

@@ -19,8 +19,8 @@ from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.open import open_storage
 from holdfast.store.saving import Item
 from holdfast.store.storage import Storage
-from holdfast.testing.etcd_cluster import free_ports
 from holdfast.testing.storages import STORAGE_CASES, content
+from labs.etcd_cluster import free_ports
 from support import HOST, until
 
 objects = pytest.importorskip("holdfast.store.objects", exc_type=ImportError)

@@ -27,8 +27,8 @@ from holdfast.launch.ray_manager import RayManager, RayShare
 from holdfast.launch.ray_tables import RayTables, read_tables, selector
 from holdfast.runtime.rundir import RunDir
 from holdfast.testing.cluster_contract import CLUSTER_CASES, Case, order, run_cluster_case, until
-from holdfast.testing.fake_ray import FakeRay
-from holdfast.testing.slurm_cluster import our_processes
+from labs.fake_ray import FakeRay
+from labs.slurm_cluster import our_processes
 
 WAIT_S = 30.0
 

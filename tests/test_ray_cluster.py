@@ -22,7 +22,7 @@ from holdfast.testing.cluster_contract import (
     serving_nodes,
 )
 from holdfast.testing.local_run import LocalRun, strike
-from holdfast.testing.ray_cluster import RayCluster
+from labs.ray_cluster import RayCluster
 
 SCRIPT, STEPS = str(SCRIPTS / "paced.py"), "600"
 OPTIONS = ["--nproc", "1", "--virtual", "4"]

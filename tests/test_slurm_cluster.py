@@ -24,7 +24,7 @@ from holdfast.testing.cluster_contract import (
     serving_nodes,
 )
 from holdfast.testing.local_run import LocalRun
-from holdfast.testing.slurm_cluster import SlurmCluster
+from labs.slurm_cluster import SlurmCluster
 
 SCRIPT, STEPS = str(SCRIPTS / "paced.py"), "600"
 OPTIONS = ["--nproc", "1", "--virtual", "4"]

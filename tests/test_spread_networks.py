@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from conftest import RUN_S, SCRIPTS, computed_twice, finish
-from holdfast.testing.lab import LabRun
 from holdfast.testing.local_run import LocalRun
-from holdfast.testing.network_lab import Lab
+from labs.lab import LabRun
+from labs.network_lab import Lab
 from test_memory_tier import recalls, until_step
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "fsdp.py"

@@ -15,9 +15,9 @@ import pytest
 
 from conftest import RUN_S, SCRIPTS, computed_twice, finish
 from holdfast.observe.ledger_audit import verify
-from holdfast.testing.local_nodes import LocalNodes, names
 from holdfast.testing.local_run import LocalRun, strike
 from holdfast.train.data.sampling import plan_of
+from labs.local_nodes import LocalNodes, names
 from test_memory_tier import end, recalls, refused, until_step
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "fsdp.py"

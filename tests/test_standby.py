@@ -33,8 +33,8 @@ from holdfast.runtime.coordinate.election import (
 from holdfast.runtime.coordinate.journal import unseal
 from holdfast.runtime.launcher import CoordinatorSite
 from holdfast.runtime.rundir import RunDir
-from holdfast.testing.etcd_cluster import EtcdCluster, free_ports
 from holdfast.wire.messages import StatusReply, StatusRequest, StopRequest
+from labs.etcd_cluster import EtcdCluster, free_ports
 from support import HOST, SPEC, WAIT_S, CoordinatorProcess, start_etcd, until
 
 LONG_TTL_S = 60  # no hiccup of a busy machine ends such a lease

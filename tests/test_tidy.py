@@ -18,6 +18,7 @@ RUNTIME = "src/holdfast/runtime/x.py"
 SIM = "src/holdfast/sim/x.py"
 TRAIN = "src/holdfast/train/x.py"
 ROOT = "src/holdfast/__init__.py"
+LABS = "tests/labs/x.py"
 CLI = "src/holdfast/cli/main.py"
 
 LONG_FUNCTION = "def f():\n" + "    x = 1\n" * 70
@@ -39,6 +40,7 @@ BAD = [
     ("layers", SIM, "from holdfast.train import job"),
     ("layers", "src/holdfast/observe/x.py", "import holdfast.train.job"),
     ("layers", CLI, "from holdfast.testing import faults"),
+    ("layers", "src/holdfast/testing/x.py", "from holdfast.examples import demo"),
     ("layers", "src/holdfast/unheard_of/x.py", "from holdfast.core import types"),
     ("torch-only-in-train", RUNTIME, "import torch.distributed as dist"),
     ("torch-only-in-train", CLI, "def f():\n    from torch import nn"),
@@ -64,6 +66,7 @@ BAD = [
     ("constructor-size", CORE, CONSTRUCTOR.format(more=", h")),
     ("constructor-size", CORE, CONSTRUCTOR.format(more=", **h")),
     ("module-docstring", CORE, "x = 1"),
+    ("module-docstring", LABS, "x = 1"),
     ("module-docstring", "src/holdfast/core/__init__.py", ""),
     ("docstring-sentence", CODING, "'Of all loops. Without a directory there is no ledger.'"),
     ("docstring-sentence", CODING, "'Whether it holds for this one.'"),
@@ -132,6 +135,7 @@ GOOD = [
     ("no-sleep-in-tests", "tests/test_x.py", "clock.sleep(1)"),
     ("no-sleep-in-tests", RUNTIME, "import time\ntime.sleep(1)"),
     ("no-sleep-in-tests", "tests/scripts/slow_job.py", "import time\ntime.sleep(1)"),
+    ("no-sleep-in-tests", LABS, "import time\ntime.sleep(1)"),
     ("no-set-order", CORE, "for x in sorted({1, 2}): ...\ny = 1 in {1, 2}"),
     ("no-set-order", CORE, "def f(xs):\n    xs = set(xs)\n    xs = sorted(xs)\n    return [*xs]"),
     ("no-set-order", CORE, "def f(xs: set): ...\ndef g(xs: list):\n    return [x for x in xs]"),

@@ -18,12 +18,13 @@ import tidy_sets
 from tidy_sets import Function
 
 ROOT = Path(__file__).resolve().parent.parent
+LABS = "tests/labs/"
 FOLDERS = ("src", "tests", "examples", "benchmarks")
 
 # Highest first. A module may import from its own package and from any lower row; packages of one
 # row are strangers to each other. "" is holdfast/__init__.py.
 LAYERS = (
-    ("", "__main__", "testing", "integrations"),  # nothing imports integrations
+    ("", "__main__", "testing", "integrations", "examples"),  # nothing below imports these
     ("cli", "dashboard"),
     ("launch",),
     ("runtime", "sim"),
@@ -34,9 +35,13 @@ LAYERS = (
     ("wire", "coding"),
     ("core",),
 )
-FORBIDDEN = {("sim", "train"), ("testing", "cli")}  # although the rows would allow it
+FORBIDDEN = {
+    ("sim", "train"),
+    ("testing", "cli"),
+    ("testing", "examples"),
+}  # although the rows would allow it
 PUBLIC_API_USERS = ("cli",)  # may `import holdfast` as a user would
-TORCH_USERS = ("train", "testing", "integrations")
+TORCH_USERS = ("train", "testing", "integrations", "examples")
 
 # Where execution can start; every other module must be reachable from one of these.
 ENTRY_POINTS = (
@@ -155,6 +160,11 @@ def calls(module: Module) -> Iterator[tuple[ast.Call, str]]:
 
 def in_src(modules: list[Module]) -> Iterator[Module]:
     return (m for m in modules if m.path.startswith("src/"))
+
+
+def in_house(modules: list[Module]) -> Iterator[Module]:
+    """The package, and the laboratories that its tests and benchmarks share."""
+    return (m for m in modules if m.path.startswith(("src/", LABS)))
 
 
 def in_core(modules: list[Module]) -> Iterator[Module]:
@@ -278,7 +288,7 @@ def parameters(function: Function) -> list[ast.arg]:
 
 
 def find_wide_constructors(modules: list[Module]) -> Iterator[Finding]:
-    for module in in_src(modules):
+    for module in in_house(modules):
         for function in functions(module):
             count = len(parameters(function)) - 1
             if function.name == "__init__" and count > CONSTRUCTOR_PARAMETERS_MAX:
@@ -290,7 +300,7 @@ def find_wide_constructors(modules: list[Module]) -> Iterator[Finding]:
 
 def find_unitless_times(modules: list[Module]) -> Iterator[Finding]:
     unitless = re.compile(r"(^|_)(timeouts?|intervals?|delays?)(_(min|max|default|initial))?$")
-    for module in in_src(modules):
+    for module in in_house(modules):
         named: list[tuple[int, str, ast.expr | None]] = []
         for node in ast.walk(module.tree):
             if isinstance(node, Function):
@@ -308,17 +318,19 @@ def find_unitless_times(modules: list[Module]) -> Iterator[Finding]:
 
 
 def find_missing_module_docstrings(modules: list[Module]) -> Iterator[Finding]:
-    for module in in_src(modules):
+    for module in in_house(modules):
         if not ast.get_docstring(module.tree):
             yield Finding(module, 1, "has no docstring")
 
 
 def find_docstring_riddles(modules: list[Module]) -> Iterator[Finding]:
     errors = {"HoldfastError"}
-    classes = [n for m in in_src(modules) for n in ast.walk(m.tree) if isinstance(n, ast.ClassDef)]
+    classes = [
+        n for m in in_house(modules) for n in ast.walk(m.tree) if isinstance(n, ast.ClassDef)
+    ]
     for _ in range(3):  # the tree of exceptions is no deeper
         errors |= {c.name for c in classes if errors & {ast.unparse(b) for b in c.bases}}
-    for module in in_src(modules):
+    for module in in_house(modules):
         for line, name, text in tidy_docstrings.docstrings(module.tree):
             if why := tidy_docstrings.riddle(text, frozenset(errors)):
                 yield Finding(module, line, f"the docstring of {name}: {why}")
@@ -326,7 +338,7 @@ def find_docstring_riddles(modules: list[Module]) -> Iterator[Finding]:
 
 def find_names_used_twice(modules: list[Module]) -> Iterator[Finding]:
     seen: dict[str, str] = {}
-    for module in in_src(modules):
+    for module in in_house(modules):
         names = [(n.lineno, n.name) for n in ast.walk(module.tree) if isinstance(n, ast.ClassDef)]
         found = [(line, name) for line, name in names if name[0] != "_"]
         base = module.path.rpartition("/")[2]
@@ -430,8 +442,9 @@ def find_unused_modules(modules: list[Module]) -> Iterator[Finding]:
 
 def find_sleeping_tests(modules: list[Module]) -> Iterator[Finding]:
     for module in modules:
-        # tests/scripts holds the jobs under test, and a slow job must be slow.
-        if module.path.startswith("tests/") and not module.path.startswith("tests/scripts/"):
+        # A slow job under test must be slow, and the laboratories poll for conditions.
+        is_excused = module.path.startswith(("tests/scripts/", LABS))
+        if module.path.startswith("tests/") and not is_excused:
             for line, name in imports(module):
                 if name == "time.sleep":
                     yield Finding(module, line, "imports time.sleep")

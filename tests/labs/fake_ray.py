@@ -23,7 +23,7 @@ from holdfast.launch.ray_manager import RayManager, RayShare
 from holdfast.launch.ray_tables import DRAINED, NODE_LABEL, RUNNING_STATE, WAITING_STATES, selector
 from holdfast.testing.cluster_contract import PREFIX
 from holdfast.testing.fake_cluster import kill_tree
-from holdfast.testing.slurm_cluster import our_processes
+from labs.slurm_cluster import our_processes
 
 ACTOR = """
 import json, sys, threading

@@ -31,10 +31,11 @@ import socket
 import struct
 import sys
 from collections.abc import Awaitable
+from pathlib import Path
 from typing import Any, TextIO
 
 from holdfast.core.errors import UserError, WorldError
-from holdfast.testing.network_lab import INTERFACE, Host, run_tool
+from labs.network_lab import INTERFACE, Host, run_tool
 
 Address = tuple[str, int]
 ANSWER_S = 30.0  # bounds the start of the process and every answer, which take milliseconds
@@ -76,8 +77,9 @@ class Relay:
             self._control = stack.enter_context(here.makefile("rw", buffering=1))
             with here, there:  # what was made of `here` lives on
                 number = there.fileno()
-                command = [sys.executable, "-m", "holdfast.testing.relay", str(number)]
-                process = self.host.popen(command, pass_fds=[number])
+                command = [sys.executable, "-m", "labs.relay", str(number)]
+                tests = Path(__file__).parent.parent  # where the interpreter finds this package
+                process = self.host.popen(command, pass_fds=[number], cwd=tests)
             stack.callback(process.wait)
             stack.callback(process.kill)
             what = {"listen": self.address, "target": self.target, **self._shape}

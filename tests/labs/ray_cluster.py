@@ -25,7 +25,7 @@ from holdfast.launch.ray_manager import RayManager, RayShare
 from holdfast.launch.ray_tables import DRAINED, NAMESPACE, RayTables, read_tables
 from holdfast.testing.cluster_contract import PREFIX
 from holdfast.testing.fake_cluster import kill_tree
-from holdfast.testing.slurm_cluster import free_ports, our_processes
+from labs.slurm_cluster import free_ports, our_processes
 
 WAIT_S = 60.0
 CLUSTER, NODE = "HOLDFAST_RAY_CLUSTER", "HOLDFAST_RAY_NODE"  # in the environment of its processes

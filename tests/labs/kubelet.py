@@ -1,6 +1,6 @@
 """Plays the kubelet of one node, for tests: pods' containers are processes of this machine.
 
-    python -m holdfast.testing.kubelet NAME --root DIR [--zone ZONE]
+    python tests/labs/kubelet.py NAME --root DIR [--zone ZONE]
 
 It registers the node, renews its lease and its Ready condition, runs what the scheduler has bound
 to the node, and ends what is deleted: the hook preStop, SIGTERM, and SIGKILL after the grace
@@ -266,7 +266,7 @@ class Kubelet:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="holdfast.testing.kubelet")
+    parser = argparse.ArgumentParser(prog="kubelet.py")
     parser.add_argument("name")
     parser.add_argument("--root", type=Path, required=True)
     parser.add_argument("--zone", default="zone0")

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import httpx2
 
-from holdfast.testing.etcd_cluster import free_ports
-from holdfast.testing.kubernetes_cluster import write_kubeconfig
+from labs.etcd_cluster import free_ports
+from labs.kubernetes_cluster import write_kubeconfig
 
 HOST = "127.0.0.1"
 UP_S = 60.0

@@ -31,7 +31,8 @@ from holdfast.core.fleet.placements import PlacementId
 from holdfast.launch.kubernetes_manager import KubernetesManager
 from holdfast.launch.kubernetes_names import AGENT, ZONE, instance_of, labels_of
 from holdfast.launch.kubernetes_notices import REASON
-from holdfast.testing.kubelet import NODE_MARK, POD_MARK, kill_marked, marked
+from labs import kubelet
+from labs.kubelet import NODE_MARK, POD_MARK, kill_marked, marked
 
 NAMESPACE = "default"
 UP_S = 60.0
@@ -103,7 +104,7 @@ class KubernetesCluster:
     def start(self, host: str) -> None:
         """Start the kubelet of a node; what runs there is not known to it."""
         zone = self.domains[host][0].partition("=")[2]
-        command = [sys.executable, "-m", "holdfast.testing.kubelet", host, "--zone", zone]
+        command = [sys.executable, str(Path(kubelet.__file__)), host, "--zone", zone]
         self._kubelets[host] = subprocess.Popen(
             [*command, "--root", str(self.folder)],
             env={**os.environ, "KUBECONFIG": str(self.config)},

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from holdfast.testing.local_run import LocalRun
-from holdfast.testing.network_lab import Host, Lab
+from labs.network_lab import Host, Lab
 
 
 class LabRun(LocalRun):

@@ -1,1 +1,0 @@
-../../../examples/gpt.py
