@@ -12,6 +12,7 @@ import sys
 import pytest
 
 import tidy
+import tidy_prose
 
 CORE = "src/holdfast/core/x.py"
 RUNTIME = "src/holdfast/runtime/x.py"
@@ -80,6 +81,9 @@ BAD = [
     ("docstring-sentence", CODING, "'Compared in constant time.'"),
     ("docstring-sentence", CODING, "'Finding sockets of a library.'"),
     ("docstring-sentence", CODING, "class C:\n    def f(self):\n        'When it ends.'"),
+    ("plain-prose", CORE, "def f():\n    'Tell whether what is kept can be read.'"),
+    ("plain-prose", CORE, "x = 1  # that it takes, of those who have one\ny = 2  # of which"),
+    ("plain-prose", "tests/test_x.py", "# begin anew, if\n# so many come to the end"),
     ("unique-name", CORE, "class C: ...\nclass D:\n    class C: ..."),
     ("public-docstring", ROOT, "__all__ = ['f']\ndef f(): ..."),
     ("public-docstring", ROOT, "__all__ = ['C']\nclass C:\n    'C.'\n    def f(self): ..."),
@@ -125,6 +129,8 @@ GOOD = [
     ("docstring-sentence", CODING, "'Bring a chunk to its place.'"),
     ("docstring-sentence", CODING, "def f(): ...\nclass C: ..."),
     ("docstring-sentence", "tests/test_x.py", "'Of all loops.'"),
+    ("plain-prose", CORE, "def f():\n    'Return whether the kept pieces can be read.'"),
+    ("plain-prose", CORE, "x = 1  # bytes used by those pieces\ns = 'what is'\nwhat = 'anew'"),
     ("unique-name", CORE, "class C: ...\nclass D:\n    class _C: ...\nclass _C: ..."),
     ("unique-name", "tests/test_x.py", "class C: ...\nclass D:\n    class C: ..."),
     ("public-docstring", ROOT, "__all__ = ['f', 'V']\nV = 1\ndef f():\n    'What it does.'"),
@@ -238,6 +244,34 @@ def test_public_names_are_followed_to_where_they_are_defined():
         rule_named("public-docstring"), [tidy.parse(p, s) for p, s in files.items()]
     )
     assert [line.split(":")[0] for line in found] == [TRAIN]
+
+
+def test_documents_are_written_in_plain_english():
+    baseline = tidy_prose.read_baseline()
+    files = {p: s for p, s in tidy_prose.repository().items() if p.endswith(".md")}
+    assert "docs/testing.md" in files
+    assert {p: why for p, s in files.items() if (why := tidy_prose.judge(p, s, baseline))} == {}
+
+
+def test_the_baseline_of_prose_is_as_low_as_the_files_are():
+    assert tidy_prose.find_loose(tidy_prose.read_baseline()) == []
+
+
+def test_old_files_may_keep_their_phrases_and_must_not_gain_any():
+    source = "# what is kept, what is sent, what is lost\nx = 1\n"
+    path = "src/holdfast/core/old.py"
+    assert tidy_prose.judge(path, source, {"old.py": 3}) is None
+    assert "more than 2" in (tidy_prose.judge(path, source, {"old.py": 2}) or "")
+    assert "--lower" in (tidy_prose.judge(path, source, {"old.py": 4}) or "")
+    moved = path.replace("core", "train")
+    assert tidy_prose.judge(moved, source, {"old.py": 3}) is None
+    assert tidy_prose.judge("docs/old.md", source, {"old.py": 3}) is not None
+
+
+def test_code_in_documents_is_no_prose():
+    text = "Say it.\n\n    what is = who has\n\n```\nof which anew\n```\n\nSo many `of which`.\n"
+    found = tidy_prose.find(tidy_prose.pieces("docs/x.md", text))
+    assert [(f.line, f.text) for f in found] == [(9, "So many `...`.")]
 
 
 def test_the_repository_is_what_is_judged(modules):

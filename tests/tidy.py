@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tidy_docstrings
+import tidy_prose
 import tidy_sets
 from tidy_sets import Function
 
@@ -336,6 +337,13 @@ def find_docstring_riddles(modules: list[Module]) -> Iterator[Finding]:
                 yield Finding(module, line, f"the docstring of {name}: {why}")
 
 
+def find_dialect(modules: list[Module]) -> Iterator[Finding]:
+    baseline = tidy_prose.read_baseline()
+    for module in modules:
+        if why := tidy_prose.judge(module.path, module.source, baseline):
+            yield Finding(module, 1, why)
+
+
 def find_names_used_twice(modules: list[Module]) -> Iterator[Finding]:
     seen: dict[str, str] = {}
     for module in in_house(modules):
@@ -523,6 +531,12 @@ RULES = [
         find_docstring_riddles,
         "a docstring begins with a whole sentence that says what the thing does or is: readers "
         "come from anywhere and have not read the neighbours",
+    ),
+    Rule(
+        "plain-prose",
+        find_dialect,
+        "readers of any origin read comments and docstrings: plain sentences with a subject, a "
+        "verb and an object (tests/tidy_prose.py has the phrases, and what to write instead)",
     ),
     Rule(
         "unique-name",
