@@ -90,11 +90,11 @@ PHRASES = (
     ),
     phrase(DOCSTRING, r"(?:tells?|told)\b", "`Return whether ...`, `Report ...`"),
     phrase(DOCSTRING, r"notes?\b", "`Record ...`"),
-    phrase(DOCSTRING, r"holds\b", "say what it is for: `The state of ...`, `Keeps ...`"),
+    phrase(DOCSTRING, r"holds\b", "`Keeps ...`, `Describes ...`, `Is ...`"),
     phrase(DOCSTRING, r"says?\b", "`Return the text ...`, `Describes ...`"),
     phrase(
         TRAILING,
-        rf"(?:that|which|who|whose|whom|of|by|than|{BE}|{HAVE}|{MODAL}"
+        rf"(?:that|which|who|whose|whom|of|than|{BE}|{HAVE}|{MODAL}"
         r"|(?:in|from|for|to|on|at|with) (?:which|whom))\b",
         "a whole statement: `bytes used by those pieces`, not `that it takes`",
     ),

@@ -1,8 +1,8 @@
 """Knows the ground truth of a simulated run, and everything that must never be seen in it.
 
-It looks only at facts of the world (which processes live, which bytes were summed, what is on the
-coordinator's disk, which promises were given), never at what a machine believes of another one.
-The oracle is written apart from the product's own summation.
+It looks only at facts of the world (live processes, summed bytes, the coordinator's disk, given
+promises), never at the beliefs of one machine about another. The oracle is written apart from the
+product's own summation.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from holdfast.sim.seams import Actor
 from holdfast.sim.spare_rules import SpareRules
 from holdfast.sim.wrong_bits import Errors, Violation
 
-STEPS_UNHEARD = 40  # that may be committed before the coordinator hears of it and acts
+STEPS_UNHEARD = 40  # most commits before the coordinator hears of a view's end and acts
 REPLACED = "the coordinator replaced it"  # as the agent machine words it
 
 
@@ -70,8 +70,8 @@ class Truth:
         self.live: dict[Key, Actor] = {}
         self.live_of: dict[int, list[Actor]] = {}  # by worker
         self.ordered: dict[int, int] = {}  # by worker: the incarnation that the journal orders
-        self._slots: object = ()  # of the journal, as they were noted
-        self._synced: object = None  # what was checked last
+        self._slots: object = ()  # the slots in the journal, when last checked
+        self._synced: object = None  # the record last checked
         self._reduced: object = None  # the same
         self.leading: dict[Key, int] = {}
         first = options.counts_from
@@ -87,15 +87,15 @@ class Truth:
         self.rotten: dict[int, bool] = {}  # those that cannot be read
         self.saved_in: dict[int, ViewNumber] = {}  # their views
         self.durable: dict[tuple[int, ViewNumber], Copy] = {}  # whether or not they count yet
-        self.unlike: dict[tuple[int, ViewNumber], bool] = {}  # of these: some flipped, some not
+        self.unlike: dict[tuple[int, ViewNumber], bool] = {}  # only some shares have a flip
         self._shares: dict[tuple[int, ViewNumber], dict[int, Copy]] = {}  # by rank
-        self.invalidations: Invalidations = ()  # what is withdrawn from the store
+        self.invalidations: Invalidations = ()  # checkpoints withdrawn from the store
         self._doubts: Invalidations = ()  # what any worker has known of
         self.restores = 0
-        self.drops: dict[tuple[int, int], bool] = {}  # sums of steps without what came too late
+        self.drops: dict[tuple[int, int], bool] = {}  # sums that left out late results
         self.again: dict[tuple[int, int], bool] = {}  # steps that a view computes again
-        self.count: Counter[str] = Counter()  # of what has happened
-        self.reaches: Callable[[AgentId], bool] = lambda agent: True  # of the world
+        self.count: Counter[str] = Counter()  # number of events, by kind
+        self.reaches: Callable[[AgentId], bool] = lambda agent: True  # by the world
 
     def start(self) -> None:
         """Run the whole job without faults."""
@@ -103,7 +103,7 @@ class Truth:
         self.errors.start()
 
     def goes_on(self, step: int, total: int) -> None:
-        """Work out all that follows, if this is the sum of a step."""
+        """Compute the rest of the job from the sum of one step."""
         del self.sums[step:], self.states[step + 1 :]
         for later in range(step, self.steps):
             state = self.states[-1]
@@ -119,7 +119,7 @@ class Truth:
         forgotten = self.disk is not None and self.disk.forgotten
         of_worker = self.live_of.setdefault(int(process.worker), [])
         for other in of_worker:
-            # Who has lost the journal may give a node that it never heard of another one's number.
+            # A coordinator without its journal may give a number twice, to nodes unknown to it.
             if other.agent == process.agent or not forgotten:
                 raise Violation(f"two processes of worker {key[0]} live: {other.key}, {key}")
         self.promises.spawned(process, self.live.values())
@@ -142,7 +142,7 @@ class Truth:
         self.errors.ended()
         self.completed = True
         if self._options.backup.workers:
-            self.errors.hidden = True  # who is left may drop something else in the last steps
+            self.errors.hidden = True  # the others may drop different results in the last steps
 
     def released(self, process: Actor, loop: int) -> None:
         """Check that a worker may leave a loop that has ended."""
@@ -198,7 +198,7 @@ class Truth:
             self.promises.remembers(self.disk, record)
         self.disk, self.forgotten = record, False
         if record.view is not None:
-            self._formed(record.view, now)  # by what was ordered until now
+            self._formed(record.view, now)  # judged by the orders before this record
         if record.slots is not self._slots:
             self.promises.ordered(record, now)
             self._slots = record.slots
@@ -282,16 +282,16 @@ class Truth:
         self.memories.formed(view)
 
     def _discarded(self, view: View) -> bool:
-        """Tell whether a member knows that the states of all are not to be believed."""
+        """Return whether a member knows that no member's state can be trusted."""
         members = (self.processes[(m.worker, m.incarnation)] for m in view.members)
         return any(member.machine.snapshot().discarded for member in members)
 
     def share_written(self, step: int, view: View, rank: int, copy: Copy) -> None:
-        """Note that a writer has written a share of a checkpoint."""
+        """Record a share of a checkpoint that a writer has written."""
         self._shares.setdefault((step, view.number), {})[rank] = copy
 
     def shares_complete(self, step: int, view: View) -> bool:
-        """Tell whether all shares of a checkpoint are written."""
+        """Return whether all shares of a checkpoint are written."""
         return len(self._shares.get((step, view.number), {})) == len(view.members)
 
     def made_durable(self, step: int, view: View, *, checked: bool) -> bool:
@@ -332,7 +332,7 @@ class Truth:
         self.errors.hidden = self.errors.compares_nothing = True  # all of them were wrong
 
     def _heard_doubts(self, process: Actor, invalidations: Invalidations) -> None:
-        """Note that members know of something wrong; what a view tells joiners of is old."""
+        """Record the errors that members know; those that a view reports to joiners are old."""
         news = [each for each in invalidations if not is_covered(each, self._doubts)]
         self._doubts = merge(self._doubts, news)
         if news and process.group is not None:
@@ -343,7 +343,7 @@ class Truth:
         found = [key for key in self.durable if key[0] == step]
         known = [key for key in found if not is_invalidated(self.invalidations, step, key[1])]
         compares = self._options.cycle and not self.errors.hidden
-        # What is saved as the job ends counts as it is: nothing follows that would compare it.
+        # The checkpoint at the end of the job counts unchecked: no later step compares it.
         ends = step in self._options.loops or self.endings.stop_at is not None
         if any(self.unlike[key] for key in known[-1:]):
             if compares and not ends:
@@ -356,14 +356,14 @@ class Truth:
             self.errors.saved(step)
 
     def withdrawn(self, invalidations: Invalidations) -> None:
-        """Note that a worker removes the checkpoints that are invalidated."""
+        """Record that a worker removes the checkpoints that are invalidated."""
         self.invalidations = merge(self.invalidations, invalidations)
         for step, made_in in list(self.saved_in.items()):
             if is_invalidated(self.invalidations, step, made_in):
                 del self.saved[step], self.saved_in[step]
 
     def restored(self, step: int) -> tuple[int, int | None]:
-        """Check what is read back of a checkpoint; return it, and what a flip has made of it."""
+        """Check the state read from a checkpoint; return it, and its value if a bit flipped."""
         state, flipped = self.saved[step]
         if flipped is not None and len(self.views[self.saved_in[step]].members) == 1:
             self.errors.hidden = True  # nobody else was there to notice
@@ -380,7 +380,7 @@ class Truth:
             raise Violation(f"view {view.number} hosts {owned} of {self.vranks} virtual ranks")
 
     def installed(self, process: Actor, view: View, before: int, promised: int) -> None:
-        """Check a view whose group a worker builds; `promised`: what it has told until now."""
+        """Check a view when a worker builds its group; `promised`: the view it promised before."""
         if promised >= view.number:
             raise Violation(f"worker {process.key} installs view {view.number}: it gave that up")
         if process.group is not None and process.group.open:
@@ -393,11 +393,11 @@ class Truth:
             raise Violation(f"worker {process.key} installs view {view.number} of others")
         keys = [(member.worker, member.incarnation) for member in view.members]
         if all(self.processes[key].spoiling.lacks for key in keys if key in self.processes):
-            self.errors.hidden = True  # nobody is left who has what the script kept
+            self.errors.hidden = True  # no live worker has the state that the script kept
         lost = sorted(set(process.tokens) - set(view.hosted_by(process.worker)))
         in_step = process.open_step == process.machine.snapshot().committed == view.resume_step
         late = view.is_late(process.worker)
-        if in_step and lost and not late:  # what it has computed is in sums by now
+        if in_step and lost and not late:  # its results are in sums by now
             raise Violation(f"worker {process.key} loses virtual ranks {lost} in mid-step")
 
     # ------------------------------------------------------------ content
@@ -446,7 +446,7 @@ class Truth:
             raise Violation(f"worker {process.key} copies virtual rank {vrank} without a look")
 
     def contradicted(self, process: Actor, step: int, parts: Parts) -> None:
-        """Check that nothing wrong is committed if a sound worker has come to something else."""
+        """Check that no wrong sum is committed if a sound worker has computed another one."""
         if process.spoiling.spoiled or self.errors.hidden or "poison" in self._options.faults:
             return
         for sender, vrank, token in parts:
@@ -455,7 +455,7 @@ class Truth:
                 raise Violation(f"step {step} is committed with virtual rank {vrank} of {sender}")
 
     def put_together(self, process: Actor, step: int, shares: list[Share]) -> None:
-        """Check that what a late worker missed comes in as many pieces as there were members."""
+        """Check that a late worker receives one piece of its missed step from each member."""
         if [(share.rank, share.size) for share in shares] != list(
             zip(range(len(shares)), [len(shares)] * len(shares), strict=True)
         ):
@@ -495,7 +495,7 @@ class Truth:
         self._enough(view, step, len(counted), {sender for sender, _, _ in parts})
 
     def _enough(self, view: View, step: int, counted: int, hosts: set[Key]) -> None:
-        """Check that a step does without the results of so many members only."""
+        """Check that a step leaves out the results of no more members than allowed."""
         needed = self._options.backup.needed(len(view.members))
         if counted < needed - (len(view.members) - len(hosts)):
             raise Violation(f"step {step} counts {counted} members of {len(view.members)}")
@@ -508,7 +508,7 @@ class Truth:
             )
 
     def copied(self, step: int) -> None:
-        """Note that a share of the state was copied: all is looked at in the step that follows."""
+        """Record that a share of the state was copied: the next step checks the whole state."""
         self.errors.looks_at_all(step)
 
     def redone(self, process: Actor) -> None:
@@ -578,7 +578,7 @@ class Truth:
         self.acted(process)
 
     def read(self, directive: Directive) -> None:
-        """Check that whoever asks after a view was formed hears of it: views are linearizable."""
+        """Check that a worker that asks after a view was formed is told of it: linearizability."""
         if directive.view_number < self.newest and self.newest > self.newest_lost:
             raise Violation(f"view {self.newest} was formed, {directive.view_number} was answered")
 

@@ -1,8 +1,8 @@
-"""Simulates the data plane between workers: groups, what they send each other, and what is lost.
+"""Simulates the data plane between workers: groups, their messages, and the loss of messages.
 
-Per view, connections are reliable and keep order while both ends live and neither has aborted. What
-was under way when an end closes arrives or is lost, and the other end hears of it or never does, by
-the seed. It carries; what is sent and when is decided by the step machines.
+Per view, connections are reliable and keep order while both ends live and neither has aborted. When
+an end closes, the seed decides whether messages under way arrive, and whether the other end hears
+of it. This module only carries messages; the step machines decide which are sent, and when.
 """
 
 from __future__ import annotations
@@ -56,8 +56,10 @@ class DataNetwork:
         self._last: dict[tuple[int, Key, Key], float] = {}
         self._cut_links: dict[tuple[int, Key, Key], bool] = {}
         self._apart: dict[tuple[str, str], bool] = {}
-        self._crowd: dict[int, SharedCounting] = {}  # of the newest large group
-        # What follows from what all members have said, which those of a large group share.
+        self._crowd: dict[
+            int, SharedCounting
+        ] = {}  # shared by the members of the newest large group
+        # Results of a gather, computed once for all members of a large group.
         self._ordered: tuple[object, tuple[Any, ...]] = (None, ())
         self._summed: tuple[object, Any] = (None, None)
         self._named: tuple[object, dict[int, Any]] = (None, {})
@@ -82,7 +84,7 @@ class DataNetwork:
             p.post(world.rng.uniform(0.2, 1.0) * world.options.build_s, p.connected, group.number)
 
     def counting(self, view: View, balance: BalancePolicy | None) -> Counting:
-        """Return what counts a view's votes: a member's own, or that of all in a large group."""
+        """Return the counter of a view's votes: a member's own, or a large group's shared one."""
         if len(view.members) <= CROWD:
             return Counting(view, balance)
         if view.number not in self._crowd:
@@ -92,7 +94,7 @@ class DataNetwork:
     # ------------------------------------------------------------ messages
 
     def tell_all(self, process: Actor, group: Group, what: What, body: object) -> None:
-        """Say something to all members, oneself included; `process.told` hears it."""
+        """Send a message to all members, the sender included; `process.told` receives it."""
         if len(group.keys) > CROWD:
             name = (int(group.number), *what)
             members = self._arrived[group.number]
@@ -142,7 +144,7 @@ class DataNetwork:
     # ------------------------------------------------------------ what all have said
 
     def in_order(self, group: Group, bodies: dict[Key, Any]) -> tuple[Any, ...]:
-        """Return what all members have said, by rank."""
+        """Return the messages of all members, by rank."""
         if bodies is not self._ordered[0]:
             self._ordered = (bodies, tuple(bodies[key] for key in group.keys))
         return self._ordered[1]
@@ -150,14 +152,14 @@ class DataNetwork:
     def summed(
         self, group: Group, bodies: dict[Key, Any], fold: Callable[[Group, dict[Key, Any]], T]
     ) -> T:
-        """Return what the members' contributions come to."""
+        """Return the combination of the members' contributions."""
         if bodies is not self._summed[0]:
             self._summed = (bodies, fold(group, bodies))
         found: T = self._summed[1]
         return found
 
     def by_worker(self, bodies: dict[Key, Any]) -> dict[int, Any]:
-        """Return what all members have said, by worker."""
+        """Return the messages of all members, by worker."""
         if bodies is not self._named[0]:
             self._named = (bodies, {key[0]: body for key, body in bodies.items()})
         return self._named[1]
@@ -172,7 +174,7 @@ class DataNetwork:
         return self._held[1]
 
     def announces(self, votes: Sequence[Row]) -> bool:
-        """Tell whether a member has announced a change of the view in its vote."""
+        """Return whether a member has announced a change of the view in its vote."""
         if votes is not self._announced[0]:
             self._announced = (votes, any(Vote.of(row).pending for row in votes))
         return self._announced[1]
@@ -180,11 +182,11 @@ class DataNetwork:
     # ------------------------------------------------------------ ends and cuts
 
     def members(self, group: Group) -> list[Actor]:
-        """Return the members that have come to build this group."""
+        """Return the members that have begun to build this group."""
         return self._arrived[group.number]
 
     def close(self, process: Actor, group: Group, reason: str) -> None:
-        """Close one end: what it had under way and what its peers notice is up to the seed."""
+        """Close one end; the seed decides which messages are lost and which peers notice."""
         if not group.open:
             return
         group.open = False
@@ -210,7 +212,7 @@ class DataNetwork:
     def silence(self, a: Actor, b: Actor, number: int) -> None:
         """Let nothing pass between two workers; in time the kernel says so, to one or both.
 
-        What was never sent on a link that is healed again in time goes unnoticed, as it may.
+        A link that is healed in time may go unnoticed, if no message was sent on it.
         """
         world = self._world
         self._cut_links[(number, a.key, b.key)] = self._cut_links[(number, b.key, a.key)] = True
@@ -236,11 +238,11 @@ class DataNetwork:
         self._apart.pop((b, a), None)
 
     def are_apart(self, a: str, b: str) -> bool:
-        """Tell whether two nodes' data networks are cut from each other."""
+        """Return whether two nodes' data networks are cut from each other."""
         return (a, b) in self._apart
 
     def _unbuilt(self, process: Actor, number: int) -> None:
-        """Tell a member whose group takes long to build whom the network does not reach."""
+        """Report the unreachable members to one whose group takes long to build."""
         group = process.open_group(number)
         if group is None or process.is_connected:
             return
@@ -255,12 +257,12 @@ class DataNetwork:
             process.feed(GroupBroken(group.view.number, "the group could not be built in time"))
 
     def is_apart(self, a: Actor, b: Actor) -> bool:
-        """Tell whether nothing passes between the nodes of two processes."""
+        """Return whether the network between the nodes of two processes is cut."""
         return (a.agent, b.agent) in self._apart
 
 
 def link_lost(process: Actor, number: int, peer: WorkerId) -> None:
-    """Tell a process that the kernel has given up a connection."""
+    """Report to a process that the kernel has given up a connection."""
     group = process.open_group(number)
     if group is not None:
         process.feed(LinkLost(group.view.number, (peer,)))

@@ -16,12 +16,12 @@ SCRIPT_FAILED = "its script raises"
 
 
 def out_of_time(process: Actor) -> bool:
-    """Tell whether its right to act has ended by its own clock, which it reads before it acts."""
+    """Return whether its right to act has ended by its own clock, which it reads before it acts."""
     return process.host.clock() >= process.machine.acting_until
 
 
 class WholeJob(Protocol):
-    """Knows what has become of a job by now."""
+    """Knows the present state of a job."""
 
     newest: int
     completed: bool
@@ -43,27 +43,27 @@ class Endings:
         self._hurried = False  # it was to be stopped at once
         self._furthest = 0  # the step to which the job has come
         self._heard = 0  # the same, as far as a coordinator has heard: from there it counts losses
-        self._died: dict[int, int] = {}  # how many processes had, when it first came to a step
+        self._died: dict[int, int] = {}  # processes that had died when the job first reached a step
 
     @property
     def ends(self) -> bool:
-        """Tell whether the job comes to its end, for whatever reason."""
+        """Return whether the job is ending, for any reason."""
         truth = self._truth
         return truth.completed or truth.count["failed"] > 0 or self.stop_at is not None
 
     def committed(self, step: int) -> None:
-        """Note that a step is committed, perhaps once more."""
+        """Record that a step is committed, perhaps a second time."""
         if step >= self._furthest:
             self._furthest = step + 1
             self._died[step + 1] = self._truth.count["died"]
 
     def heard(self, report: AgentReport) -> None:
-        """Note to which step the job has come, as the coordinator hears from a node."""
+        """Record the step that the job has reached, by a node's report to the coordinator."""
         steps = [status.committed for status in report.workers if status.has_state]
         self._heard = max([self._heard, *steps])
 
     def stop_asked(self, step: int) -> None:
-        """The operator ends the job, which has come to this step."""
+        """The operator ends the job, which has reached this step."""
         if self.stop_at is None:
             self.stop_at, self._stop_in = step, self._truth.newest
 
@@ -103,12 +103,12 @@ class Endings:
         return truth.count["died"] - self._died.get(self._heard - 1, 0) + len(silent)
 
     def _one_against_joiners(self) -> bool:
-        """Tell whether joiners lack something, or somebody who was there before them is wrong."""
+        """Return whether joiners lack state, or an earlier member is wrong."""
         spoiled = (process.spoiling for process in self._truth.processes.values())
         return self._options.forgetful or any(s.lies or s.flipped is not None for s in spoiled)
 
     def _stopped(self) -> None:
-        """Check that a job which is stopped in good health has saved what it had come to."""
+        """Check that a job which is stopped in good health has saved its newest state."""
         truth, options = self._truth, self._options
         step, processes = self.stop_at or 0, truth.processes.values()
         ill = any(p.ailing or p.stopped or p.silent or p.paused or p.stuck for p in processes)

@@ -28,7 +28,7 @@ from holdfast.sim.wrong_bits import Violation
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """Holds what a member adds to a sum, fingerprints of its state, and whether it sums wrongly."""
+    """Describes a member's addend, fingerprints of its state, and whether it sums wrongly."""
 
     tokens: tuple[tuple[int, int], ...]  # virtual rank and token
     part: int
@@ -39,7 +39,7 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Holds what a view's members come to: who sent what, the right total, who sums wrongly."""
+    """Is shared by a view's members: their contributions, the right totals, the wrong adders."""
 
     parts: Parts
     total: int
@@ -47,7 +47,7 @@ class Sums:
     poisoned: tuple[tuple[int, int], ...]  # ranks and tokens that are not finite
 
 
-MEETINGS = "update", "end"  # of those who share the state: after each step, and each loop
+MEETINGS = "update", "end"  # members with shares of the state meet after each step and each loop
 LACKS = 7919  # a number that no token differs by from another
 
 
@@ -57,7 +57,7 @@ class ExchangeWorld(Clock, Protocol):
     store_silent: bool
 
     def reaches(self, agent: AgentId) -> bool:
-        """Tell whether a node can be asked for what its memory holds."""
+        """Return whether a node can be asked for its memory's contents."""
         ...
 
     @property
@@ -75,15 +75,15 @@ class Exchanges:
         self._world = world
         self.view: View | None = None
         self._met: dict[str, Callable[[], None]] = {}  # what follows once all members have come
-        self.looked = (-1, -1)  # the view and the step in which it looked for who is late
+        self.looked = (-1, -1)  # view and step of its last search for late members
         self._kept: dict[int, Share] = {}  # sums of steps that others may have missed
         self._reduce: ef.Reduce | None = None
         self._check: ef.CheckSum | None = None
         self._receiving: ef.ReceiveMissed | None = None
         self._syncing = ""  # what of a comparison of states is under way
-        self.parts: Parts = ()  # of the newest sum
+        self.parts: Parts = ()  # contributions to the newest sum
         self.summed_in: View | None = None  # the view of that
-        self._true_total = 0  # of the same
+        self._true_total = 0  # the right total of the newest sum
         self.wrongly: tuple[int, ...] = ()  # ranks that have summed their piece of it wrongly
 
     @property
@@ -138,7 +138,7 @@ class Exchanges:
                 self._bring_up_to_date(effect, group)
 
     def meet(self, kind: str, met: Callable[[], None]) -> None:
-        """Tell all members that this one has come to a place; call `met` once all have.
+        """Announce that this member has reached a place; call `met` once all have.
 
         Without a group that is never: this process is of no use any more.
         """
@@ -150,7 +150,7 @@ class Exchanges:
             self.told(group.present(kind), group)
 
     def told(self, what: What, group: Group) -> None:
-        """Note that something has come from a member; go on if by now all have sent it."""
+        """Take in a message from a member; go on once all members have sent theirs."""
         process, (kind, number) = self._process, what
         view = group.view.number
         match kind:
@@ -200,7 +200,7 @@ class Exchanges:
         self._sum(group)
 
     def _sum(self, group: Group) -> None:
-        """Sum what came, in the canonical order, once all is here."""
+        """Sum the contributions in the canonical order, once all have arrived."""
         process, reduce = self._process, self._reduce
         found = group.all_heard(group.present("part"))
         if found is None or reduce is None or process.key not in found:
@@ -240,7 +240,7 @@ class Exchanges:
         return Sums(parts, total, wrongly, bad)
 
     def _doubt(self, sums: Sums, group: Group) -> int:
-        """Say whether the piece that this member sums is finite, or whose part of it is not."""
+        """Return a code: is this member's piece finite; if not, which part of it is to blame."""
         if not sums.poisoned:
             return FINITE
         rank, size = group.view.rank(self._process.worker), len(group.keys)
@@ -264,7 +264,7 @@ class Exchanges:
             self._process.feed(event)
 
     def _awaited(self, group: Group) -> tuple[int, ...]:
-        """Return who has not sent its part of the present sum."""
+        """Return the members that have not sent their part of the present sum."""
         if len(group.keys) > CROWD:
             return ()
         here = group.heard.get(group.present("part"), {})
@@ -322,7 +322,7 @@ class Exchanges:
             process.feed(ev.MissedHeard(group.view.number, receiving.step))
 
     def _restore(self, step: int, group: Group) -> None:
-        """Begin from a checkpoint: each reads its share, and one of them finds what is wrong."""
+        """Begin from a checkpoint: each member reads a share, and one finds any damage."""
         process, view, world = self._process, group.view, self._world
         if world.store_silent:
             pause_s, number = 1.0, view.number
@@ -384,7 +384,7 @@ class Exchanges:
         process.feed(ev.MissedHeard(group.view.number, step))
 
     def _compare(self, group: Group) -> None:
-        """First all who hold the state compare it; then joiners receive it, and all compare."""
+        """Compare the state among its holders; then send it to joiners, and compare among all."""
         process, view, data = self._process, group.view, self._world.data
         if self._syncing == "print" and (prints := group.all_heard(("print", 0))) is not None:
             back = frozenset(lag.worker for lag in view.catching_up)
@@ -433,7 +433,7 @@ class Exchanges:
             self._compare(group)
 
     def _show(self, group: Group) -> None:
-        """Tell everyone the digest of this worker's state."""
+        """Send all members the digest of this worker's state."""
         self._syncing = "digest"
         data = self._world.data
         data.tell_all(self._process, group, ("digest", 0), self._digest())

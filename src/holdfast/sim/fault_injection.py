@@ -1,6 +1,7 @@
-"""Chooses what goes wrong in a run, and when, by the seed while the run unfolds.
+"""Chooses the faults of a run and their times, by the seed while the run unfolds.
 
-Faults strike until `faults_end_s`; then everything heals, and what is left must finish the job.
+Faults strike until `faults_end_s`; then all of them heal, and the remaining
+processes must finish the job.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Faults:
         self._next()
 
     def _stop(self) -> None:
-        """Let the world heal: what is stopped or cut comes back by its own timer."""
+        """Let the world heal: stopped processes and cut links come back by their own timers."""
         self.active = self._inside_worker = self._inside_coordinator = False
 
     def _next(self) -> None:
@@ -64,7 +65,7 @@ class Faults:
     # ------------------------------------------------------------ in the middle of things
 
     def strikes_inside(self, process: Process) -> bool:
-        """Tell whether this process dies here, between two effects; if so, end it."""
+        """Return whether this process dies here, between two effects; if so, end it."""
         world = self._world
         if not self._inside_worker or world.rng.random() >= world.options.crash_inside:
             return False
@@ -90,9 +91,9 @@ class Faults:
         return lies if wrong else 0
 
     def loses_journal(self) -> bool:
-        """Tell whether a coordinator that starts finds its journal damaged.
+        """Return whether a coordinator that starts finds its journal damaged.
 
-        It never does once it says that the job is over: nobody may be left to tell of it then.
+        It never does after the job has ended: no node might be left to report the end.
         """
         disk = self._world.truth.disk
         if disk is not None and disk.outcome is not None:
@@ -231,7 +232,7 @@ class Faults:
         match kind:
             case "flip":
                 process.spoiling.flipped = rng.randrange(max(world.options.cycle, 1))
-                # What it computes again comes out otherwise.
+                # A second computation gives another result.
                 process.spoiling.lied_in = process.step
             case "liar":
                 process.spoiling.lies = rng.choice((7, -1))
@@ -273,7 +274,7 @@ class Faults:
                 host.drained = True
                 host.handle(ag.Drained("asked for", rng.choice(("", "disk"))))
                 self._heals(duration_s, host.handle, ag.Drained(""))
-            case "notice":  # of the end of this machine; another one comes later
+            case "notice":  # a notice of this machine's end; another machine comes later
                 self._note(kind)
                 host.drained = True
                 in_s = rng.uniform(0.5, 8.0)

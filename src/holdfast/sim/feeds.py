@@ -1,8 +1,8 @@
 """Simulates how the members of a view feed a worker that is not one of them, while they train.
 
-It carries, as sockets of its own would: what one process sends to another by one order arrives in
-order, or not at all once either has died or ended it. The follower's machine decides what is loaded
-and applied, and when.
+It carries messages as separate sockets would: the messages of one order arrive in sequence, or not
+at all once either process has died or ended the order. The follower's machine decides when a state
+is loaded and when a step is applied.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from holdfast.sim.wrong_bits import Violation
 
 @dataclass(frozen=True, slots=True)
 class StagedCopy:
-    """Holds what member `rank` of `size` has copied: its whole state, of which it sends a share."""
+    """Describes the copy made by member `rank` of `size`: the whole state; it sends a share."""
 
     step: int
     rank: int
@@ -35,7 +35,7 @@ class StagedCopy:
 
 @dataclass(frozen=True, slots=True)
 class FedMessage:
-    """Holds one message to a follower: of which order, and a copy, a piece of a step, or the end.
+    """A message to a follower is a copy, a piece of a step, or the end of an order.
 
     `broken`: the connection has ended before its time. `compared`: the members have compared their
     copies, and they are the same.
@@ -61,15 +61,15 @@ class FeedWorld(Clock, Protocol):
 
 
 class Feeds:
-    """Carries out what one process's machine decides of feeding others, and of being fed."""
+    """Carries out the decisions of one process's machine on feeding others and being fed."""
 
     def __init__(self, process: Actor, world: FeedWorld) -> None:
         self._process = process
         self._world = world
         self._order: FollowOrder | None = None  # by which it feeds
         self._place = (0, 1)  # its rank in the view of that, and the members
-        self._free_at: dict[Key, float] = {}  # when what was sent to a follower is there
-        self._number = 0  # of the order that it follows; 0: none
+        self._free_at: dict[Key, float] = {}  # by follower: arrival time of the last message
+        self._number = 0  # number of the order that it follows; 0: none
         self._heard: dict[int, dict[int, StagedCopy]] = {}  # by order and rank
         self._steps: dict[int, dict[int, list[Share]]] = {}  # by order and step
         self._compared: dict[int, dict[int, int]] = {}  # by order: how many say so with each step
@@ -107,7 +107,7 @@ class Feeds:
         self._send((step, share), compared=compared)
 
     def end(self, *, finish: bool) -> None:
-        """Send no more; unless it is to `finish`, what is under way may be lost."""
+        """Send no more. Without `finish`, messages under way may be lost."""
         if self._order is not None and not finish:
             self._break(self._order)
         self._order = None
@@ -152,7 +152,7 @@ class Feeds:
     # ------------------------------------------------------------ being fed
 
     def follow(self, order: FollowOrder) -> None:
-        """Take in what is sent by this order from now on, and was before."""
+        """Take in the messages of this order, those sent before included."""
         self._number = order.number
         self._look()
 
@@ -176,7 +176,7 @@ class Feeds:
             self._look()
 
     def _look(self) -> None:
-        """Tell the machine of all that is here."""
+        """Report all complete messages to the machine."""
         number, process = self._number, self._process
         copies = self._heard.get(number, {})
         first = next(iter(copies.values()), None)

@@ -1,8 +1,8 @@
-"""Simulates what nodes keep of the job's state in their memory, and checks what becomes of it.
+"""Simulates the pieces of the job's state in the memory of nodes, and checks what becomes of them.
 
-What a worker has put there outlives it, and is lost with its node. Nobody may recall what does
-not fit together; and what was committed must not be lost while no part has lost more pieces than
-it may.
+Pieces outlive the worker that put them there, and are lost with their node. No worker may recall
+pieces that do not fit together. A committed step must not be lost while each part of the state has
+lost no more pieces than it can bear.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ Reach = Callable[[AgentId], bool]
 
 @dataclass(slots=True)
 class HostShelf:
-    """Holds what one worker has put into a node's memory, as a member of one view, of a shard.
+    """Keeps the pieces that one worker put into a node's memory, in one view and for one shard.
 
-    `shard`: None if it stands for all.
+    `shard`: None for pieces of all shards.
     """
 
     pieces: tuple[Piece, ...]
     parts: int
     shard: int | None = None
-    states: dict[int, Copy] = field(default_factory=dict)  # after so many steps
+    states: dict[int, Copy] = field(default_factory=dict)  # state by the number of steps before it
     sums: dict[int, int | None] = field(default_factory=dict)  # by step
     committed: int = 0
 
 
 class HostMemory:
-    """Is the memory of one node. `changed` is called with what it holds, after each change."""
+    """Is the memory of one node. After each change, `changed` is called with its contents."""
 
     def __init__(
         self, redundancy: Redundancy, changed: Callable[[tuple[KeptPieces, ...]], None]
@@ -73,14 +73,14 @@ class HostMemory:
         self._tell()
 
     def mark(self, view: int, worker: WorkerId, step: int) -> None:
-        """Note that a worker commits a step."""
+        """Record that a worker commits a step."""
         for (number, who, _), shelf in self.shelves.items():
             if (number, who) == (view, int(worker)):
                 shelf.committed = max(shelf.committed, step + 1)
         self._tell()
 
     def forget(self, view: int, step: int) -> None:
-        """Drop what is older than the state after `step` steps, which a view has protected."""
+        """Drop everything older than the state after `step` steps, which a view has protected."""
         for (number, _, _), shelf in self.shelves.items():
             shelf.sums = {s: total for s, total in shelf.sums.items() if s >= step}
             new = number == view
@@ -90,7 +90,7 @@ class HostMemory:
         self._tell()
 
     def _shelves(self, view: View, worker: WorkerId, place: int) -> list[HostShelf]:
-        """Return those of all shards of which this node keeps pieces."""
+        """Return the shelves of all shards with pieces on this node."""
         found = []
         for shard in shards_told(view):
             key = (int(view.number), int(worker), shard or 0)
@@ -132,24 +132,24 @@ def shards_told(view: View) -> Sequence[int | None]:
 
 
 class Memories:
-    """Finds pieces on all nodes, and knows what must not be lost."""
+    """Finds pieces on all nodes, and knows which steps must not be lost."""
 
     def __init__(self, redundancy: Redundancy) -> None:
         self._redundancy = redundancy
         self.of: dict[AgentId, HostMemory] = {}
-        self._rings: dict[int, dict[AgentId, int]] = {}  # of views: losses of each node until then
-        # Of views: which node keeps which piece of which shard.
+        self._rings: dict[int, dict[AgentId, int]] = {}  # by view: earlier losses of each node
+        # By view: the node that keeps each piece of each shard.
         self._layouts: dict[int, list[tuple[AgentId, int, Piece]]] = {}
         self._summed_in: dict[int, int] = {}  # by step: the view
         self._known_to: dict[int, dict[AgentId, int]] = {}  # by step: whose workers committed it
-        # States that count, by step and the view that has protected them: who knows that they do.
+        # For each step and the view that protected its state: the nodes that know that it counts.
         self._bases: dict[tuple[int, int], dict[AgentId, int]] = {}
-        self._dropped: dict[AgentId, int] = {}  # what is older is of no use any more there
+        self._dropped: dict[AgentId, int] = {}  # by node: pieces of older steps are of no use there
 
     # ------------------------------------------------------------ what must not be lost
 
     def formed(self, view: View) -> None:
-        """Note who keeps pieces during a view."""
+        """Record which nodes keep pieces during a view."""
         self._rings[view.number] = {agent: self.of[agent].losses for agent in view.ring}
         self._layouts[view.number] = [
             (agent, shard, piece)
@@ -160,14 +160,14 @@ class Memories:
         ]
 
     def committed(self, agent: AgentId, step: int, view: View) -> None:
-        """Note that a worker of a node commits a step that was summed in a view."""
+        """Record that a worker of a node commits a step that was summed in a view."""
         self._summed_in[step] = view.number
         self._known_to.setdefault(step, {})[agent] = self.of[agent].losses
 
     def forgot(self, agent: AgentId, view: int, step: int) -> None:
-        """Note that a worker takes the state after `step` steps as protected by a view.
+        """Record that a worker takes the state after `step` steps as protected by a view.
 
-        What is older is dropped there, although it may bear a loss that the newer one does not.
+        The node drops older pieces, although they may bear a loss that the newer ones do not.
         """
         self._dropped[agent] = max(self._dropped.get(agent, 0), step)
         self._bases.setdefault((step, view), {})[agent] = self.of[agent].losses
@@ -175,7 +175,7 @@ class Memories:
     def begins_again(self, view: View, reach: Reach) -> None:
         """Check that a view that begins from memory begins as far as it must."""
         known, step = view.invalidations, 0
-        invalid = False  # what is older than a state that counts is dropped, even if it is wrong
+        invalid = False  # a state that counts replaces older ones, even if it is wrong
         for (base, protects), knows in self._bases.items():
             invalid = invalid or is_invalidated(known, base, ViewNumber(protects))
             if self._knows(knows, reach) and self._is_whole(protects, base, reach):
@@ -194,7 +194,7 @@ class Memories:
         self._dropped = {a: min(step, view.resume_step) for a, step in self._dropped.items()}
 
     def _outlives(self, step: int, invalidations: Invalidations, reach: Reach) -> bool:
-        """Tell whether it is still known that a step was committed, and with what sum."""
+        """Return whether a node still knows that a step was committed, and with which sum."""
         view = self._summed_in.get(step, 0)
         if is_invalidated(invalidations, step + 1, ViewNumber(view)):
             return False
@@ -203,13 +203,13 @@ class Memories:
         )
 
     def _knows(self, agents: dict[AgentId, int], reach: Reach) -> bool:
-        """Tell whether a node that knew something still does."""
+        """Return whether one of these nodes still has its memory."""
         return any(reach(agent) and self.of[agent].losses == n for agent, n in agents.items())
 
     def _is_whole(self, view: int, step: int, reach: Reach) -> bool:
-        """Tell whether enough nodes of a view's ring still hold what they had of a step.
+        """Return whether enough nodes of a view's ring still hold their pieces of a step.
 
-        As many may be lost as is promised, wherever pieces lie; more, if there are enough pieces.
+        The ring bears the promised number of losses anywhere; more, if enough pieces are left.
         """
         ring, dropped = self._rings.get(view, {}), self._dropped
         held = [
@@ -250,7 +250,7 @@ class Memories:
         self, view: int, of: Callable[[HostShelf], T | None], reach: Reach
     ) -> dict[tuple[int, Piece], T] | None:
         found: dict[tuple[int, Piece], T] = {}
-        parts: dict[int, int] = {}  # of each shard
+        parts: dict[int, int] = {}  # number of pieces of each shard
         for agent, memory in self.of.items():
             for (number, _, shard), shelf in memory.shelves.items():
                 content = of(shelf)

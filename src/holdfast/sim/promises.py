@@ -1,7 +1,7 @@
-"""Checks what is promised to people: how many nodes take part, who leads, what is kept.
+"""Checks the promises to people: the number of nodes that take part, the leader, the records.
 
-Each check compares an order of the coordinator, or what a process does, with facts of the simulated
-world and with what reached the coordinator, never with what a machine believes.
+Each check compares an order of the coordinator, or an act of a process, with facts of the simulated
+world and with the reports that reached the coordinator, never with the beliefs of a machine.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Promises:
     # ------------------------------------------------------------ what the coordinator knows
 
     def listens(self, now: float) -> None:
-        """Note that a coordinator starts, and has heard nobody."""
+        """Record that a coordinator starts, without any report yet."""
         self._started_at = now
         self._heard.clear()
         self._refused.clear()
 
     def heard(self, report: AgentReport, now: float) -> None:
-        """Note that the coordinator takes in a report."""
+        """Record that the coordinator takes in a report."""
         _, newest = self._heard.get(report.agent, (now, None))
         if newest is None or (report.incarnation, report.seq) > (newest.incarnation, newest.seq):
             self._heard[report.agent] = now, report
@@ -84,7 +84,7 @@ class Promises:
                 raise Violation(f"view {view.number} begins from {view.resume_step} of {known}")
 
     def formed(self, before: View | None, view: View) -> None:
-        """Check who takes part in a new view, and who leads it."""
+        """Check the members of a new view, and its leader."""
         nodes = len(self._heard)
         if before is None and nodes < self._options.nodes_min:
             raise Violation(f"the job starts on {nodes} of {self._options.nodes_min} nodes")
@@ -117,11 +117,11 @@ class Promises:
             raise Violation(f"view {view.number} gives up the state that {holder.key} holds")
 
     def is_given_up(self, agent: AgentId, now: float) -> bool:
-        """Tell whether the coordinator has heard nothing of a node for that long."""
+        """Return whether the coordinator has heard nothing of a node for too long."""
         return now - self._heard_at(agent) >= self._options.abandon_s
 
     def voted(self, view: View, step: int) -> None:
-        """Check that too few members come to the next boundary, and then wait for more."""
+        """Check that too few members stop at the next boundary, and wait for more."""
         first = self._votes.setdefault(view.number, step)
         rested = any(self._options.rests_before(each) for each in range(first + 1, step + 1))
         if len(view.members) < self._options.workers_min and rested:
@@ -135,7 +135,7 @@ class Promises:
             raise Violation(f"worker {process.key} leaves loop {loop} before a leader has")
 
     def left_loop(self, loop: int) -> None:
-        """Note that a script goes on from a loop."""
+        """Record that a script goes on from a loop."""
         self._loops_left = max(self._loops_left, loop)
 
     def finished(self, live: Iterable[Actor], now: float) -> None:

@@ -1,4 +1,4 @@
-"""Draws from its seed what one simulated run is made of: sizes, speeds and fault kinds.
+"""Draws the parameters of a simulated run from its seed: sizes, speeds and fault kinds.
 
 Swarm testing: each seed switches on only some kinds of faults, because a run with every kind at
 once spends its life in the same few recovery paths.
@@ -47,7 +47,7 @@ WRONG_KINDS = ("flip", "liar", "lie_once")
 SAVE_KINDS = ("writer_crash", "store_silent")
 STORE_LOST = "store_lost"  # for good, so the job may have to end: never drawn
 LARGE_KINDS = (*RACK_KINDS, "worker_crash", "agent_crash", "coordinator_crash", "partition")
-RACK_SHARE = 250  # of a large job, one in so many nodes is in the same rack
+RACK_SHARE = 250  # nodes in one rack of a large job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ class Options:
     loss: float
     duplicate: float
     drift: float  # clocks run this fraction fast or slow at most
-    cut_in_flight: float  # chance that a closed connection loses what was under way
+    cut_in_flight: float  # chance that a closed connection loses messages under way
     unheard_break: float  # chance that a peer never notices a closed connection
     faults: tuple[str, ...]
     crash_inside: float  # chance of a crash before each single effect
@@ -101,20 +101,20 @@ class Options:
     stop_again_s: float = 0.0  # when it does so again, and for good; 0: never
     losses_max: int = 10_000  # workers that may be lost with no step committed in between
     fails_in: int = -1  # the step in which every script fails; -1: none does
-    wrong_stays: bool = False  # who computes wrongly does so again when it is started anew
+    wrong_stays: bool = False  # a wrong worker computes wrongly again after a restart
     counts_from: int = 0  # terms, views and incarnations of agents are numbered from here
     rounds: int = 1  # steps from one boundary to the next, and
     tells_values: bool = False  # whether those that follow no boundary exchange values only
     forgetful: bool = False  # the script keeps something that workers which join lack
     feeds: bool = False  # workers that join receive the state while others train
     feed_fails: float = 0.0  # chance that a member has no memory for a copy of its state
-    spares: int = 0  # of a node's slots, that are for workers that are held back
-    hot_spares: bool = False  # which take part in views
-    pieces: tuple[int, int] = (0, 0)  # of data and of parity, in the nodes' memory; 0: none
+    spares: int = 0  # slots on each node for workers that are held back
+    hot_spares: bool = False  # whether spares are members of views
+    pieces: tuple[int, int] = (0, 0)  # data and parity pieces in nodes' memory; 0: none
     protect_every: int = 0  # steps between two states that are put there
-    restore_s: float = 300.0  # for which a store may stay silent when the job begins from it
-    procs: int = 1  # of each worker
-    spread: int = 1  # over so many nodes
+    restore_s: float = 300.0  # silence of a store that is borne while the job begins
+    procs: int = 1  # processes of each worker
+    spread: int = 1  # nodes over which a worker's processes lie
     shard_lag_s: float = 0.0  # by which those of further shards are late, on the average
     shard_optimizer: bool = False  # each worker holds its share of the state only
     left_behind_s: float = (
@@ -123,7 +123,7 @@ class Options:
 
     @property
     def exact(self) -> bool:
-        """Tell whether nothing wrong is ever used."""
+        """Return whether no wrong value is ever used."""
         return self.audit == 1.0 or not {*WRONG_KINDS, "sum_wrongly"} & set(self.faults)
 
     @property
@@ -151,7 +151,7 @@ class Options:
         return self.loops[-1]
 
     def rests_before(self, step: int) -> bool:
-        """Tell whether there is a boundary before this step."""
+        """Return whether there is a boundary before this step."""
         return step % self.rounds == 0 or step in self.loops
 
     def kind_of(self, step: int) -> StepKind:
@@ -210,7 +210,7 @@ def draw(seed: int, small: bool = False) -> Options:
     steps = rng.randint(5, 10) if small else rng.randint(6, 15)
     loops = (rng.randint(1, steps - 1), steps) if rng.random() < 0.25 else (steps,)
     kinds = [kind for kind in FAULT_KINDS if rng.random() < 0.35]
-    later = Random(f"later {seed} {small}")  # apart, so that older seeds stay what they were
+    later = Random(f"later {seed} {small}")  # drawn apart: older seeds stay the same
     kinds += [kind for kind in LATER_KINDS if agents > 1 and later.random() < 0.2]
     vranks = rng.randint(fewest, max(most, fewest))
     nodes_max = agents if rng.random() < 0.7 else max(agents - 1, 1)
@@ -286,7 +286,7 @@ def _with_isolation(options: Options, rng: Random) -> Options:
 
 
 def _with_quits(options: Options, rng: Random) -> Options:
-    """Have processes end with status 0 before their script has come to its end, in some runs."""
+    """Have processes end with status 0 before their script has ended, in some runs."""
     if not options.faults or rng.random() < 0.8:
         return options
     return dataclasses.replace(options, faults=(*options.faults, "quit"))
@@ -504,7 +504,7 @@ def draw_large(seed: int, nodes: int) -> Options:
     )
 
 
-# What came later than the first options, each drawn apart, so that older seeds stay what they were.
+# Options added later; each is drawn apart, so that older seeds give the same runs.
 _MORE: dict[str, Callable[[Options, Random], Options]] = {
     "wrong": _with_wrong_bits,
     "stores": _with_stores,

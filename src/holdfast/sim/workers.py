@@ -111,19 +111,19 @@ class Process(Running):
         self.spoiling = Spoiling(world.rng, world.truth.count)
         self.exchanges = Exchanges(self, world)
         self.feeds = Feeds(self, world)
-        self.tokens: dict[int, int] = {}  # of the tasks that it hosts
-        self.copies: dict[int, int] = {}  # of its speculative tasks
-        self.compute_us = 0  # of the step's tasks so far
+        self.tokens: dict[int, int] = {}  # results of the tasks that it hosts
+        self.copies: dict[int, int] = {}  # results of its speculative tasks
+        self.compute_us = 0  # compute time of the step's tasks so far
         self.total: int | None = None
         self.total_step = -1
         self.loop = 0
-        self.open_step = -1  # that its script computes
+        self.open_step = -1  # the step that its script computes
         self.whole = False  # all of the state is looked at in it
         self.at_rest = False  # the script is held between two steps
         self.group: Group | None = None
         self.is_connected = False
         self.last_step_of = -1  # the view whose vote announced a planned change
-        self.cut_through = -1  # what was sent in views up to this and has not arrived is lost
+        self.cut_through = -1  # messages of views up to this one are lost
         options = world.options
         self._shards = OtherShards(options.procs, options.shard_lag_s, world.rng, self._hand)
         self.spread = Spread(world, self, host.memory)
@@ -154,7 +154,7 @@ class Process(Running):
     def end(self, code: int, detail: str = "", *, reported: bool = False) -> None:
         """End the process at this very moment; its agent hears of it a little later.
 
-        `reported`: its script has come to its end, and said so.
+        `reported`: its script has ended, and has reported that.
         """
         if not self.alive:
             return
@@ -174,7 +174,7 @@ class Process(Running):
     # ------------------------------------------------------------ the machine's driver
 
     def feed(self, event: WorkerEvent) -> None:
-        """Note that this process has done something; others of the worker may have to, first."""
+        """Take in an event of this process; it may wait for the worker's other processes."""
         world = self.world
         shaky = bool(world.options.faults) and world.now < world.options.faults_end_s
         for told in self._shards.heard(event, world.now, self.spread.later, may_break=shaky):
@@ -248,7 +248,7 @@ class Process(Running):
             case ef.NoteDoubt(_, _, again):
                 world.truth.errors.doubted(again)
             case ef.Commit():
-                # What was to be computed of it and has not begun is not computed any more.
+                # Its tasks that have not begun are cancelled.
                 kept = [each for each in self._script if not isinstance(each, ef.Compute)]
                 self._script = deque([*kept, effect])
                 if isinstance(event, ev.Gathered) and world.data.announces(event.rows):
@@ -287,7 +287,7 @@ class Process(Running):
                     self.exchanges.carry_out(effect, self.group)
 
     def connected(self, number: int) -> None:
-        """Note that all members of the view's group have come."""
+        """Record that all members of the view's group are connected."""
         group = self.open_group(number)
         if group is not None:
             self.is_connected = True
@@ -324,12 +324,12 @@ class Process(Running):
 
     @property
     def busy(self) -> bool:
-        """Tell whether its script does something, or has something to do."""
+        """Return whether its script is computing, or has tasks to compute."""
         return self._busy or bool(self._script)
 
     @property
     def may_wait(self) -> bool:
-        """Tell whether its tasks do not count any more, or come after a speculative one."""
+        """Return whether its tasks no longer count, or follow a speculative one."""
         if self._copying:
             return True
         view, step = self.exchanges.view, self.machine.snapshot().committed
@@ -437,7 +437,7 @@ class Process(Running):
         self._script_next()
 
     def _token(self, task: ef.Compute) -> int:
-        if self.world.options.kind_of(task.step) is StepKind.VALUES:  # which nobody can check
+        if self.world.options.kind_of(task.step) is StepKind.VALUES:  # these cannot be checked
             return right(self.state or 0, task.step, task.vrank)
         return self.spoiling.token(self.state or 0, task.step, task.vrank)
 
@@ -451,7 +451,7 @@ class Process(Running):
         self.post(delay_s, self._applied, before, step, total)
 
     def _applied(self, before: int, step: int, total: int) -> None:
-        if self.world.options.shard_optimizer:  # what it holds no share of comes from others
+        if self.world.options.shard_optimizer:  # members send each other the shares they lack
             self.exchanges.meet("update", lambda: self._updated(before, step, total))
         else:
             self._updated(before, step, total)
@@ -477,7 +477,7 @@ class Process(Running):
         self._script_next()
 
     def _staged(self, effect: ef.StageState) -> None:
-        """Go on once its share of the state is copied for those who follow."""
+        """Go on once its share of the state is copied for the followers."""
         self._busy = False
         self.feed(ev.Staged(effect.order.number, self.feeds.staged(effect)))
         self._script_next()

@@ -32,12 +32,12 @@ from holdfast.sim.wrong_bits import Violation
 
 LOOK_S = 1.0
 STORY_MAX = 40
-EVENTS_MAX = 150_000  # of a job of a few nodes, which takes a few thousand, and rarely 100,000
+EVENTS_MAX = 150_000  # for a job on a few nodes, which takes some thousands, and rarely 100,000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machines:
-    """Says which machines the world runs; tests put faulty ones here."""
+    """Names the classes of the machines that run; tests put faulty ones here."""
 
     coordinator: type[CoordinatorMachine] = CoordinatorMachine
     agent: type[AgentMachine] = AgentMachine
@@ -45,7 +45,7 @@ class Machines:
 
 
 class Timeline:
-    """Holds future events in order. Worlds that share a timeline live at the same time."""
+    """Keeps future events in order. Worlds that share a timeline live at the same time."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -230,7 +230,7 @@ class World:
             hear(message)
 
     def reaches(self, agent: AgentId) -> bool:
-        """Tell whether a node is up, and neither frozen nor cut off."""
+        """Return whether a node is up, and neither frozen nor cut off."""
         host = self.hosts[agent]
         cut = self.cut.get((agent, True)) or self.cut.get((agent, False))
         return host.machine is not None and not host.frozen and not cut
@@ -242,11 +242,11 @@ class World:
         return self.processes.get(key)
 
     def are_apart(self, a: AgentId, b: AgentId) -> bool:
-        """Tell whether two nodes' data networks are cut from each other."""
+        """Return whether two nodes' data networks are cut from each other."""
         return self.data.are_apart(a, b)
 
     def is_up(self, agent: AgentId) -> bool:
-        """Tell whether a node has not crashed."""
+        """Return whether a node has not crashed."""
         return self.hosts[agent].machine is not None
 
     def spawned(self, process: Process) -> None:
@@ -297,7 +297,7 @@ def tell(now: float, who: object, event: object, effects: Any) -> str:
 
 
 def _short(value: object) -> str:
-    """Write a dataclass without the noise: names of types and whatever is not a default."""
+    """Write a dataclass without the noise: without names of types and default values."""
     if isinstance(value, tuple):
         return "(" + ", ".join(_short(v) for v in value) + ")"
     fields = getattr(value, "__dataclass_fields__", None)

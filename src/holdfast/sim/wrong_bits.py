@@ -34,10 +34,10 @@ class History(Protocol):
 
 
 class Errors:
-    """Keeps since when something wrong was used, and who has noticed it.
+    """Records the first use of each wrong value, and the workers that have noticed it.
 
-    `hidden`: something is wrong that nobody could have seen, since all who could compare had it, or
-    whoever had it died first. Contents prove nothing from there on.
+    `hidden`: an error that no worker could have seen, since all workers that compared had it, or
+    its only holder died first. Contents prove nothing from there on.
     """
 
     def __init__(self, truth: History, options: Options) -> None:
@@ -50,12 +50,16 @@ class Errors:
         self._keeps = options.save_every > 0
         self._right: tuple[list[int], list[int]] = ([], [])
         self._used: set[int] = set()  # steps in which something wrong went into a sum
-        self._decided: dict[int, int | None] = {}  # what was committed, in this history
-        self._committers: dict[int, list[tuple[int, int]]] = {}  # of the same
-        self._noticed: set[tuple[int, int]] = set()  # who was found to be wrong, or may be
+        self._decided: dict[
+            int, int | None
+        ] = {}  # the committed total of each step, in this history
+        self._committers: dict[
+            int, list[tuple[int, int]]
+        ] = {}  # the workers that committed each step
+        self._noticed: set[tuple[int, int]] = set()  # processes found to be wrong, or suspected
         self._noticed_ill: set[tuple[int, int]] = set()  # those of them that were so by then
         self._saved_wrong = 0  # one after the other, and nobody has noticed
-        self._by_flip = False  # what was used came from a wrong state
+        self._by_flip = False  # the wrong value came from a wrong state
         self._looks: dict[int, bool] = {}  # steps in which all is looked at
 
     def start(self) -> None:
@@ -80,11 +84,11 @@ class Errors:
         self._by_flip = self._by_flip or self._truth.processes[sender].spoiling.flipped is not None
 
     def looks_at_all(self, step: int) -> None:
-        """Note that everything is audited and compared in this step."""
+        """Record that every task and state is audited and compared in this step."""
         self._looks[step] = True
 
     def _seen_by(self, step: int) -> bool:
-        """Tell whether what is wrong must have been seen before this step was committed."""
+        """Return whether the error must have been seen before this step was committed."""
         if self.since is None or self.hidden:
             return False
         if self._by_flip and step > self.since + self._cycle:
@@ -93,12 +97,12 @@ class Errors:
 
     def committed(self, process: Actor, step: int, total: int | None) -> None:
         truth = self._truth
-        last = truth.completed and bool(truth.drops)  # nobody goes on from what it commits
+        last = truth.completed and bool(truth.drops)  # no worker goes on from its commit
         if self._decided.setdefault(step, total) != total and not last:
             living = [key for key in self._committers[step] if truth.processes[key].alive]
             if living or not (self.hidden or truth.drops):
                 raise Violation(f"step {step} is committed with two sums")
-            self._decided[step] = total  # who committed the other one died before it told anybody
+            self._decided[step] = total  # the worker that committed the other total died unheard
             if truth.drops and total is not None and not self.hidden:
                 truth.goes_on(step, total)
         self._committers.setdefault(step, []).append(process.key)
@@ -156,7 +160,7 @@ class Errors:
                         f"the job goes back to step {view.resume_step}, but is wrong since "
                         f"{self.since}"
                     )
-                self.hidden = True  # all who could have seen it are lost
+                self.hidden = True  # all workers that could have seen it are lost
                 return
             self._truth.states[:], self._truth.sums[:] = self._right
             self.since, self._by_flip = None, False
@@ -167,6 +171,6 @@ class Errors:
         self._noticed_ill.clear()
 
     def ended(self) -> None:
-        """Check, at a script's end, that only what came after the last look is unseen."""
+        """Check, at a script's end, that only errors after the last comparison are unseen."""
         if self._seen_by(self._truth.steps):
             raise Violation(f"the job ends with what is wrong since step {self.since}")

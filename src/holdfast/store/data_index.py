@@ -1,9 +1,9 @@
 """Keeps digests of training data: of the blocks of files, or of the samples of a dataset.
 
-An index says what data was when it was sound, so that whatever comes out of a disk or a network
-later can be compared with it. The file: a magic word, the head's length, the head (MessagePack),
-the digests, and a digest of all that. It is written under another name first, and nothing in it is
-trusted before its own digest is right.
+An index describes data while it is sound, so that later reads from a disk or a network can be
+compared with it. The file: a magic word, the head's length, the head (MessagePack), the digests,
+and a digest of all these. It is written under another name first, and no part of it is trusted
+before its own digest is right.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _decode = msgspec.msgpack.Decoder(_SamplesHead | _FilesHead).decode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleIndex:
-    """Holds the digest of each sample of a dataset, one after the other."""
+    """Keeps the digest of each sample of a dataset, one after the other."""
 
     digests: bytes
 
@@ -64,7 +64,7 @@ class SampleIndex:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileEntry:
-    """Holds what is known of one file: its size in bytes, and a digest of each of its blocks."""
+    """Describes one file: its size in bytes, and a digest of each of its blocks."""
 
     name: str  # below the directory, with slashes; empty if the index is of this file alone
     size: int
@@ -77,7 +77,7 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileIndex:
-    """Holds the digests of a tree of files, block by block, in the order of their names."""
+    """Keeps the digests of a tree of files, block by block, in the order of their names."""
 
     block_bytes: int
     files: tuple[FileEntry, ...]
@@ -89,14 +89,14 @@ I = TypeVar("I", SampleIndex, FileIndex)  # noqa: E741 - a kind of index
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Says that a file is not what the index says: in one of its blocks, or as a whole."""
+    """Names a file that differs from the index: in one of its blocks, or as a whole."""
 
     name: str
     block: int | None
     problem: str
 
 
-Seen = Callable[[int], None]  # hears of every so many bytes that were read
+Seen = Callable[[int], None]  # called with the number of bytes just read
 
 
 def block_digest(data: bytes | memoryview) -> bytes:
@@ -105,7 +105,7 @@ def block_digest(data: bytes | memoryview) -> bytes:
 
 
 def blocks_of(size: int, block_bytes: int) -> int:
-    """Return into how many blocks so many bytes fall."""
+    """Return the number of blocks in a file of `size` bytes."""
     return -(-size // block_bytes)
 
 
@@ -283,7 +283,7 @@ def _blocks(path: Path, block_bytes: int) -> Iterator[bytes]:
 
 
 def _full(read: Callable[[int], bytes | None], size: int) -> bytes:
-    """Read so many bytes, fewer only at the end."""
+    """Read `size` bytes, fewer only at the end."""
     data = read(size) or b""
     while 0 < len(data) < size and (more := read(size - len(data))):
         data += more

@@ -2,15 +2,15 @@
 
     packs/STEP-TOKEN-N          payloads of chunks, one after the other
     manifests/STEP              written last: a checkpoint is there if and only if this is
-    saving/TOKEN[.N]            a save is under way, and which packs it may build upon
-    parts/TOKEN.N               what one of several writers has saved, for the one that commits
-    suspect/STEP-TOKEN-N        of that pack some bytes were found wrong: nothing builds upon it
-    invalidation/STEP.VIEW      checkpoints after STEP, made up to VIEW, hold something wrong
+    saving/TOKEN[.N]            a save is under way; names the packs that it may build upon
+    parts/TOKEN.N               the part of one of several writers, for the one that commits
+    suspect/STEP-TOKEN-N        some bytes of that pack were found wrong: no save builds upon it
+    invalidation/STEP.VIEW      checkpoints after STEP, made up to VIEW, contain errors
 
 Every entry's bytes fall into chunks of equal size (the last one is shorter). A chunk is known by
-its length and digest, so one that has not changed since an earlier checkpoint stays where it is. It
-is stored as it is, or compressed where that makes it shorter. All numbers that lead to reading are
-checked here, before anything is read.
+its length and digest, so an unchanged chunk of an earlier checkpoint stays in its pack. It is
+compressed only where that makes it shorter. All numbers that lead to reading are checked here,
+before any byte is read.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from holdfast.wire.strict import StrictDecoder
 T = TypeVar("T")
 MAGIC = b"HFMANIF1"
 SKELETON = ".skeleton"  # the entry with everything of a state that is no tensor
-PROCS = "procs"  # in what is told about a checkpoint: of how many shards the state consists
+PROCS = "procs"  # key in a checkpoint's `about`: the number of shards of its state
 DIGEST_BYTES = 16
 CHUNK_BYTES = 1 << 20
 CHUNK_BYTES_MAX = 64 << 20  # a chunk is held in memory while it is verified
@@ -70,12 +70,12 @@ class Entry:
 
     name: str
     size: int  # bytes
-    digests: bytes  # of its chunks, one after the other
+    digests: bytes  # the digests of its chunks, one after the other
     runs: tuple[Run, ...]
     dtype: str = ""  # as torch names it
     shape: tuple[int, ...] = ()
     offset: tuple[int, ...] = ()  # in a larger tensor, if this is a part of one; elements
-    whole: tuple[int, ...] = ()  # that tensor's shape
+    whole: tuple[int, ...] = ()  # shape of the whole tensor
 
     @property
     def label(self) -> str:
@@ -106,14 +106,14 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedPart:
-    """Describes what one writer has saved: entries whose runs refer to these packs."""
+    """Describes one writer's part: entries whose runs refer to these packs."""
 
     packs: tuple[str, ...]
     entries: tuple[Entry, ...]
     written_bytes: int  # the rest was there already
     base: int | None = None  # the checkpoint that holds the rest
-    shard: int = 0  # whose state this is a share of, where workers have several processes
-    state_print: int = 0  # of the whole state of which this is a share; 0: it is not told
+    shard: int = 0  # shard of this share, where workers have several processes
+    state_print: int = 0  # fingerprint of the shard's whole state; 0: unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +144,7 @@ def invalidation_name(after: int, view: int) -> str:
 
 
 def is_withdrawn(name: str, step: int, about: dict[str, str]) -> bool:
-    """Tell whether a checkpoint is covered by such a name; one made in no view never is."""
+    """Return whether such a name covers a checkpoint; it never covers one made in no view."""
     after, _, view = name.removeprefix(INVALIDATION).partition(".")
     made_in = about.get("view", "")
     if not (after.isdecimal() and view.isdecimal() and made_in.isdecimal()):
@@ -198,7 +198,7 @@ def name_in_shard(name: str, shard: int) -> str:
 
 
 def is_of_one_shard(name: str) -> bool:
-    """Tell whether an entry is a further shard's own, beside the one that stands for all."""
+    """Return whether an entry belongs to a further shard alone, not to all shards."""
     return name.startswith(_SHARD)
 
 
@@ -247,9 +247,9 @@ def encode_part(part: SavedPart) -> bytes:
 
 
 def decode_part(data: bytes, name: str) -> SavedPart:
-    """Decode what a writer has saved. Damaged.
+    """Decode a writer's part. Damaged.
 
-    The rest of what it says is checked once it is in a manifest.
+    Its runs are checked once it is in a manifest.
     """
     part = _decoded(_PART, data, name)
     if any(not 0 <= r.pack < len(part.packs) for e in part.entries for r in e.runs):
@@ -285,7 +285,7 @@ def _unseal(data: bytes, name: str) -> bytes:
 
 
 def problem_of(manifest: Manifest) -> str:
-    """Tell why this manifest cannot be right; empty if it may be."""
+    """Return the reason why this manifest cannot be right; empty if it may be."""
     if manifest.step < 0:
         return f"step {manifest.step}"
     if not 1 <= manifest.chunk_bytes <= CHUNK_BYTES_MAX:

@@ -1,4 +1,4 @@
-"""Writes a checkpoint: what is new goes into packs, and the manifest comes last.
+"""Writes a checkpoint: new chunks go into packs, and the manifest comes last.
 
 Several writers may each save a part; one of them commits. Chunks that an earlier checkpoint holds
 are not written again, as long as enough of their pack is still in use. Entries that look as if they
@@ -46,7 +46,7 @@ from holdfast.store.storage import Storage, read_all
 
 PART_BYTES_MAX = 1 << 30
 POLL_S, POLL_S_MAX = 0.01, 1.0  # between checks for the parts of others
-LIVE_MIN = 0.5  # share of a pack in use, below which what is in use is written again
+LIVE_MIN = 0.5  # chunks of packs with a smaller share in use are written again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Tells where a chunk lies."""
+    """Describes the place of a chunk."""
 
     pack: str
     offset: int
@@ -126,8 +126,8 @@ class Saving:
     ) -> SavedPart:
         """Save these items; `writer` tells the writers of one checkpoint apart. WorldError.
 
-        `state_print`: of the state of `shard`, of which they are a share; it must be that of all
-        who write a share of the same shard.
+        `state_print`: fingerprint of the whole state of `shard`; all writers of shares of one shard
+        must give the same.
         """
         pack = pack_name(self.step, self.token, writer)
         planner = _Planner(items, self.known, pack)
@@ -168,7 +168,7 @@ class Saving:
             pause_s = min(pause_s * 2, POLL_S_MAX)
 
     def abandon(self) -> None:
-        """Give up what was written, unless it has been committed."""
+        """Give up the written packs, unless they have been committed."""
         with contextlib.suppress(WorldError):
             if self._writer is not None:
                 self._storage.delete(part_name(self.token, self._writer))

@@ -1,13 +1,13 @@
 """Elects one coordinator at a time for a job; its leadership is a lease in etcd, for one term.
 
-What a job keeps there, under /holdfast/JOB/: `spec` (what the job is, proved with its secret, which
-itself is never there), `term` (the last one), `leader` (who leads and where; dies with its lease)
-and `record` (the journal).
+A job keeps these keys under /holdfast/JOB/: `spec` (the job's document, proved with its secret,
+which itself is never stored), `term` (the last one), `leader` (the leader and its address; ends
+with its lease) and `record` (the journal).
 
 The invariant: a coordinator that acts is the leader. Two clocks keep it. etcd lets a lease end its
 seconds to live after it *received* the last renewal; we count from when we *sent* it, and a little
 less. So a coordinator knows that its leadership is over before anyone else can take it. Before it
-sends anything, it looks at its clock; what it acknowledges had arrived before that look, so no
+sends anything, it looks at its clock; it acknowledges only messages from before that look, so no
 agent's lease is prolonged beyond the leadership either. The record needs no clock: it is only
 written in a transaction which finds that this very leadership still exists.
 """
@@ -109,7 +109,7 @@ class ElectionUrl:
 
 
 def parse_election(text: str) -> ElectionUrl:
-    """Parse a URL of the form FORM. UserError says what is wrong."""
+    """Parse a URL of the form FORM. UserError if it has another form."""
 
     def wrong(what: str) -> UserError:
         return UserError(f"--election {text}: {what}; the form is {FORM}, or {TLS_FORM}")
@@ -198,7 +198,7 @@ class Hold:
 
 
 class Leadership:
-    """Tells an elected coordinator whether it still may act, and for how long."""
+    """Is an elected coordinator's right to act, with the time that is left of it."""
 
     def __init__(
         self, etcd: EtcdClient, url: ElectionUrl, hold: Hold, sure_until: float, now: Clock
@@ -274,7 +274,7 @@ class Election:
     async def patiently(
         self, what: Callable[[], Awaitable[T]], say: Say, limit_s: float = math.inf
     ) -> T:
-        """Return the result of `what` once etcd answers; `say` tells once what is wrong.
+        """Return the result of `what` once etcd answers; `say` is called once with the trouble.
 
         UserError if it does not answer for `limit_s`.
         """
@@ -296,8 +296,8 @@ class Election:
     async def campaign(self, host: str, port: int, say: Say) -> Leadership:
         """Wait for the leadership for as long as it takes, and take it.
 
-        `say` tells what it waits for. `host` and `port` are where this candidate will listen as
-        leader.
+        `say` is called with the reason for waiting. `host` and `port` are this candidate's address
+        as leader.
         """
         before: Leader | None = None
         while True:
@@ -415,7 +415,9 @@ class EtcdJournal:
     def __init__(self, leadership: Leadership) -> None:
         self._leadership = leadership
         self._key = leadership.url.key("record")
-        self._modified = 0  # revision of what is replaced, so that no late copy of an older save is
+        self._modified = (
+            0  # revision of the replaced record, so that no late copy of an older save is
+        )
 
     async def load(self) -> Loaded:
         leadership = self._leadership

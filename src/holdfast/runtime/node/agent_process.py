@@ -51,7 +51,7 @@ from holdfast.wire.messages import Address, AddressBook, DrainRequest, LabelRequ
 
 FROM_COORDINATOR = (Directive, AddressBook, DrainRequest, MoveRequest, LabelRequest)
 RECONNECT_S = 0.1
-NOTICE_EVERY_S = 2.0  # between two questions whether this machine is to be taken away
+NOTICE_EVERY_S = 2.0  # interval between two questions for notices of this machine's end
 MEND_S = 5.0  # between two rounds of verifying pieces in memory
 HEALTH_S = 10.0  # between two rounds of light checks
 TICK_S_MIN = 0.01
@@ -76,7 +76,7 @@ class AgentServer:
         self._core = core
         self._template = template
         self._policy = policy
-        self._health_directory = health_directory  # of which the disk is watched; empty: no checks
+        self._health_directory = health_directory  # its disk is watched; empty: no checks
         self._external = external
         self._coordinator: Channel | None = None
         self._processes: dict[WorkerId, WorkerProcess] = {}
@@ -92,9 +92,9 @@ class AgentServer:
     async def run(
         self, contact: Contact, secret: bytes, notice_s: float, notices: NoticeSource | None
     ) -> str:
-        """Serve until the job is over and every worker has ended; return what went wrong, or "".
+        """Serve until the job is over and every worker has ended; return why it failed, or "".
 
-        `notice_s`: from SIGTERM to the end of this machine; `notices`: whom to ask for its end.
+        `notice_s`: from SIGTERM to the end of this machine; `notices`: the source of notices.
         """
         leave = machine.Drained("it was asked to leave", leave=True, deadline_s=notice_s)
         loop = asyncio.get_running_loop()
@@ -148,7 +148,7 @@ class AgentServer:
                 self._note_memory()
 
     def _forget(self, process: WorkerProcess) -> None:
-        """Note that a process is over: its place is free, and it writes no more pieces."""
+        """Record that a process has ended: its place is free, and it writes no more pieces."""
         process.place = None
         if self._memory is not None:
             for number, _ in process.memory:
@@ -156,13 +156,13 @@ class AgentServer:
             self._note_memory()
 
     def _note_memory(self) -> None:
-        """Tell what this node's memory holds of the state."""
+        """Report the pieces of the state in this node's memory."""
         if self._memory is not None:
             kept, size = self._memory.report()
             self._feed(machine.MemoryHeld(kept, self._pieces_at, size))
 
     async def _watch_notices(self, source: NoticeSource) -> None:
-        """Have this node left once its machine is to be taken away."""
+        """Leave the job once a notice announces the end of this machine."""
         problem = ""
         while True:
             try:
@@ -229,7 +229,7 @@ class AgentServer:
             await asyncio.sleep(self._policy.freeze.sample_s)
 
     async def _watch_group(self, group: GroupWatch) -> None:
-        """Tell of processes that are at work, without their help."""
+        """Report which processes are at work, without their help."""
         look_s = self._template.spec.workers.hang_s / LOOKS_PER_HANG
         while True:
             await asyncio.sleep(min(max(look_s, LOOK_S_MIN), LOOK_S_MAX))
@@ -241,7 +241,9 @@ class AgentServer:
         checks = light_checks(directory, external=self._external)
         watch, drained = Watch(), ""
         loop = asyncio.get_running_loop()
-        with ThreadPoolExecutor(1, "holdfast-health") as thread:  # what it asks is a lasting thread
+        with ThreadPoolExecutor(
+            1, "holdfast-health"
+        ) as thread:  # the checks need one lasting thread
             try:
                 while True:
                     now = time.monotonic()
@@ -318,7 +320,7 @@ class AgentServer:
                 part = SpreadPart(place=0, meets_at=meets_at, listener=listener)
                 process.spread = part
             await process.start(self._on_message, self._on_exit)
-        except OSError as error:  # of this machine, and no fault of the script
+        except OSError as error:  # a fault of this machine, not of the script
             self._forget(process)
             reason = f"cannot start a process: {error.strerror}"
             self._feed(machine.ProcessExited(worker, incarnation, -1, reason))
@@ -376,7 +378,7 @@ def main(argv: list[str]) -> int:
         orders_fd=options.orders,
         tls=options.tls.absolute() if options.tls is not None else None,
         domains=read_domains(options.domain),
-        # Found once: later, part of what is free now holds pieces.
+        # Measured once: later, pieces fill a part of the free memory.
         memory_bytes=piece_bytes(spec.memory.budget) if spec.redundancy().data else 0,
     )
 

@@ -2,9 +2,9 @@
 
     python -m holdfast.runtime.node.bootstrap SCRIPT ARGS...
 
-It ties the process to its agent, and writes to the failure pipe how the script has ended: DONE if
-it came to its end, one sentence for a UserError, else the script's traceback. A process that ends
-without writing anything there, whatever its exit status, was lost.
+It ties the process to its agent, and writes to the failure pipe how the script has ended: DONE for
+a script that ran to its end, one sentence for a UserError, else the script's traceback. A process
+that ends without writing there counts as lost, with any exit status.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def become(argv: list[str]) -> None:
 
 
 def teller(failure_fd: int) -> Callable[[str], None]:
-    """Return what tells the agent of a failure, by this descriptor."""
+    """Return the function that reports a failure to the agent by this descriptor."""
     return lambda text: tell_failure(failure_fd, text.encode(errors="replace"))
 
 
@@ -94,10 +94,10 @@ def run_told(run: Callable[[], None], tell: Callable[[str], None]) -> int:
 
 
 def _run(script: str) -> None:
-    """Run the script, and end what it has left open, if it ends well.
+    """Run the script; if it ends well, end the job that it has left open.
 
-    What it draws from Python's and NumPy's generators before it joins the job is keyed as well;
-    PyTorch's begin with a constant.
+    Its draws from Python's and NumPy's generators before it joins the job are keyed as well;
+    PyTorch's generators begin with a constant.
     """
     seed = int(os.environ.get("PYTHONHASHSEED") or 0)
     random.seed(seed)
@@ -164,13 +164,13 @@ def _is_ours(filename: str) -> bool:
 
 
 def leave(code: int) -> NoReturn:
-    """Run what was registered for the end, then go without tearing native threads down."""
+    """Run the registered exit functions, then end without tearing native threads down."""
     finish()
     os._exit(code & 0xFF)
 
 
 def finish() -> None:
-    """Run what was registered for the end, and write what was printed."""
+    """Run the registered exit functions, and flush the standard streams."""
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

@@ -38,7 +38,7 @@ from holdfast.runtime.node.spread_processes import (
     wait_to_be_ended,
 )
 
-GRACE_S = 3.0  # in which a loss may turn out to be the reason for a failure
+GRACE_S = 3.0  # after a failure, wait this long for a loss that explains it
 READ_BYTES = 1 << 16
 REST_S = 0.1  # for the rest of a message that has come in part
 TOLD_BYTES_MAX = 12 << 10
@@ -46,20 +46,20 @@ TOLD_BYTES_MAX = 12 << 10
 
 @dataclass(frozen=True, slots=True)
 class _Other:
-    """Holds one of the other processes."""
+    """Is this process's record of another process of the worker."""
 
     shard: int
     pid: int  # 0: it is on another node, and so are those that it watches
     ended: int  # a descriptor that is readable once it has
-    told: int  # what it has failed for comes there, or DONE
+    told: int  # descriptor that yields the reason of its failure, or DONE
 
 
 class ShardProcesses:
     """Watches the other processes of this worker; any of them that fails ends all.
 
-    When one of them is lost the scripts of the others fail, since they can reach it no more. So a
-    failure is told only once no loss has explained it for a while. `first`: this process is that of
-    shard 0; else what is told goes there.
+    When one process is lost, the scripts of the others fail, since they cannot reach it. So a
+    failure is reported only after GRACE_S without a loss that explains it. `first`: this process is
+    shard 0 and reports to the agent; the others report to it.
     """
 
     def __init__(self, others: list[_Other], failure_fd: int, *, first: bool = True) -> None:
@@ -67,7 +67,7 @@ class ShardProcesses:
         self._failure_fd = failure_fd
         self._first = first
         self._lock = threading.Lock()
-        self._failures: list[bytes] = []  # of the others, the first one first
+        self._failures: list[bytes] = []  # failures of the other processes, the earliest first
         self._here = False  # this process's script has failed as well
         self._watch = threading.Thread(target=self._look, name="holdfast-shards", daemon=True)
         self._watch.start()
@@ -77,7 +77,7 @@ class ShardProcesses:
         self._watch.join()
 
     def tell(self, text: str) -> None:
-        """Tell the agent that the script has failed: of the process in which it failed first."""
+        """Report a failure of the script to the agent: that of the process which failed first."""
         with self._lock:
             said = select.select([other.told for other in self._others], [], [], 0)[0]
             first = not self._failures and not said
@@ -104,7 +104,7 @@ class ShardProcesses:
             wait_to_be_ended(float("inf") if not code else END_S)
 
     def _tell(self, failures: Sequence[bytes]) -> None:
-        """Tell the first one; or a sentence for the user, which explains more than a traceback."""
+        """Report the first failure; prefer a sentence for the user to a traceback."""
         sentences = [text for text in failures if b"UserError: " in text.split(b"\n")[0]]
         tell_failure(self._failure_fd, (sentences or list(failures))[0])
 
@@ -137,7 +137,7 @@ class ShardProcesses:
         os._exit(1)
 
     def _ended(self, other: _Other) -> None:
-        """Find out how one of them has ended, and what it has said."""
+        """Find out how another process has ended, and read its report."""
         # Those of another node name themselves, unless it is the first one there.
         prefix = b"process %d of the worker: " % other.shard
         with self._lock:
@@ -172,7 +172,7 @@ class ShardProcesses:
 
 
 def _read(descriptor: int) -> bytes:
-    """Return what is there to read, and what follows it at once."""
+    """Read all bytes that are available at once."""
     os.set_blocking(descriptor, False)
     data = b""
     with contextlib.suppress(OSError):  # nothing is, or the connection was reset
@@ -185,7 +185,7 @@ def _read(descriptor: int) -> bytes:
 
 
 def tell_failure(failure_fd: int, text: bytes) -> None:
-    """Tell the agent, or the process of shard 0, what a script has failed for: the end of it."""
+    """Send the end of a failure's text to the agent, or to the process of shard 0."""
     with contextlib.suppress(OSError):
         os.write(failure_fd, text[-TOLD_BYTES_MAX:])
 
@@ -193,8 +193,8 @@ def tell_failure(failure_fd: int, text: bytes) -> None:
 def make_shards(failure_fd: int) -> ShardProcesses | LoneShard:
     """Make the other processes of a worker on this node, and meet those on others.
 
-    Returns in each process what tells of a failure of its script, and waits for the others at its
-    end. The processes must not have begun any thread.
+    Each process gets the object that reports a failure of its script, and that waits for the others
+    at its end. The processes must not have begun any thread.
     """
     place = SpreadPlace.read(os.environ)
     key = bytes.fromhex(os.environ.get("HOLDFAST_PEER_KEY", ""))
@@ -202,7 +202,7 @@ def make_shards(failure_fd: int) -> ShardProcesses | LoneShard:
     for name in ("PROCS", "SPREAD", "PLACE", "MEETING_FD"):
         os.environ.pop(f"HOLDFAST_{name}", None)
     meets_at = os.environ.pop("HOLDFAST_MEETS_AT", "")
-    for stream in (sys.stdout, sys.stderr):  # which all of them share: whole lines at a time
+    for stream in (sys.stdout, sys.stderr):  # all processes share them: write whole lines
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
     others, ends, told = _fork(place.shards, failure_fd)
@@ -266,16 +266,16 @@ def _fork(shards: range, failure_fd: int) -> tuple[list[_Other] | None, list[soc
 
 
 class LoneShard:
-    """Is, in a process that another one of this node has forked, all that it needs of the others.
+    """Connects a process that was forked on this node to the process that forked it.
 
-    `told_fd`: where that one hears of a failure, or of a good end.
+    `told_fd`: descriptor for reports of a failure or a good end.
     """
 
     def __init__(self, told_fd: int) -> None:
         self._told_fd = told_fd
 
     def tell(self, text: str) -> None:
-        """Tell that the script has failed."""
+        """Report that the script has failed."""
         tell_failure(self._told_fd, text.encode(errors="replace"))
 
     def end(self, code: int) -> None:

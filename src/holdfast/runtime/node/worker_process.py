@@ -32,7 +32,7 @@ from holdfast.store.regular_files import append_regular
 from holdfast.wire.frames import Opener, Sealer
 from holdfast.wire.messages import Address, decode, encode
 
-STORY_BYTES_MAX = 16 << 10  # of a traceback
+STORY_BYTES_MAX = 16 << 10  # longest part of a traceback that is reported
 LINE_BYTES_MAX = 64 << 10  # a longer line is passed on in pieces
 DRAIN_S = 5.0
 STORY_S = 0.2  # to read why a process that a signal has ended gave up, if it told
@@ -40,7 +40,7 @@ STORY_S = 0.2  # to read why a process that a signal has ended gave up, if it to
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerTemplate:
-    """Holds what all processes that an agent starts on its node have in common."""
+    """Keeps the settings that all processes of one node have in common."""
 
     run_dir: RunDir
     spec: JobSpec
@@ -48,7 +48,7 @@ class WorkerTemplate:
     orders_fd: int | None = None  # to the checkpoint writer
     tls: Path | None = None  # directory of the certificates
     domains: Domains = ()  # failure domains that the node is in, as it was told
-    memory_bytes: int = 0  # that all pieces in this node's memory may take
+    memory_bytes: int = 0  # most bytes of pieces in this node's memory
 
     @property
     def pass_fds(self) -> tuple[int, ...]:
@@ -109,9 +109,9 @@ class WorkerTemplate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpreadPart:
-    """Says which of a worker's nodes this is, if there are several, and how its processes meet.
+    """Describes a node's part of a worker that spans several, and how its processes meet.
 
-    `listener`: on the first node, where those of further ones connect to; they do so at `meets_at`.
+    `listener`: on the first node; the processes of further nodes connect to it at `meets_at`.
     """
 
     place: int
@@ -123,7 +123,7 @@ class SpreadPart:
         return () if self.listener is None else (self.listener.fileno(),)
 
     def variables(self, nodes: int) -> dict[str, str]:
-        """Return what is told to the process; `nodes`: of the worker."""
+        """Return the process's environment variables; `nodes`: the number of the worker's nodes."""
         return {
             "HOLDFAST_SPREAD": str(nodes),
             "HOLDFAST_PLACE": str(self.place),
@@ -244,7 +244,7 @@ class WorkerProcess:
         self._signal(signal.SIGKILL)
 
     def pause(self) -> None:
-        """Stop it and whatever it has started, as they are."""
+        """Stop the process and all its children with SIGSTOP."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
@@ -275,7 +275,7 @@ class WorkerProcess:
         os.close(descriptor)
         code = popen.wait()
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(popen.pid, signal.SIGKILL)  # whatever it has left behind
+            os.killpg(popen.pid, signal.SIGKILL)  # the children that it has left behind
         self.running = False
         detail = ""
         if code > 0:
