@@ -13,7 +13,7 @@ import pytest
 from holdfast.cli import sim_command as cli
 from holdfast.sim.run_options import RACK_KINDS
 from holdfast.sim.swarm import Summary, run_many, run_seed
-from mutation_kit import COMBINED, GOES_ON, STOPS
+from mutation_kit import COMBINED, GOES_ON, SPREAD, STOPS
 
 SRC = Path(__file__).resolve().parent.parent / "src"
 
@@ -89,6 +89,14 @@ def test_nodes_that_an_earlier_job_has_left_at_the_address_end_without_a_part_in
         ended = [line for line in told if "and job job is at its address now" in line]
         assert met
         assert len(ended) == len(met)
+
+
+@pytest.mark.parametrize("seed", [2, 41, 65])
+def test_workers_of_several_processes_train_where_others_would_be_fed(seed: int) -> None:
+    """Such a worker tells nobody that it can be fed; in these seeds it did before it was whole."""
+    result = run_seed(seed, small=True, tuned=SPREAD | {"feeds": True})
+    assert not result.failure, f"{result.failure}\n{result.replay}"
+    assert result.commits > 0
 
 
 def test_jobs_end_as_they_should() -> None:

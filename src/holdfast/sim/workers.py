@@ -141,7 +141,7 @@ class Process(Running):
     def start(self) -> None:
         """Boot the script: the process was started."""
         options = self.world.options
-        if options.feeds:
+        if options.feeds and options.procs == 1:  # no worker of several processes can be fed
             self.feed(ev.Reachable("here"))
         if options.spread == 1:
             self.met()
