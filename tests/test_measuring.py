@@ -561,6 +561,22 @@ def test_a_server_lets_in_a_bounded_number() -> None:
     assert any("refused" in line for line in said)
 
 
+def test_strangers_take_nobodys_place() -> None:
+    """Without a proof each is turned away, the oldest first, and a peer is measured all the same."""
+
+    async def ask(port: int) -> PeerSample:
+        strangers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(5)]
+        sample = await measure_peer("127.0.0.1", port, SECRET, bandwidth_s=0.0)
+        for _, writer in strangers:
+            writer.close()
+        return sample
+
+    policy = ServePolicy(connections_max=1, strangers_max=2)
+    found, said = against_a_server(ask, policy=policy)
+    assert found.failure == ""
+    assert any("too many connections have not proved themselves" in line for line in said)
+
+
 def test_a_silent_connection_is_cut_off() -> None:
     async def ask(port: int) -> object:
         channel = await connect("127.0.0.1", port, SECRET)

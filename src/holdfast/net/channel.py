@@ -49,6 +49,7 @@ class Channel:
         backlog_bytes_max: int = BACKLOG_BYTES_MAX,
     ) -> None:
         self.peer = name_of(writer.get_extra_info("peername"))
+        self.local_host = str((writer.get_extra_info("sockname") or ("",))[0])
         self.lost = ""  # why the connection ended, unless the peer closed it in order
         self._reader = reader
         self._writer = writer

@@ -16,7 +16,7 @@ from holdfast.core.errors import WireError
 from holdfast.health.checks_peers import PeerSample, clock_offset
 from holdfast.health.limits import MIB
 from holdfast.health.measure.stream import Acceptor, receive_stream, send_stream
-from holdfast.net.channel import Channel, accept, connect
+from holdfast.net.channel import Channel, Gate, GatePolicy, connect
 from holdfast.wire.messages import PeerReply, PeerRequest
 
 ROUND_TRIPS = 16
@@ -27,8 +27,13 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServePolicy:
-    """Bounds what one server gives to others."""
+    """Bounds what one server gives to others.
 
+    `strangers_max`: connections at once that have not proved that they know the secret. The other
+    bounds are for those that have.
+    """
+
+    strangers_max: int = 128
     connections_max: int = 16
     connection_s: float = 60.0
     streams_max: int = 4
@@ -36,7 +41,10 @@ class ServePolicy:
 
 
 class PeerServer:
-    """Answers the measurements of peers that know the secret."""
+    """Answers the measurements of peers that know the secret.
+
+    Strangers meet the same gate as at a coordinator (net/channel.py): they take no peer's place.
+    """
 
     def __init__(
         self,
@@ -53,45 +61,45 @@ class PeerServer:
 
     async def serve(self, listener: socket.socket, for_s: float) -> None:
         """Listen for `for_s` seconds; those who are being answered then are not waited for."""
-        server = await asyncio.start_server(self._meet, sock=listener)
+        policy = GatePolicy(strangers_max=self.policy.strangers_max)
+        gate = Gate(self._secret, self._meet, self._say, policy=policy)
+        gate.open(listener)
         try:
             await asyncio.sleep(for_s)
         finally:
-            server.close()
+            gate.close()
 
-    async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        peer = "{}:{}".format(*writer.get_extra_info("peername", ("?", "?"))[:2])
+    async def _meet(self, channel: Channel) -> None:
+        peer = channel.peer
         if self._open >= self.policy.connections_max:
             self._say(f"{peer}: refused, {self._open} measurements are going on")
-            writer.close()
             return
         self._open += 1
         try:
-            await asyncio.wait_for(self._answer(reader, writer, peer), self.policy.connection_s)
+            await asyncio.wait_for(self._answer(channel), self.policy.connection_s)
         except asyncio.TimeoutError:
             self._say(f"{peer}: cut off after {self.policy.connection_s:g} s")
-        except (WireError, OSError) as error:
+        except OSError as error:
             self._say(f"{peer}: {error}")
         finally:
             self._open -= 1
-            writer.close()
 
-    async def _answer(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str
-    ) -> None:
-        channel = await accept(reader, writer, self._secret)
-        host = writer.get_extra_info("sockname")[0]
+    async def _answer(self, channel: Channel) -> None:
+        """Answer one peer's requests until it closes the connection. WireError, OSError."""
         moved = streams = 0
         for _ in range(self.policy.messages_max):
             request: PeerRequest | None = await channel.receive(PeerRequest)
             received_s = self._clock()
             if request is None:
-                self._say(f"{peer}: measured, {moved / MIB:.0f} MiB moved")
+                self._say(f"{channel.peer}: measured, {moved / MIB:.0f} MiB moved")
                 return
             streams += bool(request.stream)
             if streams > self.policy.streams_max or request.stream not in ("", "up", "down"):
-                raise WireError(f"asks for stream {streams}, {request.stream[:10]!r}")
-            acceptor = Acceptor.open(host, request.stream) if request.stream else None
+                raise WireError(
+                    f"{channel.peer}: it asks for stream {streams}, {request.stream[:10]!r}"
+                )
+            here = channel.local_host
+            acceptor = Acceptor.open(here, request.stream) if request.stream else None
             channel.send(
                 PeerReply(
                     number=request.number,
@@ -103,7 +111,7 @@ class PeerServer:
             )
             if acceptor is not None:
                 moved += await asyncio.get_running_loop().run_in_executor(None, acceptor.run)
-        raise WireError("it asks too much")
+        raise WireError(f"{channel.peer}: it asks too much")
 
 
 async def measure_peer(
