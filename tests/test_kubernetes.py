@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import re
+import socket
+import sys
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -23,12 +25,16 @@ from holdfast.core.fleet.placements import Holding, PlacementId
 from holdfast.launch import kubernetes_job
 from holdfast.launch.cluster_manager import PlacementOrder
 from holdfast.launch.kubernetes_manager import KubernetesManager, fill
+from holdfast.launch.kubernetes_manifests import POD_VARIABLE
 from holdfast.launch.kubernetes_notices import OVERDUE_AWAY_S, OVERDUE_S, TwoClocks, placement_of
+from holdfast.net.channel import Channel, Gate
 from holdfast.net.secret import parse_secret
 from holdfast.wire.job_document import decode_job
+from holdfast.wire.messages import DrainRequest, OrderReply
 from labs.fake_kubernetes import FakeKubernetes
 from labs.kubernetes_cluster import KubernetesCluster, write_kubeconfig
 
+PATIENCE_S = 60.0  # bounds a hang
 NOW = datetime(2026, 1, 1, tzinfo=timezone.utc)
 CLOCKS = TwoClocks(wall=NOW.timestamp(), monotonic=1000.0)
 KINDS = (
@@ -87,6 +93,46 @@ def test_a_coordinator_begins_with_what_was_launched(
     monkeypatch.setenv("HOLDFAST_SECRET", held["secret"])
     with pytest.raises(UserError, match="no pod of a job's coordinator"):
         kubernetes_job.prepare(kubernetes_job.RunDir(run_dir))
+
+
+@pytest.mark.parametrize("of_another_job", [False, True])
+def test_the_hook_of_a_pod_that_ends_orders_only_its_own_job(
+    of_another_job: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both jobs have the same secret; the other one's node may have the same name."""
+    found = launch(capsys)
+    held = found["Secret"]["stringData"]
+    (agent,) = found["PodTemplate"]["template"]["spec"]["containers"]
+    command = agent["lifecycle"]["preStop"]["exec"]["command"]
+    ordered: list[DrainRequest] = []
+
+    async def answer(channel: Channel) -> None:
+        ordered.append(await channel.receive(DrainRequest))
+        channel.send(OrderReply(problem="it leaves already"))
+        await channel.finish()
+
+    async def end_a_pod() -> tuple[int, str]:
+        job = "another" if of_another_job else decode_job(held["job.json"].encode()).job
+        gate = Gate(parse_secret(held["secret"], ""), answer, print, job=job)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            gate.open(listener)
+            join = f"127.0.0.1:{listener.getsockname()[1]}"
+            hook = await asyncio.create_subprocess_exec(
+                *(sys.executable, *command[1:3], join, *command[4:]),
+                env={**os.environ, "HOLDFAST_SECRET": held["secret"], POD_VARIABLE: "pod-1"},
+                stderr=asyncio.subprocess.PIPE,
+            )
+            _, told = await asyncio.wait_for(hook.communicate(), PATIENCE_S)
+            gate.close()
+        assert hook.returncode is not None
+        return hook.returncode, told.decode()
+
+    status, told = asyncio.run(end_a_pod())
+    if of_another_job:
+        assert (status, ordered) == (1, [])
+        assert "job another is there" in told
+    else:
+        assert (status, [each.agent for each in ordered]) == (0, ["pod-1"])
 
 
 def test_agents_are_made_from_the_users_template(

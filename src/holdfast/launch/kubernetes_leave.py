@@ -1,9 +1,10 @@
 """Has the node of a pod left before the pod ends: the hook that Kubernetes runs before it does.
 
-    python -m holdfast.launch.kubernetes_leave JOIN SECONDS [CERTIFICATES]
+    python -m holdfast.launch.kubernetes_leave JOIN SECONDS JOB [CERTIFICATES]
 
 It works without the controller; the secret and the node's name are in the environment. It returns
-once the node has no work any more, or nobody answers: then SIGTERM asks the agent itself.
+once the node has no work any more, or nobody answers: then SIGTERM asks the agent itself. A
+coordinator of another job than JOB, which may have the same secret, is asked nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ async def leave(contact: Contact, secret: bytes, node: AgentId, within_s: float)
 def main(argv: Sequence[str]) -> int:
     try:
         secret, node = load_secret(os.environ), AgentId(os.environ[POD_VARIABLE])
-        contact = contact_by(argv[0], client_of(Path(argv[2]) if argv[2:] else None))
+        tls = client_of(Path(argv[3]) if argv[3:] else None)
+        contact = contact_by(argv[0], tls, job=argv[2])
         asyncio.run(leave(contact, secret, node, float(argv[1])))
     except (HoldfastError, OSError, asyncio.TimeoutError) as error:
         print(f"holdfast: {node} cannot be drained ({error})", file=sys.stderr, flush=True)

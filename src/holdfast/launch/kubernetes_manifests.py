@@ -104,7 +104,7 @@ def manifests(
         storage = {"requests": {"storage": site.storage}}
         claim = {"accessModes": ["ReadWriteOnce"], "resources": storage}
         found.append(named("v1", "PersistentVolumeClaim", spec=claim))
-    found.append(named("v1", "PodTemplate", template=agent_template(site, name, prefix, plan)))
+    found.append(named("v1", "PodTemplate", template=agent_template(site, spec, plan)))
     job = _coordinator_job(site, name, plan.run_dir, coordinator)
     return [*found, named("batch/v1", "Job", spec=job)]
 
@@ -171,8 +171,10 @@ def _coordinator_job(
     }
 
 
-def agent_template(site: KubernetesSite, name: str, prefix: str, plan: FleetPlan) -> Manifest:
+def agent_template(site: KubernetesSite, job: JobSpec, plan: FleetPlan) -> Manifest:
     """Make what all pods of agents have in common, on top of the user's own template."""
+    prefix = job_prefix(job.job)
+    name = instance_of(prefix)
     pod: Manifest = json.loads(json.dumps(dict(site.pod)))
     metadata, spec = pod.setdefault("metadata", {}), pod.setdefault("spec", {})
     labels = labels_of(prefix, AGENT)
@@ -183,7 +185,7 @@ def agent_template(site: KubernetesSite, name: str, prefix: str, plan: FleetPlan
         containers.append(agent := {"name": AGENT})
     agent["image"] = site.image
     leave = ["python3", "-m", "holdfast.launch.kubernetes_leave", plan.join, f"{plan.drain_s:g}"]
-    leave += [plan.tls] if plan.tls else []
+    leave += [job.job, *([plan.tls] if plan.tls else [])]
     agent["lifecycle"] = {"preStop": {"exec": {"command": leave}}}
     agent["env"] = [
         *agent.get("env", ()),
