@@ -562,7 +562,7 @@ def test_a_server_lets_in_a_bounded_number() -> None:
 
 
 def test_strangers_take_nobodys_place() -> None:
-    """Without a proof each is turned away, the oldest first, and a peer is measured all the same."""
+    """Without a proof each is turned away, the oldest first; a peer is measured all the same."""
 
     async def ask(port: int) -> PeerSample:
         strangers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(5)]

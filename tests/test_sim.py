@@ -43,6 +43,9 @@ REGRESSIONS = (
     (False, 1227),  # what a worker said of a checkpoint was forgotten as its agent began anew
     (False, 3911),  # who hosted nothing in a step counted as looked at in it
     (False, 377),  # a coordinator without its journal began a view while unheard members acted
+    (False, 1442),  # a step was computed again before its node told that its memory holds it
+    (False, 1596),  # the same, in a later view
+    (False, 2170),  # the same, with several nodes
 )
 
 
@@ -53,6 +56,8 @@ SOUND = (
     (True, 747),  # who was alone had taken sums that are not finite for right
     (False, 1124),  # a restarted coordinator need not wait for a node that was given up before
     (False, 3066),  # a node whose report came twice counted as heard again
+    (False, 2099),  # of a job that ends slots say only where something may still run
+    (True, 1592),  # the processes of a worker were so slow that it counted as hung
     (True, 556),  # who had committed died, and who was left alone computed wrongly
 )
 

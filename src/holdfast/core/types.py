@@ -179,10 +179,14 @@ class WorkerStatus:
         return self.state is StateCopy.DISCARDED
 
     @property
+    def has_stopped(self) -> bool:
+        """Return whether it acts in no view now, so that it commits nothing before the next one."""
+        return self.promised >= self.view
+
+    @property
     def at_boundary(self) -> bool:
-        """Tell whether it rests between two steps and acts in no view: it can donate its state."""
-        resting = self.phase is Phase.BOUNDARY and self.promised >= self.view
-        return resting and self.has_state
+        """Return whether it rests between two steps and acts in no view: it can donate state."""
+        return self.phase is Phase.BOUNDARY and self.has_stopped and self.has_state
 
     @property
     def in_step(self) -> bool:

@@ -271,8 +271,8 @@ class AgentHost:
         if self.frozen:
             self._backlog.append(event)
             return
-        if self._held is not None and isinstance(event, Tick | ag.ProcessExited):
-            held, self._held = self._held, None  # the agent looks now and then, and at each end
+        if self._held is not None and _looks_at_memory(event):
+            held, self._held = self._held, None
             self.handle(ag.MemoryHeld(held))
         effects = machine.handle(event, self.clock())
         world.note(self, event, effects)
@@ -414,3 +414,14 @@ class AgentHost:
         if self.machine is not None and self.incarnation == incarnation and self._wake_at == at:
             self._wake_at = None
             self.handle(Tick())
+
+
+def _looks_at_memory(event: ag.AgentEvent) -> bool:
+    """Return whether the agent looks at its memory: now and then, and when work has ended."""
+    match event:
+        case Tick() | ag.ProcessExited():
+            return True
+        case ag.WorkerSaid(status):
+            return status.has_stopped
+        case _:
+            return False

@@ -49,6 +49,10 @@ class OtherShards:
             later(shard, self._free[shard] - now, self._late, shard, copy)
         return self._events.hear(0, event)
 
+    def late_by(self, now: float) -> float:
+        """Return in how many seconds the last shard will have done all that it was given."""
+        return max(self._free) - now
+
     def enter(self, view: ViewNumber) -> None:
         """Begin a view: what only some have done in earlier ones is not waited for."""
         self._events.begin(view)

@@ -179,6 +179,8 @@ class Process(Running):
         shaky = bool(world.options.faults) and world.now < world.options.faults_end_s
         for told in self._shards.heard(event, world.now, self.spread.later, may_break=shaky):
             self._hand(told)
+        if self._shards.late_by(world.now) > world.options.hang_s / 4:
+            self.ailing = True
 
     def _hand(self, event: WorkerEvent) -> None:
         """Hand one event to the machine and carry out its effects, in order, to the end."""

@@ -484,7 +484,7 @@ def interrupted(situation: Situation) -> list[WorkerStatus]:
     view = situation.view
     late = _names([], view.catching_up, view.fed) if view is not None else []
     known = [s for s in situation.known if s.worker in late and s.stage == Stage.READY]
-    return [s for s in known if s.dirty and s.promised >= s.view and situation.roster.ordered(s)]
+    return [s for s in known if s.dirty and s.has_stopped and situation.roster.ordered(s)]
 
 
 def dirty_candidates(situation: Situation, replicated: bool) -> list[tuple[WorkerStatus, str]]:

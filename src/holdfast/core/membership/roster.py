@@ -464,8 +464,7 @@ def differs(old: WorkerStatus, new: WorkerStatus) -> bool:
     """Tell whether something changed that is not mere progress within a view."""
     if _DECISIVE(old) != _DECISIVE(new):
         return True
-    stopped = new.promised >= new.view
-    return stopped and _RESTING(old) != _RESTING(new)
+    return new.has_stopped and _RESTING(old) != _RESTING(new)
 
 
 def moved(old: WorkerStatus, new: WorkerStatus) -> bool:

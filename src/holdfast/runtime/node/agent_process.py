@@ -336,6 +336,8 @@ class AgentServer:
                 if self._group is not None:
                     self._group.note(message)
                     process.label = f"rank {message.hosted[0]}" if message.hosted else process.label
+                if message.has_stopped:
+                    self._note_memory()  # the next view may begin from what it has put there
                 self._feed(machine.WorkerSaid(message))
         elif self._coordinator is not None:
             self._coordinator.send(message)
