@@ -13,8 +13,10 @@ MEMORY = "src/holdfast/memory/"
 DRIVERS = (
     "src/holdfast/train/driver.py",
     "src/holdfast/train/script_thread.py",
-    "src/holdfast/train/protection/protector.py",
-    "src/holdfast/train/protection/recalling.py",
+    *(
+        f"src/holdfast/train/protection/{name}.py"
+        for name in ("device_image", "protector", "recalling", "tensor_coding")
+    ),
     *(
         f"src/holdfast/train/step/{name}.py"
         for name in (
@@ -27,9 +29,10 @@ TEST_FILES = tuple(
     f"tests/test_{name}.py"
     for name in """
         agent_machine audit backup bringing_up coordinator_machine core driver formation interval
-        job_spec links measuring missed_steps piece_memory policies protection
-        review_schedule roster sampling saves step_drivers step_machine step_parts stories
-        stragglers thread_cluster training verdict_tables worker_machine
+        job_spec links measuring missed_steps piece_memory piece_post policies protection
+        protector review_schedule roster sampling saves shard_events step_drivers step_machine
+        step_parts stories stragglers teams tensor_coding thread_cluster training verdict_tables
+        worker_machine
     """.split()
 )
 DRIVER_TESTS = (

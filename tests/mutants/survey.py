@@ -36,7 +36,7 @@ WANTED = 0.9  # of the mutants that change anything
 def main(arguments: Sequence[str] | None = None) -> int:
     """Survey a sample; print a table of the survivors."""
     args = _parser().parse_args(arguments)
-    survey = Survey(args.root, args.only, args.test_s)
+    survey = Survey(args.root, args.only or ["*"], args.test_s)
     sample = survey.sample(args.seed, args.count) if not args.again else survey.named(args.again)
     known = equivalents.read(args.root / equivalents.FILE)
     done = _results(args.resume) if args.resume else {}
@@ -78,7 +78,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mutants", description="Plant bugs; see who notices.")
     parser.add_argument("--seed", type=int, default=0, help="of the random sample")
     parser.add_argument("--count", type=int, default=200, help="mutants in the sample")
-    parser.add_argument("--only", default="*", metavar="GLOB", help="files to plant them in")
+    parser.add_argument(
+        "--only", action="append", metavar="GLOB", help="files to plant them in; may be repeated"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="mutants that are checked at a time")
     parser.add_argument("--seeds", type=_seeds, default=range(200), metavar="A:B")
     parser.add_argument("--results", type=Path, metavar="FILE", help="add each result to it")
@@ -103,7 +105,7 @@ def _results(file: Path) -> dict[str, Any]:
 class Survey:
     """Draws samples from the code of a tree and has them checked."""
 
-    def __init__(self, root: Path, only: str, test_s: float = 60.0) -> None:
+    def __init__(self, root: Path, only: Sequence[str], test_s: float = 60.0) -> None:
         self._root = root
         self._only = only
         self._test_s = test_s
@@ -112,7 +114,7 @@ class Survey:
 
     def mutants(self) -> dict[str, list[Mutant]]:
         """Return all mutants of each file."""
-        paths = [p for p in scope.paths(self._root) if fnmatch(p, self._only)]
+        paths = [p for p in scope.paths(self._root) if any(fnmatch(p, glob) for glob in self._only)]
         knowledge = Knowledge()
         self._sources = {path: (self._root / path).read_bytes() for path in paths}
         for path in scope.paths(self._root):
