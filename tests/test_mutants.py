@@ -255,6 +255,6 @@ def test_what_is_listed_as_equivalent_is_still_there() -> None:
     """An entry whose code has changed says nothing any more."""
     root = TESTS.parent
     known = equivalents.read(root / equivalents.FILE)
-    every = survey.Survey(root, "*").mutants()
+    every = survey.Survey(root, ["*"]).mutants()
     there = {(m.path, m.function, m.before, m.after) for found in every.values() for m in found}
     assert sorted(set(known.known) - there) == []

@@ -11,6 +11,7 @@ import pytest
 
 from conftest import RUN_S, SCRIPTS, finish
 from holdfast.cli.main import main
+from holdfast.core.job_spec import CoordinatorPolicy
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.open import open_storage
 from holdfast.testing.local_run import LocalRun, strike
@@ -122,6 +123,30 @@ def test_an_interrupted_job_can_be_resumed_and_a_finished_one_not(
         assert finish(again) == reference(STEPS)
     assert main(["resume", str(run.run_dir.path)]) == 2
     assert "has succeeded" in capsys.readouterr().err
+
+
+def test_who_asks_twice_does_not_wait_for_a_last_checkpoint(
+    tmp_path: Path, reference: Callable[[int], str]
+) -> None:
+    with saving(tmp_path) as run:
+        until_saved(run, tmp_path, 5)
+        for pid in run.members().values():
+            strike(pid, signal.SIGSTOP)  # so that none can be made
+        saved = steps(tmp_path)
+        run.signal(signal.SIGINT)
+        run.until(lambda: run.events("stop"), RUN_S, "the order for a last checkpoint")
+        run.signal(signal.SIGINT)
+        assert run.wait(RUN_S) == 130
+    first, second = run.events("stop")
+    assert (first["text"], second["text"]) == (
+        "the job stops after a last checkpoint",
+        "interrupted",
+    )
+    assert second["time"] - first["time"] < CoordinatorPolicy(virtual_ranks=4).grace_s
+    assert run.run_dir.outcome() == "interrupted"
+    assert steps(tmp_path) == saved
+    with resumed(run) as again:
+        assert finish(again) == reference(STEPS)
 
 
 @pytest.mark.slow
