@@ -43,7 +43,7 @@ REGRESSIONS = (
     (False, 1227),  # what a worker said of a checkpoint was forgotten as its agent began anew
     (False, 3911),  # who hosted nothing in a step counted as looked at in it
     (False, 377),  # a coordinator without its journal began a view while unheard members acted
-    (False, 1442),  # a step was computed again before its node told that its memory holds it
+    (False, 1442),  # a step was computed again although a node's memory held it
     (False, 1596),  # the same, in a later view
     (False, 2170),  # the same, with several nodes
 )
@@ -56,8 +56,8 @@ SOUND = (
     (True, 747),  # who was alone had taken sums that are not finite for right
     (False, 1124),  # a restarted coordinator need not wait for a node that was given up before
     (False, 3066),  # a node whose report came twice counted as heard again
-    (False, 2099),  # of a job that ends slots say only where something may still run
-    (True, 1592),  # the processes of a worker were so slow that it counted as hung
+    (False, 2099),  # slots of an ending job name processes that may still run
+    (True, 1592),  # shards that are seconds late make their worker look hung
     (True, 556),  # who had committed died, and who was left alone computed wrongly
 )
 
@@ -98,7 +98,7 @@ def test_nodes_that_an_earlier_job_has_left_at_the_address_end_without_a_part_in
 
 @pytest.mark.parametrize("seed", [2, 41, 65])
 def test_workers_of_several_processes_train_where_others_would_be_fed(seed: int) -> None:
-    """Such a worker tells nobody that it can be fed; in these seeds it did before it was whole."""
+    """The simulator announced such workers for feeding, which the product never does."""
     result = run_seed(seed, small=True, tuned=SPREAD | {"feeds": True})
     assert not result.failure, f"{result.failure}\n{result.replay}"
     assert result.commits > 0

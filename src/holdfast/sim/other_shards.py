@@ -50,7 +50,7 @@ class OtherShards:
         return self._events.hear(0, event)
 
     def late_by(self, now: float) -> float:
-        """Return in how many seconds the last shard will have done all that it was given."""
+        """Return the seconds until the slowest shard is level with shard 0."""
         return max(self._free) - now
 
     def enter(self, view: ViewNumber) -> None:

@@ -89,7 +89,8 @@ class Promises:
         nodes = len(self._heard)
         if before is None and nodes < self._options.nodes_min:
             raise Violation(f"the job starts on {nodes} of {self._options.nodes_min} nodes")
-        if not view.donors and view.resume_step and view.resume_step in self._refused:
+        checkpoint = _checkpoint_of(view)
+        if checkpoint and checkpoint in self._refused:
             raise Violation(f"view {view.number} begins from what was found to be damaged")
         leader = before.member(before.leader) if before is not None else None
         if leader is not None and leader in view.members and leader.worker not in view.joiners:
@@ -144,3 +145,12 @@ class Promises:
         for process in live:
             if now < self._heard_by_any.get(process.agent, now) + self._fence_s:
                 raise Violation(f"the job is said to be over, and worker {process.key} runs")
+
+
+def _checkpoint_of(view: View) -> int:
+    """Return the step of the checkpoint that a view begins from; 0: it begins from none."""
+    if view.donors:
+        return 0
+    if view.recall is None:
+        return view.resume_step
+    return 0 if view.recall.view else view.recall.base
