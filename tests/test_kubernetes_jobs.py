@@ -77,7 +77,7 @@ class KubernetesRun:
         return f"{self.name}-"
 
     def status(self) -> dict[str, Any]:
-        return job_status(self.run_dir, client_of(self.tls))
+        return job_status(self.run_dir, client_of(self.tls)).to_dict()
 
     def until(self, ready: Callable[[], Any], timeout_s: float, what: str) -> Any:
         try:

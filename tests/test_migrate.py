@@ -8,13 +8,19 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from conftest import RUN_S
 from holdfast.cli.migrate_command import make_order
 from holdfast.core.errors import HoldfastError, UserError
+from holdfast.runtime.job_status import (
+    CoordinatorStatus,
+    JobStatus,
+    NodeStatus,
+    ProcessPhase,
+    ProcessStatus,
+)
 from holdfast.testing.local_run import LocalRun
 from support import start_etcd
 
@@ -181,12 +187,15 @@ def test_workers_and_coordinator_leave_the_first_machine(tmp_path: Path) -> None
 
 
 def test_a_move_that_cannot_be_is_refused() -> None:
-    workers = [
-        {"id": 0, "state": "computing", "agent": "a"},
-        {"id": 1, "state": "computing", "agent": "b"},
-        {"id": 2, "state": "spare", "agent": "b"},
-    ]
-    status: dict[str, Any] = {"agents": [{"id": name} for name in "abc"], "workers": workers}
+    status = JobStatus(
+        coordinator=CoordinatorStatus(pid=1, term=1),
+        agents=tuple(NodeStatus(id=name) for name in "abc"),
+        workers=(
+            ProcessStatus(id=0, state=ProcessPhase.COMPUTING, agent="a"),
+            ProcessStatus(id=1, state=ProcessPhase.COMPUTING, agent="b"),
+            ProcessStatus(id=2, state=ProcessPhase.SPARE, agent="b"),
+        ),
+    )
     assert make_order(status, 0, "b", "").agent == "a"
     for worker, to, problem in (
         (0, "x", "there is no node 'x' in the job; its nodes: a, b, c"),

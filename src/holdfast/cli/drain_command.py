@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
     run_dir, tls = RunDir(options.run_dir), client_of(options.tls)
     nodes = list(dict.fromkeys(AgentId(node) for node in options.nodes))
-    known = [agent["id"] for agent in job_status(run_dir, tls)["agents"]]
+    known = [node.id for node in job_status(run_dir, tls).agents]
     if unknown := [node for node in nodes if node not in known]:
         raise UserError(
             f"there is no node {unknown[0]!r} in the job; its nodes: {', '.join(known)}"
@@ -87,16 +87,11 @@ def _wait(run_dir: RunDir, tls: ssl.SSLContext | None, node: AgentId) -> None:
     answered_at = time.monotonic()
     while run_dir.outcome() is None:
         try:
-            if not _members(job_status(run_dir, tls), node):
+            found = job_status(run_dir, tls).node(node)
+            if found is None or not found.members:
                 return
             answered_at = time.monotonic()
         except UserError:  # the coordinator is being replaced, or the run has just ended
             if run_dir.outcome() is None and time.monotonic() > answered_at + PATIENCE_S:
                 raise
         time.sleep(LOOK_S)
-
-
-def _members(status: dict[str, object], node: AgentId) -> int:
-    agents = status["agents"]
-    assert isinstance(agents, list)
-    return sum(int(a["members"]) for a in agents if a["id"] == node)

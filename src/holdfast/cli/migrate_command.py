@@ -7,7 +7,6 @@ import ssl
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -18,10 +17,9 @@ from holdfast.core.job_problems import SPREAD_STAYS
 from holdfast.core.types import AgentId, Leaving, WorkerId
 from holdfast.net.tls import client_of
 from holdfast.runtime.contact import ask, contact_of, job_status
+from holdfast.runtime.job_status import JobStatus, ProcessPhase
 from holdfast.runtime.rundir import RunDir
 from holdfast.wire.messages import MoveRequest, OrderReply
-
-MEMBER = ("computing", "waiting", "ended", "changing view", "stopped", "joining")
 
 
 def main(argv: list[str]) -> int:
@@ -65,26 +63,25 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
-def make_order(status: dict[str, Any], worker: int, to: str, reason: str) -> MoveRequest:
-    """Return what to ask for; UserError if it cannot be done."""
-    nodes = [agent["id"] for agent in status["agents"]]
+def make_order(status: JobStatus, worker: int, to: str, reason: str) -> MoveRequest:
+    """Return the request to the coordinator; UserError if the move is not possible."""
+    nodes = [node.id for node in status.agents]
     if to not in nodes:
         raise UserError(f"there is no node {to!r} in the job; its nodes: {', '.join(nodes)}")
-    workers = {each["id"]: each for each in status["workers"]}
-    found = workers.get(worker)
-    if found is None or found["state"] not in MEMBER:
-        members = [str(w) for w, each in workers.items() if each["state"] in MEMBER]
+    found = next((each for each in status.workers if each.id == worker), None)
+    if found is None or not found.state.hosts:
+        members = [str(each.id) for each in status.workers if each.state.hosts]
         raise UserError(f"worker {worker} takes no part in the job; {', '.join(members)} do")
-    if found["agent"] == to:
+    if found.agent == to:
         raise UserError(f"worker {worker} is on node {to} already")
-    waits = [w for w, each in workers.items() if each["agent"] == to and each["state"] == "spare"]
-    if not waits:
+    spare = ProcessPhase.SPARE
+    if not any(each.agent == to and each.state is spare for each in status.workers):
         raise UserError(
             f"no worker waits on node {to}: start an agent there that offers more of them "
             "(`holdfast agent --nproc`) than the job has virtual ranks for"
         )
     leaving = Leaving(worker=WorkerId(worker), to=AgentId(to), reason=reason)
-    return MoveRequest(agent=AgentId(found["agent"]), leaving=leaving)
+    return MoveRequest(agent=AgentId(found.agent), leaving=leaving)
 
 
 def _wait(run_dir: RunDir, tls: ssl.SSLContext | None, worker: int) -> None:
@@ -92,8 +89,8 @@ def _wait(run_dir: RunDir, tls: ssl.SSLContext | None, worker: int) -> None:
     answered_at = time.monotonic()
     while run_dir.outcome() is None:
         try:
-            workers = job_status(run_dir, tls)["workers"]
-            if not any(each["id"] == worker and each["state"] in MEMBER for each in workers):
+            workers = job_status(run_dir, tls).workers
+            if not any(each.id == worker and each.state.hosts for each in workers):
                 return
             answered_at = time.monotonic()
         except UserError:  # the coordinator is being replaced, or the run has just ended

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -13,6 +12,7 @@ from rich.table import Table
 from holdfast.cli.shared_options import add_tls
 from holdfast.net.tls import client_of
 from holdfast.runtime.contact import job_status
+from holdfast.runtime.job_status import JobStatus, NodeStatus
 from holdfast.runtime.rundir import RunDir
 
 
@@ -26,40 +26,39 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     status = job_status(RunDir(options.run_dir), client_of(options.tls))
     if options.json:
-        print(json.dumps(status, indent=2))
+        print(json.dumps(status.to_dict(), indent=2))
     else:
         show(status)
     return 0
 
 
-def _agent(agent: dict[str, Any]) -> str:
-    marks = [f"pid {agent['pid']}", f"{agent['members']} workers train"]
-    marks += ["silent"] if agent["silent"] else []
-    marks += [f"draining: {agent['draining']}"] if agent["draining"] else []
-    marks += agent["domains"]
-    if size := agent["pieces_bytes"]:
-        marks.append(f"{size / 1e6:.3g} MB of pieces")
-    return f"{agent['id']} ({', '.join(marks)})"
+def describe_node(node: NodeStatus) -> str:
+    marks = [f"pid {node.pid}", f"{node.members} workers train"]
+    marks += ["silent"] if node.silent else []
+    marks += [f"draining: {node.draining}"] if node.draining else []
+    marks += node.domains
+    if node.pieces_bytes:
+        marks.append(f"{node.pieces_bytes / 1e6:.3g} MB of pieces")
+    return f"{node.id} ({', '.join(marks)})"
 
 
-def show(status: dict[str, Any]) -> None:
+def show(status: JobStatus) -> None:
     console = Console()
-    agents = ", ".join(map(_agent, status["agents"]))
+    agents = ", ".join(map(describe_node, status.agents))
     console.print(
-        f"[bold]{status['state']}[/bold]  view {status['view']}  step {status['step']}  "
-        f"coordinator pid {status['coordinator']['pid']}  agents {agents}"
+        f"[bold]{status.state.value}[/bold]  view {status.view}  step {status.step}  "
+        f"coordinator pid {status.coordinator.pid}  agents {agents}"
     )
-    if (memory := status["memory"]) is not None:
+    if (memory := status.memory) is not None:
         console.print(
-            f"{memory['redundancy']}: the nodes' memory holds the state until step "
-            f"{memory['step']}, in {memory['bytes'] / 1e6:.3g} MB"
+            f"{memory.redundancy}: the nodes' memory holds the state until step "
+            f"{memory.step}, in {memory.bytes / 1e6:.3g} MB"
         )
-    ranks_are = "rank" if status["group"] else "virtual ranks"
+    ranks_are = "rank" if status.group else "virtual ranks"
     table = Table("worker", "pid", "incarnation", "state", "step", ranks_are)
-    for worker in status["workers"]:
-        leads = worker["id"] == status["leader"] and not status["group"]
-        mark = " (leader)" if leads else ""
-        ranks = " ".join(map(str, worker["virtual_ranks"]))
-        row = (worker["pid"], worker["incarnation"], worker["state"], worker["step"], ranks)
-        table.add_row(f"{worker['id']}{mark}", *map(str, row))
+    for worker in status.workers:
+        mark = " (leader)" if worker.id == status.leader and not status.group else ""
+        ranks = " ".join(map(str, worker.virtual_ranks))
+        row = (worker.pid, worker.incarnation, worker.state.value, worker.step, ranks)
+        table.add_row(f"{worker.id}{mark}", *map(str, row))
     console.print(table)

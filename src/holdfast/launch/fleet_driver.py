@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from holdfast.core.fleet.placements import NodeSeen, PlacementId
 from holdfast.core.types import AgentId, Tick
 from holdfast.launch.cluster_manager import ClusterManager, PlacementOrder
 from holdfast.runtime.contact import Contact, exchange
+from holdfast.runtime.job_status import JobStatus, parse_status
 from holdfast.runtime.rundir import RunDir
 from holdfast.wire.messages import (
     DrainRequest,
@@ -65,7 +65,7 @@ class JobLink:
         reply = await exchange(self._contact, self._secret, StatusRequest(), StatusReply)
         if reply is None:
             raise WorldError("the coordinator has closed the connection")
-        return read_nodes(json.loads(reply.text))
+        return read_nodes(parse_status(reply.text))
 
     async def drain(self, name: str, reason: str, deadline_s: float = float("inf")) -> None:
         """Have a node drained, within a time; that it is not connected just now is no error."""
@@ -78,17 +78,17 @@ class JobLink:
         await exchange(self._contact, self._secret, order, OrderReply)
 
 
-def read_nodes(status: dict[str, Any]) -> tuple[NodeSeen, ...]:
-    """Read the nodes from what `holdfast status --json` prints."""
+def read_nodes(status: JobStatus) -> tuple[NodeSeen, ...]:
+    """Return the nodes of a status as the fleet machine takes them."""
     return tuple(
         NodeSeen(
-            name=each["id"],
-            silent=each["silent"],
-            draining=each["draining"],
-            members=each["members"],
-            domains=tuple(each["domains"]),
+            name=node.id,
+            silent=node.silent,
+            draining=node.draining,
+            members=node.members,
+            domains=node.domains,
         )
-        for each in status["agents"]
+        for node in status.agents
     )
 
 

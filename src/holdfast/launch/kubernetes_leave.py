@@ -10,7 +10,6 @@ coordinator of another job than JOB, which may have the same secret, is asked no
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import sys
 import time
@@ -23,6 +22,7 @@ from holdfast.launch.kubernetes_manifests import POD_VARIABLE
 from holdfast.net.secret import load_secret
 from holdfast.net.tls import client_of
 from holdfast.runtime.contact import Contact, contact_by, exchange
+from holdfast.runtime.job_status import parse_status
 from holdfast.wire.messages import DrainRequest, OrderReply, StatusReply, StatusRequest
 
 LOOK_S = 0.5
@@ -34,9 +34,9 @@ async def leave(contact: Contact, secret: bytes, node: AgentId, within_s: float)
     order = DrainRequest(agent=node, reason="its pod is being deleted", deadline_s=within_s)
     reply = await exchange(contact, secret, order, OrderReply)
     while reply is not None and not reply.problem and time.monotonic() < until:
-        status = await exchange(contact, secret, StatusRequest(), StatusReply)
-        agents = json.loads(status.text)["agents"] if status is not None else []
-        if not any(each["members"] for each in agents if each["id"] == node):
+        answer = await exchange(contact, secret, StatusRequest(), StatusReply)
+        found = parse_status(answer.text).node(node) if answer is not None else None
+        if found is None or not found.members:
             return
         await asyncio.sleep(LOOK_S)
 

@@ -6,16 +6,16 @@ A contact names an address, or an election, whose leader at the time of asking i
 from __future__ import annotations
 
 import asyncio
-import json
 import ssl
 import sys
 import time
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from holdfast.core.errors import UserError, WorldError
 from holdfast.net.channel import Channel, connect
 from holdfast.runtime.coordinate.election import SCHEMES, locate, parse_election, read_outcome
+from holdfast.runtime.job_status import JobStatus, parse_status
 from holdfast.runtime.rundir import RunDir
 from holdfast.wire.messages import StatusReply, StatusRequest
 
@@ -146,13 +146,12 @@ def ask(
         time.sleep(AGAIN_S)
 
 
-def job_status(run_dir: RunDir, tls: ssl.SSLContext | None = None) -> dict[str, Any]:
-    """Ask the coordinator what the job does. UserError if it is over or cannot be reached."""
+def job_status(run_dir: RunDir, tls: ssl.SSLContext | None = None) -> JobStatus:
+    """Ask the coordinator for the job's status. UserError if it is over or cannot be reached."""
     secret = run_dir.secret()
     outcome = run_dir.outcome()
     if outcome is not None:
         how = "it succeeded" if outcome == "" else f"it failed: {outcome.splitlines()[0]}"
         raise UserError(f"the run in {run_dir.path} is over: {how}")
     reply = ask(contact_of(run_dir, tls), secret, StatusRequest(), StatusReply)
-    found: dict[str, Any] = json.loads(reply.text)
-    return found
+    return parse_status(reply.text)

@@ -7,7 +7,6 @@ reads the status, the events file and the output, and sends signals to processes
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -21,6 +20,7 @@ from typing import Any
 from holdfast.core.errors import HoldfastError
 from holdfast.net.tls import client_of
 from holdfast.runtime.contact import job_status
+from holdfast.runtime.job_events import read_events
 from holdfast.runtime.rundir import RunDir
 from holdfast.testing import for_life
 
@@ -113,7 +113,7 @@ class LocalRun:
     def status(self) -> dict[str, Any]:
         """Return what `holdfast status --json` prints. HoldfastError while nobody answers."""
         tls = client_of(self.tls)
-        return job_status(self.run_dir, tls)
+        return job_status(self.run_dir, tls).to_dict()
 
     def members(self) -> dict[int, int]:
         """Return worker -> pid of those in the view; empty while nobody answers."""
@@ -142,11 +142,7 @@ class LocalRun:
 
     def events(self, kind: str | None = None) -> list[dict[str, Any]]:
         """Return the job's event log so far (events.jsonl), or its events of one kind."""
-        with contextlib.suppress(FileNotFoundError):
-            lines = self.run_dir.events.read_text().splitlines()
-            found = [json.loads(line) for line in lines]
-            return [e for e in found if kind is None or e["kind"] == kind]
-        return []
+        return [e for e in read_events(self.run_dir.events) if kind is None or e["kind"] == kind]
 
     def leftovers(self) -> list[int]:
         """Find live processes of this run: those that name its directory."""

@@ -8,9 +8,6 @@ coordinator becomes leader, nor where the journal is.
 from __future__ import annotations
 
 import asyncio
-import collections
-import contextlib
-import json
 import os
 import socket
 import sys
@@ -27,25 +24,20 @@ from holdfast.core.job_spec import JobSpec
 from holdfast.core.membership import coordinator as machine
 from holdfast.core.membership import coordinator_events as ce
 from holdfast.core.membership.group import GroupMachine
-from holdfast.core.redundancy import Redundancy
 from holdfast.core.types import (
-    RELEASE_ALL,
     AgentId,
     AgentReport,
     JobRecord,
     Peer,
-    ProcessRole,
-    Stage,
     Tick,
-    View,
-    WorkerId,
-    WorkerStatus,
 )
 from holdfast.net.channel import Channel, Gate
 from holdfast.net.tls import server_of
 from holdfast.runtime.coordinate.journal import Journal
+from holdfast.runtime.coordinate.status_making import make_status
+from holdfast.runtime.job_events import EventSink, LoggedEvent
+from holdfast.runtime.job_status import encode_status
 from holdfast.runtime.rundir import RunDir, write_json
-from holdfast.store.regular_files import append_regular
 from holdfast.wire.messages import (
     Address,
     AddressBook,
@@ -147,6 +139,7 @@ class CoordinatorServer:
     ) -> None:
         self._setup = setup
         self._run_dir = setup.run_dir
+        self._events = EventSink(setup.run_dir.events)
         self._spec = spec
         self._core = core
         self._journal = journal
@@ -226,7 +219,8 @@ class CoordinatorServer:
                         channel.send(JoinReply(spec=self._spec, seen_as=host))
                         self._note_joining(here=False)
                     case StatusRequest():
-                        channel.send(StatusReply(text=json.dumps(self._status())))
+                        status = make_status(self._core.snapshot(), self._spec)
+                        channel.send(StatusReply(text=encode_status(status)))
                     case StopRequest():
                         self.stop(message.reason)
                     case DrainRequest() | MoveRequest() | LabelRequest():
@@ -333,130 +327,17 @@ class CoordinatorServer:
 
     def say(self, kind: str, text: str, announced: ce.Announce | None = None) -> None:
         """Write one line of the job's event log, for people and for events.jsonl."""
-        event = {"time": time.time(), "kind": kind, "text": text}
-        if announced is not None:
-            found = {"worker": announced.worker, "view": announced.view, "step": announced.step}
-            event |= {k: v for k, v in found.items() if v is not None}
-        log = self._run_dir.events
-        with contextlib.suppress(OSError), open(append_regular(log), "a") as file:
-            file.write(json.dumps(event) + "\n")
-        if kind != "failed":  # the launcher shows the outcome, once
-            print(f"holdfast: {text}", file=sys.stderr, flush=True)
-
-    def _status(self) -> dict[str, object]:
-        snapshot = self._core.snapshot()
-        view = snapshot.record.view
-        return {
-            "view": view.number if view else 0,
-            "step": snapshot.step,
-            "state": "over" if snapshot.finished else _job_state(snapshot),
-            "coordinator": {"pid": os.getpid(), "term": snapshot.record.term},
-            "agents": _agents(snapshot),
-            "workers": _workers(snapshot),
-            "leader": view.leader if view else None,
-            "group": self._spec.compat.enabled,
-            "memory": _memory(snapshot, self._spec.redundancy()),
-        }
-
-
-def _memory(snapshot: ce.CoordinatorSnapshot, redundancy: Redundancy) -> dict[str, object] | None:
-    """Say until which step all nodes held the state when they told last; None: nothing is kept."""
-    view = snapshot.record.view
-    if not redundancy.data:
-        return None
-    number, ring = (view.number, view.ring) if view else (0, ())
-    nodes = [node for node in snapshot.agents if node.agent in ring]
-    ends = [max((k.end for k in n.kept if k.view == number), default=0) for n in nodes]
-    return {
-        "redundancy": str(redundancy),
-        "step": min(ends, default=0),
-        "bytes": sum(node.pieces_bytes for node in snapshot.agents),
-    }
-
-
-def _agents(snapshot: ce.CoordinatorSnapshot) -> list[dict[str, object]]:
-    """List agents, including those of the view that a new coordinator has not heard yet."""
-    view = snapshot.record.view
-    stores = _stores(snapshot)
-    members = collections.Counter(
-        name for m in (view.members if view else ()) if m.worker not in stores for name in m.nodes
-    )
-    heard = {node.agent: node for node in snapshot.agents}
-    found: list[dict[str, object]] = []
-    for name in sorted({*heard, *members}):
-        node = heard.get(name)
-        found.append(
-            {
-                "id": name,
-                "incarnation": node.incarnation if node else None,
-                "pid": node.pid if node else None,
-                "silent": node.silent if node else True,
-                "draining": node.draining if node else "",
-                "domains": list(node.domains) if node else [],
-                "members": members.get(name, 0),
-                "pieces_bytes": node.pieces_bytes if node else 0,
-            }
+        found = announced or ce.Announce(kind, text)
+        self._events.write(
+            LoggedEvent(
+                time=time.time(),
+                kind=kind,
+                text=text,
+                worker=found.worker,
+                view=found.view,
+                step=found.step,
+            )
         )
-    return found
-
-
-def _stores(snapshot: ce.CoordinatorSnapshot) -> set[WorkerId]:
-    """Find the processes that serve torch.distributed's store to a group."""
-    return {s.worker for s in snapshot.record.slots if s.role is ProcessRole.STORE}
-
-
-def _workers(snapshot: ce.CoordinatorSnapshot) -> list[dict[str, object]]:
-    view = snapshot.record.view
-    hosted = view.hosted() if view else {}
-    nodes = {slot.worker: slot.agent for slot in snapshot.record.slots}
-    stores = _stores(snapshot)
-    found = []
-    for status in snapshot.workers:
-        member = view is not None and view.includes(status.worker, status.incarnation)
-        agreed = view is not None and status.view == view.number  # the worker knows best
-        serves = status.worker in stores and status.stage is Stage.READY
-        vranks = status.hosted if agreed else hosted.get(status.worker, ())
-        found.append(
-            {
-                "id": status.worker,
-                "pid": status.pid,
-                "agent": nodes.get(status.worker, ""),
-                "incarnation": status.incarnation,
-                "state": "store" if serves else _state(status, member, view),
-                "virtual_ranks": list(vranks) if member else [],
-                "step": status.committed,
-                "detail": status.detail,
-            }
-        )
-    return found
-
-
-def _job_state(snapshot: ce.CoordinatorSnapshot) -> str:
-    view = snapshot.record.view
-    if snapshot.record.outcome is not None:
-        return "stopping"
-    if view is None:
-        return "starting"
-    if snapshot.record.release_loop == RELEASE_ALL:
-        return "finishing"
-    return "recovering" if snapshot.stop_view >= view.number else "training"
-
-
-def _state(status: WorkerStatus, member: bool, view: View | None) -> str:
-    if not status.stage.alive or status.stage == Stage.BOOTING:
-        return status.stage.value
-    if not member:
-        aside = view is not None and any(lag.worker == status.worker for lag in view.suspended)
-        return "suspended" if aside else "spare"
-    if view is not None and status.view < view.number:
-        return "changing view"
-    if status.promised >= status.view:
-        return "stopped"
-    if not status.has_state:
-        return "joining"
-    if view is not None and status.worker in view.spares:
-        return "hot spare"
-    return "ended" if status.ended else "waiting" if status.waiting else "computing"
 
 
 # ---------------------------------------------------------------- ending

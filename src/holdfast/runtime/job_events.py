@@ -1,0 +1,51 @@
+"""Writes and reads the job's event log, a file of JSON lines.
+
+Each line has a kind, a text for people, and the worker, view and step that it is about, if any.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from holdfast.store.regular_files import append_regular
+
+FAILED = "failed"  # kind of the event that tells the outcome of a failed job
+
+
+class LoggedEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Describes one event. `time`: seconds since the epoch, by the coordinator's clock."""
+
+    time: float
+    kind: str
+    text: str
+    worker: int | None = None
+    view: int | None = None
+    step: int | None = None
+
+
+class EventSink:
+    """Writes each event to the log, and for people to standard error."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def write(self, event: LoggedEvent) -> None:
+        """Append one line. A log that cannot be written does not stop the job."""
+        line = json.dumps(msgspec.to_builtins(event))
+        with contextlib.suppress(OSError), open(append_regular(self._path), "a") as file:
+            file.write(line + "\n")
+        if event.kind != FAILED:  # the launcher shows the outcome, once
+            print(f"holdfast: {event.text}", file=sys.stderr, flush=True)
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Return the events so far as they stand in the log; none if there is no log yet."""
+    with contextlib.suppress(FileNotFoundError):
+        return [json.loads(line) for line in path.read_text().splitlines()]
+    return []
