@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from holdfast.core.errors import UserError
 from holdfast.train.job import Job
+from holdfast.train.step.values import StepValues
 from loop_kit import dataset, digest, everywhere, net, protected, results, step_once
 from thread_cluster import ThreadWorker
 
@@ -44,6 +46,19 @@ def test_values_are_a_part_of_the_state() -> None:
     _, best, seen, after = everywhere(with_values)
     assert len(seen) == 3
     assert after == pytest.approx(best, rel=1e-5)
+
+
+def test_all_members_keep_the_values_of_a_step_as_the_same_bytes() -> None:
+    """Each has its own first; pieces for the nodes' memory are cut by different members."""
+    found = set()
+    for mine in range(3):
+        values = StepValues()
+        values.told = {mine: b"x" * mine}
+        for other in range(3):
+            values.receive(msgspec.msgpack.encode({other: b"x" * other}) if other != mine else b"")
+        found.add(values.encoded())
+    (data,) = found
+    assert msgspec.msgpack.decode(data) == {0: b"", 1: b"x", 2: b"xx"}
 
 
 def test_an_evaluation_is_the_mean_over_all_samples() -> None:

@@ -48,8 +48,11 @@ class StepValues:
         return {place: self._mine[place] for place in places if place in self._mine}
 
     def encoded(self) -> bytes:
-        """Return what all members have said, as `receive` takes it; nothing if nobody has."""
-        return msgspec.msgpack.encode(self.told) if self.told else b""
+        """Return what all members have said, as `receive` takes it; nothing if nobody has.
+
+        All members return the same bytes: pieces of a kept step are made by different ones.
+        """
+        return msgspec.msgpack.encode(dict(sorted(self.told.items()))) if self.told else b""
 
     def receive(self, data: bytes) -> None:
         """Take in what others have heard of all members, or what one member says. Aborted."""
