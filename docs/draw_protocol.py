@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import get_args
 
 from holdfast.core.membership import agent, coordinator
+from holdfast.core.replica.ends import SourceKind
+from holdfast.core.replica.replica import SyncStage
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
-from holdfast.core.step.step_machine import Activity
+from holdfast.core.step.activities import Activity
 from holdfast.core.step.vote import Vote
-from holdfast.core.step.worker import WorkerMachine
 from holdfast.core.types import (
     AgentId,
     Incarnation,
@@ -29,6 +30,7 @@ from holdfast.core.types import (
     WorkerDirective,
     WorkerId,
 )
+from holdfast.core.worker.machine import WorkerMachine
 
 PAGE = Path(__file__).with_name("protocol.md")
 BEGIN, END = "<!-- drawn: {} -->", "<!-- end -->"
@@ -85,14 +87,20 @@ def situation(machine: WorkerMachine) -> str:
     if status.promised >= status.view:
         words = ["stopped at a boundary" if status.at_boundary else "stopped in a step"]
     elif not status.has_state:
-        words = [f"joining: {machine._step.activity.value}"]
+        words = [f"joining: {doing(machine)}"]
     else:
-        words = [f"acting: {machine._step.activity.value}"]
+        words = [f"acting: {doing(machine)}"]
     if not status.at_boundary and status.phase in (Phase.BOUNDARY, Phase.WAITING, Phase.ENDED):
         words.append(PHASES[status.phase])
     if status.reduced:
         words.append("gradient complete")
     return ", ".join(words)
+
+
+def doing(machine: WorkerMachine) -> str:
+    """How far a member is: with bringing all to one state, or in the step."""
+    activity = machine._step.activity
+    return (machine._replica.stage if activity is Activity.SYNC else activity).value
 
 
 def moves(machine: WorkerMachine) -> Iterator[tuple[str, ev.WorkerEvent]]:
@@ -130,7 +138,7 @@ def _script(machine: WorkerMachine) -> Iterator[tuple[str, ev.WorkerEvent]]:
         yield "AtBoundary", ev.AtBoundary()
         if status.has_state and status.committed:
             yield "LoopEnded", ev.LoopEnded()
-    elif status.phase is Phase.COMPUTING and machine._opened < status.committed:
+    elif status.phase is Phase.COMPUTING and machine._replica._opened < status.committed:
         yield "StepOpened", ev.StepOpened(status.committed)
     elif task is not None:
         assert step._open is not None
@@ -141,14 +149,15 @@ def _group(machine: WorkerMachine) -> Iterator[tuple[str, ev.WorkerEvent]]:
     """What the engine may say: the answer to what it was told last."""
     status, now, step = machine.snapshot(), machine.snapshot().view, machine._step
     task = step._open.running if step._open is not None else None
-    match step.activity:
-        case Activity.CONNECT:
+    match machine._replica.stage:
+        case SyncStage.CONNECTING:
             yield "Connected", ev.Connected(now)
-        case Activity.RESTORE:
-            yield "Restored", ev.Restored(now)
-            yield "StoreSilent", ev.StoreSilent(now, "no answer")
-        case Activity.COMPARE:
+        case SyncStage.LOADING:
+            yield "StateObtained", ev.StateObtained(SourceKind.STORE, now)
+            yield "ObtainFailed", ev.ObtainFailed(SourceKind.STORE, now, "no answer")
+        case SyncStage.COMPARING:
             yield "StatesCompared", ev.StatesCompared(now)
+    match step.activity:
         case Activity.AGREE:
             yield "Gathered: agree", ev.Gathered(now, ev.Topic.AGREE, ((0, 0),) * 2)
         case Activity.SUM if task is None and step._open is not None:
@@ -179,7 +188,7 @@ def transitions() -> Iterator[str]:
                 found = rows.setdefault((before, name), set())
                 new = (situation(after), names) not in found
                 found.add((situation(after), names))
-                mark = f"{situation(after)} {after.snapshot().phase} {len(after._status.hosted)}"
+                mark = f"{situation(after)} {after.snapshot().phase} {len(after.snapshot().hosted)}"
                 if new or mark not in seen:
                     seen.add(mark)
                     longer.append((*path, event))

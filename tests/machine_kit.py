@@ -14,7 +14,6 @@ from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.step.events import Purpose, Topic, WorkerEvent
 from holdfast.core.step.step_policy import StepPolicy
-from holdfast.core.step.worker import WorkerMachine
 from holdfast.core.types import (
     AgentId,
     Incarnation,
@@ -26,6 +25,7 @@ from holdfast.core.types import (
     WorkerId,
     WorkerStatus,
 )
+from holdfast.core.worker.machine import WorkerMachine
 
 E = TypeVar("E")
 
@@ -109,8 +109,8 @@ class Walker:
                 self.held.append(effect)
             case ef.Compute():
                 self._compute(effect)
-            case ef.SaveShare(step, _):
-                self.feed(ev.ShareCopied(step))
+            case ef.CopyState(sink, step):
+                self.feed(ev.StateCopied(sink, step))
             case ef.Abort():
                 self.waiting.clear()
             case ef.Tell() | ef.Install() | ef.Commit():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import pytest
 
@@ -12,15 +11,15 @@ from holdfast.core.membership.followers import Followers
 from holdfast.core.membership.formation import Situation
 from holdfast.core.membership.roster import Roster
 from holdfast.core.membership.view_making import Proposal
+from holdfast.core.replica.feeding import Feeding
+from holdfast.core.replica.following import Following
+from holdfast.core.replica.replica import CopyKind, Replica
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
-from holdfast.core.step.events import Row
-from holdfast.core.step.feeding import Feeding
-from holdfast.core.step.following import Following
 from holdfast.core.step.newcomers import Newcomers
 from holdfast.core.step.step_machine import StepMachine
-from holdfast.core.step.worker import WorkerMachine
 from holdfast.core.types import Follower, View, WorkerId
+from holdfast.core.worker.standing import Standing
 from holdfast.sim.world import Machines
 from mutation_kit import mutation
 
@@ -40,26 +39,20 @@ def the_first_step_is_not_fed(patch: pytest.MonkeyPatch) -> Machines:
 
 @mutation
 def members_copy_at_different_boundaries(patch: pytest.MonkeyPatch) -> Machines:
-    plain = WorkerMachine._copies
+    plain = Replica.copy_next
 
-    class Odd(WorkerMachine):
-        def _copies(self, made: int, *, within: bool) -> Sequence[ef.Outcome]:
-            step = self._status.committed
-            late = self._status.worker % 2 and self._step.feeding._due == step
-            return plain(self, 2 if late else made, within=within)
+    def copy_next(self: Replica, done: CopyKind | None, *, within: bool) -> bool:
+        standing = self._standing
+        late = standing.me % 2 and self.feeding._due == standing.status.committed
+        return plain(self, CopyKind.FED if late else done, within=within)
 
-    return Machines(worker=Odd)
+    patch.setattr(Replica, "copy_next", copy_next)
+    return Machines()
 
 
 @mutation
 def who_is_fed_joins_before_it_has_every_step(patch: pytest.MonkeyPatch) -> Machines:
-    plain = StepMachine._agreed
-
-    def agreed(self: StepMachine, rows: Sequence[Row]) -> list[ef.Outcome]:
-        self.step = max(self.step, self._view.resume_step)
-        return plain(self, rows)
-
-    patch.setattr(StepMachine, "_agreed", agreed)
+    patch.setattr(Replica, "awaits_fed_steps", lambda self: False)
     return Machines()
 
 
@@ -67,7 +60,11 @@ def who_is_fed_joins_before_it_has_every_step(patch: pytest.MonkeyPatch) -> Mach
 def who_is_fed_is_not_waited_for_until_all_was_compared(patch: pytest.MonkeyPatch) -> Machines:
     """A wrong part of a member's state is copied, and two outvote the one that is right."""
     plain = Following.__init__
-    patch.setattr(Following, "__init__", lambda self, *, compares: plain(self, compares=False))
+
+    def init(self: Following, standing: Standing, *, compares: bool) -> None:
+        plain(self, standing, compares=False)
+
+    patch.setattr(Following, "__init__", init)
     return Machines()
 
 
@@ -76,9 +73,9 @@ def copies_count_as_compared_although_they_differ(patch: pytest.MonkeyPatch) -> 
     """Members go on with copies that differ, and only the next cycle tells them so."""
     plain = StepMachine.summed
 
-    def summed(self: StepMachine, event: ev.Summed) -> list[ef.Outcome]:
+    def summed(self: StepMachine, event: ev.Summed) -> None:
         alike = tuple(copy and 1 for copy in event.copies)
-        return plain(self, dataclasses.replace(event, copies=alike))
+        plain(self, dataclasses.replace(event, copies=alike))
 
     patch.setattr(StepMachine, "summed", summed)
     return Machines()

@@ -11,12 +11,14 @@ import pytest
 from holdfast.core.membership import protection
 from holdfast.core.membership.protection import Protection
 from holdfast.core.redundancy import KeptPieces, Piece, Recall
+from holdfast.core.replica import protecting
+from holdfast.core.replica.ends import SinkKind
+from holdfast.core.replica.protecting import Protecting
 from holdfast.core.step import effects as ef
-from holdfast.core.step import protecting
-from holdfast.core.step.protecting import Protecting
 from holdfast.core.step.step_machine import StepMachine
+from holdfast.core.step.verdicts import Decided
 from holdfast.core.step.vote import Tally
-from holdfast.core.step.worker import WorkerMachine
+from holdfast.core.worker.machine import WorkerMachine
 from holdfast.sim import memories
 from holdfast.sim.world import Machines
 from mutation_kit import mutation
@@ -62,15 +64,17 @@ def what_nobody_has_committed_is_recalled(patch: pytest.MonkeyPatch) -> Machines
 
 @mutation
 def it_votes_before_its_pieces_are_in_memory(patch: pytest.MonkeyPatch) -> Machines:
-    plain = StepMachine._accepted
+    plain = StepMachine._accept
 
-    def accepted(self: StepMachine) -> Any:
-        found = plain(self)
-        if not isinstance(found[-1], ef.KeepGradient):
-            return found
-        return [*self.gradient_kept(self.step, full=False), found[-1]]
+    def accept(self: StepMachine) -> None:
+        plain(self)
+        *before, last = self._standing.take_effects()
+        self._standing.order(*before)
+        if isinstance(last, ef.KeepStep) and last.sink is SinkKind.MEMORY:
+            self.gradient_kept(self.step, full=False)
+        self._standing.order(last)
 
-    patch.setattr(StepMachine, "_accepted", accepted)
+    patch.setattr(StepMachine, "_accept", accept)
     return Machines()
 
 
@@ -96,7 +100,7 @@ def a_state_counts_before_all_have_put_it_there(patch: pytest.MonkeyPatch) -> Ma
 
     def voted(self: Protecting, step: int, tally: Tally, now: float) -> Any:
         staged = (max(tally.staged),) * len(tally.staged)
-        return plain(self, step, dataclasses.replace(tally, staged=staged), now)
+        plain(self, step, dataclasses.replace(tally, staged=staged), now)
 
     patch.setattr(Protecting, "voted", voted)
     return Machines()
@@ -109,7 +113,7 @@ def what_is_older_goes_at_once(patch: pytest.MonkeyPatch) -> Machines:
     def at_boundary(self: Protecting, step: int, now: float) -> Any:
         found = plain(self, step, now)
         if found and self._view is not None:
-            found = [*found, ef.ForgetProtected(self._view.number, step)]
+            found = [*found, ef.Forget(SinkKind.MEMORY, self._view.number, step)]
         return found
 
     patch.setattr(Protecting, "at_boundary", at_boundary)
@@ -118,16 +122,12 @@ def what_is_older_goes_at_once(patch: pytest.MonkeyPatch) -> Machines:
 
 @mutation
 def older_pieces_go_before_the_commit_is_marked(patch: pytest.MonkeyPatch) -> Machines:
-    plain = StepMachine._voted
+    class Hasty(WorkerMachine):
+        def _decided(self, vote: Decided) -> None:
+            self._standing.carry(self._replica.protecting.forget_older())
+            super()._decided(vote)
 
-    def voted(self: StepMachine, rows: Any) -> Any:
-        found = plain(self, rows)
-        if isinstance(found[-1], ef.ForgetProtected):
-            found = [*found[:-2], found[-1], found[-2]]
-        return found
-
-    patch.setattr(StepMachine, "_voted", voted)
-    return Machines()
+    return Machines(worker=Hasty)
 
 
 @mutation

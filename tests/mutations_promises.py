@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -22,9 +21,11 @@ from holdfast.core.membership.formation import Situation
 from holdfast.core.membership.liveness import FreezeDetector, ProcessSample
 from holdfast.core.membership.own_job import OwnJob
 from holdfast.core.membership.roster import Roster, SlotState
-from holdfast.core.step import effects as ef
-from holdfast.core.step.worker import WorkerMachine
+from holdfast.core.step.step_machine import StepMachine
+from holdfast.core.step.verdicts import Decided
 from holdfast.core.types import AgentId, Incarnation, Phase, Tick, View, WorkerId
+from holdfast.core.worker.machine import WorkerMachine
+from holdfast.core.worker.standing import Standing
 from holdfast.sim.world import Machines
 from mutation_kit import mutation
 
@@ -139,17 +140,17 @@ def each_view_has_another_leader(patch: pytest.MonkeyPatch) -> Machines:
 
 @mutation
 def who_has_promised_still_leads(patch: pytest.MonkeyPatch) -> Machines:
-    class Clinging(WorkerMachine):
-        def leads(self, now: float) -> bool:
-            mine = self._view is not None and self._view.leader == self._status.worker
-            return mine and now < self.acting_until
+    def leads(self: Standing, now: float) -> bool:
+        mine = self.view is not None and self.view.leader == self.me
+        return mine and now < self.acting_until
 
-    return Machines(worker=Clinging)
+    patch.setattr(Standing, "leads", leads)
+    return Machines()
 
 
 @mutation
 def nobody_waits_for_the_leader_to_leave(patch: pytest.MonkeyPatch) -> Machines:
-    patch.setattr(WorkerMachine, "leads_now", property(lambda self: True))
+    patch.setattr(Standing, "leads_now", property(lambda self: True))
     return Machines()
 
 
@@ -199,41 +200,38 @@ def whoever_is_silent_counts_as_frozen(patch: pytest.MonkeyPatch) -> Machines:
 
 @mutation
 def a_worker_says_that_it_waits_when_it_computes(patch: pytest.MonkeyPatch) -> Machines:
-    class Idle(WorkerMachine):
-        def _idle(self, idle: bool) -> Sequence[ef.Outcome]:
-            return super()._idle(True)
-
-    return Machines(worker=Idle)
+    plain = StepMachine._say_idle
+    patch.setattr(StepMachine, "_say_idle", lambda self, idle: plain(self, True))
+    return Machines()
 
 
 @mutation
 def a_worker_never_says_that_it_waits(patch: pytest.MonkeyPatch) -> Machines:
-    class Busy(WorkerMachine):
-        def _idle(self, idle: bool) -> Sequence[ef.Outcome]:
-            return super()._idle(False)
-
-    return Machines(worker=Busy)
+    plain = StepMachine._say_idle
+    patch.setattr(StepMachine, "_say_idle", lambda self, idle: plain(self, False))
+    return Machines()
 
 
 @mutation
 def a_gradient_is_said_to_be_there_too_early(patch: pytest.MonkeyPatch) -> Machines:
-    class Early(WorkerMachine):
-        def _idle(self, idle: bool) -> Sequence[ef.Outcome]:
-            if self._status.has_state:
-                self._change(reduced=idle)
-            return super()._idle(idle)
+    plain = StepMachine._say_idle
 
-    return Machines(worker=Early)
+    def say_idle(self: StepMachine, idle: bool) -> None:
+        if self._standing.status.has_state:
+            self._standing.change(reduced=idle)
+        plain(self, idle)
+
+    patch.setattr(StepMachine, "_say_idle", say_idle)
+    return Machines()
 
 
 @mutation
 def a_worker_in_its_own_code_is_taken_to_rest(patch: pytest.MonkeyPatch) -> Machines:
     class Resting(WorkerMachine):
-        def _decided(self, vote: ef.Decided) -> Sequence[ef.Outcome]:
-            outcomes = super()._decided(vote)
-            if outcomes and isinstance(outcomes[0], ef.Commit):
-                self._change(phase=Phase.BOUNDARY)
-            return outcomes
+        def _decided(self, vote: Decided) -> None:
+            super()._decided(vote)
+            if self._standing.status.committed > vote.step:
+                self._standing.change(phase=Phase.BOUNDARY)
 
     return Machines(worker=Resting)
 

@@ -11,7 +11,7 @@ from holdfast.core.job_spec import CoordinatorPolicy
 from holdfast.core.membership import restart, teams
 from holdfast.core.membership.agent import AgentMachine
 from holdfast.core.membership.protection import Protection
-from holdfast.core.step import protecting
+from holdfast.core.replica import protecting
 from holdfast.core.step.shards import FollowerProofs
 from holdfast.sim import memories
 from holdfast.sim.world import Machines

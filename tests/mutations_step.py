@@ -8,24 +8,26 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.step import backup, worker
+from holdfast.core.replica.saves import Saves
+from holdfast.core.replica.store_wait import StoreWait
+from holdfast.core.step import backup
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.step.audit import Audit
 from holdfast.core.step.backup import BackupPolicy, Settlement
 from holdfast.core.step.open_step import OpenStep
 from holdfast.core.step.rulings import Rulings
-from holdfast.core.step.saves import Saves
 from holdfast.core.step.step_machine import Activity, StepMachine
-from holdfast.core.step.store_wait import StoreWait
+from holdfast.core.step.verdicts import Doubted
 from holdfast.core.types import View
+from holdfast.core.worker import machine
 from holdfast.sim.world import Machines
 from mutation_kit import mutation
 
 
 def machines_with(patch: pytest.MonkeyPatch, step_machine: type[StepMachine]) -> Machines:
     """Workers whose steps are decided by this machine."""
-    patch.setattr(worker, "StepMachine", step_machine)
+    patch.setattr(machine, "StepMachine", step_machine)
     return Machines()
 
 
@@ -36,7 +38,7 @@ def machines_with(patch: pytest.MonkeyPatch, step_machine: type[StepMachine]) ->
 def a_checkpoint_counts_although_a_share_is_lost(patch: pytest.MonkeyPatch) -> Machines:
     plain = Saves.ended
 
-    def ended(self: Saves, save: ev.SaveEnded, committed: int) -> list[ef.Outcome]:
+    def ended(self: Saves, save: ev.SaveEnded, committed: int) -> Any:
         return plain(self, dataclasses.replace(save, durable=True, problem=""), committed)
 
     patch.setattr(Saves, "ended", ended)
@@ -47,7 +49,7 @@ def a_checkpoint_counts_although_a_share_is_lost(patch: pytest.MonkeyPatch) -> M
 def a_checkpoint_counts_before_its_state_was_compared(patch: pytest.MonkeyPatch) -> Machines:
     plain = Saves.compared
 
-    def compared(self: Saves, committed: int) -> list[ef.Outcome]:
+    def compared(self: Saves, committed: int) -> Any:
         return plain(self, 1 << 60)
 
     patch.setattr(Saves, "compared", compared)
@@ -68,7 +70,7 @@ def a_last_checkpoint_is_not_checked(patch: pytest.MonkeyPatch) -> Machines:
 
     def at_boundary(self: Saves, step: int) -> list[ef.Outcome]:
         return [
-            dataclasses.replace(each, checked=False) if isinstance(each, ef.SaveShare) else each
+            dataclasses.replace(each, checked=False) if isinstance(each, ef.CopyState) else each
             for each in plain(self, step)
         ]
 
@@ -135,9 +137,10 @@ def a_lone_worker_believes_what_is_not_finite(patch: pytest.MonkeyPatch) -> Mach
 @mutation
 def a_wrong_sum_is_not_put_right(patch: pytest.MonkeyPatch) -> Machines:
     class Seeing(StepMachine):
-        def sum_checked(self, event: ev.SumChecked) -> list[ef.Outcome]:
-            outcomes = super().sum_checked(event)
-            return [each for each in outcomes if not isinstance(each, ef.PutRight)]
+        def sum_checked(self, event: ev.SumChecked) -> None:
+            super().sum_checked(event)
+            effects = self._standing.take_effects()
+            self._standing.order(*(e for e in effects if not isinstance(e, ef.PutRight)))
 
     return machines_with(patch, Seeing)
 
@@ -145,11 +148,10 @@ def a_wrong_sum_is_not_put_right(patch: pytest.MonkeyPatch) -> Machines:
 @mutation
 def the_redo_is_forgotten_when_a_task_is_under_way(patch: pytest.MonkeyPatch) -> Machines:
     class Forgetful(StepMachine):
-        def _redo(self, audits: Sequence[Audit]) -> list[ef.Outcome]:
-            outcomes = super()._redo(audits)
+        def _redo(self, audits: Sequence[Audit]) -> None:
+            super()._redo(audits)
             if self.activity is Activity.REDO:
                 self.activity = Activity.TASKS
-            return outcomes
 
     return machines_with(patch, Forgetful)
 
@@ -160,8 +162,8 @@ def the_redo_is_forgotten_when_a_task_is_under_way(patch: pytest.MonkeyPatch) ->
 @mutation
 def a_contradicted_speculative_task_is_ignored(patch: pytest.MonkeyPatch) -> Machines:
     class Trusting(StepMachine):
-        def summed(self, event: ev.Summed) -> list[ef.Outcome]:
-            return super().summed(dataclasses.replace(event, unlike=()))
+        def summed(self, event: ev.Summed) -> None:
+            super().summed(dataclasses.replace(event, unlike=()))
 
     return machines_with(patch, Trusting)
 
@@ -193,19 +195,16 @@ def what_was_looked_for_in_an_old_view_is_copied_in_a_new_one(
     patch: pytest.MonkeyPatch,
 ) -> Machines:
     class Mindful(StepMachine):
-        def enter(
-            self, view: View, step: int, hosted: tuple[int, ...], now: float
-        ) -> list[ef.Outcome]:
+        def enter(self, view: View) -> None:
             late = self._late
-            outcomes = super().enter(view, step, hosted, now)
+            super().enter(view)
             self._late = late
-            return outcomes
 
-        def close(self) -> list[ef.Outcome]:
+        def close(self) -> Doubted | None:
             late = self._late
-            outcomes = super().close()
+            doubted = super().close()
             self._late = late
-            return outcomes
+            return doubted
 
     return machines_with(patch, Mindful)
 

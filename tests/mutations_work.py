@@ -13,8 +13,8 @@ from holdfast.core.membership import coordinator, formation
 from holdfast.core.step import effects as ef
 from holdfast.core.step.link_detector import Wait
 from holdfast.core.step.speeds import Speeds
-from holdfast.core.step.worker import WorkerMachine
 from holdfast.core.types import LateWorker, StateCopy, View, ViewNumber, WorkerStatus
+from holdfast.core.worker.membership import Membership
 from holdfast.sim.world import Machines
 from mutation_kit import mutation
 
@@ -101,27 +101,33 @@ def nobody_knows_who_is_behind(patch: pytest.MonkeyPatch) -> Machines:
 
 @mutation
 def who_catches_up_holds_the_state_already(patch: pytest.MonkeyPatch) -> Machines:
-    class Hasty(WorkerMachine):
-        def _install(self, view: View) -> Sequence[ef.Outcome]:
-            effects = super()._install(view)
-            if view.late_worker(self._status.worker) is not None:
-                self._change(state=StateCopy.CURRENT)
-            return effects
+    plain = Membership._install
 
-    return Machines(worker=Hasty)
+    def install(self: Membership, view: View) -> None:
+        plain(self, view)
+        if view.late_worker(self._standing.me) is not None:
+            self._standing.change(state=StateCopy.CURRENT)
+
+    patch.setattr(Membership, "_install", install)
+    return Machines()
 
 
 @mutation
 def the_late_one_goes_on_in_the_old_view(patch: pytest.MonkeyPatch) -> Machines:
-    class Deaf(WorkerMachine):
-        def _promise(self, number: ViewNumber) -> Sequence[ef.Outcome]:
-            if self._status.in_step and not self._status.waiting and self.lateness.began_at:
-                self._change(promised=number)
-                self._change(promised=ViewNumber(number - 1))
-                return [ef.Tell(dataclasses.replace(self._status, promised=number))]
-            return super()._promise(number)
+    plain = Membership.promise
 
-    return Machines(worker=Deaf)
+    def promise(self: Membership, number: ViewNumber) -> bool:
+        standing = self._standing
+        status = standing.status
+        if status.in_step and not status.waiting and self._step.lateness.began_at:
+            standing.change(promised=number)
+            standing.change(promised=ViewNumber(number - 1))
+            standing.order(ef.Tell(dataclasses.replace(standing.status, promised=number)))
+            return True
+        return plain(self, number)
+
+    patch.setattr(Membership, "promise", promise)
+    return Machines()
 
 
 @mutation

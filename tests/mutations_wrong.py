@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
 from typing import Any
 
 import pytest
@@ -11,12 +11,13 @@ from holdfast.core.membership import view_making
 from holdfast.core.membership.roster import Roster
 from holdfast.core.membership.view_making import Proposal
 from holdfast.core.step import audit
-from holdfast.core.step import effects as ef
 from holdfast.core.step.audit import Court, Ruling, Sentence
 from holdfast.core.step.newcomers import Newcomers
 from holdfast.core.step.trust import Trust
-from holdfast.core.step.worker import WorkerMachine
-from holdfast.core.types import Invalidation, StateCopy, View, WorkerId
+from holdfast.core.step.verdicts import Doubted
+from holdfast.core.types import StateCopy, View, WorkerId
+from holdfast.core.worker.machine import WorkerMachine
+from holdfast.core.worker.membership import Membership
 from holdfast.sim.world import Machines
 from mutation_kit import mutation
 
@@ -53,20 +54,22 @@ def a_joiner_vouches_for_all(patch: pytest.MonkeyPatch) -> Machines:
 
 @mutation
 def wrong_sums_are_kept(patch: pytest.MonkeyPatch) -> Machines:
-    class Stubborn(WorkerMachine):
-        def _doubted(self, invalidation: Invalidation, discarded: bool) -> Sequence[ef.Outcome]:
-            return super()._doubted(invalidation, False)
+    plain = Membership._disbelieve
 
-    return Machines(worker=Stubborn)
+    def disbelieve(self: Membership, doubted: Doubted) -> None:
+        plain(self, dataclasses.replace(doubted, discarded=False))
+
+    patch.setattr(Membership, "_disbelieve", disbelieve)
+    return Machines()
 
 
 @mutation
 def a_discarded_state_is_begun_from(patch: pytest.MonkeyPatch) -> Machines:
     class Forgetful(WorkerMachine):
-        def _directed(self, directive: Any) -> Sequence[ef.Outcome]:
-            if self._status.discarded:
-                self._change(state=StateCopy.DIRTY)
-            return super()._directed(directive)
+        def _directed(self, directive: Any) -> None:
+            if self._standing.status.discarded:
+                self._standing.change(state=StateCopy.DIRTY)
+            super()._directed(directive)
 
     return Machines(worker=Forgetful)
 

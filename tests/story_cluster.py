@@ -21,7 +21,6 @@ from holdfast.core.membership.coordinator import CoordinatorMachine
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.step.step_policy import StepPolicy
-from holdfast.core.step.worker import WorkerMachine
 from holdfast.core.types import (
     AgentId,
     AgentReport,
@@ -32,6 +31,7 @@ from holdfast.core.types import (
     WorkerDirective,
     WorkerId,
 )
+from holdfast.core.worker.machine import WorkerMachine
 from story_data import Group, Work
 from story_text import Block, Scribe
 
@@ -263,7 +263,7 @@ class Cluster:
             case ef.Commit():
                 work.script = deque(e for e in work.script if not isinstance(e, ef.Compute))
                 work.script.append(effect)
-            case ef.Begin() | ef.Compute() | ef.SaveShare() | ef.Release():
+            case ef.Begin() | ef.Compute() | ef.CopyState() | ef.Release():
                 work.script.append(effect)
             case ef.LookWhoIsLate(number, step):
                 awaited = self.groups[number].awaited(process.worker)

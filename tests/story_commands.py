@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from holdfast.core.job_spec import CoordinatorPolicy
+from holdfast.core.replica.ends import SourceKind
+from holdfast.core.replica.saves import SavePolicy
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.step.backup import BackupPolicy
 from holdfast.core.step.events import Topic
-from holdfast.core.step.saves import SavePolicy
 from holdfast.core.step.speculation import Patience
 from holdfast.core.step.step_policy import StepPolicy
 from holdfast.core.types import AgentId, WorkerId
@@ -310,7 +311,7 @@ def _loaded(cluster: Cluster, process: Process) -> Iterator[ev.WorkerEvent]:
     group.hear("checkpoint", process.worker)
     process.work.flipped = 0
     yield ev.Loading()
-    yield ev.Restored(group.view.number)
+    yield ev.StateObtained(SourceKind.STORE, group.view.number)
 
 
 def _missed(cluster: Cluster, process: Process) -> bool:
@@ -320,7 +321,7 @@ def _missed(cluster: Cluster, process: Process) -> bool:
     if group.sent.get(process.worker, []).count(step) < len(group.view.donors):
         return False
     process.work.receiving = None
-    cluster.feed(process, ev.MissedHeard(group.view.number, step))
+    cluster.feed(process, ev.StepObtained(SourceKind.MEMBERS, group.view.number, step))
     return True
 
 
@@ -410,11 +411,11 @@ def _apply(cluster: Cluster, process: Process) -> bool:
 
 def _copy(cluster: Cluster, process: Process) -> bool:
     save = process.work.doing
-    if not isinstance(save, ef.SaveShare):
+    if not isinstance(save, ef.CopyState):
         return False
     process.work.doing = None
     process.work.saving.append((save.step, save.view))
-    cluster.feed(process, ev.ShareCopied(save.step))
+    cluster.feed(process, ev.StateCopied(save.sink, save.step))
     return True
 
 

@@ -103,7 +103,7 @@ class Group:
                 self._say("check", worker, (bucket, run, right + (900 if wrong else 0)))
             case ef.SyncState():
                 self._say("states", worker, work.fingerprint)
-            case ef.Restore(_, step):
+            case ef.ObtainState(_, _, step):
                 self._say("checkpoint", worker, step)
             case ef.SendMissed(_, lag):
                 steps = range(lag.committed, self.view.resume_step)
@@ -124,7 +124,7 @@ class Group:
             work.tokens, work.copies = {}, {}
         elif isinstance(effect, ef.Adopt):
             work.tokens[effect.vrank] = work.copies.pop(effect.vrank)
-        elif isinstance(effect, ef.ReceiveMissed):
+        elif isinstance(effect, ef.ObtainStep):
             work.receiving = effect.step
 
     def _part(self, worker: WorkerId, work: Work) -> dict[str, object]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from holdfast.core.membership import agent as ag
 from holdfast.core.membership import coordinator_events as ce
 from holdfast.core.membership.liveness import ProcessSample
+from holdfast.core.replica.ends import SourceKind
 from holdfast.core.step import events as ev
 from holdfast.core.types import AgentId, WorkerId
 from story_cluster import Cluster, Host, Process, StoryError
@@ -125,7 +126,9 @@ def store_silent(cluster: Cluster, who: str) -> None:
         if group is None or group.missing("checkpoint", process.worker) is None:
             return False
         group.drop("checkpoint", process.worker)
-        cluster.feed(process, ev.StoreSilent(group.view.number, "the store does not answer"))
+        reason = "the store does not answer"
+        event = ev.ObtainFailed(SourceKind.STORE, group.view.number, reason)
+        cluster.feed(process, event)
         return True
 
     each_of(cluster, who, fail, "reads nothing")
@@ -135,9 +138,8 @@ def store_silent(cluster: Cluster, who: str) -> None:
 def unreadable(cluster: Cluster, worker: str, step: str, older: str) -> None:
     """A checkpoint turns out to be damaged."""
     process = process_of(cluster, worker)
-    event = ev.Unreadable(
-        process.machine.snapshot().view, int(step), int(older), f"step {step} is damaged"
-    )
+    number, reason = process.machine.snapshot().view, f"step {step} is damaged"
+    event = ev.ObtainFailed(SourceKind.STORE, number, reason, int(step), int(older))
     cluster.feed(process, event)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from holdfast.core.membership import agent as ag
 from holdfast.core.membership import coordinator as co
 from holdfast.core.membership.formation import spans
+from holdfast.core.replica.ends import SinkKind, SourceKind
 from holdfast.core.step import effects as ef
 from holdfast.core.step.events import FINITE, NOBODYS, RIGHTLY, SOMEBODYS, Purpose, Topic
 from holdfast.core.step.vote import Vote
@@ -310,11 +311,31 @@ def reduce_text(effect: ef.Reduce, members: int) -> str:
     return f"sum step {effect.step}{ranks}"
 
 
+_KEPT_FOR = {
+    SinkKind.LATE: "whoever misses it",
+    SinkKind.FOLLOWERS: "workers that follow",
+    SinkKind.MEMORY: "the nodes' memory",
+}
+_COPIES = {
+    SinkKind.STORE: "save",
+    SinkKind.FOLLOWERS: "feed",
+    SinkKind.MEMORY: "protect",
+}
+_STATES = {
+    SourceKind.STORE: "the checkpoint",
+    SourceKind.MEMORY: "the protected state",
+    SourceKind.FEED: "the fed state",
+}
+_STEPS = {
+    SourceKind.MEMBERS: "receive missed",
+    SourceKind.MEMORY: "recall",
+    SourceKind.FEED: "take the fed",
+}
 _WORKER_WORDS: dict[type, Callable[[Any], str]] = {
     ef.Abort: lambda e: f"abort view {e.view}",
     ef.Redo: lambda e: f"forget what was computed of step {e.step}",
     ef.Adopt: lambda e: f"take its copy of task {e.vrank} for its own",
-    ef.KeepStep: lambda e: f"keep step {e.step} for whoever misses it",
+    ef.KeepStep: lambda e: f"keep step {e.step} for {_KEPT_FOR[e.sink]}",
     ef.PutRight: lambda e: f"put the sum of bucket {e.bucket} right",
     ef.NoteDoubt: lambda e: (
         f"ledger: steps from {e.step} on may be wrong{', and are redone' if e.again else ''}"
@@ -324,17 +345,19 @@ _WORKER_WORDS: dict[type, Callable[[Any], str]] = {
     ef.GiveUp: lambda e: f"give up: {e.reason}",
     ef.Begin: lambda e: f"begin step {e.step}{', look at all of the state' if e.whole else ''}",
     ef.Compute: lambda e: f"compute task {e.vrank}{_PURPOSES[e.purpose]}",
-    ef.SaveShare: lambda e: f"save its share of step {e.step}",
+    ef.CopyState: lambda e: f"{_COPIES[e.sink]} its share of step {e.step}",
     ef.Commit: lambda e: f"commit step {e.step}",
     ef.Release: lambda e: f"leave loop {e.loop}",
     ef.Install: lambda e: f"connect view {e.view.number}",
-    ef.Restore: lambda e: f"load the checkpoint of step {e.step}",
+    ef.ObtainState: lambda e: f"load {_STATES[e.source]} of step {e.step}",
     ef.SendMissed: lambda e: (
         f"send worker {e.to.worker} what it missed since step {e.to.committed}"
     ),
-    ef.ReceiveMissed: lambda e: f"receive missed step {e.step}",
+    ef.ObtainStep: lambda e: f"{_STEPS[e.source]} step {e.step}",
     ef.SyncState: lambda e: "compare states",
-    ef.ForgetMissed: lambda e: "",
+    ef.Forget: lambda e: (
+        "" if e.sink is SinkKind.LATE else f"forget what {e.sink.value} do not need"
+    ),
     ef.Gather: gather_text,
     ef.ShareRows: lambda e: f"its part of step {e.step} is complete",
     ef.CheckSum: lambda e: f"check the sum of bucket {e.bucket}{', again' if e.run else ''}",

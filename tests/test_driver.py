@@ -12,8 +12,8 @@ import torch
 from holdfast.core.errors import UserError
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
-from holdfast.core.step.worker import WorkerMachine
 from holdfast.core.types import Incarnation, ViewNumber, WorkerId, WorkerStatus
+from holdfast.core.worker.machine import WorkerMachine
 from holdfast.train.driver import Driver
 from holdfast.train.monitor import Monitor
 from holdfast.train.step.buckets import Bucket

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -37,7 +37,7 @@ from holdfast.core.membership.resume import resume_step
 from holdfast.core.membership.roster import News, Roster
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
-from holdfast.core.step.worker import WorkerMachine
+from holdfast.core.step.verdicts import Decided
 from holdfast.core.types import (
     RELEASE_ALL,
     AgentReport,
@@ -45,6 +45,9 @@ from holdfast.core.types import (
     ViewNumber,
     WorkerStatus,
 )
+from holdfast.core.worker.machine import WorkerMachine
+from holdfast.core.worker.membership import Membership
+from holdfast.core.worker.standing import Standing
 from holdfast.sim.swarm import run_seed
 from holdfast.sim.world import Machines
 from holdfast.sim.wrong_bits import Violation
@@ -201,8 +204,8 @@ def joiner_never_says_that_it_loads(patch: pytest.MonkeyPatch) -> Machines:
 @mutation
 def pending_change_is_read_from_the_own_vote(patch: pytest.MonkeyPatch) -> Machines:
     class Selfish(WorkerMachine):
-        def _decided(self, vote: ef.Decided) -> Sequence[ef.Outcome]:
-            return super()._decided(dataclasses.replace(vote, pending=self.pending))
+        def _decided(self, vote: Decided) -> None:
+            super()._decided(dataclasses.replace(vote, pending=self.pending))
 
     return Machines(worker=Selfish)
 
@@ -212,39 +215,41 @@ def pending_change_is_read_from_the_own_vote(patch: pytest.MonkeyPatch) -> Machi
 
 @mutation
 def worker_acts_after_promising(patch: pytest.MonkeyPatch) -> Machines:
-    class Perjured(WorkerMachine):
-        def _acting_in(self, number: ViewNumber) -> bool:
-            return self._status.view == number
+    def promise(self: Membership, number: ViewNumber) -> bool:
+        standing = self._standing
+        if number <= standing.status.promised:
+            return False
+        standing.change(promised=number)
+        standing.tell()
+        return True
 
-        def _promise(self, number: ViewNumber) -> Sequence[ef.Outcome]:
-            if number <= self._status.promised:
-                return []
-            self._change(promised=number)
-            return [self._tell()]
-
-    return Machines(worker=Perjured)
+    patch.setattr(Membership, "promise", promise)
+    patch.setattr(Standing, "acts_in", lambda self, number: self.status.view == number)
+    patch.setattr(Standing, "acts", True)
+    return Machines()
 
 
 @mutation
 def worker_promises_without_aborting(patch: pytest.MonkeyPatch) -> Machines:
-    class Attached(WorkerMachine):
-        def _promise(self, number: ViewNumber) -> Sequence[ef.Outcome]:
-            return [e for e in super()._promise(number) if not isinstance(e, ef.Abort)]
+    def promise(self: Membership, number: ViewNumber) -> bool:
+        is_news = self._promise(number)
+        if is_news:
+            self._standing.tell()
+        return is_news
 
-    return Machines(worker=Attached)
+    patch.setattr(Membership, "promise", promise)
+    return Machines()
 
 
 @mutation
 def worker_installs_a_view_it_gave_up(patch: pytest.MonkeyPatch) -> Machines:
     class Backward(WorkerMachine):
-        def _directed(self, directive: Any) -> Sequence[ef.Outcome]:
-            effects = [*super()._directed(directive)]
-            view = directive.view
-            me = view.member(self._status.worker) if view is not None else None
-            if me is not None and me.incarnation == self._status.incarnation:
-                if view.number != self._status.view:
-                    effects += self._install(view)
-            return effects
+        def _directed(self, directive: Any) -> None:
+            super()._directed(directive)
+            view, status = directive.view, self._standing.status
+            if view is not None and view.includes(status.worker, status.incarnation):
+                if view.number != status.view:
+                    self._membership._install(view)
 
     return Machines(worker=Backward)
 
@@ -349,9 +354,9 @@ def proof_is_dated_by_the_vote(patch: pytest.MonkeyPatch) -> Machines:
     """A vote shows that others acted when the step began, not when the last vote came in."""
 
     class Late(WorkerMachine):
-        def _decided(self, vote: ef.Decided) -> Sequence[ef.Outcome]:
-            self.lateness.began_at = self._now + 1.0
-            return super()._decided(vote)
+        def _decided(self, vote: Decided) -> None:
+            self.lateness.began_at = self._standing.now + 1.0
+            super()._decided(vote)
 
     return Machines(worker=Late)
 
@@ -361,8 +366,8 @@ def worker_minds_no_clock(patch: pytest.MonkeyPatch) -> Machines:
     """With its agent frozen nobody pauses it, so it must stop by itself."""
 
     class Timeless(WorkerMachine):
-        def _directed(self, directive: Any) -> Sequence[ef.Outcome]:
-            return super()._directed(dataclasses.replace(directive, acting_until=float("inf")))
+        def _directed(self, directive: Any) -> None:
+            super()._directed(dataclasses.replace(directive, acting_until=float("inf")))
 
     return Machines(worker=Timeless)
 

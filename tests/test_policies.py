@@ -18,11 +18,12 @@ from holdfast.core.membership.agent import AgentPolicy
 from holdfast.core.membership.lease import LeasePolicy
 from holdfast.core.membership.liveness import FreezePolicy
 from holdfast.core.membership.restart import RestartPolicy
-from holdfast.core.step import audit, rulings, save_interval, speculation, worker
+from holdfast.core.replica import save_interval
+from holdfast.core.replica.save_interval import PacePolicy
+from holdfast.core.replica.saves import SavePolicy
+from holdfast.core.step import audit, rulings, speculation
 from holdfast.core.step.backup import BackupPolicy
 from holdfast.core.step.balance import WINDOW_TIMES_MAX, BalancePolicy
-from holdfast.core.step.save_interval import PacePolicy
-from holdfast.core.step.saves import SavePolicy
 from holdfast.core.step.speculation import Patience
 from holdfast.core.step.step_policy import StepPolicy
 from holdfast.core.types import (
@@ -33,6 +34,7 @@ from holdfast.core.types import (
     WorkerDirective,
     WorkerStatus,
 )
+from holdfast.core.worker import standing
 
 
 def job(**sections: object) -> JobSpec:
@@ -130,7 +132,7 @@ def test_what_is_kept_is_bounded_by() -> None:
     assert formation.QUARANTINED_S == 10.0  # longer than a first quarantine, shorter than others
     assert coordinator.SKIPPED == 1000  # numbers, after the loss of the journal
     assert (durable.KNOWN_MAX, invalidations.INVALIDATIONS_MAX) == (128, 16)
-    assert (worker.JOB_EVENTS_MAX, agent.UNANSWERED_MAX) == (8, 1024)
+    assert (standing.JOB_EVENTS_MAX, agent.UNANSWERED_MAX) == (8, 1024)
     assert review_schedule.REVIEW_S * 10_000 == 0.2  # between two reviews of 10,000 workers
     assert (audit.ATTEMPTS_MAX, rulings.MISTAKES_MAX, rulings.CALM_STEPS) == (3, 1, 64)
     assert (speculation.STEPS_TIMED, speculation.SPREADS) == (16, 6.0)

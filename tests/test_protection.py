@@ -25,7 +25,7 @@ from holdfast.core.redundancy import (
     Redundancy,
     read_redundancy,
 )
-from holdfast.core.step.protecting import Protecting, pieces_of
+from holdfast.core.replica.protecting import Protecting, pieces_of
 from holdfast.core.step.vote import Vote, count_votes
 from holdfast.core.types import (
     AgentId,

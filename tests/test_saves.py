@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.step.effects import SavedUpTo, SaveShare
+from holdfast.core.replica.ends import SinkKind
+from holdfast.core.replica.save_interval import PacePolicy
+from holdfast.core.replica.saves import SavedUpTo, SavePolicy, Saves
+from holdfast.core.step.effects import CopyState
 from holdfast.core.step.events import EventNoted, SaveEnded
-from holdfast.core.step.save_interval import PacePolicy
-from holdfast.core.step.saves import SavePolicy, Saves
 from holdfast.core.step.vote import Wish
 from holdfast.core.types import ViewNumber, WorkerId
 from machine_kit import a_view
@@ -40,7 +41,9 @@ def test_every_so_many_steps_the_leader_wants_one_and_once_for_each() -> None:
         due, _ = saves.opinion(step, float(step), leads=True)
         if due:
             saves.agree(step + 1, a_view(1, range(2)), due)
-            assert saves.at_boundary(step + 1) == [SaveShare(step + 1, a_view(1, range(2)))]
+            assert saves.at_boundary(step + 1) == [
+                CopyState(SinkKind.STORE, step + 1, a_view(1, range(2)))
+            ]
             saves.copied(step + 1, float(step), 0.1, "")
             saves.ended(answered(step + 1), step + 1)
             wanted.append(step + 1)
@@ -56,7 +59,7 @@ def test_only_what_was_agreed_on_is_copied() -> None:
     assert saves.at_boundary(10) == []
     saves.agree(10, a_view(3, range(2)), Wish.SAVE)
     assert saves.at_boundary(9) == saves.at_boundary(11) == []
-    assert saves.at_boundary(10) == [SaveShare(10, a_view(3, range(2)))]
+    assert saves.at_boundary(10) == [CopyState(SinkKind.STORE, 10, a_view(3, range(2)))]
 
 
 @pytest.mark.parametrize("early", [False, True])
@@ -116,7 +119,7 @@ def test_a_copy_that_nobody_took_is_not_made_again_after_every_step() -> None:
     saves.enter(a_view(1, [0]), 0.0)
     assert saves.opinion(9, 7200.0, leads=True) == (Wish.SAVE, False)
     saves.agree(10, a_view(1, [0]), Wish.SAVE)
-    assert saves.at_boundary(10) == [SaveShare(10, a_view(1, [0]))]
+    assert saves.at_boundary(10) == [CopyState(SinkKind.STORE, 10, a_view(1, [0]))]
     saves.copied(10, 7200.0, 0.5, "the writer takes no orders")
     assert saves.opinion(10, 7201.0, leads=True) == (False, False)
 
@@ -126,7 +129,9 @@ def test_an_operator_who_ends_the_job_has_one_checkpoint_made() -> None:
     saves.want(1)
     assert saves.opinion(12, 0.0, leads=False) == (Wish.LAST_SAVE, False)
     saves.agree(13, a_view(1, range(2)), Wish.LAST_SAVE)
-    assert saves.at_boundary(13) == [SaveShare(13, a_view(1, range(2)), checked=True)]
+    assert saves.at_boundary(13) == [
+        CopyState(SinkKind.STORE, 13, a_view(1, range(2)), checked=True)
+    ]
     assert counting(saves.ended(answered(13), 13)) == [13]  # nobody may compare it
     saves.want(1)  # asked for again and again until the job has ended
     assert saves.opinion(13, 0.0, leads=False) == (False, False)

@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import pytest
 
+from holdfast.core.replica.ends import SinkKind, SourceKind
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.step.shards import ShardEvents, is_shared
@@ -36,16 +37,16 @@ def hear_all(count: int, events: Sequence[ev.WorkerEvent]) -> list[ev.WorkerEven
         ev.AtBoundary(),
         ev.StepOpened(4),
         TASK,
-        ev.ShareCopied(4),
-        ev.Staged(2),
+        ev.StateCopied(SinkKind.STORE, 4),
+        ev.StateCopied(SinkKind.FOLLOWERS, 4, order=2),
         ev.StateProtected(4),
         ev.LoopFinishing(),
         ev.LoopEnded(),
         ev.SaveEnded(4, VIEW, durable=True),
         ev.Connected(VIEW),
-        ev.Restored(VIEW),
-        ev.GradientKept(VIEW, 4),
-        ev.MissedHeard(VIEW, 4),
+        ev.StateObtained(SourceKind.STORE, VIEW),
+        ev.StepKept(VIEW, 4),
+        ev.StepObtained(SourceKind.MEMBERS, VIEW, 4),
         ev.StatesCompared(VIEW),
         ev.Gathered(VIEW, ev.Topic.VOTE, ((1, 2), (3, 4))),
         ev.Summed(view=VIEW, step=4),
@@ -67,9 +68,9 @@ def test_it_is_told_once_all_have_done_it(event: ev.WorkerEvent) -> None:
         ev.GroupBroken(VIEW, "cut"),
         ev.LinkLost(VIEW, (WorkerId(2),)),
         ev.Loading(),
-        ev.Unreadable(VIEW, 4, 2),
-        ev.StoreSilent(VIEW, "silent"),
-        ev.RecallFailed(VIEW, "too few"),
+        ev.ObtainFailed(SourceKind.STORE, VIEW, "rotten", 4, 2),
+        ev.ObtainFailed(SourceKind.STORE, VIEW, "silent"),
+        ev.ObtainFailed(SourceKind.MEMORY, VIEW, "too few"),
         Tick(),
     ],
     ids=lambda event: type(event).__name__,
@@ -137,9 +138,11 @@ def test_the_worst_that_any_of_them_says_counts() -> None:
     ]
     (told,) = hear_all(2, sums)
     assert (told.doubt, told.unlike, told.buckets) == (9, (1, 3), 1)
-    (kept,) = hear_all(2, [ev.GradientKept(VIEW, 4), ev.GradientKept(VIEW, 4, full=True)])
+    (kept,) = hear_all(2, [ev.StepKept(VIEW, 4), ev.StepKept(VIEW, 4, full=True)])
     assert kept.full
-    (copied,) = hear_all(2, [ev.ShareCopied(4), ev.ShareCopied(4, problem="no room")])
+    (copied,) = hear_all(
+        2, [ev.StateCopied(SinkKind.STORE, 4), ev.StateCopied(SinkKind.STORE, 4, problem="no room")]
+    )
     assert copied.problem == "no room"
     first = ev.SaveEnded(4, VIEW, durable=True, first=True)
     failed = ev.SaveEnded(4, VIEW, problem="the disk is full")

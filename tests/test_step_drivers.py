@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from holdfast.core.errors import Aborted, UserError, WorldError
+from holdfast.core.replica.ends import SinkKind
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.step.events import Purpose
 from holdfast.core.step.link_detector import NOBODY, Wait
-from holdfast.core.step.worker import WorkerMachine
 from holdfast.core.types import Incarnation, Peer, Tick, View, ViewNumber, WorkerId, WorkerStatus
+from holdfast.core.worker.machine import WorkerMachine
 from holdfast.train.driver import Driver, ViewRendezvous
 from holdfast.train.monitor import Monitor
 from holdfast.train.step.filled_buckets import FilledBuckets
@@ -144,12 +145,12 @@ def test_what_is_posted_from_within_is_handled_after_what_is_under_way() -> None
 
 
 def test_who_waits_for_an_order_is_woken() -> None:
-    driver, _, _ = driving([compute(7)], [ef.ForgetMissed(ONE)])
+    driver, _, _ = driving([compute(7)], [ef.Forget(SinkKind.LATE, ONE)])
     script, engine = meanwhile(driver.next_for_script), meanwhile(driver.next_for_engine)
     driver.post(Tick())
     assert script() == compute(7)
     driver.post(Tick())
-    assert engine() == ef.ForgetMissed(ONE)
+    assert engine() == ef.Forget(SinkKind.LATE, ONE)
 
 
 def test_while_the_script_waits_the_machine_is_told_when_its_time_has_come() -> None:

@@ -8,16 +8,18 @@ import itertools
 import pytest
 
 from holdfast.core.membership.resume import resume_step
+from holdfast.core.replica.ends import SourceKind
+from holdfast.core.replica.saves import SavePolicy
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.step.backup import BackupPolicy
 from holdfast.core.step.events import Purpose, Topic
-from holdfast.core.step.saves import SavePolicy
 from holdfast.core.step.speculation import Patience
 from holdfast.core.step.step_policy import StepPolicy
 from holdfast.core.types import Phase, StateCopy, ViewNumber, WorkerDirective, WorkerId
 from machine_kit import Company, Walker, a_view, doubts, purposes
 
+STORE = SourceKind.STORE
 EAGER = Patience(steps=1, times=0.0, least_s=0.0, copies=1.0)
 
 
@@ -336,7 +338,7 @@ def test_a_checkpoint_counts_if_all_who_saved_it_have_compared(leaves: bool) -> 
     company.stops_at = Topic.VOTE
     for walker in company.walkers:
         walker.feed(ev.AtBoundary())
-        assert [order.step for order in walker.orders(ef.SaveShare)] == [1]
+        assert [order.step for order in walker.orders(ef.CopyState)] == [1]
     first = company.walkers[0]
     first.feed(ev.SaveEnded(1, ViewNumber(1), durable=True, first=True))
     assert first.status.saved == 0
@@ -354,9 +356,10 @@ def test_a_store_that_stays_silent_is_given_up_with_one_sentence() -> None:
     for number in range(1, 20):
         walker.install(a_view(number, everyone, step=8, joiners=everyone))
         walker.feed(ev.Connected(ViewNumber(number)))
-        assert walker.take(ef.Restore) == ef.Restore(ViewNumber(number), 8)
+        view = ViewNumber(number)
+        assert walker.take(ef.ObtainState) == ef.ObtainState(STORE, view, 8)
         walker.now += 2.0
-        walker.feed(ev.StoreSilent(ViewNumber(number), "the store does not answer"))
+        walker.feed(ev.ObtainFailed(STORE, view, "the store does not answer"))
         if walker.orders(ef.GiveUp):
             break
     assert number == 6  # 10 s after the first silence
@@ -373,7 +376,8 @@ def test_a_store_that_has_answered_meanwhile_is_asked_as_long_again() -> None:
         walker.install(a_view(number, everyone, step=8, joiners=everyone))
         walker.feed(ev.Connected(view))
         walker.now += 6.0
-        walker.feed(ev.StoreSilent(view, "silent") if silent else ev.Restored(view))
+        failed = ev.ObtainFailed(STORE, view, "silent")
+        walker.feed(failed if silent else ev.StateObtained(STORE, view))
         if not silent:
             walker.feed(ev.GroupBroken(view, "a peer died"))
     assert walker.orders(ef.GiveUp) == []

@@ -25,6 +25,7 @@ from holdfast.core.step.speeds import Speeds
 from holdfast.core.step.step_policy import Counting, StepPolicy
 from holdfast.core.step.sum_trial import SumTrial, SumVerdict, majority, who_was_wrong
 from holdfast.core.step.trust import Doubt, Trust
+from holdfast.core.step.verdicts import Doubted
 from holdfast.core.step.vote import Vote, count_votes
 from holdfast.core.types import LateWorker, View, ViewNumber, WorkerId
 from machine_kit import a_view
@@ -437,7 +438,7 @@ def test_who_is_wrong_leaves_and_the_rest_go_back_if_something_wrong_may_have_be
     (told, note, doubted) = ruled_back = conclude_with([(NEVER, 5, 1), (3, 3, 2), (NEVER, 5, 1)])
     assert "since step 3: the job goes back" in texts([told])[0]
     assert note == ef.NoteDoubt(3, ViewNumber(1), True)
-    assert isinstance(doubted, ef.Doubted)
+    assert isinstance(doubted, Doubted)
     assert doubted.discarded
     assert (doubted.invalidation.after, doubted.invalidation.view) == (3, 1)
     assert doubted.invalidation.wrong == ()  # its state is, for whatever reason
@@ -452,14 +453,14 @@ def conclude_with(rows: Any, *, diverged: bool = True, **fields: Any) -> list[ef
 
 def test_where_all_that_was_used_was_audited_nobody_goes_back() -> None:
     (only,) = conclude_with([(NEVER, 5, 1)] * 3, diverged=False)
-    assert isinstance(only, ef.Doubted)
+    assert isinstance(only, Doubted)
     assert not only.discarded
     assert only.invalidation.wrong == (W1,)  # its state is right: it computes wrongly
     (only,) = conclude_with([(NEVER, 5, 1), (NEVER, 5, 2), (NEVER, 5, 1)], diverged=False)
-    assert isinstance(only, ef.Doubted)
+    assert isinstance(only, Doubted)
     assert only.invalidation.wrong == ()  # it started from a wrong state
     (only,) = conclude_with(None, diverged=False)  # the group broke before all had told
-    assert isinstance(only, ef.Doubted)
+    assert isinstance(only, Doubted)
     assert only.invalidation == dataclasses.replace(only.invalidation, after=5, wrong=())
 
 
@@ -467,7 +468,7 @@ def test_without_checkpoints_the_doubt_is_told_and_in_a_tie_only_the_leader_goes
     told, note, doubted = conclude_with([(3, 3, 1)] * 3, keeps=False)
     assert "from step 3 on" in texts([told])[0]
     assert note == ef.NoteDoubt(3, ViewNumber(1), False)
-    assert isinstance(doubted, ef.Doubted)
+    assert isinstance(doubted, Doubted)
     assert not doubted.discarded
     for me, exits in ((0, False), (1, True)):
         found = ruling(me, keeps=False)

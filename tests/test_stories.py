@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,10 +18,12 @@ from holdfast.core.membership.coordinator import (
     CoordinatorMachine,
     Persist,
 )
+from holdfast.core.replica.saves import Saves
 from holdfast.core.step import audit, step_machine
-from holdfast.core.step.effects import Abort, Commit, Tell
-from holdfast.core.step.worker import WorkerMachine
+from holdfast.core.step.effects import Abort, Commit, Tell, WorkerEffect
+from holdfast.core.step.events import WorkerEvent
 from holdfast.core.types import (
+    NO_VIEW,
     AgentId,
     Incarnation,
     Phase,
@@ -30,6 +31,7 @@ from holdfast.core.types import (
     WorkerId,
     WorkerStatus,
 )
+from holdfast.core.worker.machine import WorkerMachine
 from story_cluster import Machines
 from story_faults import ALL_COMMANDS
 from story_text import Scribe, merged
@@ -158,8 +160,9 @@ def change_in(story: story_kit.Story, machines: Machines | None = None) -> str:
 class _VotesAgain(WorkerMachine):
     """Forgets that it has promised, once its group has broken."""
 
-    def _promise(self, number: ViewNumber) -> Sequence[object]:
-        return []
+    def handle(self, event: WorkerEvent, now: float) -> list[WorkerEffect]:
+        self._membership.promise = lambda number: False  # type: ignore[method-assign]
+        return super().handle(event, now)
 
 
 class _SpeaksFirst(CoordinatorMachine):
@@ -180,9 +183,9 @@ class _NeverPauses(AgentMachine):
 class _Stubborn(WorkerMachine):
     """Does not say in its votes that a change is pending."""
 
-    @property
-    def pending(self) -> bool:
-        return False
+    def handle(self, event: WorkerEvent, now: float) -> list[WorkerEffect]:
+        self._standing.pending_view = NO_VIEW
+        return super().handle(event, now)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +216,7 @@ def test_a_planted_mistake_changes_the_story(name: str, machines: Machines) -> N
         ("wrong_gradient", audit, "by_all", lambda one, _: one),
         ("not_finite", step_machine.Audits, "all_twice", lambda *_: ()),
         ("late_suspended", formation, "late_workers", lambda _: []),
-        ("saving", step_machine.Saves, "compared", lambda *_: []),
+        ("saving", Saves, "compared", lambda *_: []),
     ],
 )
 def test_a_planted_change_of_a_decision_changes_the_story(

@@ -10,7 +10,7 @@ from holdfast.core.membership.protection import find_recall, make_ring
 from holdfast.core.membership.restart import RestartPolicy, replace_lost
 from holdfast.core.membership.teams import admit_teams
 from holdfast.core.redundancy import KeptPieces, Redundancy
-from holdfast.core.step.protecting import parts_of, pieces_of
+from holdfast.core.replica.protecting import parts_of, pieces_of
 from holdfast.core.types import AgentId, Incarnation, Member, Stage, View, WorkerId
 from roster_kit import LEASE, Cluster, member, status, view_of
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from holdfast.core.errors import InvariantError
+from holdfast.core.replica.ends import SinkKind, SourceKind
+from holdfast.core.replica.saves import SavePolicy
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.step.events import Purpose, StepKind, Topic
-from holdfast.core.step.saves import SavePolicy
 from holdfast.core.step.speculation import Patience
 from holdfast.core.step.step_policy import StepPolicy
-from holdfast.core.step.worker import JOB_EVENTS_MAX
 from holdfast.core.types import (
     Incarnation,
     Invalidation,
@@ -29,10 +29,12 @@ from holdfast.core.types import (
     WorkerDirective,
     WorkerId,
 )
+from holdfast.core.worker.standing import JOB_EVENTS_MAX
 from machine_kit import Company, Walker, a_view, purposes
 
 ONE, TWO, THREE = ViewNumber(1), ViewNumber(2), ViewNumber(3)
 ZERO = WorkerId(0)
+STORE, MEMBERS = SourceKind.STORE, SourceKind.MEMBERS
 
 
 def acting(workers: int = 2, policy: StepPolicy | None = None) -> Company:
@@ -99,13 +101,13 @@ def test_a_checkpoint_that_cannot_be_read_is_told_with_the_one_that_can() -> Non
     company = Company(1, StepPolicy(keeps=True))
     walker = company.walkers[0]
     walker.install(a_view(1, [0], step=8, joiners=[0]))
-    effects = walker.feed(ev.Unreadable(ONE, 8, 4, "its digest differs"))
+    effects = walker.feed(ev.ObtainFailed(STORE, ONE, "its digest differs", 8, 4))
     status = walker.status
     assert (status.unreadable, status.saved, status.state) == (8, 4, StateCopy.DIRTY)
     assert status.promised == 1
     assert [(e.kind, e.text) for e in status.events] == [("rot", "its digest differs")]
     assert isinstance(effects[-1], ef.Tell)
-    assert walker.feed(ev.Unreadable(ONE, 8, 4, "")) == [ef.Tell(walker.status)]
+    assert walker.feed(ev.ObtainFailed(STORE, ONE, "", 8, 4)) == [ef.Tell(walker.status)]
     assert len(walker.status.events) == 1
 
 
@@ -113,7 +115,7 @@ def test_only_the_first_member_tells_that_a_copy_failed() -> None:
     company = Company(2, StepPolicy(saves=SavePolicy(enabled=True, every=1)))
     company.enter(a_view(1, range(2), joiners=range(2)))
     for worker, walker in enumerate(company.walkers):
-        walker.feed(ev.ShareCopied(1, 0.1, "the disk is full"))
+        walker.feed(ev.StateCopied(SinkKind.STORE, 1, 0.1, "the disk is full"))
         told = [event.text for event in walker.status.events]
         assert told == (["step 1 is not saved: the disk is full"] if worker == 0 else [])
 
@@ -245,10 +247,10 @@ def test_what_is_to_be_saved_where_no_boundary_is_is_saved_at_the_next_one() -> 
     company.until(3)  # whose votes agree to save
     open_next(company, StepKind.VALUES)
     open_next(company, StepKind.GRADIENTS)
-    assert [w.orders(ef.SaveShare) for w in company.walkers] == [[], []]
+    assert [w.orders(ef.CopyState) for w in company.walkers] == [[], []]
     company.until(6)
     for walker in company.walkers:
-        assert [save.step for save in walker.orders(ef.SaveShare)] == [5]
+        assert [save.step for save in walker.orders(ef.CopyState)] == [5]
         assert [begin.step for begin in walker.orders(ef.Begin) if begin.whole] == [5]
 
 
@@ -307,11 +309,11 @@ def test_who_was_suspended_receives_steps_with_no_boundary_before_them_too() -> 
     late.feed(ev.TaskDone(0, 1, ev.Purpose.HOSTED, 1))
     late.install(back)
     late.feed(ev.Connected(back.number))
-    assert late.take(ef.ReceiveMissed) == ef.ReceiveMissed(back.number, 0)
-    assert ef.Commit(0) in late.feed(ev.MissedHeard(back.number, 0))
+    assert late.take(ef.ObtainStep) == ef.ObtainStep(MEMBERS, back.number, 0)
+    assert ef.Commit(0) in late.feed(ev.StepObtained(MEMBERS, back.number, 0))
     late.feed(ev.StepOpened(1, StepKind.VALUES, rested=False))
-    assert late.take(ef.ReceiveMissed) == ef.ReceiveMissed(back.number, 1)
-    assert ef.Commit(1) in late.feed(ev.MissedHeard(back.number, 1))
+    assert late.take(ef.ObtainStep) == ef.ObtainStep(MEMBERS, back.number, 1)
+    assert ef.Commit(1) in late.feed(ev.StepObtained(MEMBERS, back.number, 1))
     late.feed(ev.AtBoundary())
     assert late.take(ef.SyncState) == ef.SyncState(back.number)
 
@@ -425,15 +427,15 @@ def test_who_was_suspended_applies_what_it_has_missed_in_order() -> None:
     assert late.status.state is StateCopy.DIRTY  # of no use until it has caught up
     assert late.status.hosted == ()
     effects = late.feed(ev.Connected(THREE))
-    assert effects == [ef.ReceiveMissed(THREE, 0)]
-    assert ef.Commit(0) in late.feed(ev.MissedHeard(THREE, 0))
-    assert late.feed(ev.MissedHeard(THREE, 0)) == []
+    assert effects == [ef.ObtainStep(MEMBERS, THREE, 0)]
+    assert ef.Commit(0) in late.feed(ev.StepObtained(MEMBERS, THREE, 0))
+    assert late.feed(ev.StepObtained(MEMBERS, THREE, 0)) == []
     assert late.status.committed == 1
     effects = late.feed(ev.AtBoundary())
     assert ef.Begin(1, whole=False) in effects
-    assert ef.ReceiveMissed(THREE, 1) in late.done
+    assert ef.ObtainStep(MEMBERS, THREE, 1) in late.done
     assert purposes(late, Purpose.HOSTED) == [1]  # what is missed is received, not computed
-    late.feed(ev.MissedHeard(THREE, 1))
+    late.feed(ev.StepObtained(MEMBERS, THREE, 1))
     assert late.status.committed == 2
     assert ef.SyncState(THREE) in late.feed(ev.AtBoundary())
     late.feed(ev.StatesCompared(THREE))
@@ -453,7 +455,7 @@ def test_who_rested_when_it_was_suspended_begins_at_once_to_catch_up() -> None:
     assert (late.status.at_boundary, late.status.committed) == (True, 1)
     late.install(dataclasses.replace(behind(1, 2), number=THREE))
     assert late.orders(ef.Begin)[-1] == ef.Begin(1, whole=False)
-    assert late.feed(ev.Connected(THREE)) == [ef.ReceiveMissed(THREE, 1)]
+    assert late.feed(ev.Connected(THREE)) == [ef.ObtainStep(MEMBERS, THREE, 1)]
 
 
 def test_donors_send_what_was_missed_and_then_compare() -> None:

@@ -20,7 +20,6 @@ from holdfast.core.membership import agent as ag
 from holdfast.core.membership import coordinator as co
 from holdfast.core.membership import coordinator_events as ce
 from holdfast.core.step import events as ev
-from holdfast.core.step.worker import WorkerMachine
 from holdfast.core.types import (
     AgentId,
     Incarnation,
@@ -30,6 +29,7 @@ from holdfast.core.types import (
     WorkerId,
     WorkerStatus,
 )
+from holdfast.core.worker.machine import WorkerMachine
 from holdfast.testing.memory_transport import MemoryNetwork, MemoryTransport
 from holdfast.train.compose import Control, step_policy
 from holdfast.train.driver import Driver

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from holdfast.core.membership.lease import LeasePolicy
 from holdfast.core.membership.restart import RestartPolicy
 from holdfast.core.redundancy import Redundancy, read_redundancy
+from holdfast.core.replica.save_interval import PacePolicy
 from holdfast.core.settings import Setting, sections_of, setting, settings_of
 from holdfast.core.step.backup import BackupPolicy
-from holdfast.core.step.save_interval import PacePolicy
 from holdfast.core.types import ProcessRole
 
 PROCESSES_MAX = 1024  # of one kind on a node; more would exhaust it before anything is said

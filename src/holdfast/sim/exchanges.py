@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from holdfast.core import tree
 from holdfast.core.redundancy import Recall
+from holdfast.core.replica.ends import SinkKind, SourceKind
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.step.effects import WorkerEffect
@@ -79,7 +80,7 @@ class Exchanges:
         self._kept: dict[int, Share] = {}  # sums of steps that others may have missed
         self._reduce: ef.Reduce | None = None
         self._check: ef.CheckSum | None = None
-        self._receiving: ef.ReceiveMissed | None = None
+        self._receiving: ef.ObtainStep | None = None
         self._syncing = ""  # what of a comparison of states is under way
         self.parts: Parts = ()  # contributions to the newest sum
         self.summed_in: View | None = None  # the view of that
@@ -122,7 +123,7 @@ class Exchanges:
                 self.told(group.present("piece"), group)
             case ef.PutRight():
                 process.total = self._true_total
-            case ef.KeepStep(step):
+            case ef.KeepStep(SinkKind.LATE, _, step):
                 rank, size = group.view.rank(process.worker), len(group.keys)
                 self._kept[step] = Share(rank, size, process.total or 0)
             case ef.SendDone(_, step, samples):
@@ -277,16 +278,18 @@ class Exchanges:
         process, view = self._process, group.view
         data = self._world.data
         match effect:
-            case ef.Restore(_, step):
+            case ef.ObtainState(SourceKind.STORE, _, step):
                 self._restore(step, group)
-            case ef.RecallState(_, recall):
+            case ef.ObtainState(SourceKind.MEMORY):
+                recall = view.recall
+                assert recall is not None, "nothing is recalled in this view"
                 process.feed(ev.Loading())
                 process.state = None
                 delay_s = self._world.delay(self._world.options.load_s)
                 process.post(delay_s, self._recalled, group.number, recall)
-            case ef.RecallStep(_, step):
+            case ef.ObtainStep(SourceKind.MEMORY, _, step):
                 self._recall_step(step, group)
-            case ef.KeepGradient(_, step):
+            case ef.KeepStep(SinkKind.MEMORY, _, step):
                 delay_s = self._world.delay(self._world.options.channel_s)
                 process.post(delay_s, self._keep_sum, view, step)
             case ef.SendMissed(_, lag):
@@ -294,14 +297,14 @@ class Exchanges:
                 for step in range(lag.committed, view.resume_step):
                     share = self._kept.get(step, Share(-1, 0, 0))
                     data.send(process, group, key, ("missed", step), share)
-            case ef.ReceiveMissed():
+            case ef.ObtainStep(SourceKind.MEMBERS):
                 self._receiving = effect
                 self._receive_missed(group)
             case ef.SyncState():
                 self._syncing = "print"
                 data.tell_all(process, group, ("print", 0), self._digest())
                 self._compare(group)
-            case ef.ForgetMissed():
+            case ef.Forget(SinkKind.LATE):
                 self._kept.clear()
 
     def _digest(self) -> tuple[int | None, int | None]:
@@ -319,21 +322,23 @@ class Exchanges:
             self._world.truth.put_together(process, receiving.step, kept)
             process.total, process.total_step = kept[0].total, receiving.step
             self.parts = ()
-            process.feed(ev.MissedHeard(group.view.number, receiving.step))
+            process.feed(ev.StepObtained(SourceKind.MEMBERS, group.view.number, receiving.step))
 
     def _restore(self, step: int, group: Group) -> None:
         """Begin from a checkpoint: each member reads a share, and one finds any damage."""
         process, view, world = self._process, group.view, self._world
         if world.store_silent:
             pause_s, number = 1.0, view.number
-            event = ev.StoreSilent(number, f"the checkpoint of step {step} cannot be read just now")
+            reason = f"the checkpoint of step {step} cannot be read just now"
+            event = ev.ObtainFailed(SourceKind.STORE, number, reason)
             process.post(pause_s, process.feed, event)
             return
         readable = [each for each in world.truth.saved if each not in world.truth.rotten]
         reader = group.keys[view.number % len(group.keys)]
         if process.key == reader and step not in readable:
             older = max([each for each in readable if each < step], default=0)
-            process.feed(ev.Unreadable(view.number, step, older, "the checkpoint is damaged"))
+            reason, number = "the checkpoint is damaged", view.number
+            process.feed(ev.ObtainFailed(SourceKind.STORE, number, reason, step, older))
             return
         process.feed(ev.Loading())
         process.state = None
@@ -345,7 +350,7 @@ class Exchanges:
         if group is not None:
             process.step = group.view.base
             process.state, process.spoiling.flipped = self._world.truth.restored(process.step)
-            process.feed(ev.Restored(group.view.number))
+            process.feed(ev.StateObtained(SourceKind.STORE, group.view.number))
 
     def _keep_sum(self, view: View, step: int) -> None:
         """Put its pieces of a sum into its node's memory, unless the view has ended meanwhile."""
@@ -356,7 +361,7 @@ class Exchanges:
                 lambda memory, _, place: memory.keep_sum(view, process.worker, step, total, place)
             )
             full = self._world.rng.random() < self._world.options.feed_fails
-            process.feed(ev.GradientKept(view.number, step, full))
+            process.feed(ev.StepKept(view.number, step, full))
 
     def _recalled(self, number: int, recall: Recall) -> None:
         process, group = self._process, self._process.open_group(number)
@@ -364,12 +369,12 @@ class Exchanges:
             return
         copy = self._world.truth.memories.state(recall.view, recall.base, self._world.reaches)
         if copy is None:
-            process.feed(ev.RecallFailed(group.view.number, "pieces of the state are missing"))
+            process.feed(_not_recalled(group, "the state"))
             return
         process.step = recall.base
         process.state, process.spoiling.flipped = copy
         self._world.truth.count["states recalled"] += 1
-        process.feed(ev.Restored(group.view.number))
+        process.feed(ev.StateObtained(SourceKind.MEMORY, group.view.number))
 
     def _recall_step(self, step: int, group: Group) -> None:
         process, recall = self._process, group.view.recall
@@ -377,11 +382,11 @@ class Exchanges:
         view = next(s.view for s in recall.sources if s.first <= step < s.end)
         total = self._world.truth.memories.total(view, step, self._world.reaches)
         if total is None:
-            process.feed(ev.RecallFailed(group.view.number, "pieces of a gradient are missing"))
+            process.feed(_not_recalled(group, "a gradient"))
             return
         process.total, process.total_step, self.parts = total, step, ()
         self._world.truth.count["steps recalled"] += 1
-        process.feed(ev.MissedHeard(group.view.number, step))
+        process.feed(ev.StepObtained(SourceKind.MEMORY, group.view.number, step))
 
     def _compare(self, group: Group) -> None:
         """Compare the state among its holders; then send it to joiners, and compare among all."""
@@ -437,3 +442,7 @@ class Exchanges:
         self._syncing = "digest"
         data = self._world.data
         data.tell_all(self._process, group, ("digest", 0), self._digest())
+
+
+def _not_recalled(group: Group, what: str) -> ev.ObtainFailed:
+    return ev.ObtainFailed(SourceKind.MEMORY, group.view.number, f"pieces of {what} are missing")

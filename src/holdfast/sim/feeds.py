@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from holdfast.core.replica.ends import SourceKind
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
-from holdfast.core.types import FollowOrder
+from holdfast.core.types import NO_VIEW, FollowOrder, ViewNumber
 from holdfast.sim.arithmetic import Key, Share
 from holdfast.sim.checkers import Truth
 from holdfast.sim.data_network import DataNetwork
@@ -79,7 +80,7 @@ class Feeds:
 
     # ------------------------------------------------------------ feeding
 
-    def staged(self, effect: ef.StageState) -> str:
+    def staged(self, effect: ef.CopyState) -> str:
         """Send this process's copy of the state; returns why it cannot be, or ""."""
         process, world = self._process, self._world
         if world.rng.random() < world.options.feed_fails:
@@ -151,14 +152,11 @@ class Feeds:
 
     # ------------------------------------------------------------ being fed
 
-    def follow(self, order: FollowOrder) -> None:
-        """Take in the messages of this order, those sent before included."""
-        self._number = order.number
-        self._look()
-
-    def unfollow(self) -> None:
-        """Take in nothing any more."""
-        self._number = 0
+    def follow(self, order: FollowOrder | None) -> None:
+        """Take in the messages of this order, those sent before included; None: of none."""
+        self._number = 0 if order is None else order.number
+        if order is not None:
+            self._look()
 
     def heard(self, message: FedMessage) -> None:
         """Take in a message."""
@@ -187,7 +185,8 @@ class Feeds:
                     compared = self._compared[number][step] == shares[0].size
                     process.feed(ev.StepFed(number, step, compared))
         if self._broken.pop(number, False):
-            process.feed(ev.FeedFailed(number, "a member feeds it no more"))
+            reason = "a member feeds it no more"
+            process.feed(ev.ObtainFailed(SourceKind.FEED, NO_VIEW, reason, order=number))
 
     def load(self, number: int) -> None:
         """Load the state, which takes a while."""
@@ -209,15 +208,15 @@ class Feeds:
                 unlike = len({each.flipped for each in copies.values()}) > 1
                 self.is_wrong = unlike and self._world.options.cycle > 0
         process.spoiling.lacks = LACKS * self._world.options.forgetful
-        process.feed(ev.FedLoaded(number))
+        process.feed(ev.StateObtained(SourceKind.FEED, NO_VIEW, number))
 
-    def take(self, step: int) -> None:
+    def take(self, view: ViewNumber, step: int) -> None:
         """Put a sum that was fed where the script applies it."""
         process, shares = self._process, sorted(self._steps[self._number].pop(step))
         self._world.truth.put_together(process, step, shares)
         process.total, process.total_step = shares[0].total, step
         self._world.truth.count["steps fed"] += 1
-        process.feed(ev.FedTaken(step))
+        process.feed(ev.StepObtained(SourceKind.FEED, view, step))
 
 
 def _heard(receiver: Actor, message: FedMessage) -> None:

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from holdfast.core.invalidations import Invalidations, is_invalidated
 from holdfast.core.redundancy import KeptPieces, Piece, Redundancy
-from holdfast.core.step.protecting import parts_of, pieces_of
+from holdfast.core.replica.protecting import parts_of, pieces_of
 from holdfast.core.types import AgentId, View, ViewNumber, WorkerId
 from holdfast.sim.arithmetic import Copy
 from holdfast.sim.wrong_bits import Violation

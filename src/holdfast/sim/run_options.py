@@ -13,10 +13,10 @@ from random import Random
 from typing import Any
 
 from holdfast.core.redundancy import Redundancy
+from holdfast.core.replica.saves import SavePolicy
 from holdfast.core.step.backup import BackupPolicy
 from holdfast.core.step.balance import BalancePolicy
 from holdfast.core.step.events import StepKind
-from holdfast.core.step.saves import SavePolicy
 from holdfast.core.step.speculation import Patience
 from holdfast.core.step.step_policy import StepPolicy
 

@@ -7,8 +7,8 @@ from random import Random
 from typing import Any, Protocol
 
 from holdfast.core.step.events import WorkerEvent
-from holdfast.core.step.worker import WorkerMachine
 from holdfast.core.types import AgentId, View, WorkerId
+from holdfast.core.worker.machine import WorkerMachine
 from holdfast.sim.arithmetic import Key, Parts
 from holdfast.sim.groups import Group, What
 from holdfast.sim.run_options import Options

@@ -10,11 +10,11 @@ from collections import deque
 from functools import partial
 from typing import Any, Protocol
 
+from holdfast.core.replica.ends import SinkKind, SourceKind
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.step.effects import WorkerEffect
 from holdfast.core.step.events import Purpose, StepKind, WorkerEvent
-from holdfast.core.step.worker import WorkerMachine
 from holdfast.core.types import (
     AgentId,
     Incarnation,
@@ -23,6 +23,7 @@ from holdfast.core.types import (
     WorkerId,
     WorkerStatus,
 )
+from holdfast.core.worker.machine import WorkerMachine
 from holdfast.sim.arithmetic import INITIAL_STATE, Copy, Key, apply
 from holdfast.sim.arithmetic import task as right
 from holdfast.sim.endings import SCRIPT_FAILED
@@ -263,20 +264,18 @@ class Process(Running):
                 self._script_next()
             case ef.MarkCommitted(number, step):
                 self.spread.everywhere(lambda memory, _, __: memory.mark(number, self.worker, step))
-            case ef.ForgetProtected(number, step):
+            case ef.Forget(SinkKind.MEMORY, number, step):
                 self.spread.everywhere(partial(self._forget, number, step))
-            case ef.FeedStep(step, compared):
+            case ef.KeepStep(SinkKind.FOLLOWERS, _, step, compared):
                 self.feeds.send_step(step, compared=compared)
-            case ef.EndFeeding(finish):
-                self.feeds.end(finish=finish)
+            case ef.Forget(SinkKind.FOLLOWERS):
+                self.feeds.end(finish=effect.finish)
             case ef.Follow(order):
                 self.feeds.follow(order)
-            case ef.Unfollow():
-                self.feeds.unfollow()
-            case ef.LoadFed(number):
-                self.feeds.load(number)
-            case ef.TakeFed(step):
-                self.feeds.take(step)
+            case ef.ObtainState(SourceKind.FEED):
+                self.feeds.load(effect.order)
+            case ef.ObtainStep(SourceKind.FEED, view_number, step):
+                self.feeds.take(view_number, step)
             case _ if isinstance(effect, ef.ScriptEffect):
                 if isinstance(effect, ef.Release):
                     world.truth.released(self, effect.loop)
@@ -389,16 +388,10 @@ class Process(Running):
                 self.post(delay_s, self._computed, effect)
             case ef.Commit(step=step):
                 self._commit(step)
-            case ef.SaveShare():
+            case ef.CopyState():
                 self._busy = True
                 delay_s = world.delay(world.options.load_s) / 4
                 self.post(delay_s, self._copied, effect, world.now)
-            case ef.StageState():
-                self._busy = True
-                self.post(world.delay(world.options.load_s) / 4, self._staged, effect)
-            case ef.ProtectState():
-                self._busy = True
-                self.post(world.delay(world.options.load_s) / 4, self._protect, effect)
             case ef.Release(_):
                 self.post(world.delay(0.001), self._released)
 
@@ -471,30 +464,26 @@ class Process(Running):
             self._open(self.step, whole=False, rested=False)
         self._script_next()
 
-    def _copied(self, share: ef.SaveShare, began: float) -> None:
-        """Go on once its share of the state is copied: the node's writer saves it."""
+    def _copied(self, order: ef.CopyState, began: float) -> None:
+        """Go on once the state is copied, for whichever sink it is."""
         self._busy = False
-        self.host.writer.save(self, share)
-        self.feed(ev.ShareCopied(share.step, self.world.now - began))
+        match order.sink:
+            case SinkKind.STORE:
+                self.host.writer.save(self, order)
+                event = ev.StateCopied(order.sink, order.step, self.world.now - began)
+            case SinkKind.FOLLOWERS:
+                assert order.order is not None, "followers are fed by an order"
+                number, problem = order.order.number, self.feeds.staged(order)
+                event = ev.StateCopied(order.sink, order.step, problem=problem, order=number)
+            case _:
+                self.world.truth.copied(order.step)
+                copy = (self.state, self.spoiling.flipped)
+                self.post(self.world.delay(self.world.options.load_s), self._protected, order, copy)
+                event = ev.StateCopied(order.sink, order.step)
+        self.feed(event)
         self._script_next()
 
-    def _staged(self, effect: ef.StageState) -> None:
-        """Go on once its share of the state is copied for the followers."""
-        self._busy = False
-        self.feed(ev.Staged(effect.order.number, self.feeds.staged(effect)))
-        self._script_next()
-
-    def _protect(self, effect: ef.ProtectState) -> None:
-        """Go on while its pieces of the state are put into its node's memory."""
-        self._busy = False
-        self.world.truth.copied(effect.step)
-        copy = (self.state, self.spoiling.flipped)
-        delay_s = self.world.delay(self.world.options.load_s)
-        self.post(delay_s, self._protected, effect, copy)
-        self.feed(ev.ProtectionBegun(effect.step))
-        self._script_next()
-
-    def _protected(self, effect: ef.ProtectState, copy: Copy) -> None:
+    def _protected(self, effect: ef.CopyState, copy: Copy) -> None:
         problem = ""
         if self.world.rng.random() < self.world.options.feed_fails:
             problem = "there is no memory for it"
@@ -503,7 +492,7 @@ class Process(Running):
         self.feed(ev.StateProtected(effect.step, problem))
 
     def _keep_state(
-        self, effect: ef.ProtectState, copy: Copy, memory: Memory, _: AgentId, place: int
+        self, effect: ef.CopyState, copy: Copy, memory: Memory, _: AgentId, place: int
     ) -> None:
         memory.keep_state(effect.view, self.worker, effect.step, copy, place)
 

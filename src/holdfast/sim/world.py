@@ -19,8 +19,8 @@ from holdfast.core.membership.agent import AgentMachine, AgentPolicy
 from holdfast.core.membership.coordinator import CoordinatorMachine
 from holdfast.core.membership.lease import LeasePolicy
 from holdfast.core.membership.restart import RestartPolicy
-from holdfast.core.step.worker import WorkerMachine
 from holdfast.core.types import AgentId
+from holdfast.core.worker.machine import WorkerMachine
 from holdfast.sim.arithmetic import Key
 from holdfast.sim.checkers import Truth
 from holdfast.sim.data_network import DataNetwork

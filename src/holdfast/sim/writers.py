@@ -6,7 +6,7 @@ others, which may come from other nodes, and then the checkpoint is durable.
 
 from __future__ import annotations
 
-from holdfast.core.step.effects import SaveShare
+from holdfast.core.step.effects import CopyState
 from holdfast.core.step.events import SaveEnded
 from holdfast.sim.arithmetic import Copy
 from holdfast.sim.checkers import Truth
@@ -22,7 +22,7 @@ class WriterHost:
         self._world = world
         self._truth = truth
         self._starts = 0
-        self._under_way: list[tuple[Actor, SaveShare]] = []
+        self._under_way: list[tuple[Actor, CopyState]] = []
 
     def crash(self) -> None:
         """Lose what is not written yet; workers learn of it by their sockets."""
@@ -32,7 +32,7 @@ class WriterHost:
             event = SaveEnded(order.step, order.view.number, problem="the writer died")
             process.post(self._world.delay(0.01), process.feed, event)
 
-    def save(self, process: Actor, share: SaveShare) -> None:
+    def save(self, process: Actor, share: CopyState) -> None:
         """Write a worker's share of the state after so many steps."""
         world = self._world
         copy: Copy = (process.state, process.spoiling.flipped)
@@ -42,7 +42,7 @@ class WriterHost:
         delay_s = world.delay(world.options.load_s)
         world.at(delay_s, self._written, self._starts, order, copy)
 
-    def _written(self, starts: int, order: tuple[Actor, SaveShare], copy: Copy) -> None:
+    def _written(self, starts: int, order: tuple[Actor, CopyState], copy: Copy) -> None:
         if starts != self._starts:
             return
         process, share = order
@@ -55,7 +55,7 @@ class WriterHost:
             self._under_way.remove(order)
             process.post(0.001, process.feed, SaveEnded(step, view.number))
 
-    def _await_others(self, starts: int, order: tuple[Actor, SaveShare], until: float) -> None:
+    def _await_others(self, starts: int, order: tuple[Actor, CopyState], until: float) -> None:
         if starts != self._starts:
             return
         process, share = order

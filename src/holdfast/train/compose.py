@@ -5,19 +5,21 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from holdfast.core.errors import UserError
 from holdfast.core.job_spec import JobSpec
+from holdfast.core.replica.ends import SinkKind, SourceKind
+from holdfast.core.replica.saves import SavePolicy
 from holdfast.core.step.balance import BalancePolicy
-from holdfast.core.step.events import EventNoted, Reachable
-from holdfast.core.step.saves import SavePolicy
+from holdfast.core.step.events import EventNoted, Loading, Reachable
 from holdfast.core.step.speculation import Patience
 from holdfast.core.step.step_policy import StepPolicy
-from holdfast.core.step.worker import WorkerMachine
-from holdfast.core.types import Peer
+from holdfast.core.types import Peer, WorkerId
+from holdfast.core.worker.machine import WorkerMachine
 from holdfast.memory.arena import PieceArena
 from holdfast.memory.piece_post import PiecePost
 from holdfast.net.peer_identity import PeerIdentity
@@ -52,8 +54,9 @@ from holdfast.train.shards.following_shard import FollowingLink, FollowingMachin
 from holdfast.train.shards.inner_group import LOOPBACK, InnerGroup
 from holdfast.train.shards.leading_shard import LeadingShard
 from holdfast.train.shards.shard_channel import Meeting, ShardChannel
-from holdfast.train.state_copies import StateCopies
-from holdfast.train.step.bringing_up import BringingUp
+from holdfast.train.state.mover import StateMover, StateSink
+from holdfast.train.state.state_sinks import FollowersSink, LateSink, MemorySink, StoreSink
+from holdfast.train.state.state_sources import FeedSource, MembersSource, MemorySource, StoreSource
 from holdfast.train.step.buckets import Gradients
 from holdfast.train.step.engine import Engine, Exchange
 from holdfast.train.step.filled_buckets import FilledBuckets
@@ -311,6 +314,34 @@ def _protector(
     return Protector(target, redundancy, sources, driver.post, driver.fail, capture)
 
 
+def _store_source(
+    me: WorkerEnvironment, loaded: LoadedState, loading: Callable[[], None]
+) -> StoreSource:
+    """Return the reader of the job's checkpoints, which refuses without a store."""
+    if not (where := me.spec.checkpoints.store):
+        return StoreSource(None, loading)
+    store = Checkpoints(open_storage(where, say), say)
+    return StoreSource(Restorer(store, loaded, me.shard, me.spec.workers.procs), loading)
+
+
+def _sinks(
+    me: WorkerId,
+    feeder: Feeder,
+    store: StoreSink,
+    missed: MissedSteps,
+    protector: Protector | None,
+) -> dict[SinkKind, StateSink]:
+    """Return the receivers of this worker's copies; without redundancy no memory is among them."""
+    sinks: dict[SinkKind, StateSink] = {
+        SinkKind.FOLLOWERS: FollowersSink(feeder, me),
+        SinkKind.STORE: store,
+        SinkKind.LATE: LateSink(missed),
+    }
+    if protector is not None:
+        sinks[SinkKind.MEMORY] = MemorySink(protector)
+    return sinks
+
+
 def _step_data(
     control: Control, guard: ScriptGuard, progress: ScriptState, trained: Sequence[Named]
 ) -> tuple[StepData, FilledBuckets]:
@@ -344,7 +375,7 @@ def compose_worker(
     protected = {**protected, PROTECTED_AS: progress}
     me, spec, driver = control.environment, control.environment.spec, control.driver
     identity = me.identity()
-    where, backs_up = spec.checkpoints.store, bool(spec.backup().workers)
+    backs_up = bool(spec.backup().workers)
     modules = [(n, o) for n, o in protected.items() if isinstance(o, torch.nn.Module)]
     trained = progress.trained.watch(dict(modules))
     if not trained:
@@ -362,17 +393,15 @@ def compose_worker(
     capture = GatheredState(sharding).capture if sharding is not None else None
     # The process of shard 0 writes the worker's ledger.
     recorder = LedgerRecorder(replace(me, run_dir=None) if me.shard else me, control.seed, driver)
-    store = Checkpoints(open_storage(where, say), say) if where else None
     missed = MissedSteps(data)
-    procs = spec.workers.procs
-    restorer = None if store is None else Restorer(store, loaded, me.shard, procs)
     rate = spec.nodes.join_rate * 1e6
     compares = guard.prints.cycle > 0
     feeder = Feeder(protected, data, driver.post, identity, rate, compares=compares)
     receiver = FedReceiver(data, loaded, driver.post, driver.fail, identity)
     recalling = Recalling(data, loaded, identity, spec.redundancy(), me.shard)
-    bringing_up = BringingUp(driver, loaded, missed, restorer, recalling, receiver.settled)
     protector = _protector(control, identity, protected, data, capture)
+    loading = partial(driver.post, Loading())
+    from_store = _store_source(me, loaded, loading)
     if me.tls is not None and devices and (me.worker, me.shard, me.incarnation) == (0, 0, 1):
         driver.post(EventNoted("tls", NCCL_IN_THE_CLEAR))
     make_transport = _transport_maker(me.host, identity, devices[0] if devices else None)
@@ -386,20 +415,26 @@ def compose_worker(
         whole_print=whole_print,
         describe=lambda: guard.comparison.describe(data.buffers.start),
         backs_up=backs_up,
-        protector=protector,
     )
-    engine = Engine(driver, control.link, data, filled, bringing_up, exchange)
-    driver.serve(StepHands(data, engine, bringing_up, recorder, feeder, receiver, protector))
     saver = _saver(control, protected, data.buffers, whole_print, capture)
+    sources = {
+        SourceKind.STORE: from_store,
+        SourceKind.MEMORY: MemorySource(recalling, me.worker, loading, driver.post),
+        SourceKind.MEMBERS: MembersSource(missed),
+        SourceKind.FEED: FeedSource(receiver),
+    }
+    sinks = _sinks(me.worker, feeder, StoreSink(saver, me.worker, capture), missed, protector)
+    mover = StateMover(sources, sinks, loaded, missed, receiver.follow, receiver.settled, loading)
+    engine = Engine(driver, control.link, data, filled, mover, exchange)
+    driver.serve(StepHands(data, engine, mover, from_store, recorder, protector))
     runner = TaskRunner(driver, data, backs_up, control.inner)
     engine.start()
     if isinstance(control.link, SoloLink):
         control.link.start(driver)
-    copies = StateCopies(driver, saver, feeder, protector, capture)
-    script = ScriptThread(driver, data, runner, guard, copies, recorder, progress)
+    script = ScriptThread(driver, data, runner, guard, mover, recorder, progress)
     large = sum(p.nbytes for _, p in trained) > spec.nodes.join_pause * 1e6
-    alone = isinstance(control.link, SoloLink) or procs > 1 or sharding is not None
-    if rate and large and not alone:
+    is_alone = isinstance(control.link, SoloLink)
+    if rate and large and spec.workers.procs == 1 and sharding is None and not is_alone:
         driver.post(Reachable(receiver.listen(me.host)))
     OptimizerWatch(protected, lambda: script.is_open, sharding).start()
     return script

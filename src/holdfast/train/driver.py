@@ -13,7 +13,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 from holdfast.core.errors import Aborted, WorldError
 from holdfast.core.step import effects as ef
@@ -24,14 +24,10 @@ from holdfast.net.descriptors import DescriptorWatch
 from holdfast.train.monitor import Monitor
 
 LOOK_S = 0.5  # between two looks at a group's links
-_SCRIPT = (
-    *(ef.Begin, ef.Compute, ef.SaveShare, ef.StageState, ef.ProtectState),
-    *(ef.Adopt, ef.Commit, ef.Release),
-)
+_SCRIPT = ef.Begin | ef.Compute | ef.CopyState | ef.Adopt | ef.Commit | ef.Release
 _ENGINE = (
-    *(ef.Install, ef.Restore, ef.SendMissed, ef.ReceiveMissed, ef.SyncState, ef.ForgetMissed),
+    *(ef.Install, ef.SendMissed, ef.SyncState),
     *(ef.Gather, ef.Reduce, ef.CheckSum, ef.SendDone, ef.SendCounted),
-    *(ef.RecallState, ef.RecallStep, ef.KeepGradient),
 )
 ScriptOrder = ef.ScriptEffect | ef.Adopt
 EngineOrder = ef.EngineEffect | ef.SendDone | ef.SendCounted
@@ -56,7 +52,8 @@ class ViewGroup(Protocol):
 class Machine(Protocol):
     """Says what a driver asks of its WorkerMachine, or of what stands for one elsewhere."""
 
-    lateness: Lateness
+    @property
+    def lateness(self) -> Lateness: ...
 
     @property
     def view(self) -> View | None: ...
@@ -291,7 +288,7 @@ class Driver:
             self._script.append(effect)
             if self._script_waits:
                 self.monitor.notify_all()
-        elif isinstance(effect, _ENGINE):
+        elif _is_for_engine(effect):
             self._engine.append(effect)
             # For a sum it is woken by the first bucket that is full, or by the rows.
             if self._engine_waits and not isinstance(effect, ef.Reduce):
@@ -329,6 +326,12 @@ class Driver:
         text = "this worker computes wrongly, or holds a wrong state: it leaves the job"
         sys.stderr.write(f"holdfast: {text}\n")
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _is_for_engine(effect: ef.WorkerEffect) -> TypeGuard[EngineOrder]:
+    if isinstance(effect, ef.ReplicaEffect):
+        return ef.needs_group(effect)
+    return isinstance(effect, _ENGINE)
 
 
 class ViewRendezvous:

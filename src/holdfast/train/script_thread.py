@@ -31,7 +31,7 @@ from holdfast.train.loop_ends import LoopEnd
 from holdfast.train.script_guard import ScriptGuard
 from holdfast.train.script_state import ScriptState
 from holdfast.train.shards.inner_group import InnerGroup
-from holdfast.train.state_copies import StateCopies
+from holdfast.train.state.mover import StateMover
 from holdfast.train.step.probe import current
 from holdfast.train.step.speculative import FinishedTask
 from holdfast.train.step.step_data import StepData
@@ -175,7 +175,7 @@ class ScriptThread:
         data: StepData,
         runner: TaskRunner,
         guard: ScriptGuard,
-        copies: StateCopies,
+        mover: StateMover,
         recorder: LedgerRecorder,
         progress: ScriptState,
     ) -> None:
@@ -185,7 +185,7 @@ class ScriptThread:
         self._driver = driver
         self._data = data
         self.guard = guard
-        self._copies = copies
+        self._mover = mover
         self._recorder = recorder
         self._loop_data: LoopData  # that the present loop goes through
         self._plan: Plan  # of that
@@ -281,7 +281,7 @@ class ScriptThread:
         if self._data.sharding is not None and view is not None:
             self._data.sharding.meet(view.rank(view.leader))
         driver.post(ev.LoopFinishing())
-        self._copies.finish()
+        self._mover.finish()
         driver.post(ev.LoopEnded())
         while not isinstance(driver.next_for_script(), ef.Release):
             pass
@@ -312,8 +312,8 @@ class ScriptThread:
         self.progress.trained.scatter()
         driver.post(ev.AtBoundary())
         while not isinstance(order := driver.next_for_script(), ef.Begin):
-            if isinstance(order, ef.SaveShare | ef.StageState | ef.ProtectState):
-                self._copies.copy(order)
+            if isinstance(order, ef.CopyState):
+                driver.post(self._mover.copy(order))
         self._first = self._loop if self._first is None else self._first
         if self._loop > len(self.progress.ended):
             self.start_again()
@@ -371,7 +371,7 @@ class ScriptThread:
         else:
             data.gradients.sit_out()
         data.buffers.remember()
-        copied, start = self._copies.copied_before(self._at), data.buffers.start
+        copied, start = self._mover.copied_before(self._at), data.buffers.start
         prints = guard.open(self._at, start, self._loop_data, whole=self._whole, copied=copied)
         with self._driver.monitor:
             data.open(kind, prints)
@@ -412,7 +412,7 @@ class ScriptThread:
         `first`: it is the first one of the script's step.
         """
         data, plan, index = self._data, self._plan, self.progress.steps
-        self._copies.before_update()
+        self._mover.before_update()
         self.reports = {v: read_report(told) for v, told in sorted(data.values.told.items())}
         self._quarantine()
         self.progress.rank_states.commit(self.reports)
@@ -458,7 +458,7 @@ class ScriptThread:
     def told(self) -> dict[int, bytes]:
         """Return what all members have told in the committed step, by virtual rank."""
         data = self._data
-        self._copies.before_update()
+        self._mover.before_update()
         data.buffers.restore()
         self.reports = {}
         told = self.runner.of_first(data.values.told)

@@ -9,25 +9,21 @@ class Activity(enum.Enum):
     """Names what the members of a view do together, one after the other."""
 
     CLOSED = "closed"  # no view, or one that was given up
-    CONNECT = "connect"
-    RESTORE = "restore"
-    CATCH_UP = "catch up"  # this member applies steps that it has missed
-    RECEIVE = "receive"  # one of these is on its way
-    COMPARE = "compare"  # joiners receive the state, and all compare theirs
-    AGREE = "agree"
+    SYNC = "sync"  # members connect, and are brought to the same state
+    AGREE = "agree"  # members tell each other what audits ask
     TASKS = "tasks"  # the step is not open here, or it is not settled who counts
     SUM = "sum"  # buckets are summed as they fill
     ROWS = "rows"  # this member's tasks are done: the rows are exchanged as well
-    OWED = "owed"  # this member still computes audited tasks
+    AUDITING = "auditing"  # this member still computes audited tasks
     AUDIT = "audit"
     CHECK_SUMS = "check sums"
     KEEP = "keep"  # the reduced gradient goes into the node's memory
     VOTE = "vote"
     REDO = "redo"  # the step is computed again once the task under way is done
-    CONFESS = "confess"  # somebody is wrong; all tell what they know
+    CONFESS = "confess"  # a member is wrong; all tell what they know of it
 
 
 STEPPING = (
-    *(Activity.TASKS, Activity.SUM, Activity.ROWS, Activity.OWED, Activity.AUDIT),
+    *(Activity.TASKS, Activity.SUM, Activity.ROWS, Activity.AUDITING, Activity.AUDIT),
     *(Activity.CHECK_SUMS, Activity.KEEP, Activity.VOTE, Activity.REDO),
 )

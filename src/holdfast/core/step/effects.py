@@ -1,8 +1,7 @@
 """Defines the effects of the worker machine as values, which its driver carries out in order.
 
 Effects for the engine are carried out one after the other by whoever owns the view's group, those
-for the script by the script's thread; all others at once. Decisions pass from the step machine to
-the worker machine and never reach a driver.
+for the script by the script's thread; all others at once.
 """
 
 from __future__ import annotations
@@ -11,14 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from holdfast.core.invalidations import Invalidations
-from holdfast.core.redundancy import Recall
+from holdfast.core.replica.ends import SinkKind, SourceKind
 from holdfast.core.step.events import EventNoted, Purpose, Row, Topic
 from holdfast.core.types import (
     FollowOrder,
-    Invalidation,
     LateWorker,
-    Phase,
-    StateCopy,
     View,
     ViewNumber,
     WorkerId,
@@ -51,14 +47,6 @@ class MarkCommitted:
 
 
 @dataclass(frozen=True, slots=True)
-class ForgetProtected:
-    """The state after `step` steps is protected by `view`: drop what is older from the memory."""
-
-    view: ViewNumber
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
 class Redo:
     """Forget all that was computed of `step`: it is computed again."""
 
@@ -70,57 +58,6 @@ class Adopt:
     """The speculative task of this virtual rank is this worker's own task now."""
 
     vrank: int
-
-
-@dataclass(frozen=True, slots=True)
-class KeepStep:
-    """Keep this member's piece of the reduced gradient of `step`, for those who miss it."""
-
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class FeedStep:
-    """Send this member's piece of the reduced gradient of `step` to followers.
-
-    `compared`: all members have shown by now that their copies for them are the same.
-    """
-
-    step: int
-    compared: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class EndFeeding:
-    """Feed nobody any more. `finish`: what was kept so far is still sent."""
-
-    finish: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Follow:
-    """Take in what the members of a view send to this worker by this order."""
-
-    order: FollowOrder
-
-
-@dataclass(frozen=True, slots=True)
-class LoadFed:
-    """Load the state that was fed, while the script waits; then say FedLoaded."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class TakeFed:
-    """Put the gradient of `step`, as it was fed, into its place; then say FedTaken."""
-
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class Unfollow:
-    """Forget what was fed, and listen to no order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,36 +123,6 @@ class Compute:
 
 
 @dataclass(frozen=True, slots=True)
-class SaveShare:
-    """Copy this worker's share of the state after `step` steps, and have it saved.
-
-    `checked`: nobody may take a further step and compare it, so prints of the state are written
-    with the shares, and the checkpoint exists only if they are equal.
-    """
-
-    step: int
-    view: View
-    checked: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class StageState:
-    """Copy this worker's share of the state after `step` steps, and feed it to those who follow."""
-
-    step: int
-    order: FollowOrder
-    view: View
-
-
-@dataclass(frozen=True, slots=True)
-class ProtectState:
-    """Put this worker's pieces of the state after `step` steps into its node's memory."""
-
-    step: int
-    view: View
-
-
-@dataclass(frozen=True, slots=True)
 class Commit:
     """Apply the gradient of `step`.
 
@@ -233,6 +140,82 @@ class Release:
     loop: int
 
 
+# ---------------------------------------------------------------- effects: the replica
+
+
+@dataclass(frozen=True, slots=True)
+class ObtainState:
+    """Load the state after `step` steps from a source; then say StateObtained or ObtainFailed.
+
+    `order`: by which it was fed.
+    """
+
+    source: SourceKind
+    view: ViewNumber
+    step: int
+    order: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ObtainStep:
+    """Put the reduced gradient of `step` into its place; then say StepObtained or ObtainFailed."""
+
+    source: SourceKind
+    view: ViewNumber
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyState:
+    """Copy this worker's share of the state after `step` steps for a sink; then say StateCopied.
+
+    `order`: by which followers are fed. `checked`: nobody may take a further step and compare the
+    state, so prints of it are written with the shares, and the checkpoint exists only if they are
+    equal.
+    """
+
+    sink: SinkKind
+    step: int
+    view: View
+    order: FollowOrder | None = None
+    checked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class KeepStep:
+    """Keep or send this member's piece of the reduced gradient of `step` for a sink.
+
+    MEMORY: say StepKept once it is there. `compared`: all members have shown by now that their
+    copies of the state for followers are the same.
+    """
+
+    sink: SinkKind
+    view: ViewNumber
+    step: int
+    compared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Drop states or steps that a sink does not need any more.
+
+    LATE: every step. MEMORY: states and steps older than the state after `step` steps, which `view`
+    has protected. FOLLOWERS: feed nobody; `finish`: steps kept so far are still sent.
+    """
+
+    sink: SinkKind
+    view: ViewNumber
+    step: int = 0
+    finish: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Follow:
+    """Take in what members send to this worker by an order; None: forget it, and hang up."""
+
+    order: FollowOrder | None
+
+
 # ---------------------------------------------------------------- effects: the engine
 
 
@@ -244,38 +227,6 @@ class Install:
 
 
 @dataclass(frozen=True, slots=True)
-class Restore:
-    """Load the checkpoint of the view's step, together with all members."""
-
-    view: ViewNumber
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class RecallState:
-    """Load the state from which the view begins, from pieces in the nodes' memory."""
-
-    view: ViewNumber
-    recall: Recall
-
-
-@dataclass(frozen=True, slots=True)
-class RecallStep:
-    """Get the reduced gradient of `step`, from pieces in the nodes' memory."""
-
-    view: ViewNumber
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class KeepGradient:
-    """Put this worker's pieces of the reduced gradient of `step` into its node's memory."""
-
-    view: ViewNumber
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
 class SendMissed:
     """Send what was kept of the steps that a member has missed."""
 
@@ -284,23 +235,8 @@ class SendMissed:
 
 
 @dataclass(frozen=True, slots=True)
-class ReceiveMissed:
-    """Receive the gradient of a step that this worker has missed."""
-
-    view: ViewNumber
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
 class SyncState:
     """Bring joiners up to date, and compare the states of all members."""
-
-    view: ViewNumber
-
-
-@dataclass(frozen=True, slots=True)
-class ForgetMissed:
-    """Forget what was kept of earlier steps: nobody needs it any more."""
 
     view: ViewNumber
 
@@ -370,17 +306,16 @@ class LookWhoIsLate:
     step: int
 
 
-ScriptEffect = Begin | Compute | SaveShare | StageState | ProtectState | Commit | Release
+ReplicaEffect = ObtainState | ObtainStep | CopyState | KeepStep | Forget | Follow
+ScriptEffect = Begin | Compute | CopyState | Commit | Release
 EngineEffect = (
     Install
-    | Restore
-    | RecallState
-    | RecallStep
-    | KeepGradient
+    | ObtainState
+    | ObtainStep
+    | KeepStep
+    | Forget
     | SendMissed
-    | ReceiveMissed
     | SyncState
-    | ForgetMissed
     | Gather
     | Reduce
     | CheckSum
@@ -389,16 +324,9 @@ PromptEffect = (
     Tell
     | Abort
     | MarkCommitted
-    | ForgetProtected
     | Redo
     | Adopt
-    | KeepStep
-    | FeedStep
-    | EndFeeding
-    | Follow
-    | LoadFed
-    | TakeFed
-    | Unfollow
+    | ReplicaEffect
     | PutRight
     | NoteDoubt
     | Withdraw
@@ -410,93 +338,20 @@ PromptEffect = (
     | LookWhoIsLate
 )
 WorkerEffect = ScriptEffect | EngineEffect | PromptEffect
-
-# ---------------------------------------------------------------- from the step to the worker
-
-
-@dataclass(frozen=True, slots=True)
-class BecameSynced:
-    """The view is synced: every member holds the state, and all agree on what audits ask."""
+Outcome = WorkerEffect | EventNoted  # what a part of a machine decides
 
 
-@dataclass(frozen=True, slots=True)
-class BecameBased:
-    """This worker holds the state after `step` steps, to which later gradients are applied."""
+def needs_group(effect: ReplicaEffect) -> bool:
+    """Return whether a replica's effect is carried out by the engine, in order with its others.
 
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class BecameReduced:
-    """The complete gradient is here and may be used; or not any more."""
-
-    reduced: bool
-
-
-@dataclass(frozen=True, slots=True)
-class BecameIdle:
-    """The script has nothing of the step to compute for now; or it has again."""
-
-    idle: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BecameFed:
-    """This worker holds more of the job, by what it was fed; None: nothing new of that."""
-
-    state: StateCopy | None = None
-    committed: int | None = None
-    phase: Phase | None = None
-    abreast: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Decided:
-    """All members have decided to commit the step.
-
-    `pending`: one knows of a planned change. `owners`: of the next step. `dropped`: what this
-    worker computes of the step does not count and is not complete.
+    The others are carried out at once, but for copies of the state: those the script's thread
+    makes, between two steps.
     """
-
-    step: int
-    pending: bool
-    owners: tuple[WorkerId, ...]
-    dropped: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Doubted:
-    """Copies of the state are not to be believed; `discarded`: nor are those of the members."""
-
-    invalidation: Invalidation
-    discarded: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """The view's exchange cannot go on."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class SavedUpTo:
-    """The checkpoint of `step` is durable, and others have the same state."""
-
-    step: int
-    view: ViewNumber
-
-
-Decision = (
-    BecameSynced
-    | BecameBased
-    | BecameReduced
-    | BecameIdle
-    | BecameFed
-    | Decided
-    | Doubted
-    | Failed
-    | SavedUpTo
-    | EventNoted
-)
-Outcome = WorkerEffect | Decision
+    match effect:
+        case ObtainState(source) | ObtainStep(source):
+            return source is not SourceKind.FEED
+        case KeepStep(sink):
+            return sink is SinkKind.MEMORY
+        case Forget(sink):
+            return sink is SinkKind.LATE
+    return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from holdfast.core.replica.ends import SinkKind, SourceKind
 from holdfast.core.step.link_detector import NO_WAIT, Wait
 from holdfast.core.types import Tick, ViewNumber, WorkerDirective, WorkerId
 
@@ -74,33 +75,6 @@ class TaskDone:
 
 
 @dataclass(frozen=True, slots=True)
-class ShareCopied:
-    """This worker's share of the state after `step` steps was copied; the script stood still.
-
-    `problem`: why there is no copy, if there is none.
-    """
-
-    step: int
-    stall_s: float = 0.0
-    problem: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Staged:
-    """This worker's share of the state was copied for those who follow; `problem`: or why not."""
-
-    number: int
-    problem: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class ProtectionBegun:
-    """The script may go on; this worker's pieces of the state after `step` steps are being made."""
-
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
 class StateProtected:
     """This worker's pieces of the state after `step` steps are in memory; `problem`: or why not."""
 
@@ -116,6 +90,71 @@ class LoopFinishing:
 @dataclass(frozen=True, slots=True)
 class LoopEnded:
     """The script's loop is over."""
+
+
+# ---------------------------------------------------------------- events: the replica
+
+
+@dataclass(frozen=True, slots=True)
+class StateObtained:
+    """The state that was asked of a source is loaded; `order`: by which it was fed."""
+
+    source: SourceKind
+    view: ViewNumber
+    order: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepObtained:
+    """The reduced gradient of `step`, which was asked of a source, is in its place."""
+
+    source: SourceKind
+    view: ViewNumber
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class ObtainFailed:
+    """A source cannot give what a view begins from, or what an order says.
+
+    `damaged`: the step of a checkpoint that cannot be read, and will not be; `instead`: that of one
+    that can (0: none). Without it a store is only silent. `order`: that cannot be carried out here,
+    by a follower or by a member that feeds.
+    """
+
+    source: SourceKind
+    view: ViewNumber
+    reason: str
+    damaged: int | None = None
+    instead: int = 0
+    order: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StateCopied:
+    """The script may go on: the state after `step` steps was copied for a sink.
+
+    `stall_s`: how long the script stood still. `problem`: why there is no copy. Pieces for MEMORY
+    are made afterwards (StateProtected). `order`: by which followers are fed.
+    """
+
+    sink: SinkKind
+    step: int
+    stall_s: float = 0.0
+    problem: str = ""
+    order: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepKept:
+    """This worker's pieces of the reduced gradient of `step` are in its node's memory.
+
+    `full`: there is no room for many more, so that the state should be protected soon.
+    """
+
+    view: ViewNumber
+    step: int
+    full: bool = False
 
 
 # ---------------------------------------------------------------- events: the control plane
@@ -154,15 +193,8 @@ class Reachable:
 class StateFed:
     """All shares of the state after `step` steps are here, sent by an order."""
 
-    number: int
+    order: int
     step: int
-
-
-@dataclass(frozen=True, slots=True)
-class FedLoaded:
-    """The state that was fed by an order is loaded."""
-
-    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,24 +204,9 @@ class StepFed:
     `compared`: the members have said that their copies are equal.
     """
 
-    number: int
+    order: int
     step: int
     compared: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class FedTaken:
-    """The gradient of `step`, as it was fed, is in its place."""
-
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class FeedFailed:
-    """An order cannot be carried out here, as a follower or as one who feeds."""
-
-    number: int
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,59 +246,6 @@ class LinkLost:
 @dataclass(frozen=True, slots=True)
 class Loading:
     """The driver is beginning to overwrite the script's state with the job's."""
-
-
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """The checkpoint that the view begins from is loaded here."""
-
-    view: ViewNumber
-
-
-@dataclass(frozen=True, slots=True)
-class Unreadable:
-    """The checkpoint that the view begins from cannot be read; another one can (0: none)."""
-
-    view: ViewNumber
-    step: int
-    other: int
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class StoreSilent:
-    """The store does not answer, so the checkpoint cannot be read just now."""
-
-    view: ViewNumber
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class GradientKept:
-    """This worker's pieces of the reduced gradient of `step` are in its node's memory.
-
-    `full`: there is no room for many more, so that the state should be protected soon.
-    """
-
-    view: ViewNumber
-    step: int
-    full: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class RecallFailed:
-    """The state or a gradient cannot be put together: too few pieces are left."""
-
-    view: ViewNumber
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class MissedHeard:
-    """The gradient of `step`, which the others have committed in an earlier view, is here."""
-
-    view: ViewNumber
-    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,11 +328,7 @@ class StillAwaited:
 
 GroupEvent = (
     Connected
-    | Restored
-    | StoreSilent
-    | MissedHeard
-    | GradientKept
-    | RecallFailed
+    | StepKept
     | StatesCompared
     | Gathered
     | Summed
@@ -377,42 +337,26 @@ GroupEvent = (
     | CountSettled
     | StillAwaited
 )
+Obtained = StateObtained | StepObtained | ObtainFailed
 WorkerEvent = (
     LoopEntered
     | AtBoundary
     | StepOpened
     | TaskDone
-    | ShareCopied
-    | Staged
-    | ProtectionBegun
-    | StateProtected
     | LoopFinishing
     | LoopEnded
     | Directed
     | SaveEnded
     | Reachable
+    | Obtained
     | StateFed
-    | FedLoaded
     | StepFed
-    | FedTaken
-    | FeedFailed
+    | StateCopied
+    | StateProtected
     | EventNoted
     | Tick
-    | Connected
     | GroupBroken
     | LinkLost
     | Loading
-    | Restored
-    | Unreadable
-    | StoreSilent
-    | MissedHeard
-    | GradientKept
-    | RecallFailed
-    | StatesCompared
-    | Gathered
-    | Summed
-    | SumChecked
-    | MemberDone
-    | CountSettled
-    | StillAwaited
+    | GroupEvent
 )

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from holdfast.core.step.audit import ATTEMPTS_MAX, judge
-from holdfast.core.step.effects import Doubted, Exit, GiveUp, NoteDoubt, Outcome
+from holdfast.core.step.effects import Exit, GiveUp, NoteDoubt, Outcome
 from holdfast.core.step.events import EventNoted, Row
 from holdfast.core.step.newcomers import Refusal
 from holdfast.core.step.trust import Trust
+from holdfast.core.step.verdicts import Doubted
 from holdfast.core.types import Invalidation, View, WorkerId
 
 NEVER = 1 << 60
@@ -171,7 +172,7 @@ class Rulings:
         self._confessed = (NEVER if found.sums is None else found.sums, found.saved)
         return self._confessed
 
-    def conclude(self, step: int, rows: Sequence[Row] | None) -> list[Outcome]:
+    def conclude(self, step: int, rows: Sequence[Row] | None) -> list[Outcome | Doubted]:
         """Draw the conclusion from what all have told; None: the group broke before.
 
         `rows`: since when sums and copies of the state may be wrong, and a fingerprint of it.
@@ -185,7 +186,7 @@ class Rulings:
             liars = tuple(w for w in wrong if w not in astray)
         if self._me in wrong:
             return [Exit()]
-        out: list[Outcome] = []
+        out: list[Outcome | Doubted] = []
         tie = not wrong
         discarded = self._keeps and (tie or sums < NEVER)
         if discarded:

@@ -20,7 +20,7 @@ from holdfast.core.types import Tick, WorkerId
 # Whoever notices it first is heard at once; it may be told again by others.
 _AT_ONCE = (
     *(ev.GroupBroken, ev.LinkLost, ev.Loading, ev.EventNoted),
-    *(ev.Unreadable, ev.StoreSilent, ev.RecallFailed, ev.Directed, Tick, ev.StillAwaited),
+    *(ev.ObtainFailed, ev.Directed, Tick, ev.StillAwaited),
 )
 # What one process does for all of them.
 _ALONE = (ef.Tell, ef.NoteDoubt, ef.Withdraw, ef.LookWhoIsLate, ef.GiveUp, ef.Exit)
@@ -98,8 +98,10 @@ def _key(event: ev.WorkerEvent) -> Hashable:
             return kind, view, topic
         case ev.MemberDone(view, rank, step):
             return kind, view, step, rank
-        case ev.StepOpened(step) | ev.ShareCopied(step):
+        case ev.StepOpened(step):
             return kind, None, step
+        case ev.StateCopied(sink, step):
+            return kind, None, sink, step
         case ev.SaveEnded(step, view):  # which may be in a later view
             return kind, None, step, view
     return kind, getattr(event, "view", None)
@@ -130,14 +132,14 @@ def _joined(events: Sequence[ev.WorkerEvent]) -> ev.WorkerEvent:
             return dataclasses.replace(
                 first, digests=tuple(tuple(itertools.chain(*row)) for row in whole)
             )
-        case ev.GradientKept():
-            full = any(each.full for each in events if isinstance(each, ev.GradientKept))
+        case ev.StepKept():
+            full = any(each.full for each in events if isinstance(each, ev.StepKept))
             return dataclasses.replace(first, full=full)
         case ev.SaveEnded():  # share 0 of shard 0 is told of the whole checkpoint
             saves = [each for each in events if isinstance(each, ev.SaveEnded)]
             failed = [each for each in saves if each.problem]
             return dataclasses.replace((failed or saves)[0], first=saves[0].first)
-        case ev.ShareCopied() | ev.Staged() | ev.StateProtected():
+        case ev.StateCopied() | ev.StateProtected():
             problems = [getattr(each, "problem", "") for each in events]
             return dataclasses.replace(first, problem=next(filter(None, problems), ""))
     return first

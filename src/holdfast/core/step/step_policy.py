@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from holdfast.core.replica.saves import SavePolicy
 from holdfast.core.step.backup import BackupPolicy
 from holdfast.core.step.balance import BalancePolicy
 from holdfast.core.step.events import Row
-from holdfast.core.step.saves import SavePolicy
 from holdfast.core.step.speculation import Patience
 from holdfast.core.step.speeds import Speeds
 from holdfast.core.step.vote import Tally, count_votes

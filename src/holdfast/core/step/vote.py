@@ -29,7 +29,7 @@ class Vote:
     whether what it has summed is finite. `compute_us`: how long its own tasks of the step took.
     `wait`: for whom it waited at the end of the exchange. `follow`: by which order it can feed.
     `protect`: whether the state after this step should be protected. `staged`: the newest one that
-    it has put into memory (core/step/protecting.py).
+    it has put into memory (core/replica/protecting.py).
     """
 
     view: ViewNumber

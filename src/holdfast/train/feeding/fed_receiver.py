@@ -15,8 +15,9 @@ from operator import itemgetter
 import torch
 
 from holdfast.core.errors import HoldfastError, WireError, first_line
+from holdfast.core.replica.ends import SourceKind
 from holdfast.core.step import events as ev
-from holdfast.core.types import FollowOrder
+from holdfast.core.types import NO_VIEW, FollowOrder, ViewNumber
 from holdfast.memory.free_memory import free_bytes
 from holdfast.net import peer_stream
 from holdfast.net.peer_identity import PeerIdentity
@@ -63,7 +64,7 @@ class _Feed:
                 compared = all(head.compared for head, _ in told.values())
                 found.append(ev.StepFed(self.number, step, compared))
         if self.failure:
-            found.append(ev.FeedFailed(self.number, self.failure))
+            found.append(_failed(self.number, self.failure))
         return found
 
 
@@ -95,15 +96,18 @@ class FedReceiver:
 
     # ------------------------------------------------------------ what the machine decides
 
-    def follow(self, order: FollowOrder) -> Sequence[ev.WorkerEvent]:
-        """Take in what comes by this order; returns what is complete already."""
+    def follow(self, order: FollowOrder | None) -> Sequence[ev.WorkerEvent]:
+        """Take in what comes by this order, or nothing; returns what is complete already."""
+        if order is None:
+            self._unfollow()
+            return ()
         with self._lock:
             self._number = order.number
             self._drop([n for n in self._feeds if n < order.number])
             feed = self._feeds.get(order.number)
             return feed.news() if feed is not None else ()
 
-    def unfollow(self) -> None:
+    def _unfollow(self) -> None:
         """Forget what has come, and hang up."""
         with self._lock:
             number, self._number = self._number, 0
@@ -122,7 +126,7 @@ class FedReceiver:
         if self._loading is not None:
             self._loading.join()
 
-    def take(self, step: int) -> Sequence[ev.WorkerEvent]:
+    def take(self, view: ViewNumber, step: int) -> Sequence[ev.WorkerEvent]:
         """Put the gradient of a step, and what belongs to it, where the script finds them."""
         with self._lock:
             number = self._number
@@ -130,8 +134,8 @@ class FedReceiver:
         try:
             self._put(told)
         except (WireError, IndexError, RuntimeError) as error:
-            return [ev.FeedFailed(number, f"step {step} does not fit: {first_line(error)}")]
-        return [ev.FedTaken(step)]
+            return [_failed(number, f"step {step} does not fit: {first_line(error)}")]
+        return [ev.StepObtained(SourceKind.FEED, view, step)]
 
     def _put(self, told: dict[int, Told]) -> None:
         step, size = self._data, len(told)
@@ -163,7 +167,7 @@ class FedReceiver:
         with self._lock:
             feed.tensors = []  # the memory is free again
             feed.left = -1
-        self._tell(ev.FedLoaded(number))
+        self._tell(ev.StateObtained(SourceKind.FEED, NO_VIEW, number))
 
     def _drop(self, numbers: list[int]) -> None:
         for number in numbers:
@@ -255,7 +259,11 @@ class FedReceiver:
             follows = feed.number == self._number
             self._lock.notify_all()
         if follows:
-            self._tell(ev.FeedFailed(feed.number, reason))
+            self._tell(_failed(feed.number, reason))
+
+
+def _failed(number: int, reason: str) -> ev.ObtainFailed:
+    return ev.ObtainFailed(SourceKind.FEED, NO_VIEW, reason, order=number)
 
 
 def _check_room(needed: int) -> None:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from holdfast.core.errors import WireError, first_line
+from holdfast.core.replica.ends import SourceKind
 from holdfast.core.step import events as ev
-from holdfast.core.types import FollowOrder, View, WorkerId
+from holdfast.core.types import NO_VIEW, FollowOrder, View, WorkerId
 from holdfast.memory.free_memory import free_bytes
 from holdfast.net import peer_stream
 from holdfast.net.peer_identity import PeerIdentity
@@ -100,7 +101,9 @@ class Feeder:
         """Let copies under way come first: the state is about to change."""
         self._staged.before_update()
         if self._staged.problem and self._number:
-            self._tell(ev.FeedFailed(self._number, self._staged.problem))
+            problem = self._staged.problem
+            number = self._number
+            self._tell(ev.ObtainFailed(SourceKind.FEED, NO_VIEW, problem, order=number))
             self._number = 0
 
     def copied_before(self, step: int) -> int:

@@ -19,8 +19,8 @@ import torch
 
 from holdfast.core.errors import UserError, WorldError, first_line
 from holdfast.core.redundancy import Piece, Redundancy
+from holdfast.core.replica.protecting import parts_of, pieces_of
 from holdfast.core.step import events as ev
-from holdfast.core.step.protecting import parts_of, pieces_of
 from holdfast.core.types import View, WorkerId
 from holdfast.memory.arena import GRADIENT, STATE, PieceArena, PieceEntry, PieceShelf
 from holdfast.memory.piece_post import Parcel, PiecePost
@@ -174,7 +174,7 @@ class Protector:
 
     # ------------------------------------------------------------ gradients
 
-    def keep(self, step: int, view: View) -> ev.GradientKept:
+    def keep(self, step: int, view: View) -> ev.StepKept:
         """Put pieces of the reduced gradient of a step there. By the engine's thread.
 
         Without room the step goes on, and is not protected.
@@ -188,7 +188,7 @@ class Protector:
                 text = f"step {step} is not kept: {first_line(error)}"
                 self._tell(ev.EventNoted("memory", text))
         self._said = full
-        return ev.GradientKept(view.number, step, full)
+        return ev.StepKept(view.number, step, full)
 
     def mark(self, view: int, step: int) -> None:
         """Note that this worker commits a step."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from holdfast.core.errors import Damaged, WorldError, first_line
 from holdfast.core.redundancy import Recall, Redundancy
+from holdfast.core.replica.ends import SourceKind
 from holdfast.core.step import events as ev
 from holdfast.core.types import View
 from holdfast.memory.arena import GRADIENT, STATE
@@ -41,7 +42,7 @@ class Recalling:
         self._began = 0.0
         self.news = ""  # what was recalled, once all of it is
 
-    def state(self, view: View, loading: Callable[[], None]) -> ev.Restored | ev.RecallFailed:
+    def state(self, view: View, loading: Callable[[], None]) -> ev.StateObtained | ev.ObtainFailed:
         """Load the state from which a view begins; `loading` is called once it is all here.
 
         StateMismatch if the script cannot take it.
@@ -56,9 +57,9 @@ class Recalling:
         self._loaded.load(skeleton, list(tensors))
         if not recall.sources:
             self._finish(recall)
-        return ev.Restored(view.number)
+        return ev.StateObtained(SourceKind.MEMORY, view.number)
 
-    def step(self, view: View, step: int) -> ev.MissedHeard | ev.RecallFailed:
+    def step(self, view: View, step: int) -> ev.StepObtained | ev.ObtainFailed:
         """Put the gradient of a step where the script finds it."""
         recall = self._recall_of(view)
         source = next(each for each in recall.sources if each.first <= step < each.end)
@@ -69,7 +70,7 @@ class Recalling:
             return self._failed(view, f"the gradient of step {step}", error)
         if step + 1 == recall.step:
             self._finish(recall)
-        return ev.MissedHeard(view.number, step)
+        return ev.StepObtained(SourceKind.MEMORY, view.number, step)
 
     def end(self) -> None:
         """Hang up on all nodes."""
@@ -95,11 +96,11 @@ class Recalling:
             self._reader = view.number, reader
         return self._reader[1]
 
-    def _failed(self, view: View, what: str, error: Exception) -> ev.RecallFailed:
+    def _failed(self, view: View, what: str, error: Exception) -> ev.ObtainFailed:
         self.end()
         time.sleep(PAUSE_S)
         text = f"{what} cannot be recalled: {first_line(error)}"
-        return ev.RecallFailed(view.number, text)
+        return ev.ObtainFailed(SourceKind.MEMORY, view.number, text)
 
     @staticmethod
     def _recall_of(view: View) -> Recall:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -23,9 +23,8 @@ from holdfast.core.step.backup import FIRST
 from holdfast.core.step.events import FINITE, StepKind, Topic
 from holdfast.core.types import Peer, View, WorkerId
 from holdfast.train.driver import Driver, EngineOrder, Link, ViewRendezvous
-from holdfast.train.protection.protector import Protector
+from holdfast.train.state.mover import StateMover, ViewConnections
 from holdfast.train.step.backup_messages import BackupMessages
-from holdfast.train.step.bringing_up import BringingUp
 from holdfast.train.step.filled_buckets import FilledBuckets
 from holdfast.train.step.reduction import (
     TAG_AUDIT,
@@ -59,17 +58,13 @@ class Exchange:
     whole_print: Callable[[], int]  # of all of the state
     describe: Callable[[], bytes]  # what others need to tell what differs of it
     backs_up: bool  # steps may do without the last members
-    protector: Protector | None = None  # without redundancy of the nodes' memory
 
 
-class Membership:
-    """Holds this worker's part in one view: who is where, and the connections to the others."""
+@dataclass(slots=True)
+class TimedConnections(ViewConnections):
+    """Holds this worker's part in one view, and for how long it waits for other members."""
 
-    def __init__(self, view: View, layout: Layout, transport: Transport) -> None:
-        self.view = view
-        self.layout = layout
-        self.transport = transport
-        self.waits = Waits(time.perf_counter)
+    waits: Waits = field(default_factory=lambda: Waits(time.perf_counter))
 
 
 class Engine(threading.Thread):
@@ -81,7 +76,7 @@ class Engine(threading.Thread):
         link: Link,
         data: StepData,
         filled: FilledBuckets,
-        bringing_up: BringingUp,
+        mover: StateMover,
         exchange: Exchange,
     ) -> None:
         super().__init__(name="holdfast-engine", daemon=True)
@@ -89,11 +84,11 @@ class Engine(threading.Thread):
         self._link = link
         self._data = data
         self._filled = filled
-        self._bringing_up = bringing_up
+        self._mover = mover
         self._exchange = exchange
         self._rows: TableGather | None = None  # of the step that is being summed
         self._runs: SumRuns | None = None  # of the bucket whose sum is checked
-        self._in: Membership | None = None
+        self._in: TimedConnections | None = None
         self._unlike: tuple[str, ...] = ()  # tensors that differed the last time that any did
 
     def run(self) -> None:
@@ -122,6 +117,11 @@ class Engine(threading.Thread):
             size = self._in.layout.size
             self._runs.put_right(digests[self._exchange.me.shard * size :][:size])
 
+    @property
+    def view(self) -> View | None:
+        """Return the view whose group is open."""
+        return None if self._in is None else self._in.view
+
     def piece(self, numel: int) -> slice:
         """Return what of a sum this member keeps for those who miss it."""
         assert self._in is not None, "a step is kept in a view"
@@ -149,16 +149,11 @@ class Engine(threading.Thread):
                 flags = [int(rank in ranks) for rank in range(at.layout.size)]
                 others = list(at.layout.others)
                 BackupMessages.send(at.transport, at.layout, others, step, flags)
-            case ef.KeepGradient(_, step):
-                assert self._exchange.protector is not None, "nothing is protected in this job"
-                self._driver.post(self._exchange.protector.keep(step, at.view))
-            case ef.ForgetMissed():
-                self._bringing_up.forget()
             case _:
-                event = self._bringing_up.carry_out(order, at.view, at.layout, at.transport)
-                if isinstance(event, ev.StatesCompared) and event.prints:
-                    self._explain(at, at.view.resume_step, [worker for worker, _ in event.prints])
-                if event is not None:
+                for event in self._mover.carry_out(order, at, self.piece):
+                    if isinstance(event, ev.StatesCompared) and event.prints:
+                        holders = [worker for worker, _ in event.prints]
+                        self._explain(at, at.view.resume_step, holders)
                     self._driver.post(event)
 
     # ------------------------------------------------------------ the group
@@ -169,7 +164,7 @@ class Engine(threading.Thread):
         driver.check_alive(view.number)
         alone = len(view.members) == 1
         transport = AloneTransport() if alone else self._exchange.make_transport()
-        self._in = at = Membership(view, Layout.of(view, self._exchange.me), transport)
+        self._in = at = TimedConnections(view, Layout.of(view, self._exchange.me), transport)
         driver.adopt_group(view.number, transport)
         self._open(view, at.layout, transport)
         if self._data.sharding is not None:
@@ -214,7 +209,7 @@ class Engine(threading.Thread):
 
     # ------------------------------------------------------------ hearing all
 
-    def _gather(self, at: Membership, order: ef.Gather) -> None:
+    def _gather(self, at: TimedConnections, order: ef.Gather) -> None:
         row = order.row
         if order.topic is Topic.CONFESS:
             row = (*row, self._exchange.whole_print())
@@ -227,7 +222,7 @@ class Engine(threading.Thread):
         heard = tuple(tuple(each) for each in rows)
         self._driver.post(ev.Gathered(order.view, order.topic, heard))
 
-    def _check_sum(self, at: Membership, order: ef.CheckSum) -> None:
+    def _check_sum(self, at: TimedConnections, order: ef.CheckSum) -> None:
         if order.run == 0:
             bucket = self._data.gradients.active[order.bucket]
             self._runs = SumRuns(bucket, at.layout)
@@ -241,7 +236,7 @@ class Engine(threading.Thread):
 
     # ------------------------------------------------------------ sums
 
-    def _reduce(self, at: Membership, order: ef.Reduce) -> None:
+    def _reduce(self, at: TimedConnections, order: ef.Reduce) -> None:
         """Run all operations of the step; those that are ready overlap with the backward pass."""
         at.layout = layout = at.layout.with_owners(at.view, order.owners)
         buckets = self._data.gradients.active
@@ -290,7 +285,7 @@ class Engine(threading.Thread):
         self._driver.post(self._report(at, order, [*sums, *by_row]))
 
     def _report(
-        self, at: Membership, order: ef.Reduce, sums: Sequence[BucketSum | RowsSum]
+        self, at: TimedConnections, order: ef.Reduce, sums: Sequence[BucketSum | RowsSum]
     ) -> ev.Summed:
         data, rows = self._data, self._rows
         assert rows is not None, "sums end with the rows"
@@ -318,7 +313,7 @@ class Engine(threading.Thread):
             wait=at.waits.told(),
         )
 
-    def _explain(self, at: Membership, step: int, holders: Sequence[WorkerId]) -> None:
+    def _explain(self, at: TimedConnections, step: int, holders: Sequence[WorkerId]) -> None:
         """Find out together what of the holders' states differs. UserError: the script does it."""
         holds = at.view.workers[at.layout.rank] in holders
         mine = self._exchange.describe() if holds else NOT_TOLD
@@ -332,7 +327,7 @@ class Engine(threading.Thread):
     def _checker(self, view: int) -> Callable[[], None]:
         return lambda: self._driver.check_alive(view)
 
-    def _closing_operations(self, at: Membership, order: ef.Reduce) -> list[Operation]:
+    def _closing_operations(self, at: TimedConnections, order: ef.Reduce) -> list[Operation]:
         """List what can only be exchanged once this worker's own tasks are complete, or dropped."""
         driver, data, layout = self._driver, self._data, at.layout
         mine = layout.hosted[layout.rank]

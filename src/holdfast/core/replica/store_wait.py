@@ -14,11 +14,11 @@ class StoreWait:
         self._since: float | None = None
 
     def answered(self) -> None:
-        """Note that the store has answered."""
+        """Record that the store has answered."""
         self._since = None
 
     def silent(self, reason: str, now: float) -> list[Outcome]:
-        """Note that it does not: the next view asks it again, until the time is over."""
+        """Record that it is silent: the next view asks it again, until the time is over."""
         told: list[Outcome] = []
         if self._since is None:
             self._since = now

@@ -9,28 +9,19 @@ from typing import Any
 import pytest
 
 from holdfast.core.errors import Damaged, Unreachable, UserError
+from holdfast.core.replica.ends import SourceKind
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.types import Invalidation, Peer, View, ViewNumber, WorkerId
 from holdfast.store.storage import Missing
-from holdfast.train.checkpoint.loaded_state import LoadedState
-from holdfast.train.step import bringing_up
-from holdfast.train.step.bringing_up import STORE_PAUSE_S, BringingUp
+from holdfast.train.state import state_sources
+from holdfast.train.state.mover import ViewConnections
+from holdfast.train.state.state_sources import STORE_PAUSE_S, StoreSource
 from holdfast.train.step.reduction import Layout
 from machine_kit import a_view
 
 VIEW = a_view(4, range(2), step=8, joiners=range(2))
-RESTORE = ef.Restore(ViewNumber(4), 8)
-
-
-class Told:
-    """A driver that only remembers the events."""
-
-    def __init__(self) -> None:
-        self.events: list[ev.WorkerEvent] = []
-
-    def post(self, event: ev.WorkerEvent) -> None:
-        self.events.append(event)
+RESTORE = ef.ObtainState(SourceKind.STORE, ViewNumber(4), 8)
 
 
 class Reader:
@@ -56,23 +47,24 @@ class Reader:
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     found: list[float] = []
-    monkeypatch.setattr(bringing_up.time, "sleep", found.append)
+    monkeypatch.setattr(state_sources.time, "sleep", found.append)
     return found
 
 
-def restored(reader: Any, view: View = VIEW) -> tuple[ev.WorkerEvent | None, list[Any]]:
-    driver, nothing = Told(), None
-    layout = Layout.of(view, Peer(WorkerId(0)))
-    loaded = LoadedState({})
-    worker: Any = BringingUp(driver, loaded, nothing, reader, nothing)  # type: ignore[arg-type]
-    return worker.carry_out(RESTORE, view, layout, nothing), driver.events
+def restored(reader: Any, view: View = VIEW) -> tuple[ev.WorkerEvent, list[str]]:
+    told: list[str] = []
+    source = StoreSource(reader, lambda: told.append("loading"))
+    nothing: Any = None
+    at = ViewConnections(view, Layout.of(view, Peer(WorkerId(0))), nothing)
+    (event,) = source.load_state(RESTORE, at)
+    return event, told
 
 
 def test_who_begins_to_load_says_so_before_its_state_changes() -> None:
     reader = Reader()
     event, told = restored(reader)
-    assert event == ev.Restored(ViewNumber(4))
-    assert told == [ev.Loading()]
+    assert event == ev.StateObtained(SourceKind.STORE, ViewNumber(4))
+    assert told == ["loading"]
     assert reader.asked == [8]
 
 
@@ -84,7 +76,7 @@ def test_a_checkpoint_that_cannot_be_used_is_told_with_the_one_before(
     reader = Reader(error)
     event, _ = restored(reader, dataclasses.replace(VIEW, invalidations=doubts))
     text = f"the checkpoint of step 8 is not used: {error}"
-    assert event == ev.Unreadable(ViewNumber(4), 8, 5, text)
+    assert event == ev.ObtainFailed(SourceKind.STORE, ViewNumber(4), text, 8, 5)
     assert reader.asked == [8, (8, doubts)]
     assert pauses == []
 
@@ -92,7 +84,7 @@ def test_a_checkpoint_that_cannot_be_used_is_told_with_the_one_before(
 def test_a_store_that_does_not_answer_is_given_a_while(pauses: list[float]) -> None:
     event, _ = restored(Reader(Unreachable("no answer")))
     text = "the checkpoint of step 8 cannot be read just now: no answer"
-    assert event == ev.StoreSilent(ViewNumber(4), text)
+    assert event == ev.ObtainFailed(SourceKind.STORE, ViewNumber(4), text)
     assert pauses == [STORE_PAUSE_S]
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from holdfast.core.recurring import Recurring
-from holdfast.core.step.effects import Outcome, SavedUpTo, SaveShare
+from holdfast.core.replica.ends import SinkKind
+from holdfast.core.replica.save_interval import Pace, PacePolicy
+from holdfast.core.step.effects import CopyState, Outcome
 from holdfast.core.step.events import EventNoted, SaveEnded
-from holdfast.core.step.save_interval import Pace, PacePolicy
 from holdfast.core.step.vote import Wish
 from holdfast.core.types import Member, View, ViewNumber, WorkerId
 
@@ -29,6 +30,14 @@ class SavePolicy:
     every: int = 0
     pace: PacePolicy = field(default_factory=PacePolicy)
     compared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SavedUpTo:
+    """Reports a checkpoint that is durable, and whose state others have, too."""
+
+    step: int
+    view: ViewNumber
 
 
 class Saves:
@@ -51,14 +60,14 @@ class Saves:
         self._savers: dict[tuple[int, ViewNumber], tuple[Member, ...]] = {}  # of what may count
 
     def enter(self, view: View, now: float) -> None:
-        """Note who the members of a new view are."""
+        """Record the members of a new view."""
         if self._pace is None:
             self._pace = Pace(self._policy.pace, now)
         self._pace.members((m.worker, m.incarnation) for m in view.members)
         self._view = view
 
     def left(self, committed: int) -> None:
-        """Forget what was not compared in time with somebody who has saved a share of it."""
+        """Drop checkpoints that not all of their savers have compared in time."""
         for (step, number), savers in list(self._savers.items()):
             if step >= committed and not self._all_here(savers):
                 del self._savers[step, number]
@@ -69,7 +78,7 @@ class Saves:
             self._order, self._wanted = order, True
 
     def opinion(self, step: int, now: float, leads: bool) -> tuple[Wish, bool]:
-        """Say, once for each step, whether the state after it should be saved; and whether busy."""
+        """Return, once for each step, whether to save the state after it; and whether busy."""
         policy, busy = self._policy, self._busy is not None
         if not policy.enabled or self._pace is None:
             return Wish.NONE, False
@@ -86,13 +95,13 @@ class Saves:
         return Wish.SAVE if due and leads else Wish.NONE, busy
 
     def agree(self, after: int, view: View, wish: Wish) -> None:
-        """Note that all members save the state after `after` steps."""
+        """Record that all members save the state after `after` steps."""
         self.agreed, self._wanted = (after, view), False
         if wish is Wish.LAST_SAVE:
             self._last_save = after
 
     def postpone(self, step: int) -> None:
-        """Note that the script did not rest after `step` steps: save at the next boundary."""
+        """Record that the script did not rest after `step` steps: save at the next boundary."""
         if self.agreed is not None and self.agreed[0] == step:
             self.agreed = step + 1, self.agreed[1]
             self._last_save += self._last_save == step
@@ -105,17 +114,18 @@ class Saves:
         self._last = self._busy = step
         if self._all_here(agreed[1].members):  # else nobody can compare it
             self._savers[step, agreed[1].number] = agreed[1].members
-        return [SaveShare(step, agreed[1], self._policy.compared and step == self._last_save)]
+        checked = self._policy.compared and step == self._last_save
+        return [CopyState(SinkKind.STORE, step, agreed[1], checked=checked)]
 
     def _all_here(self, savers: tuple[Member, ...]) -> bool:
-        """Tell whether all of these are members of the present view."""
+        """Return whether all of these are members of the present view."""
         view = self._view
         if view is None or savers == view.members:
             return view is not None
         return all(view.includes(each.worker, each.incarnation) for each in savers)
 
     def copied(self, step: int, now: float, stall_s: float, problem: str) -> list[Outcome]:
-        """Note that the script stood still for a copy; the writer may have answered by now.
+        """Record that the script stood still for a copy; the writer may have answered by now.
 
         That there is no copy is told by the first member.
         """
@@ -128,12 +138,12 @@ class Saves:
         first = self._view is not None and self._view.workers[0] == self._me
         return self._failed(step, problem) if first else []
 
-    def ended(self, save: SaveEnded, committed: int) -> list[Outcome]:
+    def ended(self, save: SaveEnded, committed: int) -> list[Outcome | SavedUpTo]:
         """Take the writer's answer in; only share 0 learns that the whole checkpoint is durable."""
         if self._busy == save.step:
             self._busy = None
         if save.problem and save.first:
-            return self._failed(save.step, save.problem)
+            return [*self._failed(save.step, save.problem)]
         if not save.durable:
             self._savers.pop((save.step, save.view), None)
             return []
@@ -147,18 +157,18 @@ class Saves:
         text = self._failures.failed(f"step {step}", problem)
         return [EventNoted("save", text)] if text else []
 
-    def finishing(self, committed: int) -> list[Outcome]:
-        """Note that the loop has no further step in which anything could be compared."""
+    def finishing(self, committed: int) -> list[SavedUpTo]:
+        """Record that no further step of the loop compares states."""
         self._settled = True
         return self.compared(committed)
 
     def loop_entered(self) -> None:
-        """Further steps compare what is saved again."""
+        """Further steps compare saved states again."""
         self._settled = False
 
-    def compared(self, committed: int) -> list[Outcome]:
+    def compared(self, committed: int) -> list[SavedUpTo]:
         """Return the checkpoints that count by now."""
-        found: list[Outcome] = []
+        found: list[SavedUpTo] = []
         for save in list(self._durable):
             checked = save.step == self._last_save
             waits = self._policy.compared and not self._settled and not checked

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from holdfast.core.step.effects import EndFeeding, FeedStep, Outcome, StageState
-from holdfast.core.types import FollowOrder, View
+from holdfast.core.replica.ends import SinkKind
+from holdfast.core.step.effects import CopyState, Forget, KeepStep, Outcome
+from holdfast.core.types import NO_VIEW, FollowOrder, View
 
 SKIPPED_MAX = 2  # boundaries between loops, at which nothing is copied
 
@@ -29,7 +30,7 @@ class Feeding:
         self._is_compared = False  # the copies of all members are equal
 
     def told(self, order: FollowOrder | None, view: View | None) -> list[Outcome]:
-        """Note by which order the coordinator wants this member of `view` to feed, if any."""
+        """Take the order by which this member of `view` feeds others, or None."""
         if order is None or view is None or order.view != view.number:
             return self._end(finish=False)
         if self._order is not None and order.number != self._order.number:
@@ -40,16 +41,16 @@ class Feeding:
         return []
 
     def enter(self, view: View) -> list[Outcome]:
-        """Note that another view begins, in which those who were fed may be members."""
+        """Begin another view, in which followers may be members."""
         return self._end(finish=bool(view.fed))
 
     def opinion(self) -> int:
-        """Say by which order this member can feed; 0: none."""
+        """Return the number of the order by which this member can feed; 0: none."""
         order = self._order
         return order.number if order is not None and order.number > self.unfed else 0
 
     def agree(self, number: int, after: int) -> None:
-        """Note that all members can feed by this order, with the state after `after` steps."""
+        """Record that all members can feed by this order, with the state after `after` steps."""
         if number > self._agreed:
             self._agreed, self._due, self._skipped = number, after, 0
 
@@ -68,15 +69,15 @@ class Feeding:
                 self.unfed, self._due = order.number, None
             return []
         self._due, self._base, self._is_compared = None, step, False
-        return [StageState(step, order, view)]
+        return [CopyState(SinkKind.FOLLOWERS, step, view, order)]
 
     def staged(self, number: int, problem: str) -> None:
-        """Note that the copy is made, or why it is not."""
+        """Record that the copy is made, or why it is not."""
         if problem:
             self.failed(number)
 
     def failed(self, number: int) -> None:
-        """Note that nobody can be fed by this order."""
+        """Record that nobody can be fed by this order."""
         self.unfed = max(self.unfed, number)
         if number == self._agreed:
             self._base = None
@@ -91,11 +92,13 @@ class Feeding:
 
     def committed(self, step: int) -> list[Outcome]:
         """Return what follows from the commit of a step."""
-        if self._base is None or step < self._base:
+        order = self._order
+        if self._base is None or step < self._base or order is None:
             return []
-        return [FeedStep(step, self._is_compared)]
+        return [KeepStep(SinkKind.FOLLOWERS, order.view, step, self._is_compared)]
 
     def _end(self, *, finish: bool) -> list[Outcome]:
-        fed = self._base is not None
+        order, fed = self._order, self._base is not None
         self._order = self._due = self._base = None
-        return [EndFeeding(finish)] if fed else []
+        view = NO_VIEW if order is None else order.view
+        return [Forget(SinkKind.FOLLOWERS, view, finish=finish)] if fed else []

@@ -10,7 +10,8 @@ may go.
 from __future__ import annotations
 
 from holdfast.core.redundancy import Piece, Redundancy
-from holdfast.core.step.effects import ForgetProtected, Outcome, ProtectState
+from holdfast.core.replica.ends import SinkKind
+from holdfast.core.step.effects import CopyState, Forget, Outcome
 from holdfast.core.step.events import EventNoted
 from holdfast.core.step.vote import Tally
 from holdfast.core.types import View, WorkerId
@@ -64,6 +65,7 @@ class Protecting:
         self._last: int | None = 0  # that is protected, or that this member began with
         self._agreed: int | None = None  # the state after so many steps is to be protected
         self._pending: int | None = None  # it was copied, and does not count yet
+        self._counts: int | None = None  # all have protected it: older ones may go
         self._voted_at: float | None = None  # for a step that the script applies now
         self._applying_s = 0.0  # how long the script took to, for all steps since the newest state
         self._ordered_at = 0.0
@@ -71,19 +73,19 @@ class Protecting:
 
     @property
     def active(self) -> bool:
-        """Tell whether anything is protected in the present view."""
+        """Return whether nodes keep pieces of the state in the present view."""
         return self._view is not None and bool(self._view.ring)
 
     def enter(self, view: View) -> None:
         """Begin another view: what was not put into memory in the old one never will be."""
         before = self._view
         self._view, self._agreed, self._pending, self.staged = view, None, None, 0
-        self.full, self._voted_at = False, None
+        self.full, self._voted_at, self._counts = False, None, None
         if before is None or before.ring != view.ring:
             self._last = None  # pieces are missing, or on other nodes
 
     def opinion(self, step: int, leads: bool) -> bool:
-        """Say whether the state after this step should be protected."""
+        """Return whether the state after this step should be protected."""
         under_way = self._agreed is not None or self._pending is not None
         return leads and self.active and not under_way and self._due(step + 1)
 
@@ -95,12 +97,12 @@ class Protecting:
         return self._applying_s > self._copying_s
 
     def postpone(self, step: int) -> None:
-        """Note that the script did not rest after `step` steps: do so at the next boundary."""
+        """Record that the script did not rest after `step` steps: copy at the next boundary."""
         if self._agreed == step:
             self._agreed += 1
 
     def looks_at_all(self, step: int) -> bool:
-        """Tell whether the state after `step` steps is to be compared, since it is protected."""
+        """Return whether the state after `step` steps is compared, since it is protected."""
         return step in (self._agreed, self._pending)
 
     def at_boundary(self, step: int, now: float) -> list[Outcome]:
@@ -115,27 +117,35 @@ class Protecting:
             self._last = None
             return []
         self._pending, self._ordered_at, self._applying_s = step, now, 0.0
-        return [ProtectState(step, self._view)]
+        return [CopyState(SinkKind.MEMORY, step, self._view)]
 
     def copied(self, step: int, problem: str, now: float) -> list[Outcome]:
-        """Note that this member's pieces of a state are in memory, or why not."""
+        """Record that this member's pieces of a state are in memory, or why not."""
         if self._pending == step:
             self._copying_s = now - self._ordered_at
             self.staged = -step if problem else step
         text = f"step {step} is not protected: {problem}"
         return [EventNoted("memory", text)] if problem else []
 
-    def voted(self, step: int, tally: Tally, now: float) -> list[Outcome]:
-        """Note that `step` is committed, and what all members say of the states they protect."""
+    def voted(self, step: int, tally: Tally, now: float) -> None:
+        """Take in the votes of all members on protected states, before `step` is committed."""
         self._voted_at = now
         if tally.protect:
             self._agreed = self._last = step + 1
         pending = self._pending
-        if pending is None or self._view is None or step < pending:
-            return []
+        if pending is None or step < pending:
+            return
         if -pending in tally.staged:
             self._pending, self._last = None, step  # tried again, but not at once
-        if any(each != pending for each in tally.staged):
+        elif all(each == pending for each in tally.staged):
+            self._pending, self._counts = None, pending
+
+    def forget_older(self) -> list[Outcome]:
+        """Return the order to drop states older than one that counts since the last vote.
+
+        It follows the mark of the commit, by which the newer state counts.
+        """
+        counts, self._counts = self._counts, None
+        if counts is None or self._view is None:
             return []
-        self._pending = None
-        return [ForgetProtected(self._view.number, pending)]
+        return [Forget(SinkKind.MEMORY, self._view.number, counts)]

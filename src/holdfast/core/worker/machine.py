@@ -1,0 +1,366 @@
+"""Decides for one incarnation of a worker.
+
+It does not know tensors, sockets, threads or time. Its driver feeds it what happened and carries
+out the effects in order. Three machines decide: `membership` about views and promises, `replica`
+about the state that this worker holds, obtains and gives away, `step` about what happens between
+two step boundaries. This module hands each event to the machine that it concerns, and each
+verdict of the step machine to the other two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from holdfast.core.errors import assert_never, require
+from holdfast.core.replica.ends import SinkKind, SourceKind
+from holdfast.core.replica.replica import Replica
+from holdfast.core.step import effects as ef
+from holdfast.core.step import events as ev
+from holdfast.core.step.balance import BalancePolicy
+from holdfast.core.step.effects import WorkerEffect
+from holdfast.core.step.events import WorkerEvent
+from holdfast.core.step.speculation import Lateness
+from holdfast.core.step.step_machine import StepMachine
+from holdfast.core.step.step_policy import Counting, StepPolicy
+from holdfast.core.step.verdicts import Agreed, Decided, Doubted, Failed, Verdict
+from holdfast.core.types import (
+    NO_VIEW,
+    Incarnation,
+    Phase,
+    Stage,
+    Tick,
+    View,
+    WorkerDirective,
+    WorkerId,
+    WorkerStatus,
+)
+from holdfast.core.worker.membership import Membership
+from holdfast.core.worker.standing import Standing
+
+ReplicaEvent = (
+    ev.StateCopied
+    | ev.StateProtected
+    | ev.SaveEnded
+    | ev.Loading
+    | ev.StateFed
+    | ev.StepFed
+    | ev.Reachable
+)
+
+
+class WorkerMachine:
+    """Decides for one worker, as the module describes; `handle` is the only mutator."""
+
+    def __init__(
+        self,
+        worker: WorkerId,
+        incarnation: Incarnation,
+        policy: StepPolicy | None = None,
+        counting: Callable[[View, BalancePolicy | None], Counting] = Counting,
+    ) -> None:
+        policy = policy or StepPolicy()
+        self._standing = Standing(worker, incarnation)
+        self._replica = Replica(self._standing, policy)
+        self._step = StepMachine(self._standing, policy, self._replica, counting)
+        self._membership = Membership(self._standing, self._replica, self._step)
+
+    def handle(self, event: WorkerEvent, now: float) -> list[WorkerEffect]:
+        """Apply one event at time `now` (seconds, any fixed origin); returns effects in order."""
+        self._standing.now = now
+        self._respond(event)
+        return self._standing.take_effects()
+
+    def deadline(self) -> float | None:
+        """Return when its right to act ends, or others will be late; None while it does not act."""
+        if not self._standing.acts:
+            return None
+        return min(self._standing.acting_until, self._step.late_at(), self._step.look_at())
+
+    def snapshot(self) -> WorkerStatus:
+        """Return the status that the control plane is told."""
+        return self._standing.status
+
+    @property
+    def view(self) -> View | None:
+        """Return the newest view installed."""
+        return self._standing.view
+
+    @property
+    def owners(self) -> tuple[WorkerId, ...]:
+        """Return the host of each virtual rank in the step to be committed next."""
+        return self._step.owners
+
+    @property
+    def lateness(self) -> Lateness:
+        """Return the statistics of steps and of waits for others."""
+        return self._step.lateness
+
+    @property
+    def acting_until(self) -> float:
+        """Return when its right to act ends, by its node's clock."""
+        return self._standing.acting_until
+
+    @property
+    def pending(self) -> bool:
+        """Return whether it knows of a planned change of the view, as it says in its votes."""
+        return self._standing.is_change_pending
+
+    def leads(self, now: float) -> bool:
+        """Return whether this worker is the one that acts for the job."""
+        return self._standing.leads(now)
+
+    def check(self) -> None:
+        """Assert every invariant."""
+        status, view = self._standing.status, self._standing.view
+        number = view.number if view else NO_VIEW
+        require(status.view == number, f"status shows view {status.view}, installed is {number}")
+        require(not status.reduced or status.has_state, "a gradient without a state")
+        steps = self._standing.acts and self._step.is_synced
+        require(not steps or status.has_state, "steps without a state")
+
+    # ------------------------------------------------------------ events
+
+    def _respond(self, event: WorkerEvent) -> None:
+        standing, membership = self._standing, self._membership
+        match event:
+            case ev.LoopEntered():
+                self._replica.loop_entered()
+                loop = standing.status.loop + 1
+                standing.change(stage=Stage.READY, loop=loop, phase=Phase.SCRIPT)
+                standing.tell()
+            case ev.AtBoundary():
+                self._copy_next(None, within=self._replica.is_within_loop())
+            case ev.LoopFinishing() | ev.LoopEnded():
+                self._loop_ends(event)
+            case ev.StepOpened():
+                self._step_opened(event)
+            case ev.TaskDone():
+                self._step.task_done(event)
+                self._catch_up()
+            case ev.Directed(directive):
+                self._directed(directive)
+            case ev.EventNoted(kind, text):
+                standing.note(kind, text)
+            case ev.GroupBroken(view):
+                membership.group_broken(view)
+            case ev.LinkLost(view, peers):
+                membership.link_lost(view, peers)
+            case Tick():
+                self._look_at_clock()
+            case _ if isinstance(event, ReplicaEvent):
+                self._replica_changed(event)
+            case _ if isinstance(event, ev.Obtained):
+                self._obtained(event)
+            case _ if standing.acts_in(event.view):
+                self._group_said(event)
+
+    def _loop_ends(self, event: ev.LoopFinishing | ev.LoopEnded) -> None:
+        if isinstance(event, ev.LoopFinishing):
+            self._replica.loop_finishing()
+            return
+        self._standing.change(phase=Phase.ENDED)
+        self._standing.tell()
+        self._membership.release()
+        self._catch_up()
+
+    def _step_opened(self, event: ev.StepOpened) -> None:
+        if not event.rested:
+            self._standing.change(phase=Phase.COMPUTING)
+        self._replica.step_opened(event.step)
+        self._step.opened(event)
+        self._catch_up()
+        self._follow()
+
+    def _replica_changed(self, event: ReplicaEvent) -> None:
+        replica = self._replica
+        match event:
+            case ev.StateCopied(sink, _, _, problem):
+                replica.copied(event)
+                if sink is SinkKind.FOLLOWERS and problem:
+                    self._feed_failed(event.order, problem)
+                self._copy_next(sink, within=True)
+            case ev.Reachable(address):
+                self._standing.change(address=address)
+            case ev.StateProtected():
+                replica.state_protected(event)
+            case ev.SaveEnded():
+                replica.save_ended(event)
+            case ev.Loading():
+                replica.loading()
+            case ev.StateFed() | ev.StepFed():
+                replica.hear_fed(event)
+                self._follow()
+            case _:
+                assert_never(event)
+
+    def _obtained(self, event: ev.Obtained) -> None:
+        """Go on with what a source has given, or has failed to give."""
+        if event.source is SourceKind.FEED:
+            self._fed(event)
+            return
+        step, replica = self._step, self._replica
+        acts = self._standing.acts_in(event.view)
+        match event:
+            case ev.StateObtained() if acts:
+                replica.restored()
+            case ev.StepObtained(_, _, missed) if acts:
+                if replica.missed_heard(missed):
+                    step.committed(step.owners)
+            case ev.ObtainFailed(damaged=damaged) if acts or damaged is not None:
+                replica.obtain_failed(event)
+                if not self._membership.promise(event.view) and damaged is not None:
+                    self._standing.tell()
+
+    def _fed(self, event: ev.Obtained) -> None:
+        if isinstance(event, ev.ObtainFailed):
+            self._feed_failed(event.order, event.reason)
+            return
+        if self._replica.hear_fed(event) and self._replica.joins_fed:
+            self._step.committed(self._step.owners)
+        self._follow()
+
+    def _group_said(self, event: ev.GroupEvent) -> None:
+        """Handle an event of the view in which it acts."""
+        step, replica = self._step, self._replica
+        match event:
+            case ev.Connected():
+                if replica.connected():
+                    step.agree()
+                self._catch_up()
+            case ev.StepKept(_, kept, full):
+                step.gradient_kept(kept, full=full)
+            case ev.StatesCompared(_, prints):
+                if replica.compared():
+                    step.differ(dict(prints)) if prints else step.agree()
+            case ev.Gathered():
+                self._conclude(step.gathered(event))
+            case ev.Summed():
+                step.summed(event)
+            case ev.SumChecked():
+                step.sum_checked(event)
+            case ev.MemberDone():
+                step.member_done(event)
+            case ev.CountSettled():
+                step.count_settled(event)
+            case ev.StillAwaited():
+                step.awaited(event)
+            case _:
+                assert_never(event)
+
+    # ------------------------------------------------------------ what members have concluded
+
+    def _conclude(self, verdict: Verdict | None) -> None:
+        match verdict:
+            case Agreed():
+                if not self._replica.awaits_fed_steps():
+                    self._synced()
+            case Decided():
+                self._decided(verdict)
+            case Doubted():
+                self._membership.doubt(verdict)
+            case Failed():
+                self._membership.promise(self._standing.status.view)
+            case None:
+                pass
+
+    def _synced(self) -> None:
+        """Begin the steps of a view: all members hold the same state."""
+        view = self._standing.view
+        assert view is not None, "a group without a view"
+        self._step.lateness.built(self._standing.now)
+        self._replica.synced(view)
+        self._standing.tell()
+        self._replica.begin()
+        self._step.synced()
+
+    def _decided(self, vote: Decided) -> None:
+        """Commit a step, if this worker may still act."""
+        standing, step = self._standing, self._step
+        status = standing.status
+        if vote.step != status.committed or self._membership.is_fenced():
+            return
+        require(status.reduced, f"step {vote.step} was voted on without its gradient")
+        if vote.pending:
+            self._membership.announce_end()
+        tasks, hosted = len(status.hosted), status.hosted
+        if vote.owners != step.owners:
+            hosted = tuple(v for v, owner in enumerate(vote.owners) if owner == status.worker)
+        # All others needed this worker's share of the step, which it sent after this moment.
+        proved_at = step.lateness.began_at
+        step.lateness.step(standing.now, tasks, timed=step.is_timed)
+        standing.change(
+            committed=vote.step + 1,
+            reduced=False,
+            hosted=hosted,
+            phase=Phase.COMPUTING if vote.dropped else Phase.SCRIPT,
+            proved_at=proved_at,
+        )
+        step.committed(vote.owners)
+        if status.unproven and step.is_proved:
+            standing.change(unproven=False)
+        if self._replica.protecting.active:
+            standing.order(ef.MarkCommitted(status.view, vote.step))
+        standing.order(ef.Commit(vote.step, voted=True))
+        self._replica.step_committed(vote.step)
+
+    # ------------------------------------------------------------ boundaries and views
+
+    def _copy_next(self, done: SinkKind | None, *, within: bool) -> None:
+        """Have the state copied for the next sink; go on once no copy is due."""
+        if not self._replica.copy_next(done, within=within):
+            self._at_boundary()
+
+    def _at_boundary(self) -> None:
+        standing, view = self._standing, self._standing.view
+        standing.change(phase=Phase.BOUNDARY)
+        if self._replica.follows:
+            self._follow()
+        elif view is None:
+            pass
+        elif standing.status.promised >= view.number:
+            standing.tell()
+        elif self._membership.ends_at_boundary(view.number):
+            self._membership.promise_at_rest(view.number)
+        elif view.joiners and not self._step.is_synced and not self._replica.is_behind(view):
+            self._catch_up()
+        else:
+            self._replica.begin()
+
+    def _directed(self, directive: WorkerDirective) -> None:
+        membership, replica = self._membership, self._replica
+        membership.heed(directive)
+        replica.saves.want(directive.save_wanted)
+        view = directive.view
+        if view is not None and membership.enter(view):
+            if not view.joiners or replica.is_behind(view):
+                replica.begin()
+            self._follow()
+        replica.heed(directive.follow)
+        self._look_at_clock()
+        membership.release()
+
+    def _look_at_clock(self) -> None:
+        """Give the view up if the right to act has ended; else look for members that are late."""
+        if self._standing.acts and not self._membership.is_fenced():
+            self._step.look(self._standing.now)
+
+    # ------------------------------------------------------------ what was missed, or fed
+
+    def _catch_up(self) -> None:
+        """Apply the next missed step if the script waits for it; begin the steps after that."""
+        if self._replica.catch_up():
+            self._synced()
+
+    def _follow(self) -> None:
+        """Load or apply the next part of the feed; after the last one, go on as a member."""
+        if not self._replica.follow() and self._replica.joins_fed:
+            self._catch_up()
+
+    def _feed_failed(self, number: int, reason: str) -> None:
+        """An order to feed cannot be carried out here; a worker that depends on it leaves."""
+        if not self._replica.feed_failed(number, reason):
+            return
+        if self._replica.joins_fed:
+            self._membership.promise(self._standing.status.view)
+        self._replica.leave_feed()
+        self._standing.tell()

@@ -1,0 +1,1 @@
+"""Obtains, copies and keeps what the replica machine of a worker orders."""
