@@ -125,6 +125,22 @@ def test_an_interrupted_job_can_be_resumed_and_a_finished_one_not(
     assert "has succeeded" in capsys.readouterr().err
 
 
+def test_a_job_is_not_resumed_while_its_store_cannot_be_written(
+    tmp_path: Path, reference: Callable[[int], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with saving(tmp_path) as run:
+        until_saved(run, tmp_path, 5)
+        kill_all(run)
+    (tmp_path / "store").rename(tmp_path / "away")
+    (tmp_path / "store").touch()
+    assert main(["resume", str(run.run_dir.path)]) == 2
+    assert f"--store {tmp_path / 'store'} cannot be written" in capsys.readouterr().err
+    (tmp_path / "store").unlink()
+    (tmp_path / "away").rename(tmp_path / "store")
+    with resumed(run) as again:
+        assert finish(again) == reference(STEPS)
+
+
 def test_who_asks_twice_does_not_wait_for_a_last_checkpoint(
     tmp_path: Path, reference: Callable[[int], str]
 ) -> None:

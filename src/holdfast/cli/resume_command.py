@@ -17,6 +17,7 @@ from holdfast.net.tls import peer_tls_of
 from holdfast.runtime.coordinate.journal import FileJournal
 from holdfast.runtime.launcher import CoordinatorSite, launch_job
 from holdfast.runtime.rundir import RunDir
+from holdfast.store.open import check_writable, open_storage
 
 
 def main(argv: list[str]) -> int:
@@ -40,6 +41,8 @@ def main(argv: list[str]) -> int:
     if (run_dir.path / PLAN_FILE).exists():
         return launch_command.go_on(run_dir, options.host, options.port)
     peer_tls_of(tls)  # raises UserError if the files are bad
+    if spec.checkpoints.store:
+        check_writable(open_storage(spec.checkpoints.store), spec.checkpoints.store)
     with listen(options.host, options.port) as listener:
         run_dir.reopen()
         print(f"holdfast: run directory {run_dir.path}", file=sys.stderr, flush=True)

@@ -40,11 +40,21 @@ def check_writable(storage: Storage, text: str) -> None:
     name = f"{PARTS}probe-{secrets.token_hex(8)}"  # a remainder is collected as garbage
     try:
         storage.put(name, [b"probe"])
-        storage.delete(name)
+        _delete(storage, name)
     except WorldError as error:
         raise UserError(
-            f"--store {text} cannot be written: {error}; mend that, or name another store"
+            f"--store {text} cannot be written: {error}; mend that first, or begin a new job with "
+            "another store"
         ) from None
+
+
+def _delete(storage: Storage, name: str) -> None:
+    """Delete an object that somebody else may just have collected as garbage. WorldError."""
+    try:
+        storage.delete(name)
+    except WorldError:
+        if storage.size(name) is not None:
+            raise
 
 
 def absolute_store(text: str) -> str:

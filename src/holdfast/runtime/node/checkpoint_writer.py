@@ -19,16 +19,17 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from holdfast.core.errors import Damaged, HoldfastError, WorldError
+from holdfast.core.errors import Damaged, HoldfastError, UserError, WorldError
 from holdfast.health.measure.lifetime import die_with_parent
 from holdfast.runtime.rundir import RunDir
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.manifest import PROCS
-from holdfast.store.open import open_storage
+from holdfast.store.open import check_writable, open_storage
 from holdfast.store.retention import Retention
 from holdfast.store.saving import Saving
 from holdfast.store.scrub import Pacer, scrub
 from holdfast.store.snapshot import Delivery, SaveAnswer, receive
+from holdfast.store.storage import Storage
 
 NICENESS = 10
 SCRUB_S = 3600.0  # between two passes over all that is kept
@@ -136,11 +137,14 @@ def main(argv: list[str]) -> int:
     os.nice(NICENESS)
     spec = RunDir(options.run_dir).spec()
     saved, settled = spec.checkpoints, spec.silent_errors.fingerprint_steps
-    store = Checkpoints(open_storage(saved.store, _say), _say)
+    storage = open_storage(saved.store, _say)
+    store = Checkpoints(storage, _say)
     writer = Writer(store, Retention(last=saved.keep_last, settled=settled))
     if saved.scrub_rate > 0:
         rate = saved.scrub_rate * 1e6
         threading.Thread(target=writer.scrub, args=(rate,), daemon=True).start()
+    # Beside the orders: a store that does not answer holds up nothing.
+    threading.Thread(target=_probe, args=(storage, saved.store), daemon=True).start()
     status = 0
     with socket.socket(fileno=options.fd) as channel:
         try:
@@ -151,6 +155,14 @@ def main(argv: list[str]) -> int:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         writer.finish()
     return status
+
+
+def _probe(storage: Storage, text: str) -> None:
+    """Print whether this node cannot write to the store, long before the first checkpoint."""
+    try:
+        check_writable(storage, text)
+    except UserError as error:
+        _say(f"this node can save no checkpoints: {error}")
 
 
 class _Stopped(Exception):
