@@ -22,6 +22,7 @@ import pytest
 from holdfast.core.errors import HoldfastError, UserError
 from holdfast.core.types import AgentId, AgentReport, Directive, Incarnation, JobRecord
 from holdfast.net.channel import Channel, connect
+from holdfast.runtime.contact import contact_by
 from holdfast.runtime.coordinate.coordinator_process import Candidate
 from holdfast.runtime.coordinate.coordinator_server import DEPOSED, CoordinatorSetup
 from holdfast.runtime.coordinate.election import (
@@ -29,6 +30,7 @@ from holdfast.runtime.coordinate.election import (
     locate,
     open_election,
     parse_election,
+    read_outcome,
 )
 from holdfast.runtime.coordinate.journal import unseal
 from holdfast.runtime.launcher import CoordinatorSite
@@ -276,6 +278,23 @@ def test_ctrl_c_at_a_standby_of_the_launcher_ends_the_job(
             assert first.wait(WAIT_S) == 1
             assert standby.wait(WAIT_S) == 1
     assert [run_dir.outcome() for run_dir in run_dirs] == ["interrupted", "interrupted"]
+
+
+def test_a_node_with_a_run_directory_of_its_own_learns_from_etcd_that_the_job_is_over(
+    cluster: EtcdCluster, tmp_path: Path
+) -> None:
+    """No coordinator is left that could tell it."""
+    url, run_dir, own = cluster.url(tmp_path.name), RunDir(tmp_path / "a"), RunDir(tmp_path / "b")
+    run_dir.create(SPEC, bytes(range(32)))
+    contact = contact_by(url)
+    assert not asyncio.run(contact.ended(own)), "nobody has begun the job"
+    with CoordinatorProcess(run_dir, "--election", url) as leader:
+        until(run_dir.coordinator.exists, "the leader")
+        assert not asyncio.run(contact.ended(own)), "a coordinator leads the job"
+        leader.send_signal(signal.SIGTERM)
+        assert leader.wait(WAIT_S) == 1
+    assert asyncio.run(contact.ended(own))
+    assert asyncio.run(read_outcome(url)) == "interrupted"
 
 
 def test_ctrl_c_while_nobody_can_stop_the_job_stops_it_later(
