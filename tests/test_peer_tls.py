@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import re
+import signal
 import socket
 import ssl
 import threading
@@ -88,6 +90,31 @@ def test_the_contract_over_tls_in_processes(
     case: Callable[[GroupMember], None], ours: Path
 ) -> None:
     assert run_contract(case, partial(of_rank, ours, ours), size=3) == []
+
+
+class FreezesOnceKnown(SharedRendezvous):
+    """A rendezvous of a process that is stopped as soon as others know its address."""
+
+    def publish(self, address: bytes) -> None:
+        self.addresses["frozen pid"] = os.getpid()
+        super().publish(address)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def leaves_a_frozen_peer(member: GroupMember) -> None:
+    """Its kernel takes the connection in, and nobody there shakes hands."""
+    kind = FreezesOnceKnown if member.rank == 1 else SharedRendezvous
+    rendezvous = kind(member.addresses, "frozen", member.rank, threading.Event())
+    transport, began = member.make(), time.monotonic()
+    with pytest.raises(Aborted, match=r"^rank 1 cannot be reached: .*the handshake in time"):
+        transport.open(member.rank, member.size, rendezvous)
+    assert time.monotonic() - began < PATIENCE_S
+    transport.close()
+    os.kill(member.addresses["frozen pid"], signal.SIGKILL)
+
+
+def test_a_peer_that_freezes_in_the_handshake_is_left_in_time(ours: Path) -> None:
+    assert run_contract(leaves_a_frozen_peer, partial(of_rank, ours, ours), size=2) == []
 
 
 def names_the_untrusted(member: GroupMember) -> None:

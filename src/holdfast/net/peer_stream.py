@@ -24,6 +24,7 @@ from holdfast.net.peer_identity import PeerIdentity, split_address
 
 HELLO = struct.Struct("!8sQII16s")  # magic, three numbers, nonce
 REACH_S = 10.0  # to connect and to exchange proofs: a process that listens may just be starting
+LATE = "the other side did not finish the handshake in time"
 BLOCK_BYTES = 1 << 20  # that are received at a time
 LENGTH = struct.Struct("!I")
 MESSAGE_BYTES_MAX = 64 << 20
@@ -95,7 +96,10 @@ def introduce(
     """Tell the listener our purpose and exchange proofs, before `until`. OSError, WireError."""
     if isinstance(channel, ssl.SSLSocket):
         channel.settimeout(max(until - time.monotonic(), 0.001))
-        channel.do_handshake()
+        try:
+            channel.do_handshake()
+        except TimeoutError:
+            raise TimeoutError(LATE) from None
     hello = HELLO.pack(magic, *purpose, os.urandom(proof.NONCE_BYTES))
     channel.sendall(hello)
     group = proof.group_name([hello, _by(until, channel, proof.NONCE_BYTES)])
@@ -111,7 +115,7 @@ def _by(until: float, channel: socket.socket, count: int) -> bytes:
     while len(data) < count:
         left_s = until - time.monotonic()
         if left_s <= 0:
-            raise TimeoutError("the other side did not finish the handshake in time")
+            raise TimeoutError(LATE)
         channel.settimeout(left_s)
         more = channel.recv(count - len(data))
         if not more:
