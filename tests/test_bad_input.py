@@ -233,6 +233,17 @@ def test_a_run_directory_is_not_used_twice(start: Start, tmp_path: Path) -> None
     assert "already holds a run" in run.log()
 
 
+@pytest.mark.parametrize("mistake", ["full", "full for one"])
+def test_a_disk_that_is_full_at_the_last_step(mistake: str, start: Start, tmp_path: Path) -> None:
+    """The job fails: else nothing would prove its last step."""
+    with start(mistake, nproc=2, script="faulty.py") as run:
+        assert run.wait(RUN_S) == 1, run.log()
+        assert run.leftovers() == []
+    outcome = run.run_dir.outcome() or ""
+    assert "cannot grow (No space left on device): free space there" in outcome, outcome
+    assert "Traceback" not in run.log()
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
 @pytest.mark.parametrize("size", ["16k", "40k"])
 def test_a_full_disk(size: str, start: Start, tmp_path: Path) -> None:

@@ -16,6 +16,14 @@ class Stateless:
     pass
 
 
+def fill_the_disk_under_the_ledger() -> None:
+    """Have this process's next line of the ledger meet a full disk."""
+    full = os.open("/dev/full", os.O_WRONLY)
+    for name in os.listdir("/proc/self/fd"):
+        if "/ledger/" in os.path.realpath(f"/proc/self/fd/{name}"):
+            os.dup2(full, int(name))
+
+
 def main(mistake: str) -> None:
     job = holdfast.join()
     again = os.environ.get("HOLDFAST_INCARNATION") != "1"
@@ -31,6 +39,8 @@ def main(mistake: str) -> None:
     for step in job.steps(data, until=10):
         if mistake == "raise" and other and step.index == 3:
             raise ValueError("the user's own mistake")
+        if step.index == 9 and (mistake == "full" or (mistake == "full for one" and other)):
+            fill_the_disk_under_the_ledger()
         if mistake == "exit" and other and step.index == 3:
             sys.exit(7)
         if mistake == "join" and step.index == 3:
