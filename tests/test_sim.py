@@ -57,6 +57,7 @@ SOUND = (
     (False, 1124),  # a restarted coordinator need not wait for a node that was given up before
     (False, 3066),  # a node whose report came twice counted as heard again
     (False, 2099),  # slots of an ending job name processes that may still run
+    (False, 3622),  # a frozen agent cannot end in time after it met another job
     (True, 1592),  # shards that are seconds late make their worker look hung
     (True, 556),  # who had committed died, and who was left alone computed wrongly
 )

@@ -44,6 +44,8 @@ class SharedAddress(CoordinatorHost):
             self._met[host.name] = self._later.now
             self._later.hosts[host.name] = host
             host.handle(ag.CoordinatorReached(self._later.job))
+        if host.frozen and host.name in self._met:
+            self._met[host.name] = self._later.now  # its time to end begins when it wakes
         met_at = self._met.get(host.name, self._later.now)
         if self._later.now > met_at + END_S:
             raise Violation(f"{host.name} is still there {END_S:g} s after it met another job")
