@@ -14,6 +14,7 @@ import zstandard
 
 from holdfast.cli.main import main
 from holdfast.core.errors import Damaged, UserError, WireError
+from holdfast.core.redundancy import PIECES_MAX
 from holdfast.core.types import (
     AgentId,
     Incarnation,
@@ -25,6 +26,7 @@ from holdfast.core.types import (
 )
 from holdfast.memory.arena import (
     FIRST,
+    PARTS_MAX,
     STATE,
     ArenaReading,
     PieceArena,
@@ -185,6 +187,20 @@ def test_a_skeleton_that_names_an_impossible_tensor_is_damaged() -> None:
     for shape in ((1 << 62, 1 << 62), (1 << 70,), (-1,)):
         with pytest.raises(WireError, match="names an impossible tensor"):
             state.size_of(("float32", shape))
+
+
+def test_a_table_of_pieces_may_go_to_its_limits() -> None:
+    last = (PARTS_MAX - 1, PIECES_MAX - 1)
+    for parts, piece, is_right in (
+        (PARTS_MAX, last, True),
+        (PARTS_MAX + 1, last, False),
+        (1, (0, 0), True),
+        (0, (0, 0), False),
+        (PARTS_MAX, (PARTS_MAX, 0), False),
+        (1, (0, PIECES_MAX), False),
+    ):
+        table = Table(5, (PieceShelf(1, parts, (piece,), 0),), ())
+        assert (problem_of_table(table) == "") == is_right, (parts, piece)
 
 
 PIECE = PieceEntry(STATE, 1, 4, 30, 10, FIRST, (bytes(16),) * 2)

@@ -15,6 +15,7 @@ from holdfast.core.step import events as ev
 from holdfast.core.types import AgentId, Incarnation, Member, View, ViewNumber, WorkerId
 from holdfast.memory.arena import PieceArena
 from holdfast.memory.pieces import PieceCoder
+from holdfast.train.checkpoint import state
 from holdfast.train.protection.protector import PieceTarget, Protector
 
 BUDGET = 1 << 20
@@ -59,6 +60,33 @@ def test_a_state_is_protected() -> None:
     told.protect()
     assert told.events == [ev.StateProtected(4, "")]
     assert told.arena.used > 0
+
+
+@pytest.mark.parametrize("redundancy", ["replicate:1", "replicate:2", "rs:2+1"])
+def test_each_member_asks_for_the_bytes_that_its_pieces_are_made_of(redundancy: str) -> None:
+    """Where each worker holds its share of the state only, nobody is sent anything else."""
+    asked: list[Any] = []
+
+    def capture(wanted: Any) -> Any:
+        asked.append(wanted)
+        return state.capture_named({"net": net})
+
+    net, nothing = nn.Linear(30, 10), lambda _: None
+    target = PieceTarget(arena=PieceArena(os.memfd_create("test"), ME, BUDGET), worker=ME)
+    data: Any = None
+    chosen = read_redundancy(redundancy)
+    protector = Protector(target, chosen, ({"net": net}, data), nothing, nothing, capture)
+    protector.begin(4, VIEW)
+    protector.before_update()
+    tensors = [torch.zeros(numel) for numel in (1000, 1, 300)]
+    times = [torch.zeros(tensor.nbytes, dtype=torch.int64) for tensor in tensors]
+    for rank in range(3):
+        for tensor, start, stop in asked[0](b"", tensors, rank):
+            assert 0 <= start < stop <= tensors[tensor].nbytes
+            times[tensor][start:stop] += 1
+    # Of each part every data piece is made of its own bytes, and a parity piece of all of them.
+    once = chosen.pieces if chosen.data == 1 else 1 + chosen.parity
+    assert all(bool((each == once).all()) for each in times), times
 
 
 def test_a_state_that_changes_while_it_is_copied_is_not_kept(

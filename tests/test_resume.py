@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +16,9 @@ import pytest
 
 from conftest import RUN_S, SCRIPTS, finish
 from holdfast.cli.main import main
+from holdfast.cli.run_command import make_spec, parser
 from holdfast.core.job_spec import CoordinatorPolicy
+from holdfast.runtime.rundir import RunDir
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.open import open_storage
 from holdfast.testing.local_run import LocalRun, strike
@@ -139,6 +146,37 @@ def test_a_job_is_not_resumed_while_its_store_cannot_be_written(
     (tmp_path / "away").rename(tmp_path / "store")
     with resumed(run) as again:
         assert finish(again) == reference(STEPS)
+
+
+def test_a_writer_that_cannot_write_to_its_store_says_so_before_the_first_checkpoint(
+    tmp_path: Path,
+) -> None:
+    """Its node may lack a mount, or rights, that the node has where the job was started."""
+    script = tmp_path / "script.py"
+    script.touch()
+    run_dir = RunDir(tmp_path / "run")
+    options = ["--store", str(tmp_path / "store"), str(script)]
+    run_dir.create(make_spec(parser().parse_args(options)), os.urandom(32))
+    shutil.rmtree(tmp_path / "store", ignore_errors=True)
+    (tmp_path / "store").touch()  # in the place of the folder
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, "-m", "holdfast.runtime.node.checkpoint_writer", str(run_dir.path)]
+    with (
+        subprocess.Popen(
+            [*command, str(theirs.fileno()), str(os.getpid())],
+            pass_fds=[theirs.fileno()],
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as writer,
+        ours,
+    ):
+        theirs.close()
+        assert writer.stderr is not None
+        line = writer.stderr.readline()
+        assert "this node can save no checkpoints" in line
+        assert str(tmp_path / "store") in line
+        ours.close()
+        assert writer.wait(RUN_S) == 0
 
 
 def test_who_asks_twice_does_not_wait_for_a_last_checkpoint(

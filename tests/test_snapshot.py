@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import queue
 import random
-import shutil
 import signal
 import socket
 import subprocess
@@ -496,37 +495,6 @@ def process(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], socket.so
     yield popen, ours
     ours.close()
     assert popen.wait(RUN_S) in (0, -signal.SIGKILL, 128 + signal.SIGTERM)
-
-
-def test_a_writer_that_cannot_write_to_its_store_says_so_before_the_first_checkpoint(
-    tmp_path: Path,
-) -> None:
-    """Its node may lack a mount, or rights, that the node has where the job was started."""
-    script = tmp_path / "script.py"
-    script.touch()
-    run_dir = RunDir(tmp_path / "run")
-    options = ["--store", str(tmp_path / "store"), str(script)]
-    run_dir.create(make_spec(parser().parse_args(options)), os.urandom(32))
-    shutil.rmtree(tmp_path / "store", ignore_errors=True)
-    (tmp_path / "store").touch()  # in the place of the folder
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = [sys.executable, "-m", "holdfast.runtime.node.checkpoint_writer", str(run_dir.path)]
-    with (
-        subprocess.Popen(
-            [*command, str(theirs.fileno()), str(os.getpid())],
-            pass_fds=[theirs.fileno()],
-            stderr=subprocess.PIPE,
-            text=True,
-        ) as writer,
-        ours,
-    ):
-        theirs.close()
-        assert writer.stderr is not None
-        line = writer.stderr.readline()
-        assert "this node can save no checkpoints" in line
-        assert str(tmp_path / "store") in line
-        ours.close()
-        assert writer.wait(RUN_S) == 0
 
 
 def test_a_worker_that_dies_after_its_copy_has_saved_it(
