@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
-from holdfast.core.membership import agent, coordinator
+from holdfast.core.membership import agent, coordinator_events
 from holdfast.core.replica.ends import SourceKind
 from holdfast.core.replica.replica import SyncStage
 from holdfast.core.step import effects as ef
@@ -217,7 +217,7 @@ def drawn(text: str) -> str:
         "worker transitions": "\n".join(transitions()),
         "agent": "\n".join(tables(agent.AgentEvent, agent.AgentEffect)),
         "coordinator": "\n".join(
-            tables(coordinator.CoordinatorEvent, coordinator.CoordinatorEffect)
+            tables(coordinator_events.CoordinatorEvent, coordinator_events.CoordinatorEffect)
         ),
     }
     for name, body in sections.items():

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from holdfast.core.membership import view_making
+from holdfast.core.membership.facts import Facts
 from holdfast.core.membership.followers import Followers
-from holdfast.core.membership.formation import Situation
 from holdfast.core.membership.roster import Roster
 from holdfast.core.membership.view_making import Proposal
 from holdfast.core.replica.feeding import Feeding
@@ -113,7 +113,7 @@ def who_has_yet_to_take_the_last_step_counts_as_a_survivor(
 def all_wait_while_who_is_fed_receives_the_state_again(patch: pytest.MonkeyPatch) -> Machines:
     """Nobody is ever taken for fed: each joins in a pause, and what was fed is thrown away."""
 
-    def abreast(self: Followers, situation: Situation) -> tuple[Follower, ...]:
+    def abreast(self: Followers, facts: Facts) -> tuple[Follower, ...]:
         return ()
 
     patch.setattr(Followers, "abreast", abreast)

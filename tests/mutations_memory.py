@@ -26,7 +26,7 @@ from mutation_kit import mutation
 
 @mutation
 def nothing_is_recalled(patch: pytest.MonkeyPatch) -> Machines:
-    def recall(self: Protection, situation: Any, durable: Any) -> Recall:
+    def recall(self: Protection, facts: Any, durable: Any) -> Recall:
         return Recall(base=durable.step, view=0, sources=())
 
     patch.setattr(Protection, "recall", recall)
@@ -37,8 +37,8 @@ def nothing_is_recalled(patch: pytest.MonkeyPatch) -> Machines:
 def gradients_are_not_recalled(patch: pytest.MonkeyPatch) -> Machines:
     plain = Protection.recall
 
-    def recall(self: Protection, situation: Any, durable: Any) -> Recall | None:
-        found = plain(self, situation, durable)
+    def recall(self: Protection, facts: Any, durable: Any) -> Recall | None:
+        found = plain(self, facts, durable)
         return None if found is None else dataclasses.replace(found, sources=())
 
     patch.setattr(Protection, "recall", recall)

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from holdfast.core.job_spec import CoordinatorPolicy
 from holdfast.core.membership import coordinator as co
-from holdfast.core.membership import view_making
+from holdfast.core.membership import decision_loop, view_making
 from holdfast.core.membership.agent import (
     AgentEffect,
     AgentEvent,
@@ -16,11 +17,12 @@ from holdfast.core.membership.agent import (
     JobOver,
     ProcessExited,
 )
+from holdfast.core.membership.changes import AddSlot, Change
 from holdfast.core.membership.durable import Durable
-from holdfast.core.membership.formation import Situation
+from holdfast.core.membership.facts import Facts
 from holdfast.core.membership.liveness import FreezeDetector, ProcessSample
 from holdfast.core.membership.own_job import OwnJob
-from holdfast.core.membership.roster import Roster, SlotState
+from holdfast.core.membership.roster import Roster
 from holdfast.core.step.step_machine import StepMachine
 from holdfast.core.step.verdicts import Decided
 from holdfast.core.types import AgentId, Incarnation, Phase, Tick, View, WorkerId
@@ -77,9 +79,12 @@ def only_nodes_that_were_heard_count(patch: pytest.MonkeyPatch) -> Machines:
 
 @mutation
 def a_node_is_given_a_slot_too_many(patch: pytest.MonkeyPatch) -> Machines:
-    def admit(self: Roster, name: AgentId) -> None:
-        for _ in range(self.nodes[name].offered + 1 - len(self.here(name))):
-            self.add_slot(WorkerId(self.workers_named), SlotState(name, self.first))
+    plain = co.admit
+
+    def admit(facts: Facts, policy: CoordinatorPolicy) -> tuple[tuple[AgentId, ...], list[Change]]:
+        waiting, plan = plain(facts, policy)
+        begun = {c.slot.agent: c for c in plan if isinstance(c, AddSlot)}
+        return waiting, [*plan, *begun.values()]
 
     class Crowded(AgentMachine):
         def _reconcile(self, now: float) -> list[AgentEffect]:
@@ -88,19 +93,19 @@ def a_node_is_given_a_slot_too_many(patch: pytest.MonkeyPatch) -> Machines:
             self._slots = offered
             return effects
 
-    patch.setattr(Roster, "admit", admit)
+    patch.setattr(co, "admit", admit)
     return Machines(agent=Crowded)
 
 
 @mutation
 def the_job_starts_on_fewer_nodes(patch: pytest.MonkeyPatch) -> Machines:
-    patch.setattr(co, "present_nodes", lambda situation: 1 << 20)
+    patch.setattr(co, "present_nodes", lambda facts: 1 << 20)
     return Machines()
 
 
 @mutation
 def a_drained_node_is_used_on(patch: pytest.MonkeyPatch) -> Machines:
-    patch.setattr(co, "choose_drained", lambda situation: "")
+    patch.setattr(decision_loop, "drain", lambda facts: ("", []))
     return Machines()
 
 
@@ -117,8 +122,8 @@ def what_was_not_reported_does_not_run(patch: pytest.MonkeyPatch) -> Machines:
 def too_few_workers_go_on(patch: pytest.MonkeyPatch) -> Machines:
     plain = co.why_change
 
-    def why_change(situation: Situation, workers_min: int, step: int) -> tuple[str, str] | None:
-        return plain(situation, 1, step)
+    def why_change(facts: Facts, workers_min: int, step: int) -> tuple[str, str] | None:
+        return plain(facts, 1, step)
 
     patch.setattr(co, "why_change", why_change)
     return Machines()
@@ -165,7 +170,7 @@ def the_oldest_checkpoint_is_begun_from(patch: pytest.MonkeyPatch) -> Machines:
 
 @mutation
 def nobody_waits_for_a_silent_holder_of_the_state(patch: pytest.MonkeyPatch) -> Machines:
-    patch.setattr(Situation, "may_return", lambda self, member: False)
+    patch.setattr(Facts, "may_return", lambda self, member: False)
     return Machines()
 
 
@@ -241,11 +246,11 @@ def a_worker_in_its_own_code_is_taken_to_rest(patch: pytest.MonkeyPatch) -> Mach
 
 @mutation
 def nobody_is_asked_to_join(patch: pytest.MonkeyPatch) -> Machines:
-    patch.setattr(co, "why_change", lambda situation, workers_min, step: None)
+    patch.setattr(co, "why_change", lambda facts, workers_min, step: None)
     return Machines()
 
 
 @mutation
 def views_follow_each_other_for_no_reason(patch: pytest.MonkeyPatch) -> Machines:
-    patch.setattr(co, "why_change", lambda situation, workers_min, step: ("join", "again"))
+    patch.setattr(co, "why_change", lambda facts, workers_min, step: ("join", "again"))
     return Machines()

@@ -20,19 +20,19 @@ from mutation_kit import SPREAD, TUNED, mutation
 
 @mutation
 def the_loss_of_a_further_node_is_not_noticed(patch: pytest.MonkeyPatch) -> Machines:
-    patch.setattr(restart, "_loss_elsewhere", lambda *_: None)
+    patch.setattr(restart, "_why_lost_elsewhere", lambda *_: None)
     return Machines()
 
 
 @mutation
 def a_team_changes_while_its_worker_acts(patch: pytest.MonkeyPatch) -> Machines:
-    patch.setattr(teams, "_acts", lambda situation, team: False)
+    patch.setattr(teams, "_acts", lambda facts, team: False)
     return Machines()
 
 
 @mutation
 def a_lost_node_keeps_its_place(patch: pytest.MonkeyPatch) -> Machines:
-    patch.setattr(teams, "_is_lost", lambda situation, name: False)
+    patch.setattr(teams, "_is_lost", lambda facts, name: False)
     return Machines()
 
 
@@ -58,14 +58,12 @@ def all_pieces_of_a_shard_are_kept_where_it_is(patch: pytest.MonkeyPatch) -> Mac
 
 @mutation
 def silent_nodes_that_hold_pieces_are_not_waited_for(patch: pytest.MonkeyPatch) -> Machines:
-    patch.setattr(Protection, "_bridges", lambda self, situation, durable: True)
-    patch.setattr(Protection, "awaits", lambda self, situation, durable: False)
+    patch.setattr(Protection, "_bridges", lambda self, facts, durable: True)
+    patch.setattr(Protection, "awaits", lambda self, facts, durable: False)
     plain = Protection.recall
 
-    def recall(self: Protection, situation: Any, durable: Any) -> Any:
-        every = dataclasses.replace(
-            situation, lease=dataclasses.replace(situation.lease, abandon_s=0)
-        )
+    def recall(self: Protection, facts: Any, durable: Any) -> Any:
+        every = dataclasses.replace(facts, lease=dataclasses.replace(facts.lease, abandon_s=0))
         return plain(self, every, durable)
 
     patch.setattr(Protection, "recall", recall)

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
-from holdfast.core.membership.formation import Situation
+from holdfast.core.membership.changes import (
+    Change,
+    CountLoss,
+    PutSlot,
+    SetDrain,
+    WelcomeNode,
+)
+from holdfast.core.membership.coordinator_events import Announce
+from holdfast.core.membership.facts import Facts
 from holdfast.core.membership.lease import LeasePolicy
-from holdfast.core.membership.roster import News, Roster, SlotState
+from holdfast.core.membership.live_roster import LiveRoster, News
+from holdfast.core.membership.roster import SlotState
 from holdfast.core.types import (
     AgentId,
     AgentReport,
@@ -66,14 +76,14 @@ class Cluster:
     """Nodes with one slot each: worker w is on node nw."""
 
     def __init__(self, *statuses: WorkerStatus, record: JobRecord | None = None) -> None:
-        self.roster = Roster(record, 0.0)
+        self.roster = LiveRoster(record, 0.0)
         self.now = 1.0
         self._seq: dict[str, int] = {}
         for each in statuses:
             name = AgentId(f"n{each.worker}")
             self.hear(name, each)
-            self.roster.add_slot(each.worker, SlotState(name, each.incarnation))
-            self.roster.nodes[name].fresh = False
+            slot = SlotState(name, each.incarnation)
+            self.change(PutSlot(each.worker, slot), WelcomeNode(name))
 
     def hear(self, name: str, *statuses: WorkerStatus, **fields: Any) -> News:
         """Hear the next report of a node."""
@@ -84,8 +94,28 @@ class Cluster:
         )
         return self.roster.hear(report, self.now)
 
-    def situation(self, view: View | None = None, *silent: int, **fields: Any) -> Situation:
-        """Return the situation; the nodes of `silent` workers have not been heard for a while."""
+    def change(self, *plan: Change) -> list[str]:
+        """Carry out a plan; return its lines."""
+        lines = []
+        for change in plan:
+            if isinstance(change, Announce):
+                lines.append(change.text)
+            elif isinstance(change, CountLoss):
+                lines.append(f"{change.worker}: {change.reason}")
+            else:
+                self.roster.apply(change)
+        return lines
+
+    def put(self, worker: int, **fields: Any) -> None:
+        """Change fields of a worker's slot."""
+        slot = self.roster.slots[WorkerId(worker)]
+        self.change(PutSlot(WorkerId(worker), dataclasses.replace(slot, **fields)))
+
+    def drain(self, name: str, reason: str = "asked") -> None:
+        self.change(SetDrain(AgentId(name), reason))
+
+    def facts(self, view: View | None = None, *silent: int, **fields: Any) -> Facts:
+        """Return the facts; the nodes of `silent` workers have not been heard for a while."""
         values: dict[str, Any] = dict(witness_at=None, now=self.now) | fields
         names = frozenset(AgentId(f"n{w}") for w in silent)
-        return Situation(view=view, roster=self.roster, lease=LEASE, silent=names, **values)
+        return Facts(view=view, roster=self.roster, lease=LEASE, silent=names, **values)

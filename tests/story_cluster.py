@@ -15,7 +15,7 @@ from typing import Any
 
 from holdfast.core.job_spec import CoordinatorPolicy
 from holdfast.core.membership import agent as ag
-from holdfast.core.membership import coordinator as co
+from holdfast.core.membership import coordinator_events as ce
 from holdfast.core.membership.agent import AgentMachine, AgentPolicy
 from holdfast.core.membership.coordinator import CoordinatorMachine
 from holdfast.core.step import effects as ef
@@ -144,9 +144,9 @@ class Cluster:
         self.coordinator = self._machines.coordinator(
             self.setting.coordinator, self.term, self.record, self.now, self.forgotten
         )
-        self.tell_coordinator(co.Tick())
+        self.tell_coordinator(ce.Tick())
 
-    def tell_coordinator(self, event: co.CoordinatorEvent) -> None:
+    def tell_coordinator(self, event: ce.CoordinatorEvent) -> None:
         """Hand the coordinator an event and carry out what follows."""
         machine = self.coordinator
         if machine is None:
@@ -155,13 +155,13 @@ class Cluster:
         machine.check()
         self.blocks.append(("coordinator", self._scribe.coordinator(effects)))
         for effect in effects:
-            if isinstance(effect, co.Persist):
+            if isinstance(effect, ce.Persist):
                 self.record = effect.record
-            elif isinstance(effect, co.SendDirective):
+            elif isinstance(effect, ce.SendDirective):
                 host = self.hosts[effect.directive.agent]
                 if not host.cut_off:
                     host.inbox.append(effect.directive)
-            elif isinstance(effect, co.Finish):
+            elif isinstance(effect, ce.Finish):
                 self.coordinator = None
 
     def start_agent(self, host: Host) -> None:
@@ -295,7 +295,7 @@ class Cluster:
         found = [r for r in self.reports if host is None or r.agent == host.name]
         self.reports = deque(r for r in self.reports if r not in found)
         for report in found:
-            self.tell_coordinator(co.ReportArrived(report))
+            self.tell_coordinator(ce.ReportArrived(report))
         return bool(found)
 
     def hear_directives(self, host: Host) -> bool:
@@ -340,7 +340,7 @@ class Cluster:
         deadline = machine.deadline() if machine is not None else None
         if deadline is None or deadline > self.now + INSTANT_S:
             return False
-        self.tell_coordinator(co.Tick())
+        self.tell_coordinator(ce.Tick())
         return True
 
     def newest(self) -> list[Process]:
@@ -383,7 +383,7 @@ class Cluster:
         """Those whose time has come; each by itself, since one may end another."""
         machine = self.coordinator
         if machine is not None and _is_due(machine.deadline(), self.now):
-            yield partial(self.tell_coordinator, co.Tick())
+            yield partial(self.tell_coordinator, ce.Tick())
         for host in self.hosts.values():
             if host.machine and host.runs and _is_due(host.machine.deadline(), self.now):
                 yield partial(self.tell_agent, host, ag.Tick())

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from holdfast.core.membership import agent as ag
-from holdfast.core.membership import coordinator as co
+from holdfast.core.membership import coordinator_events as ce
 from holdfast.core.membership.formation import spans
 from holdfast.core.replica.ends import SinkKind, SourceKind
 from holdfast.core.step import effects as ef
@@ -419,12 +419,12 @@ class Scribe:
                 lines.append(_AGENT_WORDS[type(effect)](effect))
         return tuple(line for line in lines if line)
 
-    def coordinator(self, effects: Iterable[co.CoordinatorEffect]) -> tuple[str, ...]:
+    def coordinator(self, effects: Iterable[ce.CoordinatorEffect]) -> tuple[str, ...]:
         """Write what the coordinator does."""
         lines: list[str] = []
         told: list[tuple[str, str]] = []  # directives that follow each other
         for effect in effects:
-            if isinstance(effect, co.SendDirective):
+            if isinstance(effect, ce.SendDirective):
                 directive = effect.directive
                 key = ("directive", directive.agent, directive.agent_incarnation)
                 news = directive_news(directive, self._before(key, directive))
@@ -433,11 +433,11 @@ class Scribe:
             lines += _directive_lines(told)
             told = []
             match effect:
-                case co.Persist(record):
+                case ce.Persist(record):
                     lines.append(f"journal: {record_news(record, self._before('journal', record))}")
-                case co.Announce(kind, text):
+                case ce.Announce(kind, text):
                     lines.append(f"{kind}: {text}")
-                case co.Finish(outcome):
+                case ce.Finish(outcome):
                     lines.append(f"the job is over: {outcome or 'success'}")
         return (*lines, *_directive_lines(told))
 

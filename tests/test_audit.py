@@ -259,13 +259,15 @@ def test_whoever_is_accused_of_the_same_step_and_view_is_accused_in_any_order() 
     for one, other in ((first, second), (second, first)):
         durable = Durable()
         durable.note([told(0, 5, 0, one), told(3, 5, 0, other)])
-        assert durable.accused() == [1, 2]
+        assert durable.accused == [1, 2]
         later = Durable()
         later.note([told(0, 5, 0, one)])
-        accused = later.accused()
+        accused = later.accused
+        later.judge()
         later.note([told(3, 5, 0, other)])
-        assert sorted([*accused, *later.accused()]) == [1, 2]
-        assert later.accused() == []
+        assert sorted([*accused, *later.accused]) == [1, 2]
+        later.judge()
+        assert later.accused == []
 
 
 def test_an_invalidation_heard_again_takes_nothing_back_that_was_saved_since() -> None:
@@ -298,9 +300,10 @@ def test_what_is_durable_is_what_was_saved_and_is_not_invalidated() -> None:
         [told(0, 1, 30), told(1, 1, 0, invalidation)]
     )  # the first one does not know it yet
     assert (durable.step, durable.invalidations) == (10, (invalidation,))
-    assert durable.accused() == [WorkerId(3)]
-    assert durable.accused() == []
+    assert durable.accused == [WorkerId(3)]
+    durable.judge()
+    assert durable.accused == []
     durable.note([told(0, 2, 20), told(1, 1, 0, invalidation)])  # of a later view
     assert durable.step == 20
     later = Durable(durable.steps, durable.invalidations)  # another coordinator
-    assert (later.step, later.accused()) == (20, [])
+    assert (later.step, later.accused) == (20, [])

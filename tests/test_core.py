@@ -13,13 +13,15 @@ from holdfast.core import tree
 from holdfast.core.assignment import assign_at_boundary, assign_mid_step, spread_blocks
 from holdfast.core.errors import InvariantError, first_line
 from holdfast.core.exact_products import NARROW, WIDE, ExactProduct, digest_of
-from holdfast.core.membership.admission import choose_drained
+from holdfast.core.membership.admission import drain
+from holdfast.core.membership.changes import AddSlot, Change
 from holdfast.core.membership.draining import choose_drains
-from holdfast.core.membership.formation import Situation, spans, unreachable
+from holdfast.core.membership.formation import Facts, spans, unreachable
 from holdfast.core.membership.lease import LeasePolicy, acting_until, fenced_from
+from holdfast.core.membership.live_roster import LiveRoster
 from holdfast.core.membership.liveness import FreezeDetector, FreezePolicy, ProcessSample
 from holdfast.core.membership.resume import resume_step
-from holdfast.core.membership.roster import Roster
+from holdfast.core.membership.roster import SlotState
 from holdfast.core.partition import part_of
 from holdfast.core.types import (
     AgentId,
@@ -102,7 +104,7 @@ def test_the_order_of_a_sum_is_the_same_for_ever() -> None:
     shapes[7] = "(((0+1)+(2+3))+((4+5)+6))"
     for vranks, shape in shapes.items():
         assert tree.fold({(v, 1): str(v) for v in range(vranks)}, vranks, add) == shape
-    leaves = [1.0, 1e16, -1e16, 1.0, 1.0]  # one after the other they come to 2
+    leaves = [1.0, 1e16, -1e16, 1.0, 1.0]  # added in order they give 2
     floats = {(v, 1): leaf for v, leaf in enumerate(leaves)}
     assert tree.fold(floats, 5, lambda a, b: a + b) == 1.0
 
@@ -330,7 +332,7 @@ def test_who_is_fenced_has_stopped_before(
 # ---------------------------------------------------------------- lost links
 
 
-def situation(pairs: list[tuple[int, int]], joiners: set[int], workers: int) -> Situation:
+def facts(pairs: list[tuple[int, int]], joiners: set[int], workers: int) -> Facts:
     """A stopped view of `workers` on nodes of their own, with complaints as `pairs`."""
     members = tuple(
         Member(worker=WorkerId(w), incarnation=Incarnation(1), agent=AgentId(f"n{w}"))
@@ -344,7 +346,7 @@ def situation(pairs: list[tuple[int, int]], joiners: set[int], workers: int) -> 
         leader=WorkerId(min(set(range(workers)) - joiners)),
         joiners=tuple(WorkerId(w) for w in sorted(joiners)),
     )
-    roster = Roster(None, 0.0)
+    roster = LiveRoster(None, 0.0)
     for member in members:
         status = WorkerStatus(
             worker=member.worker,
@@ -359,8 +361,8 @@ def situation(pairs: list[tuple[int, int]], joiners: set[int], workers: int) -> 
             agent=member.agent, incarnation=Incarnation(1), seq=1, slots=1, workers=(status,)
         )
         roster.hear(report, 0.0)
-        roster.admit(member.agent)
-    return Situation(
+        roster.apply(AddSlot(SlotState(member.agent, Incarnation(1))))
+    return Facts(
         view=view, roster=roster, lease=LeasePolicy(), silent=frozenset(), witness_at=0.0, now=0.1
     )
 
@@ -370,7 +372,7 @@ def test_who_is_left_out_reconnects_the_rest(data: st.DataObject, workers: int) 
     joiners = data.draw(st.sets(st.integers(0, workers - 1), max_size=workers - 1))
     several = st.tuples(st.integers(0, workers - 1), st.integers(0, workers - 1))
     pairs = [p for p in data.draw(st.lists(several, max_size=8)) if p[0] != p[1]]
-    left_out = unreachable(situation(pairs, joiners, workers))
+    left_out = unreachable(facts(pairs, joiners, workers))
     kept = set(range(workers)) - set(left_out)
     assert not any(a in kept and b in kept for a, b in pairs)
     assert kept - joiners, "nobody who holds the state is left"
@@ -378,44 +380,66 @@ def test_who_is_left_out_reconnects_the_rest(data: st.DataObject, workers: int) 
 
 
 def test_a_pair_costs_one_worker_and_not_the_leader() -> None:
-    assert unreachable(situation([(0, 1), (1, 0)], set(), 3)) == [1]
-    assert unreachable(situation([(2, 0)], {2}, 3)) == [2]
-    assert unreachable(situation([(1, 0), (1, 2), (2, 1)], set(), 3)) == [1]
+    assert unreachable(facts([(0, 1), (1, 0)], set(), 3)) == [1]
+    assert unreachable(facts([(2, 0)], {2}, 3)) == [2]
+    assert unreachable(facts([(1, 0), (1, 2), (2, 1)], set(), 3)) == [1]
 
 
 # ---------------------------------------------------------------- drains
 
 
-def nodes_asking(failing: dict[str, str], asked: Collection[str] = ()) -> Situation:
+def asking(name: str, seq: int, asks: str, check: str) -> AgentReport:
+    return AgentReport(
+        agent=AgentId(name),
+        incarnation=Incarnation(1),
+        seq=seq,
+        slots=1,
+        draining=asks,
+        failing=check,
+    )
+
+
+def drain_now(found: Facts) -> str:
+    """Drain the nodes that should be; return why not all that ask for it."""
+    why_not, plan = drain(found)
+    renew(found, *plan)
+    return why_not
+
+
+def renew(found: Facts, *news: Change | AgentReport) -> None:
+    roster = found.roster
+    assert isinstance(roster, LiveRoster)
+    for each in news:
+        if isinstance(each, AgentReport):
+            roster.hear(each, 0.0)
+        else:
+            roster.apply(each)
+
+
+def nodes_asking(failing: dict[str, str], asked: Collection[str] = ()) -> Facts:
     """Eight nodes with a place each; some fail a check, some are asked to leave."""
-    roster = Roster(None, 0.0)
+    roster = LiveRoster(None, 0.0)
     for name in (f"n{i}" for i in range(8)):
         check = failing.get(name, "")
-        report = AgentReport(
-            agent=AgentId(name),
-            incarnation=Incarnation(1),
-            seq=1,
-            slots=1,
-            draining="disk: bad" if check else "a new fan" if name in asked else "",
-            failing=check,
-        )
+        asks = "disk: bad" if check else "a new fan" if name in asked else ""
+        report = asking(name, 1, asks, check)
         roster.hear(report, 0.0)
-        roster.admit(report.agent)
-    return Situation(
+        roster.apply(AddSlot(SlotState(report.agent, Incarnation(1))))
+    return Facts(
         view=None, roster=roster, lease=LeasePolicy(), silent=frozenset(), witness_at=None, now=0.1
     )
 
 
-def drained(found: Situation) -> list[str]:
+def drained(found: Facts) -> list[str]:
     return [name for name, node in found.roster.nodes.items() if node.draining]
 
 
 def test_a_node_that_fails_is_drained_and_what_many_share_drains_none() -> None:
     found = nodes_asking({"n3": "disk"})
-    assert choose_drained(found) == ""
+    assert drain_now(found) == ""
     assert drained(found) == ["n3"]
     shared = nodes_asking({f"n{i}": "disk" for i in range(5)})
-    assert "disk fails on 5 of 8 nodes" in choose_drained(shared)
+    assert "disk fails on 5 of 8 nodes" in drain_now(shared)
     assert drained(shared) == []
 
 
@@ -433,27 +457,25 @@ def test_a_check_that_a_quarter_fails_is_theirs_and_one_that_more_fail_is_shared
 
 def test_who_is_asked_to_leave_does_whatever_others_do() -> None:
     found = nodes_asking({f"n{i}": "disk" for i in range(5)}, asked=("n6", "n7"))
-    choose_drained(found)
+    drain_now(found)
     assert drained(found) == ["n6", "n7"]
 
 
 def test_a_drained_node_stays_so_when_another_begins_to_fail() -> None:
     found = nodes_asking({"n5": "disk", "n6": "memory"})
-    choose_drained(found)
+    drain_now(found)
     for name, check in (("n0", "gpu"), ("n1", "clock")):
-        node = found.roster.nodes[AgentId(name)]
-        node.asks, node.failing = "bad", check
-    assert "at most 2 of 8" in choose_drained(found)
+        renew(found, asking(name, 2, "bad", check))
+    assert "at most 2 of 8" in drain_now(found)
     assert drained(found) == ["n5", "n6"]
 
 
 def test_a_node_that_is_well_again_is_used_again() -> None:
     found = nodes_asking({"n3": "disk"})
-    choose_drained(found)
-    node = found.roster.nodes[AgentId("n3")]
+    drain_now(found)
     ordered = [each.incarnation for each in found.roster.wanted(AgentId("n3"), None)]
-    node.asks = node.failing = ""
-    choose_drained(found)
+    renew(found, asking("n3", 2, "", ""))
+    drain_now(found)
     assert drained(found) == []
     assert ordered == []
     assert [each.incarnation for each in found.roster.wanted(AgentId("n3"), None)] == [2]

@@ -10,7 +10,7 @@ from holdfast.cli.main import main
 from holdfast.core.domains import joined, lacking, read_domains
 from holdfast.core.errors import UserError
 from holdfast.core.membership.agent import AgentMachine, AgentPolicy, Labelled, SendReport
-from holdfast.core.membership.roster import News, Roster
+from holdfast.core.membership.live_roster import LiveRoster, News
 from holdfast.core.types import AgentId, Incarnation
 
 
@@ -48,7 +48,7 @@ def test_an_agent_reports_its_domains_at_once_and_the_coordinator_shows_them() -
     [effect] = agent.handle(Labelled(("rack=r7",)), 0.1)
     assert isinstance(effect, SendReport)
     assert not agent.handle(Labelled(("rack=r7",)), 0.2)
-    roster = Roster(None, 0.0)
+    roster = LiveRoster(None, 0.0)
     assert roster.hear(effect.report, 0.3) is News.CHANGE
     assert [node.domains for node in roster.snapshot(())] == [("rack=r7",)]
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from holdfast.core.errors import InvariantError
 from holdfast.core.membership import formation as fo
 from holdfast.core.membership import view_making as vm
+from holdfast.core.membership.changes import OrderNext
 from holdfast.core.membership.formation import STEPS_MISSED_MAX
 from holdfast.core.membership.view_making import Room
 from holdfast.core.redundancy import Recall
@@ -52,7 +53,7 @@ def lag(worker: int, committed: int, incarnation: int = 1) -> LateWorker:
 def test_who_died_is_fenced_and_who_is_silent_only_after_its_lease() -> None:
     cluster = Cluster(member(0), member(1, stage=Stage.LOST))
     first, second = view_of(0, 1).members
-    heard = cluster.situation(view_of(0, 1))
+    heard = cluster.facts(view_of(0, 1))
     assert (heard.sound(first), heard.fenced(first), heard.may_return(first)) == (
         True,
         False,
@@ -68,11 +69,11 @@ def test_who_died_is_fenced_and_who_is_silent_only_after_its_lease() -> None:
         (fence_at + 1.0, 2.0, True),
         (1.0 + LEASE.abandon_s + LEASE.margin_s, None, True),
     ):
-        silent = cluster.situation(view_of(0, 1), 0, now=now, witness_at=witness_at)
+        silent = cluster.facts(view_of(0, 1), 0, now=now, witness_at=witness_at)
         assert silent.fenced(first) is fenced
         assert silent.may_return(first) is (now < 1.0 + LEASE.abandon_s + LEASE.margin_s)
-    assert not cluster.situation(view_of(0, 1), 1).may_return(second)
-    assert cluster.situation(view_of(0, 1)).abandoned(second)
+    assert not cluster.facts(view_of(0, 1), 1).may_return(second)
+    assert cluster.facts(view_of(0, 1)).abandoned(second)
 
 
 # ---------------------------------------------------------------- who may join
@@ -92,22 +93,22 @@ def test_who_died_is_fenced_and_who_is_silent_only_after_its_lease() -> None:
 def test_who_is_ready_and_holds_no_state_may_join(heard: WorkerStatus, joins: bool) -> None:
     cluster = Cluster(member(0), status(4))
     cluster.hear("n4", heard)
-    situation = cluster.situation(view_of(0))
-    assert numbers(fo.candidates(situation)) == ([4] if joins else [])
-    assert fo.candidates(cluster.situation(view_of(0), 4)) == []
-    cluster.roster.nodes[situation.roster.slots[WorkerId(4)].agent].draining = "asked"
-    assert fo.candidates(situation) == []
+    facts = cluster.facts(view_of(0))
+    assert numbers(fo.candidates(facts)) == ([4] if joins else [])
+    assert fo.candidates(cluster.facts(view_of(0), 4)) == []
+    cluster.drain(facts.roster.slots[WorkerId(4)].agent)
+    assert fo.candidates(facts) == []
 
 
 def test_a_member_without_the_state_may_join_once_it_has_given_the_view_up() -> None:
     joiner = dict(state=StateCopy.INITIAL, committed=0)
     for heard, joins in ((member(1, **joiner), []), (stopped(1, **joiner), [1])):
         cluster = Cluster(member(0), heard)
-        assert numbers(fo.candidates(cluster.situation(view_of(0, 1)))) == joins
+        assert numbers(fo.candidates(cluster.facts(view_of(0, 1)))) == joins
 
 
 def test_candidates_come_in_order() -> None:
-    assert numbers(fo.candidates(Cluster(status(2), status(0), status(1)).situation())) == [0, 1, 2]
+    assert numbers(fo.candidates(Cluster(status(2), status(0), status(1)).facts())) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -129,20 +130,20 @@ def test_who_was_suspended_returns_once_it_is_done(
     cluster = Cluster(member(0), member(1))
     cluster.hear("n1", heard)
     view = view_of(0, suspended=(lag(1, 5),))
-    assert fo.returning(cluster.situation(view), step) == ([lag(1, 5)] if returns else [])
-    assert fo.returning(cluster.situation(view, 1), step) == []
-    assert fo.returning(cluster.situation(view_of(0)), step) == []
-    assert fo.returning(cluster.situation(), step) == []
+    assert fo.returning(cluster.facts(view), step) == ([lag(1, 5)] if returns else [])
+    assert fo.returning(cluster.facts(view, 1), step) == []
+    assert fo.returning(cluster.facts(view_of(0)), step) == []
+    assert fo.returning(cluster.facts(), step) == []
 
 
 def test_who_has_missed_too_much_is_better_started_anew() -> None:
     view = view_of(0, suspended=(lag(1, 5),))
     cluster = Cluster(member(0), member(1))
     for step, behind in ((5 + STEPS_MISSED_MAX, []), (6 + STEPS_MISSED_MAX, [1])):
-        assert numbers(fo.too_far_behind(cluster.situation(view), step)) == behind
+        assert numbers(fo.too_far_behind(cluster.facts(view), step)) == behind
     cluster.hear("n1", member(1, stage=Stage.LOST))
-    assert fo.too_far_behind(cluster.situation(view), 500) == []
-    assert fo.too_far_behind(cluster.situation(), 500) == []
+    assert fo.too_far_behind(cluster.facts(view), 500) == []
+    assert fo.too_far_behind(cluster.facts(), 500) == []
 
 
 # ---------------------------------------------------------------- who is late
@@ -184,24 +185,24 @@ BROKEN = [
 
 @pytest.mark.parametrize(("statuses", "why"), BROKEN)
 def test_why_a_view_must_stop(statuses: tuple[WorkerStatus, ...], why: str | None) -> None:
-    situation = Cluster(*statuses).situation(view_of(0, 1))
-    found = fo.why_broken(situation, 5.0, 5.0, minds_late=True)
+    facts = Cluster(*statuses).facts(view_of(0, 1))
+    found = fo.why_broken(facts, 5.0, 5.0, minds_late=True)
     assert (found is None) if why is None else (why in str(found))
-    assert fo.why_broken(Cluster(*statuses).situation(), 5.0, 5.0) is None
+    assert fo.why_broken(Cluster(*statuses).facts(), 5.0, 5.0) is None
 
 
 def test_a_planned_stop_is_waited_for_and_the_late_only_where_that_is_allowed() -> None:
-    waits = Cluster(member(0, **WAITING), resting(1)).situation(view_of(0, 1))
+    waits = Cluster(member(0, **WAITING), resting(1)).facts(view_of(0, 1))
     assert fo.why_broken(waits, 4.9, 5.0) is None
-    overdue = Cluster(member(0, **OVERDUE), member(1)).situation(view_of(0, 1))
+    overdue = Cluster(member(0, **OVERDUE), member(1)).facts(view_of(0, 1))
     assert fo.why_broken(overdue, 5.0, 5.0, minds_late=False) is None
 
 
 def test_a_silent_node_stops_the_view_if_others_can_go_on() -> None:
     cluster = Cluster(member(0), member(1))
-    one = cluster.situation(view_of(0, 1), 1)
+    one = cluster.facts(view_of(0, 1), 1)
     assert fo.why_broken(one, 0.0, 5.0) == "node n1 has not been heard for a while"
-    assert fo.why_broken(cluster.situation(view_of(0, 1), 0, 1), 0.0, 5.0) is None
+    assert fo.why_broken(cluster.facts(view_of(0, 1), 0, 1), 0.0, 5.0) is None
 
 
 # ---------------------------------------------------------------- planned changes
@@ -209,32 +210,32 @@ def test_a_silent_node_stops_the_view_if_others_can_go_on() -> None:
 
 def test_a_change_is_planned_for_who_can_join_then_for_drains_then_for_too_few() -> None:
     cluster = Cluster(member(0), member(1), status(4))
-    situation = cluster.situation(view_of(0, 1))
-    assert fo.why_change(with_room(situation, 3), 1, 5) == ("join", "worker 4 joins")
-    assert fo.why_change(with_room(situation, 2), 1, 5) is None  # there is no virtual rank for it
-    assert fo.why_change(with_room(situation, 2), 3, 5) == ("wait", "the job waits")
-    assert fo.why_change(with_room(situation, 2), 2, 5) is None
+    facts = cluster.facts(view_of(0, 1))
+    assert fo.why_change(with_room(facts, 3), 1, 5) == ("join", "worker 4 joins")
+    assert fo.why_change(with_room(facts, 2), 1, 5) is None  # there is no virtual rank for it
+    assert fo.why_change(with_room(facts, 2), 3, 5) == ("wait", "the job waits")
+    assert fo.why_change(with_room(facts, 2), 2, 5) is None
     for name in ("n0", "n1"):
-        cluster.roster.nodes[name].draining = "asked"
+        cluster.drain(name)
         expected = ("drain", f"node n0 is left ({'asked'})")
-        assert fo.why_change(with_room(situation, 2), 3, 5) == expected
+        assert fo.why_change(with_room(facts, 2), 3, 5) == expected
     view = view_of(0, suspended=(lag(1, 5),))
-    back = Cluster(member(0), member(1, **WAITING)).situation(view)
+    back = Cluster(member(0), member(1, **WAITING)).facts(view)
     assert fo.why_change(with_room(back, 2), 1, 8) == ("join", "worker 1 joins")
     assert fo.why_change(with_room(back, 1), 1, 8) is None
 
 
 def test_a_node_is_left_only_if_others_can_go_on() -> None:
     cluster = Cluster(member(0), member(1))
-    situation = cluster.situation(view_of(0, 1))
-    assert fo.leaving(situation, 1) == {}
-    cluster.roster.nodes["n0"].draining = "asked"
-    assert fo.leaving(situation, 1) == {"node n0": "asked"}
-    cluster.roster.nodes["n1"].draining = "disk"
-    assert fo.leaving(situation, 1) == {}  # nobody would be left
+    facts = cluster.facts(view_of(0, 1))
+    assert fo.leaving(facts, 1) == {}
+    cluster.drain("n0")
+    assert fo.leaving(facts, 1) == {"node n0": "asked"}
+    cluster.drain("n1", "disk")
+    assert fo.leaving(facts, 1) == {}  # nobody would be left
     joined = Cluster(member(0), status(4))
-    joined.roster.nodes["n0"].draining = "asked"
-    assert fo.leaving(joined.situation(view_of(0)), 1) == {"node n0": "asked"}
+    joined.drain("n0")
+    assert fo.leaving(joined.facts(view_of(0)), 1) == {"node n0": "asked"}
 
 
 # ---------------------------------------------------------------- who survives
@@ -243,16 +244,16 @@ def test_a_node_is_left_only_if_others_can_go_on() -> None:
 def test_survivors_hold_the_state_and_nobody_may_act_any_more() -> None:
     cluster = Cluster(stopped(0), stopped(1, state=StateCopy.DIRTY), member(2, stage=Stage.LOST))
     view = view_of(0, 1, 2)
-    assert numbers(fo.survivors_of(cluster.situation(view)) or []) == [0]
-    assert fo.survivors_of(cluster.situation(view, 0)) is None  # it may still act
+    assert numbers(fo.survivors_of(cluster.facts(view)) or []) == [0]
+    assert fo.survivors_of(cluster.facts(view, 0)) is None  # it may still act
     cluster.hear("n1", member(1))
-    assert fo.survivors_of(cluster.situation(view)) is None  # it has not promised
+    assert fo.survivors_of(cluster.facts(view)) is None  # it has not promised
     cluster.hear("n1", stopped(1, incarnation=2))
-    found = fo.survivors_of(cluster.situation(view))
+    found = fo.survivors_of(cluster.facts(view))
     assert numbers(found or []) == [0]  # its process was replaced
-    cluster.roster.order_anew(WorkerId(0))
-    assert fo.survivors_of(cluster.situation(view)) == []  # its agent ends it
-    assert fo.survivors_of(cluster.situation()) == []
+    cluster.change(OrderNext(WorkerId(0)))
+    assert fo.survivors_of(cluster.facts(view)) == []  # its agent ends it
+    assert fo.survivors_of(cluster.facts()) == []
 
 
 def test_who_should_catch_up_and_has_not_begun_to_holds_an_older_state() -> None:
@@ -261,7 +262,7 @@ def test_who_should_catch_up_and_has_not_begun_to_holds_an_older_state() -> None
     begun = stopped(1, state=StateCopy.CURRENT)
     for one, survivors in ((older, [0]), (begun, [0, 1])):
         cluster = Cluster(stopped(0), one)
-        assert numbers(fo.survivors_of(cluster.situation(view)) or []) == survivors
+        assert numbers(fo.survivors_of(cluster.facts(view)) or []) == survivors
 
 
 def test_who_had_to_stop_while_it_caught_up_is_interrupted() -> None:
@@ -272,18 +273,18 @@ def test_who_had_to_stop_while_it_caught_up_is_interrupted() -> None:
         (stopped(1), []),  # it has the state
         (stopped(1, state=StateCopy.DIRTY, stage=Stage.LOST), []),
     ):
-        situation = Cluster(stopped(0, state=StateCopy.DIRTY), one).situation(view)
-        assert numbers(fo.interrupted(situation)) == found
-    assert fo.interrupted(Cluster(stopped(0)).situation()) == []
+        facts = Cluster(stopped(0, state=StateCopy.DIRTY), one).facts(view)
+        assert numbers(fo.interrupted(facts)) == found
+    assert fo.interrupted(Cluster(stopped(0)).facts()) == []
 
 
 def test_nobody_begins_from_a_state_that_is_discarded() -> None:
     wrong = stopped(1, state=StateCopy.DISCARDED)
     cluster = Cluster(stopped(0), wrong)
-    assert fo.discarded(cluster.situation(view_of(0, 1)))
-    cluster.roster.order_anew(WorkerId(1))
-    assert not fo.discarded(cluster.situation(view_of(0, 1)))
-    assert not fo.discarded(Cluster(stopped(0)).situation(view_of(0)))
+    assert fo.discarded(cluster.facts(view_of(0, 1)))
+    cluster.change(OrderNext(WorkerId(1)))
+    assert not fo.discarded(cluster.facts(view_of(0, 1)))
+    assert not fo.discarded(Cluster(stopped(0)).facts(view_of(0)))
 
 
 def test_the_view_is_surely_the_newest_if_all_its_members_are_heard_of_and_well() -> None:
@@ -294,25 +295,25 @@ def test_the_view_is_surely_the_newest_if_all_its_members_are_heard_of_and_well(
         (member(1, stage=Stage.LOST), False),
         (member(1, incarnation=2), False),
     ):
-        assert fo.surely_newest(Cluster(member(0), second).situation(view)) is sure
-    assert not fo.surely_newest(Cluster(member(0)).situation(view))
-    assert not fo.surely_newest(Cluster(member(0)).situation())
+        assert fo.surely_newest(Cluster(member(0), second).facts(view)) is sure
+    assert not fo.surely_newest(Cluster(member(0)).facts(view))
+    assert not fo.surely_newest(Cluster(member(0)).facts())
 
 
 # ---------------------------------------------------------------- the next view
 
 
-def with_room(situation: fo.Situation, hosts: int, spares: int = 0) -> fo.Situation:
-    return dataclasses.replace(situation, room=Room(hosts=hosts, spares=spares))
+def with_room(facts: fo.Facts, hosts: int, spares: int = 0) -> fo.Facts:
+    return dataclasses.replace(facts, room=Room(hosts=hosts, spares=spares))
 
 
 def following(cluster: Cluster, view: Any, *, vranks: int = 4, **fields: Any) -> Any:
     owners = tuple(view.workers[v % len(view.workers)] for v in range(vranks))
-    situation = cluster.situation(dataclasses.replace(view, owners=owners))
-    survivors = fo.survivors_of(situation)
+    facts = cluster.facts(dataclasses.replace(view, owners=owners))
+    survivors = fo.survivors_of(facts)
     assert survivors is not None
     workers_min = fields.pop("workers_min", 1)
-    return fo.next_view(with_room(situation, vranks), survivors, workers_min, **fields)
+    return fo.next_view(with_room(facts, vranks), survivors, workers_min, **fields)
 
 
 def test_at_rest_who_waits_joins_as_far_as_there_are_virtual_ranks() -> None:
@@ -327,13 +328,13 @@ def test_at_rest_who_waits_joins_as_far_as_there_are_virtual_ranks() -> None:
 
 def test_at_rest_drained_nodes_are_left_but_not_while_others_come_back() -> None:
     cluster = Cluster(resting(0), resting(1))
-    cluster.roster.nodes["n1"].draining = "asked"
+    cluster.drain("n1")
     found = following(cluster, view_of(0, 1))
     assert (found.workers, found.why) == ((0,), "worker 1 leaves")
-    cluster.roster.nodes["n0"].draining = "asked"
+    cluster.drain("n0")
     assert following(cluster, view_of(0, 1)).workers == (0, 1)  # somebody must hold the state
     mid = Cluster(stopped(0), resting(1))
-    mid.roster.nodes["n1"].draining = "asked"
+    mid.drain("n1")
     assert following(mid, view_of(0, 1)).workers == (0, 1)  # a step is under way
 
 
@@ -377,15 +378,15 @@ def test_what_a_member_committed_that_is_left_out_is_not_redone() -> None:
     view = view_of(0, 1, 2)
     survivors = [s for s in cluster.roster.newest.values() if s.worker != 2]
     for propose in (
-        lambda: fo.next_view(with_room(cluster.situation(view), 3), survivors, 1),
-        lambda: fo.last_view(cluster.situation(view), survivors),
+        lambda: fo.next_view(with_room(cluster.facts(view), 3), survivors, 1),
+        lambda: fo.last_view(cluster.facts(view), survivors),
     ):
         found = propose()
         assert found is not None
         assert found.resume_step == 6
     older = stopped(2, committed=6, view=ViewNumber(2))  # what it says is of another history
     cluster.hear("n2", older)
-    found = fo.next_view(with_room(cluster.situation(view), 3), survivors, 1)
+    found = fo.next_view(with_room(cluster.facts(view), 3), survivors, 1)
     assert found is not None
     assert found.resume_step == 5
 
@@ -403,26 +404,26 @@ def test_members_may_have_agreed_on_other_owners_and_the_furthest_knows() -> Non
 
 def test_all_are_waited_for_at_first_and_after_that_enough() -> None:
     cluster = Cluster(status(0), status(1, stage=Stage.BOOTING), status(4))
-    situation = cluster.situation()
-    assert fo.beginners(situation, 1, None) == []
-    assert numbers(fo.beginners(situation, 1, 2)) == [0, 4]
-    assert fo.beginners(situation, 1, 3) == []
-    cluster.roster.slots[WorkerId(1)].respawn_at = cluster.now + fo.QUARANTINED_S
-    assert fo.beginners(situation, 1, None) == []
-    cluster.roster.slots[WorkerId(1)].respawn_at = cluster.now + fo.QUARANTINED_S + 1
-    assert numbers(fo.beginners(situation, 1, None)) == [0, 4]
-    cluster.roster.slots[WorkerId(1)].respawn_at = None
+    facts = cluster.facts()
+    assert fo.beginners(facts, 1, None) == []
+    assert numbers(fo.beginners(facts, 1, 2)) == [0, 4]
+    assert fo.beginners(facts, 1, 3) == []
+    cluster.put(1, respawn_at=cluster.now + fo.QUARANTINED_S)
+    assert fo.beginners(facts, 1, None) == []
+    cluster.put(1, respawn_at=cluster.now + fo.QUARANTINED_S + 1)
+    assert numbers(fo.beginners(facts, 1, None)) == [0, 4]
+    cluster.put(1, respawn_at=None)
     cluster.hear("n1", status(1, stage=Stage.EXITED))
-    assert numbers(fo.beginners(situation, 1, None)) == [0, 4]
+    assert numbers(fo.beginners(facts, 1, None)) == [0, 4]
     cluster.hear("n4", status(4, state=StateCopy.DIRTY))
-    assert fo.beginners(situation, 1, None) == []
+    assert fo.beginners(facts, 1, None) == []
 
 
 def test_nobody_waits_for_silent_nodes_where_enough_others_are_there() -> None:
     cluster = Cluster(status(0), status(1, stage=Stage.BOOTING), status(4))
-    situation = cluster.situation(None, 1)
-    assert numbers(fo.beginners(situation, 2, None)) == [0, 4]
-    assert fo.beginners(situation, 3, None) == []
+    facts = cluster.facts(None, 1)
+    assert numbers(fo.beginners(facts, 2, None)) == [0, 4]
+    assert fo.beginners(facts, 3, None) == []
 
 
 def test_a_first_view_hosts_all_and_says_from_where() -> None:
@@ -445,10 +446,10 @@ def test_who_must_be_replaced_before_the_job_can_begin() -> None:
         status(2, state=StateCopy.DISCARDED, stage=Stage.BOOTING),
         status(0),
     )
-    found = fo.dirty_candidates(cluster.situation(), replicated=True)
+    found = fo.dirty_candidates(cluster.facts(), replicated=True)
     assert numbers([s for s, _ in found]) == [1, 3]
     assert {why for _, why in found} == {"its state is neither initial nor the job's"}
-    (share, _), (dirty, _) = fo.dirty_candidates(cluster.situation(), replicated=False)
+    (share, _), (dirty, _) = fo.dirty_candidates(cluster.facts(), replicated=False)
     assert (share.worker, dirty.worker) == (1, 3)
 
 
@@ -472,7 +473,7 @@ def test_a_view_keeps_its_leader_as_long_as_it_holds_the_state() -> None:
 def test_the_last_view_waits_for_nobody(missing: int) -> None:
     statuses = [stopped(w, committed=5, reduced=True) for w in range(4) if w != missing]
     cluster = Cluster(*statuses, status(5))
-    found = fo.last_view(cluster.situation(view_of(0, 1, 2, 3)), statuses)
+    found = fo.last_view(cluster.facts(view_of(0, 1, 2, 3)), statuses)
     assert set(found.workers) == set(found.owners) == {0, 1, 2, 3} - {missing}
     assert (found.resume_step, found.joiners) == (5, ())  # who is lost may not have reduced it
 

@@ -21,9 +21,11 @@ from holdfast.core.membership.coordinator_events import (
     ReportArrived,
     SendDirective,
 )
+from holdfast.core.membership.facts import Facts
 from holdfast.core.membership.group import GroupMachine
 from holdfast.core.membership.group_faults import Trials
-from holdfast.core.membership.roster import Roster
+from holdfast.core.membership.job_changes import EndJob
+from holdfast.core.membership.roster import Roster, SlotState
 from holdfast.core.types import (
     AgentId,
     AgentReport,
@@ -99,16 +101,13 @@ def numbers_begin_anew(patch: pytest.MonkeyPatch) -> None:
 
 
 def one_that_is_done_is_enough(patch: pytest.MonkeyPatch) -> None:
-    plain = GroupMachine._supervise
+    plain = GroupMachine._plan_supervision
 
-    def supervise(self: GroupMachine, now: float) -> object:
-        for status in self._roster.newest.values():
-            if status.stage is Stage.EXITED:
-                self._outcome = ""
-                return
-        yield from plain(self, now)
+    def supervise(self: GroupMachine, facts: Facts) -> group.Plan:
+        done = any(status.stage is Stage.EXITED for status in facts.roster.newest.values())
+        return [EndJob("")] if done and self._running() else plain(self, facts)
 
-    patch.setattr(GroupMachine, "_supervise", supervise)
+    patch.setattr(GroupMachine, "_plan_supervision", supervise)
 
 
 def nobody_sees_that_it_hangs(patch: pytest.MonkeyPatch) -> None:
@@ -120,12 +119,11 @@ def who_died_with_its_agent_is_not_missed(patch: pytest.MonkeyPatch) -> None:
 
 
 def an_incarnation_is_ordered_twice(patch: pytest.MonkeyPatch) -> None:
-    def order(self: Roster, worker: int) -> None:
-        self._records = None
-        slot = self.slots[WorkerId(worker)]
-        slot.incarnation = Incarnation(1 + slot.incarnation % 2)
+    def order(self: SlotState, first: Incarnation) -> SlotState:
+        number = Incarnation(1 + self.incarnation % 2)
+        return dataclasses.replace(self, incarnation=number, respawn_at=None)
 
-    patch.setattr(Roster, "order_anew", order)
+    patch.setattr(SlotState, "order_next", order)
     patch.setattr(AgentMachine, "check", lambda self: None)
 
 
@@ -273,20 +271,14 @@ def test_a_group_that_does_nothing_hangs() -> None:
 
 def test_progress_forgives_earlier_faults() -> None:
     policy = dataclasses.replace(POLICY, steady_s=10.0)
-    trials = Trials(0.0, 0)
-    trials.failed(1.0, policy)
-    trials.failed(2.0, policy)
+    trials = Trials(restarts=0, began_at=0.0, next_at=0.0, stepped_at=0.0)
+    trials = trials.count_fault(1.0, policy).count_fault(2.0, policy)
     assert (trials.in_vain, trials.restarts, trials.next_at) == (2, 2, 2.5)
-    trials.began(3.0)
-    trials.failed(13.0, policy)
+    trials = trials.begin(3.0).count_fault(13.0, policy)
     assert (trials.in_vain, trials.restarts, trials.next_at) == (1, 3, 13.0)
-    trials.began(13.0)
-    trials.reached(7, 14.0)
-    trials.failed(14.5, policy)
+    trials = trials.begin(13.0).reach(7, 14.0).count_fault(14.5, policy)
     assert trials.in_vain == 1, "a step further than any before"
-    trials.began(15.0)
-    trials.reached(7, 16.0)
-    trials.failed(100.0, policy)
+    trials = trials.begin(15.0).reach(7, 16.0).count_fault(100.0, policy)
     assert trials.in_vain == 2, "time does not count for a script that tells its steps"
 
 

@@ -7,6 +7,7 @@ unchanged code runs clean with the very same options and seeds.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -26,15 +27,18 @@ import mutations_wrong  # noqa: F401 - and more
 from holdfast.core.errors import InvariantError
 from holdfast.core.membership import agent as ag
 from holdfast.core.membership import coordinator as co
-from holdfast.core.membership import formation
+from holdfast.core.membership import coordinator_events as ce
+from holdfast.core.membership import decision_loop, formation
+from holdfast.core.membership import facts as facts_module
 from holdfast.core.membership import lease as le
 from holdfast.core.membership.agent import AgentMachine
 from holdfast.core.membership.coordinator import CoordinatorMachine
 from holdfast.core.membership.durable import Durable
-from holdfast.core.membership.formation import Situation
+from holdfast.core.membership.facts import Facts
+from holdfast.core.membership.live_roster import LiveRoster, News
 from holdfast.core.membership.liveness import FreezeDetector
 from holdfast.core.membership.resume import resume_step
-from holdfast.core.membership.roster import News, Roster
+from holdfast.core.membership.roster import Roster
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.step.verdicts import Decided
@@ -56,13 +60,13 @@ from mutation_kit import EVENTS_MAX, MUTATIONS, failure_of_unchanged_code, mutat
 
 def doctor(patch: pytest.MonkeyPatch, misread: Callable[[StateCopy], StateCopy]) -> Machines:
     """A coordinator that misreads in every status what the worker holds of the state."""
-    plain = Roster.hear
+    plain = LiveRoster.hear
 
-    def hear(self: Roster, report: AgentReport, now: float) -> News:
+    def hear(self: LiveRoster, report: AgentReport, now: float) -> News:
         heard = tuple(dataclasses.replace(s, state=misread(s.state)) for s in report.workers)
         return plain(self, dataclasses.replace(report, workers=heard), now)
 
-    patch.setattr(Roster, "hear", hear)
+    patch.setattr(LiveRoster, "hear", hear)
     return Machines()
 
 
@@ -101,28 +105,23 @@ def commits_although_a_member_was_lost_before_its_vote(patch: pytest.MonkeyPatch
 def view_is_formed_before_all_promised(patch: pytest.MonkeyPatch) -> Machines:
     plain = formation.survivors_of
 
-    def hasty(situation: Situation) -> list[WorkerStatus] | None:
-        roster, number = situation.roster, situation.view.number if situation.view else 0
-        heard = dict(roster.newest)
-        for worker, status in heard.items():
-            roster.newest[worker] = dataclasses.replace(status, promised=number)
-        found = plain(situation)
-        roster.newest.update(heard)
-        return found
+    def hasty(facts: Facts) -> list[WorkerStatus] | None:
+        roster, number = copy.copy(facts.roster), facts.view.number if facts.view else 0
+        heard = facts.roster.newest.items()
+        roster.newest = {w: dataclasses.replace(s, promised=number) for w, s in heard}
+        return plain(dataclasses.replace(facts, roster=roster))
 
     patch.setattr(co, "survivors_of", hasty)
+    patch.setattr(formation, "survivors_of", hasty)
     return Machines()
 
 
 @mutation
 def view_number_is_reused(patch: pytest.MonkeyPatch) -> Machines:
     class Reusing(CoordinatorMachine):
-        def _install(self, *args: Any) -> co.Announce:
-            announce = super()._install(*args)
-            assert self._view is not None
-            number = ViewNumber(max(1, self._view.number - 1))
-            self._view = dataclasses.replace(self._view, number=number)
-            return announce
+        @property
+        def _next_number(self) -> ViewNumber:
+            return ViewNumber(max(1, super()._next_number - 1))
 
     return Machines(coordinator=Reusing)
 
@@ -130,8 +129,8 @@ def view_number_is_reused(patch: pytest.MonkeyPatch) -> Machines:
 @mutation
 def journal_is_written_after_sending(patch: pytest.MonkeyPatch) -> Machines:
     class Late(CoordinatorMachine):
-        def handle(self, event: co.CoordinatorEvent, now: float) -> list[co.CoordinatorEffect]:
-            return sorted(super().handle(event, now), key=lambda e: isinstance(e, co.Persist))
+        def handle(self, event: ce.CoordinatorEvent, now: float) -> list[ce.CoordinatorEffect]:
+            return sorted(super().handle(event, now), key=lambda e: isinstance(e, ce.Persist))
 
     return Machines(coordinator=Late)
 
@@ -139,22 +138,30 @@ def journal_is_written_after_sending(patch: pytest.MonkeyPatch) -> Machines:
 @mutation
 def journal_keeps_only_views(patch: pytest.MonkeyPatch) -> Machines:
     class Sparse(CoordinatorMachine):
-        def handle(self, event: co.CoordinatorEvent, now: float) -> list[co.CoordinatorEffect]:
+        def handle(self, event: ce.CoordinatorEvent, now: float) -> list[ce.CoordinatorEffect]:
             before = self._view
             effects = super().handle(event, now)
             same = before is self._view
-            return [e for e in effects if not (same and isinstance(e, co.Persist))]
+            return [e for e in effects if not (same and isinstance(e, ce.Persist))]
 
     return Machines(coordinator=Sparse)
+
+
+def misremember(
+    roster: LiveRoster, report: AgentReport, applies: Callable[[AgentReport], bool]
+) -> None:
+    """Forget how new the last report of a node was, so that this one counts."""
+    node = roster.nodes.get(report.agent)
+    if node is not None and applies(node.report):
+        old = dataclasses.replace(node.report, seq=-1, incarnation=report.incarnation)
+        roster._nodes[report.agent] = dataclasses.replace(node, report=old)
 
 
 @mutation
 def stale_reports_are_believed(patch: pytest.MonkeyPatch) -> Machines:
     class Credulous(CoordinatorMachine):
         def _hear(self, report: Any, now: float) -> bool:
-            node = self._roster.nodes.get(report.agent)
-            if node is not None and node.incarnation == report.incarnation:
-                node.seq = -1
+            misremember(self._roster, report, lambda old: old.incarnation == report.incarnation)
             return super()._hear(report, now)
 
     return Machines(coordinator=Credulous)
@@ -164,9 +171,7 @@ def stale_reports_are_believed(patch: pytest.MonkeyPatch) -> Machines:
 def deposed_agent_is_believed(patch: pytest.MonkeyPatch) -> Machines:
     class Credulous(CoordinatorMachine):
         def _hear(self, report: Any, now: float) -> bool:
-            node = self._roster.nodes.get(report.agent)
-            if node is not None and node.incarnation > report.incarnation:
-                node.seq, node.incarnation = -1, report.incarnation
+            misremember(self._roster, report, lambda old: old.incarnation > report.incarnation)
             return super()._hear(report, now)
 
     return Machines(coordinator=Credulous)
@@ -311,7 +316,7 @@ def coordinator_gives_up_leases_too_early(patch: pytest.MonkeyPatch) -> Machines
     def early(heard_at: float, witness_at: float | None, policy: le.LeasePolicy) -> float:
         return heard_at + policy.suspect_s + 0.1
 
-    patch.setattr(formation, "fenced_from", early)
+    patch.setattr(facts_module, "fenced_from", early)
     return Machines()
 
 
@@ -345,7 +350,7 @@ def witness_is_ignored(patch: pytest.MonkeyPatch) -> Machines:
     def forgetful(heard_at: float, witness_at: float | None, policy: le.LeasePolicy) -> float:
         return le.fenced_from(heard_at, None if witness_at is None else heard_at, policy)
 
-    patch.setattr(formation, "fenced_from", forgetful)
+    patch.setattr(facts_module, "fenced_from", forgetful)
     return Machines()
 
 
@@ -383,6 +388,7 @@ def lost_journal_is_taken_for_a_new_job(patch: pytest.MonkeyPatch) -> Machines:
 
 @mutation
 def incarnations_are_reused_after_the_loss_of_the_journal(patch: pytest.MonkeyPatch) -> Machines:
+    patch.setattr(decision_loop, "SKIPPED", 0)
     patch.setattr(co, "SKIPPED", 0)
     return Machines()
 
@@ -402,8 +408,8 @@ def frozen_worker_is_never_noticed(patch: pytest.MonkeyPatch) -> Machines:
 @mutation
 def last_worker_is_left_without_its_votes(patch: pytest.MonkeyPatch) -> Machines:
     class Leaving(CoordinatorMachine):
-        def _form(self, situation: Situation) -> Iterator[co.CoordinatorEffect]:
-            return iter(()) if self._release_loop == RELEASE_ALL else super()._form(situation)
+        def _plan_view(self, facts: Facts) -> co.Plan:
+            return [] if self._release_loop == RELEASE_ALL else super()._plan_view(facts)
 
     return Machines(coordinator=Leaving)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from holdfast.core.membership.changes import OrderNext
 from holdfast.core.membership.progress import Progress
 from holdfast.core.membership.view_making import Proposal, make_view
 from holdfast.core.step.audit import Audit, Court, Ruling, Sentence
@@ -86,7 +87,7 @@ def test_who_has_joined_is_unproven_until_a_task_of_it_is_committed() -> None:
     roster = there
     assert unproven(4, old=joined(W1, W3), members=3) == (W1,)
     assert unproven(4, old=joined(W0, W1), members=2) == ()  # nobody else is left
-    roster.order_anew(W1)
+    there.apply(OrderNext(W1))
     assert unproven(4, old=before) == ()
 
 

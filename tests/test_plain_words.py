@@ -77,27 +77,33 @@ def test_a_failure_that_repeats_itself_is_counted() -> None:
 
 def test_one_worker_is_no_plural() -> None:
     progress = Progress(5)
-    progress.lost("its node is lost")
+    progress.count_loss("its node is lost")
     assert progress.hopeless(0, 9).startswith("1 worker was lost at step 5")
 
 
 def test_crashes_at_one_step_cast_doubt_on_the_script() -> None:
     progress, why = Progress(5), "ended by SIGSEGV"
-    assert progress.lost(why, 30) == ""
-    again = progress.lost(why, 30)
+
+    def lost() -> str:
+        progress.count_loss(why)
+        return progress.doubt(why, 30)
+
+    assert lost() == ""
+    again = lost()
     assert "lost twice at step 5: is it the script?" in again
     assert "30 losses" in again
     assert "--losses-max" in again
-    assert "lost 3 times at step 5" in progress.lost(why, 30)
+    assert "lost 3 times at step 5" in lost()
     progress.reached(6)
-    assert "script" not in progress.lost(why, 30)
+    assert "script" not in lost()
 
 
 @pytest.mark.parametrize("why", ["ended by SIGKILL", "its node is lost", "frozen"])
 def test_what_is_done_to_workers_is_not_the_scripts_doing(why: str) -> None:
     progress = Progress(5)
-    lines = [progress.lost(why, 30) for _ in range(4)]
-    assert not any("script" in line for line in lines)
+    for _ in range(4):
+        progress.count_loss(why)
+        assert progress.doubt(why, 30) == ""
 
 
 def test_a_script_that_dies_by_a_signal_each_time(start: Start, tmp_path: Path) -> None:

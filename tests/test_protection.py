@@ -14,7 +14,7 @@ from holdfast.core.domains import Domains
 from holdfast.core.errors import UserError
 from holdfast.core.invalidations import INVALIDATIONS_MAX, is_invalidated
 from holdfast.core.membership.durable import Durable
-from holdfast.core.membership.formation import Situation
+from holdfast.core.membership.facts import Facts
 from holdfast.core.membership.protection import Protection, find_recall, find_weakness, make_ring
 from holdfast.core.membership.roster import Roster
 from holdfast.core.redundancy import (
@@ -117,7 +117,7 @@ def test_what_is_not_protected_is_told_when_it_changes() -> None:
     reasons = []
     for agents in ("ab", "ab", "abc", "ab"):
         view = dataclasses.replace(view_with(members_on(*agents), ()), reason="why")
-        made = protection.protect(view, None, roster)
+        protection, made = protection.protect(view, None, roster)
         reasons.append(made.reason)
         assert made.pieces_at == tuple(f"{agent}:1" for agent in made.ring)
     told = (
@@ -316,7 +316,7 @@ def test_what_is_invalidated_is_not_recalled() -> None:
 PROTECTION = Protection(RS)
 
 
-def three_nodes(*silent: int) -> Situation:
+def three_nodes(*silent: int) -> Facts:
     """All workers of view 3 were lost; nodes n0 to n2 keep its gradients of steps 0 to 4."""
     cluster = Cluster()
     old = view_of(0, 1, 2)
@@ -326,7 +326,7 @@ def three_nodes(*silent: int) -> Situation:
         pieces = pieces_of(old, WorkerId(worker), RS)
         there = KeptPieces(view=3, worker=worker, parts=3, pieces=pieces, end=5, committed=5)
         cluster.hear(f"n{worker}", kept=(there,))
-    return cluster.situation(old, *silent)
+    return cluster.facts(old, *silent)
 
 
 def test_nodes_are_waited_for_that_may_hold_what_brings_the_job_further() -> None:
@@ -342,14 +342,15 @@ def test_nodes_are_waited_for_that_may_hold_what_brings_the_job_further() -> Non
 def test_what_was_not_built_on_is_abandoned() -> None:
     first = view_of(0, 1, 2)
     begins = view_of(0, 1, 2, number=ViewNumber(7), joiners=(0, 1, 2), resume_step=2)
-    found = PROTECTION.protect(begins, first, Roster(None, 0.0))
+    _, found = PROTECTION.protect(begins, first, Roster(None, 0.0))
     assert found.abandoned == (Invalidation(after=2, view=ViewNumber(6)),)
-    goes_on = PROTECTION.protect(view_of(0, 1, number=ViewNumber(8)), found, Roster(None, 0.0))
+    later = view_of(0, 1, number=ViewNumber(8))
+    _, goes_on = PROTECTION.protect(later, found, Roster(None, 0.0))
     assert goes_on.abandoned == found.abandoned
     assert (found.ring, goes_on.ring) == (("n0", "n1", "n2"), ("n0", "n1"))
     for number in range(9, 60):  # each begins further on
         again = view_of(0, 1, 2, number=ViewNumber(number), joiners=(0, 1, 2), resume_step=number)
-        found = PROTECTION.protect(again, found, Roster(None, 0.0))
+        _, found = PROTECTION.protect(again, found, Roster(None, 0.0))
     assert len(found.abandoned) <= INVALIDATIONS_MAX
     for view, step in ((6, 1), (20, 3), (40, 59)):
         late = is_invalidated(found.abandoned, step, ViewNumber(view))
@@ -364,21 +365,28 @@ def test_what_nodes_say_that_they_hold_but_do_not_give_is_not_asked_for_for_ever
     recall = protection.recall(before, durable)
     assert (recall.base, recall.step) == (0, 5)
 
-    def situation(failed: bool, now: float, recalled: Recall = recall) -> Situation:
+    def facts(failed: bool, now: float, recalled: Recall = recall) -> Facts:
         view = dataclasses.replace(before.view, recall=recalled)
         for worker in range(3):
             told = ViewNumber(view.number if failed else 0)
             status = stopped(worker, seq=int(now), unrecalled=told)
-            kept = before.roster.nodes[AgentId(f"n{worker}")].kept
+            kept = before.roster.nodes[AgentId(f"n{worker}")].report.kept
             cluster.hear(f"n{worker}", status, kept=kept)
-        return cluster.situation(view, now=now)
+        return cluster.facts(view, now=now)
+
+    def recalled(failed: bool, now: float, known: Recall = recall) -> Recall:
+        nonlocal protection
+        found = facts(failed, now, known)
+        protection = protection.note_failures(found, durable)
+        again = protection.recall(found, durable)
+        assert again == protection.recall(found, durable), "asking changes nothing"
+        return again
 
     cluster = Cluster(*(stopped(worker) for worker in range(3)))
-    assert protection.recall(situation(False, 10.0), durable).step == 5
-    assert protection.recall(situation(True, 20.0), durable).step == 5
-    assert protection.recall(situation(True, 20.0 + LEASE.abandon_s - 1), durable).step == 5
-    found = protection.recall(situation(True, 20.0 + LEASE.abandon_s), durable)
+    assert recalled(False, 10.0).step == 5
+    assert recalled(True, 20.0).step == 5
+    assert recalled(True, 20.0 + LEASE.abandon_s - 1).step == 5
+    found = recalled(True, 20.0 + LEASE.abandon_s)
     assert (found.base, found.view, found.step) == (2, 0, 2)
     other = dataclasses.replace(recall, sources=recall.sources[:0])
-    again = situation(True, 21.0 + LEASE.abandon_s, other)  # of which that view was not
-    assert protection.recall(again, durable).step == 5
+    assert recalled(True, 21.0 + LEASE.abandon_s, other).step == 5  # that view was not of it

@@ -6,7 +6,7 @@ import pytest
 
 from holdfast.core.job_spec import CoordinatorPolicy
 from holdfast.core.membership.review_schedule import REVIEW_S, Agenda
-from holdfast.core.types import Phase, WorkerId
+from holdfast.core.types import Phase
 from roster_kit import LEASE, Cluster, member
 
 POLICY = CoordinatorPolicy(virtual_ranks=2, lease=LEASE, patience_s=5.0, hang_s=50.0)
@@ -100,7 +100,7 @@ def test_who_is_silent_is_reviewed_again_when_it_is_fenced_and_when_it_is_given_
 
 def test_a_process_that_waits_to_be_started_again_is_an_alarm() -> None:
     found, cluster = agenda()
-    cluster.roster.slots[WorkerId(1)].respawn_at = 1.75
+    cluster.put(1, respawn_at=1.75)
     found.reviewed(1.0, [])
     assert found.deadline == 1.75
 

@@ -14,8 +14,11 @@ from conftest import RUN_S
 from holdfast.core.errors import HoldfastError
 from holdfast.core.job_problems import find_problem
 from holdfast.core.job_spec import with_settings
+from holdfast.core.membership.changes import AddSlot, OrderNext, WantSpares
+from holdfast.core.membership.coordinator_events import Announce
+from holdfast.core.membership.live_roster import LiveRoster
 from holdfast.core.membership.reserve import Reserve, ReservePolicy, spares_needed
-from holdfast.core.membership.roster import Roster
+from holdfast.core.membership.roster import SlotState
 from holdfast.core.types import AgentId, AgentReport, Incarnation, Stage, WorkerId, WorkerStatus
 from holdfast.testing.local_run import LocalRun, strike
 from holdfast.train.job import Job
@@ -106,10 +109,10 @@ def test_so_many_spares_are_needed() -> None:
 NODE = AgentId("n")
 
 
-def roster_of(statuses: tuple[WorkerStatus, ...], roster: Roster | None = None) -> Roster:
-    roster = roster or Roster(None, 0.0)
+def roster_of(statuses: tuple[WorkerStatus, ...], roster: LiveRoster | None = None) -> LiveRoster:
+    roster = roster or LiveRoster(None, 0.0)
     node = roster.nodes.get(NODE)
-    seq = 1 if node is None else node.seq + 1
+    seq = 1 if node is None else node.report.seq + 1
     report = AgentReport(
         agent=NODE, incarnation=Incarnation(1), seq=seq, slots=16, spares=8, workers=statuses
     )
@@ -122,13 +125,22 @@ def ready(worker: int, incarnation: int = 1) -> WorkerStatus:
     return WorkerStatus(worker=number, incarnation=Incarnation(incarnation), stage=Stage.READY)
 
 
+def reviewed(reserve: Reserve, roster: LiveRoster, now: float) -> tuple[Reserve, list[str]]:
+    """Look at who is there, and want that number of spares; return the lines."""
+    reserve, plan = reserve.review(roster, None, now)
+    for change in plan:
+        if isinstance(change, WantSpares):
+            roster.apply(change)
+    return reserve, [change.text for change in plan if isinstance(change, Announce)]
+
+
 def test_more_spares_are_kept_the_more_workers_are_lost() -> None:
     """A fast job of eight workers, where one is away for 100 s in each 250 s."""
     roster = roster_of(tuple(ready(w) for w in range(8)))
-    reserve = Reserve(ReservePolicy(virtual_ranks=8, spares=None), 0.0)
-    roster.nodes[NODE].spares_wanted = 0
-    roster.admit(NODE)
-    (line,) = reserve.review(roster, None, 0.0)
+    reserve = Reserve(policy=ReservePolicy(virtual_ranks=8, spares=None), looked_at=0.0)
+    for _ in range(8):
+        roster.apply(AddSlot(SlotState(NODE, Incarnation(1))))
+    reserve, (line,) = reviewed(reserve, roster, 0.0)
     assert line.startswith(
         "0 spares are kept on all nodes together: 0 losses in 0 hours of workers"
     )
@@ -136,10 +148,11 @@ def test_more_spares_are_kept_the_more_workers_are_lost() -> None:
     for loss in range(400):
         worker, at = WorkerId(loss % 8), 250.0 * loss
         incarnation += worker == 0
-        roster.order_anew(worker)
-        reserve.lost(worker, roster, at)
+        roster.apply(OrderNext(worker))
+        reserve = reserve.count_loss(worker, roster, at)
         roster_of((ready(worker, roster.slots[worker].incarnation),), roster)
-        lines += list(reserve.review(roster, None, at + 100.0))
+        reserve, news = reviewed(reserve, roster, at + 100.0)
+        lines += news
     assert roster.nodes[NODE].spares_wanted == spares_needed(0.4)
     assert lines[-1].startswith("2 spares are kept on all nodes together: ")
     assert "and 100 s to replace one: more are away for less than 1% of the time" in lines[-1]

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 import story_kit
-from holdfast.core.membership import coordinator, formation
+from holdfast.core.membership import coordinator, facts, formation
 from holdfast.core.membership.agent import AgentEffect, AgentEvent, AgentMachine
-from holdfast.core.membership.coordinator import (
+from holdfast.core.membership.coordinator import CoordinatorMachine
+from holdfast.core.membership.coordinator_events import (
     CoordinatorEffect,
     CoordinatorEvent,
-    CoordinatorMachine,
     Persist,
 )
 from holdfast.core.replica.saves import Saves
@@ -211,7 +211,7 @@ def test_a_planted_mistake_changes_the_story(name: str, machines: Machines) -> N
     [
         ("somebody_committed", formation, "resume_step", lambda *_: (2, "all is redone")),
         ("death_after_sum", formation, "resume_step", lambda *_: (3, "all commit it")),
-        ("frozen_node", formation, "fenced_from", lambda heard_at, *_: heard_at),
+        ("frozen_node", facts, "fenced_from", lambda heard_at, *_: heard_at),
         ("link_lost", coordinator, "unreachable", lambda _: []),
         ("wrong_gradient", audit, "by_all", lambda one, _: one),
         ("not_finite", step_machine.Audits, "all_twice", lambda *_: ()),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from holdfast.core.membership.changes import CountLoss
 from holdfast.core.membership.formation import candidates, why_broken
 from holdfast.core.membership.protection import find_recall, make_ring
 from holdfast.core.membership.restart import RestartPolicy, replace_lost
@@ -38,8 +39,9 @@ def admitted(
     now: float = 1.0,
     protected: bool = True,
 ) -> tuple[tuple[AgentId, ...], list[str]]:
-    situation = dataclasses.replace(cluster.situation(view), silent=frozenset(silent), now=now)
-    return admit_teams(situation, most, size, protected=protected)
+    facts = dataclasses.replace(cluster.facts(view), silent=frozenset(silent), now=now)
+    waiting, plan = admit_teams(facts, most, size, protected=protected)
+    return waiting, cluster.change(*plan)
 
 
 def acting(cluster: Cluster, *names: AgentId) -> View:
@@ -98,7 +100,7 @@ def test_a_drained_node_is_left_if_memory_keeps_the_state() -> None:
     cluster = nodes("a", "b", "c")
     admitted(cluster, most=2)
     view = acting(cluster, A, B)
-    cluster.roster.nodes[B].draining = "asked for"
+    cluster.drain(B, "asked for")
     assert admitted(cluster, view=view, most=2, protected=False)[1] == []
     assert cluster.roster.wants(W0, Incarnation(1))
     (line,) = admitted(cluster, view=view, most=2)[1]
@@ -110,14 +112,15 @@ def test_a_worker_is_a_candidate_once_it_runs_on_all_of_its_nodes() -> None:
     cluster = nodes("a", "b")
     admitted(cluster)
     cluster.hear("a", status(0, meets_at="here"))
-    assert candidates(cluster.situation()) == []
+    assert candidates(cluster.facts()) == []
     cluster.hear("b", status(0, stage=Stage.BOOTING, place=1))
-    assert [each.worker for each in candidates(cluster.situation())] == [W0]
+    assert [each.worker for each in candidates(cluster.facts())] == [W0]
 
 
 def losses(cluster: Cluster, view: View, *silent: AgentId, now: float, bridges: bool) -> list[str]:
-    situation = dataclasses.replace(cluster.situation(view), silent=frozenset(silent), now=now)
-    return [why for _, why in replace_lost(situation, RestartPolicy(), lambda: bridges)]
+    facts = dataclasses.replace(cluster.facts(view), silent=frozenset(silent), now=now)
+    plan = replace_lost(facts, RestartPolicy(), lambda: bridges)
+    return [change.reason for change in plan if isinstance(change, CountLoss)]
 
 
 def test_a_silent_node_is_lost_at_once_only_if_that_costs_no_step() -> None:
@@ -139,9 +142,9 @@ def test_what_ends_on_a_further_node_ends_the_worker() -> None:
     admitted(cluster)
     view = acting(cluster, A, B)
     assert losses(cluster, view, now=1.0, bridges=False) == []
-    assert why_broken(cluster.situation(view), 0.0, 1.0) is None
+    assert why_broken(cluster.facts(view), 0.0, 1.0) is None
     cluster.hear("b", status(0, stage=Stage.LOST, place=1, detail="crashed"))
-    assert not cluster.situation(view).sound(view.members[0])
+    assert not cluster.facts(view).sound(view.members[0])
     assert losses(cluster, view, now=1.0, bridges=False) == ["on node b: crashed"]
     restarted = nodes("a", "b")
     admitted(restarted)

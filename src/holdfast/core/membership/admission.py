@@ -1,115 +1,182 @@
-"""Decides which nodes take part: up to a number, with the slots they offer, until drained."""
+"""Decides which nodes take part: up to a number, with the slots they offer, until drained. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from holdfast.core.job_spec import CoordinatorPolicy
+from holdfast.core.membership.changes import (
+    AddSlot,
+    Change,
+    DismissNode,
+    NameWorkers,
+    OrderNext,
+    PutSlot,
+    RosterChange,
+    SetDrain,
+    WelcomeNode,
+)
+from holdfast.core.membership.coordinator_events import Announce
 from holdfast.core.membership.draining import choose_drains
-from holdfast.core.membership.formation import Situation
+from holdfast.core.membership.facts import Facts
+from holdfast.core.membership.roster import Roster, SlotState
 from holdfast.core.membership.teams import admit_teams
-from holdfast.core.types import AgentId
+from holdfast.core.types import AgentId, View, WorkerId, WorkerStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attendance:
-    """Remembers what has been said about nodes; the difference to what is so now is news."""
+    """Remembers which events of nodes were logged, to log only changes."""
 
-    waiting: tuple[AgentId, ...] = ()  # over the number: they get no slots yet
+    waiting: tuple[AgentId, ...] = ()  # nodes beyond the number: they get no slots yet
     silent: tuple[AgentId, ...] = ()
     not_drained: str = ""  # why nodes that fail their checks are used on
 
+    def tell_waiting(self, waiting: tuple[AgentId, ...]) -> tuple[Attendance, list[Announce]]:
+        """Return this with the nodes that wait now, and lines on the new ones."""
+        why = "waits: the job has all the nodes it may have or can use"
+        new = [name for name in waiting if name not in self.waiting]
+        lines = [Announce("node", f"node {name} {why}") for name in new]
+        return dataclasses.replace(self, waiting=waiting), lines
 
-def admit(situation: Situation, policy: CoordinatorPolicy) -> tuple[tuple[AgentId, ...], list[str]]:
+    def tell_silent(self, facts: Facts) -> tuple[Attendance, list[Announce]]:
+        """Return this with the nodes that are silent now, and lines on what has changed."""
+        silent = tuple(sorted(name for name in facts.silent if name in facts.roster.nodes))
+        new = [name for name in silent if name not in self.silent]
+        back = [name for name in self.silent if name not in silent]
+        lines = [Announce("silent", f"node {name} is silent") for name in new]
+        lines += [Announce("node", f"node {name} is heard again") for name in back]
+        return dataclasses.replace(self, silent=silent), lines
+
+    def tell_not_drained(self, why: str) -> tuple[Attendance, list[Announce]]:
+        """Return this with why nodes that fail their checks are used on, and a line if new."""
+        text = f"nodes that fail their checks are used on: {why}"
+        lines = [Announce("node", text)] if why not in ("", self.not_drained) else []
+        return dataclasses.replace(self, not_drained=why), lines
+
+
+def welcome(facts: Facts, *, recall: bool) -> list[Change]:
+    """Reconcile slots with what newly connected agents run, unless their workers act in the view.
+
+    `recall`: what they run may have been ordered by a coordinator whose record is lost.
+    """
+    roster, view, plan = facts.roster, facts.view, list[Change]()
+    for name, node in roster.nodes.items():
+        if not node.fresh:
+            continue
+        plan.append(WelcomeNode(name))
+        if recall:
+            plan += recall_slots(roster, name, node.statuses.values(), None)
+        for worker in roster.on(name):
+            acting = view is not None and view.includes(worker, roster.slots[worker].incarnation)
+            if worker not in node.statuses and not acting:
+                plan.append(OrderNext(worker))
+    return plan
+
+
+def recall_slots(
+    roster: Roster, name: AgentId, statuses: Collection[WorkerStatus], view: View | None
+) -> list[RosterChange]:
+    """Restore slots from what an agent runs and who is a member, since the record is lost."""
+    found: dict[WorkerId, SlotState] = {}
+    members = view.members if view is not None else ()
+    places = [(m.worker, SlotState(m.agent, m.incarnation, further=m.further)) for m in members]
+    # Of a spread worker's nodes the view alone knows: others of them are not taken back.
+    running = [(s.worker, SlotState(name, s.incarnation)) for s in statuses if not s.meets_at]
+    for worker, place in [*places, *running]:
+        slot = found.get(worker, roster.slots.get(worker))
+        if slot is None:
+            found[worker] = place
+        elif slot.agent == place.agent and slot.incarnation < place.incarnation:
+            found[worker] = dataclasses.replace(slot, incarnation=place.incarnation)
+    named = max((s.worker + 1 for s in statuses), default=0)
+    return [*(PutSlot(worker, slot) for worker, slot in found.items()), NameWorkers(named)]
+
+
+def admit(facts: Facts, policy: CoordinatorPolicy) -> tuple[tuple[AgentId, ...], list[Change]]:
     """Give nodes their slots; a node that is lost for good makes room for one that waits.
 
-    Returns the nodes that have to wait, and a line for each exchange.
+    Returns the nodes that have to wait, and the plan.
     """
     nodes_max = policy.nodes_max
     if policy.spread > 1:
         protected = policy.redundancy.data > 0
-        return admit_teams(situation, nodes_max, policy.spread, protected=protected)
-    roster = situation.roster
-    for name in _beyond(situation, nodes_max):
-        roster.dismiss(name)
-    count = len(roster.placed)
+        return admit_teams(facts, nodes_max, policy.spread, protected=protected)
+    roster = facts.roster
+    placed = {name: len(roster.here(name)) for name in roster.placed}
+    plan: list[Change] = []
+
+    def dismiss(name: AgentId) -> None:
+        del placed[name]
+        plan.append(DismissNode(name))
+
+    for name in _choose_beyond(facts, nodes_max):
+        dismiss(name)
     waiting: list[AgentId] = []
-    lines: list[str] = []
     for name, node in roster.nodes.items():
-        if node.wanted <= len(roster.here(name)) or name in situation.silent:
+        if node.wanted <= placed.get(name, 0) or name in facts.silent:
             continue
-        if not roster.here(name):
-            if count >= nodes_max:
-                lost = _lost(situation)
-                if lost is None:
-                    waiting.append(name)
-                    continue
-                roster.dismiss(lost)
-                count -= 1
-                lines.append(f"node {name} takes the place of node {lost}")
-            count += 1
-        roster.admit(name)
-    return tuple(waiting), lines
+        if name not in placed and len(placed) >= nodes_max:
+            lost = _choose_lost(facts, placed)
+            if lost is None:
+                waiting.append(name)
+                continue
+            dismiss(lost)
+            plan.append(Announce("node", f"node {name} takes the place of node {lost}"))
+        count = node.wanted - placed.get(name, 0)
+        plan += [AddSlot(SlotState(name, roster.first)) for _ in range(count)]
+        placed[name] = node.wanted
+    return tuple(waiting), plan
 
 
-def _beyond(situation: Situation, nodes_max: int) -> list[AgentId]:
-    """Find nodes without members that a coordinator has taken back after its record was lost."""
-    placed = situation.roster.placed
-    acting = {m.agent for m in situation.members}
+def _choose_beyond(facts: Facts, nodes_max: int) -> list[AgentId]:
+    """Choose nodes without members that a coordinator has taken back after its record was lost."""
+    placed = facts.roster.placed
+    acting = {m.agent for m in facts.members}
     idle = [n for n in placed if n not in acting]
     return idle[: max(len(placed) - nodes_max, 0)]
 
 
-def _lost(situation: Situation) -> AgentId | None:
-    """Find a node with slots that is silent and none of whose members may still return."""
-    with_slots = [n for n in situation.roster.placed if n in situation.silent]
+def _choose_lost(facts: Facts, placed: Mapping[AgentId, int]) -> AgentId | None:
+    """Choose a node with slots that is silent and none of whose members may still return."""
+    with_slots = [n for n in placed if n in facts.silent]
     if not with_slots:
         return None
-    acting = {m.agent for m in situation.members if not situation.abandoned(m)}
+    acting = {m.agent for m in facts.members if not facts.abandoned(m)}
     return next((n for n in with_slots if n not in acting), None)
 
 
-def choose_drained(situation: Situation) -> str:
-    """Drain the nodes that should be; return why not all that ask for it.
+def drain(facts: Facts) -> tuple[str, list[Change]]:
+    """Drain the nodes that should be; return why not all that ask for it, and the plan.
 
     A node that a person asks to leave does. Of those that fail their checks, only a part is drained
     at any time (draining.py): many fail at once when something they share has failed.
     """
-    roster = situation.roster
-    nodes = {n: node for n, node in roster.nodes.items() if n not in situation.silent}
-    if not any(node.asks or node.draining for node in nodes.values()):
-        return ""
+    roster, plan = facts.roster, list[Change]()
+    nodes = {n: node for n, node in roster.nodes.items() if n not in facts.silent}
+    if not any(node.report.draining or node.draining for node in nodes.values()):
+        return "", plan
     failing = [
-        (n, node.failing)
+        (n, node.report.failing)
         for n, node in sorted(nodes.items(), key=lambda item: (not item[1].draining, item[0]))
-        if roster.on(n) or not node.failing
+        if roster.on(n) or not node.report.failing
     ]
     chosen, why_not = choose_drains(failing)
     for name, node in nodes.items():
-        before, drained = node.draining, not node.failing or name in chosen
-        node.draining = node.asks if drained else ""
-        if node.draining and not before:
-            roster.drain(name, situation.view)
-    return why_not
+        drained = not node.report.failing or name in chosen
+        reason = node.report.draining if drained else ""
+        if reason != node.draining:
+            plan.append(SetDrain(name, reason))
+        if reason and not node.draining:
+            plan += _replace_idle(facts, name)
+    return why_not, plan
 
 
-def attend(
-    situation: Situation, waiting: tuple[AgentId, ...], not_drained: str, before: Attendance
-) -> tuple[Attendance, Iterator[tuple[str, str]]]:
-    """Return the attendance now, and what is new: kinds and lines for the job's event log."""
-    nodes = situation.roster.nodes
-    silent = tuple(sorted(name for name in situation.silent if name in nodes))
-    now = Attendance(waiting=waiting, silent=silent, not_drained=not_drained)
-
-    def news() -> Iterator[tuple[str, str]]:
-        for name in (n for n in waiting if n not in before.waiting):
-            yield "node", f"node {name} waits: the job has all the nodes it may have or can use"
-        for name in (n for n in silent if n not in before.silent):
-            yield "silent", f"node {name} is silent"
-        for name in (n for n in before.silent if n not in silent):
-            yield "node", f"node {name} is heard again"
-        if not_drained and not_drained != before.not_drained:
-            yield "node", f"nodes that fail their checks are used on: {not_drained}"
-
-    return now, news()
+def _replace_idle(facts: Facts, name: AgentId) -> Iterator[Change]:
+    """Replace the processes on a node that take no part; nothing starts while it drains."""
+    view = facts.view
+    for worker in facts.roster.on(name):
+        if view is None or not view.includes(worker, facts.roster.slots[worker].incarnation):
+            yield OrderNext(worker)

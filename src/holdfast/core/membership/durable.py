@@ -49,14 +49,18 @@ class Durable:
         readable = {step for step in found if step not in self._unreadable}
         self.steps = tuple(sorted(readable))[-KNOWN_MAX:]
 
+    @property
     def accused(self) -> list[WorkerId]:
-        """Return the workers that compute wrongly and have not been returned before."""
-        found = _accusations(self.invalidations)
-        news, self._judged = found - self._judged, found | self._judged
+        """Return the workers that compute wrongly and have not been judged yet."""
+        news = _accusations(self.invalidations) - self._judged
         return sorted({worker for worker, _ in news})
 
+    def judge(self) -> None:
+        """Count the workers that are accused by now as judged."""
+        self._judged |= _accusations(self.invalidations)
+
     def _counts(self, status: WorkerStatus) -> bool:
-        """Tell whether a worker's word counts: it knows of the invalidations so far."""
+        """Return whether a worker's word counts: it knows of the invalidations so far."""
         unknown = tuple(
             invalidation
             for invalidation in self.invalidations

@@ -1,23 +1,21 @@
 """Decides when the present view must stop, and what the next one is. Pure verdicts with reasons.
 
-What is known comes in as a `Situation`; nothing here remembers or changes anything.
+Nothing here remembers or changes anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import enum
+from collections.abc import Callable, Sequence
 
 from holdfast.core.assignment import assign_at_boundary, assign_mid_step
-from holdfast.core.membership.lease import LeasePolicy, fenced_from
+from holdfast.core.membership.facts import Facts
 from holdfast.core.membership.resume import resume_step
-from holdfast.core.membership.roster import Roster
-from holdfast.core.membership.view_making import NO_LIMIT, Proposal, Room, choose_hosts
+from holdfast.core.membership.view_making import Proposal, choose_hosts
 from holdfast.core.types import (
     AgentId,
     Follower,
     LateWorker,
-    Member,
     Stage,
     View,
     WorkerId,
@@ -29,105 +27,20 @@ LEAVE_RESERVE_S = 2.0  # before a node is gone, in which it is left whoever is b
 STEPS_MISSED_MAX = 64  # steps that a worker may miss and still catch up
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Situation:
-    """Holds the present view, what is known of its members, and how much silence proves what.
+class BasisOfView(enum.Enum):
+    """Says from whom the members of the next view have the job's state."""
 
-    `silent`: nodes not heard for a while. `witness_at`: when some member of the view was first
-    heard to act in it no more. `abreast`: who has been fed until nothing was missing.
-    `waiting_for`: who is fed, or will be, so that it does not join in a pause. `room`: for members.
-    """
-
-    view: View | None
-    roster: Roster
-    lease: LeasePolicy
-    silent: frozenset[AgentId]
-    witness_at: float | None
-    now: float
-    abreast: tuple[Follower, ...] = ()
-    waiting_for: frozenset[WorkerId] = frozenset()
-    feeding: bool = False  # somebody is
-    room: Room = NO_LIMIT
-
-    @property
-    def members(self) -> tuple[Member, ...]:
-        return self.view.members if self.view else ()
-
-    @property
-    def known(self) -> list[WorkerStatus]:
-        """Return the newest statuses of the members that have been heard."""
-        found = [self.status(member) for member in self.members]
-        return [status for status in found if status is not None]
-
-    def status(self, member: Member) -> WorkerStatus | None:
-        return self.roster.status(member.worker, member.incarnation)
-
-    def sound(self, member: Member) -> bool:
-        """Tell whether this process was heard of lately, and lives."""
-        status = self.status(member)
-        alive = status is not None and status.stage.alive
-        crippled = self.roster.crippled(member.worker, member.incarnation)
-        return alive and self.unheard(member) is None and not crippled
-
-    def unheard(self, member: Member) -> AgentId | None:
-        """Return one of its nodes that is silent, if there is one."""
-        return next((name for name in member.nodes if name in self.silent), None)
-
-    def fenced(self, member: Member) -> bool:
-        """Tell whether this process cannot act in the view again: it died, or its lease ran out."""
-        if self.sound(member):
-            return False
-        if self._dead(member):
-            return True
-        heard_at = self.roster.heard_at(member.agent)
-        return member.agent in self.silent and self.now >= fenced_from(
-            heard_at, self.witness_at, self.lease
-        )
-
-    def may_return(self, member: Member) -> bool:
-        return member.agent in self.silent and not self.abandoned(member)
-
-    def may_hold(self, member: Member) -> bool:
-        """Tell whether a silent node may hold what it had of the state, or keep pieces of it."""
-        if not member.further:
-            return self.may_return(member)
-        return any(n in self.silent and not given_up_on(self, n) for n in member.nodes)
-
-    def abandoned(self, member: Member) -> bool:
-        """Tell whether the state that this process may hold is given up as well."""
-        return self._dead(member) or given_up_on(self, member.agent)
-
-    def _dead(self, member: Member) -> bool:
-        roster, worker, incarnation = self.roster, member.worker, member.incarnation
-        if roster.dead(worker, incarnation):
-            return True
-        fenced_at = roster.heard_at(member.agent) + self.lease.fence_s
-        silent = member.agent in self.silent and self.now >= fenced_at
-        return silent and roster.crippled(worker, incarnation)
+    UNKNOWN = "unknown"  # a member may still act
+    AWAITED = "awaited"  # silent members may hold it: wait until it is given up, or recalled
+    SURVIVORS = "survivors"
+    LAST_SURVIVORS = "last survivors"  # of a job that finishes
+    DISCARDED = "discarded"  # from a checkpoint, since what survivors hold is wrong
+    RECALLED = "recalled"  # from a checkpoint or the nodes' memory, since nobody holds it
 
 
-def given_up_on(situation: Situation, agent: AgentId) -> bool:
-    """Tell whether a node that has been silent for so long does not count as coming back."""
-    heard_at = situation.roster.heard_at(agent)
-    return situation.now >= fenced_from(heard_at, None, situation.lease)
-
-
-def silent_nodes(
-    roster: Roster, lease: LeasePolicy, now: float, listening_since: float
-) -> frozenset[AgentId]:
-    """Find the nodes not heard for a while; one never heard yet is given a whole lease."""
-    if now < listening_since + lease.suspect_s:
-        return frozenset()
-    nodes = roster.nodes.items()
-    silent = [name for name, node in nodes if now >= node.heard_at + lease.suspect_s]
-    if now >= max(roster.started_at, listening_since) + lease.fence_s:
-        silent += roster.unheard()
-    return frozenset(silent)
-
-
-def candidates(situation: Situation) -> list[WorkerStatus]:
+def candidates(facts: Facts) -> list[WorkerStatus]:
     """Find workers that could join a view: ready, wanted, heard, and without the job's state."""
-    view, roster = situation.view, situation.roster
+    view, roster = facts.view, facts.roster
     found = []
     ready = [s for s in roster.newest.values() if s.stage == Stage.READY and not s.has_state]
     for status in sorted(ready, key=lambda s: s.worker):
@@ -137,36 +50,36 @@ def candidates(situation: Situation) -> list[WorkerStatus]:
         if view is not None and view.includes(worker, status.incarnation):
             if status.promised < view.number:
                 continue
-        silent = any(name in situation.silent for name in roster.slots[worker].nodes)
+        silent = any(name in facts.silent for name in roster.slots[worker].nodes)
         # One that has begun to catch up, and had to stop, may be anywhere between two steps.
         if not silent and not roster.drained_of(worker) and not status.committed:
             found += [status] if roster.complete(status) else []
-    moves = any(node.leaving for node in roster.nodes.values())
+    moves = any(node.report.leaving for node in roster.nodes.values())
     if moves:  # whoever is on a node to which another is to be moved comes first
         found.sort(key=lambda s: not roster.awaits_worker(roster.slots[s.worker].agent))
     return found
 
 
-def joiners_in_a_pause(situation: Situation) -> list[WorkerStatus]:
+def joiners_in_a_pause(facts: Facts) -> list[WorkerStatus]:
     """Find candidates that are not to be fed while the others train."""
-    return [s for s in candidates(situation) if s.worker not in situation.waiting_for]
+    return [s for s in candidates(facts) if s.worker not in facts.waiting_for]
 
 
-def room_beside_drained(situation: Situation) -> int:
+def room_beside_drained(facts: Facts) -> int:
     """Return how many more could be members once those on drained nodes have left."""
-    stay = [m for m in situation.members if not situation.roster.leaves(m.worker)]
-    late = situation.view.suspended if situation.view is not None else ()
-    return max(situation.room.members - len(stay) - len(late), 0)
+    stay = [m for m in facts.members if not facts.roster.leaves(m.worker)]
+    late = facts.view.suspended if facts.view is not None else ()
+    return max(facts.room.members - len(stay) - len(late), 0)
 
 
-def returning(situation: Situation, step: int) -> list[LateWorker]:
+def returning(facts: Facts, step: int) -> list[LateWorker]:
     """Find suspended workers that are done with what made them late and can still catch up."""
-    view, roster, found = situation.view, situation.roster, []
+    view, roster, found = facts.view, facts.roster, []
     for lag in view.suspended if view is not None else ():
         status = roster.status(lag.worker, lag.incarnation)
         if status is None or not roster.ordered(status) or step - lag.committed > STEPS_MISSED_MAX:
             continue
-        silent = any(name in situation.silent for name in roster.slots[lag.worker].nodes)
+        silent = any(name in facts.silent for name in roster.slots[lag.worker].nodes)
         done = status.waiting or status.at_boundary
         ready = status.stage == Stage.READY and status.has_state and done
         if ready and not silent and not roster.drained_of(lag.worker):
@@ -174,9 +87,9 @@ def returning(situation: Situation, step: int) -> list[LateWorker]:
     return found
 
 
-def too_far_behind(situation: Situation, step: int) -> list[WorkerStatus]:
+def too_far_behind(facts: Facts, step: int) -> list[WorkerStatus]:
     """Find suspended workers that have missed so much that a new process would be sooner there."""
-    view, roster = situation.view, situation.roster
+    view, roster = facts.view, facts.roster
     lags = view.suspended if view is not None else ()
     found = [
         roster.status(g.worker, g.incarnation)
@@ -208,46 +121,44 @@ def spans(workers: Sequence[WorkerId]) -> str:
     return ", ".join(parts)
 
 
-def surely_newest(situation: Situation) -> bool:
+def surely_newest(facts: Facts) -> bool:
     """Tell whether no later view than this one can exist, as far as its members say.
 
     A later one would need a member of this one that takes part in it, or has died since.
     """
-    known = [situation.status(m) for m in situation.members]
+    known = [facts.status(m) for m in facts.members]
     well = [s is not None and (s.stage.alive or s.stage == Stage.EXITED) for s in known]
     return bool(well) and all(well)
 
 
-def who_leaves(
-    situation: Situation, workers: Sequence[WorkerId], workers_min: int
-) -> dict[WorkerId, str]:
+def who_leaves(facts: Facts, workers: Sequence[WorkerId], workers_min: int) -> dict[WorkerId, str]:
     """Find which of these members should leave, and why.
 
     A node that is drained is left in any case; who is only moved stays while too few would go on.
     """
-    roster = situation.roster
-    if not any(node.draining or node.leaving for node in roster.nodes.values()):
+    roster = facts.roster
+    if not any(node.draining or node.report.leaving for node in roster.nodes.values()):
         return {}
     why = {worker: reason for worker in workers if (reason := roster.leaves(worker))}
     found = {w: reason for w, reason in why.items() if roster.drained_of(w)}
-    spared = len(workers) - len(found) + len(candidates(situation)) - workers_min
+    spared = len(workers) - len(found) + len(candidates(facts)) - workers_min
     moved = [worker for worker in why if worker not in found]
     return found | {worker: why[worker] for worker in moved[: max(spared, 0)]}
 
 
-def leaving(situation: Situation, workers_min: int) -> dict[str, str]:
+def leaving(facts: Facts, workers_min: int) -> dict[str, str]:
     """Find whom members should leave at the next boundary, and why, if others can go on.
 
     Those who are being fed are waited for: they take the places of those who leave, if these have
     the time.
     """
-    roster, workers = situation.roster, [m.worker for m in situation.members]
-    found = who_leaves(situation, workers, workers_min)
-    if not found or (len(found) == len(workers) and not candidates(situation)):
+    roster, workers = facts.roster, [m.worker for m in facts.members]
+    found = who_leaves(facts, workers, workers_min)
+    if not found or (len(found) == len(workers) and not candidates(facts)):
         return {}
     agents = {w: roster.drained_of(w) or roster.slots[w].agent for w in found}
     until = min(roster.nodes[agent].leave_by for agent in agents.values())
-    if situation.feeding and situation.now < until - LEAVE_RESERVE_S:
+    if facts.feeding and facts.now < until - LEAVE_RESERVE_S:
         return {}
     return {
         f"node {agents[w]}" if roster.draining(agents[w]) else f"worker {w}": reason
@@ -256,24 +167,24 @@ def leaving(situation: Situation, workers_min: int) -> dict[str, str]:
 
 
 def why_broken(
-    situation: Situation, waited_s: float, patience_s: float, minds_late: bool = False
+    facts: Facts, waited_s: float, patience_s: float, minds_late: bool = False
 ) -> str | None:
     """Tell why the present view must be stopped, if it must.
 
     `waited_s`: for how long nothing has moved while a member waits for others. `minds_late`: others
     may compute the tasks of late workers.
     """
-    view = situation.view
+    view = facts.view
     if view is None:
         return None
     reason = None
     stopped = waiting = False
     silent: list[AgentId] = []
     for member in view.members:
-        status = situation.status(member)
-        if situation.fenced(member):
+        status = facts.status(member)
+        if facts.fenced(member):
             reason = f"worker {member.worker} is gone"
-        elif name := situation.unheard(member):
+        elif name := facts.unheard(member):
             silent.append(name)
         elif status is None:
             continue
@@ -294,15 +205,15 @@ def why_broken(
     return reason
 
 
-def why_change(situation: Situation, workers_min: int, step: int) -> tuple[str, str] | None:
+def why_change(facts: Facts, workers_min: int, step: int) -> tuple[str, str] | None:
     """Choose a planned change of the view: its kind, and what will happen. None if all is well."""
-    members = len(situation.members)
-    room = members < situation.room.members
-    joiners = joiners_in_a_pause(situation) if room else []
-    back = returning(situation, step) if room else []
-    fed = situation.abreast if room_beside_drained(situation) else ()
+    members = len(facts.members)
+    room = members < facts.room.members
+    joiners = joiners_in_a_pause(facts) if room else []
+    back = returning(facts, step) if room else []
+    fed = facts.abreast if room_beside_drained(facts) else ()
     joining = _names(joiners, back, fed)
-    left = leaving(situation, workers_min)
+    left = leaving(facts, workers_min)
     if joining:
         return "join", f"worker {spans(joining)} joins"
     if left:
@@ -311,17 +222,17 @@ def why_change(situation: Situation, workers_min: int, step: int) -> tuple[str, 
     return ("wait", "the job waits") if members < workers_min else None
 
 
-def survivors_of(situation: Situation) -> list[WorkerStatus] | None:
+def survivors_of(facts: Facts) -> list[WorkerStatus] | None:
     """Return the members that hold the state and can go on; None while anyone may still act."""
-    view, roster = situation.view, situation.roster
+    view, roster = facts.view, facts.roster
     alive: list[WorkerStatus] = []
-    for member in situation.members:
-        if situation.fenced(member):
+    for member in facts.members:
+        if facts.fenced(member):
             continue
-        status = situation.status(member)
+        status = facts.status(member)
         if status is None or view is None or status.promised < view.number:
             return None
-        if situation.unheard(member):
+        if facts.unheard(member):
             return None
         # A worker that should catch up, and has not begun to, holds the state of an older step.
         behind = view.is_late(member.worker) and status.view < view.number
@@ -330,20 +241,20 @@ def survivors_of(situation: Situation) -> list[WorkerStatus] | None:
     return [s for s in alive if s.has_state]
 
 
-def unreachable(situation: Situation) -> list[WorkerId]:
+def unreachable(facts: Facts) -> list[WorkerId]:
     """Choose whom to leave out so that all others reach each other: few, best not the leader.
 
     Each member names the members that its network does not reach. Joiners go first, then whoever
     takes part in most of these pairs, then one of a node with fewer members.
     """
-    view = situation.view
+    view = facts.view
     if view is None:
         return []
-    present = [m for m in view.members if not situation.fenced(m)]
+    present = [m for m in view.members if not facts.fenced(m)]
     names = {m.worker for m in present}
     pairs: list[tuple[WorkerId, WorkerId]] = []
     for member in present:
-        status = situation.status(member)
+        status = facts.status(member)
         for other in status.unreached if status is not None and status.view == view.number else ():
             if other in names:
                 pairs.append((member.worker, other))
@@ -365,7 +276,7 @@ def unreachable(situation: Situation) -> list[WorkerId]:
 
 
 def next_view(
-    situation: Situation,
+    facts: Facts,
     survivors: Sequence[WorkerStatus],
     workers_min: int,
     minds_late: bool = False,
@@ -374,29 +285,29 @@ def next_view(
 
     `minds_late`: late workers may be suspended.
     """
-    view = situation.view
+    view = facts.view
     assert view is not None
     owners_now = present_owners(view, survivors)
-    step, why = _resume_step(situation, view, survivors)
+    step, why = _resume_step(facts, view, survivors)
     at_rest = all(s.at_boundary for s in survivors)
     everyone = [s.worker for s in survivors]
-    drained = list(who_leaves(situation, everyone, workers_min))
+    drained = list(who_leaves(facts, everyone, workers_min))
     kept = [worker for worker in everyone if worker not in drained]
-    most = situation.room.members
+    most = facts.room.members
     room = max(most - len(kept), 0)
-    back = returning(situation, step)[:room] if at_rest and len(kept) == len(survivors) else []
+    back = returning(facts, step)[:room] if at_rest and len(kept) == len(survivors) else []
     if not _all_kept(view, kept):
         back = []
     # Whoever is fed needs all that feed it, and nobody else joins with it, as others do not wait.
     # Those that it takes the place of leave in the next view, when it can host their tasks.
-    fed = situation.abreast[:room] if at_rest and not back else ()
+    fed = facts.abreast[:room] if at_rest and not back else ()
     if fed and _all_kept(view, everyone):
         kept = everyone
     else:
         fed = ()
     enough = len(kept) + len(back) + len(fed) >= max(workers_min, 1)
     find = joiners_in_a_pause if enough else candidates
-    joiners = find(situation)[: room - len(back)] if at_rest and not fed else []
+    joiners = find(facts)[: room - len(back)] if at_rest and not fed else []
     late = late_workers(survivors) if minds_late and not at_rest else []
     if not at_rest or not kept:
         # A node is left only while no step is under way, and by way of a view in which others
@@ -410,7 +321,7 @@ def next_view(
     if at_rest:
         # Who is fed may still wait for the last step, and hosts nothing until it has voted once.
         arriving = [each.worker for each in fed]
-        hosts = choose_hosts(members, owners_now, situation.room, arriving)
+        hosts = choose_hosts(members, owners_now, facts.room, arriving)
         now = [worker for worker in hosts if worker not in arriving]
         owners = assign_at_boundary(len(view.owners), now, owners_now)
         if joining:
@@ -418,7 +329,7 @@ def next_view(
         elif len(kept) < len(survivors):
             why = f"worker {spans(drained)} leaves"
     else:
-        hosts = choose_hosts(kept, owners_now, situation.room)
+        hosts = choose_hosts(kept, owners_now, facts.room)
         owners = assign_mid_step(hosts, owners_now)
     if late:
         why = f"worker {spans([s.worker for s in late])} is late in step {step} and is suspended"
@@ -443,15 +354,13 @@ def _names(
     return [*names, *(lag.worker for lag in back), *(follower.worker for follower in fed)]
 
 
-def _resume_step(
-    situation: Situation, view: View, survivors: Sequence[WorkerStatus]
-) -> tuple[int, str]:
+def _resume_step(facts: Facts, view: View, survivors: Sequence[WorkerStatus]) -> tuple[int, str]:
     """Tell at which step the survivors go on, and why there.
 
     Members that take no part any more count if they have committed what survivors have yet to.
     """
     newest = max(s.committed for s in survivors)
-    known = [s for s in situation.known if s.view == view.number]
+    known = [s for s in facts.known if s.view == view.number]
     further = [s for s in known if s.has_state and s.committed > newest]
     return resume_step([*survivors, *further], lost=len(survivors) < len(view.members))
 
@@ -479,21 +388,21 @@ def present_owners(view: View, survivors: Sequence[WorkerStatus]) -> tuple[Worke
     return tuple(owners)
 
 
-def interrupted(situation: Situation) -> list[WorkerStatus]:
+def interrupted(facts: Facts) -> list[WorkerStatus]:
     """List members that had to stop while they caught up: they may be between any two steps."""
-    view = situation.view
+    view = facts.view
     late = _names([], view.catching_up, view.fed) if view is not None else []
-    known = [s for s in situation.known if s.worker in late and s.stage == Stage.READY]
-    return [s for s in known if s.dirty and s.has_stopped and situation.roster.ordered(s)]
+    known = [s for s in facts.known if s.worker in late and s.stage == Stage.READY]
+    return [s for s in known if s.dirty and s.has_stopped and facts.roster.ordered(s)]
 
 
-def dirty_candidates(situation: Situation, replicated: bool) -> list[tuple[WorkerStatus, str]]:
+def dirty_candidates(facts: Facts, replicated: bool) -> list[tuple[WorkerStatus, str]]:
     """Find candidates that must begin anew, and why: their state is not the initial one.
 
     `replicated`: each worker holds the whole state, not only its share.
     """
-    roster = situation.roster
-    heard = [s for w, s in roster.newest.items() if roster.slots[w].agent not in situation.silent]
+    roster = facts.roster
+    heard = [s for w, s in roster.newest.items() if roster.slots[w].agent not in facts.silent]
     ready = [s for s in heard if s.stage == Stage.READY and roster.ordered(s)]
     found = sorted((s for s in ready if s.dirty or s.has_state), key=lambda s: s.worker)
     why = "its state is neither initial nor the job's"
@@ -506,46 +415,66 @@ def why_again(replicated: bool) -> str:
     return "every worker was lost" if replicated else "all workers begin anew, to share the state"
 
 
-def discarded(situation: Situation) -> bool:
+def discarded(facts: Facts) -> bool:
     """Tell whether a worker says that the states which the workers hold are discarded."""
-    roster = situation.roster
+    roster = facts.roster
     return any(s.discarded and roster.ordered(s) for s in roster.newest.values())
 
 
-def present_nodes(situation: Situation) -> int:
-    roster = situation.roster
-    return sum(1 for n in roster.nodes if roster.on(n) and n not in situation.silent)
+def find_state_source(
+    facts: Facts, finishing: bool, replicated: bool, awaits: Callable[[], bool]
+) -> BasisOfView:
+    """Find out from whom the next view has the state, once nobody can act in this one.
+
+    `finishing`: the job is past its last loop. `replicated`: each worker holds the whole state.
+    `awaits`: returns whether silent members are waited for, since they may hold the state.
+    """
+    survivors = survivors_of(facts)
+    if survivors is None:
+        return BasisOfView.UNKNOWN
+    if discarded(facts) and not finishing:
+        return BasisOfView.DISCARDED
+    if survivors and (finishing or replicated):
+        return BasisOfView.LAST_SURVIVORS if finishing else BasisOfView.SURVIVORS
+    if finishing:
+        return BasisOfView.UNKNOWN
+    return BasisOfView.AWAITED if awaits() else BasisOfView.RECALLED
 
 
-def beginners(situation: Situation, nodes_min: int, workers_min: int | None) -> list[WorkerStatus]:
+def present_nodes(facts: Facts) -> int:
+    roster = facts.roster
+    return sum(1 for n in roster.nodes if roster.on(n) and n not in facts.silent)
+
+
+def beginners(facts: Facts, nodes_min: int, workers_min: int | None) -> list[WorkerStatus]:
     """Choose who begins the job, or begins it again: everybody, or, with `workers_min`, so many.
 
     The result is empty while more are waited for. Silent nodes are not, where `nodes_min` others
     are there or the job begins again: if they come back their workers join, and nobody waits.
     """
-    roster, known, now = situation.roster, situation.roster.newest, situation.now
-    ready = [s for s in candidates(situation) if not s.dirty]
-    again = situation.view is not None or present_nodes(situation) >= nodes_min
-    gone = situation.silent if again else frozenset()
+    roster, known, now = facts.roster, facts.roster.newest, facts.now
+    ready = [s for s in candidates(facts) if not s.dirty]
+    again = facts.view is not None or present_nodes(facts) >= nodes_min
+    gone = facts.silent if again else frozenset()
     soon = [
         worker
         for worker, slot in roster.slots.items()
         if (slot.respawn_at or now) <= now + QUARANTINED_S and not gone.intersection(slot.nodes)
     ]
     pending = [w for w in soon if w not in known or known[w].stage != Stage.EXITED]
-    enough = len(ready) >= min(len(pending), situation.room.hosts)
+    enough = len(ready) >= min(len(pending), facts.room.hosts)
     enough = enough or (workers_min is not None and len(ready) >= workers_min)
     return ready if enough else []
 
 
-def last_view(situation: Situation, survivors: Sequence[WorkerStatus]) -> Proposal:
+def last_view(facts: Facts, survivors: Sequence[WorkerStatus]) -> Proposal:
     """Propose a view while the job finishes: nobody joins, and nobody is waited for."""
-    view = situation.view
+    view = facts.view
     assert view is not None
-    step, why = _resume_step(situation, view, survivors)
+    step, why = _resume_step(facts, view, survivors)
     staying = sorted(s.worker for s in survivors)
     owners_now = present_owners(view, survivors)
-    hosts = choose_hosts(staying, owners_now, situation.room)
+    hosts = choose_hosts(staying, owners_now, facts.room)
     return Proposal(
         workers=tuple(staying),
         owners=assign_mid_step(hosts, owners_now),

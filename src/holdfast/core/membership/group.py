@@ -5,58 +5,59 @@ its own checkpoint. So when one process of a group fails, all are ended, and a n
 of processes that wait, with their libraries loaded, to be told a rank. A group is a `View`:
 `owners[r]` runs rank r, `leader` serves torch.distributed's store, `restarts` counts the faults.
 
-It is driven as the coordinator machine is, by the same server, and speaks with the same agents.
-The invariants: group numbers grow and are durable before anyone hears of them; a group is formed
-only once every process of the one before has ended, or its node's lease has; an incarnation is
-never ordered twice.
+It goes round the same loop as the coordinator of workers (decision_loop.py), is driven by the same
+server, and speaks with the same agents. The invariants: group numbers grow and are durable before
+anyone hears of them; a group is formed only once every process of the one before has ended, or its
+node's lease has; an incarnation is never ordered twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from holdfast.core.errors import assert_never, require
+from holdfast.core.errors import require
 from holdfast.core.job_spec import GroupPolicy
-from holdfast.core.membership.admission import Attendance, attend, choose_drained
+from holdfast.core.membership.admission import welcome
+from holdfast.core.membership.changes import AddSlot, CountLoss, DismissNode, OrderNext
 from holdfast.core.membership.coordinator_events import (
     Announce,
     CoordinatorEffect,
-    CoordinatorEvent,
     CoordinatorSnapshot,
-    Finish,
-    Persist,
-    ReportArrived,
-    SendDirective,
     StopRequested,
 )
-from holdfast.core.membership.formation import Situation
+from holdfast.core.membership.decision_loop import SKIPPED, DecisionLoop
+from holdfast.core.membership.facts import Facts
 from holdfast.core.membership.group_faults import GroupFault, Trials, find_fault, ranks_of
 from holdfast.core.membership.group_places import (
     admit_node,
     form_view,
     ready_nodes,
-    restore_roles,
+    restore_slots,
 )
+from holdfast.core.membership.job_changes import (
+    AwaitGroup,
+    EndJob,
+    EndLearning,
+    GroupChange,
+    InstallView,
+    Remember,
+)
+from holdfast.core.membership.live_roster import News
 from holdfast.core.membership.restart import RestartPolicy, replace_lost
-from holdfast.core.membership.roster import News, Roster
 from holdfast.core.types import (
     NO_VIEW,
     AgentId,
     AgentReport,
-    Directive,
-    Incarnation,
     JobRecord,
     Stage,
-    Tick,
     View,
     ViewNumber,
-    WantedProcess,
 )
 
-SKIPPED = 1000  # numbers passed over after the loss of the journal
+Plan = list[GroupChange]
 
 
-class GroupMachine:
+class GroupMachine(DecisionLoop[GroupChange]):
     """Decides for the job, as the module describes; `handle` is the only mutator."""
 
     def __init__(
@@ -67,72 +68,27 @@ class GroupMachine:
         now: float,
         forgotten: int = 0,
     ) -> None:
+        super().__init__(policy.lease, term, record, now, forgotten)
         self._policy = policy
-        self._term = term
-        self._view = record.view if record else None
-        self._forgotten = record.forgotten if record else forgotten
-        passed_over = self._forgotten * SKIPPED
-        self._views_used = record.views_used if record else ViewNumber(passed_over)
-        self._outcome = record.outcome if record else None
-        self._roster = Roster(record, now, Incarnation(passed_over + 1))
         self._learn_until = now + policy.lease.abandon_s if forgotten else None
-        self._persisted = record
-        self._trials = Trials(now, self._view.restarts if self._view else 0)
-        self._attendance = Attendance()
+        self._trials = Trials(
+            restarts=self._view.restarts if self._view else 0,
+            began_at=now,
+            next_at=now,
+            stepped_at=now,
+        )
         self._awake_since = now
         self._came_at = now  # when the newest node came
         self._wanting_since = now  # since when there is no group
         self._deadline: float | None = now
         self._changed = True
-        self._seq = 0
-        self._finished = False
-
-    def handle(self, event: CoordinatorEvent, now: float) -> list[CoordinatorEffect]:
-        """Apply one event at time `now` (seconds); return effects in order."""
-        effects: list[CoordinatorEffect] = []
-        reply_to: AgentId | None = None
-        if self._deadline is not None and now > self._deadline + self._policy.lease.suspect_s / 2:
-            self._awake_since = now  # this process stood still and heard nobody
-        match event:
-            case ReportArrived(report):
-                if self._hear(report, now):
-                    reply_to = report.agent
-            case StopRequested(reason, _):
-                if self._outcome is None:
-                    self._outcome, self._changed = reason, True
-                    effects.append(Announce("stop", reason))
-            case Tick():
-                pass
-            case _:
-                assert_never(event)
-        if self._changed or (self._deadline is not None and now >= self._deadline):
-            return [*effects, *self._review(reply_to, now)]
-        return [*effects, self._answer(reply_to)] if reply_to is not None else effects
 
     def deadline(self) -> float | None:
         """Return the earliest time at which a Tick could change something."""
         return self._deadline
 
-    @property
-    def view(self) -> View | None:
-        return self._view
-
-    @property
-    def outcome(self) -> str | None:
-        """Return how the job ends or ended: None while it runs, empty for success."""
-        return self._outcome
-
     def snapshot(self) -> CoordinatorSnapshot:
-        number = self._number
-        return CoordinatorSnapshot(
-            record=self._record(),
-            step=self._trials.furthest,
-            stop_view=NO_VIEW if self._running() else number,
-            pending_view=NO_VIEW,
-            agents=self._roster.snapshot(self._attendance.silent),
-            workers=tuple(s for _, s in sorted(self._roster.newest.items())),
-            finished=self._finished,
-        )
+        return self._snapshot(self._trials.furthest, NO_VIEW if self._running() else self._number)
 
     def check(self) -> None:
         view = self._view
@@ -143,50 +99,55 @@ class GroupMachine:
             ranks = {*view.owners, view.leader}
             require(ranks == set(workers) and view.leader not in view.owners, "ranks do not fit")
             require(view.number <= self._views_used, "a group's number was never used")
-        saved = self._persisted in (None, self._record())
-        require(saved or self._learn_until is not None, "unsaved record")
+        super().check()
 
-    # ------------------------------------------------------------ hearing
+    # ------------------------------------------------------------ facts
+
+    def _wake(self, now: float) -> None:
+        if self._deadline is not None and now > self._deadline + self._lease.suspect_s / 2:
+            self._awake_since = now  # this process stood still and heard nobody
 
     def _hear(self, report: AgentReport, now: float) -> bool:
-        """Take in a report; return whether to answer it."""
         roster = self._roster
         before = report.agent in self._silent(now)
         news = roster.hear(report, now)
         if news is News.STALE:
             return False
         if self._learn_until is not None:
-            roster.recall(report.agent, report.workers, report.view)
-            used = max(self._views_used, report.view_known + SKIPPED)
-            self._views_used = ViewNumber(used)
+            self._recall(report)
+            self._views_used = ViewNumber(max(self._views_used, report.view_known + SKIPPED))
             if report.view is not None and _surely_newest(report.view, report):
-                fenced = roster.started_at + self._policy.lease.fence_s
+                fenced = roster.started_at + self._lease.fence_s
                 self._learn_until = min(self._learn_until, fenced)
         view = self._view
         for status in report.workers:
             if view is not None and view.includes(status.worker, status.incarnation):
-                self._trials.reached(status.committed, now)
+                self._trials = self._trials.reach(status.committed, now)
         if news is News.CHANGE or before:
             self._changed = True
         return True
 
-    # ------------------------------------------------------------ deciding
+    def _stop(self, request: StopRequested, now: float) -> Announce:
+        self._outcome, self._changed = request.reason, True
+        return Announce("stop", request.reason)
 
-    def _review(self, reply_to: AgentId | None, now: float) -> list[CoordinatorEffect]:
-        """Decide on all that is known, and tell whoever should act on it."""
-        self._changed = False
-        effects = list(self._advance(now))
-        record = self._record()
-        if record != self._persisted and self._learn_until is None:
-            self._persisted = record
-            effects.insert(0, Persist(record))
-        effects += self._directives(reply_to)
-        over = self._outcome is not None and self._roster.over(now, self._policy.lease.fence_s)
-        if over and not self._finished:
-            self._finished = True
-            effects.append(Finish(self._outcome or ""))
+    def _facts(self, now: float) -> Facts:
+        return Facts(
+            view=self._view,
+            roster=self._roster,
+            lease=self._lease,
+            silent=self._silent(now),
+            witness_at=now,
+            now=now,
+        )
+
+    # ------------------------------------------------------------ plan
+
+    def _is_due(self, now: float) -> bool:
+        return self._changed or (self._deadline is not None and now >= self._deadline)
+
+    def _end_review(self, now: float) -> None:
         self._deadline = min((t for t in self._alarms() if t > now), default=None)
-        return effects
 
     def _alarms(self) -> Iterator[float]:
         """Yield when time alone changes a decision, as far as one knows now."""
@@ -206,86 +167,74 @@ class GroupMachine:
             yield self._came_at + policy.settle_s
             yield self._wanting_since + policy.late_s
 
-    def _advance(self, now: float) -> Iterator[CoordinatorEffect]:
-        if self._learns(now):
-            return
-        self._welcome()
-        if self._outcome is not None:
-            return
-        yield from self._attend(now)
-        if self._running():
-            yield from self._supervise(now)
-        yield from self._dismiss(now)
-        if self._outcome is None and not self._running():
-            yield from self._form(now)
-        if self._outcome is None:
-            for worker, why in replace_lost(self._situation(now), RestartPolicy()):
-                yield Announce("lost", f"waiting process {worker} was lost: {why}", worker)
-            yield from self._stillborn()
+    def _decide(self, now: float) -> list[CoordinatorEffect]:
+        self._changed = False
+        self._apply(self._plan_to_learn(self._facts(now)), now)
+        if self._learn_until is not None:
+            return []
+        self._apply(welcome(self._facts(now), recall=False), now)
+        lines: list[CoordinatorEffect] = []
+        for decide in (
+            self._plan_admission,
+            self._plan_silence,
+            self._plan_drains,
+            self._plan_supervision,
+            self._plan_dismissals,
+            self._plan_group,
+            self._plan_for_lost,
+            self._plan_for_stillborn,
+        ):
+            if self._outcome is None:
+                lines += self._apply(decide(self._facts(now)), now)
+        return lines
 
-    def _learns(self, now: float) -> bool:
-        """Tell whether agents may still run what a lost record knew."""
-        if self._learn_until is None:
-            return False
-        if now < self._learn_until:
-            return True
-        self._learn_until = None
-        restore_roles(self._roster)
-        for worker in self._roster.slots:
-            self._roster.order_anew(worker)
-        return False
+    def _plan_to_learn(self, facts: Facts) -> Plan:
+        """Begin to decide once nothing that a lost record knew can run any more."""
+        if self._learn_until is None or facts.now < self._learn_until:
+            return []
+        return [EndLearning(), *restore_slots(facts.roster)]
 
-    def _welcome(self) -> None:
-        for name, node in self._roster.nodes.items():
-            if node.fresh:
-                self._roster.welcome(name, self._view, recall=False)
-
-    def _attend(self, now: float) -> Iterator[Announce]:
+    def _plan_admission(self, facts: Facts) -> Plan:
         """Let nodes take part, up to the number that may."""
-        roster, policy = self._roster, self._policy
-        silent, waiting = self._silent(now), []
+        roster, policy, plan = facts.roster, self._policy, Plan()
+        placed, waiting = len(roster.placed), []
         for name, node in roster.nodes.items():
-            if roster.here(name) or name in silent or node.asks:
+            if roster.here(name) or name in facts.silent or node.report.draining:
                 continue
-            if policy.working(node.offered) < 1:
+            if policy.working(node.report.slots) < 1:
                 continue
-            if len(roster.placed) >= policy.nodes_max:
+            if placed >= policy.nodes_max:
                 waiting.append(name)
                 continue
-            admit_node(roster, name)
-            self._came_at = now
-        situation = self._situation(now)
-        not_drained = choose_drained(situation)
-        self._attendance, news = attend(situation, tuple(waiting), not_drained, self._attendance)
-        yield from (Announce(kind, line) for kind, line in news)
+            placed += 1
+            plan += admit_node(roster, name)
+        attendance, lines = self._attendance.tell_waiting(tuple(waiting))
+        return [*plan, Remember(attendance), *lines]
 
-    def _supervise(self, now: float) -> Iterator[CoordinatorEffect]:
+    def _plan_supervision(self, facts: Facts) -> Plan:
         """End the group if it has done its work, a process of it failed, or nodes come or go."""
-        view, roster, policy = self._view, self._roster, self._policy
-        assert view is not None
-        ranks = ranks_of(view)
-        statuses = [roster.status(m.worker, m.incarnation) for m in ranks]
-        if all(s is not None and s.stage is Stage.EXITED for s in statuses):
-            self._outcome = ""
-            return
+        view, roster, now = facts.view, facts.roster, facts.now
+        if view is None or not self._running():
+            return []
+        statuses = [facts.status(member) for member in ranks_of(view)]
+        if all(status is not None and status.stage is Stage.EXITED for status in statuses):
+            return [EndJob("")]
         lost = [name for name in roster.placed if self._node_lost(name, now)]
-        fault = find_fault(view, roster, lost)
-        if fault is None and now >= self._still_since() + policy.hang_s:
-            fault = GroupFault(
-                f"no process has been at work for {policy.hang_s:g} s: the group hangs"
-            )
+        fault, hang_s = find_fault(view, roster, lost), self._policy.hang_s
+        if fault is None and now >= self._still_since() + hang_s:
+            fault = GroupFault(f"no process has been at work for {hang_s:g} s: the group hangs")
         if fault is not None:
-            yield self._restart(fault, now)
-        elif why := self._why_change(now):
-            self._end_group(now)
-            yield Announce("restart", f"{why}: the group is restarted")
+            return self._restart(facts, fault)
+        if why := self._why_change(facts, view):
+            text = f"{why}: the group is restarted"
+            return [*self._end_group(facts), Announce("restart", text)]
+        return []
 
-    def _why_change(self, now: float) -> str:
-        """Tell why a sound group should be another: a node is to leave, or can take part."""
-        view, roster, policy = self._view, self._roster, self._policy
-        assert view is not None
+    def _why_change(self, facts: Facts, view: View) -> str:
+        """Return why a sound group should be another: a node is to leave, or can take part."""
+        roster, policy = facts.roster, self._policy
         inside = list(dict.fromkeys(m.agent for m in ranks_of(view)))
-        ready = [n for n in ready_nodes(roster, policy, self._silent(now), view) if n not in inside]
+        ready = [n for n in ready_nodes(roster, policy, facts.silent, view) if n not in inside]
         drained = [name for name in inside if roster.draining(name)]
         if drained and (ready or len(drained) < len(inside)):
             return f"node {drained[0]} is left: {roster.draining(drained[0])}"
@@ -293,117 +242,104 @@ class GroupMachine:
             return f"node {ready[0]} joins"
         return ""
 
-    def _restart(self, fault: GroupFault, now: float) -> Announce:
+    def _restart(self, facts: Facts, fault: GroupFault) -> Plan:
         """End the group because of a fault, and the job if that was once too often."""
-        policy, trials = self._policy, self._trials
-        trials.failed(now, policy)
+        most, trials = self._policy.restarts_max, self._trials.count_fault(facts.now, self._policy)
         detail = f"\n{fault.detail}" if fault.detail else ""
-        if trials.in_vain > policy.restarts_max:
-            times = f"{policy.restarts_max} restarts without progress in between"
-            self._outcome = f"{fault.headline}, after {times}; --restarts-max allows more{detail}"
-            if not policy.restarts_max:
-                self._outcome = f"{fault.headline}; --restarts-max 0 allows no restart{detail}"
-            return Announce("failed", self._outcome)
-        self._end_group(now)
-        wait_s = trials.next_at - now
+        if trials.in_vain > most:
+            times = f"{most} restarts without progress in between"
+            why = f"{fault.headline}, after {times}; --restarts-max allows more{detail}"
+            if not most:
+                why = f"{fault.headline}; --restarts-max 0 allows no restart{detail}"
+            return [Remember(trials), EndJob(why), Announce("failed", why)]
+        wait_s = trials.next_at - facts.now
         after = f" in {wait_s:.3g} s" if wait_s > 0 else ""
-        count = f"{trials.in_vain} of at most {policy.restarts_max} without progress"
+        count = f"{trials.in_vain} of at most {most} without progress"
         text = f"{fault.headline}; the group is restarted{after} ({count}){detail}"
-        return Announce("restart", text)
+        return [Remember(trials), *self._end_group(facts), Announce("restart", text)]
 
-    def _end_group(self, now: float) -> None:
+    def _end_group(self, facts: Facts) -> Plan:
         """Order new processes in the place of the group's; the store's goes on if it lives."""
-        view, roster = self._view, self._roster
-        assert view is not None
-        self._wanting_since = now
-        for member in view.members:
+        view, roster, plan = facts.view, facts.roster, Plan()
+        plan.append(AwaitGroup())
+        for member in view.members if view is not None else ():
             alive = not roster.dead(member.worker, member.incarnation)
-            if member.worker in roster.slots and not (alive and member.worker == view.leader):
-                roster.order_anew(member.worker)
+            serves = view is not None and member.worker == view.leader
+            if member.worker in roster.slots and not (alive and serves):
+                plan.append(OrderNext(member.worker))
+        return plan
 
-    def _dismiss(self, now: float) -> Iterator[Announce]:
+    def _plan_dismissals(self, facts: Facts) -> Plan:
         """Take their slots from nodes that are lost, to make room for others."""
-        for name in self._roster.placed:
-            if self._node_lost(name, now):
-                self._roster.dismiss(name)
-                yield Announce("node", f"node {name} is lost")
+        plan: Plan = []
+        for name in facts.roster.placed:
+            if self._node_lost(name, facts.now):
+                plan += [DismissNode(name), Announce("node", f"node {name} is lost")]
+        return plan
 
-    def _form(self, now: float) -> Iterator[CoordinatorEffect]:
+    def _plan_group(self, facts: Facts) -> Plan:
         """Form the next group, once nothing of the one before runs any more."""
-        policy, roster = self._policy, self._roster
-        if now < self._trials.next_at or not self._gone(now):
-            return
-        silent = self._silent(now)
-        present = [n for n in roster.placed if n not in silent and not roster.draining(n)]
-        ready = ready_nodes(roster, policy, silent, None)
+        policy, roster, now = self._policy, facts.roster, facts.now
+        if self._running() or now < self._trials.next_at or not self._gone(now):
+            return []
+        present = [n for n in roster.placed if n not in facts.silent and not roster.draining(n)]
+        ready = ready_nodes(roster, policy, facts.silent, None)
         if len(ready) < policy.nodes_min:
-            return
+            return []
         if len(ready) < len(present) and now < self._wanting_since + policy.late_s:
-            return
+            return []
         if len(ready) < policy.nodes_max and now < self._came_at + policy.settle_s:
-            return
+            return []
         ready = ready[: policy.nodes_max]  # more have slots if their record was lost
-        number = ViewNumber(max(self._number, self._views_used) + 1)
-        self._view = form_view(roster, policy, ready, number, self._trials.restarts)
-        self._views_used = number
-        self._trials.began(now)
-        count, names = len(self._view.owners), ", ".join(ready)
-        yield Announce("view", f"group {number}: {count} processes on {names}", None, number)
+        view = form_view(roster, policy, ready, self._next_number, self._trials.restarts)
+        count, names, number = len(view.owners), ", ".join(ready), view.number
+        text = f"group {number}: {count} processes on {names}"
+        return [InstallView(view), Announce("view", text, None, number)]
 
-    def _stillborn(self) -> Iterator[Announce]:
+    def _plan_for_lost(self, facts: Facts) -> Plan:
+        return [*replace_lost(facts, RestartPolicy())]
+
+    def _plan_for_stillborn(self, facts: Facts) -> Plan:
         """Give up if a process fails before it is told a rank: the next one would as well."""
-        view = self._view
-        for status in self._roster.newest.values():
-            if status.stage is not Stage.FAILED or not self._roster.ordered(status):
+        view = facts.view
+        for status in facts.roster.newest.values():
+            if status.stage is not Stage.FAILED or not facts.roster.ordered(status):
                 continue
             if status.view != NO_VIEW:
                 continue  # of a group that was lost with the journal
             if view is None or not view.includes(status.worker, status.incarnation):
-                self._outcome = f"no process can be started: {status.detail}"
-                yield Announce("failed", self._outcome, status.worker)
-                return
+                why = f"no process can be started: {status.detail}"
+                return [EndJob(why), Announce("failed", why, status.worker)]
+        return []
 
-    # ------------------------------------------------------------ telling
+    # ------------------------------------------------------------ apply
 
-    def _directives(self, reply_to: AgentId | None) -> Iterator[SendDirective]:
-        """Yield directives to agents with something new to hear, and in answer to reports."""
-        for name in sorted(self._roster.nodes):
-            node = self._roster.nodes[name]
-            unseen = max(node.view_known, node.view_told) < self._number
-            if name == reply_to or unseen or node.told != self._telling(name):
-                yield self._answer(name)
-
-    def _telling(self, name: AgentId) -> tuple[object, ...]:
-        return self._outcome is None, self._learn_until is None, self._number, self._wanted(name)
-
-    def _answer(self, name: AgentId) -> SendDirective:
-        node, view = self._roster.nodes[name], self._view
-        self._seq += 1
-        node.view_told, node.told = self._number, self._telling(name)
-        directive = Directive(
-            term=self._term,
-            seq=self._seq,
-            agent=name,
-            agent_incarnation=node.incarnation,
-            heard=node.seq,
-            wanted=self._wanted(name),
-            view_number=self._number,
-            view=view if view and node.view_known < view.number else None,
-            undecided=self._learn_until is not None,
-            shutdown=self._outcome is not None,
-        )
-        return SendDirective(directive)
-
-    def _wanted(self, name: AgentId) -> tuple[WantedProcess, ...]:
-        if self._outcome is not None or self._learn_until is not None:
-            return ()
-        return tuple(self._roster.wanted(name, self._view))
+    def _carry_out(self, change: GroupChange, now: float) -> Sequence[Announce]:
+        match change:
+            case Announce():
+                return [change]
+            case CountLoss(worker, reason):
+                return [Announce("lost", f"waiting process {worker} was lost: {reason}", worker)]
+            case EndLearning():
+                self._learn_until = None
+            case EndJob(outcome):
+                self._outcome = outcome
+            case Remember(Trials() as trials):
+                self._trials = trials
+            case Remember(memory):
+                self._remember(memory)
+            case AwaitGroup():
+                self._wanting_since = now
+            case InstallView(view):
+                self._view, self._views_used = view, view.number
+                self._trials = self._trials.begin(now)
+            case _:
+                if isinstance(change, AddSlot):
+                    self._came_at = now
+                self._roster.apply(change)
+        return []
 
     # ------------------------------------------------------------ knowing
-
-    @property
-    def _number(self) -> ViewNumber:
-        return self._view.number if self._view else NO_VIEW
 
     def _running(self) -> bool:
         """Tell whether there is a group whose processes should all run."""
@@ -443,27 +379,6 @@ class GroupMachine:
     def _still_since(self) -> float:
         """Return since when no process of the group has been seen at work."""
         return max(self._trials.still_since(self._roster.moved_at), self._awake_since)
-
-    def _situation(self, now: float) -> Situation:
-        return Situation(
-            view=self._view,
-            roster=self._roster,
-            lease=self._policy.lease,
-            silent=self._silent(now),
-            witness_at=now,
-            now=now,
-        )
-
-    def _record(self) -> JobRecord:
-        return JobRecord(
-            term=self._term,
-            view=self._view,
-            views_used=self._views_used,
-            slots=self._roster.slot_records(),
-            workers_named=self._roster.workers_named,
-            forgotten=self._forgotten,
-            outcome=self._outcome,
-        )
 
 
 def _surely_newest(view: View, report: AgentReport) -> bool:

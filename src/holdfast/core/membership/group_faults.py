@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,49 +19,49 @@ class GroupFault:
     detail: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trials:
-    """Counts the restarts of a job's groups.
+    """Counts the restarts of a job's groups. Times are in seconds."""
 
-    `restarts`: of the whole job. `in_vain`: faults in a row without progress in between. `next_at`:
-    when the next group may begin.
-    """
+    restarts: int  # faults in the whole job
+    began_at: float
+    next_at: float  # when the next group may begin
+    stepped_at: float
+    in_vain: int = 0  # faults in a row without progress in between
+    step: int = 0  # the greatest one of this group
+    furthest: int = 0  # the greatest step that a process has told of
+    furthest_before: int = 0  # `furthest` when the last group ended
 
-    def __init__(self, now: float, restarts: int) -> None:
-        self.restarts = restarts
-        self.in_vain = 0
-        self.began_at = now
-        self.next_at = now
-        self.step = 0  # of this group
-        self.stepped_at = now
-        self.furthest = 0  # the greatest step that a process has told of
-        self._furthest_before = 0  # when the last group ended
+    def begin(self, now: float) -> Trials:
+        """Return this with a group that begins."""
+        return dataclasses.replace(self, began_at=now, step=0)
 
-    def began(self, now: float) -> None:
-        """Note that a group begins."""
-        self.began_at, self.step = now, 0
-
-    def reached(self, step: int, now: float) -> None:
-        """Note a step that a script has told of."""
-        if step > self.step:
-            self.step, self.stepped_at = step, now
-            self.furthest = max(self.furthest, step)
+    def reach(self, step: int, now: float) -> Trials:
+        """Return this with a step that a script has told of."""
+        if step <= self.step:
+            return self
+        furthest = max(self.furthest, step)
+        return dataclasses.replace(self, step=step, stepped_at=now, furthest=furthest)
 
     def still_since(self, moved_at: float) -> float:
         """Return since when the group does nothing: a script that tells its steps is believed."""
         return max(self.stepped_at if self.step else moved_at, self.began_at)
 
-    def failed(self, now: float, policy: GroupPolicy) -> None:
-        """Count a fault; the first in a row is followed by a new group at once."""
+    def count_fault(self, now: float, policy: GroupPolicy) -> Trials:
+        """Return this with one more fault; the first in a row is followed by a group at once."""
         if self.furthest:
-            progress = self.furthest > self._furthest_before
+            progress = self.furthest > self.furthest_before
         else:
             progress = now >= self.began_at + policy.steady_s
-        self._furthest_before = self.furthest
-        self.restarts += 1
-        self.in_vain = 1 if progress else self.in_vain + 1
-        doublings = min(self.in_vain - 2, 20)
-        wait_s = min(policy.backoff_s * 2.0**doublings, policy.backoff_max_s)
-        self.next_at = now + wait_s if self.in_vain > 1 else now
+        in_vain = 1 if progress else self.in_vain + 1
+        wait_s = min(policy.backoff_s * 2.0 ** min(in_vain - 2, 20), policy.backoff_max_s)
+        return dataclasses.replace(
+            self,
+            furthest_before=self.furthest,
+            restarts=self.restarts + 1,
+            in_vain=in_vain,
+            next_at=now + wait_s if in_vain > 1 else now,
+        )
 
 
 def ranks_of(view: View) -> tuple[Member, ...]:

@@ -6,9 +6,11 @@ processes that wait until they are told a rank.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Sequence
 
 from holdfast.core.job_spec import GroupPolicy
+from holdfast.core.membership.changes import AddSlot, Change, OrderNext, PutSlot
 from holdfast.core.membership.roster import Roster, SlotState
 from holdfast.core.types import (
     NO_VIEW,
@@ -22,20 +24,21 @@ from holdfast.core.types import (
 )
 
 
-def admit_node(roster: Roster, name: AgentId) -> None:
+def admit_node(roster: Roster, name: AgentId) -> list[Change]:
     """Give a node the slots that it offers: the first one for a store."""
-    for index in range(roster.nodes[name].offered):
-        role = ProcessRole.WORKER if index else ProcessRole.STORE
-        slot = SlotState(name, roster.first, role=role)
-        roster.add_slot(WorkerId(roster.workers_named), slot)
+    roles = [ProcessRole.STORE, *[ProcessRole.WORKER] * (roster.nodes[name].report.slots - 1)]
+    return [AddSlot(SlotState(name, roster.first, role=role)) for role in roles]
 
 
-def restore_roles(roster: Roster) -> None:
-    """Give every node a slot for a store again, where the record of the slots was lost."""
+def restore_slots(roster: Roster) -> list[Change]:
+    """Replace all processes after the record was lost; one on every node serves as a store."""
+    plan: list[Change] = []
     for name in roster.placed:
-        slots = [roster.slots[worker] for worker in roster.here(name)]
-        if all(slot.role is ProcessRole.WORKER for slot in slots):
-            slots[0].role = ProcessRole.STORE
+        slots = [(worker, roster.slots[worker]) for worker in roster.here(name)]
+        if all(slot.role is ProcessRole.WORKER for _, slot in slots):
+            worker, slot = slots[0]
+            plan.append(PutSlot(worker, dataclasses.replace(slot, role=ProcessRole.STORE)))
+    return [*plan, *(OrderNext(worker) for worker in roster.slots)]
 
 
 def waiting_here(roster: Roster, name: AgentId, role: ProcessRole) -> list[WorkerId]:
@@ -54,7 +57,7 @@ def waiting_here(roster: Roster, name: AgentId, role: ProcessRole) -> list[Worke
 def ready_nodes(
     roster: Roster, policy: GroupPolicy, silent: Collection[AgentId], view: View | None
 ) -> list[AgentId]:
-    """Find nodes with as many waiting processes as should work there; members of `view` do not."""
+    """Find nodes where enough processes wait to be given a rank; members of `view` do not."""
     found = []
     for name in roster.placed:
         if name in silent or roster.draining(name) or name not in roster.nodes:
@@ -62,7 +65,7 @@ def ready_nodes(
         waiting = waiting_here(roster, name, ProcessRole.WORKER)
         if view is not None:
             waiting = [w for w in waiting if view.member(w) is None]
-        enough = len(waiting) >= policy.working(roster.nodes[name].offered)
+        enough = len(waiting) >= policy.working(roster.nodes[name].report.slots)
         if enough and waiting_here(roster, name, ProcessRole.STORE):
             found.append(name)
     return found
@@ -74,7 +77,7 @@ def form_view(
     """Form a group of waiting processes on these nodes; the first node serves the store."""
     owners: list[WorkerId] = []
     for name in nodes:
-        count = policy.working(roster.nodes[name].offered)
+        count = policy.working(roster.nodes[name].report.slots)
         owners += waiting_here(roster, name, ProcessRole.WORKER)[:count]
     leader = waiting_here(roster, nodes[0], ProcessRole.STORE)[0]
     members = [

@@ -6,9 +6,12 @@ the last seconds of a notice are used for training.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from dataclasses import dataclass
 
-from holdfast.core.membership.formation import Situation, candidates
+from holdfast.core.membership.coordinator_events import Announce
+from holdfast.core.membership.facts import Facts
+from holdfast.core.membership.formation import candidates
 from holdfast.core.types import ViewNumber
 
 TOOK_S = 2.0  # for one checkpoint, until it is known
@@ -16,51 +19,53 @@ SPARE_S = 1.0  # before the end, in which a checkpoint should be durable
 ORDERS_PER_TERM = 1 << 20
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LastSaves:
-    """Keeps what was ordered. `newest`: the number of the newest order; 0: none."""
+    """Describes the orders. `newest`: the number of the newest order; 0: none."""
 
-    def __init__(self, term: int) -> None:
-        self.newest = 0
-        self.due_at: float | None = None  # when another one is to be ordered
-        self._last = term * ORDERS_PER_TERM
-        self._ordered_at = 0.0
-        self._ordered_after = 0  # the step of the newest checkpoint by then
-        self._took_s = TOOK_S
-        self._ends: tuple[ViewNumber, float] | None = None  # for which they are ordered
+    last: int  # number of the newest order, greater than that of any term before
+    newest: int = 0
+    due_at: float | None = None  # when another one is to be ordered
+    ordered_at: float = 0.0
+    ordered_after: int = 0  # the step of the newest checkpoint by then
+    took_s: float = TOOK_S
+    ends: tuple[ViewNumber, float] | None = None  # the end for which they are ordered
 
-    def order(self, durable: int, now: float) -> None:
+    def order(self, durable: int, now: float) -> LastSaves:
         """Order a checkpoint at the next boundary; `durable`: the step of the newest one."""
-        self._last += 1
-        self.newest, self._ordered_at, self._ordered_after = self._last, now, durable
+        number = self.last + 1
+        return dataclasses.replace(
+            self, last=number, newest=number, ordered_at=now, ordered_after=durable
+        )
 
-    def review(self, situation: Situation, durable: int) -> Iterator[str]:
-        """Look whether the state is about to be lost; yields lines for the event log."""
-        now, view = situation.now, situation.view
-        if durable > self._ordered_after and self._ordered_at:
-            self._took_s = max(now - self._ordered_at, 0.0)
-            self._ordered_at = 0.0
-        end = _end(situation)
+    def review(self, facts: Facts, durable: int) -> tuple[LastSaves, list[Announce]]:
+        """Return the orders, now that the state may be about to be lost, and lines."""
+        now, view, found = facts.now, facts.view, self
+        if durable > self.ordered_after and self.ordered_at:
+            took_s = max(now - self.ordered_at, 0.0)
+            found = dataclasses.replace(self, took_s=took_s, ordered_at=0.0)
+        end = _end(facts)
         if view is None or end is None:
-            self._ends = self.due_at = None
-            return
-        known = self._ends
+            return dataclasses.replace(found, ends=None, due_at=None), []
+        due_at = end - SPARE_S - 2 * found.took_s
+        known = found.ends
         if known is None or known[0] != view.number or end < known[1] - SPARE_S:
-            self._ends = view.number, end
-            self.due_at = end - SPARE_S - 2 * self._took_s
-            self.order(durable, now)
-            yield f"all workers are taken away in {end - now:.3g} s: a checkpoint is made"
-        elif self.due_at is not None:
-            self.due_at = end - SPARE_S - 2 * self._took_s
-            if now >= self.due_at:
-                self.due_at = None
-                self.order(durable, now)
-                yield "a last checkpoint is made before all workers are taken away"
+            found = dataclasses.replace(found, ends=(view.number, end), due_at=due_at)
+            text = f"all workers are taken away in {end - now:.3g} s: a checkpoint is made"
+            return found.order(durable, now), [Announce("save", text)]
+        if found.due_at is None:
+            return found, []
+        if now < due_at:
+            return dataclasses.replace(found, due_at=due_at), []
+        text = "a last checkpoint is made before all workers are taken away"
+        ordered = dataclasses.replace(found, due_at=None).order(durable, now)
+        return ordered, [Announce("save", text)]
 
 
-def _end(situation: Situation) -> float | None:
+def _end(facts: Facts) -> float | None:
     """Return when the last member is taken away; None if others can go on, or nobody knows."""
-    roster, members = situation.roster, situation.members
-    if not members or situation.abreast or situation.feeding or candidates(situation):
+    roster, members = facts.roster, facts.members
+    if not members or facts.abreast or facts.feeding or candidates(facts):
         return None
     nodes = [[roster.nodes.get(name) for name in member.nodes] for member in members]
     ends = [min(n.leave_by if n is not None else float("inf") for n in each) for each in nodes]

@@ -1,4 +1,4 @@
-"""Knows how far the job has come, and how often it has failed to come further. Pure."""
+"""Knows how far the job has come, and how often it has failed to come further."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from holdfast.core.invalidations import Invalidations
 from holdfast.core.types import WorkerStatus
 
 KILLED = ("ended by SIGKILL", "ended by signal 9")  # from outside, not by a mistake of its own
+
+
+def is_crash(why: str) -> bool:
+    """Return whether a process was lost by a signal of its own making."""
+    return why.startswith("ended by ") and why not in KILLED
 
 
 class Progress:
@@ -30,7 +35,7 @@ class Progress:
         self._ended: WorkerStatus | None = None  # of the first leader whose script has ended
 
     def reached(self, step: int) -> bool:
-        """Note that a member of the present view has come to a step; return whether it is news."""
+        """Take in that a member of the view has come to a step; return whether it is news."""
         if step <= self.step:
             return False
         self.step, self.losses = step, 0
@@ -44,15 +49,16 @@ class Progress:
         self._falls += self._lost_since_begun
         self._lost_since_begun = False
 
-    def lost(self, why: str, losses_max: int = 0) -> str:
-        """Count a worker that was lost; return a doubt to add to that line, if there is one."""
+    def count_loss(self, why: str) -> None:
+        """Count a worker that was lost."""
         self.losses += 1
         self._lost_since_begun = True
         self._last_loss = why.partition("\n")[0]
-        if not why.startswith("ended by ") or why in KILLED:
-            return ""
-        self._crashes += 1
-        if self._crashes < 2:
+        self._crashes += is_crash(why)
+
+    def doubt(self, why: str, losses_max: int) -> str:
+        """Return a doubt to add to the line on the loss that was counted last, if there is one."""
+        if not is_crash(why) or self._crashes < 2:
             return ""
         times = "twice" if self._crashes == 2 else f"{self._crashes} times"
         return (
@@ -60,20 +66,22 @@ class Progress:
             f"{losses_max} losses without a step the job gives up (--losses-max)"
         )
 
-    def retreats(self, invalidations: Invalidations) -> bool:
-        """Note that workers came to different results; return whether that is news."""
-        news = invalidations != self._invalidations
+    def has_gone_back(self, invalidations: Invalidations) -> bool:
+        """Return whether the job has gone back already because of these."""
+        return invalidations == self._invalidations
+
+    def go_back(self, invalidations: Invalidations) -> None:
+        """Count that workers came to different results."""
         self._invalidations = invalidations
-        self._retreats += news
-        return news
+        self._retreats += 1
 
     def ended(self, leader: WorkerStatus) -> None:
-        """Note that the script of a leader has come to its end; what is known may be older."""
+        """Take in that the script of a leader has ended; what is known of it may be older."""
         if leader.ended:
             self._ended = self._ended or leader
 
     def uneven(self, statuses: Iterable[WorkerStatus]) -> str:
-        """Tell why scripts do not all end after the same step; empty if they may.
+        """Return why scripts do not all end after the same step; empty if they may.
 
         What was told of views before that in which the leader ended does not count: since then the
         job may have begun again from an earlier step.
@@ -92,7 +100,7 @@ class Progress:
         )
 
     def hopeless(self, losses_max: int, retreats_max: int) -> str:
-        """Tell why to give up; empty to go on."""
+        """Return why to give up; empty to go on."""
         if self.losses > losses_max:
             count = "1 worker was" if self.losses == 1 else f"{self.losses} workers were"
             return (

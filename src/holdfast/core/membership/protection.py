@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from holdfast.core.domains import Domains
@@ -15,35 +16,35 @@ from holdfast.core.invalidations import (
     merge,
 )
 from holdfast.core.membership.durable import Durable
-from holdfast.core.membership.formation import Situation, given_up_on
+from holdfast.core.membership.facts import Facts, given_up_on
 from holdfast.core.membership.roster import Roster
 from holdfast.core.redundancy import GradientSource, KeptPieces, Recall, Redundancy
 from holdfast.core.types import NO_VIEW, AgentId, Invalidation, Member, View, ViewNumber
 
 
+@dataclass(frozen=True, slots=True)
 class Protection:
     """Says what is kept where, and what of it can be recalled, in a job with some redundancy."""
 
-    def __init__(self, redundancy: Redundancy, shards: int = 1) -> None:
-        self._redundancy = redundancy
-        self._shards = shards  # that nodes tell of one by one, since none holds all of them
-        self._told = ""  # of what it does not protect from
-        self._failed_in = NO_VIEW  # the newest view whose members could not recall the state
-        self._failing: tuple[Recall, float] | None = None  # what, and since when
+    redundancy: Redundancy
+    shards: int = 1  # shards that nodes report one by one, since none holds all of them
+    weakness: str = ""  # the loss that the newest view does not protect from
+    failed_in: ViewNumber = NO_VIEW  # the newest view whose members could not recall the state
+    failing: tuple[Recall, float] | None = None  # what they could not recall, and since when
 
-    def protect(self, view: View, old: View | None, roster: Roster) -> View:
+    def protect(self, view: View, old: View | None, roster: Roster) -> tuple[Protection, View]:
         """Add to a new view which nodes keep pieces, in their order, and what is abandoned."""
-        domains = {name: node.domains for name, node in roster.nodes.items()}
-        ring = make_ring(view.members, domains, self._redundancy)
-        weakness = find_weakness(ring, domains, self._redundancy)
-        news = f"; {weakness}" if weakness not in ("", self._told) else ""
-        self._told = weakness
+        domains = {name: node.report.domains for name, node in roster.nodes.items()}
+        ring = make_ring(view.members, domains, self.redundancy)
+        weakness = find_weakness(ring, domains, self.redundancy)
+        news = f"; {weakness}" if weakness not in ("", self.weakness) else ""
         abandoned, reason = self._abandon(view, old), view.reason + news
         nodes = [roster.nodes[name] for name in ring if name in roster.nodes]
-        served = tuple(node.pieces_at for node in nodes if node.pieces_at)
-        return dataclasses.replace(
+        served = tuple(node.report.pieces_at for node in nodes if node.report.pieces_at)
+        view = dataclasses.replace(
             view, ring=ring, pieces_at=served, abandoned=abandoned, reason=reason
         )
+        return dataclasses.replace(self, weakness=weakness), view
 
     def _abandon(self, view: View, old: View | None) -> Invalidations:
         """Return what must not be recalled any more now that this view begins, after an old one.
@@ -52,7 +53,7 @@ class Protection:
         later steps was not built on, and never may be: those steps are computed again.
         """
         known = old.abandoned if old is not None else ()
-        if not self._redundancy.data or view.donors:
+        if not self.redundancy.data or view.donors:
             return known
         before = ViewNumber(view.number - 1)
         found = merge(known, [Invalidation(after=view.resume_step, view=before)])
@@ -61,88 +62,102 @@ class Protection:
         oldest = Invalidation(after=-1, view=found[0].view)  # nothing so old is used
         return merge(found, [oldest])
 
-    def awaits(self, situation: Situation, durable: Durable) -> bool:
+    def awaits(self, facts: Facts, durable: Durable) -> bool:
         """Tell whether the job waits for silent members, since they may hold the state.
 
         It does not if what other nodes keep brings it as far as anybody is known to have come.
         """
-        if not any(situation.may_hold(member) for member in situation.members):
+        if not any(facts.may_hold(member) for member in facts.members):
             return False
-        return not self._bridges(situation, durable)
+        return not self._bridges(facts, durable)
 
-    def bridging(self, situation: Situation, durable: Durable) -> Callable[[], bool]:
-        """Return what tells whether nodes keep all that anybody is known to have come to."""
-        return partial(self._bridges, situation, durable)
+    def bridging(self, facts: Facts, durable: Durable) -> Callable[[], bool]:
+        """Return a predicate: does node memory cover every step known to be committed?"""
+        return partial(self._bridges, facts, durable)
 
-    def _bridges(self, situation: Situation, durable: Durable) -> bool:
-        recall = self.recall(situation, durable) if self._redundancy.data else None
-        known = [status.committed for status in situation.known]
-        number = situation.view.number if situation.view is not None else 0
-        for each in self._kept(situation, frozenset()):  # of workers that have no slots any more
+    def _bridges(self, facts: Facts, durable: Durable) -> bool:
+        recall = self.recall(facts, durable) if self.redundancy.data else None
+        known = [status.committed for status in facts.known]
+        number = facts.view.number if facts.view is not None else 0
+        for each in self._kept(facts, frozenset()):  # of workers that have no slots any more
             known += [each.committed] if each.view == number else []
         return recall is not None and recall.step >= max(known, default=0)
 
-    def recall(self, situation: Situation, durable: Durable) -> Recall | None:
+    def recall(self, facts: Facts, durable: Durable) -> Recall | None:
         """Find from what the job begins again, when nobody holds the state.
 
         None: nodes that are silent just now may hold what brings it further, or others have yet to
         tell of what they hold, so it waits for them. What members could not get from nodes that say
         that they hold it is tried again for as long as silent nodes are waited for.
         """
-        view, silent = situation.view, situation.silent
-        if not self._redundancy.data:
+        view, silent = facts.view, facts.silent
+        if not self.redundancy.data:
             return Recall(base=durable.step, view=0, sources=())
-        if _has_more_to_tell(situation):
+        if _has_more_to_tell(facts):
             return None
-        now = self._find(view, self._kept(situation, silent), durable)
-        heard = [n for name, n in sorted(situation.roster.nodes.items()) if name not in silent]
-        nodes = tuple(node.pieces_at for node in heard if node.kept and node.pieces_at)
+        now = self._find(view, self._kept(facts, silent), durable)
+        heard = [n for name, n in sorted(facts.roster.nodes.items()) if name not in silent]
+        nodes = tuple(
+            node.report.pieces_at for node in heard if node.report.kept and node.report.pieces_at
+        )
         now = dataclasses.replace(now, nodes=nodes)
         if view is None:
             return now
-        if self._is_not_to_be_had(now, view, situation):
+        if self._recall_keeps_failing(now, view, facts):
             return self._find(view, [], durable)
-        given_up = frozenset(name for name in silent if given_up_on(situation, name))
-        if any(name not in given_up for name in situation.roster.unheard()):
+        given_up = frozenset(name for name in silent if given_up_on(facts, name))
+        if any(name not in given_up for name in facts.roster.unheard()):
             return None
-        later = self._find(view, self._kept(situation, given_up), durable)
+        later = self._find(view, self._kept(facts, given_up), durable)
         return now if later.step <= now.step else None
 
-    def _is_not_to_be_had(self, found: Recall, view: View, situation: Situation) -> bool:
-        """Tell whether members have tried to recall this for long, the newest ones in this view."""
+    def note_failures(self, facts: Facts, durable: Durable) -> Protection:
+        """Return this with what members could not recall by now, the newest ones in this view."""
+        view = facts.view
+        if not self.redundancy.data or _has_more_to_tell(facts) or view is None:
+            return self
+        this = self._find(view, self._kept(facts, facts.silent), durable)
+        if view.recall is None or dataclasses.replace(view.recall, nodes=()) != this:
+            return self
+        failed_in = self.failed_in
+        if any(status.unrecalled == view.number for status in facts.known):
+            failed_in = view.number
+        failing = self.failing
+        if failed_in == view.number and (failing is None or failing[0] != this):
+            failing = this, facts.now
+        return dataclasses.replace(self, failed_in=failed_in, failing=failing)
+
+    def _recall_keeps_failing(self, found: Recall, view: View, facts: Facts) -> bool:
+        """Return whether members have tried to recall this for long, the newest in this view."""
         this = dataclasses.replace(found, nodes=())
         if view.recall is None or dataclasses.replace(view.recall, nodes=()) != this:
             return False
-        if any(status.unrecalled == view.number for status in situation.known):
-            self._failed_in = view.number
-        if self._failed_in != view.number:
+        if self.failed_in != view.number or self.failing is None or self.failing[0] != this:
             return False
-        if self._failing is None or self._failing[0] != this:
-            self._failing = this, situation.now
-        return situation.now >= self._failing[1] + situation.lease.abandon_s
+        return facts.now >= self.failing[1] + facts.lease.abandon_s
 
-    def _kept(self, situation: Situation, without: frozenset[AgentId]) -> list[KeptPieces]:
-        nodes = situation.roster.nodes.items()
-        return [kept for name, node in nodes if name not in without for kept in node.kept]
+    def _kept(self, facts: Facts, without: frozenset[AgentId]) -> list[KeptPieces]:
+        nodes = facts.roster.nodes.items()
+        return [kept for name, node in nodes if name not in without for kept in node.report.kept]
 
     def _find(self, view: View | None, kept: list[KeptPieces], durable: Durable) -> Recall:
         floor = (view.number, view.resume_step) if view is not None else (0, 0)
         abandoned = view.abandoned if view is not None else ()
-        needed, invalidations = self._redundancy.data, (*durable.invalidations, *abandoned)
-        return find_recall(kept, needed, durable.step, floor, invalidations, self._shards)
+        needed, invalidations = self.redundancy.data, (*durable.invalidations, *abandoned)
+        return find_recall(kept, needed, durable.step, floor, invalidations, self.shards)
 
 
-def _has_more_to_tell(situation: Situation) -> bool:
+def _has_more_to_tell(facts: Facts) -> bool:
     """Tell whether a node has told of a worker's steps, and not yet of what its memory has of them.
 
     A worker marks a step there before it says that it has committed it.
     """
-    view = situation.view
-    for member in situation.members if view is not None else ():
-        node, status = situation.roster.nodes.get(member.agent), situation.status(member)
-        if node is None or status is None or member.agent in situation.silent:
+    view = facts.view
+    for member in facts.members if view is not None else ():
+        node, status = facts.roster.nodes.get(member.agent), facts.status(member)
+        if node is None or status is None or member.agent in facts.silent:
             continue
-        for kept in node.kept:
+        for kept in node.report.kept:
             if (kept.view, kept.worker) == (status.view, member.worker):
                 if kept.committed < status.committed:
                     return True

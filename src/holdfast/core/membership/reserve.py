@@ -7,11 +7,13 @@ gradient, and take over what a lost member hosted with nothing to transfer.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import NormalDist
 
+from holdfast.core.membership.changes import Change, WantSpares
+from holdfast.core.membership.coordinator_events import Announce
 from holdfast.core.membership.roster import Roster
 from holdfast.core.membership.view_making import Room
 from holdfast.core.types import Incarnation, Stage, View, WorkerId
@@ -22,6 +24,7 @@ FORMER = 0.001  # losses that this counts for: what is observed soon weighs more
 REPLACE_S = 60.0  # to replace a worker, before anything is observed
 NORMAL_FROM = 500.0  # from this mean on a Poisson distribution is taken to be normal
 SPARES_MAX = 1 << 20
+REPLACED_MAX = 8  # times to replace a worker that are remembered
 ENOUGH = 0.99  # of the time, that many spares or fewer are needed
 
 
@@ -50,58 +53,73 @@ def spares_needed(mean: float, enough: float = ENOUGH) -> int:
     return count
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Reserve:
-    """Keeps what is known of losses, and who has a place. It starts at the time `now` (s)."""
+    """Holds what is known of losses, and how many places there are."""
 
-    def __init__(self, policy: ReservePolicy, now: float) -> None:
-        self._policy = policy
-        self._places = 0  # the most that nodes have offered at once
-        self._wanted: int | None = None  # spares in the job, if their number is found out here
-        self._looked_at = now
-        self._worked_s = 0.0  # summed over all workers
-        self._losses = 0
-        self._lost: dict[WorkerId, tuple[float, Incarnation]] = {}  # when, and what came after
-        self._replaced_s: list[float] = []  # how long it took
+    policy: ReservePolicy
+    looked_at: float  # seconds; first the time at which the coordinator began
+    places: int = 0  # the most that nodes have offered at once
+    wanted: int | None = None  # spares in the job, if their number is found out here
+    worked_s: float = 0.0  # summed over all workers
+    losses: int = 0
+    lost: tuple[tuple[WorkerId, float, Incarnation], ...] = ()  # when, and the lost incarnation
+    replaced_s: tuple[float, ...] = ()  # how long it took lately
 
-    def lost(self, worker: WorkerId, roster: Roster, now: float) -> None:
-        """Note that a worker was lost."""
-        self._losses += 1
-        slot = roster.slots.get(worker)
-        if slot is not None:
-            self._lost.setdefault(worker, (now, slot.incarnation))
+    def count_loss(self, worker: WorkerId, roster: Roster, now: float) -> Reserve:
+        """Return this with one more worker lost."""
+        found, slot = dataclasses.replace(self, losses=self.losses + 1), roster.slots.get(worker)
+        if slot is None or any(worker == known for known, _, _ in self.lost):
+            return found
+        return dataclasses.replace(found, lost=(*self.lost, (worker, now, slot.incarnation)))
 
-    def review(self, roster: Roster, view: View | None, now: float) -> Iterator[str]:
-        """Look at who is there; yields a line when another number of spares is wanted."""
-        if view is not None:  # of a coordinator that has begun anew
-            self._places = max(self._places, len(view.members) - len(view.spares))
+    def review(self, roster: Roster, view: View | None, now: float) -> tuple[Reserve, list[Change]]:
+        """Look at who is there; return how many spares of each node are wanted now."""
+        plan: list[Change] = []
+        members = len(view.members) - len(view.spares) if view is not None else 0
         placed = [roster.nodes[name] for name in roster.first_nodes if name in roster.nodes]
-        self._places = max(self._places, sum(node.offered - node.spares for node in placed))
-        if self._policy.spares is not None:
-            return
-        self._worked_s += (now - self._looked_at) * len(roster.slots)
-        self._looked_at = now
-        for worker, (at, incarnation) in list(self._lost.items()):
+        offered = sum(node.report.slots - node.report.spares for node in placed)
+        places = max(self.places, members, offered)  # members: of a coordinator before this one
+        found = self if places == self.places else dataclasses.replace(self, places=places)
+        if self.policy.spares is not None:
+            return found, plan
+        found = found._look(roster, now)
+        wanted, why = found._needed(len(roster.slots))
+        if wanted != self.wanted:
+            plural = "spare is" if wanted == 1 else "spares are"
+            plan.append(Announce("node", f"{wanted} {plural} kept on all nodes together: {why}"))
+        for i, node in enumerate(placed):
+            share = wanted // len(placed) + (i < wanted % len(placed))
+            plan += [WantSpares(node.report.agent, share)] if share != node.spares_wanted else []
+        return dataclasses.replace(found, wanted=wanted), plan
+
+    def _look(self, roster: Roster, now: float) -> Reserve:
+        """Return this with what workers did since the last look, and who was replaced."""
+        lost, replaced_s = [], list(self.replaced_s)
+        for worker, at, incarnation in self.lost:
             status = roster.newest.get(worker)
             back = status is not None and status.incarnation >= incarnation
             if worker not in roster.slots:
-                del self._lost[worker]
-            elif back and status is not None and status.stage is Stage.READY:
-                self._replaced_s.append(now - at)
-                del self._lost[worker]
-        wanted, why = self._needed(len(roster.slots))
-        if wanted != self._wanted:
-            self._wanted = wanted
-            plural = "spare is" if wanted == 1 else "spares are"
-            yield f"{wanted} {plural} kept on all nodes together: {why}"
-        for i, node in enumerate(placed):
-            node.spares_wanted = wanted // len(placed) + (i < wanted % len(placed))
+                continue
+            if back and status is not None and status.stage is Stage.READY:
+                replaced_s.append(now - at)
+            else:
+                lost.append((worker, at, incarnation))
+        worked_s = self.worked_s + (now - self.looked_at) * len(roster.slots)
+        return dataclasses.replace(
+            self,
+            worked_s=worked_s,
+            looked_at=now,
+            lost=tuple(lost),
+            replaced_s=tuple(replaced_s[-REPLACED_MAX:]),
+        )
 
     def _needed(self, workers: int) -> tuple[int, str]:
-        rate = (self._losses + FORMER) / (self._worked_s + FORMER * LOSS_EVERY_S)
-        replace_s = max(self._replaced_s[-8:], default=REPLACE_S)
+        rate = (self.losses + FORMER) / (self.worked_s + FORMER * LOSS_EVERY_S)
+        replace_s = max(self.replaced_s, default=REPLACE_S)
         found = spares_needed(rate * workers * replace_s)
         why = (
-            f"{self._losses} losses in {self._worked_s / 3600:.3g} hours of workers, and "
+            f"{self.losses} losses in {self.worked_s / 3600:.3g} hours of workers, and "
             f"{replace_s:.3g} s to replace one: more are away for less than {1 - ENOUGH:.0%} of "
             "the time"
         )
@@ -109,8 +127,8 @@ class Reserve:
 
     def room(self) -> Room:
         """Return how many members there may be."""
-        policy = self._policy
+        policy = self.policy
         if policy.spares == 0:
             return Room(hosts=policy.virtual_ranks)
         spares = SPARES_MAX if policy.hot else 0  # no more than there are
-        return Room(hosts=min(max(self._places, 1), policy.virtual_ranks), spares=spares)
+        return Room(hosts=min(max(self.places, 1), policy.virtual_ranks), spares=spares)

@@ -1,17 +1,19 @@
 """Decides who is started again and when: losses are counted once, repeated ones spaced out.
 
 A slot whose workers keep being lost, or cannot be reached by the others, is left empty for longer
-each time (exponential back-off), and starts afresh after a clean probation. Works on the roster's
-slots; every change comes with a line for the job's event log.
+each time (exponential back-off), and starts afresh after a clean probation. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from holdfast.core.membership.formation import Situation, given_up_on
-from holdfast.core.membership.roster import Roster, SlotState
+from holdfast.core.membership.changes import Change, CountLoss, PutSlot
+from holdfast.core.membership.coordinator_events import Announce
+from holdfast.core.membership.facts import Facts, given_up_on
+from holdfast.core.membership.roster import SlotState
 from holdfast.core.types import Stage, WorkerId, WorkerStatus
 
 
@@ -29,98 +31,110 @@ class RestartPolicy:
 
 
 def replace_lost(
-    situation: Situation, policy: RestartPolicy, bridges: Callable[[], bool] = lambda: False
-) -> Iterator[tuple[WorkerId, str]]:
+    facts: Facts, policy: RestartPolicy, bridges: Callable[[], bool] = lambda: False
+) -> list[Change]:
     """Order the next incarnation of lost workers, when their back-off has passed.
 
-    `bridges`: tells whether no step is lost even if nobody holds the state. Yields each newly
-    counted loss: the worker, and why it was lost.
+    `bridges`: returns whether no step is lost even if nobody holds the state. The plan counts each
+    new loss.
     """
-    now, newest = situation.now, situation.roster.newest
-    for worker, slot in situation.roster.slots.items():
+    roster, now, plan = facts.roster, facts.now, list[Change]()
+    for worker, before in roster.slots.items():
+        slot = before
         if slot.respawn_at is None:
-            status = newest.get(worker)
+            status = roster.newest.get(worker)
             if status is not None and status.incarnation == slot.incarnation and not slot.strikes:
-                if status.stage != Stage.LOST and not situation.silent.intersection(slot.nodes):
+                if status.stage != Stage.LOST and not facts.silent.intersection(slot.nodes):
                     if not slot.further:
                         continue  # almost all are, almost always
-            _end_probation(situation, worker, slot, policy)
-            lost = _loss(situation, worker, slot)
-            lost = lost or _loss_elsewhere(situation, worker, slot, bridges)
-            if lost is None:
-                continue
-            slot.respawn_at = now
-            if slot.counted < slot.incarnation:
-                slot.counted = slot.incarnation
-                slot.strikes += 1
-                excess = slot.strikes - policy.strikes_free
-                if excess > 0:
-                    wait_s = _doubled(policy.backoff_s, excess, policy.backoff_max_s)
-                    slot.respawn_at = now + wait_s
-                yield worker, lost
-        if now >= slot.respawn_at:
-            situation.roster.order_anew(worker)
+            slot = _end_probation(facts, worker, slot, policy)
+            lost = _why_lost(facts, worker, slot) or _why_lost_elsewhere(
+                facts, worker, slot, bridges
+            )
+            if lost is not None:
+                if slot.counted < slot.incarnation:
+                    plan.append(CountLoss(worker, lost))
+                slot = _after_loss(slot, now, policy)
+        if slot.respawn_at is not None and now >= slot.respawn_at:
+            slot = slot.order_next(roster.first)
+        if slot is not before:
+            plan.append(PutSlot(worker, slot))
+    return plan
 
 
-def hung(situation: Situation) -> list[WorkerStatus]:
+def _after_loss(slot: SlotState, now: float, policy: RestartPolicy) -> SlotState:
+    """Return the slot of a lost worker: empty, until its back-off has passed."""
+    if slot.counted >= slot.incarnation:
+        return dataclasses.replace(slot, respawn_at=now)
+    strikes = slot.strikes + 1
+    excess = strikes - policy.strikes_free
+    wait_s = _double(policy.backoff_s, excess, policy.backoff_max_s) if excess > 0 else 0.0
+    return dataclasses.replace(
+        slot, counted=slot.incarnation, strikes=strikes, respawn_at=now + wait_s
+    )
+
+
+def hung(facts: Facts) -> list[WorkerStatus]:
     """Find members that others wait for, when nothing has moved for very long."""
-    known = situation.known
+    known = facts.known
     if not any(status.waiting and status.hosted for status in known):
         return []
     return [s for s in known if not s.waiting and not s.ended and s.stage.alive]
 
 
 def quarantine(
-    roster: Roster, worker: WorkerId, now: float, policy: RestartPolicy, *, wrong: bool = False
-) -> float:
-    """Quarantine a worker that others cannot reach or that is `wrong`; return for how long (s)."""
-    slot = roster.slots[worker]
-    slot.strikes += 1
-    roster.order_anew(worker)  # its process is of no use: the state it holds grows old
+    facts: Facts, worker: WorkerId, policy: RestartPolicy, *, wrong: bool = False
+) -> list[Change]:
+    """Quarantine a worker that others cannot reach or that is `wrong`, with a line that says so."""
+    roster, before = facts.roster, facts.roster.slots[worker]
+    strikes, wrongs = before.strikes + 1, before.wrongs + wrong
     if wrong:  # its own loss may have been counted as a strike before or not
-        slot.wrongs += 1
-        wait_s = _doubled(policy.wrong_s, slot.wrongs, policy.wrong_max_s)
+        wait_s = _double(policy.wrong_s, wrongs, policy.wrong_max_s)
+        why = "it computes wrongly"
     else:
-        wait_s = _doubled(policy.quarantine_s, slot.strikes, policy.quarantine_max_s)
-    slot.respawn_at = now + wait_s
-    return wait_s
+        wait_s = _double(policy.quarantine_s, strikes, policy.quarantine_max_s)
+        why = "the network does not reach it"
+    slot = before.order_next(roster.first)  # its process is of no use: its state grows old
+    slot = dataclasses.replace(slot, strikes=strikes, wrongs=wrongs, respawn_at=facts.now + wait_s)
+    text = f"worker {worker} is left out for {wait_s:.3g} s: {why}"
+    return [PutSlot(worker, slot), Announce("quarantined", text, worker)]
 
 
 def quarantine_wrong(
-    situation: Situation, accused: Sequence[WorkerId], policy: RestartPolicy
-) -> Iterator[tuple[WorkerId, str]]:
-    """Quarantine those that compute wrongly; yield a line for each."""
-    roster = situation.roster
-    for worker in accused:
-        if worker in roster.slots:
-            wait_s = quarantine(roster, worker, situation.now, policy, wrong=True)
-            yield worker, f"worker {worker} is left out for {wait_s:.3g} s: it computes wrongly"
+    facts: Facts, accused: Sequence[WorkerId], policy: RestartPolicy
+) -> list[Change]:
+    """Quarantine the workers that compute wrongly and have a slot."""
+    found = [worker for worker in accused if worker in facts.roster.slots]
+    plans = (quarantine(facts, worker, policy, wrong=True) for worker in found)
+    return [change for plan in plans for change in plan]
 
 
-def _doubled(first_s: float, times: int, most_s: float) -> float:
+def _double(first_s: float, times: int, most_s: float) -> float:
     return min(first_s * 2.0 ** min(times - 1, 20), most_s)
 
 
 def _end_probation(
-    situation: Situation, worker: WorkerId, slot: SlotState, policy: RestartPolicy
-) -> None:
-    view = situation.view
+    facts: Facts, worker: WorkerId, slot: SlotState, policy: RestartPolicy
+) -> SlotState:
+    """Return the slot without its strikes, if its worker was a member for long enough."""
+    view, since = facts.view, slot.member_since
     if not slot.strikes or view is None or not view.includes(worker, slot.incarnation):
-        slot.member_since = None
-    elif slot.member_since is None:
-        slot.member_since = situation.now
-    elif situation.now - slot.member_since >= policy.probation_s:
-        slot.strikes, slot.wrongs, slot.member_since = 0, 0, None
+        return slot if since is None else dataclasses.replace(slot, member_since=None)
+    if since is None:
+        return dataclasses.replace(slot, member_since=facts.now)
+    if facts.now - since >= policy.probation_s:
+        return dataclasses.replace(slot, strikes=0, wrongs=0, member_since=None)
+    return slot
 
 
-def _loss(situation: Situation, worker: WorkerId, slot: SlotState) -> str | None:
+def _why_lost(facts: Facts, worker: WorkerId, slot: SlotState) -> str | None:
     """Tell why the ordered incarnation of `worker` is gone, or None while it is not."""
-    node = situation.roster.nodes.get(slot.agent)
-    member = situation.view.member(worker) if situation.view is not None else None
+    node = facts.roster.nodes.get(slot.agent)
+    member = facts.view.member(worker) if facts.view is not None else None
     if member is not None and member.incarnation != slot.incarnation:
         member = None
-    if node is None or slot.agent in situation.silent:
-        lost = member is not None and situation.abandoned(member)
+    if node is None or slot.agent in facts.silent:
+        lost = member is not None and facts.abandoned(member)
         return "its node is lost" if lost else None
     status = node.statuses.get(worker)
     if status is None or status.incarnation < slot.incarnation:
@@ -129,23 +143,21 @@ def _loss(situation: Situation, worker: WorkerId, slot: SlotState) -> str | None
     return status.detail or "gone" if status.stage == Stage.LOST else None
 
 
-def _loss_elsewhere(
-    situation: Situation, worker: WorkerId, slot: SlotState, bridges: Callable[[], bool]
+def _why_lost_elsewhere(
+    facts: Facts, worker: WorkerId, slot: SlotState, bridges: Callable[[], bool]
 ) -> str | None:
     """Tell why a spread worker is gone since some of its processes are, or None while it is not.
 
     Once one of its nodes can act no more it can commit nothing, on whichever side of a cut. A
     silent node is waited for longer if that would cost steps.
     """
-    roster, view = situation.roster, situation.view
+    roster, view = facts.roster, facts.view
     acts = view is not None and view.includes(worker, slot.incarnation)
-    fence_s = situation.lease.fence_s
+    fence_s = facts.lease.fence_s
     for name in slot.nodes if slot.further else ():
-        if name in situation.silent:
-            fenced = acts and situation.now >= roster.heard_at(name) + fence_s
-            if fenced and (
-                given_up_on(situation, name) or _others_hold(situation, worker) or bridges()
-            ):
+        if name in facts.silent:
+            fenced = acts and facts.now >= roster.heard_at(name) + fence_s
+            if fenced and (given_up_on(facts, name) or _others_hold(facts, worker) or bridges()):
                 return f"its node {name} is lost"
             continue
         node = roster.nodes.get(name)
@@ -160,8 +172,8 @@ def _loss_elsewhere(
     return None
 
 
-def _others_hold(situation: Situation, worker: WorkerId) -> bool:
+def _others_hold(facts: Facts, worker: WorkerId) -> bool:
     """Tell whether other members can go on, with the state that they hold."""
-    others = [m for m in situation.members if m.worker != worker and situation.sound(m)]
-    found = [situation.status(member) for member in others]
+    others = [m for m in facts.members if m.worker != worker and facts.sound(m)]
+    found = [facts.status(member) for member in others]
     return any(status is not None and status.has_state for status in found)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from holdfast.core.job_spec import CoordinatorPolicy
-from holdfast.core.membership.formation import silent_nodes
+from holdfast.core.membership.facts import silent_nodes
 from holdfast.core.membership.roster import Roster
 from holdfast.core.types import AgentId
 

@@ -1,80 +1,53 @@
-"""Knows the nodes, the slots for workers and the processes, for the coordinator. It never decides.
+"""Answers questions about nodes, slots for workers and processes. It cannot be changed here.
 
-A report is cheap to hear: only a change that could lead to a decision is reported as one. Silence
-is counted from the newest report or, for a node that has not spoken yet, from the start.
+Decisions read a `Roster`, whose values are all immutable. The coordinator alone owns the
+`LiveRoster` (live_roster.py), which takes in reports and applies changes. Silence is counted from
+the newest report or, for a node that has not spoken yet, from the start.
 """
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from operator import attrgetter
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 
 from holdfast.core.domains import Domains
 from holdfast.core.redundancy import KeptPieces
 from holdfast.core.types import (
-    NO_VIEW,
     AgentId,
     AgentReport,
     Incarnation,
     JobRecord,
-    Leaving,
     ProcessRole,
     Slot,
     Stage,
     View,
-    ViewNumber,
     WantedProcess,
     WorkerId,
     WorkerStatus,
 )
 
-SOONER_S = 0.5  # by so much a node's end must come nearer to be news
 
-
-class News(enum.Enum):
-    """Says what a report brings."""
-
-    STALE = "stale"  # it is not the newest: nothing was taken from it
-    NOTHING = "nothing"  # nothing that could change a decision
-    CHANGE = "change"
-
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeState:
-    """Holds what is known of an agent that has spoken, with its newest report."""
+    """Holds what is known of an agent that has spoken, and what was decided about its node."""
 
-    incarnation: Incarnation
-    seq: int
-    heard_at: float
-    offered: int = 0  # slots
-    spares: int = 0  # so many of them are for workers that are held back
-    spares_wanted: int = 1 << 30  # of these
-    pid: int = 0
-    asks: str = ""  # why it asks to be drained
-    failing: str = ""  # the failed check for which it asks, unless a person does
-    draining: str = ""  # why it is drained
-    leave_by: float = float("inf")  # it is gone by then
-    leaving: tuple[Leaving, ...] = ()  # workers that are to be moved
-    domains: Domains = ()  # failure domains that it is in
-    kept: tuple[KeptPieces, ...] = ()  # what its memory holds
-    pieces_at: str = ""  # HOST:PORT where it serves that
-    pieces_bytes: int = 0  # that it takes
-    ending: bool = False  # its agent knows that the job is over
-    fresh: bool = True  # nothing has been decided yet since it first spoke
-    view_known: ViewNumber = NO_VIEW
-    view_told: ViewNumber = NO_VIEW
-    told: object = None  # what was sent last, but for the view
-    statuses: dict[WorkerId, WorkerStatus] = field(default_factory=dict)
+    report: AgentReport  # the newest one
+    statuses: Mapping[WorkerId, WorkerStatus]  # of that report
+    heard_at: float  # seconds
+    leave_by: float = float("inf")  # the node is gone by then, in seconds
+    draining: str = ""  # why it is drained; empty: it is not
+    spares_wanted: int = 1 << 30  # how many of the spares that it offers are used
+    fresh: bool = True  # nothing has been decided yet since its agent first spoke
 
     @property
     def wanted(self) -> int:
         """Return how many of its slots are used."""
-        return self.offered - max(self.spares - self.spares_wanted, 0)
+        return self.report.slots - max(self.report.spares - self.spares_wanted, 0)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class SlotState:
     """Holds a slot for one worker on one node, and the incarnation that should run there."""
 
@@ -93,6 +66,11 @@ class SlotState:
         """Return all of its nodes, in their order."""
         return (self.agent, *self.further)
 
+    def order_next(self, first: Incarnation) -> SlotState:
+        """Return the slot with its next incarnation, at least `first`, that is to run at once."""
+        number = Incarnation(max(self.incarnation + 1, first))
+        return dataclasses.replace(self, incarnation=number, respawn_at=None)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSnapshot:
@@ -107,154 +85,36 @@ class NodeSnapshot:
 
 
 class Roster:
-    """Knows nodes by name and slots by worker.
+    """Knows nodes by name and slots by worker, for whoever decides: nothing here can be changed.
 
     `newest`: the newest status heard of each slot's worker, of whichever incarnation. `moved_at`:
-    when a worker was last heard to have come further, or to have begun or ended to wait.
+    when a worker was last heard to have come further, or to have begun or ended to wait. `first`:
+    the least incarnation that may be ordered.
     """
 
     def __init__(
         self, record: JobRecord | None, now: float, first: Incarnation = Incarnation(1)
     ) -> None:
         self.started_at = self.moved_at = now
-        self.first = first  # incarnation that may be ordered
-        self.nodes: dict[AgentId, NodeState] = {}
-        self.slots: dict[WorkerId, SlotState] = {}
-        self.newest: dict[WorkerId, WorkerStatus] = {}
+        self.first = first
         self.workers_named = record.workers_named if record else 0
+        self._nodes: dict[AgentId, NodeState] = {}
+        self._slots: dict[WorkerId, SlotState] = {}
+        self._newest: dict[WorkerId, WorkerStatus] = {}
         self._records: tuple[Slot, ...] | None = None  # cached until a slot changes
-        self._by_node: dict[AgentId, list[WorkerId]] = {}
-        self._beside: dict[AgentId, list[WorkerId]] = {}  # of whom it is a further node
-        for slot in record.slots if record else ():
-            counted = Incarnation(slot.incarnation - 1)
-            state = SlotState(slot.agent, slot.incarnation, counted=counted, role=slot.role)
-            state.further = slot.further
-            self.add_slot(slot.worker, state)
+        self._by_node: dict[AgentId, tuple[WorkerId, ...]] = {}
+        self._beside: dict[AgentId, tuple[WorkerId, ...]] = {}  # by the further nodes of workers
+        self.nodes: Mapping[AgentId, NodeState] = MappingProxyType(self._nodes)
+        self.slots: Mapping[WorkerId, SlotState] = MappingProxyType(self._slots)
+        self.newest: Mapping[WorkerId, WorkerStatus] = MappingProxyType(self._newest)
 
-    # ------------------------------------------------------------ hearing
-
-    def hear(self, report: AgentReport, now: float) -> News:
-        node = self.nodes.get(report.agent)
-        if node is not None and (report.incarnation, report.seq) <= (node.incarnation, node.seq):
-            return News.STALE
-        if node is None or node.incarnation != report.incarnation:
-            node = self.nodes[report.agent] = NodeState(report.incarnation, report.seq, now)
-        old, statuses = node.statuses, {s.worker: s for s in report.workers}
-        before = (node.offered, node.spares, node.asks, node.failing, node.ending, node.leaving)
-        asks = (report.draining, report.failing, report.ending, report.leaving)
-        offers = (report.slots, report.spares, *asks)
-        changed = node.fresh or before != offers or len(old) != len(statuses)
-        for worker, status in statuses.items():
-            last = old.get(worker)
-            if last is None or differs(last, status):
-                changed = True
-            if last is not None and moved(last, status):
-                self.moved_at = now
-        node.seq, node.heard_at, node.pid = report.seq, now, report.pid
-        node.offered, node.spares = report.slots, report.spares
-        node.asks, node.failing, node.ending, node.leaving = asks
-        leave_by = now + report.leaves_in_s
-        changed |= leave_by < node.leave_by - SOONER_S
-        node.leave_by = min(node.leave_by, leave_by) if report.draining else float("inf")
-        node.view_known, node.statuses = report.view_known, statuses
-        node.domains, node.kept = report.domains, report.kept
-        node.pieces_at, node.pieces_bytes = report.pieces_at, report.pieces_bytes
-        self._note_newest(report.agent)
-        return News.CHANGE if changed else News.NOTHING
-
-    def welcome(self, name: AgentId, view: View | None, recall: bool) -> None:
-        """Replace what an agent that begins to speak should run and does not know, unless it acts.
-
-        `recall`: what it runs may have been ordered without our knowing.
-        """
-        node = self.nodes[name]
-        node.fresh = False
-        if recall:
-            self.recall(name, node.statuses.values(), None)
-        for worker in self.on(name):
-            acting = view is not None and view.includes(worker, self.slots[worker].incarnation)
-            if worker not in node.statuses and not acting:
-                self.order_anew(worker)
-
-    def _note_newest(self, name: AgentId) -> None:
-        statuses = self.nodes[name].statuses
-        for worker in self.here(name):
-            if worker in statuses:
-                self.newest[worker] = statuses[worker]
-            else:
-                self.newest.pop(worker, None)
-
-    # ------------------------------------------------------------ slots
-
-    def here(self, name: AgentId) -> list[WorkerId]:
+    def here(self, name: AgentId) -> tuple[WorkerId, ...]:
         """Return the workers that this is the node of, or the first of their nodes."""
-        return self._by_node.get(name, [])
+        return self._by_node.get(name, ())
 
-    def on(self, name: AgentId) -> list[WorkerId]:
+    def on(self, name: AgentId) -> tuple[WorkerId, ...]:
         """Return all workers that have processes on a node."""
-        return [*self.here(name), *self._beside.get(name, [])]
-
-    def add_slot(self, worker: WorkerId, slot: SlotState) -> None:
-        self._records = None
-        self.slots[worker] = slot
-        self._by_node.setdefault(slot.agent, []).append(worker)
-        for name in slot.further:
-            self._beside.setdefault(name, []).append(worker)
-        self.workers_named = max(self.workers_named, worker + 1)
-        if slot.agent in self.nodes:
-            self._note_newest(slot.agent)
-
-    def admit(self, name: AgentId) -> None:
-        """Give a node the slots that it should have; it keeps those it has."""
-        for _ in range(self.nodes[name].wanted - len(self.here(name))):
-            self.add_slot(WorkerId(self.workers_named), SlotState(name, self.first))
-
-    def admit_together(self, names: Sequence[AgentId]) -> None:
-        """Give nodes the slots of workers that are spread over them, in this order."""
-        for _ in range(min(self.nodes[name].wanted for name in names)):
-            slot = SlotState(names[0], self.first, further=tuple(names[1:]))
-            self.add_slot(WorkerId(self.workers_named), slot)
-
-    def drain(self, name: AgentId, view: View | None) -> None:
-        """Replace the processes here that take no part; nothing starts while the node drains."""
-        for worker in self.on(name):
-            if view is None or not view.includes(worker, self.slots[worker].incarnation):
-                self.order_anew(worker)
-
-    def dismiss(self, name: AgentId) -> None:
-        """Take a node's slots away, those of workers that it is a further node of as well."""
-        self._records = None
-        for worker in self.on(name):
-            slot = self.slots.pop(worker)
-            self.newest.pop(worker, None)
-            for table, names in ((self._by_node, (slot.agent,)), (self._beside, slot.further)):
-                for each in names:
-                    table[each].remove(worker)
-                    if not table[each]:
-                        del table[each]
-
-    def order_anew(self, worker: WorkerId) -> None:
-        """Order the next incarnation to run here at once, and the present one to end."""
-        self._records = None
-        slot = self.slots[worker]
-        slot.incarnation = Incarnation(max(slot.incarnation + 1, self.first))
-        slot.respawn_at = None
-
-    def recall(self, name: AgentId, statuses: Iterable[WorkerStatus], view: View | None) -> None:
-        """Restore slots from what agents run, and who is a member, when the record is lost."""
-        self._records = None
-        members = (
-            [(m.worker, m.agent, m.incarnation, m.further) for m in view.members] if view else []
-        )
-        # Of a spread worker's nodes the view alone knows: others of them are not taken back.
-        running = [(s.worker, name, s.incarnation, ()) for s in statuses if not s.meets_at]
-        for worker, agent, incarnation, further in [*members, *running]:
-            slot = self.slots.get(worker)
-            if slot is None:
-                self.add_slot(worker, SlotState(agent, incarnation, further=further))
-            elif slot.agent == agent:
-                slot.incarnation = max(slot.incarnation, incarnation)
-        self.workers_named = max([self.workers_named, *(s.worker + 1 for s in statuses)])
+        return self.here(name) + self._beside.get(name, ())
 
     def slot_records(self) -> tuple[Slot, ...]:
         if self._records is None:
@@ -331,12 +191,12 @@ class Roster:
         if slot is None or node is None:
             return ""
         named = (worker, slot.incarnation)
-        found = (each for each in node.leaving if (each.worker, each.incarnation) == named)
+        found = (each for each in node.report.leaving if (each.worker, each.incarnation) == named)
         return next((each.reason for each in found), "")
 
     def awaits_worker(self, name: AgentId) -> bool:
         """Tell whether a worker is to be moved to this node."""
-        every = (each for node in self.nodes.values() for each in node.leaving)
+        every = (each for node in self.nodes.values() for each in node.report.leaving)
         return any(each.to == name and self.wants(each.worker, each.incarnation) for each in every)
 
     @property
@@ -418,13 +278,13 @@ class Roster:
         return tuple(
             NodeSnapshot(
                 agent=name,
-                incarnation=node.incarnation,
-                pid=node.pid,
+                incarnation=node.report.incarnation,
+                pid=node.report.pid,
                 silent=name in silent,
                 draining=node.draining,
-                domains=node.domains,
-                kept=node.kept,
-                pieces_bytes=node.pieces_bytes,
+                domains=node.report.domains,
+                kept=node.report.kept,
+                pieces_bytes=node.report.pieces_bytes,
             )
             for name, node in sorted(self.nodes.items())
         )
@@ -438,7 +298,7 @@ class Roster:
             if self.unheard():
                 return False
         return all(
-            node.ending and not any(status.stage.alive for status in node.statuses.values())
+            node.report.ending and not any(status.stage.alive for status in node.statuses.values())
             for node in self.nodes.values()
             if now < node.heard_at + fence_s
         )
@@ -447,27 +307,3 @@ class Roster:
         newest = self.newest
         everyone = 0 < len(newest) == len(self.slots)
         return everyone and all(s.stage == Stage.EXITED for s in newest.values())
-
-
-_DECISIVE = attrgetter(
-    *("incarnation", "stage", "view", "promised", "state", "at_boundary", "late", "ended"),
-    *("loop", "unreached", "saved", "unreadable", "invalidations", "events", "detail"),
-    *("address", "meets_at", "abreast", "unfed", "unrecalled"),
-)
-
-
-_RESTING = attrgetter("committed", "reduced", "waiting")
-_MOVING = attrgetter("committed", "waiting", "activity")
-
-
-def differs(old: WorkerStatus, new: WorkerStatus) -> bool:
-    """Tell whether something changed that is not mere progress within a view."""
-    if _DECISIVE(old) != _DECISIVE(new):
-        return True
-    return new.has_stopped and _RESTING(old) != _RESTING(new)
-
-
-def moved(old: WorkerStatus, new: WorkerStatus) -> bool:
-    """Tell whether this process has come further, or has begun or ended to wait for others."""
-    same = old.incarnation == new.incarnation
-    return same and _MOVING(old) != _MOVING(new)

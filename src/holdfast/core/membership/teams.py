@@ -7,101 +7,121 @@ the shards that they held before. A team changes only once none of its workers c
 
 from __future__ import annotations
 
-from holdfast.core.membership.formation import Situation
+from collections.abc import Sequence
+
+from holdfast.core.membership.changes import AddSlot, Change, DismissNode, OrderNext
+from holdfast.core.membership.coordinator_events import Announce
+from holdfast.core.membership.facts import Facts
+from holdfast.core.membership.roster import SlotState
 from holdfast.core.types import AgentId
 
 Team = tuple[AgentId, ...]
 
 
 def admit_teams(
-    situation: Situation, nodes_max: int, size: int, *, protected: bool
-) -> tuple[tuple[AgentId, ...], list[str]]:
+    facts: Facts, nodes_max: int, size: int, *, protected: bool
+) -> tuple[tuple[AgentId, ...], list[Change]]:
     """Make teams of `size` nodes, and mend those that have lost some.
 
-    `protected`: no step is lost with all who hold the state. Returns the nodes that wait, and a
-    line for each team that was made or changed.
+    `protected`: no step is lost with all who hold the state. Returns the nodes that wait, and the
+    plan.
     """
-    roster = situation.roster
-    lines: list[str] = []
-    waiting = _waiting(situation)
-    broken = [team for team in _teams(situation) if _may_change(situation, team)]
+    roster, plan = facts.roster, list[Change]()
+    waiting, teams = _choose_waiting(facts), _list_teams(facts)
+    placed = len(roster.placed)
+    broken = [team for team in teams if _may_change(facts, team)]
     while broken:
         team = broken.pop(0)
-        lost = [name for name in team if _is_lost(situation, name)]
+        lost = [name for name in team if _is_lost(facts, name)]
         if any(name not in roster.nodes for name in team if name not in lost):
             continue
         while len(waiting) < len(lost) and broken:  # one whole team is more than two broken ones
             other = broken.pop()
-            roster.dismiss(other[0])
-            waiting += [name for name in other if not _is_lost(situation, name)]
+            plan.append(DismissNode(other[0]))
+            teams.remove(other)
+            placed -= len(other)
+            waiting += [name for name in other if not _is_lost(facts, name)]
         if len(waiting) < len(lost):
             break
         found = {name: waiting.pop(0) for name in lost}
-        roster.dismiss(team[0])
-        roster.admit_together([found.get(name, name) for name in team])
-        lines += [f"node {new} takes the place of node {old}" for old, new in found.items()]
-    while len(waiting) >= size and len(roster.placed) + size <= nodes_max:
+        plan.append(DismissNode(team[0]))
+        teams.remove(team)
+        plan += _form_team(facts, [found.get(name, name) for name in team])
+        for old, new in found.items():
+            plan.append(Announce("node", f"node {new} takes the place of node {old}"))
+    while len(waiting) >= size and placed + size <= nodes_max:
         team, waiting = tuple(waiting[:size]), waiting[size:]
-        roster.admit_together(team)
-        lines.append(f"workers are spread over the nodes {', '.join(team)}")
+        placed += size
+        plan += _form_team(facts, team)
+        text = f"workers are spread over the nodes {', '.join(team)}"
+        plan.append(Announce("node", text))
     if protected:
-        lines += _leave_drained(situation, len(waiting))
-    return tuple(waiting), lines
+        plan += _leave_drained(facts, teams, len(waiting))
+    return tuple(waiting), plan
 
 
-def _leave_drained(situation: Situation, waiting: int) -> list[str]:
+def _form_team(facts: Facts, names: Sequence[AgentId]) -> list[Change]:
+    """Give nodes the slots of workers that are spread over them, in this order."""
+    roster = facts.roster
+    count = min(roster.nodes[name].wanted for name in names)
+    slot = SlotState(names[0], roster.first, further=tuple(names[1:]))
+    return [AddSlot(slot)] * count
+
+
+def _leave_drained(facts: Facts, teams: Sequence[Team], waiting: int) -> list[Change]:
     """End workers that cannot leave a drained node otherwise: nobody else holds the state.
 
-    They begin anew, from the nodes' memory, with one of so many that wait in its place.
+    They begin anew, from the nodes' memory, with one of the nodes that wait in its place.
     """
-    roster, lines = situation.roster, []
-    for team in _teams(situation):
-        members = [m for m in situation.members if m.nodes == team]
-        others = [m for m in situation.members if m.nodes != team and situation.sound(m)]
+    roster, plan = facts.roster, list[Change]()
+    for team in teams:
+        members = [m for m in facts.members if m.nodes == team]
+        others = [m for m in facts.members if m.nodes != team and facts.sound(m)]
         drained = [name for name in team if roster.draining(name)]
         if not 0 < len(drained) <= waiting or others:
             continue
         for member in members:
             if roster.wants(member.worker, member.incarnation):
-                roster.order_anew(member.worker)
-                lines.append(
+                plan.append(OrderNext(member.worker))
+                text = (
                     f"worker {member.worker} begins anew without node {drained[0]}, as the nodes' "
                     f"memory has it ({roster.draining(drained[0])})"
                 )
-    return lines
+                plan.append(Announce("node", text))
+    return plan
 
 
-def _teams(situation: Situation) -> list[Team]:
-    slots = situation.roster.slots.values()
+def _list_teams(facts: Facts) -> list[Team]:
+    slots = facts.roster.slots.values()
     return list(dict.fromkeys(slot.nodes for slot in slots))
 
 
-def _waiting(situation: Situation) -> list[AgentId]:
+def _choose_waiting(facts: Facts) -> list[AgentId]:
     """Return nodes that could be in a team: first those that hold most of the job's state."""
-    roster = situation.roster
+    roster = facts.roster
     found = [
         name
         for name, node in roster.nodes.items()
-        if node.wanted and not roster.on(name) and not _is_lost(situation, name)
+        if node.wanted and not roster.on(name) and not _is_lost(facts, name)
     ]
-    found = [name for name in found if name not in situation.silent]
-    return sorted(found, key=lambda name: -len(roster.nodes[name].kept))
+    found = [name for name in found if name not in facts.silent]
+    return sorted(found, key=lambda name: -len(roster.nodes[name].report.kept))
 
 
-def _is_lost(situation: Situation, name: AgentId) -> bool:
+def _is_lost(facts: Facts, name: AgentId) -> bool:
     """Tell whether a node's place may be taken: it can act no more, or is to be left."""
-    roster = situation.roster
+    roster = facts.roster
     heard_at = roster.heard_at(name)
-    gone = name in situation.silent and situation.now >= heard_at + situation.lease.fence_s
+    gone = name in facts.silent and facts.now >= heard_at + facts.lease.fence_s
     return gone or bool(roster.draining(name))
 
 
-def _may_change(situation: Situation, team: Team) -> bool:
+def _may_change(facts: Facts, team: Team) -> bool:
     """Tell whether a team has lost nodes, and none of its workers acts any more."""
-    return any(_is_lost(situation, name) for name in team) and not _acts(situation, team)
+    return any(_is_lost(facts, name) for name in team) and not _acts(facts, team)
 
 
-def _acts(situation: Situation, team: Team) -> bool:
+def _acts(facts: Facts, team: Team) -> bool:
     """Tell whether a worker of this team may still act as a member of the view."""
-    members = [m for m in situation.members if m.nodes == team]
-    return not all(situation.abandoned(member) for member in members)
+    members = [m for m in facts.members if m.nodes == team]
+    return not all(facts.abandoned(member) for member in members)

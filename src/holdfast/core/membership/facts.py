@@ -1,0 +1,110 @@
+"""Describes the facts that decisions are made from. They do not change while one is made.
+
+Every decision of a coordinator is a function of `Facts` (and of the job's policy) that returns a
+plan (changes.py). Almost all of them ask what silence proves, so the answers are here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast.core.membership.lease import LeasePolicy, fenced_from
+from holdfast.core.membership.roster import Roster
+from holdfast.core.membership.view_making import NO_LIMIT, Room
+from holdfast.core.types import AgentId, Follower, Member, View, WorkerId, WorkerStatus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """Describes the present view, the state of its members, and how much silence proves.
+
+    `silent`: nodes not heard for a while. `witness_at`: when some member of the view was first
+    heard to have stopped acting in it. `abreast`: followers that have caught up. `waiting_for`:
+    workers that are fed, or will be, so that they do not join in a pause. `now`: seconds.
+    """
+
+    view: View | None
+    roster: Roster
+    lease: LeasePolicy
+    silent: frozenset[AgentId]
+    witness_at: float | None
+    now: float
+    abreast: tuple[Follower, ...] = ()
+    waiting_for: frozenset[WorkerId] = frozenset()
+    feeding: bool = False  # a worker is being fed
+    room: Room = NO_LIMIT
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        return self.view.members if self.view else ()
+
+    @property
+    def known(self) -> list[WorkerStatus]:
+        """Return the newest statuses of the members that have been heard."""
+        found = [self.status(member) for member in self.members]
+        return [status for status in found if status is not None]
+
+    def status(self, member: Member) -> WorkerStatus | None:
+        return self.roster.status(member.worker, member.incarnation)
+
+    def sound(self, member: Member) -> bool:
+        """Return whether this process was heard of lately, and lives."""
+        status = self.status(member)
+        alive = status is not None and status.stage.alive
+        crippled = self.roster.crippled(member.worker, member.incarnation)
+        return alive and self.unheard(member) is None and not crippled
+
+    def unheard(self, member: Member) -> AgentId | None:
+        """Return one of its nodes that is silent, if there is one."""
+        return next((name for name in member.nodes if name in self.silent), None)
+
+    def fenced(self, member: Member) -> bool:
+        """Return whether this process can never act in the view again: dead, or without lease."""
+        if self.sound(member):
+            return False
+        if self._dead(member):
+            return True
+        heard_at = self.roster.heard_at(member.agent)
+        return member.agent in self.silent and self.now >= fenced_from(
+            heard_at, self.witness_at, self.lease
+        )
+
+    def may_return(self, member: Member) -> bool:
+        return member.agent in self.silent and not self.abandoned(member)
+
+    def may_hold(self, member: Member) -> bool:
+        """Return whether a silent node may still hold the state, or keep pieces of it."""
+        if not member.further:
+            return self.may_return(member)
+        return any(n in self.silent and not given_up_on(self, n) for n in member.nodes)
+
+    def abandoned(self, member: Member) -> bool:
+        """Return whether the state that this process may hold is given up as well."""
+        return self._dead(member) or given_up_on(self, member.agent)
+
+    def _dead(self, member: Member) -> bool:
+        roster, worker, incarnation = self.roster, member.worker, member.incarnation
+        if roster.dead(worker, incarnation):
+            return True
+        fenced_at = roster.heard_at(member.agent) + self.lease.fence_s
+        silent = member.agent in self.silent and self.now >= fenced_at
+        return silent and roster.crippled(worker, incarnation)
+
+
+def given_up_on(facts: Facts, agent: AgentId) -> bool:
+    """Return whether a node has been silent for too long to be waited for."""
+    heard_at = facts.roster.heard_at(agent)
+    return facts.now >= fenced_from(heard_at, None, facts.lease)
+
+
+def silent_nodes(
+    roster: Roster, lease: LeasePolicy, now: float, listening_since: float
+) -> frozenset[AgentId]:
+    """Find the nodes not heard for a while; one never heard yet is given a whole lease."""
+    if now < listening_since + lease.suspect_s:
+        return frozenset()
+    nodes = roster.nodes.items()
+    silent = [name for name, node in nodes if now >= node.heard_at + lease.suspect_s]
+    if now >= max(roster.started_at, listening_since) + lease.fence_s:
+        silent += roster.unheard()
+    return frozenset(silent)

@@ -1,0 +1,129 @@
+"""Decisions of the coordinators are plans: what decides changes nothing, what is applied does."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+from holdfast.core.membership import changes, coordinator, decision_loop, group, job_changes
+from holdfast.core.membership.admission import admit, drain, welcome
+from holdfast.core.membership.changes import PutSlot
+from holdfast.core.membership.facts import Facts
+from holdfast.core.membership.followers import Followers
+from holdfast.core.membership.last_saves import LastSaves
+from holdfast.core.membership.restart import RestartPolicy, quarantine, replace_lost
+from holdfast.core.membership.roster import NodeState, SlotState
+from holdfast.core.types import AgentId, Incarnation, Stage, WorkerId
+from roster_kit import Cluster, member, status, view_of
+from test_roster import AT_MOST_TWO
+
+MACHINES = (coordinator, group, decision_loop)
+FACTS = {"handle", "_hear", "_note_step", "_learn", "_stop", "_recall", "_wake"}
+FACTS |= {"_take_checkpoint_reports", "_decide", "_is_due", "_review", "_end_review"}
+APPLIES = {"__init__", "_apply", "_carry_out", "_remember", "_install_view", "_count_loss"}
+TELLS = {"_answer", "_refresh_common", "check"}
+MUTATORS = {"apply", "hear", "note", "judge", "mark", "count_loss", "go_back", "begins", "ended"}
+MUTATORS |= {"spend", "tried", "stir", "change", "reached", "reviewed", "due"}
+
+
+def changing_methods(module: Any) -> dict[str, list[int]]:
+    """The methods that assign to the machine, or call what changes a part of it, with lines."""
+    found: dict[str, list[int]] = {}
+    for method in ast.walk(ast.parse(inspect.getsource(module))):
+        if not isinstance(method, ast.FunctionDef):
+            continue
+        for node in ast.walk(method):
+            if _assigns_to_self(node) or _calls_a_mutator(node):
+                found.setdefault(method.name, []).append(node.lineno)
+    return found
+
+
+def _assigns_to_self(node: ast.AST) -> bool:
+    targets: list[ast.expr] = []
+    if isinstance(node, ast.Assign):
+        targets = node.targets
+    elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+        targets = [node.target]
+    parts = [part for target in targets for part in ast.walk(target)]
+    return any(isinstance(part, ast.Name) and part.id == "self" for part in parts)
+
+
+def _calls_a_mutator(node: ast.AST) -> bool:
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+        return False
+    owner = node.func.value
+    of_machine = isinstance(owner, ast.Attribute) and isinstance(owner.value, ast.Name)
+    return of_machine and owner.value.id == "self" and node.func.attr in MUTATORS
+
+
+@pytest.mark.parametrize("module", MACHINES, ids=lambda module: module.__name__)
+def test_only_what_hears_and_what_applies_changes_a_machine(module: Any) -> None:
+    found = changing_methods(module)
+    wrong = {name: lines for name, lines in found.items() if name not in FACTS | APPLIES | TELLS}
+    assert not wrong, f"{module.__name__}: a decision changes something: {wrong}"
+    assert "__init__" in found
+
+
+def test_a_decision_that_changes_something_is_found() -> None:
+    text = (
+        "class A:\n def _plan(self, facts):\n  self._x = 1\n def _other(self):\n  self._r.apply(2)"
+    )
+    methods = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef)]
+    marks = [any(_assigns_to_self(n) or _calls_a_mutator(n) for n in ast.walk(m)) for m in methods]
+    assert marks == [True, True]
+
+
+@pytest.mark.parametrize("module", [changes, job_changes], ids=lambda module: module.__name__)
+def test_changes_are_frozen(module: Any) -> None:
+    found = [each for each in vars(module).values() if dataclasses.is_dataclass(each)]
+    assert len(found) > 5
+    for each in [*found, Facts, NodeState, SlotState]:
+        assert each.__dataclass_params__.frozen, each.__name__  # type: ignore[union-attr]
+
+
+def test_facts_cannot_be_changed() -> None:
+    facts = Cluster(member(0)).facts(view_of(0))
+    for table in (facts.roster.nodes, facts.roster.slots, facts.roster.newest):
+        assert isinstance(table, MappingProxyType)
+    slots: Any = facts.roster.slots
+    with pytest.raises(TypeError):
+        slots[WorkerId(0)] = SlotState(AgentId("n0"), Incarnation(2))
+
+
+def test_decisions_leave_the_facts_as_they_are() -> None:
+    cluster = Cluster(member(0), status(1, stage=Stage.LOST, detail="signal 9"), member(2))
+    cluster.hear("n2", member(2), draining="disk: bad", failing="disk")
+    cluster.hear("n3", slots=2)
+    facts = cluster.facts(view_of(0, 2), 0)
+    known = [dict(facts.roster.nodes), dict(facts.roster.slots), dict(facts.roster.newest)]
+    policy = RestartPolicy()
+    plans = [
+        welcome(facts, recall=True),
+        admit(facts, AT_MOST_TWO)[1],
+        drain(facts)[1],
+        replace_lost(facts, policy),
+        quarantine(facts, WorkerId(2), policy),
+    ]
+    assert all(plans)
+    followers, saves = Followers(enabled=True, newest=7), LastSaves(last=7)
+    for _ in range(2):  # the same facts give the same plan
+        assert followers.review(facts, 3, may_order=True) == followers.review(
+            facts, 3, may_order=True
+        )
+        assert saves.review(facts, 0) == saves.review(facts, 0)
+    assert plans[3] == replace_lost(facts, policy)
+    assert known == [dict(facts.roster.nodes), dict(facts.roster.slots), dict(facts.roster.newest)]
+
+
+def test_a_change_takes_effect_once_it_is_applied() -> None:
+    cluster = Cluster(member(0))
+    before = cluster.roster.slots[WorkerId(0)]
+    changed = dataclasses.replace(before, strikes=3)
+    cluster.change(PutSlot(WorkerId(0), changed))
+    assert cluster.roster.slots[WorkerId(0)] is changed
+    assert before.strikes == 0
