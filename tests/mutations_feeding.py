@@ -11,9 +11,10 @@ from holdfast.core.membership.facts import Facts
 from holdfast.core.membership.followers import Followers
 from holdfast.core.membership.roster import Roster
 from holdfast.core.membership.view_making import Proposal
+from holdfast.core.replica.ends import SinkKind
 from holdfast.core.replica.feeding import Feeding
 from holdfast.core.replica.following import Following
-from holdfast.core.replica.replica import CopyKind, Replica
+from holdfast.core.replica.replica import Replica
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.step.newcomers import Newcomers
@@ -41,10 +42,10 @@ def the_first_step_is_not_fed(patch: pytest.MonkeyPatch) -> Machines:
 def members_copy_at_different_boundaries(patch: pytest.MonkeyPatch) -> Machines:
     plain = Replica.copy_next
 
-    def copy_next(self: Replica, done: CopyKind | None, *, within: bool) -> bool:
+    def copy_next(self: Replica, done: SinkKind | None, *, within: bool) -> bool:
         standing = self._standing
         late = standing.me % 2 and self.feeding._due == standing.status.committed
-        return plain(self, CopyKind.FED if late else done, within=within)
+        return plain(self, SinkKind.FOLLOWERS if late else done, within=within)
 
     patch.setattr(Replica, "copy_next", copy_next)
     return Machines()

@@ -65,7 +65,7 @@ def who_is_last_hosts_tasks_in_mid_step(patch: pytest.MonkeyPatch) -> Machines:
 @mutation
 def everyone_may_be_a_member(patch: pytest.MonkeyPatch) -> Machines:
     def room(self: Reserve) -> Room:
-        return Room(hosts=self._policy.virtual_ranks)
+        return Room(hosts=self.policy.virtual_ranks)
 
     patch.setattr(Reserve, "room", room)
     return Machines()
@@ -76,7 +76,7 @@ def hot_spares_are_not_brought_up_to_date(patch: pytest.MonkeyPatch) -> Machines
     """They wait as warm ones do, until a member is lost."""
 
     def room(self: Reserve) -> Room:
-        return Room(hosts=min(max(self._places, 1), self._policy.virtual_ranks))
+        return Room(hosts=min(max(self.places, 1), self.policy.virtual_ranks))
 
     patch.setattr(Reserve, "room", room)
     return Machines()

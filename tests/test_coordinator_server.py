@@ -13,7 +13,7 @@ import pytest
 
 from holdfast.core.errors import Deposed
 from holdfast.core.job_spec import with_settings
-from holdfast.core.membership.coordinator import (
+from holdfast.core.membership.coordinator_events import (
     Announce,
     CoordinatorEffect,
     Finish,

@@ -21,6 +21,9 @@ ARGS = {
     "digits.py": ["--epochs", "2", "--batch-size", "64"],
     "fsdp.py": ["--steps", "4"],  # of one process; tests/test_sharded_workers.py has more
     "gan.py": ["--steps", "21", "--batch-size", "8"],
+    "moco.py": ["--epochs", "2", "--images", "192", "--batch-size", "8", "--queue", "64"],
+    "ppo.py": ["--rollouts", "3", "--moves", "24"],
+    "word_lm.py": ["--epochs", "2", "--words", "4000", "--width", "24", "--columns", "2"],
     "finetune_transformers.py": ["--steps", "4", "--width", "16", "--batch-size", "4"],
     "lightning_module.py": ["--epochs", "1", "--samples", "100"],
     "stream.py": ["--steps", "12", "--batch-size", "2", "--width", "16", "--length", "16"],
@@ -28,7 +31,10 @@ ARGS = {
 
 
 # They import much, or have another example beside them that is as hard.
-SLOW = ("digits.py", "fsdp.py", "finetune_transformers.py", "gan.py", "lightning_module.py")
+SLOW = (
+    *("digits.py", "fsdp.py", "finetune_transformers.py", "gan.py", "lightning_module.py"),
+    *("moco.py", "ppo.py", "word_lm.py"),  # run below
+)
 
 
 @pytest.mark.parametrize(
@@ -71,6 +77,44 @@ def test_deaths_change_nothing(name: str, steps: int, samples: int, tmp_path: Pa
         assert (report.steps, report.samples) == (steps, samples)
     assert last[0] == last[1]
     assert len(run.events("lost")) == 2
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["ppo.py", *(pytest.param(n, marks=pytest.mark.slow) for n in ("moco.py", "word_lm.py"))],
+)
+def test_what_virtual_ranks_keep_and_gather_goes_on_after_a_death(
+    name: str, tmp_path: Path
+) -> None:
+    """A worker of three dies within a step in which it has changed the states of its tasks."""
+    faults = tmp_path / "faults.txt"
+    faults.write_text("worker 1 step 4 kill\n")
+    hosts = ["--no-rebalance", "--speculation-budget", "0"]
+    script, last = [str(EXAMPLES / name), *ARGS[name]], []
+    for workers, disturbed in ((1, []), (3, [*hosts, "--faults", str(faults)])):
+        options = ["--nproc", str(workers), "--virtual", "4", *disturbed]
+        with LocalRun(tmp_path / f"{workers}", options, script) as run:
+            last.append(finish(run))
+    assert re.fullmatch("[0-9a-f]{64}", last[0])
+    assert last[0] == last[1]
+    assert [event["worker"] for event in run.events("lost")] == [1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["moco.py", "ppo.py", "word_lm.py"])
+def test_two_deaths_and_any_number_of_workers(name: str, tmp_path: Path) -> None:
+    """The second one to die leads; the first one may have come back by then."""
+    faults = tmp_path / "faults.txt"
+    faults.write_text("worker 1 step 3 kill\nworker 0 step 8 kill\n")
+    disturbed = ["--no-rebalance", "--speculation-budget", "0", "--faults", str(faults)]
+    script, last = [str(EXAMPLES / name), *ARGS[name]], []
+    for workers, options in ((1, []), (2, []), (4, []), (4, disturbed)):
+        flags = ["--nproc", str(workers), "--virtual", "4", *options]
+        with LocalRun(tmp_path / f"{workers}{bool(options)}", flags, script) as run:
+            last.append(finish(run))
+    assert last == last[:1] * 4
+    assert sorted(event["worker"] for event in run.events("lost")) == [0, 1]
 
 
 @pytest.mark.slow
