@@ -11,6 +11,7 @@ import pytest
 
 from conftest import RUN_S, SCRIPTS, Start, computed_twice, finish
 from holdfast.observe.ledger_audit import verify
+from holdfast.runtime.coordinate.journal import read_record
 from holdfast.testing.local_run import LocalRun, strike
 from holdfast.train.data.sampling import plan_of
 from labs.local_nodes import LocalNodes, names
@@ -115,8 +116,9 @@ def test_a_job_whose_every_process_was_killed_goes_on_with_the_states(
     words = [str(SCRIPTS / SCRIPT), *EVERYTHING, str(go)]
     with LocalRun(tmp_path / "run", options, words) as run:
         until_held(run, go, range(2))
-        # Files alone do not show that the coordinator knows of the checkpoint.
-        run.until(lambda: run.events("save"), RUN_S, "a checkpoint")
+        # A resumed job begins from checkpoints that are on record; their files alone do not count.
+        journal = run.run_dir.journal
+        run.until(lambda: (r := read_record(journal)) and r.saved, RUN_S, "a checkpoint on record")
         strike(run.pid)
         until(lambda: not run.leftovers(), "the end of all processes")
     go.touch()

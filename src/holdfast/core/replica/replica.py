@@ -212,7 +212,7 @@ class Replica:
         if done is SinkKind.MEMORY:
             return False
         view, standing = self._standing.view, self._standing
-        step, acts = standing.status.committed, view is not None and standing.acts_in(view.number)
+        step, acts = standing.status.committed, standing.acts
         found: list[ef.Outcome] = []
         if done is None and within:
             found = self.saves.at_boundary(step)
@@ -253,8 +253,7 @@ class Replica:
     def joins_fed(self) -> bool:
         """Return whether it is a member, and may still have to apply steps of its feed."""
         view, standing = self._standing.view, self._standing
-        joins = view is not None and view.feeds(standing.me) and standing.acts_in(view.number)
-        return joins and self.follows
+        return view is not None and view.feeds(standing.me) and standing.acts and self.follows
 
     @property
     def is_fed_outside(self) -> bool:
@@ -262,7 +261,7 @@ class Replica:
         return self.follows and not self.joins_fed
 
     def heed(self, order: FollowOrder | None) -> None:
-        """Hear by which order workers are fed: by this one, or this one by others."""
+        """Take the present order to feed workers: this one may feed others, or be fed."""
         self._standing.carry(self.feeding.told(order, self._standing.view))
         if not self.joins_fed:
             self._following.heed(order)

@@ -37,6 +37,10 @@ class ViewConnections:
         """Return the ranks of the members that hold the state."""
         return [self.view.rank(worker) for worker in self.view.donors]
 
+    def piece(self, numel: int) -> slice:
+        """Return the slice of a sum of `numel` elements that falls to this member."""
+        return self.layout.piece(self.layout.rank, numel)
+
 
 class StateSource(Protocol):
     """Gives states or steps. Each call returns the result as events; Aborted if the view ended."""
@@ -57,8 +61,8 @@ class StateSink(Protocol):
         """Copy this worker's share; the script stands still meanwhile."""
         ...
 
-    def keep(self, order: ef.KeepStep, view: View, piece: Callable[[int], slice]) -> Events:
-        """Keep a reduced step; `piece`: the slice of a sum that falls to this member."""
+    def keep(self, order: ef.KeepStep, at: ViewConnections) -> Events:
+        """Keep this member's piece of a reduced step."""
         ...
 
     def forget(self, order: ef.Forget) -> None:
@@ -106,13 +110,11 @@ class StateMover:
 
     # ------------------------------------------------------------ by the engine, in a view
 
-    def carry_out(
-        self, order: GroupOrder, at: ViewConnections, piece: Callable[[int], slice]
-    ) -> Events:
+    def carry_out(self, order: GroupOrder, at: ViewConnections) -> Events:
         """Carry out an order together with the view's members; returns the result. Aborted."""
         match order:
             case ef.KeepStep():
-                return self._sinks[order.sink].keep(order, at.view, piece)
+                return self._sinks[order.sink].keep(order, at)
             case ef.Forget():
                 self._sinks[order.sink].forget(order)
                 return ()
@@ -142,17 +144,16 @@ class StateMover:
 
     # ------------------------------------------------------------ at once
 
-    def carry_out_at_once(
-        self, order: ef.ReplicaEffect, view: View | None, piece: Callable[[int], slice]
-    ) -> Events:
+    def carry_out_at_once(self, order: ef.ReplicaEffect, at: ViewConnections | None) -> Events:
         """Carry out an order without other members; returns the result."""
         match order:
             case ef.ObtainState():
                 return self._sources[order.source].load_state(order, None)
             case ef.ObtainStep():
                 return self._sources[order.source].take_step(order, None)
-            case ef.KeepStep() if view is not None:
-                return self._sinks[order.sink].keep(order, view, piece)
+            case ef.KeepStep():
+                assert at is not None, "a step is kept in a view"
+                return self._sinks[order.sink].keep(order, at)
             case ef.Forget() if order.sink in self._sinks:
                 self._sinks[order.sink].forget(order)
             case ef.Follow(follow):

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
 
 from holdfast.core.errors import WorldError
 from holdfast.core.replica.ends import SinkKind
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
-from holdfast.core.types import View, WorkerId
+from holdfast.core.types import WorkerId
 from holdfast.train.checkpoint.saver import Saver
 from holdfast.train.checkpoint.shares import wanted_of_shares
 from holdfast.train.checkpoint.state import Capture
 from holdfast.train.feeding.feeder import Feeder
 from holdfast.train.protection.protector import Protector
-from holdfast.train.state.mover import Events
+from holdfast.train.state.mover import Events, ViewConnections
 from holdfast.train.step.missed_steps import MissedSteps
 
 SAVE_S_MAX = 600.0  # how long the end of a loop waits for a checkpoint under way
@@ -29,7 +28,7 @@ class PlainSink:
         """Refuse a copy, since no copy is ordered for this sink."""
         raise AssertionError(f"nothing is copied for {order.sink}")
 
-    def keep(self, order: ef.KeepStep, view: View, piece: Callable[[int], slice]) -> Events:
+    def keep(self, order: ef.KeepStep, at: ViewConnections) -> Events:
         """Refuse a step, since no steps are kept for this sink."""
         raise AssertionError(f"nothing is kept for {order.sink}")
 
@@ -93,9 +92,9 @@ class FollowersSink(PlainSink):
         number = order.order.number
         return ev.StateCopied(SinkKind.FOLLOWERS, order.step, problem=problem, order=number)
 
-    def keep(self, order: ef.KeepStep, view: View, piece: Callable[[int], slice]) -> Events:
+    def keep(self, order: ef.KeepStep, at: ViewConnections) -> Events:
         """Send this member's piece of a step."""
-        self._feeder.send_step(order.step, piece, compared=order.compared)
+        self._feeder.send_step(order.step, at.piece, compared=order.compared)
         return ()
 
     def forget(self, order: ef.Forget) -> None:
@@ -122,9 +121,9 @@ class MemorySink(PlainSink):
         self._protector.begin(order.step, order.view)
         return ev.StateCopied(SinkKind.MEMORY, order.step)
 
-    def keep(self, order: ef.KeepStep, view: View, piece: Callable[[int], slice]) -> Events:
+    def keep(self, order: ef.KeepStep, at: ViewConnections) -> Events:
         """Put pieces of a reduced step there."""
-        return (self._protector.keep(order.step, view),)
+        return (self._protector.keep(order.step, at.view),)
 
     def forget(self, order: ef.Forget) -> None:
         """Drop states and steps older than a protected state."""
@@ -141,9 +140,9 @@ class LateSink(PlainSink):
     def __init__(self, missed: MissedSteps) -> None:
         self._missed = missed
 
-    def keep(self, order: ef.KeepStep, view: View, piece: Callable[[int], slice]) -> Events:
+    def keep(self, order: ef.KeepStep, at: ViewConnections) -> Events:
         """Keep this member's piece of a step."""
-        self._missed.keep(order.step, piece)
+        self._missed.keep(order.step, at.piece)
         return ()
 
     def forget(self, order: ef.Forget) -> None:

@@ -62,7 +62,7 @@ class Exchange:
 
 @dataclass(slots=True)
 class TimedConnections(ViewConnections):
-    """Holds this worker's part in one view, and for how long it waits for other members."""
+    """Keeps this worker's part in one view, and for how long it waits for other members."""
 
     waits: Waits = field(default_factory=lambda: Waits(time.perf_counter))
 
@@ -118,14 +118,9 @@ class Engine(threading.Thread):
             self._runs.put_right(digests[self._exchange.me.shard * size :][:size])
 
     @property
-    def view(self) -> View | None:
-        """Return the view whose group is open."""
-        return None if self._in is None else self._in.view
-
-    def piece(self, numel: int) -> slice:
-        """Return what of a sum this member keeps for those who miss it."""
-        assert self._in is not None, "a step is kept in a view"
-        return self._in.layout.piece(self._in.layout.rank, numel)
+    def connections(self) -> ViewConnections | None:
+        """Return this worker's part in the view whose group is open."""
+        return self._in
 
     # ------------------------------------------------------------ orders
 
@@ -150,7 +145,7 @@ class Engine(threading.Thread):
                 others = list(at.layout.others)
                 BackupMessages.send(at.transport, at.layout, others, step, flags)
             case _:
-                for event in self._mover.carry_out(order, at, self.piece):
+                for event in self._mover.carry_out(order, at):
                     if isinstance(event, ev.StatesCompared) and event.prints:
                         holders = [worker for worker, _ in event.prints]
                         self._explain(at, at.view.resume_step, holders)

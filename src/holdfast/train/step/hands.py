@@ -55,6 +55,5 @@ class StepHands:
             case ef.LookWhoIsLate(view, step):
                 return [ev.StillAwaited(view, step, tuple(self._engine.awaited()))]
             case _ if isinstance(effect, ef.ReplicaEffect):
-                at = self._engine.view
-                return self._mover.carry_out_at_once(effect, at, self._engine.piece)
+                return self._mover.carry_out_at_once(effect, self._engine.connections)
         return []
