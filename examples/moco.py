@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 
 import holdfast
 
-SIZE, CLASSES = 12, 8  # of the images, which have one channel
+SIZE, CLASSES = 12, 8  # width and height of an image, and kinds of patterns
 
 
 class Encoder(nn.Module):

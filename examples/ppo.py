@@ -26,7 +26,7 @@ from torch.distributions import Categorical
 import holdfast
 
 PASSES = 4  # updates with each rollout
-MOVES_MAX = 200  # of an episode
+MOVES_MAX = 200  # an episode ends after this number of moves
 
 
 class CartPole:
@@ -108,7 +108,7 @@ def play(env: CartPole, policy: Policy, moves: int) -> tuple[dict[str, torch.Ten
 
 
 def loss_of(policy: Policy, rollout: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return PPO's clipped loss, with those of the critic and of the entropy."""
+    """Return the sum of PPO's clipped loss, the critic's loss and the entropy bonus."""
     choice, values = policy(rollout["states"])
     ratio = (choice.log_prob(rollout["actions"]) - rollout["odds"]).exp()
     clipped = ratio.clamp(0.8, 1.2)
@@ -132,8 +132,8 @@ def digest(state: object) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rollouts", type=int, default=60)
-    parser.add_argument("--moves", type=int, default=128, help="of a rollout")
-    parser.add_argument("--simulate-ms", type=float, default=0.0, help="that a move takes longer")
+    parser.add_argument("--moves", type=int, default=128, help="moves in a rollout")
+    parser.add_argument("--simulate-ms", type=float, default=0.0, help="extra time for each move")
     options = parser.parse_args()
 
     job = holdfast.join()

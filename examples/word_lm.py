@@ -72,10 +72,10 @@ def digest(state: object) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--columns", type=int, default=8, help="of text, for each virtual rank")
+    parser.add_argument("--columns", type=int, default=8, help="columns per virtual rank")
     parser.add_argument("--window", type=int, default=24, help="words that a step reads")
     parser.add_argument("--width", type=int, default=96)
-    parser.add_argument("--words", type=int, default=60_000, help="of text to train on")
+    parser.add_argument("--words", type=int, default=60_000, help="number of words to train on")
     options = parser.parse_args()
 
     job = holdfast.join()

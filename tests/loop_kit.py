@@ -28,7 +28,7 @@ def results(
     *,
     all_return: bool = True,
 ) -> list[Any]:
-    """Run a script; returns what it returned on each worker that came to its end.
+    """Run a script; returns its results on the workers that have finished it.
 
     `settings`: of the job, beside the number of workers. `all_return`: without deaths all workers
     have to come to the end.
@@ -53,7 +53,7 @@ def results(
     assert found
     assert (
         kill_at or not all_return or len(found) == workers
-    )  # who dies at the end may not be needed again
+    )  # a worker that dies at the end may not be needed again
     return list(found.values())
 
 

@@ -400,7 +400,7 @@ def asking(name: str, seq: int, asks: str, check: str) -> AgentReport:
 
 
 def drain_now(found: Facts) -> str:
-    """Drain the nodes that should be; return why not all that ask for it."""
+    """Drain the nodes that should be; return why others are not drained."""
     why_not, plan = drain(found)
     renew(found, *plan)
     return why_not

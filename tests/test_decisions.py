@@ -1,4 +1,4 @@
-"""Decisions of the coordinators are plans: what decides changes nothing, what is applied does."""
+"""Decisions of the coordinators are plans: deciding changes nothing, applying does."""
 
 from __future__ import annotations
 

@@ -298,7 +298,7 @@ def test_a_job_that_was_begun_elsewhere_goes_on_with_its_epoch(
 
     (alone,) = results(script, 1)
     assert alone[1] == expected
-    # Without steps, who comes too late for the state is ended with the job.
+    # Without steps, a worker that is too late for the state is ended with the job.
     found = results(script, 2, all_return=until > 1)
     assert found == [alone] * len(found)
 

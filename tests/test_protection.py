@@ -389,4 +389,4 @@ def test_what_nodes_say_that_they_hold_but_do_not_give_is_not_asked_for_for_ever
     found = recalled(True, 20.0 + LEASE.abandon_s)
     assert (found.base, found.view, found.step) == (2, 0, 2)
     other = dataclasses.replace(recall, sources=recall.sources[:0])
-    assert recalled(True, 21.0 + LEASE.abandon_s, other).step == 5  # that view was not of it
+    assert recalled(True, 21.0 + LEASE.abandon_s, other).step == 5  # not that view

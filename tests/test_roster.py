@@ -351,7 +351,7 @@ def test_so_many_nodes_take_part_and_a_lost_one_makes_room() -> None:
     cluster.hear("n2")
     view, late = view_of(0, 1), 1.0 + LEASE.abandon_s + LEASE.margin_s
     assert admitted(cluster, view) == ((N2,), [])
-    assert admitted(cluster, view, 2) == ((), [])  # who is silent gets nothing
+    assert admitted(cluster, view, 2) == ((), [])  # a silent node gets nothing
     assert admitted(cluster, view, 1, now=late - 0.1) == ((N2,), [])
     assert admitted(cluster, view, 1, now=late) == ((), ["node n2 takes the place of node n1"])
     assert cluster.roster.here(N2) == (2,)
@@ -464,7 +464,7 @@ def test_a_member_is_lost_with_its_agent_and_with_its_node_once_that_is_given_up
     cluster.hear("n0")  # the agent has begun anew: nothing runs
     cluster.hear("n2")
     view = view_of(0, 1)
-    assert lose(cluster, view) == ["0: its agent restarted"]  # who was no member is just started
+    assert lose(cluster, view) == ["0: its agent restarted"]  # others just start
     cluster.now = 1.0 + LEASE.abandon_s + LEASE.margin_s
     assert lose(cluster, view) == []
     assert lose(cluster, view, 1) == ["1: its node is lost"]

@@ -126,7 +126,7 @@ def ready(worker: int, incarnation: int = 1) -> WorkerStatus:
 
 
 def reviewed(reserve: Reserve, roster: LiveRoster, now: float) -> tuple[Reserve, list[str]]:
-    """Look at who is there, and want that number of spares; return the lines."""
+    """Review the nodes, and want that number of spares; return the lines."""
     reserve, plan = reserve.review(roster, None, now)
     for change in plan:
         if isinstance(change, WantSpares):

@@ -3,7 +3,7 @@
     python tests/labs/kubelet.py NAME --root DIR [--zone ZONE]
 
 It registers the node, renews its lease and its Ready condition, runs what the scheduler has bound
-to the node, and ends what is deleted: the hook preStop, SIGTERM, and SIGKILL after the grace
+to the node, and ends deleted pods: the hook preStop, SIGTERM, and SIGKILL after the grace
 period. KUBECONFIG says where the API is. Images mean nothing here, all pods share the file system
 and the address of this machine, and paths below DIR stand for volumes.
 """

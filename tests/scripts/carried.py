@@ -54,7 +54,7 @@ class Source:
 
 
 class Model(nn.Module):
-    """Predicts where a point goes next from all that it has seen of it."""
+    """Predicts where a point goes next from its earlier positions."""
 
     def __init__(self) -> None:
         super().__init__()

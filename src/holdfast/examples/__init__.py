@@ -1,1 +1,1 @@
-"""Holds the examples that an installed Holdfast brings along: a small GPT, and the demo."""
+"""Contains the examples of an installed Holdfast: a small GPT, and the demo."""

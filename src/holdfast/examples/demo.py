@@ -1,7 +1,7 @@
 """Trains a small GPT through faults, then undisturbed, and compares the two: `holdfast demo`.
 
 The demo is a user of the test kit: it starts runs as anybody would, disturbs one of them from
-outside and trusts only what is on the disk afterwards. It reads and prints; it trains nothing
+outside and trusts only the files on the disk afterwards. It reads and prints; it trains nothing
 itself.
 """
 
@@ -56,7 +56,7 @@ COLOURS = {"lost": "red", "view": "green", "join": "cyan", "failed": "bold red"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """Holds the results of one run."""
+    """Keeps the results of one run."""
 
     run_dir: Path
     workers: int
@@ -84,7 +84,7 @@ class Proof:
     calm: Trained
     problems: list[str]
     recoveries: list[fault_kit.Recovery]
-    missed: list[fault_kit.PlannedFault]  # were left out, or struck too late to be measured
+    missed: list[fault_kit.PlannedFault]  # left out, or struck too late to be measured
     plot: Path | None
 
 
@@ -444,7 +444,7 @@ def to_dict(proof: Proof, seed: int) -> dict[str, Any]:
 
 
 def explain_missed(proof: Proof, *, is_open: bool) -> str:
-    """Say in one sentence which faults there was no room for, and why."""
+    """Explain in one sentence which faults there was no room for."""
     names = ", ".join(map(str, proof.missed))
     if is_open:
         return f"Left out, because this machine is busy: {names}."

@@ -28,7 +28,7 @@ ALIGN = 64
 HEAD = struct.Struct("=8sQI16s")  # magic, number of the table, length and digest of what follows
 MAGIC = b"hpieces\1"
 LOOKS = 5  # at tables that are being written
-COUNT_MAX = 1 << 53  # of views, steps, bytes
+COUNT_MAX = 1 << 53  # limits views, steps and bytes
 PARTS_MAX = 100_000  # as many as a job may have nodes
 DIGEST_BYTES = 16
 

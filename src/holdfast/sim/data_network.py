@@ -94,7 +94,7 @@ class DataNetwork:
     # ------------------------------------------------------------ messages
 
     def tell_all(self, process: Actor, group: Group, what: What, body: object) -> None:
-        """Send a message to all members, the sender included; `process.told` receives it."""
+        """Send a message to all members and the sender; each one's `told` receives it."""
         if len(group.keys) > CROWD:
             name = (int(group.number), *what)
             members = self._arrived[group.number]

@@ -12,7 +12,7 @@ import os
 import stat
 from typing import BinaryIO
 
-DOCUMENT_BYTES_MAX = 16 << 20  # of a small file of a run directory
+DOCUMENT_BYTES_MAX = 16 << 20  # a small file of a run directory
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:
@@ -39,7 +39,7 @@ def append_regular(path: str | os.PathLike[str]) -> int:
 
 
 def create_regular(path: str | os.PathLike[str], mode: int = 0o644) -> int:
-    """Make a new file in the place of whatever was there; returns its descriptor. OSError."""
+    """Make a new file in place of an old one, of any kind; returns its descriptor. OSError."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)

@@ -42,7 +42,7 @@ class Attendance:
         return dataclasses.replace(self, waiting=waiting), lines
 
     def tell_silent(self, facts: Facts) -> tuple[Attendance, list[Announce]]:
-        """Return this with the nodes that are silent now, and lines on what has changed."""
+        """Return this with the nodes that are silent now, and lines about changes."""
         silent = tuple(sorted(name for name in facts.silent if name in facts.roster.nodes))
         new = [name for name in silent if name not in self.silent]
         back = [name for name in self.silent if name not in silent]
@@ -58,9 +58,9 @@ class Attendance:
 
 
 def welcome(facts: Facts, *, recall: bool) -> list[Change]:
-    """Reconcile slots with what newly connected agents run, unless their workers act in the view.
+    """Reconcile slots with the processes of new agents, unless their workers act in the view.
 
-    `recall`: what they run may have been ordered by a coordinator whose record is lost.
+    `recall`: a coordinator whose record is lost may have ordered these processes.
     """
     roster, view, plan = facts.roster, facts.view, list[Change]()
     for name, node in roster.nodes.items():
@@ -79,7 +79,7 @@ def welcome(facts: Facts, *, recall: bool) -> list[Change]:
 def recall_slots(
     roster: Roster, name: AgentId, statuses: Collection[WorkerStatus], view: View | None
 ) -> list[RosterChange]:
-    """Restore slots from what an agent runs and who is a member, since the record is lost."""
+    """Restore slots from an agent's processes and the view, since the record is lost."""
     found: dict[WorkerId, SlotState] = {}
     members = view.members if view is not None else ()
     places = [(m.worker, SlotState(m.agent, m.incarnation, further=m.further)) for m in members]
@@ -149,7 +149,7 @@ def _choose_lost(facts: Facts, placed: Mapping[AgentId, int]) -> AgentId | None:
 
 
 def drain(facts: Facts) -> tuple[str, list[Change]]:
-    """Drain the nodes that should be; return why not all that ask for it, and the plan.
+    """Drain the nodes that should be; return why others are not drained, and the plan.
 
     A node that a person asks to leave does. Of those that fail their checks, only a part is drained
     at any time (draining.py): many fail at once when something they share has failed.

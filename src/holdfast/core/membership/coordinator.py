@@ -1,13 +1,13 @@
-"""Decides for the job: who is a member, who hosts what, where to resume, who is replaced.
+"""Decides for the job: members of views, hosts of virtual ranks, resume steps, replacements.
 
 It does not know sockets, processes, files or clocks. It goes round one loop (decision_loop.py):
 
-- **facts**: an event only updates what is known. Reports change the roster; orders of people change
-  what is recorded.
+- **facts**: an event only updates facts. Reports change the roster; orders of people change the
+  record.
 - **plan**: each decision is a function of facts, all of them immutable, and returns changes. So a
   lost, late or repeated report can delay a decision but never change it.
 - **apply**: changes are carried out in one place, before the next decision is made; then the record
-  is made durable, and whoever should act is told.
+  is made durable, and the agents concerned are told.
 
 The invariants: view numbers grow and are durable before anyone hears of them; a view is formed only
 once every member of the one before has promised not to act in it, has ended, or has lost its right
@@ -203,14 +203,14 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         return Announce("stop", request.reason)
 
     def _take_checkpoint_reports(self) -> None:
-        """Take in what workers have said of checkpoints, also those whose agents began anew."""
+        """Take in the workers' reports of checkpoints, also from agents that restarted since."""
         roster, said = self._roster, self._checkpoint_reports
         self._checkpoint_reports = {}
         speaking = filter(roster.ordered, speakers(roster.newest.values()))
         self._durable.note([*said.values(), *speaking])
 
     def _facts(self, now: float, *, fed: bool = True) -> Facts:
-        """Return what decisions are made from; `fed`: also who is brought up to date."""
+        """Return the facts for a decision; `fed`: with the workers that are being fed."""
         found = Facts(
             view=self._view,
             roster=self._roster,
@@ -399,7 +399,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         return find_state_source(facts, finishing, self._policy.replicated, awaits)
 
     def _plan_replacements(self, facts: Facts) -> Plan:
-        """Have processes begin anew whose state is of no use for the next view."""
+        """Restart processes whose state is of no use for the next view."""
         source, plan = self._source(facts), Plan()
         if source is BasisOfView.SURVIVORS:
             return self._replace(interrupted(facts), "it had to stop while it caught up")
@@ -446,7 +446,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         return [AwaitBeginners(None), *self._install(facts, proposal, begins=True)]
 
     def _install(self, facts: Facts, proposal: Proposal, *, begins: bool = False) -> Plan:
-        """Make the proposed view the present one; who is left out is replaced."""
+        """Make the proposed view the present one; replace the workers that it leaves out."""
         old, roster, number = facts.view, facts.roster, self._next_number
         staying = frozenset([*proposal.workers, *(lag.worker for lag in proposal.suspended)])
         plan: Plan = []
@@ -455,7 +455,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
                 plan.append(OrderNext(member.worker))  # only a new incarnation may come back
         for lag in old.suspended if old is not None else ():
             if lag not in proposal.catching_up and roster.wants(lag.worker, lag.incarnation):
-                plan.append(OrderNext(lag.worker))  # what it has missed is not kept any longer
+                plan.append(OrderNext(lag.worker))  # the steps that it missed are dropped
         view = make_view(proposal, number, old, roster, self._policy.procs)
         protection, view = self._protection.protect(view, old, roster)
         view = dataclasses.replace(view, invalidations=self._durable.invalidations)

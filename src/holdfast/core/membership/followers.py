@@ -20,7 +20,7 @@ ORDERS_PER_TERM = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Followers:
-    """Holds the present order. `enabled`: workers are fed at all; else they wait for a pause."""
+    """Keeps the present order. `enabled`: workers are fed at all; else they wait for a pause."""
 
     enabled: bool
     newest: int  # number of the newest order, greater than that of any term before

@@ -28,13 +28,13 @@ STEPS_MISSED_MAX = 64  # steps that a worker may miss and still catch up
 
 
 class BasisOfView(enum.Enum):
-    """Says from whom the members of the next view have the job's state."""
+    """Names the source of the job's state for the next view."""
 
     UNKNOWN = "unknown"  # a member may still act
     AWAITED = "awaited"  # silent members may hold it: wait until it is given up, or recalled
     SURVIVORS = "survivors"
-    LAST_SURVIVORS = "last survivors"  # of a job that finishes
-    DISCARDED = "discarded"  # from a checkpoint, since what survivors hold is wrong
+    LAST_SURVIVORS = "last survivors"  # the job finishes
+    DISCARDED = "discarded"  # from a checkpoint, since the survivors' state is wrong
     RECALLED = "recalled"  # from a checkpoint or the nodes' memory, since nobody holds it
 
 
@@ -424,7 +424,7 @@ def discarded(facts: Facts) -> bool:
 def find_state_source(
     facts: Facts, finishing: bool, replicated: bool, awaits: Callable[[], bool]
 ) -> BasisOfView:
-    """Find out from whom the next view has the state, once nobody can act in this one.
+    """Find the source of the next view's state, once nobody can act in the present view.
 
     `finishing`: the job is past its last loop. `replicated`: each worker holds the whole state.
     `awaits`: returns whether silent members are waited for, since they may hold the state.

@@ -1,4 +1,4 @@
-"""Decides for a job of processes that know nothing of Holdfast: who is in the group, and when anew.
+"""Decides for a job of processes that know nothing of Holdfast: which form a group, and when.
 
 A script written for torchrun wants a fixed group with ranks, and recovers by starting again from
 its own checkpoint. So when one process of a group fails, all are ended, and a new group is formed
@@ -189,7 +189,7 @@ class GroupMachine(DecisionLoop[GroupChange]):
         return lines
 
     def _plan_to_learn(self, facts: Facts) -> Plan:
-        """Begin to decide once nothing that a lost record knew can run any more."""
+        """Begin to decide once no process of a lost record can run any more."""
         if self._learn_until is None or facts.now < self._learn_until:
             return []
         return [EndLearning(), *restore_slots(facts.roster)]

@@ -35,7 +35,7 @@ class Progress:
         self._ended: WorkerStatus | None = None  # of the first leader whose script has ended
 
     def reached(self, step: int) -> bool:
-        """Take in that a member of the view has come to a step; return whether it is news."""
+        """Record the step of a member of the view; return whether it is the newest."""
         if step <= self.step:
             return False
         self.step, self.losses = step, 0
@@ -71,19 +71,19 @@ class Progress:
         return invalidations == self._invalidations
 
     def go_back(self, invalidations: Invalidations) -> None:
-        """Count that workers came to different results."""
+        """Count a retreat: workers computed different results."""
         self._invalidations = invalidations
         self._retreats += 1
 
     def ended(self, leader: WorkerStatus) -> None:
-        """Take in that the script of a leader has ended; what is known of it may be older."""
+        """Record that the script of a leader has ended, though its newest status may be older."""
         if leader.ended:
             self._ended = self._ended or leader
 
     def uneven(self, statuses: Iterable[WorkerStatus]) -> str:
         """Return why scripts do not all end after the same step; empty if they may.
 
-        What was told of views before that in which the leader ended does not count: since then the
+        Statuses of views before the one in which the leader ended do not count: since then the
         job may have begun again from an earlier step.
         """
         ended = self._ended

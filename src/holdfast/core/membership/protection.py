@@ -30,7 +30,7 @@ class Protection:
     shards: int = 1  # shards that nodes report one by one, since none holds all of them
     weakness: str = ""  # the loss that the newest view does not protect from
     failed_in: ViewNumber = NO_VIEW  # the newest view whose members could not recall the state
-    failing: tuple[Recall, float] | None = None  # what they could not recall, and since when
+    failing: tuple[Recall, float] | None = None  # a failing recall, and its first attempt
 
     def protect(self, view: View, old: View | None, roster: Roster) -> tuple[Protection, View]:
         """Add to a new view which nodes keep pieces, in their order, and what is abandoned."""
@@ -79,7 +79,7 @@ class Protection:
         recall = self.recall(facts, durable) if self.redundancy.data else None
         known = [status.committed for status in facts.known]
         number = facts.view.number if facts.view is not None else 0
-        for each in self._kept(facts, frozenset()):  # of workers that have no slots any more
+        for each in self._kept(facts, frozenset()):  # including workers that have no slots any more
             known += [each.committed] if each.view == number else []
         return recall is not None and recall.step >= max(known, default=0)
 

@@ -55,7 +55,7 @@ def spares_needed(mean: float, enough: float = ENOUGH) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserve:
-    """Holds what is known of losses, and how many places there are."""
+    """Keeps statistics of losses, and the number of places."""
 
     policy: ReservePolicy
     looked_at: float  # seconds; first the time at which the coordinator began
@@ -74,7 +74,7 @@ class Reserve:
         return dataclasses.replace(found, lost=(*self.lost, (worker, now, slot.incarnation)))
 
     def review(self, roster: Roster, view: View | None, now: float) -> tuple[Reserve, list[Change]]:
-        """Look at who is there; return how many spares of each node are wanted now."""
+        """Look at the present nodes; return how many spares each of them should have."""
         plan: list[Change] = []
         members = len(view.members) - len(view.spares) if view is not None else 0
         placed = [roster.nodes[name] for name in roster.first_nodes if name in roster.nodes]
@@ -94,7 +94,7 @@ class Reserve:
         return dataclasses.replace(found, wanted=wanted), plan
 
     def _look(self, roster: Roster, now: float) -> Reserve:
-        """Return this with what workers did since the last look, and who was replaced."""
+        """Return this with the work done and the replacements made since the last look."""
         lost, replaced_s = [], list(self.replaced_s)
         for worker, at, incarnation in self.lost:
             status = roster.newest.get(worker)

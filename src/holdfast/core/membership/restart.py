@@ -1,4 +1,4 @@
-"""Decides who is started again and when: losses are counted once, repeated ones spaced out.
+"""Decides which workers are restarted, and when: it counts each loss once, and spaces out repeats.
 
 A slot whose workers keep being lost, or cannot be reached by the others, is left empty for longer
 each time (exponential back-off), and starts afresh after a clean probation. Pure.

@@ -31,10 +31,10 @@ from holdfast.core.types import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeState:
-    """Holds what is known of an agent that has spoken, and what was decided about its node."""
+    """Keeps the newest report of an agent, and decisions about its node."""
 
     report: AgentReport  # the newest one
-    statuses: Mapping[WorkerId, WorkerStatus]  # of that report
+    statuses: Mapping[WorkerId, WorkerStatus]  # from that report
     heard_at: float  # seconds
     leave_by: float = float("inf")  # the node is gone by then, in seconds
     draining: str = ""  # why it is drained; empty: it is not

@@ -23,8 +23,8 @@ def admit_teams(
 ) -> tuple[tuple[AgentId, ...], list[Change]]:
     """Make teams of `size` nodes, and mend those that have lost some.
 
-    `protected`: no step is lost with all who hold the state. Returns the nodes that wait, and the
-    plan.
+    `protected`: no step is lost even if all workers with the state are. Returns the nodes that
+    wait, and the plan.
     """
     roster, plan = facts.roster, list[Change]()
     waiting, teams = _choose_waiting(facts), _list_teams(facts)
@@ -71,7 +71,7 @@ def _form_team(facts: Facts, names: Sequence[AgentId]) -> list[Change]:
 def _leave_drained(facts: Facts, teams: Sequence[Team], waiting: int) -> list[Change]:
     """End workers that cannot leave a drained node otherwise: nobody else holds the state.
 
-    They begin anew, from the nodes' memory, with one of the nodes that wait in its place.
+    They restart from the nodes' memory, with a waiting node in place of the drained one.
     """
     roster, plan = facts.roster, list[Change]()
     for team in teams:

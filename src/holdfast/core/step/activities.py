@@ -20,7 +20,7 @@ class Activity(enum.Enum):
     KEEP = "keep"  # the reduced gradient goes into the node's memory
     VOTE = "vote"
     REDO = "redo"  # the step is computed again once the task under way is done
-    CONFESS = "confess"  # a member is wrong; all tell what they know of it
+    CONFESS = "confess"  # a member is wrong; all exchange their records of it
 
 
 STEPPING = (

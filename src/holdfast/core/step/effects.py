@@ -147,7 +147,7 @@ class Release:
 class ObtainState:
     """Load the state after `step` steps from a source; then say StateObtained or ObtainFailed.
 
-    `order`: by which it was fed.
+    `order`: the number of the feed's order.
     """
 
     source: SourceKind
@@ -169,7 +169,7 @@ class ObtainStep:
 class CopyState:
     """Copy this worker's share of the state after `step` steps for a sink; then say StateCopied.
 
-    `order`: by which followers are fed. `checked`: nobody may take a further step and compare the
+    `order`: the order to feed followers. `checked`: nobody may take a further step and compare the
     state, so prints of it are written with the shares, and the checkpoint exists only if they are
     equal.
     """
@@ -228,7 +228,7 @@ class Install:
 
 @dataclass(frozen=True, slots=True)
 class SendMissed:
-    """Send what was kept of the steps that a member has missed."""
+    """Send the kept pieces of the steps that a member has missed."""
 
     view: ViewNumber
     to: LateWorker

@@ -97,7 +97,7 @@ class LoopEnded:
 
 @dataclass(frozen=True, slots=True)
 class StateObtained:
-    """The state that was asked of a source is loaded; `order`: by which it was fed."""
+    """A source has given the state, and it is loaded; `order`: the number of the feed's order."""
 
     source: SourceKind
     view: ViewNumber
@@ -106,7 +106,7 @@ class StateObtained:
 
 @dataclass(frozen=True, slots=True)
 class StepObtained:
-    """The reduced gradient of `step`, which was asked of a source, is in its place."""
+    """A source has given the reduced gradient of `step`, and it is in its place."""
 
     source: SourceKind
     view: ViewNumber
@@ -115,11 +115,11 @@ class StepObtained:
 
 @dataclass(frozen=True, slots=True)
 class ObtainFailed:
-    """A source cannot give what a view begins from, or what an order says.
+    """A source cannot give the state or step that was asked for.
 
     `damaged`: the step of a checkpoint that cannot be read, and will not be; `instead`: that of one
-    that can (0: none). Without it a store is only silent. `order`: that cannot be carried out here,
-    by a follower or by a member that feeds.
+    that can (0: none). Without it a store is only silent. `order`: the number of a feed's
+    order that this follower, or this member, cannot carry out.
     """
 
     source: SourceKind
@@ -135,7 +135,7 @@ class StateCopied:
     """The script may go on: the state after `step` steps was copied for a sink.
 
     `stall_s`: how long the script stood still. `problem`: why there is no copy. Pieces for MEMORY
-    are made afterwards (StateProtected). `order`: by which followers are fed.
+    are made afterwards (StateProtected). `order`: the number of the feed's order.
     """
 
     sink: SinkKind

@@ -99,7 +99,7 @@ class StepMachine:
         self._to_check: list[int] = []  # buckets
         self._trial: SumTrial | None = None
         self._late: tuple[WorkerId, ...] = ()  # members whose tasks may be copied
-        self._looked_in = -1  # the step in which it looked for who is late
+        self._looked_in = -1  # the step in which it looked for late members
 
     # ------------------------------------------------------------ views
 
@@ -118,7 +118,7 @@ class StepMachine:
         self._continue_script()
 
     def close(self) -> Doubted | None:
-        """The view is given up; a member that was about to confess says what it knows."""
+        """Give the view up; return the doubts of a member that was about to confess."""
         confessing, self.activity = self.activity is Activity.CONFESS, Activity.CLOSED
         self._late = ()
         return self._conclude(None) if confessing else None
@@ -153,7 +153,7 @@ class StepMachine:
 
     @property
     def is_synced(self) -> bool:
-        """Return whether the view has come to its steps."""
+        """Return whether the members of the view take steps by now."""
         return self.activity in STEPPING
 
     # ------------------------------------------------------------ the script
@@ -183,7 +183,7 @@ class StepMachine:
         if self.activity is Activity.REDO:
             self._redo_now()
         elif task.purpose is Purpose.SPECULATIVE and self.activity is Activity.ROWS:
-            self._late = ()  # look again who is still late
+            self._late = ()  # look again for late members
             self.advance()
             self._standing.order(LookWhoIsLate(self._view.number, self.step))
         else:
@@ -254,13 +254,13 @@ class StepMachine:
     # ------------------------------------------------------------ members that are late
 
     def awaited(self, event: StillAwaited) -> None:
-        """Members are late, and this worker may compute what it would host without them."""
+        """Members are late: copy the tasks that this worker would host without them."""
         if self.activity is Activity.ROWS and event.step == self.step:
             self._late = tuple(self._view.workers[rank] for rank in event.ranks)
             self._continue_script()
 
     def look(self, now: float) -> None:
-        """Copy what others are late with, or say that they are late, once it is time."""
+        """Look for late members, or report that some are late, once it is time."""
         standing = self._standing
         if now >= self.look_at():
             self._looked_in = standing.status.committed
@@ -279,7 +279,7 @@ class StepMachine:
         return self.lateness.late_at if waits else FOREVER
 
     def look_at(self) -> float:
-        """Return when its script may copy what others are late with."""
+        """Return when its script may copy tasks of late members."""
         waits = self._standing.status.waiting and self.is_synced and self.is_timed
         return self.lateness.copy_at if waits and self._looked_in < 0 else FOREVER
 
@@ -299,7 +299,7 @@ class StepMachine:
             if found is None:
                 return
             counted = found
-            self._continue_script()  # what is dropped is not computed
+            self._continue_script()  # the script skips dropped tasks
         self.activity = Activity.SUM
         self._standing.order(Reduce(self._view.number, self.step, self.owners, counted))
 
@@ -362,7 +362,7 @@ class StepMachine:
         self._standing.order(Gather(self._view.number, Topic.AUDIT, row))
 
     def gathered(self, event: Gathered) -> Verdict | None:
-        """Go on with what all members have said of one topic; return what follows elsewhere."""
+        """Take in the words of all members on a topic; return a verdict for the other machines."""
         match event.topic:
             case Topic.AGREE if self.activity is Activity.AGREE:
                 return self._agreed(event.rows)
@@ -482,7 +482,7 @@ class StepMachine:
     # ------------------------------------------------------------ the vote
 
     def _vote(self, *, is_believed: bool) -> None:
-        """Say what this member thinks of the step; `is_believed`: its gradient may be used."""
+        """Vote on the step; `is_believed`: its gradient may be used."""
         self.activity = Activity.VOTE
         self._reduced(is_believed)
         standing, sums, replica = self._standing, self._sums, self._replica
@@ -568,13 +568,13 @@ class StepMachine:
         self._leave(wrong, diverged=True)
 
     def _leave(self, wrong: Sequence[WorkerId], *, diverged: bool) -> None:
-        """Have members that are wrong leave once all have heard it; (): nobody knows who is."""
+        """Have wrong members leave once all have heard it; (): nobody knows which ones are."""
         self.activity = Activity.CONFESS
         row = self._rulings.confess(self.step, wrong, diverged=diverged)
         self._standing.order(Gather(self._view.number, Topic.CONFESS, row))
 
     def _conclude(self, rows: Sequence[Row] | None) -> Doubted | None:
-        """Carry out what follows from what all have told; return what is not to be believed."""
+        """Carry out the conclusions from the words of all members; return doubts, if any."""
         doubted = None
         for outcome in self._rulings.conclude(self.step, rows):
             if isinstance(outcome, Doubted):

@@ -21,7 +21,7 @@ class Wish(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vote:
-    """Holds what a member says at the end of a step.
+    """Describes a member's opinion at the end of a step.
 
     `pending`: it knows of a planned change. `save`: whether the state after this step should be
     saved, and counts without a further step.

@@ -220,7 +220,7 @@ class WorkerMachine:
         self._follow()
 
     def _group_said(self, event: ev.GroupEvent) -> None:
-        """Handle an event of the view in which it acts."""
+        """Handle an event of the present view."""
         step, replica = self._step, self._replica
         match event:
             case ev.Connected():

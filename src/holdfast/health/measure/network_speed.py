@@ -29,7 +29,7 @@ Clock = Callable[[], float]
 class ServePolicy:
     """Bounds what one server gives to others.
 
-    `strangers_max`: connections at once that have not proved that they know the secret. The other
+    `strangers_max`: simultaneous connections without proof that they know the secret. The other
     bounds are for those that have.
     """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from holdfast.core.types import JobRecord, View
 
-COUNT_MAX = 1 << 53  # of terms, views, steps, workers
+COUNT_MAX = 1 << 53  # limits terms, views, steps and workers
 
 
 def problem_of_record(record: JobRecord) -> str:

@@ -337,7 +337,7 @@ class AgentServer:
                     self._group.note(message)
                     process.label = f"rank {message.hosted[0]}" if message.hosted else process.label
                 if message.has_stopped:
-                    self._note_memory()  # the next view may begin from what it has put there
+                    self._note_memory()  # the next view may begin from its pieces
                 self._feed(machine.WorkerSaid(message))
         elif self._coordinator is not None:
             self._coordinator.send(message)

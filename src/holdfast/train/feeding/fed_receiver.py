@@ -97,7 +97,7 @@ class FedReceiver:
     # ------------------------------------------------------------ what the machine decides
 
     def follow(self, order: FollowOrder | None) -> Sequence[ev.WorkerEvent]:
-        """Take in what comes by this order, or nothing; returns what is complete already."""
+        """Take in messages of this order; None: of none. Returns events about complete parts."""
         if order is None:
             self._unfollow()
             return ()

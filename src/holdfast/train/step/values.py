@@ -48,7 +48,7 @@ class StepValues:
         return {place: self._mine[place] for place in places if place in self._mine}
 
     def encoded(self) -> bytes:
-        """Return what all members have said, as `receive` takes it; nothing if nobody has.
+        """Return the values of all members, as `receive` takes them; b"" if there are none.
 
         All members return the same bytes: pieces of a kept step are made by different ones.
         """
