@@ -13,8 +13,9 @@ import pytest
 from holdfast.core.membership import changes, coordinator, decision_loop, group, job_changes
 from holdfast.core.membership.admission import admit, drain, welcome
 from holdfast.core.membership.changes import PutSlot
-from holdfast.core.membership.facts import Facts
+from holdfast.core.membership.facts import Facts, LatestFacts
 from holdfast.core.membership.followers import Followers
+from holdfast.core.membership.formation import candidates, survivors_of
 from holdfast.core.membership.last_saves import LastSaves
 from holdfast.core.membership.restart import RestartPolicy, quarantine, replace_lost
 from holdfast.core.membership.roster import NodeState, SlotState
@@ -118,6 +119,39 @@ def test_decisions_leave_the_facts_as_they_are() -> None:
         assert saves.review(facts, 0) == saves.review(facts, 0)
     assert plans[3] == replace_lost(facts, policy)
     assert known == [dict(facts.roster.nodes), dict(facts.roster.slots), dict(facts.roster.newest)]
+
+
+def test_what_is_found_in_facts_is_found_once_until_something_changes() -> None:
+    """A review of a large job would take too long: each decision asks for the survivors again."""
+    cluster, latest, looks = Cluster(member(0)), LatestFacts(), list[Facts]()
+
+    def update(version: int, now: float = 1.0) -> Facts:
+        plain = cluster.facts(view_of(0), now)
+        return latest.update(plain, version, lambda facts: dataclasses.replace(facts, feeding=True))
+
+    def find(facts: Facts) -> int:
+        looks.append(facts)
+        return len(looks)
+
+    first = update(1)
+    assert first.feeding
+    assert [update(1).once(find), update(1).once(find)] == [1, 1]
+    assert update(1) is first
+    for found, changed in enumerate((update(2), update(2, now=2.0)), start=2):
+        assert changed is not first
+        assert changed.once(find) == found
+    assert survivors_of(first) is survivors_of(first)
+    assert candidates(first) is candidates(first)
+
+
+def test_a_roster_has_another_version_after_each_report_and_each_change() -> None:
+    cluster = Cluster(member(0))
+    versions = [cluster.roster.version]
+    cluster.hear("n0", member(0))
+    versions.append(cluster.roster.version)
+    cluster.change(PutSlot(WorkerId(0), dataclasses.replace(cluster.roster.slots[WorkerId(0)])))
+    versions.append(cluster.roster.version)
+    assert versions == sorted(set(versions))
 
 
 def test_a_change_takes_effect_once_it_is_applied() -> None:

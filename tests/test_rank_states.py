@@ -274,6 +274,9 @@ def test_a_state_that_is_new_starts_from_its_own_random_numbers() -> None:
             optimizer.zero_grad()
         return digest(model), [noise[vrank].tolist() for vrank in range(4)]
 
+    # One worker each time: the workers of a thread cluster would share the global generators.
+    torch.manual_seed(1)
     (found,) = results(script, 1)
     assert len({tuple(each) for each in found[1]}) == 4
-    assert results(script, 2) == [found] * 2
+    torch.manual_seed(2)
+    assert results(script, 1) == [found]

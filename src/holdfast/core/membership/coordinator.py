@@ -33,7 +33,7 @@ from holdfast.core.membership.coordinator_events import (
 from holdfast.core.membership.decision_loop import SKIPPED, DecisionLoop
 from holdfast.core.membership.durable import Durable, speakers
 from holdfast.core.membership.event_log import EventLog
-from holdfast.core.membership.facts import Facts
+from holdfast.core.membership.facts import Facts, LatestFacts
 from holdfast.core.membership.followers import ORDERS_PER_TERM, Followers, strays
 from holdfast.core.membership.formation import (
     LEAVE_RESERVE_S,
@@ -134,6 +134,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         self._event_log = EventLog(record.slots if record else ())
         self._checkpoint_reports: dict[tuple[WorkerId, Incarnation], WorkerStatus] = {}
         self._checked: View | None = None
+        self._latest_facts = LatestFacts()
 
     def deadline(self) -> float | None:
         """Return the earliest time at which a Tick could change something."""
@@ -209,9 +210,8 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         speaking = filter(roster.ordered, speakers(roster.newest.values()))
         self._durable.note([*said.values(), *speaking])
 
-    def _facts(self, now: float, *, fed: bool = True) -> Facts:
-        """Return the facts for a decision; `fed`: with the workers that are being fed."""
-        found = Facts(
+    def _facts(self, now: float) -> Facts:
+        plain = Facts(
             view=self._view,
             roster=self._roster,
             lease=self._policy.lease,
@@ -220,7 +220,8 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
             now=now,
             room=self._reserve.room(),
         )
-        return self._followers.add_to(found) if fed else found
+        sources = (self._roster.version, self._followers)
+        return self._latest_facts.update(plain, sources, self._followers.add_to)
 
     # ------------------------------------------------------------ plan
 
@@ -253,31 +254,29 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         self._apply(self._plan_to_learn(self._facts(now)), now)
         if self._learn_until is not None:
             return []
-        self._apply(welcome(self._facts(now, fed=False), recall=self._forgotten > 0), now)
+        self._apply(welcome(self._facts(now), recall=self._forgotten > 0), now)
         self._take_checkpoint_reports()
         if self._outcome is not None:
             return []
         lines: list[CoordinatorEffect] = []
 
-        def go_through(
-            *decisions: Callable[[Facts], Sequence[CoordinatorChange]], fed: bool = True
-        ) -> None:
+        def go_through(*decisions: Callable[[Facts], Sequence[CoordinatorChange]]) -> None:
             for decide in decisions:
-                lines.extend(self._apply(decide(self._facts(now, fed=fed)), now))
+                lines.extend(self._apply(decide(self._facts(now)), now))
 
-        go_through(self._plan_to_tell, self._plan_to_judge, fed=False)
+        go_through(self._plan_to_tell, self._plan_to_judge)
         if self._release_loop < RELEASE_ALL:
-            go_through(self._plan_spares, self._plan_admission, fed=False)
-            go_through(self._plan_silence, self._plan_drains, fed=False)
-        go_through(self._plan_for_hung, fed=False)
+            go_through(self._plan_spares, self._plan_admission)
+            go_through(self._plan_silence, self._plan_drains)
+        go_through(self._plan_for_hung)
         if self._release_loop < RELEASE_ALL:
-            go_through(self._plan_for_lost, fed=False)
-        go_through(self._plan_end, self._plan_release, self._plan_finish, fed=False)
+            go_through(self._plan_for_lost)
+        go_through(self._plan_end, self._plan_release, self._plan_finish)
         if self.outcome is not None:
             return lines
         finishing = self._release_loop == RELEASE_ALL
-        if not finishing or self._has_unfinished(self._facts(now, fed=False)):
-            go_through(self._plan_stop, self._plan_separation, fed=False)
+        if not finishing or self._has_unfinished(self._facts(now)):
+            go_through(self._plan_stop, self._plan_separation)
             go_through(self._plan_replacements, self._plan_view)
         if not finishing:
             go_through(self._plan_feeding, self._plan_change, self._plan_last_saves)
@@ -390,8 +389,8 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
     def _plan_separation(self, facts: Facts) -> Plan:
         """Leave out workers that others do not reach, once nobody can act in the view any more."""
         left_out = unreachable(facts) if survivors_of(facts) is not None else []
-        plans = (quarantine(facts, worker, self._policy.restart) for worker in left_out)
-        return [change for plan in plans for change in plan]
+        restart = self._policy.restart
+        return [change for worker in left_out for change in quarantine(facts, worker, restart)]
 
     def _source(self, facts: Facts) -> BasisOfView:
         awaits = partial(self._protection.awaits, facts, self._durable)

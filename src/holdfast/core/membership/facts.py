@@ -6,12 +6,16 @@ plan (changes.py). Almost all of them ask what silence proves, so the answers ar
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from holdfast.core.membership.lease import LeasePolicy, fenced_from
 from holdfast.core.membership.roster import Roster
 from holdfast.core.membership.view_making import NO_LIMIT, Room
 from holdfast.core.types import AgentId, Follower, Member, View, WorkerId, WorkerStatus
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +37,20 @@ class Facts:
     waiting_for: frozenset[WorkerId] = frozenset()
     feeding: bool = False  # a worker is being fed
     room: Room = NO_LIMIT
+    _found: dict[tuple[Callable[[Facts], Any], int], Any] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def once(self, find: Callable[[Facts], T]) -> T:
+        """Return the value of `find`, computed once for these facts: large jobs have many members.
+
+        All callers share the value, so none may change it. A change of the roster makes it void.
+        """
+        key = (find, self.roster.version)
+        if key not in self._found:
+            self._found[key] = find(self)
+        found: T = self._found[key]
+        return found
 
     @property
     def members(self) -> tuple[Member, ...]:
@@ -89,6 +107,23 @@ class Facts:
         fenced_at = roster.heard_at(member.agent) + self.lease.fence_s
         silent = member.agent in self.silent and self.now >= fenced_at
         return silent and roster.crippled(worker, incarnation)
+
+
+class LatestFacts:
+    """Keeps the facts of the last decision with their findings, for the next decision."""
+
+    def __init__(self) -> None:
+        self._made_from: tuple[Facts, object] | None = None
+        self._facts: Facts
+
+    def update(self, plain: Facts, sources: object, complete: Callable[[Facts], Facts]) -> Facts:
+        """Return `plain` as `complete` returns it, or the last facts if nothing has changed.
+
+        `sources`: everything else that the facts follow from, such as the version of the roster.
+        """
+        if self._made_from != (plain, sources):
+            self._made_from, self._facts = (plain, sources), complete(plain)
+        return self._facts
 
 
 def given_up_on(facts: Facts, agent: AgentId) -> bool:

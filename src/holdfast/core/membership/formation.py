@@ -38,8 +38,12 @@ class BasisOfView(enum.Enum):
     RECALLED = "recalled"  # from a checkpoint or the nodes' memory, since nobody holds it
 
 
-def candidates(facts: Facts) -> list[WorkerStatus]:
+def candidates(facts: Facts) -> Sequence[WorkerStatus]:
     """Find workers that could join a view: ready, wanted, heard, and without the job's state."""
+    return facts.once(_find_candidates)
+
+
+def _find_candidates(facts: Facts) -> Sequence[WorkerStatus]:
     view, roster = facts.view, facts.roster
     found = []
     ready = [s for s in roster.newest.values() if s.stage == Stage.READY and not s.has_state]
@@ -222,8 +226,12 @@ def why_change(facts: Facts, workers_min: int, step: int) -> tuple[str, str] | N
     return ("wait", "the job waits") if members < workers_min else None
 
 
-def survivors_of(facts: Facts) -> list[WorkerStatus] | None:
+def survivors_of(facts: Facts) -> Sequence[WorkerStatus] | None:
     """Return the members that hold the state and can go on; None while anyone may still act."""
+    return facts.once(_find_survivors)
+
+
+def _find_survivors(facts: Facts) -> Sequence[WorkerStatus] | None:
     view, roster = facts.view, facts.roster
     alive: list[WorkerStatus] = []
     for member in facts.members:

@@ -61,6 +61,7 @@ class LiveRoster(Roster):
             (report.incarnation, report.seq) <= (old.report.incarnation, old.report.seq)
         ):
             return News.STALE
+        self.version += 1
         statuses = {status.worker: status for status in report.workers}
         if old is None or old.report.incarnation != report.incarnation:
             old = NodeState(report=report, statuses={}, heard_at=now)
@@ -88,6 +89,7 @@ class LiveRoster(Roster):
 
     def apply(self, change: RosterChange) -> None:
         """Carry out one change that was decided."""
+        self.version += 1
         match change:
             case AddSlot(slot):
                 self._put_slot(WorkerId(self.workers_named), slot)

@@ -97,6 +97,7 @@ class Roster:
     ) -> None:
         self.started_at = self.moved_at = now
         self.first = first
+        self.version = 0  # grows with each report and each change
         self.workers_named = record.workers_named if record else 0
         self._nodes: dict[AgentId, NodeState] = {}
         self._slots: dict[WorkerId, SlotState] = {}
