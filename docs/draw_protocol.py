@@ -7,19 +7,21 @@ running the real machine from its start along every event, until no new situatio
 from __future__ import annotations
 
 import dataclasses
+import enum
 import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from holdfast.core.membership import agent, coordinator_events
 from holdfast.core.replica.ends import SourceKind
-from holdfast.core.replica.replica import SyncStage
+from holdfast.core.replica.replica import SYNC_MOVES, SyncStage
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
-from holdfast.core.step.activities import Activity
+from holdfast.core.step.activities import ACTIVITY_MOVES, Activity
 from holdfast.core.step.vote import Vote
+from holdfast.core.transitions import Transitions
 from holdfast.core.types import (
     AgentId,
     Incarnation,
@@ -202,6 +204,24 @@ def transitions() -> Iterator[str]:
                 yield f"| {before} | {name} | {after_text} | {names} |"
 
 
+def diagram(transitions: Transitions[Any], closed: enum.Enum) -> Iterator[str]:
+    """Draw the legal moves between phases, except those that give the view up."""
+    yield "```mermaid"
+    yield "stateDiagram-v2"
+    for old, new in transitions.pairs():
+        if new is closed:
+            continue
+        if old is closed:
+            yield f"    [*] --> {_identifier(new)}"
+        else:
+            yield f"    {_identifier(old)} --> {_identifier(new)}"
+    yield "```"
+
+
+def _identifier(phase: enum.Enum) -> str:
+    return str(phase.value).replace(" ", "_")
+
+
 def _run(path: tuple[ev.WorkerEvent, ...]) -> WorkerMachine:
     machine = WorkerMachine(ME, Incarnation(1))
     for event in path:
@@ -215,6 +235,8 @@ def drawn(text: str) -> str:
     sections = {
         "worker": "\n".join(tables(ev.WorkerEvent, ef.WorkerEffect)),
         "worker transitions": "\n".join(transitions()),
+        "activities": "\n".join(diagram(ACTIVITY_MOVES, Activity.CLOSED)),
+        "stages": "\n".join(diagram(SYNC_MOVES, SyncStage.CLOSED)),
         "agent": "\n".join(tables(agent.AgentEvent, agent.AgentEffect)),
         "coordinator": "\n".join(
             tables(coordinator_events.CoordinatorEvent, coordinator_events.CoordinatorEffect)

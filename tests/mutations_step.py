@@ -146,12 +146,21 @@ def a_wrong_sum_is_not_put_right(patch: pytest.MonkeyPatch) -> Machines:
 
 
 @mutation
+def members_vote_before_their_sums_were_checked(patch: pytest.MonkeyPatch) -> Machines:
+    class Hasty(StepMachine):
+        def _check_sums(self) -> None:
+            self._vote(is_believed=True)
+
+    return machines_with(patch, Hasty)
+
+
+@mutation
 def the_redo_is_forgotten_when_a_task_is_under_way(patch: pytest.MonkeyPatch) -> Machines:
     class Forgetful(StepMachine):
         def _redo(self, audits: Sequence[Audit]) -> None:
             super()._redo(audits)
             if self.activity is Activity.REDO:
-                self.activity = Activity.TASKS
+                self._activity = Activity.TASKS
 
     return machines_with(patch, Forgetful)
 

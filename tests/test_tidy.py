@@ -24,6 +24,8 @@ CLI = "src/holdfast/cli/main.py"
 
 LONG_FUNCTION = "def f():\n" + "    x = 1\n" * 70
 CONSTRUCTOR = "class C:\n    def __init__(self, a, b, c, d, e, f, *, g{more}): ..."
+METHODS = "class C:\n" + "".join(f"    def m{i}(self): self.a = 1\n" for i in range(20))
+ATTRIBUTES = "class C:\n    def f(self):\n" + "".join(f"        self.a{i} = 1\n" for i in range(15))
 CODING = "src/holdfast/coding/x.py"
 SENTENCE = "Returns how many bytes have come."
 FIELD_SET = "class C:\n    seen: set[int]\n    def f(self):\n        return [x for x in self.seen]"
@@ -66,6 +68,9 @@ BAD = [
     ("line-size", CORE, "x = '" + "a" * 95 + "'"),
     ("constructor-size", CORE, CONSTRUCTOR.format(more=", h")),
     ("constructor-size", CORE, CONSTRUCTOR.format(more=", **h")),
+    ("class-size", CORE, METHODS + "    def n(self): ..."),
+    ("class-size", CORE, ATTRIBUTES + "        self.a, self.b = 1, 2"),
+    ("short-file", CORE, "x = 1\n" * 39),
     ("module-docstring", CORE, "x = 1"),
     ("module-docstring", LABS, "x = 1"),
     ("module-docstring", "src/holdfast/core/__init__.py", ""),
@@ -122,6 +127,11 @@ GOOD = [
     ("file-size", CORE, "x = 1\n" * 600),
     ("line-size", CORE, "x = '" + "a" * 94 + "'"),
     ("constructor-size", CORE, CONSTRUCTOR.format(more="")),
+    ("class-size", CORE, METHODS),
+    ("class-size", CORE, ATTRIBUTES + "        other.b, self.a0 = 1, 2"),
+    ("class-size", CORE, "class C:\n" + "".join(f"    f{i}: int = 0\n" for i in range(30))),
+    ("short-file", CORE, "x = 1\n" * 40),
+    ("short-file", "src/holdfast/core/__init__.py", ""),
     ("module-docstring", CORE, '"""What it is for."""'),
     ("docstring-sentence", CODING, f"{SENTENCE!r}\ndef f():\n    'Read all of it: no byte less.'"),
     ("docstring-sentence", CODING, "'`feed` takes bytes; it never blocks.'"),

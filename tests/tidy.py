@@ -16,10 +16,19 @@ from pathlib import Path
 import tidy_docstrings
 import tidy_prose
 import tidy_sets
+import tidy_sizes
+from tidy_modules import (
+    LABS,
+    Finding,
+    Module,
+    in_house,
+    in_src,
+    parameters,
+    parse,
+)
 from tidy_sets import Function
 
 ROOT = Path(__file__).resolve().parent.parent
-LABS = "tests/labs/"
 FOLDERS = ("src", "tests", "examples", "benchmarks")
 
 # Highest first. A module may import from its own package and from any lower row; packages of one
@@ -78,43 +87,6 @@ NEWER_THAN_310 = {
     "contextlib": ["chdir"],
 }
 
-FUNCTION_LINES_MAX = 70
-FILE_LINES_MAX = 600
-LINE_COLUMNS_MAX = 100
-CONSTRUCTOR_PARAMETERS_MAX = 7
-
-
-@dataclass(frozen=True, kw_only=True)
-class Module:
-    """One Python file: where it is, what it is called and what it says."""
-
-    path: str  # relative to the repository's root, with forward slashes
-    source: str
-    tree: ast.Module
-
-    @property
-    def name(self) -> str:
-        """`holdfast.core.types` for files under src, otherwise the path itself."""
-        if not self.path.startswith("src/"):
-            return self.path
-        dotted = self.path.removeprefix("src/").removesuffix(".py").replace("/", ".")
-        return dotted.removesuffix(".__init__")
-
-    @property
-    def package(self) -> str:
-        """`core` for holdfast.core.types, "" for holdfast itself, "?" outside src."""
-        parts = self.name.split(".")
-        if parts[0] != "holdfast" or not self.path.startswith("src/"):
-            return "?"
-        return parts[1] if len(parts) > 1 else ""
-
-
-@dataclass(frozen=True)
-class Finding:
-    module: Module
-    line: int
-    what: str
-
 
 @dataclass(frozen=True)
 class Rule:
@@ -123,10 +95,6 @@ class Rule:
     name: str
     find: Callable[[list[Module]], Iterator[Finding]]
     why: str
-
-
-def parse(path: str, source: str) -> Module:
-    return Module(path=path, source=source, tree=ast.parse(source, path, feature_version=(3, 10)))
 
 
 def imports(module: Module) -> Iterator[tuple[int, str]]:
@@ -147,25 +115,10 @@ def imports(module: Module) -> Iterator[tuple[int, str]]:
                 yield node.lineno, f"{base}.{alias.name}"
 
 
-def functions(module: Module) -> Iterator[Function]:
-    for node in ast.walk(module.tree):
-        if isinstance(node, Function):
-            yield node
-
-
 def calls(module: Module) -> Iterator[tuple[ast.Call, str]]:
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Call):
             yield node, tidy_sets.called(node)
-
-
-def in_src(modules: list[Module]) -> Iterator[Module]:
-    return (m for m in modules if m.path.startswith("src/"))
-
-
-def in_house(modules: list[Module]) -> Iterator[Module]:
-    """The package, and the laboratories that its tests and benchmarks share."""
-    return (m for m in modules if m.path.startswith(("src/", LABS)))
 
 
 def in_core(modules: list[Module]) -> Iterator[Module]:
@@ -255,45 +208,6 @@ def find_newer_python(modules: list[Module]) -> Iterator[Finding]:
         for node in ast.walk(module.tree):
             if isinstance(node, ast.Attribute) and ast.unparse(node) in new:
                 yield Finding(module, node.lineno, f"{ast.unparse(node)} is missing in Python 3.10")
-
-
-# ---------------------------------------------------------------- sizes
-
-
-def find_long_functions(modules: list[Module]) -> Iterator[Finding]:
-    for module in modules:
-        for function in functions(module):
-            lines = (function.end_lineno or function.lineno) - function.lineno + 1
-            if lines > FUNCTION_LINES_MAX:
-                yield Finding(module, function.lineno, f"{function.name} has {lines} lines")
-
-
-def find_long_files(modules: list[Module]) -> Iterator[Finding]:
-    for module in modules:
-        lines = len(module.source.splitlines())
-        if lines > FILE_LINES_MAX:
-            yield Finding(module, FILE_LINES_MAX, f"has {lines} lines")
-
-
-def find_long_lines(modules: list[Module]) -> Iterator[Finding]:
-    for module in modules:
-        for number, line in enumerate(module.source.splitlines(), 1):
-            if len(line) > LINE_COLUMNS_MAX:
-                yield Finding(module, number, f"has {len(line)} columns")
-
-
-def parameters(function: Function) -> list[ast.arg]:
-    a = function.args
-    rest = [x for x in (a.vararg, a.kwarg) if x is not None]
-    return [*a.posonlyargs, *a.args, *a.kwonlyargs, *rest]
-
-
-def find_wide_constructors(modules: list[Module]) -> Iterator[Finding]:
-    for module in in_house(modules):
-        for function in functions(module):
-            count = len(parameters(function)) - 1
-            if function.name == "__init__" and count > CONSTRUCTOR_PARAMETERS_MAX:
-                yield Finding(module, function.lineno, f"__init__ takes {count} parameters")
 
 
 # ---------------------------------------------------------------- names, docstrings, use
@@ -501,25 +415,37 @@ RULES = [
     ),
     Rule(
         "function-size",
-        find_long_functions,
-        f"a function fits on a screen: at most {FUNCTION_LINES_MAX} lines, branches in the parent "
-        "and pure leaves",
+        tidy_sizes.find_long_functions,
+        f"a function fits on a screen: at most {tidy_sizes.FUNCTION_LINES_MAX} lines, branches in "
+        "the parent and pure leaves",
     ),
     Rule(
         "file-size",
-        find_long_files,
-        f"a file is about one thing: at most {FILE_LINES_MAX} lines",
+        tidy_sizes.find_long_files,
+        f"a file is about one thing: at most {tidy_sizes.FILE_LINES_MAX} lines",
     ),
     Rule(
         "line-size",
-        find_long_lines,
-        f"two versions fit side by side: at most {LINE_COLUMNS_MAX} columns",
+        tidy_sizes.find_long_lines,
+        f"two versions fit side by side: at most {tidy_sizes.LINE_COLUMNS_MAX} columns",
     ),
     Rule(
         "constructor-size",
-        find_wide_constructors,
-        f"more than {CONSTRUCTOR_PARAMETERS_MAX} parameters are several objects in one, or want a "
-        "policy record",
+        tidy_sizes.find_wide_constructors,
+        f"more than {tidy_sizes.CONSTRUCTOR_PARAMETERS_MAX} parameters are several objects in one, "
+        "or want a policy record",
+    ),
+    Rule(
+        "class-size",
+        tidy_sizes.find_large_classes,
+        f"more than {tidy_sizes.METHODS_MAX} methods or {tidy_sizes.ATTRIBUTES_MAX} attributes are "
+        "several concepts in one class; a larger one stands in LARGE_CLASSES, and never grows",
+    ),
+    Rule(
+        "short-file",
+        tidy_sizes.find_short_files,
+        f"a file of less than {tidy_sizes.SHORT_FILE_LINES} lines belongs to what uses it, unless "
+        "it is a seam, which stands in SHORT_FILES",
     ),
     Rule(
         "module-docstring",

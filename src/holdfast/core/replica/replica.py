@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 
+from holdfast.core.errors import require
 from holdfast.core.invalidations import is_invalidated
 from holdfast.core.replica.ends import SinkKind, SourceKind
 from holdfast.core.replica.feeding import Feeding
@@ -22,6 +23,7 @@ from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.step.backup import FIRST
 from holdfast.core.step.step_policy import StepPolicy
+from holdfast.core.transitions import Transitions
 from holdfast.core.types import FollowOrder, Phase, StateCopy, View
 from holdfast.core.worker.standing import Standing
 
@@ -38,6 +40,21 @@ class SyncStage(enum.Enum):
     SYNCED = "synced"
 
 
+# A view can be given up (CLOSED) at any time; what is written here is the rest.
+_MOVES = {
+    SyncStage.CLOSED: (SyncStage.CONNECTING,),
+    SyncStage.CONNECTING: (
+        *(SyncStage.LOADING, SyncStage.CATCHING_UP, SyncStage.COMPARING, SyncStage.SYNCED),
+    ),
+    SyncStage.LOADING: (SyncStage.CATCHING_UP, SyncStage.COMPARING),
+    SyncStage.CATCHING_UP: (SyncStage.RECEIVING, SyncStage.COMPARING, SyncStage.SYNCED),
+    SyncStage.RECEIVING: (SyncStage.CATCHING_UP,),
+    SyncStage.COMPARING: (SyncStage.SYNCED,),
+    SyncStage.SYNCED: (SyncStage.CATCHING_UP,),  # a fed member that lacks the last steps
+}
+SYNC_MOVES = Transitions({old: (*after, SyncStage.CLOSED) for old, after in _MOVES.items()})
+
+
 class Replica:
     """Decides for the replica of one worker, as the module describes."""
 
@@ -45,7 +62,7 @@ class Replica:
         self.saves = Saves(policy.saves, standing.me)
         self.feeding = Feeding()
         self.protecting = Protecting(policy.protect_every)
-        self.stage = SyncStage.CLOSED
+        self._stage = SyncStage.CLOSED
         self._standing = standing
         self._keeps_checkpoints = policy.keeps
         self._following = Following(standing, compares=policy.cycle > 0)
@@ -53,11 +70,24 @@ class Replica:
         self._opened = -1  # the newest step that was opened in this loop
         self._withdrawn: object = ()  # the invalidations that were passed to the store last
 
+    @property
+    def stage(self) -> SyncStage:
+        """Return how far this member is on the way to the state of its view."""
+        return self._stage
+
+    def _go_to(self, stage: SyncStage) -> None:
+        self._stage = SYNC_MOVES.check(self._stage, stage)
+
+    def check(self) -> None:
+        """Assert the invariants between two events."""
+        closed = self._stage is SyncStage.CLOSED
+        require(closed is not self._standing.acts, f"acts while {self._stage.value}")
+
     # ------------------------------------------------------------ views
 
     def enter(self, view: View) -> None:
         """Begin a view that was just installed."""
-        self.stage = SyncStage.CONNECTING
+        self._go_to(SyncStage.CONNECTING)
         committed = self._standing.status.committed
         self._standing.carry(self.feeding.enter(view))
         self.saves.enter(view, self._standing.now)
@@ -67,7 +97,7 @@ class Replica:
 
     def close(self) -> None:
         """Give the view up."""
-        self.stage = SyncStage.CLOSED
+        self._go_to(SyncStage.CLOSED)
 
     def connected(self) -> bool:
         """Begin to bring all members to one state; return whether they hold it already."""
@@ -77,10 +107,10 @@ class Replica:
             self._withdrawn = view.invalidations
             standing.order(ef.Withdraw(view.invalidations))
         if not view.joiners or view.fed:
-            self.stage = SyncStage.SYNCED
+            self._go_to(SyncStage.SYNCED)
             return True
         if not view.donors and view.base:
-            self.stage = SyncStage.LOADING
+            self._go_to(SyncStage.LOADING)
             recalls = view.recall is not None and view.recall.view
             source = SourceKind.MEMORY if recalls else SourceKind.STORE
             standing.order(ef.ObtainState(source, view.number, view.base))
@@ -97,7 +127,7 @@ class Replica:
         """Apply the steps that are missing, or compare the states of all members."""
         view, standing = self._view(), self._standing
         if view.late_worker(standing.me) is not None:
-            self.stage = SyncStage.CATCHING_UP
+            self._go_to(SyncStage.CATCHING_UP)
             if view.recall is not None:
                 standing.change(committed=view.base)
                 if self.is_behind(view):
@@ -121,12 +151,12 @@ class Replica:
         if view.feeds(standing.me):
             if status.committed < view.resume_step:
                 return False
-            self.stage = SyncStage.SYNCED
+            self._go_to(SyncStage.SYNCED)
             return True
         waits = self._opened == status.committed and status.waiting
         if status.committed < view.resume_step:
             if waits:
-                self.stage = SyncStage.RECEIVING
+                self._go_to(SyncStage.RECEIVING)
                 source = SourceKind.MEMBERS if view.recall is None else SourceKind.MEMORY
                 standing.order(ef.ObtainStep(source, view.number, status.committed))
         # Recalled steps may end where the script has no boundary: none of the next is done.
@@ -138,7 +168,7 @@ class Replica:
         """Commit a missed step, whose gradient is here; return whether it was the next one."""
         if step != self._standing.status.committed:
             return False
-        self.stage = SyncStage.CATCHING_UP
+        self._go_to(SyncStage.CATCHING_UP)
         self._standing.change(committed=step + 1, phase=Phase.SCRIPT)
         self._standing.order(ef.Commit(step))
         return True
@@ -147,7 +177,7 @@ class Replica:
         """Record that all states were compared; return whether that was still awaited."""
         if self.stage is not SyncStage.COMPARING:
             return False
-        self.stage = SyncStage.SYNCED
+        self._go_to(SyncStage.SYNCED)
         return True
 
     def awaits_fed_steps(self) -> bool:
@@ -155,7 +185,7 @@ class Replica:
         view, status = self._view(), self._standing.status
         if not view.feeds(self._standing.me) or status.committed >= view.resume_step:
             return False
-        self.stage = SyncStage.CATCHING_UP
+        self._go_to(SyncStage.CATCHING_UP)
         return True
 
     def synced(self, view: View) -> None:
@@ -177,7 +207,7 @@ class Replica:
         return late and based and self._standing.status.committed < view.resume_step
 
     def _compare(self, view: View) -> None:
-        self.stage = SyncStage.COMPARING
+        self._go_to(SyncStage.COMPARING)
         self._standing.order(ef.SyncState(view.number))
 
     def _view(self) -> View:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from holdfast.core.errors import require
 from holdfast.core.replica.ends import SinkKind
 from holdfast.core.replica.replica import Replica
-from holdfast.core.step.activities import STEPPING, Activity
+from holdfast.core.step.activities import ACTIVITY_MOVES, STEPPING, SUMMED, Activity
 from holdfast.core.step.audit import Alike, Audit, Sentence
 from holdfast.core.step.audits import Audits
 from holdfast.core.step.backup import FIRST, Settlement
@@ -76,7 +77,7 @@ class StepMachine:
         replica: Replica,
         counting: Callable[[View, BalancePolicy | None], Counting] = Counting,
     ) -> None:
-        self.activity = Activity.CLOSED
+        self._activity = Activity.CLOSED
         self.owners: tuple[WorkerId, ...] = ()  # the hosts of the virtual ranks in that step
         self.is_proved = False  # in this view it has committed tasks that others computed, too
         self.lateness = Lateness(policy.patience)
@@ -106,7 +107,7 @@ class StepMachine:
     def enter(self, view: View) -> None:
         """A view is installed; what this worker hosts in it may be computed at once."""
         self._view, self._rank = view, view.rank(self._me)
-        self.activity = Activity.SYNC
+        self._go_to(Activity.SYNC)
         self.owners = view.owners
         if self._open is not None and self._open.index != self.step:
             self._open = None
@@ -119,13 +120,14 @@ class StepMachine:
 
     def close(self) -> Doubted | None:
         """Give the view up; return the doubts of a member that was about to confess."""
-        confessing, self.activity = self.activity is Activity.CONFESS, Activity.CLOSED
+        confessing = self.activity is Activity.CONFESS
+        self._go_to(Activity.CLOSED)
         self._late = ()
         return self._conclude(None) if confessing else None
 
     def agree(self) -> None:
         """A joiner does not know what the others have agreed on, nor who has missed a vote."""
-        self.activity = Activity.AGREE
+        self._go_to(Activity.AGREE)
         number = self._view.number
         row = (int(self._audits.alike), self._audits.whole_step)
         self._standing.order(Forget(SinkKind.LATE, number), Gather(number, Topic.AGREE, row))
@@ -138,13 +140,28 @@ class StepMachine:
         audits.agree(alike, int(max(row[1] for row in rows)))
         self._counting = self._make_counting(view, self._policy.balance)
         self._rulings.synced(compared=bool(view.joiners) and not view.fed)
-        self.activity = Activity.SYNC
+        self._go_to(Activity.SYNC)
         return Agreed()
 
     def synced(self) -> None:
         """Begin the steps: all members hold the same state."""
-        self.activity = Activity.TASKS
+        self._go_to(Activity.TASKS)
         self.advance()
+
+    @property
+    def activity(self) -> Activity:
+        """Return what the members of the view do now, as far as this one knows."""
+        return self._activity
+
+    def _go_to(self, activity: Activity) -> None:
+        self._activity = ACTIVITY_MOVES.check(self._activity, activity)
+
+    def check(self) -> None:
+        """Assert the invariants between two events."""
+        closed = self._activity is Activity.CLOSED
+        require(closed is not self._standing.acts, f"acts while {self._activity.value}")
+        holds = self._sums is not None
+        require(holds or self._activity not in SUMMED, f"no sums while {self._activity.value}")
 
     @property
     def step(self) -> int:
@@ -300,7 +317,7 @@ class StepMachine:
                 return
             counted = found
             self._continue_script()  # the script skips dropped tasks
-        self.activity = Activity.SUM
+        self._go_to(Activity.SUM)
         self._standing.order(Reduce(self._view.number, self.step, self.owners, counted))
 
     def _say_done(self, used: int) -> None:
@@ -330,7 +347,7 @@ class StepMachine:
         step = self._open
         hosted = self._standing.status.hosted
         if step is not None and (self._drops() or not step.missing(hosted)):
-            self.activity = Activity.ROWS
+            self._go_to(Activity.ROWS)
             self._standing.order(ShareRows(self._view.number, self.step))
 
     # ------------------------------------------------------------ judging
@@ -339,7 +356,8 @@ class StepMachine:
         """All is summed: compare states, then what was audited, then sums, before the vote."""
         if self.activity is not Activity.ROWS or event.step != self.step:
             return
-        self._sums, self.activity, self._late = event, Activity.AUDITING, ()
+        self._sums, self._late = event, ()
+        self._go_to(Activity.AUDITING)
         workers = self._view.workers
         for prints in (event.parts, event.wholes, event.copies) if self._policy.cycle else ():
             taken = {workers[r]: p for r, p in enumerate(prints) if p or prints is event.parts}
@@ -357,7 +375,7 @@ class StepMachine:
         if not self._audits.planned:
             self._check_sums()
             return
-        self.activity = Activity.AUDIT
+        self._go_to(Activity.AUDIT)
         row = self._audits.row(step)
         self._standing.order(Gather(self._view.number, Topic.AUDIT, row))
 
@@ -371,7 +389,7 @@ class StepMachine:
             case Topic.VOTE if self.activity is Activity.VOTE:
                 return self._voted(event.rows)
             case Topic.CONFESS if self.activity is Activity.CONFESS:
-                self.activity = Activity.CLOSED
+                self._go_to(Activity.CLOSED)
                 return self._conclude(event.rows) or Failed("a worker is wrong")
         return None
 
@@ -405,7 +423,7 @@ class StepMachine:
         buckets = self._sums.buckets
         alone = len(self._view.members) == 1
         self._to_check = [] if alone else list(self._audits.sums(self.step, buckets))
-        self.activity = Activity.CHECK_SUMS
+        self._go_to(Activity.CHECK_SUMS)
         self._check_next()
 
     def _check_next(self) -> None:
@@ -445,7 +463,7 @@ class StepMachine:
         doubted = self.doubt > RIGHTLY
         self._standing.carry(self._contradicted())
         if not doubted and self._replica.protecting.active:
-            self.activity = Activity.KEEP
+            self._go_to(Activity.KEEP)
             self._standing.order(KeepStep(SinkKind.MEMORY, self._view.number, self.step))
         else:
             self._vote(is_believed=not doubted)
@@ -483,7 +501,7 @@ class StepMachine:
 
     def _vote(self, *, is_believed: bool) -> None:
         """Vote on the step; `is_believed`: its gradient may be used."""
-        self.activity = Activity.VOTE
+        self._go_to(Activity.VOTE)
         self._reduced(is_believed)
         standing, sums, replica = self._standing, self._sums, self._replica
         assert sums is not None, "a vote without sums"
@@ -541,13 +559,14 @@ class StepMachine:
         self.owners = owners
         self.is_proved = self._newcomers.committed(self._me)
         if self.activity is Activity.VOTE:
-            self.activity = Activity.TASKS
+            self._go_to(Activity.TASKS)
 
     # ------------------------------------------------------------ again, or not at all
 
     def _redo(self, audits: Sequence[Audit]) -> None:
         """Have the step computed once more, after the script has ended what it computes now."""
-        self._again, self.activity, self._sums = tuple(audits), Activity.REDO, None
+        self._again, self._sums = tuple(audits), None
+        self._go_to(Activity.REDO)
         self._reduced(False)
         if self._open is None or self._open.running is None:
             self._redo_now()
@@ -557,7 +576,7 @@ class StepMachine:
         assert step is not None, "no step to compute again"
         step.restart()
         self._audits.plan_again(self._again)
-        self.activity = Activity.TASKS
+        self._go_to(Activity.TASKS)
         self._standing.order(Redo(self.step))
         self.advance()
 
@@ -569,7 +588,7 @@ class StepMachine:
 
     def _leave(self, wrong: Sequence[WorkerId], *, diverged: bool) -> None:
         """Have wrong members leave once all have heard it; (): nobody knows which ones are."""
-        self.activity = Activity.CONFESS
+        self._go_to(Activity.CONFESS)
         row = self._rulings.confess(self.step, wrong, diverged=diverged)
         self._standing.order(Gather(self._view.number, Topic.CONFESS, row))
 

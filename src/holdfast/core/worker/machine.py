@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from holdfast.core.errors import assert_never, require
 from holdfast.core.replica.ends import SinkKind, SourceKind
-from holdfast.core.replica.replica import Replica
+from holdfast.core.replica.replica import Replica, SyncStage
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.step.balance import BalancePolicy
@@ -117,6 +117,10 @@ class WorkerMachine:
         require(not status.reduced or status.has_state, "a gradient without a state")
         steps = self._standing.acts and self._step.is_synced
         require(not steps or status.has_state, "steps without a state")
+        is_brought_up = self._replica.stage is SyncStage.SYNCED
+        require(not steps or is_brought_up, f"steps while {self._replica.stage.value}")
+        self._replica.check()
+        self._step.check()
 
     # ------------------------------------------------------------ events
 

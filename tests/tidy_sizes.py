@@ -1,0 +1,155 @@
+"""How large a function, a file, a constructor or a class may be.
+
+A part of tidy.py. A limit is an alarm: where a concept needs more room it has it in the open, in
+one of the tables below, and the numbers there may only fall.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from tidy_modules import Finding, Module, functions, in_house, in_src, parameters
+from tidy_sets import Function
+
+FUNCTION_LINES_MAX = 70
+FILE_LINES_MAX = 600
+LINE_COLUMNS_MAX = 100
+CONSTRUCTOR_PARAMETERS_MAX = 7
+METHODS_MAX = 20
+ATTRIBUTES_MAX = 15  # that methods assign; the fields of a record do not count
+SHORT_FILE_LINES = 40
+
+LONG_FILES = {  # lines at most
+    "src/holdfast/core/step/step_machine.py": 606,
+}
+LARGE_CLASSES: dict[str, tuple[int, int]] = {  # methods and attributes at most
+    "Accelerator": (22, 15),
+    "AgentHost": (20, 18),
+    "AgentMachine": (22, 18),
+    "CoordinatorMachine": (44, 23),
+    "CoordinatorServer": (20, 18),
+    "DataNetwork": (21, 15),
+    "DecisionLoop": (28, 15),
+    "Driver": (22, 19),
+    "Errors": (20, 16),
+    "Exchanges": (25, 15),
+    "Faults": (28, 15),
+    "Gradients": (20, 20),
+    "GroupConnection": (20, 19),
+    "GroupMachine": (29, 15),
+    "HostReader": (21, 15),
+    "Job": (34, 15),
+    "Process": (36, 40),
+    "Protector": (20, 16),
+    "Replica": (38, 15),
+    "Roster": (26, 15),
+    "SamplePlan": (23, 15),
+    "ScriptThread": (25, 22),
+    "Step": (20, 17),
+    "StepData": (20, 16),
+    "StepMachine": (51, 24),
+    "Truth": (48, 43),
+    "WorkerMachine": (28, 15),
+    "WorkerProcess": (20, 20),
+    "World": (23, 21),
+}
+# Each is a seam where two sides meet, or a leaf that several use.
+SHORT_FILES = frozenset(
+    (
+        "src/holdfast/cli/demo_command.py",
+        "src/holdfast/cli/launch_command.py",
+        "src/holdfast/cli/launch_local.py",
+        "src/holdfast/core/membership/activity.py",
+        "src/holdfast/core/membership/departure.py",
+        "src/holdfast/core/membership/draining.py",
+        "src/holdfast/core/membership/event_log.py",
+        "src/holdfast/core/membership/resume.py",
+        "src/holdfast/core/membership/stopping.py",
+        "src/holdfast/core/membership/urgency.py",
+        "src/holdfast/core/partition.py",
+        "src/holdfast/core/recurring.py",
+        "src/holdfast/core/release.py",
+        "src/holdfast/core/replica/ends.py",
+        "src/holdfast/core/replica/store_wait.py",
+        "src/holdfast/core/transitions.py",
+        "src/holdfast/health/measure/lifetime.py",
+        "src/holdfast/integrations/accelerated.py",
+        "src/holdfast/integrations/loaders.py",
+        "src/holdfast/launch/kubernetes_names.py",
+        "src/holdfast/memory/free_memory.py",
+        "src/holdfast/net/proof.py",
+        "src/holdfast/store/owner_process.py",
+        "src/holdfast/store/retention.py",
+        "src/holdfast/testing/for_life.py",
+        "src/holdfast/train/checkpoint/room.py",
+        "src/holdfast/train/data/map_style.py",
+        "src/holdfast/train/host_memory.py",
+        "src/holdfast/train/monitor.py",
+        "src/holdfast/train/preload.py",
+        "src/holdfast/train/rendezvous_store.py",
+    )
+)
+
+
+def find_long_functions(modules: list[Module]) -> Iterator[Finding]:
+    for module in modules:
+        for function in functions(module):
+            lines = (function.end_lineno or function.lineno) - function.lineno + 1
+            if lines > FUNCTION_LINES_MAX:
+                yield Finding(module, function.lineno, f"{function.name} has {lines} lines")
+
+
+def find_long_files(modules: list[Module]) -> Iterator[Finding]:
+    for module in modules:
+        lines = len(module.source.splitlines())
+        if lines > LONG_FILES.get(module.path, FILE_LINES_MAX):
+            yield Finding(module, FILE_LINES_MAX, f"has {lines} lines")
+
+
+def find_long_lines(modules: list[Module]) -> Iterator[Finding]:
+    for module in modules:
+        for number, line in enumerate(module.source.splitlines(), 1):
+            if len(line) > LINE_COLUMNS_MAX:
+                yield Finding(module, number, f"has {len(line)} columns")
+
+
+def find_wide_constructors(modules: list[Module]) -> Iterator[Finding]:
+    for module in in_house(modules):
+        for function in functions(module):
+            count = len(parameters(function)) - 1
+            if function.name == "__init__" and count > CONSTRUCTOR_PARAMETERS_MAX:
+                yield Finding(module, function.lineno, f"__init__ takes {count} parameters")
+
+
+def find_large_classes(modules: list[Module]) -> Iterator[Finding]:
+    for module in in_src(modules):
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ClassDef):
+                methods, attributes = measure(node)
+                most = LARGE_CLASSES.get(node.name, (METHODS_MAX, ATTRIBUTES_MAX))
+                if methods > most[0] or attributes > most[1]:
+                    size = f"{methods} methods and {attributes} attributes"
+                    yield Finding(module, node.lineno, f"{node.name} has {size}")
+
+
+def measure(node: ast.ClassDef) -> tuple[int, int]:
+    """Return how many methods a class has, and how many attributes they assign."""
+    methods = [each for each in node.body if isinstance(each, Function)]
+    assigned = {
+        each.attr
+        for method in methods
+        for each in ast.walk(method)
+        if isinstance(each, ast.Attribute)
+        and isinstance(each.ctx, ast.Store)
+        and ast.unparse(each.value) == "self"
+    }
+    return len(methods), len(assigned)
+
+
+def find_short_files(modules: list[Module]) -> Iterator[Finding]:
+    for module in in_src(modules):
+        lines = len(module.source.splitlines())
+        is_package = module.path.endswith("__init__.py")
+        if lines < SHORT_FILE_LINES and not is_package and module.path not in SHORT_FILES:
+            yield Finding(module, 1, f"has only {lines} lines")
