@@ -13,11 +13,12 @@ from typing import Any, Protocol
 from holdfast.core import tree
 from holdfast.core.redundancy import Recall
 from holdfast.core.replica.ends import SinkKind, SourceKind
+from holdfast.core.replica.saves import order_instead
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.step.effects import WorkerEffect
 from holdfast.core.step.events import FINITE, SOMEBODYS, StepKind, Topic
-from holdfast.core.types import AgentId, View, WorkerId
+from holdfast.core.types import AgentId, View, ViewNumber, WorkerId
 from holdfast.sim.arithmetic import DROPPED, Key, Parts, Share, add, is_not_finite
 from holdfast.sim.checkers import Truth
 from holdfast.sim.crowd import CROWD
@@ -333,12 +334,15 @@ class Exchanges:
             event = ev.ObtainFailed(SourceKind.STORE, number, reason)
             process.post(pause_s, process.feed, event)
             return
-        readable = [each for each in world.truth.saved if each not in world.truth.rotten]
+        truth = world.truth
         reader = group.keys[view.number % len(group.keys)]
-        if process.key == reader and step not in readable:
-            older = max([each for each in readable if each < step], default=0)
+        if process.key == reader and (step not in truth.saved or step in truth.rotten):
+            stored: dict[int, ViewNumber | None] = dict(sorted(truth.durable))
+            others = order_instead(stored, step, view.invalidations)
+            other = next((each for each in others if each not in truth.rotten), 0)
+            truth.count["checkpoints instead of damaged ones"] += bool(other)
             reason, number = "the checkpoint is damaged", view.number
-            process.feed(ev.ObtainFailed(SourceKind.STORE, number, reason, step, older))
+            process.feed(ev.ObtainFailed(SourceKind.STORE, number, reason, step, other))
             return
         process.feed(ev.Loading())
         process.state = None

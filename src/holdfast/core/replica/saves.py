@@ -7,8 +7,10 @@ who have saved a share of it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from holdfast.core.invalidations import Invalidations, is_invalidated
 from holdfast.core.recurring import Recurring
 from holdfast.core.replica.ends import SinkKind
 from holdfast.core.replica.save_interval import Pace, PacePolicy
@@ -178,3 +180,23 @@ class Saves:
             savers = self._savers.pop((save.step, save.view), ())
             found += [SavedUpTo(save.step, save.view)] if savers or not waits else []
         return found
+
+
+def order_instead(
+    stored: Mapping[int, ViewNumber | None], damaged: int, invalidations: Invalidations
+) -> list[int]:
+    """Return the steps of checkpoints that may be used in place of a damaged one, best first.
+
+    `stored`: the view in which each was made, None if it was made in no view. The newest one before
+    the damaged one is best. Workers that have outlived their coordinator may have saved others,
+    and removed all that it knew. So newer ones follow, if another one was made later in the same
+    view, as then the states of all members were compared.
+    """
+    valid = {
+        step: view
+        for step, view in sorted(stored.items(), reverse=True)
+        if view is None or not is_invalidated(invalidations, step, view)
+    }
+    before = [step for step in valid if step < damaged]
+    after = [step for step in valid if step > damaged]
+    return before + [a for a in after if any(valid[b] == valid[a] for b in after if b > a)]

@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from holdfast.core.errors import Aborted, Damaged, WireError
+from holdfast.core.invalidations import Invalidations
 from holdfast.core.partition import part_of
-from holdfast.core.types import Invalidation
+from holdfast.core.replica.saves import order_instead
+from holdfast.core.types import Invalidation, ViewNumber
 from holdfast.store.checkpoint_reading import OneEntry, load, load_range
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.manifest import (
@@ -20,8 +22,6 @@ from holdfast.store.manifest import (
     SKELETON,
     Entry,
     Manifest,
-    invalidation_name,
-    is_withdrawn,
     name_in_shard,
 )
 from holdfast.store.snapshot import ALIGN
@@ -82,38 +82,28 @@ class Restorer:
         loading()
         self._loaded.load(skeleton, tensors)
 
-    def instead_of(self, step: int, invalidations: Sequence[Invalidation]) -> int:
-        """Find the newest checkpoint before `step` that is valid and every byte of which is right.
+    def instead_of(self, step: int, invalidations: Invalidations) -> int:
+        """Find a checkpoint, every byte of which is right, in place of a damaged one.
 
-        Workers that have outlived their coordinator may have saved others, and removed all that it
-        knew: so if there is none before, the newest after it counts that another one has followed
-        in the same view, as then its state has been compared. Returns 0 if there is none.
-        WorldError when the store does not answer.
+        `core/replica/saves.py` decides which are tried. Returns 0 if there is none. WorldError
+        when the store does not answer.
         """
-        views: dict[int, str] = {}  # in which each was made, of those that are valid
-        names = [invalidation_name(each.after, each.view) for each in invalidations]
+        stored: dict[int, ViewNumber | None] = {}
         for other in self._store.steps():
             try:
-                about = self._store.manifest(other).about
+                made_in = self._store.manifest(other).about.get("view", "")
             except (Damaged, Missing) as error:
                 say(f"the checkpoint of step {other} is not used: {error}")
                 continue
-            if not any(is_withdrawn(name, other, about) for name in names):
-                views[other] = about.get("view", "")
-        before = [other for other in views if other < step]
-        after = [other for other in views if other > step]
-        followed = [a for a in after if any(views[b] == views[a] for b in after if b > a)]
-        return self._newest(before) or self._newest(followed)
+            stored[other] = ViewNumber(int(made_in)) if made_in.isdecimal() else None
+        return next(filter(self._is_right, order_instead(stored, step, invalidations)), 0)
 
-    def _newest(self, steps: Sequence[int]) -> int:
-        """Return the newest of these every byte of which is right; 0 if there is none."""
-        for step in reversed(steps):
-            try:
-                if not self._store.verify(step):
-                    return step
-            except (Damaged, Missing) as error:
-                say(f"the checkpoint of step {step} is not used: {error}")
-        return 0
+    def _is_right(self, step: int) -> bool:
+        try:
+            return not self._store.verify(step)
+        except (Damaged, Missing) as error:
+            say(f"the checkpoint of step {step} is not used: {error}")
+            return False
 
     def withdraw(self, invalidations: Sequence[Invalidation]) -> None:
         """Remove what is invalidated, and keep it from being saved. WorldError."""
