@@ -61,6 +61,7 @@ NORMS = "{n: torch.zeros(()) for n, _ in model.named_parameters()}"
 ADDS = "for n, p in model.named_parameters(): norms[n].mul_(0.9).add_(p.grad.norm(), alpha=0.1)"
 
 
+@pytest.mark.slow
 def test_averages_for_the_scripts_own_plots_are_its_own(tmp_path: Path) -> None:
     found = run_alone(tmp_path, f"norms = job.scratch['norms'] = {NORMS}", ADDS)
     assert "ended" in found.stdout, found.stderr

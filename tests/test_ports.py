@@ -52,6 +52,7 @@ def path_of(name: str, kind: str = "train") -> str:
     return str(port_counts.PORTS / name / f"{kind}.py")
 
 
+@pytest.mark.slow
 def test_ports_run() -> None:
     commands = [[path_of(name), *ARGS[name]] for name in NAMES]
     command = [sys.executable, "-c", ALL.format(commands=commands)]

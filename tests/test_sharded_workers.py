@@ -55,9 +55,10 @@ def quiet(tmp_path_factory: pytest.TempPathFactory) -> Quiet:
     ("workers", "faults", "rejoins", "lost"),
     [
         (2, "-", "-", 0),
+        (2, "task:1.1:4", "5", 1),
         pytest.param(4, "-", "-", 0, marks=pytest.mark.slow),
         # One of a worker's processes, which the others are waiting for; then that of shard 0.
-        (3, "task:1.1:3,end:2.0:7", "4,8", 2),
+        pytest.param(3, "task:1.1:3,end:2.0:7", "4,8", 2, marks=pytest.mark.slow),
         # Two processes of different workers in the same step, while the third goes on.
         pytest.param(3, "backward:0.1:5,backward:2.0:5", "6", 2, marks=pytest.mark.slow),
         # Just before, amid and after the exchange.
@@ -139,7 +140,7 @@ def test_all_are_lost_and_go_on_from_the_memory_of_their_node(tmp_path: Path, qu
 @pytest.mark.parametrize(
     ("kind", "procs"),
     [
-        ("columns", 2),
+        pytest.param("columns", 2, marks=pytest.mark.slow),
         pytest.param("columns --weighted", 2, marks=pytest.mark.slow),
         pytest.param("half", 2, marks=pytest.mark.slow),
         pytest.param("half --weighted", 2, marks=pytest.mark.slow),
@@ -221,6 +222,7 @@ def test_a_wrong_script_is_told_what_is_wrong(
     assert run.leftovers() == []
 
 
+@pytest.mark.slow
 def test_a_checkpoint_begins_jobs_of_any_number_of_processes(tmp_path: Path) -> None:
     store, script = str(tmp_path / "store"), str(SCRIPTS / "begun_from.py")
     options = ("--store", store, "--save-every", "3")

@@ -86,6 +86,7 @@ def test_many_faults_that_meet_are_survived(swarm: str) -> None:
     assert not any(found)
 
 
+@pytest.mark.slow
 def test_nodes_that_an_earlier_job_has_left_at_the_address_end_without_a_part_in_this_one() -> None:
     for seed in range(20):
         told: list[str] = []
@@ -131,6 +132,7 @@ def test_swarm_is_clean_and_not_vacuous(small: bool) -> None:
     assert len(summary.faults) >= 13  # kinds; the rarest may be missing from so few seeds
 
 
+@pytest.mark.slow
 def test_a_job_of_a_hundred_nodes_loses_racks() -> None:
     summary = Summary()
     for seed in range(2):

@@ -120,6 +120,7 @@ def test_a_process_that_is_late_before_it_joins_is_waited_for(
     assert lost(run) == []
 
 
+@pytest.mark.slow
 def test_a_node_is_lost_and_one_that_waits_takes_its_place(tmp_path: Path, quiet: Quiet) -> None:
     with spread(
         tmp_path, "--redundancy", "rs:2+1", nodes=3, procs=3, more=1, faults=f"held:0.0:{HELD}"
@@ -182,7 +183,7 @@ def test_beyond_what_is_protected_the_job_goes_back_to_a_checkpoint(
 @pytest.mark.parametrize(
     "fault",
     [
-        "task:0.1:5",
+        pytest.param("task:0.1:5", marks=pytest.mark.slow),
         pytest.param("backward:1.0:6", marks=pytest.mark.slow),
         pytest.param("task:1.1:5:SIGSTOP", marks=pytest.mark.slow),
     ],
@@ -263,6 +264,7 @@ def test_a_spread_worker_is_not_moved_by_itself(tmp_path: Path) -> None:
         assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_script_that_fails_on_a_further_node_is_told_as_such(tmp_path: Path) -> None:
     with spread(tmp_path, faults="fails:0.1:5") as (run, _):
         assert run.wait(RUN_S) == 1

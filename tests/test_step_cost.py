@@ -23,9 +23,8 @@ sys.stdout.write(str((faults() - before) // 10))
 PAGES = (16 << 22) // os.sysconf("SC_PAGE_SIZE")  # of what it takes
 
 
-@pytest.mark.parametrize(
-    "mine", [{}, pytest.param({"MALLOC_TRIM_THRESHOLD_": "0"}, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mine", [{}, {"MALLOC_TRIM_THRESHOLD_": "0"}])
 def test_memory_that_a_step_frees_is_there_in_the_next_unless_the_user_wants_otherwise(
     mine: dict[str, str],
 ) -> None:

@@ -91,7 +91,8 @@ def test_the_number_of_workers_deaths_and_joins_change_nothing(name: str, tmp_pa
     assert struck == alone
 
 
-@pytest.mark.parametrize("late", [4, pytest.param(9, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("late", [4, 9])
 def test_a_new_leader_goes_on_with_lightnings_csv_file(late: int, tmp_path: Path) -> None:
     """Each step is in it once, and each epoch's validation, through the deaths of two leaders."""
 
@@ -171,6 +172,7 @@ def test_virtual_ranks_are_hugging_faces_gradient_accumulation(tmp_path: Path) -
     assert found == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_missing_package_is_named_in_one_sentence() -> None:
     code = """
 import importlib, sys

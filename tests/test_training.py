@@ -537,6 +537,7 @@ assert step.epoch == 2 and job.is_leader
 """
 
 
+@pytest.mark.slow
 def test_a_step_is_the_mean_over_its_samples_also_in_an_uneven_tail(tmp_path: Path) -> None:
     script = tmp_path / "plain.py"
     script.write_text(PLAIN_SCRIPT)

@@ -34,7 +34,7 @@ from holdfast.store.verified_files import VerifiedFiles
 from holdfast.train.data.sample_digest import index_samples, sample_digest
 
 BLOCK = 4096
-PLACES = 1000
+PLACES = 200
 NOWHERE = Path("nowhere")
 
 
