@@ -119,7 +119,7 @@ def test_fields_and_members_of_one_kind_are_mistaken_for_each_other() -> None:
 
 
 def test_an_early_return_leaves_out_what_follows() -> None:
-    code = "def f(a) -> None:\n    a.x()\n    if a:\n        a.y()\n"
+    code = "def f(a) -> None:\n    a.x()\n    if a:\n        a.y()\n        return\n"
     (early,) = [m for m in mutants(code) if m.rule == "early return"]
     assert early.planted(code.encode()).decode().splitlines()[2:4] == ["    return", "    if a:"]
 

@@ -26,6 +26,7 @@ from holdfast.memory.arena import (
     FIRST,
     GRADIENT,
     HEAD,
+    MAGIC,
     STATE,
     TABLE_BYTES,
     ArenaReading,
@@ -160,6 +161,39 @@ def test_a_table_that_was_not_written_to_its_end_does_not_count() -> None:
         arena._memory[older] ^= 1
         with pytest.raises(Damaged):
             reading.table()
+
+
+def test_bytes_that_are_no_table_do_not_count_whatever_they_say() -> None:
+    """A bit of a number may have changed; or the script wrote there, with the right digest."""
+    with file_of() as (arena, reading):
+        put(arena, GRADIENT, 3, b"a" * 100)
+        older = reading.table()
+        put(arena, GRADIENT, 4, b"b" * 100)
+        at = arena._number % 2 * TABLE_BYTES
+        body = msgspec.msgpack.encode(Table(5, forgotten=(7, 7)))
+        arena._memory[at + HEAD.size :][: len(body)] = body
+        assert reading.table() == older
+        arena._memory[at : at + HEAD.size] = HEAD.pack(
+            MAGIC, arena._number, 4, xxhash.xxh3_128_digest(b"junk")
+        )
+        arena._memory[at + HEAD.size :][:4] = b"junk"
+        assert reading.table() == older
+
+
+def test_a_file_that_is_closed_takes_no_memory() -> None:
+    descriptor = os.memfd_create("closed-twice")
+    arena, reading = PieceArena(descriptor, 5, BUDGET), ArenaReading(os.dup(descriptor))
+    put(arena, GRADIENT, 3, b"a" * 100)
+    assert reading.table() is not None
+
+    def maps() -> int:
+        with open("/proc/self/maps", encoding="utf-8") as lines:
+            return sum("/memfd:closed-twice" in line for line in lines)
+
+    assert maps() == 2
+    reading.close()
+    assert maps() == 1
+    os.close(descriptor)
 
 
 def test_a_budget_is_kept() -> None:

@@ -17,6 +17,7 @@ from holdfast.memory.arena import PieceArena
 from holdfast.memory.pieces import PieceCoder
 from holdfast.train.checkpoint import state
 from holdfast.train.protection.protector import PieceTarget, Protector
+from step_data_kit import fill_step, make_step
 
 BUDGET = 1 << 20
 ME = WorkerId(0)
@@ -143,3 +144,70 @@ def test_a_budget_that_holds_too_little_is_the_users_error() -> None:
     assert isinstance(error, UserError)
     assert "raise --memory-budget, or set --redundancy none" in str(error)
     assert told.events == []
+
+
+class Keeping:
+    """A protector that is to keep gradients of steps."""
+
+    def __init__(self, budget: int = BUDGET) -> None:
+        self.events: list[Any] = []
+        self.step = make_step()
+        self.arena = PieceArena(os.memfd_create("test"), ME, budget)
+        self.protector = Protector(
+            PieceTarget(arena=self.arena, worker=ME),
+            read_redundancy("replicate:1"),
+            ({"net": nn.Linear(300, 31)}, self.step),
+            self.events.append,
+            self.events.append,
+        )
+
+    def keep(self, index: int) -> bool:
+        """Keep a step; returns whether it is said that there is hardly room for more."""
+        fill_step(self.step, index)
+        told = self.protector.keep(index, VIEW)
+        assert (told.view, told.step) == (VIEW.number, index)
+        return told.full
+
+    def bytes_of_a_step(self) -> int:
+        self.keep(0)
+        return self.protector._step_bytes
+
+
+def test_a_budget_for_two_steps_is_enough_to_begin_with() -> None:
+    """How large the state is shows only once it is protected."""
+    needed = Keeping().bytes_of_a_step()
+    keeping = Keeping(2 * needed)
+    keeping.keep(1)
+    assert keeping.events == []
+    with pytest.raises(UserError, match="raise --memory-budget"):
+        Keeping(2 * needed - 1).keep(1)
+
+
+def test_it_is_said_before_there_is_no_room_for_another_step_and_a_state() -> None:
+    state_bytes, step_bytes = 12_500, 2_000  # a little more than they are
+    keeping = Keeping(2 * state_bytes + 5 * step_bytes)
+    keeping.protector.begin(0, VIEW)
+    keeping.protector.before_update()
+    (told,) = keeping.events
+    assert told == ev.StateProtected(0, "")
+    found = [keeping.keep(index) for index in range(6)]
+    # Beside this state, three steps and two more, there is room for another state.
+    assert found == [False, False, False, True, True, True]
+    assert keeping.events == [told]
+
+
+def test_a_step_without_room_is_told_once_until_there_is_some_again() -> None:
+    needed = -(-Keeping().bytes_of_a_step() // 64) * 64
+    keeping = Keeping(3 * needed)
+    assert [keeping.keep(index) for index in range(3)] == [False, True, True]
+    assert keeping.events == []
+    assert keeping.keep(3)
+    (told,) = keeping.events
+    assert isinstance(told, ev.EventNoted)
+    assert (told.kind, told.text.split(":")[0]) == ("memory", "step 3 is not kept")
+    assert keeping.keep(4)
+    assert keeping.events == [told]
+    keeping.protector.forget(VIEW.number, 3)
+    assert not keeping.keep(5)
+    assert [keeping.keep(index) for index in (6, 7, 8)] == [True, True, True]
+    assert len(keeping.events) == 2

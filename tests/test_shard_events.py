@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+import sys
 from collections.abc import Sequence
 from typing import Any, get_args
 
@@ -89,6 +90,14 @@ def test_what_all_say_to_people_is_said_once() -> None:
     assert shards.hear(0, ev.EventNoted("script", "and that")) != []
 
 
+def test_what_all_have_said_takes_no_memory() -> None:
+    shards, note = ShardEvents(3), ev.EventNoted("script", "mind this")
+    before = sys.getrefcount(note)
+    for shard in range(3):
+        shards.hear(shard, note)
+    assert sys.getrefcount(note) == before
+
+
 def test_each_shard_counts_in_what_is_compared() -> None:
     """Whichever of them has another fingerprint, what is told of the worker is another one."""
     plain = [11, 12, 13]
@@ -101,13 +110,22 @@ def test_each_shard_counts_in_what_is_compared() -> None:
         said = [((WorkerId(0), 5), (WorkerId(2), each)) for each in prints]
         return [ev.StatesCompared(VIEW, each) for each in said]
 
-    def sums(prints: list[int]) -> Any:
-        return [ev.Summed(view=VIEW, step=4, parts=(0, each), wholes=(each, 7)) for each in prints]
+    def parts(prints: list[int]) -> Any:
+        return [ev.Summed(view=VIEW, step=4, parts=(0, each)) for each in prints]
+
+    def wholes(prints: list[int]) -> Any:
+        return [ev.Summed(view=VIEW, step=4, wholes=(each, 7)) for each in prints]
+
+    def copies(prints: list[int]) -> Any:
+        return [ev.Summed(view=VIEW, step=4, copies=(each, 7)) for each in prints]
+
+    def bits(prints: list[int]) -> Any:
+        return [ev.Summed(view=VIEW, step=4, bits=each) for each in prints]
 
     def confessed(prints: list[int]) -> Any:
         return [ev.Gathered(VIEW, ev.Topic.CONFESS, ((1, 2, each),)) for each in prints]
 
-    for kind in (task, states, sums, confessed):
+    for kind in (task, states, parts, wholes, copies, bits, confessed):
         (right,) = hear_all(3, kind(plain))
         assert hear_all(3, kind(plain)) == [right]
         for prints in others:

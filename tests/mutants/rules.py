@@ -308,7 +308,7 @@ def _statement(
             for text in _other_results(text_of(value), function.returns):
                 yield _replace("result", value, text)
     returns = "" if function.returns is None else ast.unparse(function.returns)
-    if returns == "None" and index and not makes:
+    if returns == "None" and index and not makes and not isinstance(node, ast.Return):
         begin = (node.lineno, node.col_offset)
         yield Change("early return", begin, begin, f"return\n{' ' * node.col_offset}")
 

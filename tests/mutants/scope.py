@@ -28,11 +28,11 @@ DRIVERS = (
 TEST_FILES = tuple(
     f"tests/test_{name}.py"
     for name in """
-        agent_machine audit backup coordinator_machine core driver formation interval
-        job_spec links measuring missed_steps piece_memory piece_post policies protection
-        protector review_schedule roster sampling saves shard_events state_sources step_drivers
-        step_machine step_parts stories stragglers teams tensor_coding thread_cluster training
-        verdict_tables worker_machine
+        absurd_sizes agent_machine audit backup coordinator_machine core driver feeding
+        formation interval job_spec links measuring missed_steps piece_memory piece_post
+        policies protection protector recalling review_schedule roster sampling saves
+        shard_events state_sources step_drivers step_machine step_parts stories stragglers
+        teams tensor_coding thread_cluster training verdict_tables worker_machine
     """.split()
 )
 DRIVER_TESTS = (

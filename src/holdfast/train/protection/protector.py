@@ -103,7 +103,7 @@ class Protector:
         self._making: threading.Thread | None = None
         self._state_bytes = 0  # of this worker's pieces of a state, as far as known
         self._step_bytes = 0  # and of a gradient
-        self._said = False  # that there is no room
+        self._said = False  # whether people have been told that there is no room
         self._code: TensorCode | None = None  # for what lies on a GPU
 
     # ------------------------------------------------------------ states
@@ -183,11 +183,12 @@ class Protector:
         try:
             self._step_bytes = self._put(GRADIENT, view, step, _image(image_of(self._data)))
             full = self._arena.used + self._step_bytes * 2 + self._state_bytes > self._arena.budget
+            self._said = self._said and full
         except (MemoryError, OSError, WorldError) as error:
             if not self._said:
                 text = f"step {step} is not kept: {first_line(error)}"
                 self._tell(ev.EventNoted("memory", text))
-        self._said = full
+            self._said = True
         return ev.StepKept(view.number, step, full)
 
     def mark(self, view: int, step: int) -> None:
