@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import pytest
 
 from holdfast.core.job_spec import CoordinatorPolicy
+from holdfast.core.membership.lease import LeasePolicy
 from holdfast.core.membership.review_schedule import REVIEW_S, Agenda
-from holdfast.core.types import Phase
+from holdfast.core.membership.suspicion import LEASES
+from holdfast.core.types import Incarnation, Phase
 from roster_kit import LEASE, Cluster, member
 
 POLICY = CoordinatorPolicy(virtual_ranks=2, lease=LEASE, patience_s=5.0, hang_s=50.0)
@@ -130,3 +135,92 @@ def test_who_stood_still_itself_has_heard_nobody_and_suspects_nobody() -> None:
     assert found.deadline == woke + LEASE.suspect_s
     hear_both(cluster, woke + 0.1)
     assert not found.due(woke + LEASE.suspect_s)
+
+
+# ---------------------------------------------------------------- false suspicions
+
+
+class Reports:
+    """Node n0 is heard ten times a second, n1 only when it is said; both from 1.0 on."""
+
+    def __init__(self) -> None:
+        self.found, self.cluster = agenda()
+
+    def pass_time(self, until: float) -> None:
+        while self.cluster.now < until - 1e-9:
+            self.cluster.now = round(self.cluster.now + 0.1, 6)
+            self.cluster.hear("n0", member(0, committed=int(self.cluster.now * 1000)))
+            self._look()
+
+    def hear_after(self, silence_s: float, **fields: Any) -> None:
+        """Let n1 be silent for so long, and hear it then."""
+        self.pass_time(self.cluster.now + silence_s)
+        self.cluster.hear("n1", member(1), **fields)
+        self.found.change(self.cluster.now, at_once=True)
+        self._look()
+
+    def suspected_after(self, most_s: float = 10.0) -> float:
+        """Return after what silence n1 is suspected, which has just been heard."""
+        since = self.cluster.now
+        while not self.found.silent:
+            assert self.cluster.now < since + most_s
+            self.pass_time(self.cluster.now + 0.1)
+        return round(self.cluster.now - since, 6)
+
+    def _look(self) -> None:
+        now = self.cluster.now
+        if self.found.due(now):
+            self.found.reviewed(now, [])
+
+
+def test_who_was_suspected_for_nothing_may_be_silent_for_longer() -> None:
+    job = Reports()
+    assert job.suspected_after() == LEASE.suspect_s
+    job.hear_after(0.1)  # after 1.6 s
+    assert not job.found.silent
+    assert job.suspected_after() == LEASE.lease_s, "half as long again is more than a lease"
+
+
+def test_what_is_borne_grows_with_the_silence_and_never_shrinks_while_it_is_remembered() -> None:
+    tick_s = 0.11
+    short = LeasePolicy(lease_s=8.0, margin_s=0.5, suspect_s=1.5, abandon_s=20.0)
+    job = Reports()
+    job.found = Agenda(dataclasses.replace(POLICY, lease=short), job.cluster.roster, 1.0)
+    assert job.suspected_after() == 1.5
+    job.hear_after(0.1)  # after 1.6 s
+    job.hear_after(2.3)
+    after_s = job.suspected_after()
+    assert after_s == pytest.approx(2.4, abs=tick_s)
+    job.hear_after(4.0 - after_s)
+    assert job.suspected_after() == pytest.approx(6.0, abs=tick_s)
+    job.hear_after(0.1)
+    for _ in range(3):
+        job.hear_after(5.9)  # which is borne now
+        assert not job.found.silent
+    assert job.suspected_after() == pytest.approx(8.0, abs=tick_s)
+    job.hear_after(0.1)
+    for _ in range(8 * LEASES):
+        job.hear_after(1.0)
+    assert job.suspected_after() == 1.5, "it is forgotten"
+
+
+def test_the_others_are_suspected_as_before() -> None:
+    job = Reports()
+    job.suspected_after()
+    job.hear_after(0.1)
+    silent_from = job.cluster.now
+    for _ in range(30):
+        job.cluster.now = round(job.cluster.now + 0.1, 6)
+        job.cluster.hear("n1", member(1, committed=int(job.cluster.now * 1000)))
+        job._look()
+        if job.found.silent:
+            break
+    assert job.found.silent == {"n0"}
+    assert job.cluster.now - silent_from == pytest.approx(LEASE.suspect_s)
+
+
+def test_a_silence_beyond_the_lease_or_of_an_agent_that_died_teaches_nothing() -> None:
+    for silence_s, fields in ((LEASE.lease_s + 0.1, {}), (1.7, {"incarnation": Incarnation(2)})):
+        job = Reports()
+        job.hear_after(silence_s, **fields)
+        assert job.suspected_after() == LEASE.suspect_s

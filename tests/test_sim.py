@@ -13,7 +13,7 @@ import pytest
 from holdfast.cli import sim_command as cli
 from holdfast.sim.run_options import RACK_KINDS
 from holdfast.sim.swarm import Summary, run_many, run_seed
-from mutation_kit import COMBINED, GOES_ON, SPREAD, STOPS
+from mutation_kit import COMBINED, GOES_ON, SHARDS, SPREAD, STOPS
 
 SRC = Path(__file__).resolve().parent.parent / "src"
 
@@ -67,6 +67,13 @@ SOUND = (
 def test_seed_that_once_failed(small: bool, seed: int) -> None:
     result = run_seed(seed, small=small)
     assert not result.failure, f"{result.failure}\n{result.replay}"
+
+
+def test_reports_that_are_slow_at_times_do_not_restart_the_workers_again_and_again() -> None:
+    """Each false suspicion costs such workers a restart, since each holds a share of the state."""
+    result = run_seed(26, tuned=SHARDS)
+    assert not result.failure, result.failure
+    assert result.views < 8
 
 
 @pytest.mark.parametrize("swarm", COMBINED)

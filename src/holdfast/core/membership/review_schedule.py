@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from holdfast.core.job_spec import CoordinatorPolicy
-from holdfast.core.membership.facts import silent_nodes
 from holdfast.core.membership.roster import Roster
+from holdfast.core.membership.suspicion import Suspicion
 from holdfast.core.types import AgentId
 
 REVIEW_S = 2e-5  # least time between two reviews, for each slot of the job
@@ -19,18 +19,23 @@ NEVER = float("inf")
 
 
 class Agenda:
-    """Keeps the `deadline` of the next review, and the nodes `silent` at the last one."""
+    """Keeps the `deadline` of the next review, and which nodes were silent at the last one."""
 
     def __init__(self, policy: CoordinatorPolicy, roster: Roster, now: float) -> None:
-        self.silent: frozenset[AgentId] = frozenset()
         self.deadline: float | None = now
         self._policy = policy
         self._roster = roster
+        self._suspicion = Suspicion(policy.lease, roster)
         self._still_since = now
         self._awake_since = now
         self._changed = True  # something has changed since the last review
         self._reviewed_at = -NEVER
         self._decide_at = NEVER
+
+    @property
+    def silent(self) -> frozenset[AgentId]:
+        """Return the nodes that were silent at the last review."""
+        return self._suspicion.silent
 
     @property
     def still_since(self) -> float:
@@ -54,10 +59,11 @@ class Agenda:
             return False
         if now > self.deadline + self._policy.lease.suspect_s / 2:
             self._awake_since = now  # this process stood still and heard nobody
-        silent = silent_nodes(self._roster, self._policy.lease, now, self._awake_since)
+        silent = self._suspicion.find(now, self._awake_since)
         still = any(self._reviewed_at < t <= now for t in self._stalls())
         if self._changed or silent != self.silent or now >= self._decide_at or still:
-            self.silent, self._changed = silent, False
+            self._suspicion.learn(silent, now)
+            self._changed = False
             return True
         self._set_deadline(now)
         return False
@@ -79,8 +85,6 @@ class Agenda:
         return self.still_since + self._policy.patience_s, self.still_since + self._policy.hang_s
 
     def _set_deadline(self, now: float) -> None:
-        suspect_s, nodes = self._policy.lease.suspect_s, self._roster.nodes
-        heard = [n.heard_at for name, n in nodes.items() if name not in self.silent]
-        silence = [max(min(heard), self._awake_since) + suspect_s] if heard else []
+        silence = self._suspicion.alarms(now, self._awake_since)
         times = [*silence, *self._stalls(), self._decide_at]
         self.deadline = min((t for t in times if now < t < NEVER), default=None)
