@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from step_ends import Ends, read_ends
 
 from holdfast.examples.gpt import GPT
 from holdfast.testing.local_run import LocalRun
@@ -60,7 +61,7 @@ class Outcome:
 
     digest: str
     seconds: float
-    ends: Sequence[tuple[int, int, float]]  # step, worker, monotonic seconds
+    ends: Ends
     events: Sequence[dict[str, Any]]
     leftovers: int  # processes that are still there
 
@@ -174,24 +175,6 @@ class Evidence:
         temporary = self._file.with_suffix(".new")
         temporary.write_text(json.dumps(self._told, indent=1))
         temporary.rename(self._file)
-
-
-def read_ends(told: Path) -> list[tuple[int, int, float]]:
-    lines = [line.split() for line in told.read_text().splitlines()] if told.exists() else []
-    return [(int(step), int(worker), float(at)) for step, worker, at in lines]
-
-
-def durations(ends: Sequence[tuple[int, int, float]]) -> dict[int, float]:
-    """Return by step the seconds from the end of the one before, on the last worker each time."""
-    last: dict[int, float] = {}
-    for step, _, at in ends:
-        last[step] = max(at, last.get(step, at))
-    return {step: at - last[step - 1] for step, at in last.items() if step - 1 in last}
-
-
-def usual_ms(ends: Sequence[tuple[int, int, float]], warm_up: int) -> float:
-    found = [seconds for step, seconds in durations(ends).items() if step > warm_up]
-    return statistics.median(found) * 1e3
 
 
 def timed(device: str, work: Callable[[], object], rounds: int = 7) -> float:

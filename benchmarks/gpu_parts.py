@@ -11,30 +11,16 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from gpu_jobs import (
-    LARGE,
-    SCRIPT,
-    TINY,
-    Evidence,
-    Row,
-    Size,
-    durations,
-    read_ends,
-    timed,
-    usual_ms,
-)
-
-from holdfast.testing.local_run import LocalRun, strike
+from ddp_launch import STEADY, run_ddp
+from gpu_jobs import LARGE, SCRIPT, TINY, Evidence, Row, Size, timed
+from step_ends import Ends, durations, read_ends, usual_ms
+from struck_worker import SPARES, strike_worker
 
 ROOT = Path(__file__).resolve().parents[1]
-# Every worker keeps its tasks: a busy machine must not move or copy them.
-STEADY = ("--no-rebalance", "--speculation-budget", "0")
 
 
 # ---------------------------------------------------------------- machine and tests
@@ -185,8 +171,7 @@ def _cost(e: Evidence, workers: int) -> Row:
     found: dict[str, list[float]] = {"ddp": [], "holdfast": []}
     warm_up = e.size.steps // 4
     for _ in range(1 if e.tiny else 2):
-        with tempfile.TemporaryDirectory() as name:
-            found["ddp"].append(usual_ms(_run_ddp(e, workers, Path(name)), warm_up))
+        found["ddp"].append(usual_ms(_run_ddp(e, workers), warm_up))
         options = ["--virtual", str(workers), *STEADY]
         found["holdfast"].append(usual_ms(e.job(workers, options=options).ends, warm_up))
     ddp, holdfast = (statistics.median(each) for each in found.values())
@@ -198,24 +183,12 @@ def _cost(e: Evidence, workers: int) -> Row:
     }
 
 
-def _run_ddp(e: Evidence, workers: int, folder: Path) -> list[tuple[int, int, float]]:
-    told = folder / "told.txt"
-    words = ["--library", "ddp", "--device", e.device, *e.size.words(), "--told", str(told)]
-    command = [sys.executable, str(SCRIPT), *words, "--steps", str(e.size.steps)]
-    shared = {**os.environ, "WORLD_SIZE": str(workers), "MEETING": str(folder / "meeting")}
-    shared |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(command, env={**shared, "RANK": str(rank)}) for rank in range(workers)
-    ]
-    try:
-        codes = [process.wait(max(e.left_s(), 1.0)) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    if any(codes):
-        raise RuntimeError(f"processes of DDP ended with {codes}")
-    return read_ends(told)
+def _run_ddp(e: Evidence, workers: int) -> Ends:
+    with tempfile.TemporaryDirectory() as name:
+        told = Path(name) / "told.txt"
+        words = ["--library", "ddp", "--device", e.device, *e.size.words(), "--told", str(told)]
+        run_ddp(SCRIPT, [*words, "--steps", str(e.size.steps)], workers, max(e.left_s(), 1.0))
+        return read_ends(told)
 
 
 # ---------------------------------------------------------------- checkpoints
@@ -271,9 +244,7 @@ def _to_host(e: Evidence) -> float:
 
 # ---------------------------------------------------------------- recovery
 
-SPARES = {"hot": ["--spares", "1", "--hot-spares"], "warm": ["--spares", "1"], "no": []}
 STEPS_AFTER = 10  # a kill
-STATES = {"hot": "hot spare", "warm": "spare"}
 
 
 def recovery(e: Evidence) -> None:
@@ -290,33 +261,15 @@ def _recovery(e: Evidence, kind: str, workers: int) -> Row:
     """Kill a worker once all train and its spare is there; time how long no step ends."""
     options = [*SPARES[kind], "--store", "FOLDER/store", "--save-every", "5", "--join-pause", "0"]
     with e.running(workers, ["--steps", "1000000"], options) as (run, told):
-        run.until(lambda: len(read_ends(told)) >= 20 * workers, e.left_s(), "twenty steps")
-        run.until_members(workers, e.left_s())
-        if kind in STATES:
-            run.until(lambda: _in_state(run, STATES[kind]), e.left_s(), "a spare")
-        victim = max(_in_state(run, "computing", "waiting"), key=lambda each: each["id"])
-        seen, at = read_ends(told), time.monotonic()
-        if not strike(victim["pid"]):
-            raise RuntimeError("the worker had ended before it was killed")
-
-        def after() -> list[tuple[int, int, float]]:
-            ends = read_ends(told)[len(seen) :]
-            return [x for x in ends if x[2] > at and (workers == 1 or x[1] != victim["id"])]
-
         # The step that was under way may still end as if nothing had happened.
-        run.until(lambda: len(after()) >= STEPS_AFTER, e.left_s(), "the next steps")
-        ends = after()
-    first, last = ends[0], max(step for step, _, _ in seen)
-    gaps = [now - then for then, now in itertools.pairwise([at, *(end for _, _, end in ends)])]
+        found = strike_worker(run, told, kind, workers, limit_s=e.left_s(), steps=STEPS_AFTER)
+    ends = [found.at, *(at for _, _, at in found.ends)]
+    gaps = [now - then for then, now in itertools.pairwise(ends)]
     return {
         "longest time without a step, s": max(gaps),
         "usual step, s": statistics.median(gaps),
-        "steps again": max(last + 1 - first[0], 0) if workers == 1 else 0,
+        "steps again": found.steps_again if workers == 1 else 0,
     }
-
-
-def _in_state(run: LocalRun, *states: str) -> list[dict[str, Any]]:
-    return [each for each in run.status()["workers"] if each["state"] in states]
 
 
 # ---------------------------------------------------------------- coding

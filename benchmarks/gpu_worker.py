@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,8 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA begin
 
 import torch
 import torch.distributed as dist
+from ddp_member import endless_batches, join_group
+from step_ends import tell_end
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -87,8 +87,7 @@ class Trainer:
     def tell(self, step: int, process: int) -> None:
         """Write that a step has ended."""
         if self._told is not None:
-            with self._told.open("a") as file:
-                file.write(f"{step} {process} {time.monotonic()}\n")
+            tell_end(self._told, step, process)
 
 
 def with_holdfast(trainer: Trainer) -> str:
@@ -111,35 +110,15 @@ def with_holdfast(trainer: Trainer) -> str:
     return found if job.is_leader else ""
 
 
-def batches(trainer: Trainer, rank: int, world: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield batches for ever, as users of DDP load them."""
-    data = trainer.data()
-    sampler: torch.utils.data.DistributedSampler = torch.utils.data.DistributedSampler(
-        data, world, rank, drop_last=True
-    )
-    loader = torch.utils.data.DataLoader(
-        data, trainer.options.batch_size, sampler=sampler, drop_last=True
-    )
-    epoch = 0
-    while True:
-        sampler.set_epoch(epoch)
-        yield from loader
-        epoch += 1
-
-
 def without_holdfast(trainer: Trainer) -> str:
     """Train with DDP on gloo, or alone where there is one process."""
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank, world = join_group()
     model = trained = trainer.model()
     if world > 1:
-        store = dist.FileStore(os.environ["MEETING"], world)
-        limit = timedelta(minutes=5)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
         trained = nn.parallel.DistributedDataParallel(model)
     optimizer = trainer.optimizer(model)
-    for step, (x, y) in zip(
-        range(trainer.options.steps), batches(trainer, rank, world), strict=False
-    ):
+    batches = endless_batches(trainer.data(), trainer.options.batch_size, rank, world)
+    for step, (x, y) in zip(range(trainer.options.steps), batches, strict=False):
         loss = trainer.loss(trained, x, y)
         loss.backward()
         loss.item()  # Holdfast reads it too

@@ -18,41 +18,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from step_ends import durations, read_ends
+
 from holdfast.testing.local_run import LocalRun
 
 HOLDFAST = (sys.executable, "-m", "holdfast.cli.main")
 MOVES = 24
 UNHURRIED_S = 300.0
-SCRIPT = """
-import hashlib, os, sys, time, torch, holdfast
-job = holdfast.join()
-model = torch.nn.Linear(1000, 1000)
-optimizer = torch.optim.AdamW(model.parameters())
-job.protect(model=model, optimizer=optimizer)
-data = job.batches(torch.utils.data.TensorDataset(torch.ones(64, 1000)), batch_size=4)
-for step in job.steps(data, until=int(sys.argv[3])):
-    for (x,) in step:
-        time.sleep(float(sys.argv[2]))
-        step.backward((model(x) - 1).square().mean())
-    optimizer.step()
-    optimizer.zero_grad()
-    if job.is_leader:
-        with open(sys.argv[1], "a") as told:
-            told.write(f"STEP {step.index} {time.monotonic()}\\n")
-        if os.path.exists(sys.argv[1] + ".stop"):
-            job.stop()
-digest = hashlib.sha256(model.weight.detach().numpy().tobytes()).hexdigest()
-with open(sys.argv[1], "a") as told:
-    told.write(f"END {step.index} {digest}\\n")
-"""
+SCRIPT = Path(__file__).with_name("moving_worker.py")
 
 
 def job(folder: Path, name: str, workers: int, task_s: float, until: int) -> LocalRun:
-    script = folder / "moved.py"
-    script.write_text(SCRIPT)
     options = ["--nproc", str(workers), "--virtual", "2", "--nodes-max", "2"]
     options += ["--join-pause", "0", "--fingerprint-steps", "4", "--repeat-steps", "0"]
-    words = [str(script), str(folder / f"{name}.txt"), str(task_s), str(until)]
+    words = [str(SCRIPT), str(folder / f"{name}.txt"), str(task_s), str(until)]
     return LocalRun(folder / name, options, words)
 
 
@@ -88,13 +67,9 @@ def move(run: LocalRun, number: int) -> str:
     return to
 
 
-def steps_of(path: Path) -> dict[int, float]:
-    lines = [line.split() for line in path.read_text().splitlines()]
-    return {int(words[1]): float(words[2]) for words in lines if words[0] == "STEP"}
-
-
-def end_of(path: Path) -> list[str]:
-    ends = {line for line in path.read_text().splitlines() if line.startswith("END")}
+def end_of(run: LocalRun) -> list[str]:
+    """Return the last step and the digest, as workers have printed them."""
+    ends = {line for line in run.out if line.startswith("END")}
     (found,) = ends
     return found.split()[1:]
 
@@ -104,6 +79,7 @@ def measure(moves: int = MOVES, task_s: float = 0.2) -> tuple[float, float, floa
     training, and whether the digest is that of the undisturbed job."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        told = folder / "moved.txt"
         with job(folder, "moved", 2, task_s, 1_000_000) as run:
             run.until_members(2)
             host, port = run.run_dir.address()
@@ -116,23 +92,20 @@ def measure(moves: int = MOVES, task_s: float = 0.2) -> tuple[float, float, floa
                 began = time.monotonic()
                 to = move(run, number)
                 took = time.monotonic() - began
-                steps = steps_of(folder / "moved.txt")
-                print(
-                    f"  move {number + 1} to {to} took {took:.1f} s, step {max(steps)}", flush=True
-                )
-            (folder / "moved.txt.stop").touch()
+                step = max(read_ends(told))[0]
+                print(f"  move {number + 1} to {to} took {took:.1f} s, step {step}", flush=True)
+            told.with_suffix(".stop").touch()
             assert run.wait(UNHURRIED_S) == 0, run.log()
             agent.wait(UNHURRIED_S)
             views = [e["step"] for e in run.events("view") if e.get("step")]
-        steps = steps_of(folder / "moved.txt")
-        gaps = {s: at - steps[s - 1] for s, at in steps.items() if s - 1 in steps}
+            last, digest = end_of(run)
+        gaps = durations(read_ends(told))
         usual = statistics.median(gaps.values())
         stalls = [max(gaps[s] - usual, 0.0) for s in views if s in gaps]
         whole = sum(gaps.values())
-        last, digest = end_of(folder / "moved.txt")
         with job(folder, "alone", 1, 0.0, int(last) + 1) as run:
             assert run.wait(UNHURRIED_S) == 0, run.log()
-        same = end_of(folder / "alone.txt") == [last, digest]
+            same = end_of(run) == [last, digest]
     return statistics.median(stalls), max(stalls), 1 - sum(stalls) / whole, same
 
 

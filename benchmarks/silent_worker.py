@@ -5,7 +5,6 @@ FORGIVEN: so many mistakes before a worker leaves that does not repeat one at on
 
 from __future__ import annotations
 
-import hashlib
 import sys
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import nn
 
 import holdfast
 from holdfast.core.step import rulings
+from holdfast.examples.gpt import digest
 
 
 def main() -> None:
@@ -32,10 +32,7 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
     if job.is_leader:
-        digest = hashlib.sha256()
-        for parameter in model.parameters():
-            digest.update(parameter.detach().numpy().tobytes())
-        out.write_text(digest.hexdigest())
+        out.write_text(digest(model.state_dict()))
 
 
 if __name__ == "__main__":

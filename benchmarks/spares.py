@@ -10,73 +10,36 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from holdfast.testing.local_run import LocalRun, strike
+from struck_worker import SPARES, strike_worker
 
-KINDS = {"hot": ["--spares", "1", "--hot-spares"], "warm": ["--spares", "1"], "none": []}
+from holdfast.testing.local_run import LocalRun
+
 KILLS = 5
 UNHURRIED_S = 300.0
 STEP_S = 0.05
-SCRIPT = """
-import sys, time, torch, holdfast
-job = holdfast.join()
-model = torch.nn.Linear(int(sys.argv[2]), 1000, bias=False)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-job.protect(model=model, optimizer=optimizer)
-data = job.batches(torch.utils.data.TensorDataset(torch.ones(64, int(sys.argv[2]))), batch_size=4)
-told = open(sys.argv[1], "a", buffering=1)
-for step in job.steps(data, until=1_000_000):
-    for (x,) in step:
-        time.sleep(float(sys.argv[3]))
-        step.backward(model(x).square().mean())
-    optimizer.step()
-    optimizer.zero_grad()
-    told.write(f"{step.index} {job.worker} {time.monotonic()}\\n")
-"""
-
-
-def steps_of(path: Path) -> list[tuple[int, int, float]]:
-    lines = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
-    return [(int(step), int(worker), float(at)) for step, worker, at in lines]
-
-
-def workers(run: LocalRun, *states: str) -> list[dict[str, Any]]:
-    return [each for each in run.status()["workers"] if each["state"] in states]
+SCRIPT = Path(__file__).with_name("spares_worker.py")
 
 
 def one(kind: str, width: int) -> tuple[float, int]:
     """Kill the only worker once; returns seconds to the next step, and how many steps were lost."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        script, told = folder / "train.py", folder / "told.txt"
-        script.write_text(SCRIPT)
-        options = ["--nproc", "1", "--join-pause", "0", *KINDS[kind]]
+        told = folder / "told.txt"
+        options = ["--nproc", "1", "--join-pause", "0", *SPARES[kind]]
         options += ["--store", str(folder / "store"), "--save-every", "1"]
-        words = [str(script), str(told), str(width), str(STEP_S)]
+        words = [str(SCRIPT), str(told), str(width), str(STEP_S)]
         with LocalRun(folder / "run", options, words) as run:
-            run.until_members(1)
-            waits = {"hot": "hot spare", "warm": "spare"}.get(kind)
-            if waits:
-                run.until(lambda: workers(run, waits), UNHURRIED_S, waits)
-            enough = len(steps_of(told)) + 20
-            run.until(lambda: len(steps_of(told)) >= enough, UNHURRIED_S, "steps")
-            victim = workers(run, "computing", "waiting")[0]
-            before, at = steps_of(told), time.monotonic()
-            assert strike(victim["pid"], 9)
-            last = max(step for step, _, _ in before)
-            run.until(lambda: steps_of(told)[-1][2] > at + STEP_S, UNHURRIED_S, "a step")
-            after = next(each for each in steps_of(told) if each[2] > at + STEP_S)
-    return after[2] - at, max(last + 1 - after[0], 0)
+            found = strike_worker(run, told, kind, 1, limit_s=UNHURRIED_S, grace_s=STEP_S)
+    return found.ends[0][2] - found.at, found.steps_again
 
 
 def measure(kills: int, width: int) -> Iterator[tuple[str, list[float], int]]:
-    found: dict[str, list[tuple[float, int]]] = {kind: [] for kind in KINDS}
+    found: dict[str, list[tuple[float, int]]] = {kind: [] for kind in SPARES}
     for _ in range(kills):
-        for kind in KINDS:
+        for kind in SPARES:
             found[kind].append(one(kind, width))
     for kind, each in found.items():
         yield kind, [seconds for seconds, _ in each], max(lost for _, lost in each)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from ddp_launch import STEADY, run_ddp
 
 from holdfast.testing.local_run import LocalRun
 
@@ -25,8 +25,6 @@ WORKERS = (2, 4)
 ROUNDS = 5
 RUN_S = 900.0
 FIGURES = ("cpu_s", "system_s", "wall_s", "faults")
-# Both compute the same tasks: none is moved or copied since others on the machine make one late.
-FLAGS = ("--no-rebalance", "--speculation-budget", "0")
 SCRIPT = Path(__file__).with_name("step_cost_worker.py")
 
 Run = Callable[[Path, list[str], int], None]  # folder, arguments of the script, processes
@@ -105,30 +103,13 @@ def _launch(run: Run, model: str, workers: int) -> Launch:
 
 def _run_holdfast(folder: Path, arguments: list[str], workers: int) -> None:
     command = [str(SCRIPT), "--library", "holdfast", *arguments]
-    with LocalRun(folder / "run", ["--nproc", str(workers), *FLAGS], command) as run:
+    with LocalRun(folder / "run", ["--nproc", str(workers), *STEADY], command) as run:
         if run.wait(RUN_S) != 0:
             raise RuntimeError(run.log())
 
 
-def _run_ddp(folder: Path, arguments: list[str], workers: int) -> None:
-    command = [sys.executable, str(SCRIPT), "--library", "ddp", *arguments]
-    shared = {
-        **os.environ,
-        "WORLD_SIZE": str(workers),
-        "MEETING": str(folder / "meeting"),
-        "OMP_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
-    }
-    processes = [
-        subprocess.Popen(command, env={**shared, "RANK": str(rank)}) for rank in range(workers)
-    ]
-    try:
-        codes = [process.wait(RUN_S) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    if any(codes):
-        raise RuntimeError(f"processes of DDP ended with {codes}")
+def _run_ddp(_: Path, arguments: list[str], workers: int) -> None:
+    run_ddp(SCRIPT, ["--library", "ddp", *arguments], workers, RUN_S)
 
 
 def _say(text: str) -> None:

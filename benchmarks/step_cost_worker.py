@@ -7,21 +7,21 @@ it. What a process has spent is read at the end of a warm-up step and again at t
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from ddp_member import endless_batches, join_group
 from torch import nn
 
 import holdfast
+from holdfast.examples.gpt import digest
 
 Loss = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -128,25 +128,12 @@ def with_holdfast(task: Task, meter: Meter, steps: int) -> tuple[int, nn.Module]
 
 
 def with_ddp(task: Task, meter: Meter, steps: int) -> tuple[int, nn.Module]:
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.FileStore(os.environ["MEETING"], world)
-    limit = timedelta(minutes=5)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+    rank, world = join_group()
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(task.make())
     optimizer = _optimizer(task, model)
-    data = Whole(task.shape)
-    sampler = torch.utils.data.DistributedSampler(data, world, rank, drop_last=True)
-    loader = torch.utils.data.DataLoader(
-        data, task.batch, sampler=sampler, drop_last=True, collate_fn=_as_is
-    )
-
-    def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for epoch in range(steps):
-            sampler.set_epoch(epoch)
-            yield from loader
-
-    for index, (x, y) in zip(range(steps), batches(), strict=False):
+    batches = endless_batches(Whole(task.shape), task.batch, rank, world, collate_fn=_as_is)
+    for index, (x, y) in zip(range(steps), batches, strict=False):
         loss = nn.functional.cross_entropy(model(x), y)
         loss.backward()
         loss.item()
@@ -159,13 +146,6 @@ def with_ddp(task: Task, meter: Meter, steps: int) -> tuple[int, nn.Module]:
 
 def _as_is(batch: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     return batch
-
-
-def _digest(model: nn.Module) -> str:
-    found = hashlib.sha256()
-    for value in model.state_dict().values():
-        found.update(value.detach().contiguous().numpy().tobytes())
-    return found.hexdigest()
 
 
 def main() -> None:
@@ -181,7 +161,7 @@ def main() -> None:
     train = with_ddp if options.library == "ddp" else with_holdfast
     rank, model = train(task, meter, steps)
     parameters = sum(p.numel() for p in model.parameters())
-    found = {**meter.spent, "parameters": parameters, "digest": _digest(model)}
+    found = {**meter.spent, "parameters": parameters, "digest": digest(model.state_dict())}
     (options.out / f"{rank}.json").write_text(json.dumps(found))
 
 

@@ -6,7 +6,6 @@ when each step ended, and the digest of the parameters.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 import time
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 import holdfast
+from holdfast.examples.gpt import digest
 
 
 def main() -> None:
@@ -34,10 +34,7 @@ def main() -> None:
         optimizer.zero_grad()
         ended.append(time.time())
     if job.is_leader:
-        digest = hashlib.sha256()
-        for parameter in model.parameters():
-            digest.update(parameter.detach().numpy().tobytes())
-        out.write_text(json.dumps({"ended": ended, "digest": digest.hexdigest()}))
+        out.write_text(json.dumps({"ended": ended, "digest": digest(model.state_dict())}))
 
 
 if __name__ == "__main__":
