@@ -39,6 +39,7 @@ SHARDS = {
     "nodes_max": 2,
     "workers_min": 1,
     "procs": 3,
+    "spread": 1,
     "shard_lag_s": 0.2,
     "faults": ("worker_crash", "link_break", "slow"),
 }

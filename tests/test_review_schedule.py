@@ -195,7 +195,7 @@ def test_what_is_borne_grows_with_the_silence_and_never_shrinks_while_it_is_reme
     assert job.suspected_after() == pytest.approx(6.0, abs=tick_s)
     job.hear_after(0.1)
     for _ in range(3):
-        job.hear_after(5.9)  # which is borne now
+        job.hear_after(5.9)  # a silence that is tolerated now
         assert not job.found.silent
     assert job.suspected_after() == pytest.approx(8.0, abs=tick_s)
     job.hear_after(0.1)
