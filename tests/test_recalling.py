@@ -1,4 +1,4 @@
-"""What workers protect in nodes' memory is recalled from there: several processes in this one."""
+"""Workers recall from nodes' memory the state that was protected there; all processes are this one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BASE, STEPS = 4, (4, 5, 6)
 
 @dataclass(frozen=True)
 class Layout:
-    """How workers lie on four nodes, and how what they hold is coded."""
+    """Places workers on four nodes, and says how their state is coded."""
 
     redundancy: str
     spread: int = 1
@@ -69,7 +69,7 @@ class Layout:
 
 
 class Process:
-    """A process of a worker: its model, its step, and what it puts into its node's memory."""
+    """A process of a worker, with its model, its step and the memory of its node."""
 
     def __init__(self, layout: Layout, worker: int, shard: int, memory: NodeMemory) -> None:
         self.shard = shard
@@ -124,7 +124,7 @@ class Nodes:
                 each.work(layout.view(1))
 
     def recall(self, lost: tuple[int, ...] = (), steps: int = len(STEPS)) -> View:
-        """Return a view that recalls what is left without some nodes."""
+        """Return a view that recalls the state from the nodes that are not lost."""
         sources = (GradientSource(1, BASE, BASE + steps),) if steps else ()
         left = tuple(each for at, each in enumerate(self.addresses) if at not in lost)
         return self.layout.view(2, Recall(base=BASE, view=1, sources=sources, nodes=left))
@@ -218,7 +218,7 @@ def test_a_state_without_a_step_since_is_all_of_it() -> None:
     assert "the gradients of 0 more" in joiner.recalling.news
 
 
-def test_what_is_lost_is_told_and_asked_for_again_in_the_next_view() -> None:
+def test_a_lost_state_is_told_and_asked_for_again_in_the_next_view() -> None:
     layout = Layout("rs:2+1")
     nodes, joiner = Nodes(layout), Joiner(layout)
     told = joiner.load(nodes.recall((0, 1)))
