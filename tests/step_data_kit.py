@@ -41,7 +41,7 @@ def fill_step(step: StepData, index: int, left: bool = True) -> None:
 
 
 def content_of(step: StepData) -> list[Any]:
-    """Return all that a reduced step has come to, as plain numbers."""
+    """Return the content of a reduced step as plain numbers."""
     results = [bucket.result.data.tolist() for bucket in step.gradients.buckets]
     left = None if step.buffers.left is None else step.buffers.left.tolist()
     rows = step.table.rows.tolist()

@@ -1,4 +1,4 @@
-"""Workers recall from nodes' memory the state that was protected there; all processes are this one."""
+"""Workers recall a protected state from the memory of nodes, all of them in this process."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_a_change_is_reviewed_after_a_pause_that_grows_with_the_job() -> None:
     assert found.due(1.2)
     found.reviewed(1.2, [])
     found.change(9.0)
-    assert found.deadline == 1.0 + LEASE.suspect_s  # what is due earlier stays so
+    assert found.deadline == 1.0 + LEASE.suspect_s  # the earlier deadline stays
 
 
 def test_an_alarm_is_kept_whoever_is_heard() -> None:
