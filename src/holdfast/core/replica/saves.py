@@ -22,7 +22,7 @@ from holdfast.core.types import Member, View, ViewNumber, WorkerId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavePolicy:
-    """Says how often to save, if there is anything that saves.
+    """Sets how often to save, where checkpoints are enabled.
 
     `every`: steps between checkpoints; 0: as often as `pace` says. `enabled`: there is a writer.
     `compared`: fingerprints are compared, so a checkpoint waits for that before it counts.
