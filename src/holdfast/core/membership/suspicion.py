@@ -17,12 +17,12 @@ from holdfast.core.membership.roster import NodeState, Roster
 from holdfast.core.types import AgentId
 
 GROWTH = 1.5  # silence that is borne, in multiples of the one that was wrongly suspected
-LEASES = 200  # for so many leases it is remembered
+LEASES = 200  # that a false suspicion is remembered for
 
 
 @dataclass(frozen=True, slots=True)
 class _Tolerance:
-    """Says for how long a node may be silent, and until when that holds. Seconds."""
+    """Limits the silence of a node, until a time. Seconds."""
 
     silence_s: float
     until: float
