@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from holdfast.core.step.link_detector import LinkDetector, Wait
 from holdfast.core.types import WorkerId
-from holdfast.train.step.waits import Waits
+from holdfast.train.exchange.waits import Waits
 from labs.made_up_exchanges import BUCKETS, MadeUpExchange
 
 BEGIN, WITHIN = 40, 20  # steps: when something becomes slow, and by when it is to be found

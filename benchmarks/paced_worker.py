@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from holdfast.train.job import Job
-from holdfast.train.job_step import Step
+from holdfast.train.script.job_step import Step
 
 plain_steps, rest_s = Job.steps, float(sys.argv[1])
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim.sgd import sgd
 
 import holdfast
-from holdfast.train.unprotected_modules import UnprotectedModules
+from holdfast.train.script.unprotected_modules import UnprotectedModules
 
 BATCH, WIDTH = 16, 512
 

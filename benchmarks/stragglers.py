@@ -20,7 +20,7 @@ from holdfast.core.types import AgentId, Incarnation, Member, Peer, View, ViewNu
 from holdfast.observe.ledger_audit import verify
 from holdfast.testing.local_run import LocalRun
 from holdfast.train.data.sampling import SamplePlan
-from holdfast.train.step.reduction import Layout
+from holdfast.train.exchange.layout import Layout
 
 NOISE, ODD, COMMON = 0.03, 0.01, 0.1  # of a task's time; share of steps 1.3 to 3 times as long
 BEGIN, WITHIN = 60, 20  # steps: when slowness begins, and by when it is to be found

@@ -25,9 +25,9 @@ import trustme
 
 from holdfast.net.peer_identity import PeerIdentity
 from holdfast.testing.transports import GroupMember, MakeTransport, run_contract
-from holdfast.train.step.waits import Waits
-from holdfast.train.transport.seam import Message, Rendezvous
-from holdfast.train.transport.tcp_transport import TcpListener, TcpTransport
+from holdfast.train.exchange.seam import Message, Rendezvous
+from holdfast.train.exchange.tcp_transport import TcpListener, TcpTransport
+from holdfast.train.exchange.waits import Waits
 
 VOTE_BYTES = 200
 SIZES_MB = (0.5, 1, 25, 100)

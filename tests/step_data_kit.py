@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast.train.monitor import Monitor
 from holdfast.train.step.buckets import Gradients
+from holdfast.train.step.monitor import Monitor
 from holdfast.train.step.step_data import StepData
 from holdfast.train.step.step_table import Buffers, StepTable
 

@@ -63,7 +63,7 @@ from holdfast.train.checkpoint.loaded_state import LoadedState
 from holdfast.train.checkpoint.restorer import Restorer
 from holdfast.train.checkpoint.saved_state import load_saved
 from holdfast.train.data.sampling import plan_of
-from holdfast.train.step.reduction import Layout
+from holdfast.train.exchange.layout import Layout
 
 GIB = 1 << 30
 HANG_S = 20  # an odd file must not be waited for

@@ -14,7 +14,7 @@ from holdfast.core.job_spec import with_settings
 from holdfast.core.types import WorkerId
 from holdfast.testing.local_run import LocalRun
 from holdfast.train.job import Job
-from holdfast.train.job_step import Step
+from holdfast.train.script.job_step import Step
 from loop_kit import dataset, protected, step_once
 from support import SPEC
 from test_examples import EXAMPLES

@@ -14,10 +14,10 @@ from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.types import Incarnation, ViewNumber, WorkerId, WorkerStatus
 from holdfast.core.worker.machine import WorkerMachine
-from holdfast.train.driver import Driver
-from holdfast.train.monitor import Monitor
 from holdfast.train.step.buckets import Bucket
+from holdfast.train.step.driver import Driver
 from holdfast.train.step.filled_buckets import FilledBuckets
+from holdfast.train.step.monitor import Monitor
 
 ONE = ViewNumber(1)
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from holdfast.train.checkpoint import state
 from holdfast.train.checkpoint.transfer import parts_of
+from holdfast.train.exchange.tensor_bytes import as_bytes
 from holdfast.train.feeding import staged_state
 from holdfast.train.feeding.staged_state import StagedState
 from holdfast.train.feeding.step_memory import LARGE_BYTES, StepMemory
@@ -39,7 +40,7 @@ def test_a_part_can_be_sent_before_the_next_one_is_copied(monkeypatch: pytest.Mo
     staged.await_part(1)
     staged.before_update()
     sent = b"".join(bytes(data) for _, data in staged.messages(parts, 0))
-    assert sent == b"".join(state.as_bytes(t).numpy().tobytes() for t in tensors)
+    assert sent == b"".join(as_bytes(t).numpy().tobytes() for t in tensors)
 
 
 def test_who_waits_for_a_part_hears_that_the_copy_has_failed(

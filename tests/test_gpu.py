@@ -31,16 +31,16 @@ from holdfast.testing.transports import (
     run_contract,
     run_contract_in_threads,
 )
-from holdfast.train.checkpoint import state
 from holdfast.train.checkpoint.staging import Copier
+from holdfast.train.exchange import nccl
+from holdfast.train.exchange.nccl import NO_NCCL, GpuTransport, gpu_id_of
+from holdfast.train.exchange.seam import Transport
+from holdfast.train.exchange.staged import Copy, DeviceCopies, HostRooms, Moment, StagedTransport
+from holdfast.train.exchange.tcp_transport import TcpListener, TcpTransport
+from holdfast.train.exchange.tensor_bytes import as_bytes
 from holdfast.train.job import Job
 from holdfast.train.protection.device_image import DeviceImage
 from holdfast.train.protection.tensor_coding import TensorCode
-from holdfast.train.transport import nccl
-from holdfast.train.transport.nccl import NO_NCCL, GpuTransport, gpu_id_of
-from holdfast.train.transport.seam import Transport
-from holdfast.train.transport.staged import Copy, DeviceCopies, HostRooms, Moment, StagedTransport
-from holdfast.train.transport.tcp_transport import TcpListener, TcpTransport
 from labs.local_nodes import LocalNodes, names
 from support import SPEC
 from thread_cluster import ThreadCluster, ThreadWorker
@@ -253,7 +253,7 @@ def trained(
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-        results[job.worker] = [state.as_bytes(p).numpy().tobytes() for p in model.parameters()]
+        results[job.worker] = [as_bytes(p).numpy().tobytes() for p in model.parameters()]
 
     spec = with_settings(SPEC, {"workers.nproc": workers, "workers.virtual": 4, **(settings or {})})
     cluster = ThreadCluster(spec, script, kill_at)
@@ -312,7 +312,7 @@ def test_a_checkpoint_copies_the_state_before_the_next_update(
         copier.arrived()
         assert not copier.busy
         for (start, tensor), wanted in zip(places, before, strict=True):
-            assert bytes(memory[start : start + tensor.nbytes]) == bytes(state.as_bytes(wanted))
+            assert bytes(memory[start : start + tensor.nbytes]) == bytes(as_bytes(wanted))
     copier.release()
 
 
@@ -323,7 +323,7 @@ def test_pieces_of_what_lies_partly_on_a_gpu_are_those_of_the_host(
     redundancy = read_redundancy(text)
     dice = torch.Generator().manual_seed(1)
     tensors = [torch.randn(count, generator=dice) for count in (7, 300, 41)]
-    on_host = Image([state.as_bytes(each).numpy().data for each in tensors])
+    on_host = Image([as_bytes(each).numpy().data for each in tensors])
     image = DeviceImage([tensors[0], *map(on_gpu, tensors[1:])], fake_gpu)
     coder = PieceCoder(redundancy, 3, image.size)
     code = TensorCode(redundancy.data, redundancy.parity) if redundancy.data > 1 else None

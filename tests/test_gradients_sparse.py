@@ -17,11 +17,11 @@ from holdfast.testing.memory_transport import MemoryNetwork
 from holdfast.testing.transports import GroupMember, run_contract_in_threads
 from holdfast.train.checkpoint.state import flatten, metas, restore
 from holdfast.train.data.sampling import SamplePlan
+from holdfast.train.exchange.layout import Layout, piece_of
 from holdfast.train.job import Job
-from holdfast.train.monitor import Monitor
 from holdfast.train.step.buckets import Gradients
 from holdfast.train.step.missed_steps import MissedSteps
-from holdfast.train.step.reduction import Layout, piece_of
+from holdfast.train.step.monitor import Monitor
 from holdfast.train.step.row_sums import RowsSum
 from holdfast.train.step.row_table import Rows
 from holdfast.train.step.speculative import FinishedTask, SpeculativeTasks

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from holdfast.core.errors import UserError
-from holdfast.train.unprotected_modules import UnprotectedModules
+from holdfast.train.script.unprotected_modules import UnprotectedModules
 from loop_kit import net
 
 ALONE = """

@@ -27,7 +27,7 @@ from holdfast.runtime.node.bootstrap import HUGE_PAGES
 from holdfast.runtime.node.worker_process import WorkerTemplate
 from holdfast.runtime.rundir import RunDir
 from holdfast.store.open import FORM, absolute_store
-from holdfast.train.environment import ALONE, WorkerEnvironment
+from holdfast.train.script.environment import ALONE, WorkerEnvironment
 from holdfast.wire.job_document import decode_job, encode_job
 from holdfast.wire.messages import JoinReply, decode, encode
 from support import SPEC

@@ -11,10 +11,11 @@ import torch
 from holdfast.core.step.link_detector import LinkDetector, LinkVerdict
 from holdfast.core.step.stragglers import Detector
 from holdfast.core.types import WorkerId
+from holdfast.train.exchange.layout import Layout
+from holdfast.train.exchange.seam import AloneTransport, Message, NothingPending, Pending
 from holdfast.train.step.buckets import Bucket
 from holdfast.train.step.probe import Probe, current
-from holdfast.train.step.reduction import BucketSum, Layout
-from holdfast.train.transport.seam import AloneTransport, Message, NothingPending, Pending
+from holdfast.train.step.reduction import BucketSum
 from labs.made_up_exchanges import BUCKETS, MadeUpExchange
 
 BEGIN = 40  # the step at which something becomes slow

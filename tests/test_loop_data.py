@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from holdfast.core.errors import UserError
 from holdfast.observe.ledger import Place, Uses
 from holdfast.train.job import Job
-from holdfast.train.ledger_recorder import LedgerRecorder
+from holdfast.train.script.ledger_recorder import LedgerRecorder
 from loop_kit import dataset, digest, everywhere, net, protected, results, step_once
 from thread_cluster import ThreadWorker
 

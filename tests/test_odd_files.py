@@ -20,7 +20,7 @@ from holdfast.observe.ledger_claims import RESULT_FILE, claim_of_result
 from holdfast.runtime.coordinate.journal import FileJournal
 from holdfast.runtime.rundir import JOB_FILE, RunDir
 from holdfast.store.regular_files import append_regular, create_regular
-from holdfast.train.environment import WorkerEnvironment
+from holdfast.train.script.environment import WorkerEnvironment
 
 pytestmark = pytest.mark.timeout(20)  # a pipe that is waited for hangs
 

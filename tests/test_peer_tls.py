@@ -36,10 +36,10 @@ from holdfast.testing.transports import (
     run_contract,
     run_contract_in_threads,
 )
-from holdfast.train.transport.group_connection import GroupConnection
-from holdfast.train.transport.seam import Transport
-from holdfast.train.transport.tcp_transport import TcpListener, TcpTransport
-from holdfast.train.transport.wires import RECORD_BYTES, WRITE_BYTES, TlsWire
+from holdfast.train.exchange.group_connection import GroupConnection
+from holdfast.train.exchange.seam import Transport
+from holdfast.train.exchange.tcp_transport import TcpListener, TcpTransport
+from holdfast.train.exchange.wires import RECORD_BYTES, WRITE_BYTES, TlsWire
 
 KEY = b"k" * 32
 HOST = "127.0.0.1"

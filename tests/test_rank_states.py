@@ -11,7 +11,7 @@ import torch
 
 from holdfast.core.errors import StateMismatch, UserError, WireError
 from holdfast.train.job import Job, RankState
-from holdfast.train.rank_states import RankStates
+from holdfast.train.script.rank_states import RankStates
 from holdfast.train.step.packed_trees import pack, unpack
 from holdfast.train.step.task_report import TaskReport, read_report
 from loop_kit import dataset, digest, everywhere, protected, results

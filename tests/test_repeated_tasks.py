@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from holdfast.core.errors import UserError, WorldError
-from holdfast.train.repeated_tasks import (
+from holdfast.train.script.repeated_tasks import (
     RUNS_CLOSE,
     RUNS_MAX,
     RUNS_ODD,

@@ -20,13 +20,14 @@ from holdfast.store.open import open_storage
 from holdfast.testing.local_run import LocalRun
 from holdfast.train.checkpoint import state
 from holdfast.train.checkpoint.formats import read_tensors
+from holdfast.train.checkpoint.gathered_state import GatheredState
 from holdfast.train.checkpoint.loaded_state import LoadedState
 from holdfast.train.checkpoint.shares import wanted_of_shares
 from holdfast.train.checkpoint.state import Extent
-from holdfast.train.optimizer_sharding.gathered_state import GatheredState
+from holdfast.train.exchange.layout import TAG_UPDATE, Layout
+from holdfast.train.exchange.seam import AloneTransport
+from holdfast.train.exchange.tensor_bytes import as_bytes
 from holdfast.train.optimizer_sharding.sharded_optimizers import ShardedOptimizers
-from holdfast.train.step.reduction import TAG_UPDATE, Layout
-from holdfast.train.transport.seam import AloneTransport
 from test_memory_tier import (
     LATER,
     end,
@@ -140,7 +141,7 @@ def exported(store: Path, step: int) -> dict[str, bytes]:
     """Return the bytes of each tensor of a checkpoint, put together of the parts of all workers."""
     checkpoints = Checkpoints(open_storage(str(store), print), print)
     tensors = read_tensors(checkpoints, step)
-    return {name: state.as_bytes(each).numpy().tobytes() for name, each in tensors.items()}
+    return {name: as_bytes(each).numpy().tobytes() for name, each in tensors.items()}
 
 
 # ---------------------------------------------------------------- bad input

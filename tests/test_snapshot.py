@@ -59,7 +59,7 @@ from holdfast.train.checkpoint.restorer import Restorer
 from holdfast.train.checkpoint.saver import Saver
 from holdfast.train.checkpoint.shares import share_of
 from holdfast.train.checkpoint.staging import Copier
-from holdfast.train.step.reduction import Layout
+from holdfast.train.exchange.layout import Layout
 from mail_kit import Mail, Noisy
 from support import until
 

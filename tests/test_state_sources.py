@@ -14,10 +14,10 @@ from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.types import Invalidation, Peer, View, ViewNumber, WorkerId
 from holdfast.store.storage import Missing
+from holdfast.train.exchange.layout import Layout
 from holdfast.train.state import state_sources
-from holdfast.train.state.mover import ViewConnections
 from holdfast.train.state.state_sources import STORE_PAUSE_S, StoreSource
-from holdfast.train.step.reduction import Layout
+from holdfast.train.step.mover import ViewConnections
 from machine_kit import a_view
 
 VIEW = a_view(4, range(2), step=8, joiners=range(2))

@@ -16,13 +16,13 @@ from holdfast.core.step.events import Purpose
 from holdfast.core.step.link_detector import NOBODY, Wait
 from holdfast.core.types import Incarnation, Peer, Tick, View, ViewNumber, WorkerId, WorkerStatus
 from holdfast.core.worker.machine import WorkerMachine
-from holdfast.train.driver import Driver, ViewRendezvous
-from holdfast.train.monitor import Monitor
+from holdfast.train.exchange.waits import SHORT_S, Waits
+from holdfast.train.step.driver import Driver, ViewRendezvous
 from holdfast.train.step.filled_buckets import FilledBuckets
+from holdfast.train.step.monitor import Monitor
 from holdfast.train.step.speculative import FinishedTask, SpeculativeTasks
 from holdfast.train.step.step_table import UNWEIGHTED
 from holdfast.train.step.task_report import TaskReport
-from holdfast.train.step.waits import SHORT_S, Waits
 from machine_kit import a_view
 
 ONE, TWO = ViewNumber(1), ViewNumber(2)

@@ -15,8 +15,9 @@ from holdfast.core.job_spec import JobSpec, with_settings
 from holdfast.core.types import WorkerId
 from holdfast.train.checkpoint import state
 from holdfast.train.data.sampling import SamplePlan
+from holdfast.train.exchange.tensor_bytes import as_bytes
+from holdfast.train.exchange.waits import Waits
 from holdfast.train.job import Job
-from holdfast.train.step.waits import Waits
 from support import SPEC
 from thread_cluster import HANG_S, Killed, ThreadCluster, ThreadWorker
 
@@ -68,7 +69,7 @@ def train(
     skeleton, tensors = state.capture({"model": model, "optimizer": optimizer})
     found = hashlib.sha256(skeleton)
     for tensor in tensors:
-        found.update(state.as_bytes(tensor).numpy().tobytes())
+        found.update(as_bytes(tensor).numpy().tobytes())
     return found.hexdigest()
 
 

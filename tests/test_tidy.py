@@ -18,6 +18,9 @@ CORE = "src/holdfast/core/x.py"
 RUNTIME = "src/holdfast/runtime/x.py"
 SIM = "src/holdfast/sim/x.py"
 TRAIN = "src/holdfast/train/x.py"
+EXCHANGE = "src/holdfast/train/exchange/x.py"
+STEP = "src/holdfast/train/step/x.py"
+UNHEARD_OF = "src/holdfast/train/unheard_of/x.py"
 ROOT = "src/holdfast/__init__.py"
 LABS = "tests/labs/x.py"
 CLI = "src/holdfast/cli/main.py"
@@ -45,6 +48,9 @@ BAD = [
     ("layers", CLI, "from holdfast.testing import faults"),
     ("layers", "src/holdfast/testing/x.py", "from holdfast.examples import demo"),
     ("layers", "src/holdfast/unheard_of/x.py", "from holdfast.core import types"),
+    ("train-layers", EXCHANGE, "from holdfast.train.x import f"),
+    ("train-layers", STEP, "from holdfast.train.exchange import x\nimport holdfast.train.x"),
+    ("train-layers", UNHEARD_OF, "from holdfast.train.exchange.x import f"),
     ("torch-only-in-train", RUNTIME, "import torch.distributed as dist"),
     ("torch-only-in-train", CLI, "def f():\n    from torch import nn"),
     ("pure-core", CORE, "import time"),
@@ -117,6 +123,8 @@ GOOD = [
     ("layers", CLI, "import holdfast\nfrom holdfast.sim import world"),
     ("layers", ROOT, "from holdfast.train.job import join"),
     ("layers", "src/holdfast/testing/x.py", "import holdfast\nfrom holdfast.runtime import rundir"),
+    ("train-layers", TRAIN, "from holdfast.train.exchange import x\nimport holdfast.train.step.x"),
+    ("train-layers", STEP, "from holdfast.train.exchange.x import f\nimport holdfast.core.types"),
     ("torch-only-in-train", TRAIN, "import torch"),
     ("torch-only-in-train", "src/holdfast/testing/x.py", "import torch"),
     ("torch-only-in-train", "examples/x.py", "import torch"),

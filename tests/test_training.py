@@ -32,20 +32,15 @@ from holdfast.train.checkpoint import state
 from holdfast.train.checkpoint.loaded_state import LoadedState
 from holdfast.train.checkpoint.state_comparison import fingerprint
 from holdfast.train.checkpoint.transfer import StateSync
+from holdfast.train.exchange.layout import TAG_AUDIT, Layout, all_gather
+from holdfast.train.exchange.seam import Message, NothingPending, Pending
+from holdfast.train.exchange.tensor_bytes import as_bytes
+from holdfast.train.script.fingerprints import Fingerprints
 from holdfast.train.step.buckets import Bucket, Flat
-from holdfast.train.step.fingerprints import Fingerprints
-from holdfast.train.step.reduction import (
-    FINITE,
-    SOMEBODYS,
-    TAG_AUDIT,
-    BucketSum,
-    Layout,
-    all_gather,
-)
+from holdfast.train.step.reduction import FINITE, SOMEBODYS, BucketSum
 from holdfast.train.step.step_table import Buffers
 from holdfast.train.step.sum_runs import SumRuns
 from holdfast.train.step.task_digest import TaskDigest
-from holdfast.train.transport.seam import Message, NothingPending, Pending
 from support import SPEC
 
 
@@ -387,7 +382,7 @@ def test_a_state_survives_the_journey() -> None:
     skeleton, tensors = state.flatten(PLAIN, "state")
     copies = [state.empty(meta) for meta in state.metas(skeleton)]
     for copy, tensor in zip(copies, tensors, strict=True):
-        state.as_bytes(copy).copy_(state.as_bytes(tensor))
+        as_bytes(copy).copy_(as_bytes(tensor))
     found = state.restore(skeleton, copies)
     assert list(found) == list(PLAIN)
     for key in set(PLAIN) - {"tensors", "array"}:

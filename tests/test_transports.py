@@ -29,13 +29,13 @@ from holdfast.testing.transports import (
     run_contract_in_threads,
     takes_any_order,
 )
-from holdfast.train.environment import WorkerEnvironment, take_channel
-from holdfast.train.transport import tcp_transport
-from holdfast.train.transport.group_connection import HEAD, GroupConnection
-from holdfast.train.transport.nccl import NcclTransport
-from holdfast.train.transport.seam import AloneTransport
-from holdfast.train.transport.tcp_transport import TcpListener, TcpTransport
-from holdfast.train.transport.wires import Part, PlainWire
+from holdfast.train.exchange import tcp_transport
+from holdfast.train.exchange.group_connection import HEAD, GroupConnection
+from holdfast.train.exchange.nccl import NcclTransport
+from holdfast.train.exchange.seam import AloneTransport
+from holdfast.train.exchange.tcp_transport import TcpListener, TcpTransport
+from holdfast.train.exchange.wires import Part, PlainWire
+from holdfast.train.script.environment import WorkerEnvironment, take_channel
 
 KEY = b"k" * 32
 IDENTITY = PeerIdentity(key=KEY)

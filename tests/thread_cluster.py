@@ -32,11 +32,11 @@ from holdfast.core.types import (
 from holdfast.core.worker.machine import WorkerMachine
 from holdfast.testing.memory_transport import MemoryNetwork, MemoryTransport
 from holdfast.train.compose import Control, step_policy
-from holdfast.train.driver import Driver
-from holdfast.train.environment import WorkerEnvironment
+from holdfast.train.exchange.seam import Message, Pending
 from holdfast.train.job import Job
-from holdfast.train.monitor import Monitor
-from holdfast.train.transport.seam import Message, Pending
+from holdfast.train.script.environment import WorkerEnvironment
+from holdfast.train.step.driver import Driver
+from holdfast.train.step.monitor import Monitor
 
 HANG_S = 60.0
 ROUNDS_TO_FAIL = 20  # of the control plane: a process that fails takes a while to say so

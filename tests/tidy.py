@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tidy_docstrings
+import tidy_layers
 import tidy_prose
 import tidy_sets
 import tidy_sizes
@@ -31,26 +32,6 @@ from tidy_sets import Function
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("src", "tests", "examples", "benchmarks")
 
-# Highest first. A module may import from its own package and from any lower row; packages of one
-# row are strangers to each other. "" is holdfast/__init__.py.
-LAYERS = (
-    ("", "__main__", "testing", "integrations", "examples"),  # nothing below imports these
-    ("cli", "dashboard"),
-    ("launch",),
-    ("runtime", "sim"),
-    ("train", "servers"),
-    ("health", "observe"),  # below train, which writes what is observed while training
-    ("store", "memory"),
-    ("net",),
-    ("wire", "coding"),
-    ("core",),
-)
-FORBIDDEN = {
-    ("sim", "train"),
-    ("testing", "cli"),
-    ("testing", "examples"),
-}  # although the rows would allow it
-PUBLIC_API_USERS = ("cli",)  # may `import holdfast` as a user would
 TORCH_USERS = ("train", "testing", "integrations", "examples")
 
 # Where execution can start; every other module must be reachable from one of these.
@@ -128,37 +109,31 @@ def in_core(modules: list[Module]) -> Iterator[Module]:
 # ---------------------------------------------------------------- layers and imports
 
 
-def row(package: str) -> int | None:
-    return next((i for i, packages in enumerate(LAYERS) if package in packages), None)
-
-
-def import_refused(importer: str, imported: str) -> str | None:
-    """Why `importer` (a package of holdfast) may not import `imported`, or None."""
-    if (importer, imported) in FORBIDDEN:
-        return f"{importer} must never import {imported}"
-    if importer == imported or row(importer) == 0:
-        return None
-    if imported == "" and importer in PUBLIC_API_USERS:
-        return None
-    above, below = row(importer), row(imported)
-    if above is None or below is None:
-        return f"no layer is known for {importer if above is None else imported}: add it to LAYERS"
-    if above == below:
-        return f"{importer} and {imported} are in one layer and must not know each other"
-    return f"{imported or 'holdfast itself'} is above {importer}" if above > below else None
-
-
 def find_layers(modules: list[Module]) -> Iterator[Finding]:
-    packages = {m.package for m in in_src(modules)} | {p for layer in LAYERS for p in layer}
+    packages = {m.package for m in in_src(modules)} | {
+        p for layer in tidy_layers.LAYERS for p in layer
+    }
     for module in in_src(modules):
         for line, name in imports(module):
             parts = name.split(".")
             if parts[0] != "holdfast":
                 continue
             imported = parts[1] if len(parts) > 1 and parts[1] in packages else ""
-            refused = import_refused(module.package, imported)
+            refused = tidy_layers.import_refused(module.package, imported)
             if refused:
                 yield Finding(module, line, f"imports {name}: {refused}")
+
+
+def find_train_layers(modules: list[Module]) -> Iterator[Finding]:
+    train = "holdfast.train."
+    for module in modules:
+        if not module.name.startswith(train):
+            continue
+        importer = module.name.removeprefix(train)
+        for line, name in imports(module):
+            imported = name.removeprefix(train)
+            if imported != name and (why := tidy_layers.train_import_refused(importer, imported)):
+                yield Finding(module, line, f"imports {name}: {why}")
 
 
 def find_torch(modules: list[Module]) -> Iterator[Finding]:
@@ -390,6 +365,13 @@ RULES = [
         "imports go one way (cli, dashboard -> launch -> runtime, sim -> train, servers -> health, "
         "observe -> store -> net -> wire, coding -> core), so that what is simulated is the "
         "product and each part can be understood without those above it",
+    ),
+    Rule(
+        "train-layers",
+        find_train_layers,
+        "inside train as well imports go one way (script -> state, shards -> feeding, "
+        "protection -> step, data -> checkpoint -> optimizer_sharding -> exchange); the root is "
+        "the public API and the place where all is put together (tests/tidy_layers.py)",
     ),
     Rule(
         "torch-only-in-train",

@@ -85,7 +85,8 @@ SHORT_FILES = frozenset(
         "src/holdfast/train/checkpoint/room.py",
         "src/holdfast/train/data/map_style.py",
         "src/holdfast/train/host_memory.py",
-        "src/holdfast/train/monitor.py",
+        "src/holdfast/train/exchange/tensor_bytes.py",
+        "src/holdfast/train/step/monitor.py",
         "src/holdfast/train/preload.py",
         "src/holdfast/train/rendezvous_store.py",
     )

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 
 from holdfast.core.step.link_detector import Wait
-from holdfast.train.step.waits import Waits
+from holdfast.train.exchange.waits import Waits
 
 BUCKETS = 3
 COMPUTE_S = 0.1

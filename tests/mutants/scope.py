@@ -11,8 +11,10 @@ from pathlib import Path
 CORE = "src/holdfast/core/"
 MEMORY = "src/holdfast/memory/"
 DRIVERS = (
-    "src/holdfast/train/driver.py",
-    "src/holdfast/train/script_thread.py",
+    "src/holdfast/train/hands.py",
+    "src/holdfast/train/step/driver.py",
+    "src/holdfast/train/exchange/waits.py",
+    "src/holdfast/train/script/script_thread.py",
     *(
         f"src/holdfast/train/protection/{name}.py"
         for name in ("device_image", "protector", "recalling", "tensor_coding")
@@ -20,8 +22,8 @@ DRIVERS = (
     *(
         f"src/holdfast/train/step/{name}.py"
         for name in (
-            *("backup_messages", "engine", "filled_buckets", "hands"),
-            *("missed_steps", "speculative", "sum_runs", "waits"),
+            *("backup_messages", "engine", "filled_buckets"),
+            *("missed_steps", "speculative", "sum_runs"),
         )
     ),
 )

@@ -24,6 +24,7 @@ from torch import nn
 
 import holdfast
 from holdfast.train.checkpoint import state
+from holdfast.train.exchange.tensor_bytes import as_bytes
 
 WIDTH, BATCH, LENGTH = 16, 3, 5
 
@@ -71,7 +72,7 @@ def digest(trees: dict[str, Any]) -> str:
     skeleton, tensors = state.flatten(trees, "state")
     found = hashlib.sha256(skeleton)
     for tensor in tensors:
-        found.update(state.as_bytes(tensor).numpy().tobytes())
+        found.update(as_bytes(tensor).numpy().tobytes())
     return found.hexdigest()
 
 

@@ -22,10 +22,10 @@ from torch import nn
 
 import holdfast
 from holdfast.train.checkpoint import state, transfer
-from holdfast.train.checkpoint.state import Extent
-from holdfast.train.optimizer_sharding.gathered_state import GatheredState
+from holdfast.train.checkpoint.gathered_state import GatheredState
+from holdfast.train.checkpoint.state import PROTECTED_AS, Extent
+from holdfast.train.exchange.tensor_bytes import as_bytes
 from holdfast.train.optimizer_sharding.sharded_optimizers import ShardedOptimizers
-from holdfast.train.script_state import PROTECTED_AS
 from holdfast.train.step import engine
 from holdfast.train.step import reduction as exchange
 
@@ -127,7 +127,7 @@ def digest(trees: dict[str, Any]) -> str:
     skeleton, tensors = state.flatten(trees, "state")
     found = hashlib.sha256(skeleton)
     for tensor in tensors:
-        found.update(state.as_bytes(tensor).numpy().tobytes())
+        found.update(as_bytes(tensor).numpy().tobytes())
     return found.hexdigest()
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from holdfast.testing.fault_script import Disturbance, parse
-from holdfast.train.local_tensors import local_of
+from holdfast.train.checkpoint.local_tensors import local_of
 from holdfast.train.step.probe import Probe, current
 
 

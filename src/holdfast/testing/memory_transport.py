@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import torch
 
 from holdfast.core.errors import Aborted
-from holdfast.train.step.waits import Waits
-from holdfast.train.transport.seam import Message, Pending, Rendezvous
+from holdfast.train.exchange.seam import Message, Pending, Rendezvous
+from holdfast.train.exchange.waits import Waits
 
 DAMAGED_NUMEL = 100  # the least number of elements of a message that is damaged on request
 Box = collections.deque[torch.Tensor]

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 import xxhash
 
-from holdfast.train.checkpoint.state import as_bytes
+from holdfast.train.checkpoint.local_tensors import local_of
+from holdfast.train.exchange.tensor_bytes import as_bytes
 from holdfast.train.job import joined
-from holdfast.train.local_tensors import local_of
 from holdfast.train.step.probe import Probe, current
 
 VICTIM = 1  # the worker that is killed once

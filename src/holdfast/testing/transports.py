@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from holdfast.core.errors import Aborted
-from holdfast.train.transport.seam import Message, Transport
+from holdfast.train.exchange.seam import Message, Transport
 
 POLL_S = 0.001
 LOOK_S = 0.1

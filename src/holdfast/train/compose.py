@@ -25,57 +25,57 @@ from holdfast.memory.piece_post import PiecePost
 from holdfast.net.peer_identity import PeerIdentity
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.open import open_storage
-from holdfast.train.agent_link import AgentLink, SoloLink
-from holdfast.train.carried_variables import describe_carried
+from holdfast.train.checkpoint.gathered_state import GatheredState
 from holdfast.train.checkpoint.loaded_state import LoadedState
+from holdfast.train.checkpoint.local_tensors import check_meshes
 from holdfast.train.checkpoint.restorer import Restorer
 from holdfast.train.checkpoint.saver import Saver, say
-from holdfast.train.checkpoint.state import Capture
+from holdfast.train.checkpoint.state import PROTECTED_AS, Capture
 from holdfast.train.compiled import advice
-from holdfast.train.driver import Driver, Link
-from holdfast.train.environment import WorkerEnvironment
+from holdfast.train.exchange.nccl import GpuTransport, gpu_id_of
+from holdfast.train.exchange.seam import Transport
+from holdfast.train.exchange.staged import DeviceCopies, HostRooms
+from holdfast.train.exchange.tcp_transport import TcpListener, TcpTransport
 from holdfast.train.feeding.fed_receiver import FedReceiver
 from holdfast.train.feeding.feeder import Feeder
-from holdfast.train.ledger_recorder import LedgerRecorder
-from holdfast.train.local_tensors import check_meshes
-from holdfast.train.monitor import Monitor
-from holdfast.train.optimizer_sharding.gathered_state import GatheredState
+from holdfast.train.hands import StepHands
 from holdfast.train.optimizer_sharding.sharded_optimizers import ShardedOptimizers
-from holdfast.train.optimizer_watch import OptimizerWatch
-from holdfast.train.parameter_watch import ParameterWatch
 from holdfast.train.protection.protector import PieceTarget, Protector
 from holdfast.train.protection.recalling import Recalling
 from holdfast.train.rendezvous_store import find_store, open_store
-from holdfast.train.repeated_tasks import RepeatedTasks
-from holdfast.train.script_guard import ScriptGuard
-from holdfast.train.script_state import PROTECTED_AS, ScriptState
-from holdfast.train.script_thread import ScriptThread, TaskRunner
+from holdfast.train.script.carried_variables import describe_carried
+from holdfast.train.script.environment import WorkerEnvironment
+from holdfast.train.script.fingerprints import Fingerprints
+from holdfast.train.script.ledger_recorder import LedgerRecorder
+from holdfast.train.script.optimizer_watch import OptimizerWatch
+from holdfast.train.script.parameter_watch import ParameterWatch
+from holdfast.train.script.plain_state import PlainState, StateComparison
+from holdfast.train.script.repeated_tasks import RepeatedTasks
+from holdfast.train.script.script_guard import ScriptGuard
+from holdfast.train.script.script_state import ScriptState
+from holdfast.train.script.script_thread import ScriptThread, TaskRunner
+from holdfast.train.script.unprotected_modules import UnprotectedModules
 from holdfast.train.shards.following_shard import FollowingLink, FollowingMachine
 from holdfast.train.shards.inner_group import LOOPBACK, InnerGroup
 from holdfast.train.shards.leading_shard import LeadingShard
 from holdfast.train.shards.shard_channel import Meeting, ShardChannel
-from holdfast.train.state.mover import StateMover, StateSink
 from holdfast.train.state.state_sinks import FollowersSink, LateSink, MemorySink, StoreSink
 from holdfast.train.state.state_sources import FeedSource, MembersSource, MemorySource, StoreSource
+from holdfast.train.step.agent_link import AgentLink, SoloLink
 from holdfast.train.step.buckets import Gradients
+from holdfast.train.step.driver import Driver, Link
 from holdfast.train.step.engine import Engine, Exchange
 from holdfast.train.step.filled_buckets import FilledBuckets
-from holdfast.train.step.fingerprints import Fingerprints
-from holdfast.train.step.hands import StepHands
 from holdfast.train.step.missed_steps import MissedSteps
 from holdfast.train.step.module_attributes import ModuleAttributes
+from holdfast.train.step.monitor import Monitor
+from holdfast.train.step.mover import StateMover, StateSink
 from holdfast.train.step.probe import current
-from holdfast.train.step.state_differences import PlainState, StateComparison
 from holdfast.train.step.step_data import StepData
 from holdfast.train.step.step_table import Buffers, StepTable
 from holdfast.train.step.task_clock import TaskClock
 from holdfast.train.step.task_digest import TaskDigest
 from holdfast.train.step.trained import Named
-from holdfast.train.transport.nccl import GpuTransport, gpu_id_of
-from holdfast.train.transport.seam import Transport
-from holdfast.train.transport.staged import DeviceCopies, HostRooms
-from holdfast.train.transport.tcp_transport import TcpListener, TcpTransport
-from holdfast.train.unprotected_modules import UnprotectedModules
 
 CHANGED = (
     "a task changes the attribute {path}, which is set back before the next task, so that no task "

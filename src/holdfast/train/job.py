@@ -18,7 +18,9 @@ from torch.utils.data import DataLoader
 
 from holdfast.core.errors import UserError
 from holdfast.core.step.events import EventNoted, StepKind
+from holdfast.train.checkpoint.local_tensors import check_split
 from holdfast.train.checkpoint.saved_state import load_saved
+from holdfast.train.checkpoint.state import PROTECTED_AS, plain
 from holdfast.train.compose import Control, compose_control, compose_worker
 from holdfast.train.data.batch_loading import LoadOptions
 from holdfast.train.data.batch_parts import WHOLE, BatchPart
@@ -32,16 +34,15 @@ from holdfast.train.data.shard_positions import StreamPlan
 from holdfast.train.data.sources import Batches, LoopData, NoDataset, Source, Task, of_loader
 from holdfast.train.data.streams import Stream, shards_of
 from holdfast.train.data.verified_samples import SampleReader, checks_of
-from holdfast.train.environment import WorkerEnvironment, take_channel
-from holdfast.train.epochs import Epoch, EpochWalk
-from holdfast.train.evaluation import Evaluation, without_training
 from holdfast.train.host_memory import keep_freed_memory
-from holdfast.train.job_step import Step, end_step, is_begun
-from holdfast.train.local_tensors import check_split
-from holdfast.train.loop_ends import EndsAtStep, EndsWithEpoch, LoopEnd
-from holdfast.train.rank_states import RankState
-from holdfast.train.script_state import PROTECTED_AS, ScriptState, Values, plain
-from holdfast.train.script_thread import ScriptThread
+from holdfast.train.script.environment import WorkerEnvironment, take_channel
+from holdfast.train.script.epochs import Epoch, EpochWalk
+from holdfast.train.script.evaluation import Evaluation, without_training
+from holdfast.train.script.job_step import Step, end_step, is_begun
+from holdfast.train.script.loop_ends import EndsAtStep, EndsWithEpoch, LoopEnd
+from holdfast.train.script.rank_states import RankState
+from holdfast.train.script.script_state import ScriptState, Values
+from holdfast.train.script.script_thread import ScriptThread
 from holdfast.train.shards.inner_group import InnerGroup
 from holdfast.train.step.values import PROPOSAL
 

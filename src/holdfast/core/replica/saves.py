@@ -1,8 +1,7 @@
 """Decides when a worker saves its share of the state, and when a checkpoint counts. Pure.
 
 All members agree in their votes that the next boundary is to be saved. A checkpoint counts once the
-state that was copied has been compared with that of others, which happens in the next step: by all
-who have saved a share of it.
+copied states of all members have been compared, which happens in the next step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Runs one process of a node for its agent: its start, its channel, its output, its end.
 
 The process reads what the job is from the run directory. Its environment says only which process
-it is and how it reaches its agent; train/environment.py reads that.
+it is and how it reaches its agent; train/script/environment.py reads that.
 """
 
 from __future__ import annotations

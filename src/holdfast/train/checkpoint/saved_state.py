@@ -15,7 +15,7 @@ from holdfast.train.checkpoint import state
 from holdfast.train.checkpoint.formats import read_tensors
 from holdfast.train.checkpoint.restorer import SKELETON_BYTES_MAX, entries_of_shard
 from holdfast.train.checkpoint.saver import say
-from holdfast.train.script_state import PROTECTED_AS
+from holdfast.train.checkpoint.state import PROTECTED_AS
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from holdfast.core.errors import WorldError
-from holdfast.train.local_tensors import local_of
+from holdfast.train.checkpoint.local_tensors import local_of
 
 
 class Copier:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from holdfast.core.errors import StateMismatch, UserError, WireError, first_line
-from holdfast.train.local_tensors import (
+from holdfast.train.checkpoint.local_tensors import (
     Box,
     box_of,
     cut_like,
@@ -28,6 +28,7 @@ from holdfast.train.local_tensors import (
     placement_of,
 )
 
+PROTECTED_AS = "holdfast"  # the name beside those that the script gives
 Meta = tuple[str, tuple[int, ...]]  # dtype name, shape
 
 _DICTS: dict[str, Callable[[list], Any]] = {
@@ -42,8 +43,6 @@ _SEQUENCES: dict[str, Callable[[list], Any]] = {
     "frozenset": frozenset,
     "Size": torch.Size,
 }
-
-NUMPY_HAS = (torch.float32, torch.float64, torch.float16, torch.int64, torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,19 +134,6 @@ def size_of(meta: Meta) -> int:
         return empty(meta, "meta").nbytes
     except (RuntimeError, TypeError, OverflowError):
         raise WireError(f"a state skeleton names an impossible tensor {meta}") from None
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """View a tensor as flat uint8 (a host copy of it, if it is elsewhere or has gaps)."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-
-
-def memory_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a tensor where they lie. It must be on the host and have no gaps."""
-    if tensor.dtype not in NUMPY_HAS:
-        return as_bytes(tensor).numpy().data
-    # The same bytes in a quarter of the time: NumPy reshapes faster.
-    return tensor.detach().numpy().reshape(-1).view(np.uint8).data
 
 
 def keeps_state(value: object) -> bool:
@@ -375,3 +361,26 @@ def _decode(
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise WireError(f"a state skeleton is malformed: {error!r}") from None
     raise WireError(f"a state skeleton has an unknown part {node[0]!r}")
+
+
+def plain(value: Any, name: str) -> Any:
+    """Return a copy of `value` in plain values; UserError names what cannot be one."""
+    match value:
+        case None | bool() | str() | bytes():
+            return value
+        case int() if -(1 << 63) <= value < 1 << 63:
+            return int(value)
+        case int():
+            raise UserError(f"{name} is {value}, which has more than 64 bits: give it as a string")
+        case float():
+            return float(value)
+        case list() | tuple():
+            return [plain(each, f"{name}[{i}]") for i, each in enumerate(value)]
+        case dict():
+            keys = [plain(key, f"the key {key!r} of {name}") for key in value]
+            found = [plain(each, f"{name}[{key!r}]") for key, each in value.items()]
+            return dict(zip(keys, found, strict=True))
+    raise UserError(
+        f"{name} is a {type(value).__module__}.{type(value).__name__}: give numbers, strings, or "
+        "lists and dictionaries of them (value.item() makes a number of a tensor or an array)"
+    )

@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 from holdfast.core.errors import StateMismatch
-from holdfast.train.checkpoint.state import as_bytes
+from holdfast.train.exchange.tensor_bytes import as_bytes
 
 TEXT_CHARS_MAX = 100  # of one value in a message
 _MISSING = "missing"

@@ -18,8 +18,9 @@ from holdfast.core.partition import part_of
 from holdfast.train.checkpoint import state
 from holdfast.train.checkpoint.loaded_state import LoadedState
 from holdfast.train.checkpoint.state_comparison import fingerprint
-from holdfast.train.step.reduction import TAG_STATE, Layout, all_gather
-from holdfast.train.transport.seam import Transport
+from holdfast.train.exchange.layout import TAG_STATE, Layout, all_gather
+from holdfast.train.exchange.seam import Transport
+from holdfast.train.exchange.tensor_bytes import as_bytes
 
 PART_BYTES = 32 << 20
 DIGEST_WORDS = 2
@@ -97,7 +98,7 @@ class StateSync:
                 self._transport.exchange([(joiner, size), (joiner, body)], [], TAG_STATE).wait()
         for part in parts_of([t.numel() * t.element_size() for t in tensors], donors):
             if part.donor == rank:
-                data = state.as_bytes(tensors[part.tensor])[part.start : part.stop]
+                data = as_bytes(tensors[part.tensor])[part.start : part.stop]
                 digest = digest_of(data)
                 sends = [m for j in joiners for m in ((j, data), (j, digest))]
                 self._transport.exchange(sends, [], TAG_STATE).wait()
@@ -111,7 +112,7 @@ class StateSync:
         tensors = [state.empty(meta) for meta in state.metas(skeleton)]
         under_way = []
         for part in parts_of([t.numel() * t.element_size() for t in tensors], donors):
-            data = state.as_bytes(tensors[part.tensor])[part.start : part.stop]
+            data = as_bytes(tensors[part.tensor])[part.start : part.stop]
             digest = torch.zeros(DIGEST_WORDS, dtype=torch.int64)
             receives = [(part.donor, data), (part.donor, digest)]
             pending = self._transport.exchange([], receives, TAG_STATE)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from holdfast.core.errors import UserError
-from holdfast.train.script_state import plain
+from holdfast.train.checkpoint.state import plain
 
 TELL_STEPS = 64  # steps of the script between two times that states are told
 STATE_BYTES_MAX = 1 << 20  # of one reader

@@ -18,8 +18,8 @@ import xxhash
 
 from holdfast.core.errors import UserError
 from holdfast.store.data_index import SampleIndex
-from holdfast.train.checkpoint.state import as_bytes
 from holdfast.train.data.map_style import dataset_length
+from holdfast.train.exchange.tensor_bytes import as_bytes
 
 _DOUBLE = struct.Struct("<d").pack
 _WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

@@ -25,11 +25,11 @@ from holdfast.net.peer_listener import serve
 from holdfast.train.checkpoint import state
 from holdfast.train.checkpoint.loaded_state import LoadedState
 from holdfast.train.checkpoint.transfer import StatePart, parts_of
+from holdfast.train.exchange.layout import piece_of
 from holdfast.train.feeding import feed_frames
 from holdfast.train.feeding.feed_frames import FeedHead, bytes_of
 from holdfast.train.feeding.step_memory import StepMemory
 from holdfast.train.step.kept_step import put_buffers, room
-from holdfast.train.step.reduction import piece_of
 from holdfast.train.step.step_data import StepData
 
 MARGIN = 0.9  # of the free memory, that may be taken

@@ -21,12 +21,13 @@ from holdfast.net import peer_stream
 from holdfast.net.peer_identity import PeerIdentity
 from holdfast.train.checkpoint import state
 from holdfast.train.checkpoint.transfer import parts_of
+from holdfast.train.exchange.layout import piece_of
+from holdfast.train.exchange.tensor_bytes import as_bytes
 from holdfast.train.feeding import feed_frames
 from holdfast.train.feeding.feed_frames import FeedHead, SendRate, bytes_of
 from holdfast.train.feeding.staged_state import StagedState
 from holdfast.train.feeding.step_memory import StepMemory
 from holdfast.train.step.kept_step import KeptStep
-from holdfast.train.step.reduction import piece_of
 from holdfast.train.step.step_data import StepData
 
 StateParts = list[tuple[int, memoryview]]  # numbers of parts, and their bytes
@@ -123,7 +124,7 @@ class Feeder:
         plan = self._data.gradients.plan
         named = tuple(tables)
         head = FeedHead(kind="step", step=index, plan=plan, tables=named, compared=compared)
-        sent = [bytes_of(state.as_bytes(each)) for each in buffers]
+        sent = [bytes_of(as_bytes(each)) for each in buffers]
         message = _Message(head, sent, [*kept.pieces], len(self._senders))
         for sender in self._senders:
             sender.put(message)

@@ -18,9 +18,9 @@ import torch
 import xxhash
 
 from holdfast.core.errors import first_line
-from holdfast.train.checkpoint import state
 from holdfast.train.checkpoint.staging import Copier, steady_storages
 from holdfast.train.checkpoint.transfer import StatePart
+from holdfast.train.exchange.tensor_bytes import as_bytes
 from holdfast.train.feeding.feed_frames import bytes_of
 from holdfast.train.feeding.step_memory import free_beside
 from holdfast.train.step.kept_step import room
@@ -146,7 +146,7 @@ class StagedState:
             words = b""
             if sums:
                 gathered = torch.stack([each.to(sums[0].device) for each in sums])
-                words = state.as_bytes(gathered).numpy().tobytes()
+                words = as_bytes(gathered).numpy().tobytes()
         except (MemoryError, RuntimeError) as error:
             with self._progress:
                 self.problem = f"the state cannot be copied: {first_line(error)}"

@@ -18,8 +18,8 @@ import xxhash
 
 from holdfast.core.errors import Aborted, Damaged, UserError
 from holdfast.core.partition import share_out
-from holdfast.train.step.reduction import TAG_UPDATE, Layout, gather_bytes
-from holdfast.train.transport.seam import AloneTransport, Message, Transport
+from holdfast.train.exchange.layout import TAG_UPDATE, Layout, gather_bytes
+from holdfast.train.exchange.seam import AloneTransport, Message, Transport
 
 DIGEST_BYTES = 16
 WHOLE, DAMAGED = b"\1", b"\0"  # whether a member has heard all as it was said

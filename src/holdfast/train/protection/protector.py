@@ -28,6 +28,7 @@ from holdfast.memory.pieces import Image, PieceCoder
 from holdfast.train.checkpoint import state
 from holdfast.train.checkpoint.staging import steady_storages
 from holdfast.train.checkpoint.state import Capture, Extent, Wanted
+from holdfast.train.exchange.tensor_bytes import as_bytes
 from holdfast.train.protection.device_image import DeviceImage
 from holdfast.train.protection.tensor_coding import TensorCode
 from holdfast.train.step.kept_step import image_of
@@ -313,7 +314,7 @@ def _image(tensors: Sequence[torch.Tensor]) -> Image | DeviceImage:
     devices = [tensor.device for tensor in tensors if tensor.is_cuda]
     if devices:
         return DeviceImage(tensors, devices[0])
-    return Image([state.as_bytes(tensor).numpy().data for tensor in tensors])
+    return Image([as_bytes(tensor).numpy().data for tensor in tensors])
 
 
 def _check_steady(steady: _Steady) -> None:
@@ -339,7 +340,7 @@ def buffers_of_state(image: memoryview) -> tuple[bytes, Sequence[torch.Tensor]]:
         tensor = state.empty(meta)
         size = tensor.nbytes
         if size:
-            state.as_bytes(tensor).copy_(torch.frombuffer(image[at : at + size], dtype=torch.uint8))
+            as_bytes(tensor).copy_(torch.frombuffer(image[at : at + size], dtype=torch.uint8))
         at += size
         tensors.append(tensor)
     return skeleton, tensors

@@ -15,8 +15,8 @@ from holdfast.core.step import events as ev
 from holdfast.core.step.shards import FollowerProofs
 from holdfast.core.step.speculation import Lateness, Patience
 from holdfast.core.types import Incarnation, Peer, Stage, View, WorkerId, WorkerStatus
-from holdfast.train.driver import Driver
 from holdfast.train.shards.shard_channel import Book, ShardChannel
+from holdfast.train.step.driver import Driver
 from holdfast.wire.frames import Sealer
 from holdfast.wire.messages import Address, encode
 

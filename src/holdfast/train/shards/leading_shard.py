@@ -10,9 +10,9 @@ from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.step.shards import ShardEvents, is_shared
 from holdfast.core.types import Peer, WorkerId, WorkerStatus
-from holdfast.train.agent_link import AgentLink
-from holdfast.train.driver import Driver
 from holdfast.train.shards.shard_channel import Book, ShardChannel
+from holdfast.train.step.agent_link import AgentLink
+from holdfast.train.step.driver import Driver
 from holdfast.wire.messages import Address
 
 

@@ -15,8 +15,8 @@ from holdfast.train.checkpoint.shares import wanted_of_shares
 from holdfast.train.checkpoint.state import Capture
 from holdfast.train.feeding.feeder import Feeder
 from holdfast.train.protection.protector import Protector
-from holdfast.train.state.mover import Events, ViewConnections
 from holdfast.train.step.missed_steps import MissedSteps
+from holdfast.train.step.mover import Events, ViewConnections
 
 SAVE_S_MAX = 600.0  # how long the end of a loop waits for a checkpoint under way
 

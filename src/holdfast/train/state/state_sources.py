@@ -17,8 +17,8 @@ from holdfast.train.checkpoint.restorer import Restorer
 from holdfast.train.checkpoint.saver import say
 from holdfast.train.feeding.fed_receiver import FedReceiver
 from holdfast.train.protection.recalling import Recalling
-from holdfast.train.state.mover import Events, ViewConnections
 from holdfast.train.step.missed_steps import MissedSteps
+from holdfast.train.step.mover import Events, ViewConnections
 
 STORE_PAUSE_S = 1.0  # before a store that does not answer is asked again
 

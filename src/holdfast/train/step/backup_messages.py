@@ -14,9 +14,9 @@ from holdfast.core.errors import Aborted
 from holdfast.core.step.backup import FIRST
 from holdfast.core.step.events import CountSettled, MemberDone
 from holdfast.core.types import View
-from holdfast.train.driver import Driver
-from holdfast.train.step.reduction import Layout
-from holdfast.train.transport.seam import Transport
+from holdfast.train.exchange.layout import Layout
+from holdfast.train.exchange.seam import Transport
+from holdfast.train.step.driver import Driver
 
 TAG_BACKUP = 10
 

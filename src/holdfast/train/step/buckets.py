@@ -19,8 +19,8 @@ import xxhash
 from holdfast.core import tree
 from holdfast.core.errors import UserError
 from holdfast.core.step.events import Purpose
-from holdfast.train.local_tensors import local_gradient, local_of, placed_as
-from holdfast.train.monitor import Monitor
+from holdfast.train.checkpoint.local_tensors import local_gradient, local_of, placed_as
+from holdfast.train.step.monitor import Monitor
 from holdfast.train.step.probe import current
 from holdfast.train.step.row_table import Rows, RowTable
 

@@ -22,29 +22,25 @@ from holdfast.core.step import events as ev
 from holdfast.core.step.backup import FIRST
 from holdfast.core.step.events import FINITE, StepKind, Topic
 from holdfast.core.types import Peer, View, WorkerId
-from holdfast.train.driver import Driver, EngineOrder, Link, ViewRendezvous
-from holdfast.train.state.mover import StateMover, ViewConnections
+from holdfast.train.exchange.layout import TAG_AUDIT, TAG_VOTE, Layout, all_gather, gather_bytes
+from holdfast.train.exchange.seam import AloneTransport, Rendezvous, Transport
+from holdfast.train.exchange.waits import Waits
 from holdfast.train.step.backup_messages import BackupMessages
+from holdfast.train.step.driver import Driver, EngineOrder, Link, ViewRendezvous
 from holdfast.train.step.filled_buckets import FilledBuckets
+from holdfast.train.step.mover import StateMover, ViewConnections
 from holdfast.train.step.reduction import (
-    TAG_AUDIT,
-    TAG_VOTE,
     BucketSum,
     BuffersSpread,
-    Layout,
     Operation,
     PlanCheck,
     TableGather,
-    all_gather,
-    gather_bytes,
 )
 from holdfast.train.step.row_sums import RowsSum
 from holdfast.train.step.state_differences import explain, in_short
 from holdfast.train.step.step_data import StepData
 from holdfast.train.step.sum_runs import SumRuns, digest_all
 from holdfast.train.step.values import ValuesGather
-from holdfast.train.step.waits import Waits
-from holdfast.train.transport.seam import AloneTransport, Rendezvous, Transport
 
 NOT_TOLD = b"-"  # by those who have no state to describe
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from holdfast.train.monitor import Monitor
 from holdfast.train.step.buckets import Bucket
+from holdfast.train.step.monitor import Monitor
 
 
 class FilledBuckets:

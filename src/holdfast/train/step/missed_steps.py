@@ -13,11 +13,11 @@ import torch
 
 from holdfast.core.errors import Aborted
 from holdfast.core.membership.formation import STEPS_MISSED_MAX
+from holdfast.train.exchange.layout import TAG_STATE, piece_of
+from holdfast.train.exchange.seam import Message, Transport
 from holdfast.train.step.kept_step import HEAD, KeptStep, put_shared, room
-from holdfast.train.step.reduction import TAG_STATE, piece_of
 from holdfast.train.step.row_table import Rows
 from holdfast.train.step.step_data import StepData
-from holdfast.train.transport.seam import Message, Transport
 
 KEPT_BYTES_MAX = 256 << 20  # on each member; but at least
 KEPT_STEPS_MIN = 4

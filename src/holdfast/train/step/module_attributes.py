@@ -17,7 +17,7 @@ import torch
 import xxhash
 from torch import nn
 
-from holdfast.train.checkpoint.state import as_bytes
+from holdfast.train.exchange.tensor_bytes import as_bytes
 
 ITEMS_MAX = 1000  # of a list or dictionary that is looked at
 _SCALARS = (type(None), bool, int, float, str, bytes)

@@ -11,7 +11,8 @@ import msgspec
 import torch
 
 from holdfast.core.errors import UserError, WireError
-from holdfast.train.checkpoint.state import as_bytes, empty, flatten_named, metas, restore
+from holdfast.train.checkpoint.state import empty, flatten_named, metas, restore
+from holdfast.train.exchange.tensor_bytes import as_bytes
 
 Packed = tuple[bytes, list[str], list[bytes]]  # skeleton, kinds of devices, the tensors' bytes
 _decode = msgspec.msgpack.Decoder(Packed).decode

@@ -9,10 +9,7 @@ operation has two phases (gather, spread) so that many can be under way at once.
 from __future__ import annotations
 
 import cmath
-import dataclasses
-import functools
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -20,80 +17,29 @@ import torch
 
 from holdfast.core import tree
 from holdfast.core.errors import InvariantError, UserError
-from holdfast.core.partition import part_of
 from holdfast.core.step.events import FINITE, NOBODYS, SOMEBODYS
-from holdfast.core.types import Peer, View, WorkerId
-from holdfast.train.checkpoint.state import as_bytes
+from holdfast.core.types import View
+from holdfast.train.exchange.layout import (
+    TAG_BUCKETS,
+    TAG_BUFFERS,
+    TAG_OF_PLAN,
+    TAG_PLAN,
+    TAG_TABLE,
+    Layout,
+)
+from holdfast.train.exchange.seam import Message, Pending, Transport
+from holdfast.train.exchange.tensor_bytes import as_bytes
+from holdfast.train.exchange.waits import Waits
 from holdfast.train.step.buckets import Bucket, Flat
 from holdfast.train.step.probe import current
 from holdfast.train.step.row_table import Rows
 from holdfast.train.step.step_table import Buffers, StepTable
-from holdfast.train.step.waits import Waits
-from holdfast.train.transport.seam import Message, Pending, Transport
 
-TAG_VOTE, TAG_TABLE, TAG_BUFFERS, TAG_AUDIT, TAG_VALUES, TAG_ROWS, TAG_PLAN = 1, 2, 3, 4, 5, 6, 7
-TAG_UPDATE = 8
-TAG_STATE = 16
-TAG_BUCKETS = 1024
-TAG_OF_PLAN = 1 << 16  # added as often as a plan's number says, so that two plans never meet
 # Fingerprints of a part of the state, all of it, its plain values, and the copy for followers;
 # 0: none.
 Prints = tuple[int, int, int, int]
 HEAD_WORDS = 6  # before a message's rows: its flags, the fingerprints, and the size of its values
 HERE, STOPS = 1, 2  # bits of the first word: the message has come, and wants the loop to end
-PIECE_ALIGN = 64  # elements; pieces start on cache lines
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Says who holds which nodes of the tree in one view, seen from one member."""
-
-    rank: int
-    size: int
-    vranks: int
-    hosted: tuple[tuple[int, ...], ...]  # by rank
-    nodes: tuple[tuple[tree.Node, ...], ...]  # by rank
-    owners: tuple[WorkerId, ...]  # of each virtual rank
-    shard: int = 0  # whose processes exchange gradients with each other
-
-    @classmethod
-    def of(cls, view: View, me: Peer, owners: Sequence[WorkerId] = ()) -> Layout:
-        """Lay a view out; `owners`: who hosts each virtual rank, if not as when the view began."""
-        now = dataclasses.replace(view, owners=tuple(owners)) if owners else view
-        hosted = tuple(now.hosted().values())
-        vranks = len(view.owners)
-        nodes = tuple(tree.maximal_nodes(h, vranks) for h in hosted)
-        rank = view.rank(me.worker)
-        return cls(rank, len(view.members), vranks, hosted, nodes, now.owners, me.shard)
-
-    def with_owners(self, view: View, owners: tuple[WorkerId, ...]) -> Layout:
-        """Return the layout of the same view with other hosts."""
-        if owners == self.owners:
-            return self
-        return Layout.of(view, Peer(view.workers[self.rank], self.shard), owners)
-
-    def addresses(self, view: View) -> tuple[Peer, ...]:
-        """Return by rank whom this process exchanges gradients with, itself included."""
-        return tuple(Peer(worker, self.shard) for worker in view.workers)
-
-    @property
-    def others(self) -> Sequence[int]:
-        """Return every other rank, starting after one's own, so that not all send to 0 first."""
-        return _others(self.rank, self.size)
-
-    def piece(self, rank: int, numel: int, turned: int = 0) -> slice:
-        """Return which elements of a flat buffer `rank` sums; `turned`: those of a later rank."""
-        return piece_of((rank + turned) % self.size, self.size, numel)
-
-
-@functools.lru_cache(maxsize=8)  # asked for several times in every exchange
-def _others(rank: int, size: int) -> Sequence[int]:
-    return tuple((rank + i) % size for i in range(1, size))
-
-
-def piece_of(rank: int, size: int, numel: int) -> slice:
-    """Return the elements of a flat buffer that fall to one of `size` members."""
-    return slice(*part_of(numel, rank, size, PIECE_ALIGN))
 
 
 class Operation(Protocol):
@@ -325,26 +271,6 @@ class BuffersSpread:
         if self._layout.rank == self._host:
             return transport.exchange([(p, message) for p in self._layout.others], [], TAG_BUFFERS)
         return transport.exchange([], [(self._host, message)], TAG_BUFFERS)
-
-
-def all_gather(transport: Transport, layout: Layout, mine: torch.Tensor, tag: int) -> torch.Tensor:
-    """Return every member's small record, by rank: [size, *mine.shape]. Blocks; raises Aborted."""
-    table = torch.empty((layout.size, *mine.shape), dtype=mine.dtype)
-    table[layout.rank] = mine
-    transport.exchange(
-        [(p, mine) for p in layout.others], [(p, table[p]) for p in layout.others], tag
-    ).wait()
-    return table
-
-
-def gather_bytes(transport: Transport, layout: Layout, mine: bytes) -> list[bytes]:
-    """Return every member's message, by rank. Blocks; raises Aborted."""
-    length = torch.tensor([len(mine)], dtype=torch.int64)
-    lengths = all_gather(transport, layout, length, TAG_AUDIT)[:, 0].tolist()
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
-    padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-    table = all_gather(transport, layout, padded, TAG_AUDIT)
-    return [row[:size].numpy().tobytes() for row, size in zip(table, lengths, strict=True)]
 
 
 def _wait(pending: Pending | None, waits: Waits | None = None) -> None:

@@ -13,11 +13,11 @@ import torch
 
 from holdfast.core import tree
 from holdfast.core.step.events import FINITE, NOBODYS, SOMEBODYS
+from holdfast.train.exchange.layout import TAG_ROWS, Layout
+from holdfast.train.exchange.seam import Message, Pending, Transport
 from holdfast.train.step.buckets import Flat
 from holdfast.train.step.probe import current
-from holdfast.train.step.reduction import TAG_ROWS, Layout
 from holdfast.train.step.row_table import Rows, RowTable
-from holdfast.train.transport.seam import Message, Pending, Transport
 
 _WORDS = 2  # of each partial sum: rows, and whether it is dense
 

@@ -13,7 +13,7 @@ import torch
 
 from holdfast.core import tree
 from holdfast.core.errors import UserError
-from holdfast.train.checkpoint.state import as_bytes
+from holdfast.train.exchange.tensor_bytes import as_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

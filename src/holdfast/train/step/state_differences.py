@@ -8,68 +8,15 @@ most of them do and no worker has a majority on its side.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
-import torch
-import xxhash
 
 from holdfast.core.errors import UserError, WireError
 from holdfast.core.step.audit import judge
 from holdfast.core.types import WorkerId
-from holdfast.train.script_state import ScriptState
-from holdfast.train.step.fingerprints import Fingerprints
-from holdfast.train.step.module_attributes import ModuleAttributes
 
-TEXT_CHARS_MAX = 200  # of one value
 SHARED_MIN = 0.5  # of all tensors: machines' faults do not make so many differ at once
-
-
-class PlainState:
-    """Tells what of the job's state is no tensor, by paths that a person can read."""
-
-    def __init__(self, protected: Mapping[str, Any], attributes: ModuleAttributes) -> None:
-        self._protected = protected
-        self._attributes = attributes
-
-    def items(self) -> dict[str, str]:
-        """Return the text of every value, by its path."""
-        found = {path: _text(value) for path, value in self._attributes.plain().items()}
-        for name, each in self._protected.items():
-            if isinstance(each, torch.nn.Module):
-                frozen = [key for key, p in each.named_parameters() if not p.requires_grad]
-                found[f"the frozen parameters of {name}"] = ", ".join(frozen)
-            elif isinstance(each, torch.optim.Optimizer):
-                for i, group in enumerate(each.param_groups):
-                    kept = {key: value for key, value in group.items() if key != "params"}
-                    found.update(_leaves(kept, f"{name}.param_groups[{i}]"))
-            elif isinstance(each, ScriptState):
-                found.update(_leaves(dict(each.values), "job.values"))
-                found["the number of steps taken"] = str(each.steps)
-            else:
-                found.update(_leaves(each.state_dict(), name))
-        return found
-
-
-class StateComparison:
-    """Describes this worker's state to others, in words of bounded size."""
-
-    def __init__(self, plain: PlainState, prints: Fingerprints) -> None:
-        self._plain = plain
-        self._prints = prints
-        self.samples: dict[str, str] = {}  # digests of samples that all workers have read
-
-    def plain_print(self) -> int:
-        """Return 63 bits of all that is no tensor; never 0."""
-        text = msgspec.msgpack.encode({**self._plain.items(), **self.samples})
-        return xxhash.xxh3_64_intdigest(text) >> 1 or 1
-
-    def describe(self, buffers: Sequence[torch.Tensor]) -> bytes:
-        """Return what others need to tell what differs."""
-        tensors = self._prints.by_tensor(buffers) if self._prints.cycle else []
-        plain = {**self._plain.items(), **self.samples}
-        return msgspec.msgpack.encode((list(plain.items()), tensors))
 
 
 def explain(
@@ -133,26 +80,3 @@ def _read(data: bytes) -> tuple[dict[str, str], dict[str, int]]:
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
         raise WireError(f"what another worker tells of its state is malformed: {error}") from None
     return dict(plain), dict(tensors)
-
-
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    match value:
-        case dict():
-            for key, each in value.items():
-                yield from _leaves(each, f"{path}[{key!r}]")
-        case list() | tuple():
-            for i, each in enumerate(value):
-                yield from _leaves(each, f"{path}[{i}]")
-        case torch.Tensor() if value.numel() != 1:
-            return
-        case torch.Tensor():
-            yield path, _text(value.item())
-        case None | bool() | int() | float() | str() | bytes():
-            yield path, _text(value)
-
-
-def _text(value: Any) -> str:
-    text = repr(value)
-    if len(text) <= TEXT_CHARS_MAX:
-        return text
-    return f"{text[:TEXT_CHARS_MAX]}... ({xxhash.xxh3_64_hexdigest(text.encode())})"

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from holdfast.core.errors import UserError
-from holdfast.train.checkpoint.state import as_bytes
+from holdfast.train.exchange.tensor_bytes import as_bytes
 
 LOSS, COUNT, DIGEST, WORKER, INCARNATION, WEIGHT, COLUMNS = 0, 1, 2, 3, 4, 5, 6
 UNWEIGHTED = -1.0  # the weight of a task whose loss is a mean

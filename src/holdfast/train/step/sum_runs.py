@@ -8,10 +8,11 @@ import torch
 import xxhash
 
 from holdfast.core.errors import Aborted
-from holdfast.train.checkpoint.state import as_bytes
+from holdfast.train.exchange.layout import Layout
+from holdfast.train.exchange.seam import Transport
+from holdfast.train.exchange.tensor_bytes import as_bytes
 from holdfast.train.step.buckets import Bucket
-from holdfast.train.step.reduction import BucketSum, Layout
-from holdfast.train.transport.seam import Transport
+from holdfast.train.step.reduction import BucketSum
 
 
 class SumRuns:

@@ -11,7 +11,7 @@ import xxhash
 
 from holdfast.core.step.audit import Sketch
 from holdfast.core.step.audits import SKETCH_WORDS
-from holdfast.train.checkpoint.state import as_bytes
+from holdfast.train.exchange.tensor_bytes import as_bytes
 
 
 class TaskDigest:

@@ -14,8 +14,8 @@ import torch
 
 from holdfast.core.errors import Aborted
 from holdfast.core.types import View
-from holdfast.train.step.reduction import TAG_VALUES, Layout
-from holdfast.train.transport.seam import Message, Pending, Transport
+from holdfast.train.exchange.layout import TAG_VALUES, Layout
+from holdfast.train.exchange.seam import Message, Pending, Transport
 
 PROPOSAL = -1  # the place of what the leader proposes, beside the virtual ranks
 VALUES_BYTES_MAX = 1 << 32  # that a member may send in a step

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from holdfast.core.errors import Aborted
-from holdfast.train.transport.wires import PARTS_MAX, Part, Wire
+from holdfast.train.exchange.wires import PARTS_MAX, Part, Wire
 
 HEAD = struct.Struct("!qQ")  # tag, and bytes that follow
 BUFFER_BYTES = 1 << 16  # read at a time, so that a small message takes one call

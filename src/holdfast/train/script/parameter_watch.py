@@ -16,8 +16,8 @@ import torch
 import xxhash
 
 from holdfast.core.errors import UserError
-from holdfast.train.checkpoint.state import memory_of
-from holdfast.train.local_tensors import local_of
+from holdfast.train.checkpoint.local_tensors import local_of
+from holdfast.train.exchange.tensor_bytes import memory_of
 
 CHUNK_ELEMENTS = 1 << 14  # of one parameter, that are compared in a step
 SAMPLE_ELEMENTS = 64  # spread over a parameter, that are compared beside its chunk

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 
 from holdfast.core.errors import Aborted, first_line
-from holdfast.train.step.waits import Waits
-from holdfast.train.transport.seam import Message, Pending, Rendezvous, Transport
-from holdfast.train.transport.staged import HostRooms, StagedTransport
+from holdfast.train.exchange.seam import Message, Pending, Rendezvous, Transport
+from holdfast.train.exchange.staged import HostRooms, StagedTransport
+from holdfast.train.exchange.waits import Waits
 
 TAG_UNIQUE_ID, TAG_GPU = 8, 10
 GPU_ID_BYTES = 16

@@ -8,11 +8,11 @@ from holdfast.core.errors import Aborted
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.types import ViewNumber
-from holdfast.train.ledger_recorder import LedgerRecorder
 from holdfast.train.protection.protector import Protector
-from holdfast.train.state.mover import StateMover
+from holdfast.train.script.ledger_recorder import LedgerRecorder
 from holdfast.train.state.state_sources import StoreSource
 from holdfast.train.step.engine import Engine
+from holdfast.train.step.mover import StateMover
 from holdfast.train.step.step_data import StepData
 
 

@@ -22,8 +22,8 @@ from holdfast.observe.ledger import (
 from holdfast.train.data.quarantine import Bad, Quarantine
 from holdfast.train.data.sampling import SamplePlan
 from holdfast.train.data.sources import Plan
-from holdfast.train.driver import Driver
-from holdfast.train.environment import WorkerEnvironment
+from holdfast.train.script.environment import WorkerEnvironment
+from holdfast.train.step.driver import Driver
 from holdfast.train.step.step_table import StepTable
 
 

@@ -17,9 +17,9 @@ from holdfast.core.errors import Damaged
 from holdfast.train.checkpoint import state
 from holdfast.train.checkpoint.state import Extent, Meta, NamedTensor, Wanted
 from holdfast.train.checkpoint.transfer import DIGEST_WORDS, digest_of
+from holdfast.train.exchange.layout import Layout
+from holdfast.train.exchange.seam import Message
 from holdfast.train.optimizer_sharding.sharded_optimizers import ShardedOptimizers, Tree
-from holdfast.train.step.reduction import Layout
-from holdfast.train.transport.seam import Message
 
 ALIGNED = 64  # bytes
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from holdfast.core.errors import UserError
 from holdfast.train.checkpoint.loaded_state import LoadedState
-from holdfast.train.script_state import ScriptState
+from holdfast.train.script.script_state import ScriptState
 
 
 class EpochStart:

@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
 from holdfast.core.errors import UserError
 from holdfast.train.checkpoint.state import tensors_in
 from holdfast.train.optimizer_sharding.sharded_optimizers import ShardedOptimizers
-from holdfast.train.script_state import ScriptState
+from holdfast.train.script.script_state import ScriptState
 
 _local = threading.local()  # the watch of each thread that runs a script
 _registered: list[Any] = []

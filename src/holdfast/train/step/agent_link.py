@@ -26,7 +26,7 @@ from holdfast.core.types import (
     WorkerId,
     WorkerStatus,
 )
-from holdfast.train.driver import Driver
+from holdfast.train.step.driver import Driver
 from holdfast.wire.frames import Opener, Sealer
 from holdfast.wire.messages import Address, AddressBook, decode, encode
 

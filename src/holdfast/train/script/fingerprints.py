@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import xxhash
 
-from holdfast.train.checkpoint.state import NUMPY_HAS, as_bytes
-from holdfast.train.local_tensors import local_of
-from holdfast.train.rank_states import RankStates
-from holdfast.train.script_state import ScriptState
+from holdfast.train.checkpoint.local_tensors import local_of
+from holdfast.train.exchange.tensor_bytes import NUMPY_HAS, as_bytes
+from holdfast.train.script.rank_states import RankStates
+from holdfast.train.script.script_state import ScriptState
 
 CHUNK = 1 << 16  # elements of a tensor that are never parted
 _WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

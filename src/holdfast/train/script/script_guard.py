@@ -14,13 +14,13 @@ import torch
 from holdfast.core.errors import UserError
 from holdfast.train.checkpoint.loaded_state import LoadedState
 from holdfast.train.data.sources import LoopData
-from holdfast.train.parameter_watch import ParameterWatch
-from holdfast.train.repeated_tasks import RepeatedTasks, RunMark
-from holdfast.train.step.fingerprints import Fingerprints
+from holdfast.train.script.fingerprints import Fingerprints
+from holdfast.train.script.parameter_watch import ParameterWatch
+from holdfast.train.script.plain_state import StateComparison
+from holdfast.train.script.repeated_tasks import RepeatedTasks, RunMark
+from holdfast.train.script.unprotected_modules import UnprotectedModules
 from holdfast.train.step.module_attributes import ModuleAttributes
 from holdfast.train.step.reduction import Prints
-from holdfast.train.step.state_differences import StateComparison
-from holdfast.train.unprotected_modules import UnprotectedModules
 
 EARLY_STEPS = 4  # of the job, in which a little more is looked at
 

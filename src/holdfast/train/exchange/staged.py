@@ -14,8 +14,8 @@ from typing import Protocol
 import torch
 
 from holdfast.core.errors import Aborted, first_line
-from holdfast.train.step.waits import Waits
-from holdfast.train.transport.seam import Message, Pending, Rendezvous, Transport
+from holdfast.train.exchange.seam import Message, Pending, Rendezvous, Transport
+from holdfast.train.exchange.waits import Waits
 
 POOL_BYTES_MAX = 1 << 30  # of rooms that wait to be used again
 LEAST_BYTES = 1 << 12

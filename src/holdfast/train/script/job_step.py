@@ -23,9 +23,9 @@ from holdfast.train.data.sample_digest import content_print
 from holdfast.train.data.sampling import SamplePlan
 from holdfast.train.data.sources import Source
 from holdfast.train.data.streams import StreamSource
-from holdfast.train.loop_ends import LoopEnd
-from holdfast.train.repeated_tasks import RunMark, others_before, result_print
-from holdfast.train.script_thread import ScriptThread
+from holdfast.train.script.loop_ends import LoopEnd
+from holdfast.train.script.repeated_tasks import RunMark, others_before, result_print
+from holdfast.train.script.script_thread import ScriptThread
 from holdfast.train.step.packed_trees import pack
 from holdfast.train.step.speculative import FinishedTask
 from holdfast.train.step.step_table import UNWEIGHTED

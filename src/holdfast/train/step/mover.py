@@ -16,9 +16,9 @@ from holdfast.core.step import events as ev
 from holdfast.core.types import FollowOrder, View
 from holdfast.train.checkpoint.loaded_state import LoadedState
 from holdfast.train.checkpoint.transfer import StateSync
+from holdfast.train.exchange.seam import Transport
 from holdfast.train.step.missed_steps import MissedSteps
 from holdfast.train.step.reduction import Layout
-from holdfast.train.transport.seam import Transport
 
 Events = Sequence[ev.WorkerEvent]
 GroupOrder = ef.ObtainState | ef.ObtainStep | ef.KeepStep | ef.Forget | ef.SendMissed | ef.SyncState

@@ -12,13 +12,13 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 from holdfast.core.errors import StateMismatch, UserError
+from holdfast.train.checkpoint.state import plain
 from holdfast.train.data.order_plan import OrderPosition
 from holdfast.train.data.shard_positions import Position
-from holdfast.train.rank_states import RankStates
+from holdfast.train.script.rank_states import RankStates
 from holdfast.train.step.module_attributes import ModuleAttributes
 from holdfast.train.step.trained import TrainedParameters
 
-PROTECTED_AS = "holdfast"  # the name beside those that the script gives
 PLACES = frozenset({"streams", "readers", "orders", "quarantined"})  # where data stand
 KEPT = PLACES | {"steps", "stopped", "values", "ended", "told", "epoch", "modules", "trained"}
 RANK_STATES = "rank_states"  # kept by jobs that have any
@@ -126,26 +126,3 @@ class ScriptState:
         for name in list(self.values):
             del self.values[name]
         self.values.update(copy.deepcopy(dict(state["values"])))
-
-
-def plain(value: Any, name: str) -> Any:
-    """Return a copy of `value` in plain values; UserError names what cannot be one."""
-    match value:
-        case None | bool() | str() | bytes():
-            return value
-        case int() if -(1 << 63) <= value < 1 << 63:
-            return int(value)
-        case int():
-            raise UserError(f"{name} is {value}, which has more than 64 bits: give it as a string")
-        case float():
-            return float(value)
-        case list() | tuple():
-            return [plain(each, f"{name}[{i}]") for i, each in enumerate(value)]
-        case dict():
-            keys = [plain(key, f"the key {key!r} of {name}") for key in value]
-            found = [plain(each, f"{name}[{key!r}]") for key, each in value.items()]
-            return dict(zip(keys, found, strict=True))
-    raise UserError(
-        f"{name} is a {type(value).__module__}.{type(value).__name__}: give numbers, strings, or "
-        "lists and dictionaries of them (value.item() makes a number of a tensor or an array)"
-    )

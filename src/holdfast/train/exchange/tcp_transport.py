@@ -25,12 +25,12 @@ from holdfast.core.errors import Aborted, HoldfastError, UserError
 from holdfast.net import peer_stream, tls
 from holdfast.net.peer_identity import PeerIdentity, split_address
 from holdfast.net.peer_listener import PeerListener, open_listener
-from holdfast.train.checkpoint.state import memory_of
-from holdfast.train.step.waits import Waits
-from holdfast.train.transport import sockets
-from holdfast.train.transport.group_connection import GIVEN_UP, GroupConnection, Incoming, Outgoing
-from holdfast.train.transport.seam import Message, Pending, Rendezvous
-from holdfast.train.transport.wires import PlainWire, TlsWire, Wire
+from holdfast.train.exchange import sockets
+from holdfast.train.exchange.group_connection import GIVEN_UP, GroupConnection, Incoming, Outgoing
+from holdfast.train.exchange.seam import Message, Pending, Rendezvous
+from holdfast.train.exchange.tensor_bytes import memory_of
+from holdfast.train.exchange.waits import Waits
+from holdfast.train.exchange.wires import PlainWire, TlsWire, Wire
 
 MAGIC = b"hfgroup1"
 BUILD_S = 30.0  # to open a group; the control plane tells of dead members sooner

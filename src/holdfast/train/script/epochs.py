@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 
 from holdfast.core.errors import UserError
-from holdfast.train.job_step import Step, end_step, is_begun
-from holdfast.train.loop_ends import EndsWithEpoch
-from holdfast.train.script_thread import ScriptThread
+from holdfast.train.script.job_step import Step, end_step, is_begun
+from holdfast.train.script.loop_ends import EndsWithEpoch
+from holdfast.train.script.script_thread import ScriptThread
 
 
 class Epoch:

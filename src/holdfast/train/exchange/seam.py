@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from holdfast.core.errors import Aborted
-from holdfast.train.step.waits import Waits
+from holdfast.train.exchange.waits import Waits
 
 Message = tuple[int, torch.Tensor]  # (peer's rank in the view, contiguous tensor)
 

@@ -24,14 +24,14 @@ from holdfast.train.data.quarantine import over_budget
 from holdfast.train.data.random_streams import enter_stream
 from holdfast.train.data.sampling import SamplePlan
 from holdfast.train.data.sources import LoopData, Plan, Source
-from holdfast.train.driver import Driver
-from holdfast.train.epoch_start import EpochStart
-from holdfast.train.ledger_recorder import LedgerRecorder
-from holdfast.train.loop_ends import LoopEnd
-from holdfast.train.script_guard import ScriptGuard
-from holdfast.train.script_state import ScriptState
+from holdfast.train.script.epoch_start import EpochStart
+from holdfast.train.script.ledger_recorder import LedgerRecorder
+from holdfast.train.script.loop_ends import LoopEnd
+from holdfast.train.script.script_guard import ScriptGuard
+from holdfast.train.script.script_state import ScriptState
 from holdfast.train.shards.inner_group import InnerGroup
-from holdfast.train.state.mover import StateMover
+from holdfast.train.step.driver import Driver
+from holdfast.train.step.mover import StateMover
 from holdfast.train.step.probe import current
 from holdfast.train.step.speculative import FinishedTask
 from holdfast.train.step.step_data import StepData

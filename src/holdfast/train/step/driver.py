@@ -21,7 +21,7 @@ from holdfast.core.step import events as ev
 from holdfast.core.step.speculation import Lateness
 from holdfast.core.types import Peer, Tick, View, WorkerStatus
 from holdfast.net.descriptors import DescriptorWatch
-from holdfast.train.monitor import Monitor
+from holdfast.train.step.monitor import Monitor
 
 LOOK_S = 0.5  # between two looks at a group's links
 _SCRIPT = ef.Begin | ef.Compute | ef.CopyState | ef.Adopt | ef.Commit | ef.Release
