@@ -12,8 +12,9 @@ import torch
 from holdfast.core.errors import UserError
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
-from holdfast.core.types import Incarnation, ViewNumber, WorkerId, WorkerStatus
+from holdfast.core.types import Incarnation, Tick, ViewNumber, WorkerId, WorkerStatus
 from holdfast.core.worker.machine import WorkerMachine
+from holdfast.train.step import driver as driver_module
 from holdfast.train.step.buckets import Bucket
 from holdfast.train.step.driver import Driver
 from holdfast.train.step.filled_buckets import FilledBuckets
@@ -57,9 +58,13 @@ class Link:
 
     def __init__(self) -> None:
         self.told: list[WorkerStatus] = []
+        self.unread = False
 
     def tell(self, status: WorkerStatus) -> None:
         self.told.append(status)
+
+    def has_unread(self) -> bool:
+        return self.unread
 
     def publish(self, view: int, address: bytes) -> None:
         return
@@ -120,6 +125,43 @@ def test_a_script_that_waits_is_woken_when_it_must_look_sooner() -> None:
     machine.deadline = lambda: sooner  # type: ignore[method-assign]
     driver.post(ev.AtBoundary())
     assert monitor.woken == 1
+
+
+class Heard(Ordering):
+    """Remembers the events as well."""
+
+    def __init__(self, *effects: ef.WorkerEffect) -> None:
+        super().__init__(*effects)
+        self.heard: list[ev.WorkerEvent] = []
+
+    def handle(self, event: ev.WorkerEvent, now: float) -> list[ef.WorkerEffect]:
+        self.heard.append(event)
+        return super().handle(event, now)
+
+    def deadline(self) -> float | None:
+        return 0.0
+
+
+def test_a_script_that_waits_lets_the_control_thread_read_before_it_looks_at_the_clock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(driver_module, "READ_S", 60.0)
+    monitor, machine, link = Waking(), Heard(ef.Begin(3)), Link()
+    driver = Driver(machine, link, monitor)
+    link.unread = True
+    script = threading.Thread(target=driver.next_for_script, daemon=True)
+    script.start()
+    _until_waiting(monitor)
+    driver.post(ev.AtBoundary())  # as the control thread does once it has read
+    script.join(30.0)
+    assert machine.heard == [ev.AtBoundary()]
+
+
+def test_a_script_looks_at_the_clock_though_nobody_reads_the_messages_of_the_agent() -> None:
+    machine, link = Heard(ef.Begin(3)), Link()
+    link.unread = True
+    assert Driver(machine, link, Monitor()).next_for_script() == ef.Begin(3)
+    assert machine.heard == [Tick()]
 
 
 def _until_waiting(monitor: Waking) -> None:

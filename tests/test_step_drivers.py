@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -56,10 +57,14 @@ class Link:
 
     def __init__(self) -> None:
         self.told: list[WorkerStatus] = []
+        self.unread = False
         self.published: list[tuple[int, bytes]] = []
 
     def tell(self, status: WorkerStatus) -> None:
         self.told.append(status)
+
+    def has_unread(self) -> bool:
+        return self.unread
 
     def publish(self, view: int, address: bytes) -> None:
         self.published.append((view, address))
@@ -238,6 +243,20 @@ def test_a_tick_is_passed_on_only_when_its_time_has_come() -> None:
         machine.due = due
         driver.tick()
         assert machine.heard == heard
+
+
+def test_messages_of_the_agent_are_read_before_the_clock_ends_the_right_to_act() -> None:
+    """A process that was paused wakes late; the agent has renewed its right before that."""
+    driver, machine, link = driving()
+    machine.due, link.unread = time.monotonic() - 1.0, True
+    driver.tick()
+    assert machine.heard == []
+    machine.due, link.unread = time.monotonic() + 1000.0, False
+    driver.tick()
+    assert machine.heard == []
+    machine.due = time.monotonic() - 1.0
+    driver.tick()
+    assert machine.heard == [Tick()]
 
 
 def test_addresses_are_those_of_the_view_and_of_no_older_one() -> None:

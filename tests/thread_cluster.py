@@ -108,6 +108,9 @@ class ThreadWorker:
         if self.alive:
             self.cluster.later(self.cluster.tell_agent, ag.WorkerSaid(status))
 
+    def has_unread(self) -> bool:
+        return False
+
     def publish(self, view: int, address: bytes) -> None:
         if self.alive:
             self.cluster.later(self.cluster.note_address, view, Peer(self.worker), address)

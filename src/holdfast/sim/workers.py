@@ -39,6 +39,8 @@ from holdfast.sim.spread import Spread, SpreadWorld
 from holdfast.sim.writers import WriterHost
 from holdfast.sim.wrong_bits import Violation
 
+LATE_S = 1e-6  # a timer that fires later finds that its process stood still
+
 
 class InsideStriker(Protocol):
     """Ends processes between two effects."""
@@ -216,9 +218,15 @@ class Process(Running):
             self.post(max(at - self.world.now, 0.0), self._woken, at)
 
     def _woken(self, at: float) -> None:
-        if self._wake_at == at:
-            self._wake_at = None
-            self.feed(Tick())
+        if self._wake_at != at:
+            return
+        if self.world.now > at + LATE_S:  # it stood still: messages of the agent are read first
+            pause_s = self.world.rng.uniform(0.0, 0.1)
+            self._wake_at = self.world.now + pause_s
+            self.post(pause_s, self._woken, self._wake_at)
+            return
+        self._wake_at = None
+        self.feed(Tick())
 
     def _carry_out(self, effect: WorkerEffect, event: WorkerEvent, before: int) -> None:
         world = self.world

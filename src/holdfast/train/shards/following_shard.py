@@ -76,6 +76,9 @@ class FollowingLink:
     def tell(self, status: WorkerStatus) -> None:
         """Leave it to the process of shard 0 to tell the agent."""
 
+    def has_unread(self) -> bool:
+        return False
+
     def publish(self, view: int, address: bytes) -> None:
         """Let others know where this process can be reached."""
         peer = Peer(self._machine.status.worker, self._shard)

@@ -55,6 +55,11 @@ class AgentLink:
             self._addresses = {**current, peer: told}
         self._send(told)
 
+    def has_unread(self) -> bool:
+        with contextlib.suppress(OSError, ValueError):
+            return bool(select.select([self._channel], [], [], 0)[0])
+        return False
+
     def start(self, driver: Driver) -> None:
         args = (driver,)
         threading.Thread(target=self._serve, args=args, name="holdfast-link", daemon=True).start()
@@ -110,6 +115,9 @@ class SoloLink:
 
     def publish(self, view: int, address: bytes) -> None:
         return
+
+    def has_unread(self) -> bool:
+        return False
 
     def start(self, driver: Driver) -> None:
         status = driver.status()

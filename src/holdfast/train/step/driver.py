@@ -24,6 +24,7 @@ from holdfast.net.descriptors import DescriptorWatch
 from holdfast.train.step.monitor import Monitor
 
 LOOK_S = 0.5  # between two looks at a group's links
+READ_S = 0.1  # in which the control thread reads what the agent has sent
 _SCRIPT = ef.Begin | ef.Compute | ef.CopyState | ef.Adopt | ef.Commit | ef.Release
 _ENGINE = (
     *(ef.Install, ef.SendMissed, ef.SyncState),
@@ -34,11 +35,15 @@ EngineOrder = ef.EngineEffect | ef.SendDone | ef.SendCounted
 
 
 class Link(Protocol):
-    """Sends to the agent. Neither call blocks."""
+    """Sends to the agent. No call blocks."""
 
     def tell(self, status: WorkerStatus) -> None: ...
 
     def publish(self, view: int, address: bytes) -> None: ...
+
+    def has_unread(self) -> bool:
+        """Return whether the agent has sent something that is not read yet."""
+        ...
 
 
 class ViewGroup(Protocol):
@@ -158,11 +163,14 @@ class Driver:
         return (event,) if self._shards is None else self._shards.hear(shard, event)
 
     def tick(self) -> None:
-        """Look whether the right to act ended or a link is lost; called several times a second."""
+        """Look whether the right to act ended or a link is lost; called several times a second.
+
+        Messages of the agent are read first: a process that was paused may go on by the newest.
+        """
         with self.monitor:
             deadline = self._machine.deadline()
             now = time.monotonic()
-            if deadline is not None and now >= deadline:
+            if deadline is not None and now >= deadline and not self._link.has_unread():
                 self.post(Tick())
             view, group = self.view, self._group
             if view is None or group is None or group[0] != view.number or now < self._look_at:
@@ -249,6 +257,8 @@ class Driver:
         self._script_waits = True
         try:
             changed = (left_s is None or left_s > 0) and self.monitor.wait(left_s)
+            if not changed and self._link.has_unread():
+                changed = self.monitor.wait(READ_S)
         finally:
             self._script_waits = False
         if not changed:
