@@ -24,7 +24,7 @@ from holdfast.net.descriptors import DescriptorWatch
 from holdfast.train.step.monitor import Monitor
 
 LOOK_S = 0.5  # between two looks at a group's links
-READ_S = 0.1  # in which the control thread reads what the agent has sent
+READ_S = 0.1  # for the control thread to read messages of the agent
 _SCRIPT = ef.Begin | ef.Compute | ef.CopyState | ef.Adopt | ef.Commit | ef.Release
 _ENGINE = (
     *(ef.Install, ef.SendMissed, ef.SyncState),
