@@ -40,6 +40,7 @@ def test_the_public_surface() -> None:
         "VerifiedFiles",
         "WorldError",
         "join",
+        "servers",
     ]
     public = [n for n in dir(holdfast.Job) if not n.startswith("_")]
     assert public == [

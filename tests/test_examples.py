@@ -26,6 +26,7 @@ ARGS = {
     "word_lm.py": ["--epochs", "2", "--words", "4000", "--width", "24", "--columns", "2"],
     "finetune_transformers.py": ["--steps", "4", "--width", "16", "--batch-size", "4"],
     "lightning_module.py": ["--epochs", "1", "--samples", "100"],
+    "recommender.py": ["--steps", "6", "--batch-size", "16", "--rows", "50", "--samples", "600"],
     "stream.py": ["--steps", "12", "--batch-size", "2", "--width", "16", "--length", "16"],
 }
 
@@ -102,7 +103,7 @@ def test_what_virtual_ranks_keep_and_gather_goes_on_after_a_death(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", ["moco.py", "ppo.py", "word_lm.py"])
+@pytest.mark.parametrize("name", ["moco.py", "ppo.py", "recommender.py", "word_lm.py"])
 def test_two_deaths_and_any_number_of_workers(name: str, tmp_path: Path) -> None:
     """The second one to die leads; the first one may have come back by then."""
     faults = tmp_path / "faults.txt"

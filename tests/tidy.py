@@ -32,7 +32,7 @@ from tidy_sets import Function
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("src", "tests", "examples", "benchmarks")
 
-TORCH_USERS = ("train", "testing", "integrations", "examples")
+TORCH_USERS = ("train", "servers", "testing", "integrations", "examples")
 
 # Where execution can start; every other module must be reachable from one of these.
 ENTRY_POINTS = (
@@ -255,6 +255,9 @@ def definition(modules: dict[str, Module], module: str, name: str) -> tuple[Modu
         if isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 if (alias.asname or alias.name) == name and node.module.startswith("holdfast"):
+                    inner = modules.get(f"{node.module}.{alias.name}")
+                    if inner is not None:
+                        return inner, inner.tree
                     return definition(modules, node.module, alias.name)
     for node in modules[module].tree.body:
         if isinstance(node, Function | ast.ClassDef):

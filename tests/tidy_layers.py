@@ -9,7 +9,8 @@ LAYERS = (
     ("cli", "dashboard"),
     ("launch",),
     ("runtime", "sim"),
-    ("train", "servers"),
+    ("servers",),
+    ("train",),
     ("health", "observe"),  # below train, which writes the ledger
     ("store", "memory"),
     ("net",),

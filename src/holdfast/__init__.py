@@ -22,6 +22,7 @@ from holdfast.core.errors import HoldfastError, InvariantError, StateMismatch, U
 from holdfast.core.release import RELEASE
 
 if TYPE_CHECKING:
+    from holdfast import servers
     from holdfast.store.verified_files import VerifiedFiles
     from holdfast.train.job import Batches, Epoch, Job, RankState, Step, Stream, Task, join
 
@@ -40,6 +41,7 @@ __all__ = [
     "VerifiedFiles",
     "WorldError",
     "join",
+    "servers",
 ]
 __version__ = RELEASE
 
@@ -52,6 +54,10 @@ def __getattr__(name: str) -> Any:
         from holdfast.train import job
 
         return getattr(job, name)
+    if name == "servers":
+        import importlib
+
+        return importlib.import_module("holdfast.servers")
     if name == "VerifiedFiles":
         from holdfast.store.verified_files import VerifiedFiles
 

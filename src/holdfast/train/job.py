@@ -161,7 +161,8 @@ class Job:
         """Name everything that makes up the job's state: models, optimizers, schedulers, scalers.
 
         Each must have `state_dict` and `load_state_dict`. Gradients of every nn.Module's parameters
-        are reduced. Call it once, before the first `steps`. Raises UserError.
+        are reduced; rows of tables of `holdfast.servers` are updated as well. Call it once, before
+        the first `steps`. Raises UserError.
         """
         if self._script is not None:
             raise UserError(
@@ -178,6 +179,9 @@ class Job:
                         "give it one, or leave it out if it holds no state"
                     )
             self._protected[name] = value
+            self._protected |= self._progress.row_updates.find(name, value)
+        for name, value in self._protected.items():
+            self._progress.row_updates.check(name, value)
 
     def batches(
         self,

@@ -16,6 +16,7 @@ from holdfast.train.checkpoint.state import plain
 from holdfast.train.data.order_plan import OrderPosition
 from holdfast.train.data.shard_positions import Position
 from holdfast.train.script.rank_states import RankStates
+from holdfast.train.script.row_updates import RowUpdates
 from holdfast.train.step.module_attributes import ModuleAttributes
 from holdfast.train.step.trained import TrainedParameters
 
@@ -76,6 +77,7 @@ class ScriptState:
         self.epoch: EpochEntry = (-1, -1, [])
         self.attributes = ModuleAttributes([])  # of the protected modules, once these are known
         self.rank_states = RankStates()
+        self.row_updates = RowUpdates()
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of everything, in plain values."""

@@ -450,6 +450,7 @@ class ScriptThread:
             for v, weight in enumerate(plan.weights(index)):
                 losses[v, 1] *= weight
             loss = self._total(losses) / vranks * scale
+        self.progress.row_updates.apply()
         enter_stream(plan.seed, index, vranks, "job" if first else f"job {self._at}")
         uses = Uses.SAMPLES if first else Uses.SAME_SAMPLES
         self._record(uses, loss, samples - counted, told)

@@ -1,0 +1,231 @@
+"""Collections of tables that several features share, with the names that TorchRec's users know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from holdfast.core.errors import UserError
+from holdfast.servers.embeddings import Embedding, EmbeddingBag
+from holdfast.servers.row_optimizers import RowOptimizer, TableOptimizer
+
+Bags = tuple[torch.Tensor, ...]  # ids, offsets, and weights of the ids if there are any
+POOLINGS = ("sum", "mean")
+
+
+@dataclass(kw_only=True)
+class EmbeddingConfig:
+    """Describes a table that is looked up for sequences of ids.
+
+    `feature_names`: the inputs that use it; by default one of the table's name. First values of
+    rows are uniform, by default up to sqrt(1 / num_embeddings) around 0.
+    """
+
+    num_embeddings: int | None
+    embedding_dim: int
+    name: str = "table"
+    feature_names: list[str] = field(default_factory=list)
+    weight_init_max: float | None = None
+    weight_init_min: float | None = None
+
+    @property
+    def features(self) -> list[str]:
+        """Return the names of the inputs that use the table."""
+        return self.feature_names or [self.name]
+
+
+@dataclass(kw_only=True)
+class EmbeddingBagConfig(EmbeddingConfig):
+    """Describes a table whose rows are pooled for bags of ids; `pooling`: "sum" or "mean"."""
+
+    pooling: str = "sum"
+
+
+C = TypeVar("C", bound=EmbeddingConfig)
+
+
+class _Tables(nn.Module):
+    """Keeps tables by name; nn.ModuleDict would refuse names such as "items"."""
+
+    def __init__(self, tables: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self._modules.update(tables)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._modules[name]
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """Describes one look-up: its feature, its table, and its name in the result."""
+
+    feature: str
+    table: str
+    result: str
+
+    def of(self, given: Mapping[str, Bags]) -> Bags:
+        """Return the feature's input. UserError if there is none."""
+        if self.feature not in given:
+            there = ", ".join(given) or "none"
+            raise UserError(
+                f"table {self.table} needs the feature {self.feature!r}, which the input does not "
+                f"have: its features are {there}"
+            )
+        return given[self.feature]
+
+
+class EmbeddingBagCollection(nn.Module):
+    """Pools rows of several tables: TorchRec's EmbeddingBagCollection.
+
+    Input: a KeyedJaggedTensor, for which a KeyedTensor is returned; or a mapping of features to
+    (ids, offsets) or (ids, offsets, weights), for which a dictionary of [bags, dim] is returned. A
+    feature that several tables use is named feature@table in the result. `seed`: as for
+    Embedding. Raises UserError.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[EmbeddingBagConfig],
+        optimizer: RowOptimizer,
+        *,
+        seed: int | None = None,
+    ) -> None:
+        for config in _checked(tables):
+            if config.pooling not in POOLINGS:
+                raise UserError(
+                    f"table {config.name}: pooling={config.pooling!r}: give 'sum' or 'mean'"
+                )
+        made = {
+            config.name: EmbeddingBag(
+                config.num_embeddings,
+                config.embedding_dim,
+                mode=config.pooling,
+                name=config.name,
+                seed=seed,
+                optimizer=None,
+                weight_init_min=config.weight_init_min,
+                weight_init_max=config.weight_init_max,
+            )
+            for config in tables
+        }
+        super().__init__()
+        self.embedding_bags = _Tables(made)
+        self._lookups = _find_lookups(tables)
+        self.row_optimizer = _optimizer_of(made.values(), optimizer)
+
+    def forward(self, features: Any) -> Any:
+        """Return the pooled rows of each feature, as the class describes."""
+        given = _inputs(features)
+        found: dict[str, torch.Tensor] = {}
+        for each in self._lookups:
+            found[each.result] = self.embedding_bags[each.table](*each.of(given))
+        if isinstance(features, Mapping):
+            return found
+        from torchrec.sparse.jagged_tensor import KeyedTensor
+
+        widths = [each.shape[1] for each in found.values()]
+        return KeyedTensor(list(found), widths, torch.cat(list(found.values()), dim=1))
+
+
+class EmbeddingCollection(nn.Module):
+    """Looks up rows for sequences of ids: TorchRec's EmbeddingCollection.
+
+    Input: a KeyedJaggedTensor, for which a dictionary of JaggedTensor is returned; or a mapping of
+    features to ids [...] or (ids, offsets), for which a dictionary of [..., dim] is returned.
+    Raises UserError.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[EmbeddingConfig],
+        optimizer: RowOptimizer,
+        *,
+        seed: int | None = None,
+    ) -> None:
+        made = {
+            config.name: Embedding(
+                config.num_embeddings,
+                config.embedding_dim,
+                name=config.name,
+                seed=seed,
+                optimizer=None,
+                weight_init_min=config.weight_init_min,
+                weight_init_max=config.weight_init_max,
+            )
+            for config in _checked(tables)
+        }
+        super().__init__()
+        self.embeddings = _Tables(made)
+        self._lookups = _find_lookups(tables)
+        self.row_optimizer = _optimizer_of(made.values(), optimizer)
+
+    def forward(self, features: Any) -> Any:
+        """Return the rows of each feature, as the class describes."""
+        given = _inputs(features)
+        found: dict[str, Any] = {}
+        for each in self._lookups:
+            found[each.result] = self.embeddings[each.table](each.of(given)[0])
+        if isinstance(features, Mapping):
+            return found
+        from torchrec.sparse.jagged_tensor import JaggedTensor
+
+        by_feature = features.to_dict()
+        return {
+            name: JaggedTensor(rows, lengths=by_feature[name.partition("@")[0]].lengths())
+            for name, rows in found.items()
+        }
+
+
+def _optimizer_of(tables: Iterable[Embedding | EmbeddingBag], rule: RowOptimizer) -> TableOptimizer:
+    return TableOptimizer([each.weight for each in tables], rule)
+
+
+def _find_lookups(configs: Sequence[C]) -> list[Lookup]:
+    every = [feature for config in configs for feature in config.features]
+    return [
+        Lookup(f, config.name, f"{f}@{config.name}" if every.count(f) > 1 else f)
+        for config in configs
+        for f in config.features
+    ]
+
+
+def _checked(tables: Sequence[C]) -> Sequence[C]:
+    """Return these tables. UserError if there is none, or two have one name."""
+    if not tables:
+        raise UserError("a collection needs tables: give at least one config")
+    known: dict[str, C] = {}
+    for config in tables:
+        other = known.setdefault(config.name, config)
+        if other is not config:
+            sizes = f"{other.embedding_dim} and {config.embedding_dim}"
+            raise UserError(
+                f"two tables have the name {config.name!r}, with the dimensions {sizes}: give each "
+                "a name of its own, and list all features of one table in its feature_names"
+            )
+        if "." in config.name or not config.name:
+            raise UserError(f"table {config.name!r}: a name must not be empty nor have a dot")
+    return tables
+
+
+def _inputs(features: Any) -> dict[str, Bags]:
+    """Return ids, offsets and weights by feature. UserError for another type."""
+    if isinstance(features, Mapping):
+        return {
+            name: each if isinstance(each, tuple) else (each,) for name, each in features.items()
+        }
+    if not hasattr(features, "to_dict"):
+        kind = type(features).__name__
+        raise UserError(
+            f"a collection was given a {kind}: give a KeyedJaggedTensor, or a dictionary of "
+            "features with (ids, offsets)"
+        )
+    found: dict[str, Bags] = {}
+    for name, each in features.to_dict().items():
+        bags: Bags = (each.values().long(), each.offsets()[:-1].long())
+        weights = each.weights_or_none()
+        found[name] = bags if weights is None else (*bags, weights)
+    return found

@@ -1,0 +1,48 @@
+"""Makes the first values of a table's rows, each from the table's seed and the row's key alone.
+
+So a row has the same first value in whatever process it is made, and whichever rows were made
+before. Must not know tables or optimizers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import torch
+
+_GAMMA, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_MASK = (1 << 64) - 1
+_BLOCK = 1 << 20  # numbers made at a time
+
+
+def seed_of_table(seed: int, name: str) -> int:
+    """Hash the job's seed and a table's name to 64 bits (blake2b)."""
+    data = (seed & _MASK).to_bytes(8, "little") + name.encode()
+    found = hashlib.blake2b(data, digest_size=8, person=b"holdfast-tables").digest()
+    return int.from_bytes(found, "little")
+
+
+def fill_rows(rows: torch.Tensor, first_key: int, seed: int, low: float, high: float) -> None:
+    """Fill rows [rows, dim] of consecutive keys with uniform numbers from `low` up to `high`.
+
+    Number j of row k is the (k * dim + j)th of the generator SplitMix64 (Steele, Lea, Flood,
+    "Fast splittable pseudorandom number generators", 2014), of which 24 bits are used.
+    """
+    count, dim = rows.shape
+    each = max(_BLOCK // max(dim, 1), 1)
+    for start in range(0, count, each):
+        part = rows[start : start + each]
+        begin = ((first_key + start) * dim) & _MASK
+        places = np.arange(part.numel(), dtype=np.uint64) + np.uint64(begin)
+        unit = _mix(places * np.uint64(_GAMMA) + np.uint64((seed + _GAMMA) & _MASK))
+        numbers = torch.from_numpy(unit).to(part.dtype).mul_(high - low).add_(low)
+        part.copy_(numbers.view_as(part))
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """Return numbers from 0 up to 1 as float32, from the states of SplitMix64."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(_MIX1)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(_MIX2)
+    x ^= x >> np.uint64(31)
+    return (x >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)

@@ -1,0 +1,136 @@
+"""Jobs that train tables: the same bits on any number of workers, and after deaths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from holdfast.core.errors import UserError
+from holdfast.servers import (
+    SGD,
+    Adagrad,
+    Embedding,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    LazyAdam,
+    RowOptimizer,
+    RowWiseAdagrad,
+)
+from holdfast.train.job import Job
+from loop_kit import digest, everywhere, net, results
+from thread_cluster import ThreadWorker
+
+ROWS, DIM, BAG = 40, 4, 3
+
+
+def clicks(count: int = 70) -> TensorDataset:
+    """Return bags of ids [count, 2, BAG], most of them small, and targets [count, 2]."""
+    dice = torch.Generator().manual_seed(5)
+    ids = (ROWS * torch.rand(count, 2, BAG, generator=dice) ** 3).long()
+    return TensorDataset(ids, ids.sum(2).float().sin())
+
+
+class Ranker(nn.Module):
+    """Ranks by the rows of two features, from two tables that it holds itself."""
+
+    def __init__(self, rule: RowOptimizer) -> None:
+        super().__init__()
+        configs = [
+            EmbeddingBagConfig(name=name, num_embeddings=ROWS, embedding_dim=DIM)
+            for name in ("items", "users")
+        ]
+        self.tables = EmbeddingBagCollection(configs, rule, seed=7)
+        self.top = net(2 * DIM)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        offsets = torch.arange(0, len(ids) * BAG, BAG)
+        given = {
+            name: (ids[:, i].reshape(-1), offsets) for i, name in enumerate(("items", "users"))
+        }
+        found = self.tables(given)
+        return self.top(torch.cat([found["items"], found["users"]], dim=1))
+
+
+def trained(job: Job, ranker: Ranker, *, rates: bool = False) -> str:
+    """Train, and return a digest of the rows, their slots and the rest."""
+    optimizer = torch.optim.AdamW(ranker.top.parameters(), lr=1e-2)
+    job.protect(ranker=ranker, optimizer=optimizer)
+    rows = ranker.tables.row_optimizer
+    for step in job.steps(job.batches(clicks(), 3), until=8):
+        for ids, targets in step:
+            step.backward(nn.functional.mse_loss(ranker(ids), targets))
+        optimizer.step()
+        optimizer.zero_grad()
+        if rates:
+            rows.param_groups[0]["lr"] *= 0.9
+    assert all(p.grad is None for p in ranker.tables.parameters())
+    kept = [rows.state[p][name] for p in ranker.tables.parameters() for name in rows.state[p]]
+    return digest(ranker) + repr([each.double().sum().item() for each in kept])
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [SGD(lr=0.1, momentum=0.9), Adagrad(lr=0.1), RowWiseAdagrad(lr=0.1), LazyAdam(lr=0.01)],
+    ids=lambda rule: type(rule).__name__,
+)
+def test_tables_are_the_same_on_any_number_of_workers_and_after_deaths(rule: RowOptimizer) -> None:
+    def script(job: Job, me: ThreadWorker) -> str:
+        return trained(job, Ranker(rule))
+
+    everywhere(script)
+
+
+def test_a_rate_that_the_script_changes_goes_to_workers_that_come_back() -> None:
+    def script(job: Job, me: ThreadWorker) -> str:
+        return trained(job, Ranker(RowWiseAdagrad(lr=0.1)), rates=True)
+
+    everywhere(script)
+
+
+def test_rows_are_updated_as_an_optimizer_of_the_script_would() -> None:
+    def script(job: Job, me: ThreadWorker, own: bool = False) -> str:
+        table = Embedding(ROWS, DIM, name="items", seed=7, optimizer=LazyAdam(lr=0.01))
+        optimizers = {}
+        if own:
+            del table.row_optimizer
+            optimizers["adam"] = torch.optim.SparseAdam(table.parameters(), lr=0.01)
+        job.protect(table=table, **optimizers)
+        for step in job.steps(job.batches(clicks(), 3), until=8):
+            for ids, targets in step:
+                step.backward((table(ids[:, 0]).sum((1, 2)) - targets[:, 0]).square().mean())
+            for each in optimizers.values():
+                each.step()
+                each.zero_grad()
+        return digest(table)
+
+    (plain,) = results(lambda job, me: script(job, me, own=True), 1)
+    assert results(script, 2) == [plain] * 2
+
+
+def test_a_round_updates_the_rows_of_its_modules_only() -> None:
+    def script(job: Job, me: ThreadWorker) -> Any:
+        first, second = (Embedding(ROWS, DIM, name=name, seed=7) for name in "ab")
+        job.protect(first=first, second=second)
+        before = second.weight.detach().clone()
+        for step in job.steps(job.batches(clicks(), 3), until=3):
+            for ids, _ in step.round("first"):
+                step.backward((first(ids) + second(ids)).square().mean())
+        assert torch.equal(before, second.weight)
+        return digest(first)
+
+    everywhere(script)
+
+
+def test_an_optimizer_that_has_the_rows_as_well_is_refused() -> None:
+    def script(job: Job, me: ThreadWorker) -> None:
+        ranker = Ranker(SGD(lr=0.1))
+        optimizer = torch.optim.SGD(ranker.top.parameters(), lr=0.1)
+        optimizer.add_param_group({"params": list(ranker.tables.parameters())})
+        with pytest.raises(UserError, match=r"parameters of ranker.tables, whose rows the job"):
+            job.protect(ranker=ranker, optimizer=optimizer)
+
+    results(script, 1)
