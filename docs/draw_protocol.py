@@ -161,7 +161,7 @@ def _group(machine: WorkerMachine) -> Iterator[tuple[str, ev.WorkerEvent]]:
             yield "StatesCompared", ev.StatesCompared(now)
     match step.activity:
         case Activity.AGREE:
-            yield "Gathered: agree", ev.Gathered(now, ev.Topic.AGREE, ((0, 0),) * 2)
+            yield "Gathered: agree", ev.Gathered(now, ev.Topic.AGREE, ((0, 0, 0, 0),) * 2)
         case Activity.SUM if task is None and step._open is not None:
             yield "Summed", ev.Summed(view=now, step=step.step)
             yield "Summed, not finite", ev.Summed(view=now, step=step.step, doubt=ev.NOBODYS)

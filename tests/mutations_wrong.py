@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -10,9 +11,9 @@ import pytest
 from holdfast.core.membership import view_making
 from holdfast.core.membership.roster import Roster
 from holdfast.core.membership.view_making import Proposal
-from holdfast.core.step import audit
+from holdfast.core.step import audit, audits, script_blame
 from holdfast.core.step.audit import Court, Ruling, Sentence
-from holdfast.core.step.newcomers import Newcomers
+from holdfast.core.step.newcomers import Newcomers, Refusal
 from holdfast.core.step.trust import Trust
 from holdfast.core.step.verdicts import Doubted
 from holdfast.core.types import StateCopy, View, WorkerId
@@ -77,6 +78,55 @@ def a_discarded_state_is_begun_from(patch: pytest.MonkeyPatch) -> Machines:
 @mutation
 def joiners_are_believed(patch: pytest.MonkeyPatch) -> Machines:
     patch.setattr(Newcomers, "watched", lambda self, view: frozenset())
+    return Machines()
+
+
+@mutation
+def each_member_plans_comparisons_of_its_own(patch: pytest.MonkeyPatch) -> Machines:
+    plain, plans = audits.plan_early, itertools.count()
+
+    def plan_early(view: View, step: int, owners: Any, cycle: int) -> tuple[audit.Audit, ...]:
+        return plain(view, step + next(plans) % 2, owners, cycle)
+
+    patch.setattr(audits, "plan_early", plan_early)
+    return Machines()
+
+
+@mutation
+def two_workers_that_contradict_themselves_are_the_scripts_doing(
+    patch: pytest.MonkeyPatch,
+) -> Machines:
+    """Even where a majority agrees on the result."""
+    plain = Court.rule
+
+    def rule(self: Court, digests: audit.Digests, *rest: Any) -> Ruling:
+        if any(list(each.values()).count(audit.FICKLE) > 1 for each in digests.values()):
+            return Ruling(sentence=Sentence.SCRIPT)
+        return plain(self, digests, *rest)
+
+    patch.setattr(Court, "rule", rule)
+    return Machines()
+
+
+@mutation
+def two_machines_that_are_steadily_wrong_are_the_scripts_doing(
+    patch: pytest.MonkeyPatch,
+) -> Machines:
+    patch.setattr(script_blame, "STEADY_MAX", 1)
+    patch.setattr(audit, "SHARE", 0.0)
+    return Machines()
+
+
+@mutation
+def a_refused_joiner_is_the_scripts_doing_the_second_time(patch: pytest.MonkeyPatch) -> Machines:
+    plain = Newcomers.judge
+
+    def judge(self: Newcomers, *found: Any) -> tuple[tuple[WorkerId, ...], Refusal]:
+        refused, refusal = plain(self, *found)
+        again = refusal is Refusal.QUARANTINED
+        return refused, Refusal.SCRIPT if again else refusal
+
+    patch.setattr(Newcomers, "judge", judge)
     return Machines()
 
 

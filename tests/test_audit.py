@@ -87,7 +87,7 @@ def test_whoever_was_wrong_once_is_known_after_the_second_attempt() -> None:
     audits = (Audit(0, a, (b,)), Audit(4, b, (c,)))
     first = ruling(court, {0: {a: 1, b: 1}, 4: {b: 5, c: 6}}, audits)
     again = (audits[0], by_all(audits[1], WORKERS))
-    assert first == Ruling(sentence=Sentence.AGAIN, audits=again)
+    assert first == Ruling(sentence=Sentence.AGAIN, audits=again, disputed=(4,))
     second = ruling(court, {0: {a: 1, b: 1}, 4: dict.fromkeys(WORKERS, 6)}, again)
     assert second == Ruling(sentence=Sentence.USE, wrong=((b, 4),))
 

@@ -73,6 +73,29 @@ def test_a_variable_that_a_joiner_lacks(tmp_path: Path, capsys: pytest.CaptureFi
     assert "the script keeps something that the job's state lacks" in found["runs"][2]["told"][0]
 
 
+CARRIES = """
+hidden = [torch.zeros(16)]
+def remember(module, inputs, output):
+    found = output + 0.5 * hidden[0]
+    hidden[0] = output.detach().mean(0)
+    return found
+model[0].register_forward_hook(remember)
+"""
+
+
+def test_a_script_that_carries_something_is_named_before_any_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(before="", after="pass", shard=CARRIES, until=400))
+    assert check_command.main(["--steps", "8", str(script)]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "hidden[0]" in said
+    assert "deterministic" not in said
+    before, _, _ = said.partition("wrongly")
+    assert "hidden[0]" in before
+
+
 @pytest.mark.slow
 def test_random_numbers_between_steps_and_sets_of_strings_are_keyed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

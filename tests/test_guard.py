@@ -480,7 +480,7 @@ def test_a_joiner_that_lacks_what_the_script_keeps_leaves_and_nothing_of_it_is_u
 
 def test_two_joiners_that_compute_otherwise_are_the_scripts_doing() -> None:
     outcome, cluster = with_deaths(keeps_a_variable, 4, {1: 16, 2: 24})
-    assert "as another worker does: the script keeps something" in repr(cluster.errors)
+    assert "as another machine does: the script keeps something" in repr(cluster.errors)
     assert outcome
 
 
@@ -496,7 +496,7 @@ def test_two_refused_joiners_end_the_job_while_the_coordinator_is_away() -> None
     spec = with_settings(SPEC, {"workers.nproc": 4, "workers.virtual": 4})
     cluster = LostCoordinator(spec, keeps_a_variable, {WorkerId(1): 16, WorkerId(2): 24})
     outcome = cluster.run()
-    assert "as another worker does: the script keeps something" in outcome
+    assert "as another machine does: the script keeps something" in outcome
     assert cluster.term == 2, cluster.events  # the outcome is of one that was not there
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from holdfast.train.job import Job
-from loop_kit import dataset, net, protected
+from loop_kit import dataset, digest, everywhere, net, protected, step_once
 from test_guard import STEPS, told
 from thread_cluster import ThreadWorker
 
@@ -20,9 +21,9 @@ mse = nn.functional.mse_loss
 
 
 def refused_everywhere(script: Callable[[Job, ThreadWorker], Any], *texts: str) -> None:
-    """Run a script on 1 and 2 workers, and see that both end with all of these texts."""
-    for workers in (1, 2):
-        found = told(script, workers)
+    """See a script end with all of these texts on 1 to 3 workers, and where one dies."""
+    for workers, death in ((1, None), (2, None), (3, None), (2, {1: 3})):
+        found = told(script, workers, death)
         for text in texts:
             assert text in found, found
 
@@ -177,6 +178,106 @@ def test_a_layer_that_a_task_adds_is_named() -> None:
             optimizer.step()
 
     refused_everywhere(script, "parameter model.0.extra.weight was added while tasks were computed")
+
+
+class Moco(nn.Module):
+    """Momentum contrast as its authors have it: an update of weights and a queue in forward.
+
+    `updates`: forward changes the key encoder; else the script does, after each step.
+    """
+
+    def __init__(self, *, updates: bool) -> None:
+        super().__init__()
+        self.updates = updates
+        self.encoder_q, self.encoder_k = net(seed=3), net(seed=4)
+        for q, k in zip(self.encoder_q.parameters(), self.encoder_k.parameters(), strict=True):
+            k.data.copy_(q.data)
+            k.requires_grad = False
+        self.register_buffer("queue", torch.linspace(-1, 1, 24).view(2, 12))
+        self.register_buffer("queue_ptr", torch.zeros(1, dtype=torch.long))
+
+    @torch.no_grad()
+    def follow(self, m: float = 0.9) -> None:
+        for q, k in zip(self.encoder_q.parameters(), self.encoder_k.parameters(), strict=True):
+            k.data = k.data * m + q.data * (1.0 - m)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query = nn.functional.normalize(self.encoder_q(x), dim=1)
+        with torch.no_grad():
+            if self.updates:
+                self.follow()
+            key = nn.functional.normalize(self.encoder_k(x), dim=1)
+        near = (query * key).sum(1, keepdim=True)
+        logits = torch.cat([near, query @ self.queue.clone().detach()], dim=1)
+        place = int(self.queue_ptr)
+        self.queue[:, place] = key.mean(0)
+        self.queue_ptr[0] = (place + 1) % self.queue.shape[1]
+        return nn.functional.cross_entropy(logits, torch.zeros(len(x), dtype=torch.long))
+
+
+def trains_moco(updates: bool) -> Callable[[Job, ThreadWorker], str]:
+    def script(job: Job, me: ThreadWorker) -> str:
+        model = Moco(updates=updates)
+        optimizer = torch.optim.SGD(model.encoder_q.parameters(), lr=0.1)
+        job.protect(model=model, optimizer=optimizer)
+        for step in job.steps(job.batches(dataset(), 3), until=STEPS):
+            for x, _ in step:
+                step.backward(model(x))
+            optimizer.step()
+            optimizer.zero_grad()
+            if not updates:
+                model.follow()
+        return digest(model)
+
+    return script
+
+
+def test_momentum_contrast_as_its_authors_have_it_is_named_with_the_cure() -> None:
+    texts = "parameter model.encoder_k.", "change parameters after the loop over a step's batches"
+    refused_everywhere(trains_moco(updates=True), *texts)
+
+
+def test_momentum_contrast_whose_encoder_follows_after_the_step_is_exact() -> None:
+    everywhere(trains_moco(updates=False))
+
+
+# ---------------------------------------------------------------- what modules keep in containers
+
+
+class Metered(nn.Module):
+    """A model that counts and remembers in containers, which it changes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = net()
+        self.meter = [0]
+        self.state = {"calls": 0}
+        self.seen: set[int] = set()
+        self.recent: deque[torch.Tensor] = deque(maxlen=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.meter[0] += 1
+        self.state["calls"] += 1
+        self.seen.add(self.meter[0])
+        found = self.inner(x) * (1 + 0.1 * self.meter[0] + 0.1 * self.state["calls"])
+        found = found * (1 + 0.1 * len(self.seen))
+        if self.recent:
+            found = found + 0.1 * self.recent[-1].mean()
+        self.recent.append(found.detach())
+        return found
+
+
+def test_what_tasks_change_in_containers_of_a_model_is_set_back() -> None:
+    def script(job: Job, me: ThreadWorker) -> str:
+        model = Metered()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        job.protect(model=model, optimizer=optimizer)
+        for step in job.steps(job.batches(dataset(), 3), until=STEPS):
+            step_once(step, model, optimizer)
+            model.meter[0] = step.index  # between steps it may change its values
+        return digest(model)
+
+    everywhere(script)
 
 
 # ---------------------------------------------------------------- backward passes of the script's

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from holdfast.core.membership.changes import OrderNext
@@ -9,7 +11,15 @@ from holdfast.core.membership.progress import Progress
 from holdfast.core.membership.view_making import Proposal, make_view
 from holdfast.core.step.audit import Audit, Court, Ruling, Sentence
 from holdfast.core.step.newcomers import Newcomers, Refusal
-from holdfast.core.types import Incarnation, Phase, View, ViewNumber, WorkerId, WorkerStatus
+from holdfast.core.types import (
+    AgentId,
+    Incarnation,
+    Phase,
+    View,
+    ViewNumber,
+    WorkerId,
+    WorkerStatus,
+)
 from roster_kit import Cluster, member, view_of
 
 W0, W1, W2, W3 = (WorkerId(i) for i in range(4))
@@ -109,6 +119,27 @@ def test_two_workers_that_are_refused_in_turn_or_at_once_are_the_scripts_doing()
     assert judged(newcomers, joined(W2), leaves((W2, 2))) == ((W2,), Refusal.SCRIPT)
     at_once = judged(Newcomers(looks=True), joined(W1, W2), leaves((W1, 1), (W2, 2)))
     assert at_once == ((W1, W2), Refusal.SCRIPT)
+
+
+def test_joiners_of_one_new_node_are_one_machine() -> None:
+    newcomers, view = Newcomers(looks=True), joined(W2, W3)
+    members = tuple(
+        dataclasses.replace(each, agent=AgentId("new" if each.worker in (W2, W3) else "old"))
+        for each in view.members
+    )
+    view = dataclasses.replace(view, members=members)
+    assert judged(newcomers, view, leaves((W2, 2), (W3, 3))) == ((W2, W3), Refusal.ANEW)
+    assert judged(newcomers, view, leaves((W2, 2), (W3, 3)))[1] is Refusal.QUARANTINED
+
+
+def test_a_joiner_whose_processor_is_of_another_kind_says_nothing_of_the_script() -> None:
+    newcomers = Newcomers(looks=True)
+    for joiner in (W1, W2, W1):
+        view = joined(joiner)
+        newcomers.compare_processors(view, [8 if each == joiner else 5 for each in view.workers])
+        assert judged(newcomers, view, leaves((joiner, 1))) == ((joiner,), Refusal.KIND)
+    newcomers.compare_processors(joined(W1), [5] * 4)
+    assert judged(newcomers, joined(W1), leaves((W1, 1))) == ((W1,), Refusal.ANEW)
 
 
 def test_one_that_is_accepted_in_between_clears_the_script() -> None:

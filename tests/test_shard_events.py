@@ -14,6 +14,7 @@ import pytest
 from holdfast.core.replica.ends import SinkKind, SourceKind
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
+from holdfast.core.step.audit import FICKLE
 from holdfast.core.step.shards import ShardEvents, is_shared
 from holdfast.core.step.sum_trial import SumTrial, SumVerdict
 from holdfast.core.types import Tick, ViewNumber, WorkerId
@@ -96,6 +97,13 @@ def test_what_all_have_said_takes_no_memory() -> None:
     for shard in range(3):
         shards.hear(shard, note)
     assert sys.getrefcount(note) == before
+
+
+def test_a_worker_contradicts_itself_if_one_of_its_processes_does() -> None:
+    digests = (11, FICKLE, 12)
+    (told,) = hear_all(3, [dataclasses.replace(TASK, digest=digest) for digest in digests])
+    assert told == dataclasses.replace(TASK, digest=FICKLE)
+    assert hear_all(2, [ev.LoopEntered(True), ev.LoopEntered(False)]) == [ev.LoopEntered(False)]
 
 
 def test_each_shard_counts_in_what_is_compared() -> None:

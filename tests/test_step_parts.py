@@ -13,7 +13,7 @@ from holdfast.core.errors import InvariantError
 from holdfast.core.step import audit, vote
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
-from holdfast.core.step.audit import Alike, Audit, Sentence
+from holdfast.core.step.audit import Alike, Audit, Ruling, Sentence
 from holdfast.core.step.audits import SKETCH_WORDS, Audits
 from holdfast.core.step.backup import BackupPolicy, Settlement
 from holdfast.core.step.events import Purpose, TaskDone
@@ -190,25 +190,25 @@ def test_who_owes_what_for_audits() -> None:
     assert found.owed(W0, step) == [1]
     step.note(TaskDone(2, 1, Purpose.AUDITED, 5, 78))
     assert found.owed(W0, step) == []
-    assert found.row(step) == (77, 78)
-    assert found.row(OpenStep(2)) == (0, 0)
+    assert found.row(step) == (77, 78, -1)
+    assert found.row(OpenStep(2)) == (0, 0, -1)
 
 
 def test_audits_are_ruled_on_by_what_each_has_told() -> None:
     found, view = audits(), a_view(1, [0, 1, 2])
     found.plan_again((Audit(0, W0, (W1, W2)), Audit(1, W1, (W2,))))
-    good = found.rule([(7, 0), (7, 8), (7, 8)], view, [W0, W1])
+    good = found.rule([(7, 0, -1), (7, 8, -1), (7, 8, -1)], view, [W0, W1])
     assert good.sentence is Sentence.USE
     found.accepted()
-    bad = found.rule([(7, 0), (6, 8), (7, 8)], view, [W0, W1])
+    bad = found.rule([(7, 0, -1), (6, 8, -1), (7, 8, -1)], view, [W0, W1])
     assert bad.sentence is Sentence.USE  # who hosts it is right
     assert bad.wrong == ((W1, 0),)
     found.accepted()
-    wrong = found.rule([(6, 0), (7, 8), (7, 8)], view, [W0, W1])
+    wrong = found.rule([(6, 0, -1), (7, 8, -1), (7, 8, -1)], view, [W0, W1])
     assert wrong.sentence is Sentence.AGAIN
     found.accepted()
-    with pytest.raises(InvariantError, match="2 words are audited"):
-        found.rule([(7, 0), (7,), (7, 8)], view, [W0, W1])
+    with pytest.raises(InvariantError, match="3 words are audited"):
+        found.rule([(7, 0, -1), (7, -1), (7, 8, -1)], view, [W0, W1])
 
 
 def test_near_gradients_count_as_the_same() -> None:
@@ -222,11 +222,11 @@ def test_near_gradients_count_as_the_same() -> None:
             sketch = ((vrank + 1.0) ** 2 * (SKETCH_WORDS - 1) * factor**2, *sums)
             step.note(TaskDone(2, vrank, Purpose.AUDITED, 1, sketch))
     rows = [found.row(step) for step in steps]
-    assert [len(row) for row in rows] == [2 * SKETCH_WORDS] * 2
+    assert [len(row) for row in rows] == [2 * SKETCH_WORDS + 1] * 2
     assert found.rule(rows, view, [W0, W1]).sentence is Sentence.USE
     found.enter()
     found.plan_again((Audit(0, W0, (W1,)), Audit(1, W1, (W0,))))
-    far = (*rows[1][:SKETCH_WORDS], *(2 * x for x in rows[1][SKETCH_WORDS:]))
+    far = (*rows[1][:SKETCH_WORDS], *(2 * x for x in rows[1][SKETCH_WORDS:-1]), -1)
     assert found.rule([rows[0], far], view, [W0, W1]).sentence is Sentence.AGAIN
 
 
@@ -343,19 +343,25 @@ def test_the_leader_tells_unless_it_is_wrong_itself() -> None:
     assert ruling(0).tell("so", (W0, W1, W2)) == [ev.EventNoted("wrong", "so")]
 
 
+def ruled(*wrong: tuple[WorkerId, int], sentence: Sentence = Sentence.USE) -> Ruling:
+    return Ruling(sentence=sentence, wrong=wrong)
+
+
 def test_one_mistake_is_forgiven_and_the_second_is_not() -> None:
     found = ruling(1)
     assert ef.Exit() not in found.summed_wrongly(3, [W1])
     assert ef.Exit() not in found.summed_wrongly(4, [W2])
     assert ef.Exit() in found.summed_wrongly(5, [W1])
     blamed = ruling(1)
-    assert ef.Exit() not in blamed.blame(3, [(W1, 0), (W1, 1)], leaves=False)
-    assert ef.Exit() not in blamed.blame(3, [(W1, 0)], leaves=True)  # it leaves anyway
-    assert ef.Exit() in blamed.blame(4, [(W1, 2)], leaves=False)
+    assert ef.Exit() not in blamed.blame(3, ruled((W1, 0), (W1, 1)))
+    assert ef.Exit() not in blamed.blame(
+        3, ruled((W1, 0), sentence=Sentence.LEAVE)
+    )  # it leaves anyway
+    assert ef.Exit() in blamed.blame(4, ruled((W1, 2)))
     leader = ruling(0)
     assert (
         "worker 1 has computed virtual rank 5 of step 3 wrongly"
-        in texts(leader.blame(3, [(W1, 5)], leaves=False))[0]
+        in texts(leader.blame(3, ruled((W1, 5))))[0]
     )
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
+import torch._dynamo
 
 from holdfast.core.errors import Aborted
 from holdfast.core.job_spec import JobSpec

@@ -57,7 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def examined(seeds: Sequence[int], jobs: int, *, processes: bool) -> Iterator[Result]:
     """Examine scripts in several processes; yield results as they come."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    # What optimizers import takes long as well; all of it is imported once.
+    context.set_forkserver_preload(["script_search.runs", "torch._dynamo"])
     parts = [seeds[i : i + SEEDS_A_PROCESS] for i in range(0, len(seeds), SEEDS_A_PROCESS)]
     with ProcessPoolExecutor(jobs, context, max_tasks_per_child=1) as pool:
         futures = [pool.submit(examine_all, part, processes=processes) for part in parts]

@@ -139,7 +139,9 @@ def coins(random: Random) -> Habit:
 
 def _words(top: str, value: str) -> tuple[str, ...]:
     first = "dice" if top.startswith("def") else top.split(" ", maxsplit=1)[0]
-    return (first if first in value else re.split(r"[( ]", value, maxsplit=1)[0],)
+    used = ("job.worker", "job.is_leader", "gc.get_objects", "/proc/self/statm")
+    named = tuple(name for name in used if name in value)
+    return named or (first if first in value else re.split(r"[( ]", value, maxsplit=1)[0],)
 
 
 # ---------------------------------------------------------------- modules, caches, graphs, layers

@@ -31,7 +31,10 @@ KILL_STEP = 3
 STEPS_AFTER_JOIN = 6
 POLL_S = 0.1
 WORKERS = 2
-SCRIPT_EVENTS = ("script", "wrong")
+ONE_MACHINE = (
+    " (all workers of a check run on this machine: most likely the script makes them differ, and "
+    "not the machine)"
+)
 GUARD = ("--fingerprint-steps", "1", "--repeat-steps", "2")
 
 
@@ -154,7 +157,8 @@ def run_once(
         problem = (run.run_dir.outcome() or "\n".join(said[-12:])) if code else ""
         events = run.events()
     bar.update(task, completed=1, total=1)
-    texts = [event["text"] for event in events if event["kind"] in SCRIPT_EVENTS]
+    texts = [event["text"] for event in events if event["kind"] == "script"]
+    texts += [event["text"] + ONE_MACHINE for event in events if event["kind"] == "wrong"]
     found = TracedRun(name=name, states=read_traces(traces), told=list(dict.fromkeys(texts)))
     return replace(found, problem=problem)
 
@@ -195,8 +199,8 @@ def report(
 
 
 def said_of(run: TracedRun) -> tuple[str, ...]:
-    """Return what is told of a run: by the guard, and why it has failed."""
-    return (*run.told, run.problem) if run.problem else tuple(run.told)
+    """Return why a run has failed, which names what the script does, and what the guard tells."""
+    return (run.problem, *run.told) if run.problem else tuple(run.told)
 
 
 def to_dict(runs: Sequence[TracedRun], findings: Sequence[Divergence], steps: int) -> dict:

@@ -2,7 +2,8 @@
 
 HoldfastError
 |-- UserError           the user can mend it: the message names the offending value and what to do
-|   `-- StateMismatch   a protected object cannot take the job's state
+|   |-- StateMismatch   a protected object cannot take the job's state
+|   `-- ScriptFault     the script makes workers compute different results
 |-- WorldError          a machine, network or disk failed; normally survived, never a bug
 |   |-- Aborted         the process group of a view was broken or given up
 |   |-- WireError       a frame that is malformed, too large, unauthenticated or of another version
@@ -30,6 +31,10 @@ class UserError(HoldfastError):
 
 class StateMismatch(UserError):
     """Says that a protected object's shapes, names or types differ from the job's."""
+
+
+class ScriptFault(UserError):
+    """Blames the script, by which workers of one job compute different results."""
 
 
 class WorldError(HoldfastError):

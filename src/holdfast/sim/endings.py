@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Protocol
 
-from holdfast.core.types import AgentReport
+from holdfast.core.step.audit import are_too_many
+from holdfast.core.step.newcomers import REFUSED_MAX
+from holdfast.core.step.script_blame import STEADY_MAX
+from holdfast.core.types import AgentReport, View
 from holdfast.sim.arithmetic import Copy, Key
 from holdfast.sim.run_options import STORE_LOST, Options
 from holdfast.sim.seams import Actor
@@ -42,6 +46,7 @@ class Endings:
         self._stop_in = 0  # the view in which the job was stopped
         self._hurried = False  # it was to be stopped at once
         self._furthest = 0  # the step to which the job has come
+        self._blamed = ""  # what a worker has rightly held against the script
         self._heard = 0  # the same, as far as a coordinator has heard: from there it counts losses
         self._died: dict[int, int] = {}  # processes that had died when the job first reached a step
 
@@ -84,7 +89,7 @@ class Endings:
         elif (
             (outcome.endswith(f"failed: {SCRIPT_FAILED}") and truth.count["failed"])
             or (self._tells_of_losses(outcome) and options.losses_max < self._lost_at_one_step())
-            or ("as another worker does" in outcome and self._one_against_joiners())
+            or (self._blamed and self._blamed in outcome)
         ):
             pass
         else:
@@ -92,6 +97,24 @@ class Endings:
             hopeless = STORE_LOST in options.faults and silent_s >= options.restore_s
             if not hopeless or "given up after" not in outcome or "\n" in outcome:
                 raise Violation(f"the job gave up: {outcome}")
+
+    def blamed_script(self, view: View | None, reason: str) -> None:
+        """Check that, if a member of a view blames the script, too many machines are wrong to tell.
+
+        They are if half of all, or of those that have not just joined, are; or more machines in
+        turn than are borne in a short while.
+        """
+        members = view.members if view is not None else ()
+        every = {m.worker: self._truth.processes[m.worker, m.incarnation] for m in members}
+        proven = {w: p for w, p in every.items() if view is None or w not in view.unproven}
+        many = any(2 * _count_ill(each.values()) >= len(each) for each in (every, proven))
+        steady = {key[0] for key, p in self._truth.processes.items() if p.spoiling.lies}
+        borne = REFUSED_MAX if "joined before" in reason else STEADY_MAX
+        many = many or (view is not None and are_too_many(len(steady), view, borne))
+        if self._options.wrong_together or not (many or self._options.forgetful):
+            ill = _count_ill(every.values())
+            raise Violation(f"{ill} of {len(every)} are wrong, yet the script is blamed: {reason}")
+        self._blamed = reason
 
     def _tells_of_losses(self, outcome: str) -> bool:
         return "were lost at step" in outcome or "the job began again" in outcome
@@ -101,11 +124,6 @@ class Endings:
         truth = self._truth
         silent = [p for p in truth.live.values() if p.paused or out_of_time(p)]
         return truth.count["died"] - self._died.get(self._heard - 1, 0) + len(silent)
-
-    def _one_against_joiners(self) -> bool:
-        """Return whether joiners lack state, or an earlier member is wrong."""
-        spoiled = (process.spoiling for process in self._truth.processes.values())
-        return self._options.forgetful or any(s.lies or s.flipped is not None for s in spoiled)
 
     def _stopped(self) -> None:
         """Check that a job which is stopped in good health has saved its newest state."""
@@ -118,3 +136,7 @@ class Endings:
         excused = ill or at_end or changes or truth.completed or self._hurried
         if options.save_every and not excused and max(truth.saved, default=0) < step:
             raise Violation(f"the job is stopped at step {step}, and has saved only {truth.saved}")
+
+
+def _count_ill(processes: Iterable[Actor]) -> int:
+    return sum(process.spoiling.is_ill(process.step) for process in processes)

@@ -6,10 +6,11 @@ processes must finish the job.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from holdfast.core.membership import agent as ag
+from holdfast.core.step.script_blame import STEADY_MAX
 from holdfast.core.types import Leaving, WorkerId
 from holdfast.sim.hosts import AgentHost, HostWorld
 from holdfast.sim.run_options import RACK_SHARE, STORE_LOST
@@ -40,6 +41,7 @@ class Faults:
         self.disturbed_until = 0.0  # as far as faults have struck until now
         self.count: dict[str, int] = {}
         self._lying: dict[int, int] = {}  # workers whose machine stays wrong, and how
+        self._steady: dict[int, None] = {}  # workers that were wrong in the same way each time
 
     def start(self) -> None:
         kinds = self._world.options.faults
@@ -225,9 +227,9 @@ class Faults:
                 self._heals(rng.uniform(0.1, 6.0), each.resume)
 
     def _spoil(self, kind: str, process: Process) -> None:
-        """Make the bits of a process wrong, from here on or once; one process at a time."""
+        """Make the bits of a process wrong, from here on or once."""
         world, rng = self._world, self._world.rng
-        if any(p.spoiling.spoiled for p in world.live()):
+        if not may_be_wrong(process, world.live()):
             return
         match kind:
             case "flip":
@@ -236,7 +238,10 @@ class Faults:
                 process.spoiling.lied_in = process.step
             case "liar":
                 process.spoiling.lies = rng.choice((7, -1))
-                if world.options.wrong_stays:
+                if world.options.wrong_together:
+                    process.spoiling.lies = lie_of_its_own(process, self._steady)
+                is_one_of_many = world.options.wrong_together and self._lying
+                if world.options.wrong_stays and not is_one_of_many:
                     self._lying[process.worker] = process.spoiling.lies
             case "lie_once":
                 process.spoiling.lies_once = True
@@ -372,3 +377,32 @@ class Faults:
         self.count[kind] = self.count.get(kind, 0) + 1
         self.disturbed_until = max(self.disturbed_until, self._world.now)
         self._world.mark(f"fault: {kind}")
+
+
+def may_be_wrong(process: Process, live: Sequence[Process]) -> bool:
+    """Return whether one more process may be wrong: alone, or since most members are sound."""
+    if not process.world.options.wrong_together:
+        return not any(each.spoiling.spoiled for each in live)
+    view = process.exchanges.view
+    if view is None:
+        return False
+    by_key = {each.key: each for each in live}
+    members = {m.worker: by_key.get((m.worker, m.incarnation)) for m in view.members}
+    proven = [each for worker, each in members.items() if worker not in view.unproven]
+    return all(_are_mostly_sound(each, process) for each in (list(members.values()), proven))
+
+
+def lie_of_its_own(process: Process, steady: dict[int, None]) -> int:
+    """Return what one of several wrong processes adds: no two agree, and few are steady."""
+    view = process.exchanges.view
+    if view is None or process.worker in view.unproven:
+        return -1
+    if len(steady) < STEADY_MAX:
+        steady[process.worker] = None
+    return 7 + int(process.worker) if process.worker in steady else -1
+
+
+def _are_mostly_sound(members: Sequence[Process | None], one: Process) -> bool:
+    """Return whether most of these members would still be sound if this process were not."""
+    sound = [m for m in members if m is not None and m is not one and not m.spoiling.is_ill(m.step)]
+    return 2 * len(sound) > len(members)

@@ -102,6 +102,8 @@ class Options:
     losses_max: int = 10_000  # workers that may be lost with no step committed in between
     fails_in: int = -1  # the step in which every script fails; -1: none does
     wrong_stays: bool = False  # a wrong worker computes wrongly again after a restart
+    exact_bits: bool = False  # on a sound machine a task has the same bits each time
+    wrong_together: bool = False  # several are wrong at once, as long as most are sound
     counts_from: int = 0  # terms, views and incarnations of agents are numbered from here
     rounds: int = 1  # steps from one boundary to the next, and
     tells_values: bool = False  # whether those that follow no boundary exchange values only
@@ -137,6 +139,7 @@ class Options:
             seed=self.seed,
             audit=self.audit,
             cycle=self.cycle,
+            script_cycle=self.cycle,
             keeps=saves,
             balance=None if self.backup.workers else self.balance,
             backup=self.backup,
@@ -440,6 +443,19 @@ def _with_wrong_bits(options: Options, rng: Random) -> Options:
     )
 
 
+def _with_exact_bits(options: Options, rng: Random) -> Options:
+    """Let most jobs compute exactly; in some of those, several machines are wrong at once."""
+    if rng.random() < 0.3:
+        return options
+    options = dataclasses.replace(options, exact_bits=True)
+    workers = (options.agents - options.agents_late) * options.slots
+    unfit = options.audit != 1.0 or options.forgetful or options.backup.workers
+    if workers < 3 or unfit or rng.random() < 0.5:
+        return options
+    # What else befalls sound workers would leave the wrong ones with a majority.
+    return dataclasses.replace(options, wrong_together=True, faults=("liar", "lie_once"))
+
+
 def _draw_balance(rng: Random) -> BalancePolicy | None:
     """Hastier than in a real job, so that short runs see many changes."""
     if rng.random() < 0.3:
@@ -522,4 +538,5 @@ _MORE: dict[str, Callable[[Options, Random], Options]] = {
     "isolation": _with_isolation,
     "quits": _with_quits,
     "left behind": _with_nodes_left_behind,
+    "exact": _with_exact_bits,
 }

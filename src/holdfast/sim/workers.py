@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from holdfast.core.replica.ends import SinkKind, SourceKind
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
+from holdfast.core.step.audit import FICKLE
 from holdfast.core.step.effects import WorkerEffect
 from holdfast.core.step.events import Purpose, StepKind, WorkerEvent
 from holdfast.core.types import (
@@ -40,6 +41,7 @@ from holdfast.sim.writers import WriterHost
 from holdfast.sim.wrong_bits import Violation
 
 LATE_S = 1e-6  # a timer that fires later finds that its process stood still
+RUNS_DISPUTED = 6  # as real workers compute a disputed task
 
 
 class InsideStriker(Protocol):
@@ -246,7 +248,9 @@ class Process(Running):
             case ef.Exit():
                 world.truth.errors.noticed([self.key])
                 self.end(-9, "computes wrongly")
-            case ef.GiveUp(reason):
+            case ef.GiveUp(reason, by_script):
+                if by_script:
+                    world.truth.endings.blamed_script(self.exchanges.view, reason)
                 self.end(1, reason)
             case ef.Redo(_):
                 self.tokens, self.copies = {}, {}
@@ -352,7 +356,7 @@ class Process(Running):
 
     def _enter_loop(self) -> None:
         self.loop += 1
-        self.feed(ev.LoopEntered())
+        self.feed(ev.LoopEntered(self.world.options.exact_bits))
         if self.step >= self.until and self.machine.snapshot().has_state:
             self._leave_loop()
         else:
@@ -429,13 +433,16 @@ class Process(Running):
             self.end(1, SCRIPT_FAILED)
             return
         if task.step == self.open_step and self.step == self.open_step:
-            token = self._token(task)
+            token = told = self._token(task)
             if task.purpose is Purpose.HOSTED:
                 self.tokens[task.vrank] = token
             elif task.purpose is Purpose.SPECULATIVE:
                 self.copies[task.vrank] = token
                 self.world.truth.count["copied"] += 1
-            digest = token if task.digest else None
+            if task.disputed and self.world.options.exact_bits:
+                again = {self._token(task) for _ in range(RUNS_DISPUTED - 1)}
+                told = token if again == {token} else FICKLE
+            digest = told if task.digest else None
             self.feed(ev.TaskDone(task.step, task.vrank, task.purpose, 1, digest))
         self._script_next()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -43,16 +43,18 @@ from holdfast.train.optimizer_sharding.sharded_optimizers import ShardedOptimize
 from holdfast.train.protection.protector import PieceTarget, Protector
 from holdfast.train.protection.recalling import Recalling
 from holdfast.train.rendezvous_store import find_store, open_store
-from holdfast.train.script.carried_variables import describe_carried
 from holdfast.train.script.environment import WorkerEnvironment
 from holdfast.train.script.fingerprints import Fingerprints
 from holdfast.train.script.ledger_recorder import LedgerRecorder
 from holdfast.train.script.optimizer_watch import OptimizerWatch
 from holdfast.train.script.parameter_watch import ParameterWatch
 from holdfast.train.script.plain_state import PlainState, StateComparison
+from holdfast.train.script.processor_kind import kind_of_processor
 from holdfast.train.script.repeated_tasks import RepeatedTasks
 from holdfast.train.script.script_guard import ScriptGuard
+from holdfast.train.script.script_memory import ScriptMemory
 from holdfast.train.script.script_state import ScriptState
+from holdfast.train.script.script_suspects import Suspects
 from holdfast.train.script.script_thread import ScriptThread, TaskRunner
 from holdfast.train.script.unprotected_modules import UnprotectedModules
 from holdfast.train.shards.following_shard import FollowingLink, FollowingMachine
@@ -119,6 +121,8 @@ def step_policy(spec: JobSpec, seed: int, *, writes: bool) -> StepPolicy:
         ),
         restore_s=spec.nodes.abandon_s,
         protect_every=spec.memory.every or 0,
+        script_cycle=silent.fingerprint_steps,
+        processor=kind_of_processor(),
     )
 
 
@@ -188,6 +192,8 @@ def compose_guard(
 
     def is_exact() -> bool:
         on_host = all(p.device.type == "cpu" for _, m in modules for p in m.parameters())
+        if not on_host and torch.backends.cudnn.benchmark:
+            return False  # each worker chooses kernels by their speed
         can_vary = current.probe.is_noisy or not on_host
         return torch.are_deterministic_algorithms_enabled() or not can_vary
 
@@ -198,6 +204,9 @@ def compose_guard(
     progress.attributes = attributes
     prints = Fingerprints(protected, silent.fingerprint_steps, optimizers=sharding is None)
     cycle = silent.fingerprint_steps or silent.repeat_steps
+    given = progress.values
+    memory = ScriptMemory(lambda: _tensors_of(modules), lambda: {"job.values": dict(given)})
+    suspects = Suspects(memory)
     return ScriptGuard(
         prints=prints,
         comparison=StateComparison(PlainState(protected, attributes), prints),
@@ -207,15 +216,24 @@ def compose_guard(
             silent.audit_tolerance,
             note,
             is_exact,
-            describe_carried,
+            suspects.describe_repeated,
         ),
+        memory=memory,
+        suspects=suspects,
         attributes=attributes,
         loaded=LoadedState(protected, sharding),
         modules=modules,
         parameters=ParameterWatch(modules, cycle),
         cycle=cycle,
         others=UnprotectedModules(own_objects, progress.scratch) if owns_process else None,
+        is_alone=isinstance(control.link, SoloLink),
     )
+
+
+def _tensors_of(modules: Sequence[tuple[str, torch.nn.Module]]) -> Iterator[torch.Tensor]:
+    for _, module in modules:
+        yield from module.parameters()
+        yield from module.buffers()
 
 
 def _sharding(control: Control, protected: Mapping[str, Any]) -> ShardedOptimizers | None:

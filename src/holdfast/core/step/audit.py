@@ -14,9 +14,11 @@ from collections import Counter
 from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 
-from holdfast.core.types import WorkerId
+from holdfast.core.types import View, WorkerId
 
 ATTEMPTS_MAX = 3  # at a step
+SHARE = 0.25  # more of a job's workers are never on wrong machines at about the same time
+FICKLE = -1  # stands for the digest of a task that had several on one worker
 
 Digests = Mapping[int, Mapping[WorkerId, int]]  # of tasks, by virtual rank, as each worker has them
 Sketch = Sequence[float]  # of a gradient: its norm, and sums over parts of it with random signs
@@ -93,10 +95,30 @@ def by_all(audit: Audit, workers: Sequence[WorkerId]) -> Audit:
 def judge(digests: Mapping[WorkerId, int]) -> Judgement:
     """Find the majority among the digests of one task, as each of these workers has computed it."""
     (most, count), *_ = Counter(digests.values()).most_common(1)
-    if 2 * count <= len(digests):
+    if 2 * count <= len(digests) or most == FICKLE:
         return Judgement(right=None)
     wrong = tuple(worker for worker, digest in sorted(digests.items()) if digest != most)
     return Judgement(right=most, wrong=wrong)
+
+
+def are_too_many(machines: int, view: View, borne: int) -> bool:
+    """Return whether more machines are wrong than `borne`, and than ever are in such a job."""
+    return machines > max(borne, SHARE * len(view.members))
+
+
+def name_machines(view: View, wrong: Collection[WorkerId]) -> frozenset[str]:
+    """Return names of the machines that are at fault if these members of a view are.
+
+    A node all of whose workers are wrong is one machine. Where others on it are right, or the view
+    has no other node, each wrong worker is one: its own GPU or memory may be at fault.
+    """
+    right = {member.agent for member in view.members if member.worker not in wrong}
+    one_node = len({member.agent for member in view.members}) == 1
+    return frozenset(
+        f"worker {member.worker}" if one_node or member.agent in right else f"node {member.agent}"
+        for member in view.members
+        if member.worker in wrong
+    )
 
 
 def near(a: Sketch, b: Sketch, tolerance: float) -> bool:
@@ -138,6 +160,7 @@ class Sentence(enum.Enum):
     LEAVE = "leave"  # who is wrong, and not for the first time, leaves before that
     UNLIKE = "unlike"  # nothing can be audited here: every worker contradicts itself
     TIE = "tie"  # as many say one thing as another, again and again
+    SCRIPT = "script"  # several machines contradict themselves, and no majority agrees
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +168,8 @@ class Ruling:
     """Rules on an attempt at a step.
 
     `wrong`: who has computed which virtual rank wrongly. `audits`: those of the next attempt.
-    `disputed`: virtual ranks without a majority. `steady`: nobody has contradicted itself.
+    `disputed`: virtual ranks without a majority, or those that are computed again because workers
+    differ. `steady`: nobody has contradicted itself.
     """
 
     sentence: Sentence
@@ -159,11 +183,13 @@ class Court:
     """Over the audits of one step: every member hears the same and comes to the same ruling.
 
     The majority of all decides, but what `unproven` workers say counts only where the others do not
-    come to a majority: they may all lack the same.
+    come to a majority: they may all lack the same. `view` says which of them
+    share a node; without it none do.
     """
 
-    def __init__(self, unproven: Collection[WorkerId] = ()) -> None:
+    def __init__(self, unproven: Collection[WorkerId] = (), view: View | None = None) -> None:
         self._unproven = frozenset(unproven)
+        self._view = view
         self._heard: list[Digests] = []  # attempt by attempt
 
     def rule(
@@ -180,6 +206,8 @@ class Court:
         if not differing and attempts == 1:
             return Ruling(sentence=Sentence.USE)
         judged = {vrank: self._judge(each) for vrank, each in digests.items()}
+        if any(self._are_fickle(digests[v]) for v, each in judged.items() if each.right is None):
+            return Ruling(sentence=Sentence.SCRIPT)
         undecided = any(each.right is None for each in judged.values())
         if undecided and attempts >= ATTEMPTS_MAX:
             return self._undecided()
@@ -188,7 +216,12 @@ class Court:
         if all(each.right == digests[v][owners[v]] for v, each in judged.items()):
             return Ruling(sentence=Sentence.USE, wrong=self._wrong(self._heard))
         again = tuple(by_all(a, workers) if a.vrank in differing else a for a in audits)
-        return Ruling(sentence=Sentence.AGAIN, audits=again)
+        return Ruling(sentence=Sentence.AGAIN, audits=again, disputed=tuple(differing))
+
+    def _are_fickle(self, said: Mapping[WorkerId, int]) -> bool:
+        """Return whether workers of several machines had several results of one task."""
+        fickle = [worker for worker, digest in said.items() if digest == FICKLE]
+        return len(fickle if self._view is None else name_machines(self._view, fickle)) > 1
 
     def _wrong(self, attempts: Sequence[Digests]) -> tuple[tuple[WorkerId, int], ...]:
         """Find who came to other bits in these attempts than the last one's majority, and where."""
@@ -226,7 +259,8 @@ class Court:
             for vrank, each in attempt.items():
                 for worker, digest in each.items():
                     said.setdefault((worker, vrank), set()).add(digest)
-        return tuple(sorted(key for key, digests in said.items() if len(digests) > 1))
+        every = said.items()
+        return tuple(sorted(key for key, each in every if len(each) > 1 or FICKLE in each))
 
 
 def _mix(value: int) -> int:

@@ -91,9 +91,10 @@ class Exit:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Have the script raise an error with this reason."""
+    """Have the script raise an error with this reason; `by_script`: the script is at fault."""
 
     reason: str
+    by_script: bool = False
 
 
 # ---------------------------------------------------------------- effects: the script
@@ -113,13 +114,20 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Compute a task of `step`. `digest`: tell the gradient's digest (or its sketch: `near`)."""
+    """Compute a task of `step`. `digest`: tell the gradient's digest (or its sketch: `near`).
+
+    `disputed`: workers have computed different results: compute it several times, and tell FICKLE
+    (core/step/audit.py) instead of a digest if the results differ. `compared`: workers
+    compare tasks in this step, so if results differ here, they can find out whose fault that is.
+    """
 
     step: int
     vrank: int
     purpose: Purpose
     digest: bool = False
     near: bool = False
+    disputed: bool = False
+    compared: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,12 @@ class Topic(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class LoopEntered:
-    """The script has asked for steps; this makes it a candidate."""
+    """The script has asked for steps; this makes it a candidate.
+
+    `exact`: on a sound machine of one kind a task has the same bits each time.
+    """
+
+    exact: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,9 @@ A joiner holds the job's state, and may yet compute otherwise, again and again: 
 wrong, or the script keeps something that the state lacks (a variable, a module that is not
 protected), which only those have that have taken the steps before. No bit shows which. So it leaves
 before anything of it is used; if it does so again it is left out for a while, as one that computes
-wrongly; and if another worker does the same before any has been accepted, it is the script's doing.
+wrongly; and if other machines do the same before any has been accepted, it is the script's doing.
+A joiner whose processor is of another kind than those of all members is expected to compute
+otherwise, and says nothing of the script.
 """
 
 from __future__ import annotations
@@ -13,8 +15,10 @@ import enum
 import itertools
 from collections.abc import Iterable, Sequence
 
-from holdfast.core.step.audit import Audit, Ruling, Sentence
+from holdfast.core.step.audit import Audit, Ruling, Sentence, are_too_many, name_machines
 from holdfast.core.types import NO_VIEW, View, WorkerId
+
+REFUSED_MAX = 1  # machines that may be refused in turn
 
 
 class Refusal(enum.Enum):
@@ -22,18 +26,26 @@ class Refusal(enum.Enum):
 
     ANEW = "anew"  # it may begin anew at once
     QUARANTINED = "quarantined"  # it has done so before
-    SCRIPT = "script"  # so has another worker: the job ends
+    KIND = "kind"  # its processor is of another kind
+    SCRIPT = "script"  # so have other machines: the job ends
 
 
 class Newcomers:
-    """Keeps which workers were refused since one was accepted. `looks`: anything is compared."""
+    """Keeps which machines were refused since one was accepted. `looks`: anything is compared."""
 
     def __init__(self, *, looks: bool) -> None:
         self._looks = looks
-        self._refused: frozenset[WorkerId] = frozenset()  # all members that may stay know the same
+        self._refused: frozenset[str] = frozenset()  # all members that may stay know the same
+        self._strange: frozenset[WorkerId] = frozenset()  # with processors of another kind
         self._accepted: frozenset[WorkerId] = frozenset()  # in the step to be committed next
         self._proved: frozenset[WorkerId] = frozenset()  # in the present view
         self._view = NO_VIEW  # that one's number
+
+    def compare_processors(self, view: View, kinds: Sequence[int]) -> None:
+        """Take in the kinds of all members' processors, by rank."""
+        by_worker = dict(zip(view.workers, kinds, strict=True))
+        known = {kind for worker, kind in by_worker.items() if worker not in view.unproven}
+        self._strange = frozenset(w for w, kind in by_worker.items() if kind not in known)
 
     def audits(
         self, view: View, owners: Sequence[WorkerId], planned: Sequence[Audit]
@@ -74,11 +86,14 @@ class Newcomers:
         judged = ruling.sentence in (Sentence.TIE, Sentence.LEAVE) and ruling.steady
         if not (judged and unlike and unlike <= joiners):
             return (), Refusal.ANEW
-        before = frozenset[WorkerId]() if unlike < joiners else self._refused  # one was accepted
-        self._refused = before | unlike
-        if len(self._refused) > 1:
-            return tuple(sorted(unlike)), Refusal.SCRIPT
-        return tuple(sorted(unlike)), Refusal.QUARANTINED if before else Refusal.ANEW
+        refused = tuple(sorted(unlike))
+        if unlike <= self._strange:
+            return refused, Refusal.KIND
+        before = frozenset[str]() if unlike < joiners else self._refused  # one was accepted
+        self._refused = before | name_machines(view, unlike - self._strange)
+        if are_too_many(len(self._refused), view, REFUSED_MAX):
+            return refused, Refusal.SCRIPT
+        return refused, Refusal.QUARANTINED if before else Refusal.ANEW
 
     def accepted(self, view: View, audited: Iterable[WorkerId]) -> None:
         """Note that the sums of a step are used, in which these took part in audits."""

@@ -8,15 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from holdfast.core.step.audit import ATTEMPTS_MAX, judge
+from holdfast.core.step.audit import ATTEMPTS_MAX, Ruling, Sentence, judge
 from holdfast.core.step.effects import Exit, GiveUp, NoteDoubt, Outcome
 from holdfast.core.step.events import EventNoted, Row
 from holdfast.core.step.newcomers import Refusal
+from holdfast.core.step.script_blame import ScriptBlame
 from holdfast.core.step.trust import Trust
 from holdfast.core.step.verdicts import Doubted
 from holdfast.core.types import Invalidation, View, WorkerId
 
 NEVER = 1 << 60
+UPDATES = (
+    "the script updates them by something that is not the same on all workers; use only .grad, "
+    "step.loss and job.values, which are, and not the last batch or its loss, nor job.is_leader"
+)
+KEEPS = (
+    "the script keeps something that is not the same on all workers (a value that the first batch "
+    "sets, a counter, the time of a start, an address): let a task depend on nothing but the "
+    "parameters, its batch and the global random generators"
+)
 MISTAKES_MAX = 1  # that are forgiven a worker
 CALM_STEPS = 64  # after a sum that is rightly not finite, in which others are not doubted
 
@@ -40,12 +50,15 @@ class Rulings:
         self._suspects: tuple[WorkerId, ...] = ()  # whose parts of it were not
         self._wrong: tuple[WorkerId, ...] = ()  # who leaves
         self._diverged = False  # it is their states that are wrong
+        self._is_steady = False  # the wrong workers agree with themselves
+        self.script = ScriptBlame(cycle, keeps=keeps)
         self._confessed: Row = ()  # what this worker tells of it
 
     def enter(self, view: View) -> None:
         """Note that a view begins."""
         self._view = view
         self._doubted = -1
+        self._is_steady = False
 
     def synced(self, *, compared: bool) -> None:
         """Note that all members hold the state; `compared`: their fingerprints say so."""
@@ -99,11 +112,12 @@ class Rulings:
 
     # ------------------------------------------------------------ blame
 
-    def blame(
-        self, step: int, wrong: Collection[tuple[WorkerId, int]], leaves: bool
-    ) -> list[Outcome]:
-        """Note that these workers have computed these virtual ranks wrongly."""
+    def blame(self, step: int, ruling: Ruling) -> list[Outcome]:
+        """Record the workers that have computed virtual ranks wrongly."""
         out: list[Outcome] = []
+        wrong, leaves = ruling.wrong, ruling.sentence is Sentence.LEAVE
+        ends = leaves or ruling.sentence is Sentence.TIE
+        self._is_steady = self.script.comparable and ruling.steady and ends
         for worker, vrank in wrong:
             out += self.tell(
                 f"worker {worker} has computed virtual rank {vrank} of step {step} wrongly; the "
@@ -128,8 +142,16 @@ class Rulings:
             "job.protect(...)"
         )
         if refusal is Refusal.SCRIPT:
-            return [GiveUp(f"{text}, as another worker does: {script}")]
+            return [GiveUp(f"{text}, as another machine does: {script}", by_script=True)]
+        if refusal is Refusal.KIND:
+            kind = "its processor, its GPU or its version of torch is of another kind"
+            return self.tell(f"{text}: it leaves, because {kind}", workers)
         return self.tell(f"{text}: it leaves; its machine computes wrongly, or {script}", workers)
+
+    def accuse_script(self, step: int) -> list[Outcome]:
+        """Give up on the script, since several machines contradict themselves at once."""
+        text = f"several workers come to other results of the same task in step {step}"
+        return [GiveUp(f"{text}: {KEEPS}", by_script=True)]
 
     def summed_wrongly(self, step: int, wrong: Iterable[WorkerId]) -> list[Outcome]:
         """Note that these workers have summed a bucket wrongly, which was put right."""
@@ -184,10 +206,17 @@ class Rulings:
             prints = {w: int(row[2]) for w, row in zip(view.workers, rows, strict=True)}
             astray = judge(prints).wrong
             liars = tuple(w for w in wrong if w not in astray)
+            if self._is_steady and self.script.covers(view, step, liars, prints):
+                text = f"workers come to different gradients in step {step} from the same state"
+                machines = "or one of these machines is at fault, each time in the same way"
+                return [GiveUp(f"{text}, each time: {KEEPS}; {machines}", by_script=True)]
         if self._me in wrong:
             return [Exit()]
         out: list[Outcome | Doubted] = []
         tie = not wrong
+        if tie and self.script.ties_too_often(step):
+            text = f"workers hold different states again and again, the last time in step {step}"
+            return [GiveUp(f"{text}: {UPDATES}", by_script=True)]
         discarded = self._keeps and (tie or sums < NEVER)
         if discarded:
             text = f"something wrong may have been used since step {saved}: the job goes back"

@@ -15,6 +15,7 @@ from collections.abc import Hashable, Sequence
 
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
+from holdfast.core.step.audit import FICKLE
 from holdfast.core.types import Tick, WorkerId
 
 # Whoever notices it first is heard at once; it may be told again by others.
@@ -111,6 +112,9 @@ def _joined(events: Sequence[ev.WorkerEvent]) -> ev.WorkerEvent:
     """Make one event of those of all processes, in the order of their shards."""
     first = events[0]
     match first:
+        case ev.LoopEntered():
+            exact = [each.exact for each in events if isinstance(each, ev.LoopEntered)]
+            return dataclasses.replace(first, exact=all(exact))
         case ev.TaskDone():
             digests = [each.digest for each in events if isinstance(each, ev.TaskDone)]
             return dataclasses.replace(first, digest=_digest(digests))
@@ -168,7 +172,8 @@ def _digest(digests: Sequence[ev.Digest | None]) -> ev.Digest | None:
         return None
     if any(isinstance(each, tuple) for each in digests):
         return tuple(word for each in digests if isinstance(each, tuple) for word in each)
-    return _mixed([each for each in digests if isinstance(each, int)])
+    words = [each for each in digests if isinstance(each, int)]
+    return FICKLE if FICKLE in words else _mixed(words)
 
 
 def _mixed(words: Sequence[int]) -> int:

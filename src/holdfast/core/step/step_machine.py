@@ -21,7 +21,6 @@ from holdfast.core.step.balance import BalancePolicy
 from holdfast.core.step.effects import (
     Adopt,
     CheckSum,
-    Compute,
     Forget,
     Gather,
     KeepStep,
@@ -87,7 +86,8 @@ class StepMachine:
         self._replica = replica
         self._make_counting = counting
         self._newcomers = Newcomers(looks=policy.cycle > 0)
-        self._audits = Audits(policy.seed, policy.audit, policy.audit_tolerance, self._newcomers)
+        audits = policy.seed, policy.audit, policy.audit_tolerance
+        self._audits = Audits(*audits, self._newcomers, policy.script_cycle)
         self._rulings = Rulings(self._me, policy.cycle, keeps=policy.keeps, looks=policy.looks)
         self._view: View
         self._rank = 0
@@ -129,15 +129,14 @@ class StepMachine:
         """A joiner does not know what the others have agreed on, nor who has missed a vote."""
         self._go_to(Activity.AGREE)
         number = self._view.number
-        row = (int(self._audits.alike), self._audits.whole_step)
+        audits, policy = self._audits, self._policy
+        row = int(audits.alike), audits.whole_step, policy.processor, int(self._standing.is_exact)
         self._standing.order(Forget(SinkKind.LATE, number), Gather(number, Topic.AGREE, row))
 
     def _agreed(self, rows: Sequence[Row]) -> Agreed:
         view, audits = self._view, self._audits
-        alike = Alike(int(max(row[0] for row in rows)))
-        if self._policy.backup.workers:
-            alike = Alike.NOTHING  # what is dropped cannot be compared
-        audits.agree(alike, int(max(row[1] for row in rows)))
+        audits.hear(view, rows, drops=self._policy.backup.workers > 0)
+        self._rulings.script.comparable = audits.comparable
         self._counting = self._make_counting(view, self._policy.balance)
         self._rulings.synced(compared=bool(view.joiners) and not view.fed)
         self._go_to(Activity.SYNC)
@@ -235,8 +234,7 @@ class StepMachine:
         if task is None:
             return
         vrank, purpose = step.running = task
-        digest, near = self._audits.wants_digest(vrank), self._audits.alike is Alike.NEAR
-        standing.order(Compute(step.index, vrank, purpose, digest, near))
+        standing.order(self._audits.order(step.index, vrank, purpose))
 
     def _become_idle(self, idle: bool) -> None:
         if idle != self._idle:
@@ -401,14 +399,15 @@ class StepMachine:
             if refusal is not Refusal.SCRIPT:
                 self._leave(refused, diverged=refusal is Refusal.ANEW)
             return
-        leaves = ruling.sentence is Sentence.LEAVE
-        self._standing.carry(self._rulings.blame(self.step, ruling.wrong, leaves))
+        self._standing.carry(self._rulings.blame(self.step, ruling))
         match ruling.sentence:
             case Sentence.USE:
                 self._check_sums()
             case Sentence.UNLIKE:
                 self._tell(self._audits.ask_less())
                 self._check_sums()
+            case Sentence.SCRIPT:
+                self._standing.carry(self._rulings.accuse_script(self.step))
             case Sentence.AGAIN:
                 self._redo(ruling.audits)
             case Sentence.LEAVE:

@@ -24,6 +24,9 @@ class StepPolicy:
     0: never. `keeps`: there are checkpoints to go back to. `restore_s`: how long a store may stay
     silent when the job is to begin from a checkpoint. `protect_every`: steps between two states put
     into the nodes' memory; 0: as many as are applied again in the time that a state takes.
+    `script_cycle`: steps in which workers compare one task, because of the script, beside those of
+    the first steps (core/step/early_audits.py); 0: they compare none.
+    `processor`: a number that stands for the kind of this worker's processor.
     """
 
     seed: int = 0
@@ -37,6 +40,8 @@ class StepPolicy:
     saves: SavePolicy = field(default_factory=SavePolicy)
     restore_s: float = 300.0
     protect_every: int = 0
+    script_cycle: int = 0
+    processor: int = 0
 
     @property
     def looks(self) -> bool:

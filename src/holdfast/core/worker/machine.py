@@ -127,7 +127,8 @@ class WorkerMachine:
     def _respond(self, event: WorkerEvent) -> None:
         standing, membership = self._standing, self._membership
         match event:
-            case ev.LoopEntered():
+            case ev.LoopEntered(exact):
+                standing.is_exact = exact
                 self._replica.loop_entered()
                 loop = standing.status.loop + 1
                 standing.change(stage=Stage.READY, loop=loop, phase=Phase.SCRIPT)

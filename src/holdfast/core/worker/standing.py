@@ -35,6 +35,7 @@ class Standing:
         self.view: View | None = None  # the newest view installed
         self.pending_view = NO_VIEW  # the newest view that is known to be left soon
         self.acting_until = FOREVER  # the end of the right to act, by this node's clock
+        self.is_exact = False  # on a sound machine a task of the script has the same bits each time
         self.now = 0.0
         self._effects: list[WorkerEffect] = []
 

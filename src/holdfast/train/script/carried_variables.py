@@ -12,11 +12,26 @@ import dis
 import linecache
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from types import FrameType, FunctionType
+from typing import Any
 
 NAMES_MAX = 3
+_parsing = threading.Lock()  # Python 3.11 may fail where several threads parse at once
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def parse_file(path: str, namespace: dict[str, Any] | None = None) -> ast.Module | None:
+    """Return the syntax tree of a source file; None where there is none.
+
+    `namespace`: the globals of the module, whose loader may have the source.
+    """
+    with _parsing:
+        try:
+            return ast.parse("".join(linecache.getlines(path, namespace)))
+        except (SyntaxError, ValueError, SystemError, RecursionError):
+            return None
 
 
 def describe_carried() -> str:
@@ -25,7 +40,7 @@ def describe_carried() -> str:
     loop = None if frame is None else _loop_at(frame)
     if frame is None or loop is None:
         return ""
-    names = list(dict.fromkeys([*_set_late(loop.body), *_kept_by_calls(loop, frame)]))
+    names = list(dict.fromkeys([*_set_late(loop), *_kept_by_calls(loop, frame)]))
     if not names:
         return ""
     which = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
@@ -33,6 +48,23 @@ def describe_carried() -> str:
         which = f"{', '.join(names[:NAMES_MAX])} and {len(names) - NAMES_MAX} more"
     file = os.path.basename(frame.f_code.co_filename)
     return f"; the loop at {file}, line {loop.lineno}, carries {which} from one batch to the next"
+
+
+def names_of_batch() -> set[str]:
+    """Return the variables that the calling script's loop sets for each batch before it reads them.
+
+    Their values come from the batch alone.
+    """
+    frame = _script_frame()
+    loop = None if frame is None else _loop_at(frame)
+    if loop is None:
+        return set()
+    stored = {n.id for n in ast.walk(loop) if isinstance(n, ast.Name) and _stores(n)}
+    return stored - set(_set_late(loop))
+
+
+def _stores(name: ast.Name) -> bool:
+    return isinstance(name.ctx, ast.Store)
 
 
 def _script_frame() -> FrameType | None:
@@ -45,10 +77,8 @@ def _script_frame() -> FrameType | None:
 
 def _loop_at(frame: FrameType) -> ast.For | None:
     """Return the `for` statement at which a frame stands."""
-    source = "".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals))
-    try:
-        module = ast.parse(source)
-    except (SyntaxError, ValueError):
+    module = parse_file(frame.f_code.co_filename, frame.f_globals)
+    if module is None:
         return None
     for each in ast.walk(module):
         if not isinstance(each, ast.For):
@@ -58,11 +88,11 @@ def _loop_at(frame: FrameType) -> ast.For | None:
     return None
 
 
-def _set_late(body: list[ast.stmt]) -> Iterator[str]:
-    """Name what statements read before they set it, and the attributes and items that they set."""
-    known: set[str] = set()  # set before anything reads it
+def _set_late(loop: ast.For) -> Iterator[str]:
+    """Name what a loop reads before it sets it, and the attributes and items that it sets."""
+    known = {each.id for each in _names(loop.target)}  # set before anything reads it
     early: set[str] = set()  # read before anything sets it
-    for node in (part for each in body for part in _in_order(each)):
+    for node in (part for each in loop.body for part in _in_order(each)):
         if isinstance(node, ast.Name):
             if isinstance(node.ctx, ast.Load):
                 early |= {node.id} - known

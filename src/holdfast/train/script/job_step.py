@@ -7,15 +7,16 @@ and never takes part in the exchange itself.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from holdfast.core.errors import UserError
+from holdfast.core.errors import UserError, WorldError
 from holdfast.core.step import effects as ef
-from holdfast.core.step.audit import Sketch
+from holdfast.core.step.audit import FICKLE, Sketch
 from holdfast.core.step.events import Purpose, StepKind
 from holdfast.train.data.order_plan import OrderPlan
 from holdfast.train.data.random_streams import enter_stream
@@ -24,7 +25,7 @@ from holdfast.train.data.sampling import SamplePlan
 from holdfast.train.data.sources import Source
 from holdfast.train.data.streams import StreamSource
 from holdfast.train.script.loop_ends import LoopEnd
-from holdfast.train.script.repeated_tasks import RunMark, others_before, result_print
+from holdfast.train.script.repeated_tasks import RUNS_DISPUTED, RunMark, others_before, result_print
 from holdfast.train.script.script_thread import ScriptThread
 from holdfast.train.step.packed_trees import pack
 from holdfast.train.step.speculative import FinishedTask
@@ -40,12 +41,12 @@ class Step:
         # Of a stream it is known in job.epochs only.
         self.epoch, self.step_in_epoch = ends.place(index) or source.plan.epoch_of(index)
         self.loss = float("nan")  # after the batches: mean over the step's samples, all workers
-        self.gathered = GatheredValues(index, {})  # after the batches: what all tasks have gathered
-        self.metrics: dict[str, Any] = {}  # of the script, for callbacks at the step's end
+        self.gathered = GatheredValues(index, {})  # values of all tasks, after the batches
+        self.metrics: dict[str, Any] = {}  # the script sets them for callbacks
         self._script = script
         self._source = source
         self._ends = ends  # says where the loop ends
-        self._rounds = 0  # that are complete
+        self._rounds = 0  # the number of complete ones
         self._ended = False  # the script is through with the body of its loop
         self._vrank: int | None = None  # of the batch that the script has
         self._count = 0  # samples in it
@@ -156,7 +157,10 @@ class Step:
     def _task(self, task: ef.Compute) -> Iterator[Any]:
         """Compute a task, and now and then again, to see that it comes to the same."""
         source, runner, guard = self._source, self._script.runner, self._script.guard
-        hosted = task.purpose is Purpose.HOSTED
+        hosted, began = task.purpose is Purpose.HOSTED, time.monotonic()
+        if task.disputed and guard.is_exact:
+            yield from self._dispute(task)
+            return
         repeated = hosted and guard.repeats.is_due(task.step, task.vrank)
         runs = [(yield from self._repeat(task))] if repeated else []
         runner.begin(task, repeated=repeated, sketch=repeated and guard.repeats.wants_sketches)
@@ -165,12 +169,48 @@ class Step:
         finished = runner.end(task, (yield from self._run(task, batch)))
         if repeated:
             runs.append(_mark(batch_print, finished, finished.bits, finished.sketch))
-            named = f"the task of virtual rank {task.vrank} in step {self.index}"
-            while runner.any(not guard.decides(runs, named)):
-                for vrank in self._others(task.vrank)[: others_before(len(runs))]:
-                    yield from self._repeat(replace(task, vrank=vrank))
-                runs.append((yield from self._repeat(task)))
+            while (told := self._judge(task, runs, time.monotonic() - began)) is False:
+                yield from self._repeat_after_others(task, runs)
+            if told is None:
+                finished = replace(finished, gradient=FICKLE)
         runner.report(task, finished)
+
+    def _judge(self, task: ef.Compute, runs: list[RunMark], spent_s: float) -> bool | None:
+        """Judge runs of a task; False: one more is needed. None: others must say who is wrong.
+
+        All processes of this worker come to the same.
+        """
+        guard, runner = self._script.guard, self._script.runner
+        try:
+            told = guard.decides(runs, _name(task), spent_s=spent_s, compared=task.compared)
+        except WorldError as error:
+            if guard.is_alone:
+                raise
+            self._script.start_again(str(error))
+        if runner.any(told is None):
+            return None
+        return not runner.any(told is False)
+
+    def _dispute(self, task: ef.Compute) -> Iterator[Any]:
+        """Compute a task several times, and tell whether this worker agrees with itself."""
+        source, runner = self._source, self._script.runner
+        self._script.guard.begin_runs()
+        runner.begin(task, repeated=True)
+        batch = source.batch(self.index, task.vrank)
+        batch_print = content_print(batch)
+        finished = runner.end(task, (yield from self._run(task, batch)))
+        runs = [_mark(batch_print, finished, finished.bits)]
+        while len(runs) < RUNS_DISPUTED:
+            yield from self._repeat_after_others(task, runs)
+        if runner.any(self._script.guard.contradicts_itself(runs, _name(task))):
+            finished = replace(finished, gradient=FICKLE)
+        runner.report(task, finished)
+
+    def _repeat_after_others(self, task: ef.Compute, runs: list[RunMark]) -> Iterator[Any]:
+        """Compute a task once more, now and then after others; adds the run to `runs`."""
+        for vrank in self._others(task.vrank)[: others_before(len(runs))]:
+            yield from self._repeat(replace(task, vrank=vrank))
+        runs.append((yield from self._repeat(task)))
 
     def _others(self, vrank: int) -> list[int]:
         """Return other virtual ranks, of this worker first; it cannot read others' streams."""
@@ -221,6 +261,10 @@ class Step:
         return FinishedTask(
             loss=loss, count=self._count, digest=digest, weight=weight, report=report
         )
+
+
+def _name(task: ef.Compute) -> str:
+    return f"the task of virtual rank {task.vrank} in step {task.step}"
 
 
 def end_step(step: Step, callbacks: Iterable[Callable[[Step], None]]) -> None:

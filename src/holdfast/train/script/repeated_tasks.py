@@ -5,7 +5,7 @@ many steps. A difference comes from something that is not keyed by the task: fro
 before it, from a generator of the script's own, from a machine's passing fault, or from kernels
 that are not deterministic. Further runs tell them apart, some with another task in between: one run
 that differs from all others is a machine's fault, and noise stays small whatever was computed
-before.
+before. Where several runs differ, other workers may have to say whether it is the machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ from holdfast.core.step.audit import Sketch, near
 EARLY_STEPS = 4  # in each of the job's first steps a task is repeated
 RUNS_MAX = 6  # of one task: before the one that counts, that one, and after it
 RUNS_CLOSE = 4  # of a worker's first task, if it is one of the job's first
+RUNS_QUICK = 40  # the most runs of such a task, in at most:
+QUICK_S = 1.0
 RUNS_ODD = 14  # where one run differs: a script that counts its calls makes another one differ
+RUNS_AFTER = 8  # at least, after the run that differs
+RUNS_DISPUTED = 12  # runs of a task if workers disagree about its result
 OTHERS_BEFORE = (0, 0, 0, 1, 0, 2)  # other tasks that are computed before each of these runs
 SETTLES = 4.0  # by so much closer runs are a script's doing, where noise would be as large
 
@@ -91,24 +95,33 @@ class RepeatedTasks:
             self._is_earliest, self._is_first = self._is_first, False
         return due
 
-    def decides(self, runs: Sequence[RunMark], task: str) -> bool:
+    @property
+    def is_exact(self) -> bool:
+        """Return whether a task has the same bits each time on a sound machine."""
+        return self._is_exact()
+
+    def decides(self, runs: Sequence[RunMark], task: str, spent_s: float = math.inf) -> bool:
         """Judge the runs of a task in their order; the second one counts.
 
-        Returns False if one more is needed. UserError if the task is no function of its inputs;
-        WorldError if the run that counts was wrong.
+        `spent_s`: how long they have taken. Returns False if one more is needed. UserError if the
+        task is no function of its inputs; WorldError if the run that counts was wrong.
         """
         counts = runs[1]
         if any(each.bad != counts.bad for each in runs):
             return True  # a record has come or gone between them, which is no fault of the script
         if all(_agree(counts, each) for each in runs) or self._is_known_noise(runs):
-            return len(runs) >= (RUNS_CLOSE if self._is_close else 2)
+            quick = spent_s < QUICK_S and len(runs) < RUNS_QUICK
+            return len(runs) >= (RUNS_CLOSE if self._is_close else 2) and not (
+                self._is_close and quick
+            )
         if len(runs) < RUNS_MAX:
             return False
         (most, times), *_ = Counter(map(_outcome, runs)).most_common(1)
         # What a script makes at its first task makes that task's first run the odd one.
         begins = self._is_earliest and _outcome(runs[0]) != most
         if times == len(runs) - 1 and not begins:
-            if len(runs) < RUNS_ODD:
+            odd = next(i for i, each in enumerate(runs) if _outcome(each) != most)
+            if len(runs) < max(RUNS_ODD, odd + RUNS_AFTER):
                 return False
             if most == _outcome(counts):
                 return True  # a repetition was computed wrongly: no harm is done
@@ -119,15 +132,28 @@ class RepeatedTasks:
         if len({each.batch for each in runs}) > 1:
             raise UserError(_other_batch(task))
         if self._is_exact() or not _is_noise(runs, self._tolerance):
-            raise UserError(
-                f"{task} came to {_what_differs(runs)} each time that this worker computed it"
-                f"{self._describe()}: a task must depend on nothing but the parameters, its batch "
-                "and the global random generators; keep what changes from task to task (counters, "
-                "hidden states, running averages, generators) out of it, or in buffers and "
-                "job.values"
-            )
+            raise self.accuse(runs, task)
         self._tell_noise(task)
         return True
+
+    def is_made_at_first(self, runs: Sequence[RunMark]) -> bool:
+        """Return whether only the first run of a worker's first task differs, early in the job.
+
+        So it is where a script makes something then. A machine is rarely wrong just there, and
+        little is lost if the job ends for it.
+        """
+        first, *others = map(_outcome, runs)
+        return self._is_close and len(set(others)) == 1 and first != others[0]
+
+    def accuse(self, runs: Sequence[RunMark], task: str) -> UserError:
+        """Return an error that says that the script makes these runs of a task differ."""
+        return UserError(
+            f"{task} came to {_what_differs(runs)} each time that this worker computed it"
+            f"{self._describe()}: a task must depend on nothing but the parameters, its batch "
+            "and the global random generators; keep what changes from task to task (counters, "
+            "hidden states, running averages, generators) out of it, or in buffers and "
+            "job.values"
+        )
 
     def _is_known_noise(self, runs: Sequence[RunMark]) -> bool:
         return self._has_told_noise and all(
@@ -168,6 +194,20 @@ def result_print(loss: float, weight: float, gradient: int) -> int:
 
 def _outcome(run: RunMark) -> tuple[int, int, int]:
     return run.batch, run.result, run.handed
+
+
+def may_be_a_machines(runs: Sequence[RunMark]) -> bool:
+    """Return whether runs differ as on a machine that computes wrongly now and then, or always.
+
+    Two wrong runs of a machine hardly have the same bits; what a script does may come again.
+    """
+    (_, *others) = Counter(map(_outcome, runs)).most_common()
+    return len({each.batch for each in runs}) == 1 and all(times == 1 for _, times in others)
+
+
+def are_alike(runs: Sequence[RunMark]) -> bool:
+    """Return whether all runs of a task have the same bits."""
+    return all(_agree(runs[0], each) for each in runs)
 
 
 def _agree(one: RunMark, other: RunMark) -> bool:

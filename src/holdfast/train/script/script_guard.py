@@ -11,14 +11,22 @@ from dataclasses import dataclass
 
 import torch
 
-from holdfast.core.errors import UserError
+from holdfast.core.errors import ScriptFault, UserError
 from holdfast.train.checkpoint.loaded_state import LoadedState
 from holdfast.train.data.sources import LoopData
 from holdfast.train.script.fingerprints import Fingerprints
 from holdfast.train.script.parameter_watch import ParameterWatch
 from holdfast.train.script.plain_state import StateComparison
-from holdfast.train.script.repeated_tasks import RepeatedTasks, RunMark
+from holdfast.train.script.repeated_tasks import (
+    RepeatedTasks,
+    RunMark,
+    are_alike,
+    may_be_a_machines,
+)
+from holdfast.train.script.script_memory import ScriptMemory
+from holdfast.train.script.script_suspects import Suspects
 from holdfast.train.script.unprotected_modules import UnprotectedModules
+from holdfast.train.step.driver import Driver, ScriptOrder
 from holdfast.train.step.module_attributes import ModuleAttributes
 from holdfast.train.step.reduction import Prints
 
@@ -36,9 +44,15 @@ class ScriptGuard:
     loaded: LoadedState
     modules: list[tuple[str, torch.nn.Module]]
     parameters: ParameterWatch
+    memory: ScriptMemory
+    suspects: Suspects
     cycle: int
     others: UnprotectedModules | None = None  # None: modules of this process may be others'
+    is_alone: bool = False  # no agent watches this process
     joined: bool = False  # workers have joined before the next step
+    has_begun: bool = False  # a step was opened here
+    has_marked: bool = False  # values of the script were remembered for the present task
+    accusation: UserError | None = None  # in the present step: why this worker contradicts itself
 
     def open(
         self,
@@ -54,12 +68,14 @@ class ScriptGuard:
         `copied`: the fingerprint of the copy for followers.
         """
         self.loaded.forget()
+        if self.cycle and not self.has_begun:
+            self.memory.begin()
         looks = bool(self.cycle) and (self.joined or step % self.cycle == 0)
         self.attributes.begin_step(anew=looks)
         early = step < EARLY_STEPS
         if self.cycle:
             self.parameters.begin(step, whole=early or self.joined)
-        self.joined = False
+        self.joined, self.has_begun, self.accusation = False, True, None
         if self.others is not None and self.cycle and (looks or early):
             self.others.look([module for _, module in self.modules])
         plain = 0
@@ -73,13 +89,55 @@ class ScriptGuard:
         """End the tasks of a step. UserError if one of them has changed a parameter."""
         self.parameters.check()
 
-    def decides(self, runs: Sequence[RunMark], task: str) -> bool:
+    @property
+    def is_exact(self) -> bool:
+        """Return whether a task has the same bits each time on a sound machine."""
+        return self.repeats.is_exact
+
+    def begin_runs(self) -> None:
+        """Prepare to compute a task several times, because workers disagree."""
+        self.memory.mark()
+
+    def next_order(self, driver: Driver) -> ScriptOrder:
+        """Wait for the script's next order. UserError names suspects in the script."""
+        try:
+            return driver.next_for_script()
+        except ScriptFault as fault:
+            raise self._name_suspects(fault) from None
+
+    def _name_suspects(self, fault: ScriptFault) -> UserError:
+        """Return what ends the job, with what in the script may be at fault.
+
+        UserError at once, which names a parameter, if tasks change one.
+        """
+        self.parameters.check()
+        return self.accusation or UserError(f"{fault}{self.suspects.describe_steady()}")
+
+    def decides(
+        self, runs: Sequence[RunMark], task: str, *, spent_s: float, compared: bool
+    ) -> bool | None:
         """Judge the runs of a repeated task; returns False if one more is needed.
 
-        UserError, which names a parameter if tasks change one; WorldError.
+        `spent_s`: how long they have taken. `compared`: others compute the task as well; then None
+        says that they differ, and that others must say by whose fault. UserError, which names a
+        parameter if tasks change one; WorldError.
         """
+        if not (are_alike(runs) or self.has_marked):
+            self.memory.mark()
+        self.has_marked = not are_alike(runs)
         try:
-            return self.repeats.decides(runs, task)
-        except UserError:
+            return self.repeats.decides(runs, task, spent_s)
+        except UserError as error:
             self.parameters.check()
-            raise
+            by_script = self.repeats.is_made_at_first(runs) or not may_be_a_machines(runs)
+            if by_script or not (compared and self.is_exact):
+                raise
+            self.accusation = error
+            return None
+
+    def contradicts_itself(self, runs: Sequence[RunMark], task: str) -> bool:
+        """Return whether the runs of a disputed task differ; remembers why, if so."""
+        if are_alike(runs):
+            return False
+        self.accusation = self.accusation or self.repeats.accuse(runs, task)
+        return True

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import NoReturn
 
 import msgspec
 
@@ -17,7 +18,7 @@ from holdfast.core import tree
 from holdfast.core.errors import InvariantError, UserError
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
-from holdfast.core.step.audit import Sketch
+from holdfast.core.step.audit import FICKLE, Sketch
 from holdfast.core.step.events import Digest, Purpose, StepKind
 from holdfast.observe.ledger import Place, Uses
 from holdfast.train.data.quarantine import over_budget
@@ -111,7 +112,7 @@ class TaskRunner:
                 self.put(vrank, finished)
             elif task.purpose is Purpose.SPECULATIVE:
                 data.speculative.keep(vrank, finished)
-            digest = finished.gradient if task.digest else None
+            digest = finished.gradient if task.digest or finished.gradient == FICKLE else None
             driver.post(ev.TaskDone(task.step, vrank, task.purpose, finished.count, digest))
 
     def means(
@@ -298,7 +299,7 @@ class ScriptThread:
     def _enter_loop(self, data: LoopData) -> None:
         self._loop_data, self.in_loop, self._planned = data, True, False
         self._loop += 1
-        self._driver.post(ev.LoopEntered())
+        self._driver.post(ev.LoopEntered(self.guard.is_exact))
 
     def _next_step(self, ends: Callable[[], bool]) -> bool:
         """Wait at the boundary; tells whether there is a step before the loop is over."""
@@ -311,7 +312,7 @@ class ScriptThread:
         driver = self._driver
         self.progress.trained.scatter()
         driver.post(ev.AtBoundary())
-        while not isinstance(order := driver.next_for_script(), ef.Begin):
+        while not isinstance(order := self.guard.next_order(driver), ef.Begin):
             if isinstance(order, ef.CopyState):
                 driver.post(self._mover.copy(order))
         self._first = self._loop if self._first is None else self._first
@@ -322,11 +323,14 @@ class ScriptThread:
         self._make_plan()
         return not self._is_over(ends)
 
-    def start_again(self) -> None:
+    def start_again(self, wrong: str = "") -> NoReturn:
         """End this process: it was given a state that belongs to an earlier line of the script.
 
-        Another process takes its place, and runs the script from its first line.
+        Another process takes its place, and runs the script from its first line. `wrong`: a
+        sentence for people if it has computed something wrongly instead.
         """
+        if wrong:
+            self._driver.post(ev.EventNoted("wrong", wrong))
         self._driver.end_process()
         while True:
             self._driver.next_for_script()
@@ -388,7 +392,7 @@ class ScriptThread:
         """
         followed: tuple[int, ...] = ()
         while True:
-            order = self._driver.next_for_script()
+            order = self.guard.next_order(self._driver)
             match order:
                 case ef.Adopt(vrank):
                     self.runner.adopt(vrank)

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Protocol, TypeGuard
 
-from holdfast.core.errors import Aborted, WorldError
+from holdfast.core.errors import Aborted, ScriptFault, WorldError
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.step.speculation import Lateness
@@ -321,8 +321,8 @@ class Driver:
                 self.monitor.notify_all()
             case ef.Exit():
                 self.end_process()
-            case ef.GiveUp(reason):
-                self.fail(WorldError(reason))
+            case ef.GiveUp(reason, by_script):
+                self.fail(ScriptFault(reason) if by_script else WorldError(reason))
             case _:
                 try:
                     if self._hands is not None:

@@ -3,12 +3,16 @@
 Plain attributes (numbers, strings, flags, lists of them, tensors), modes (`training`) and
 non-persistent buffers of protected modules are a part of the job's state as soon as they change.
 What a task changes of attributes is set back before the next task begins, so that a task stays a
-pure function, whatever worker computes it, and after which others. Must not know steps or views.
+pure function, whatever worker computes it, and after which others. So are the items of small lists,
+sets, dictionaries and deques of numbers, strings and tensors; but not of dictionaries of tensors,
+which often keep what need not be computed again. Must not know steps or views.
 """
 
 from __future__ import annotations
 
+import itertools
 import operator
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +55,26 @@ class _Change:
                 self.attributes[self.name] = self.before
 
 
+@dataclass(slots=True)
+class _Held:
+    """Keeps a container of a module, and its items as a step and a task have left them."""
+
+    path: str
+    container: Any
+    before: list[Any]
+    after: list[Any] | None = None  # None: the task that was computed last has changed none
+
+    def undo(self) -> None:
+        """Set the items back, unless somebody else has changed them meanwhile."""
+        if self.after is not None and _are_same(_items(self.container), self.after):
+            self.container.clear()
+            if isinstance(self.container, dict | set):
+                self.container.update(self.before)
+            else:
+                self.container.extend(self.before)
+        self.after = None
+
+
 class ModuleAttributes:
     """Knows the attributes of all protected modules; `modules`: with their names.
 
@@ -69,6 +93,7 @@ class ModuleAttributes:
         self._changed: set[str] = set()  # what has ever been carried is carried for ever
         self._guarded: list[tuple[str, dict[str, Any]]] = []  # modules whose tasks may change them
         self._start: list[dict[str, Any]] = []  # of each guarded one, as the step began
+        self._held: list[_Held] = []  # their lists and the like
         self._left: list[_Change] = []  # by the task that was computed last
         self._told: set[str] = set()
 
@@ -136,6 +161,12 @@ class ModuleAttributes:
                 if not type(module).__module__.startswith("torch.")
             ]
         self._start = [attributes.copy() for _, attributes in self._guarded]
+        self._held = [
+            _Held(f"{path}.{name}", value, _items(value))
+            for path, attributes in self._guarded
+            for name, value in attributes.items()
+            if name not in _INTERNAL and _is_set_back(value)
+        ]
 
     def begin_task(self) -> None:
         """Set back what the task before has changed."""
@@ -156,6 +187,12 @@ class ModuleAttributes:
                 if name != "training" and _differ(before, value):
                     self._note(f"{path}.{name}")
 
+        for held in self._held:
+            items = _items(held.container)
+            if not _are_same(items, held.before):
+                held.after = items
+                self._note(held.path)
+
     def _note(self, path: str) -> None:
         if path not in self._told:
             self._told.add(path)
@@ -165,6 +202,8 @@ class ModuleAttributes:
         for change in self._left:
             change.undo()
         self._left = []
+        for held in self._held:
+            held.undo()
 
     # ------------------------------------------------------------ leaves
 
@@ -226,6 +265,30 @@ def _is_carried(value: Any) -> bool:
         items = (*value.keys(), *value.values())
         return len(items) <= ITEMS_MAX and all(type(each) in _SCALARS for each in items)
     return False
+
+
+def _is_set_back(value: Any) -> bool:
+    """Return whether the items of this value are set back after a task that changes them."""
+    if type(value) not in (list, deque, set, dict) or len(value) > ITEMS_MAX:
+        return False
+    if type(value) is dict:
+        return _is_carried(value)
+    return all(type(each) in _SCALARS or type(each) is torch.Tensor for each in value)
+
+
+def _items(container: Any) -> list[Any]:
+    """Return the items, as pairs for a dictionary; too many items are looked at no further."""
+    items = container.items() if isinstance(container, dict) else container
+    return list(itertools.islice(items, ITEMS_MAX + 1))
+
+
+def _are_same(one: list[Any], other: list[Any]) -> bool:
+    if len(one) != len(other):
+        return False
+    return all(
+        a is b or (type(a) is tuple and type(b) is tuple and a == b)
+        for a, b in zip(one, other, strict=True)
+    )
 
 
 def _copy(value: Any) -> Any:

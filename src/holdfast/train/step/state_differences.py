@@ -12,8 +12,9 @@ from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
-from holdfast.core.errors import UserError, WireError
+from holdfast.core.errors import ScriptFault, WireError
 from holdfast.core.step.audit import judge
+from holdfast.core.step.rulings import UPDATES
 from holdfast.core.types import WorkerId
 
 SHARED_MIN = 0.5  # of all tensors: machines' faults do not make so many differ at once
@@ -22,7 +23,7 @@ SHARED_MIN = 0.5  # of all tensors: machines' faults do not make so many differ 
 def explain(
     told: Mapping[WorkerId, bytes], step: int, before: Collection[str] = ()
 ) -> tuple[str, ...]:
-    """Return which tensors differ. UserError if it is the script's doing.
+    """Return which tensors differ. ScriptFault if it is the script's doing.
 
     `told`: what each worker has described. `before`: what differed the last time. A flipped bit is
     in one tensor, and not in the same one again; what a script does wrong is.
@@ -32,7 +33,7 @@ def explain(
     for path in paths:
         texts = {worker: plain.get(path, "missing") for worker, (plain, _) in states.items()}
         if len(set(texts.values())) > 1:
-            raise UserError(_uneven(path, texts, step))
+            raise ScriptFault(_uneven(path, texts, step))
     names = [name for _, tensors in states.values() for name in tensors]
     every = list(dict.fromkeys(names))
     unlike = [n for n in every if len({each.get(n) for _, each in states.values()}) > 1]
@@ -41,11 +42,8 @@ def explain(
     again = any(name in before for name in unlike)
     if unlike and judge(digests).right is None and (many or again):
         once_more = " once more, as memory that fails rarely does" if again and not many else ""
-        raise UserError(
-            f"{in_short(unlike)} differ between workers at step {step}{once_more}: the script "
-            "updates them by something that is not the same on all workers; use only .grad, "
-            "step.loss and job.values, which are, and not the last batch or its loss, nor "
-            "job.is_leader"
+        raise ScriptFault(
+            f"{in_short(unlike)} differ between workers at step {step}{once_more}: {UPDATES}"
         )
     return tuple(unlike)
 

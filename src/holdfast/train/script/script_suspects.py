@@ -1,0 +1,83 @@
+"""Names what in a script may make its workers compute different results, for messages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from holdfast.train.script.carried_variables import describe_carried, names_of_batch
+from holdfast.train.script.script_memory import ScriptMemory, script_frames
+from holdfast.train.script.script_sources import SOURCES_MAX, find_sources
+
+NAMES_MAX = 4
+
+
+class Suspects:
+    """Describes what a script changes, and uses, that may differ between workers."""
+
+    def __init__(self, memory: ScriptMemory) -> None:
+        self._memory = memory
+
+    def describe_repeated(self) -> str:
+        """Describe why the results of a worker may differ each time; empty: nothing is found."""
+        carried = describe_carried()
+        moving, settled = self._find_changes()
+        found = [name for name in moving or settled if name not in carried]
+        changes = f"; tasks change {join_names(found)}" if found else ""
+        return f"{carried}{changes}{_describe_sources()}"
+
+    def describe_steady(self) -> str:
+        """Describe why workers may differ from each other, each of them steadily."""
+        moving, settled = self._find_changes()
+        since = f"; since its first task it has set {join_names(settled)}" if settled else ""
+        changes = f"; tasks change {join_names(moving)}" if moving else ""
+        return f"{since}{changes}{_describe_sources()}"
+
+    def _find_changes(self) -> tuple[list[str], list[str]]:
+        """Return the names that tasks change, and settled ones, without variables of the loop."""
+        passing = names_of_batch()
+        moving, settled = (
+            _merge(name for name in names if re.split(r"[.\[ ']", name)[0] not in passing)
+            for names in self._memory.changes()
+        )
+        return moving, [name for name in settled if name not in moving]
+
+
+def _describe_sources() -> str:
+    files = list(dict.fromkeys(frame.f_code.co_filename for frame in script_frames()))
+    uses = find_sources(files)
+    return f"; it uses {join_names(uses[:SOURCES_MAX])}" if uses else ""
+
+
+def _merge(names: Iterable[str]) -> list[str]:
+    """Return the names, the plainest first: an item's, or its container's if several have changed.
+
+    Files come last.
+    """
+    parts: dict[str, int] = {}  # the number of items that have changed, by container
+    every = list(dict.fromkeys(names))
+    for name in every:
+        if name.endswith("]"):
+            parts[_whole(name)] = parts.get(_whole(name), 0) + 1
+    found: dict[str, None] = {}
+    for name in every:
+        if name.endswith("]") and parts[_whole(name)] > 1:
+            found[_whole(name)] = None
+        elif parts.get(name, 0) != 1:
+            found[name] = None
+    return sorted(found, key=lambda name: (name.startswith("the file "), _depth(name)))
+
+
+def _whole(name: str) -> str:
+    return name.rpartition("[")[0]
+
+
+def _depth(name: str) -> int:
+    return len(re.findall(r"[.\[]|'s ", name))
+
+
+def join_names(names: Sequence[str]) -> str:
+    """Return the first names, and how many more there are."""
+    if len(names) > NAMES_MAX:
+        return f"{', '.join(names[:NAMES_MAX])} and {len(names) - NAMES_MAX} more"
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
