@@ -250,3 +250,30 @@ def test_the_norm_that_clips_is_that_of_all_shards(tmp_path: Path) -> None:
             (line,) = [line for line in run.out if line.startswith("step 10: loss")]
             losses.append(float(line.split()[-1]))
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+GATHERS = """
+import torch, holdfast
+job = holdfast.join()
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+job.protect(model=model, optimizer=optimizer)
+place = job.mesh.get_local_rank()
+for step in job.steps(until=2):
+    for task in step:
+        step.gather("where", [step.virtual_rank, place])
+        step.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    print("gathered", place, step.gathered["where"], flush=True)
+"""
+
+
+def test_gathered_values_are_those_of_the_processes_of_the_same_place(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(GATHERS)
+    options = ["--nproc", "2", "--procs-per-worker", "2", "--virtual", "3"]
+    with LocalRun(tmp_path / "run", options, [str(script)]) as run:
+        finish(run)
+        told = [line for line in run.out if line.startswith("gathered")]
+    assert len(told) == 8
+    assert set(told) == {f"gathered {p} {[[vrank, p] for vrank in range(3)]}" for p in (0, 1)}
