@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
+from fake_gpu import fake_gpu, on_gpu
 from holdfast.core.errors import UserError
 from holdfast.core.redundancy import read_redundancy
 from holdfast.core.step import events as ev
 from holdfast.core.types import AgentId, Incarnation, Member, View, ViewNumber, WorkerId
-from holdfast.memory.arena import PieceArena
+from holdfast.memory.arena import ArenaReading, PieceArena
 from holdfast.memory.pieces import PieceCoder
 from holdfast.train.checkpoint import state
+from holdfast.train.checkpoint.state import NamedTensor
 from holdfast.train.protection.protector import PieceTarget, Protector
 from step_data_kit import fill_step, make_step
 
+__all__ = ["fake_gpu"]
 BUDGET = 1 << 20
 ME = WorkerId(0)
 VIEW = View(
@@ -144,6 +147,35 @@ def test_a_budget_that_holds_too_little_is_the_users_error() -> None:
     assert isinstance(error, UserError)
     assert "raise --memory-budget, or set --redundancy none" in str(error)
     assert told.events == []
+
+
+@pytest.mark.parametrize("redundancy", ["replicate:2", "rs:2+1"])
+def test_pieces_of_a_state_on_a_gpu_are_those_of_the_host(
+    redundancy: str, fake_gpu: torch.device
+) -> None:
+    def pieces_of(tensors: list[torch.Tensor]) -> list[bytes]:
+        descriptor, told, data = os.memfd_create("test"), [], cast(Any, None)
+        target = PieceTarget(arena=PieceArena(descriptor, ME, BUDGET), worker=ME)
+        found = [NamedTensor(f"{at}", tensor, private=True) for at, tensor in enumerate(tensors)]
+        protector = Protector(
+            target,
+            read_redundancy(redundancy),
+            ({}, data),
+            told.append,
+            told.append,
+            lambda _: (b"skeleton", found),
+        )
+        protector.begin(4, VIEW)
+        protector.before_update()
+        assert told == [ev.StateProtected(4, "")]
+        reading = ArenaReading(descriptor)
+        table = reading.table()
+        assert table is not None
+        (entry,) = table.entries
+        return [bytes(reading.piece(entry, at)) for at in range(len(entry.digests))]
+
+    host = [torch.randn(size, dtype=torch.float64) for size in (50, 7, 300)]
+    assert pieces_of([host[0], *map(on_gpu, host[1:])]) == pieces_of(host)
 
 
 class Keeping:
