@@ -15,6 +15,7 @@ from certificates import make_certificates
 from holdfast.core.errors import HoldfastError, WireError
 from holdfast.core.job_spec import with_settings
 from holdfast.core.types import WorkerId
+from holdfast.memory import free_memory
 from holdfast.memory.free_memory import free_bytes
 from holdfast.net.peer_identity import PeerIdentity
 from holdfast.net.peer_listener import PeerListener, open_listener
@@ -327,3 +328,12 @@ def test_a_killed_worker_is_replaced_by_one_that_is_fed(encrypted: bool, tmp_pat
             assert any("while the others train" in e["text"] for e in job.events("join"))
             assert any(e["text"].endswith("worker 1 joins") for e in job.events("view"))
     assert len(set(digests)) == 1
+
+
+def test_pieces_may_take_what_was_asked_for_or_half_of_the_free_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(free_memory, "free_bytes", lambda: 1000)
+    assert free_memory.piece_bytes(3) == 3_000_000
+    assert free_memory.piece_bytes(0) == 0
+    assert free_memory.piece_bytes(None) == 500

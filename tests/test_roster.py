@@ -592,6 +592,21 @@ def test_a_job_that_is_lost_again_and_again_before_a_new_step_is_given_up() -> N
     assert progress.hopeless(2, 1) == ""
 
 
+def test_steps_that_only_the_memory_of_nodes_shows_forgive_losses_as_well() -> None:
+    """All workers may be lost before they have reported the steps that they committed."""
+    progress = Progress(0)
+    assert progress.reached(10)
+    for step in (10, 12):
+        for _ in range(2):
+            progress.count_loss("ended by SIGKILL")
+        progress.begins(step)
+    assert progress.hopeless(1, 1) == ""
+    progress.count_loss("ended by SIGKILL")
+    progress.count_loss("ended by SIGKILL")
+    progress.begins(11)  # a piece was lost: no further than before
+    assert "2 workers were lost at step 11" in progress.hopeless(1, 1)
+
+
 def test_a_job_that_is_stopped_ends_after_the_checkpoint_or_in_time() -> None:
     stopping = Stopping("enough", 10, 50.0)
     found = [stopping.over(*each) for each in ((9, 49.9), (10, 0.0), (0, 50.0))]

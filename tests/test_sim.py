@@ -69,6 +69,19 @@ def test_seed_that_once_failed(small: bool, seed: int) -> None:
     assert not result.failure, f"{result.failure}\n{result.replay}"
 
 
+def test_a_job_whose_workers_die_before_they_report_their_steps_goes_on() -> None:
+    """The nodes' memory shows that steps were committed between the losses."""
+    result = run_seed(303, small=True, tuned=SPREAD)
+    assert not result.failure, result.failure
+
+
+def test_a_worker_that_was_paused_goes_on_by_the_renewed_right_to_act() -> None:
+    """The lease is short for this network; who loses it restarts all workers."""
+    result = run_seed(130, small=True, tuned=SHARDS)
+    assert not result.failure, result.failure
+    assert result.views < 10
+
+
 def test_reports_that_are_slow_at_times_do_not_restart_the_workers_again_and_again() -> None:
     """Each false suspicion costs such workers a restart, since each holds a share of the state."""
     result = run_seed(26, tuned=SHARDS)

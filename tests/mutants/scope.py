@@ -32,9 +32,9 @@ TEST_FILES = tuple(
     for name in """
         absurd_sizes agent_machine audit backup coordinator_machine core driver feeding
         formation interval job_spec links measuring missed_steps piece_memory piece_post
-        policies protection protector recalling review_schedule roster sampling saves
-        shard_events state_sources step_drivers step_machine step_parts stories stragglers
-        teams tensor_coding thread_cluster training verdict_tables worker_machine
+        policies protection protector recalling replica_feeds review_schedule roster sampling
+        saves shard_events state_sources step_drivers step_machine step_parts stories
+        stragglers teams tensor_coding thread_cluster training verdict_tables worker_machine
     """.split()
 )
 DRIVER_TESTS = (

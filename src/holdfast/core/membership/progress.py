@@ -44,8 +44,13 @@ class Progress:
         return True
 
     def begins(self, step: int) -> None:
-        """Begin the job, or begin it again after all workers were lost, from this step."""
-        self.step, self._furthest = step, max(step, self._furthest)
+        """Begin the job, or begin it again after all workers were lost, from this step.
+
+        The nodes' memory may hold steps that no worker has lived to report.
+        """
+        if step > self._furthest:
+            self.reached(step)
+        self.step = step
         self._falls += self._lost_since_begun
         self._lost_since_begun = False
 

@@ -1,0 +1,289 @@
+"""Members feed workers that follow, and followers become up to date: decisions of both sides."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from holdfast.core.replica.ends import SinkKind, SourceKind
+from holdfast.core.replica.feeding import SKIPPED_MAX, Feeding
+from holdfast.core.replica.following import Following
+from holdfast.core.step import effects as ef
+from holdfast.core.step import events as ev
+from holdfast.core.types import (
+    Follower,
+    FollowOrder,
+    Incarnation,
+    Phase,
+    Stage,
+    StateCopy,
+    ViewNumber,
+    WorkerId,
+)
+from holdfast.core.worker.standing import Standing
+from roster_kit import THREE, view_of
+
+VIEW = view_of(0, 1)
+ME = Follower(worker=WorkerId(2), incarnation=Incarnation(5), address="127.0.0.1:9")
+ORDER = FollowOrder(number=4, view=THREE, followers=(ME,))
+NEXT = dataclasses.replace(ORDER, number=5)
+FOLLOWERS, FEED = SinkKind.FOLLOWERS, SourceKind.FEED
+
+
+def feeding(base: int = 7) -> Feeding:
+    """Return the part of a member that has copied the state after `base` steps."""
+    found = Feeding()
+    assert found.told(ORDER, VIEW) == []
+    found.agree(4, base)
+    assert found.at_boundary(base, VIEW, within=True) == [
+        ef.CopyState(FOLLOWERS, base, VIEW, ORDER)
+    ]
+    return found
+
+
+# ---------------------------------------------------------------- a member
+
+
+def test_a_member_can_feed_by_the_order_of_its_view_only() -> None:
+    found = Feeding()
+    assert found.opinion() == 0
+    assert found.told(ORDER, None) == found.told(None, VIEW) == []
+    later = dataclasses.replace(ORDER, view=ViewNumber(4))
+    assert found.told(later, VIEW) == []
+    assert found.opinion() == 0
+    found.told(ORDER, VIEW)
+    assert found.opinion() == 4
+    found.failed(4)
+    assert (found.opinion(), found.unfed) == (0, 4)
+    found.told(NEXT, VIEW)
+    assert found.opinion() == 5
+    found.failed(3)  # an older one
+    assert found.unfed == 4
+
+
+def test_the_state_is_copied_once_at_the_boundary_that_all_agreed_on() -> None:
+    found = Feeding()
+    found.told(ORDER, VIEW)
+    assert found.at_boundary(7, VIEW, within=True) == []
+    found.agree(4, 7)
+    assert found.at_boundary(6, VIEW, within=True) == []
+    assert len(found.at_boundary(8, VIEW, within=True)) == 1, "the script had no boundary at 7"
+    assert found.at_boundary(9, VIEW, within=True) == []
+    found.agree(4, 10)  # is not agreed on again
+    assert found.at_boundary(10, VIEW, within=True) == []
+    found.told(NEXT, VIEW)
+    found.agree(5, 12)
+    assert len(found.at_boundary(12, VIEW, within=True)) == 1
+
+
+def test_an_agreement_on_an_older_order_copies_nothing() -> None:
+    found = Feeding()
+    found.told(ORDER, VIEW)
+    found.agree(4, 7)
+    found.told(NEXT, VIEW)
+    assert found.at_boundary(7, VIEW, within=True) == []
+
+
+def test_nothing_is_copied_between_two_loops_and_the_order_fails_at_last() -> None:
+    found = Feeding()
+    found.told(ORDER, VIEW)
+    found.agree(4, 7)
+    for _ in range(SKIPPED_MAX):
+        assert found.at_boundary(7, VIEW, within=False) == []
+        assert found.unfed == 0
+    assert found.at_boundary(7, VIEW, within=False) == []
+    assert found.unfed == 4
+    assert found.at_boundary(8, VIEW, within=True) == []
+    found.told(NEXT, VIEW)
+    found.agree(5, 9)
+    assert found.at_boundary(9, VIEW, within=False) == []
+    assert len(found.at_boundary(9, VIEW, within=True)) == 1, "skips are counted for each order"
+
+
+def test_steps_after_the_copy_are_sent_until_it_fails() -> None:
+    assert Feeding().committed(7) == []
+    found = feeding(7)
+    assert found.committed(6) == []
+    assert found.committed(7) == [ef.KeepStep(FOLLOWERS, THREE, 7, compared=False)]
+    found.staged(4, "")
+    found.staged(3, "no memory")
+    assert len(found.committed(8)) == 1
+    found.staged(4, "no memory")
+    assert found.committed(9) == []
+    assert found.unfed == 4
+
+
+def test_copies_count_as_compared_once_all_members_show_one() -> None:
+    found = feeding()
+    for copies in ((), (3, 0), (0, 0)):
+        found.copies_agree(copies)
+        assert found.committed(7) == [ef.KeepStep(FOLLOWERS, THREE, 7, compared=False)]
+    found.copies_agree((3, 3))
+    assert found.committed(8) == [ef.KeepStep(FOLLOWERS, THREE, 8, compared=True)]
+    found.told(NEXT, VIEW)
+    found.agree(5, 9)
+    found.at_boundary(9, VIEW, within=True)
+    assert found.committed(9) == [ef.KeepStep(FOLLOWERS, THREE, 9, compared=False)], "new copies"
+    early = Feeding()
+    early.told(ORDER, VIEW)
+    early.copies_agree((3, 3))  # of nothing
+    early.agree(4, 7)
+    early.at_boundary(7, VIEW, within=True)
+    assert early.committed(7) == [ef.KeepStep(FOLLOWERS, THREE, 7, compared=False)]
+
+
+@pytest.mark.parametrize("order", [None, NEXT, dataclasses.replace(ORDER, view=ViewNumber(9))])
+def test_followers_are_forgotten_with_their_order(order: FollowOrder | None) -> None:
+    found = feeding()
+    assert found.told(ORDER, VIEW) == [], "the same one again"
+    assert found.told(order, VIEW) == [ef.Forget(FOLLOWERS, THREE)]
+    assert found.committed(9) == []
+    assert found.told(None, VIEW) == [], "once"
+
+
+def test_steps_are_still_sent_when_a_view_begins_with_followers() -> None:
+    for fed in ((), (ME,)):
+        later = dataclasses.replace(view_of(0, 1, 2), number=ViewNumber(4), fed=fed)
+        found = feeding()
+        assert found.enter(later) == [ef.Forget(FOLLOWERS, THREE, finish=bool(fed))]
+        assert found.enter(later) == []
+        assert found.opinion() == 0
+
+
+# ---------------------------------------------------------------- a follower
+
+
+class Joiner:
+    """A worker that is ready to follow, whose script waits at the first boundary."""
+
+    def __init__(self, *, compares: bool = True) -> None:
+        self.standing = Standing(ME.worker, ME.incarnation)
+        self.standing.change(stage=Stage.READY, phase=Phase.BOUNDARY)
+        self.following = Following(self.standing, compares=compares)
+
+    def effects(self) -> list[ef.WorkerEffect]:
+        """Return the effects since the last call, without reports to the agent."""
+        return [each for each in self.standing.take_effects() if not isinstance(each, ef.Tell)]
+
+    def ordered(self, order: FollowOrder | None) -> list[ef.WorkerEffect]:
+        self.following.heed(order)
+        return self.effects()
+
+    def follows(
+        self, *events: ev.StateFed | ev.StepFed | ev.StateObtained
+    ) -> list[ef.WorkerEffect]:
+        """Hear events; return the effects once nothing more follows from them."""
+        for event in events:
+            assert not self.following.hear(event)
+        while self.following.follow():
+            continue
+        return self.effects()
+
+    def load(self) -> None:
+        """Follow an order until the state after 7 steps is loaded."""
+        self.ordered(ORDER)
+        found = self.follows(ev.StateFed(4, 7))
+        assert found == [ef.ObtainState(FEED, THREE, 7, 4)]
+        assert self.standing.status.state is StateCopy.DIRTY, "while it is loaded"
+        assert self.follows(ev.StateObtained(FEED, THREE, order=4)) == []
+        status = self.standing.status
+        assert (status.state, status.committed) == (StateCopy.CURRENT, 7)
+
+    def apply(self, step: int) -> None:
+        """Apply a step whose gradient is here."""
+        assert self.effects() == [ef.Begin(step)]
+        assert self.standing.status.phase is Phase.COMPUTING
+        self.following.opened = step
+        assert self.follows() == [ef.ObtainStep(FEED, THREE, step)]
+        assert self.following.hear(ev.StepObtained(FEED, THREE, step))
+        assert self.effects() == [ef.Commit(step)]
+        assert self.standing.status.committed == step + 1
+        assert self.standing.status.phase is Phase.SCRIPT
+        self.standing.change(phase=Phase.BOUNDARY)
+
+
+def test_a_worker_follows_an_order_that_names_it_while_it_holds_nothing() -> None:
+    joiner = Joiner()
+    other = dataclasses.replace(
+        ORDER, followers=(dataclasses.replace(ME, incarnation=Incarnation(6)),)
+    )
+    assert joiner.ordered(other) == joiner.ordered(None) == []
+    assert joiner.ordered(ORDER) == [ef.Follow(ORDER)]
+    assert joiner.ordered(ORDER) == []
+    assert joiner.ordered(NEXT) == [ef.Follow(None), ef.Follow(NEXT)]
+    assert joiner.ordered(None) == [ef.Follow(None)]
+    assert joiner.ordered(NEXT) == [], "an order is followed once"
+    for fields in ({"stage": Stage.LOST}, {"state": StateCopy.CURRENT}, {"view": THREE}):
+        joiner = Joiner()
+        joiner.standing.change(**fields)
+        assert joiner.ordered(ORDER) == []
+
+
+def test_it_loads_the_state_once_all_of_it_is_here_and_its_script_waits() -> None:
+    joiner = Joiner()
+    joiner.ordered(ORDER)
+    assert joiner.follows(ev.StateFed(3, 7)) == [], "of another order"
+    joiner.standing.change(phase=Phase.SCRIPT)
+    assert joiner.follows(ev.StateFed(4, 7)) == []
+    joiner.standing.change(phase=Phase.BOUNDARY, promised=THREE)
+    assert joiner.follows() == [], "the next view counts on the state as it was promised"
+    joiner.standing.change(promised=ViewNumber(2))
+    assert joiner.follows() == [ef.ObtainState(FEED, THREE, 7, 4)]
+    assert joiner.follows() == []
+
+
+def test_it_applies_steps_in_their_order_and_says_when_it_is_up_to_date() -> None:
+    joiner = Joiner()
+    joiner.load()
+    assert joiner.standing.status.abreast == 0, "the copies are not compared yet"
+    assert joiner.follows(ev.StepFed(4, 8)) == [], "step 7 is missing"
+    assert not joiner.following.hear(ev.StepFed(4, 7, compared=True))
+    joiner.following.follow()
+    joiner.apply(7)
+    assert joiner.standing.status.abreast == 0, "step 8 is here"
+    joiner.following.follow()
+    joiner.apply(8)
+    assert joiner.follows() == []
+    assert joiner.standing.status.abreast == 4
+    assert not joiner.following.hear(ev.StepObtained(FEED, THREE, 8)), "twice"
+
+
+def test_without_a_comparison_it_is_up_to_date_once_nothing_is_missing() -> None:
+    joiner = Joiner(compares=False)
+    joiner.load()
+    assert joiner.standing.status.abreast == 4
+
+
+def test_its_script_waits_for_a_step_that_is_still_to_come() -> None:
+    joiner = Joiner()
+    joiner.load()
+    joiner.standing.change(phase=Phase.COMPUTING)
+    joiner.following.opened = 7
+    assert joiner.follows() == []
+    assert joiner.standing.status.phase is Phase.WAITING
+    assert joiner.follows(ev.StepFed(4, 7)) == [ef.ObtainStep(FEED, THREE, 7)]
+
+
+def test_a_state_that_is_fed_no_further_is_of_no_use() -> None:
+    joiner = Joiner()
+    joiner.load()
+    joiner.standing.change(phase=Phase.COMPUTING)
+    assert joiner.ordered(None) == [ef.Follow(None)]
+    assert joiner.standing.status.state is StateCopy.DIRTY
+    assert joiner.follows() == []
+    assert joiner.standing.status.phase is Phase.WAITING, "its script waits for its end"
+    early = Joiner()
+    early.ordered(ORDER)
+    early.ordered(None)
+    assert early.standing.status.state is StateCopy.INITIAL, "nothing was loaded"
+
+
+def test_a_member_that_was_fed_forgets_the_feed_and_keeps_its_script_running() -> None:
+    joiner = Joiner()
+    joiner.load()
+    joiner.following.joined()
+    assert joiner.effects() == [ef.Follow(None)]
+    joiner.standing.change(phase=Phase.COMPUTING)
+    assert joiner.follows() == []
+    assert joiner.standing.status.phase is Phase.COMPUTING
