@@ -21,6 +21,7 @@ from holdfast.core.types import (
     AgentId,
     AgentReport,
     Incarnation,
+    Invalidation,
     JobRecord,
     Member,
     Phase,
@@ -70,6 +71,10 @@ def view_of(*workers: int, vranks: int = 0, **fields: Any) -> View:
         ),
         **(values | fields),
     )
+
+
+def invalid(after: int, view: int, *wrong: int) -> Invalidation:
+    return Invalidation(after=after, view=ViewNumber(view), wrong=tuple(map(WorkerId, wrong)))
 
 
 class Cluster:

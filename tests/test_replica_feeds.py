@@ -159,12 +159,21 @@ class Joiner:
 
     def __init__(self, *, compares: bool = True) -> None:
         self.standing = Standing(ME.worker, ME.incarnation)
-        self.standing.change(stage=Stage.READY, phase=Phase.BOUNDARY)
+        self.become(stage=Stage.READY, phase=Phase.BOUNDARY)
         self.following = Following(self.standing, compares=compares)
 
     def effects(self) -> list[ef.WorkerEffect]:
-        """Return the effects since the last call, without reports to the agent."""
-        return [each for each in self.standing.take_effects() if not isinstance(each, ef.Tell)]
+        """Return the effects since the last call; reports are looked at here."""
+        effects, status = self.standing.take_effects(), self.standing.status
+        told = [each.status for each in effects if isinstance(each, ef.Tell)]
+        assert self._known == status or told[-1] == status
+        self._known = status
+        return [each for each in effects if not isinstance(each, ef.Tell)]
+
+    def become(self, **fields: object) -> None:
+        """Change what others decide."""
+        self.standing.change(**fields)
+        self._known = self.standing.status
 
     def ordered(self, order: FollowOrder | None) -> list[ef.WorkerEffect]:
         self.following.heed(order)
@@ -183,8 +192,9 @@ class Joiner:
     def load(self) -> None:
         """Follow an order until the state after 7 steps is loaded."""
         self.ordered(ORDER)
-        found = self.follows(ev.StateFed(4, 7))
-        assert found == [ef.ObtainState(FEED, THREE, 7, 4)]
+        assert not self.following.hear(ev.StateFed(4, 7))
+        assert self.following.follow()
+        assert self.follows() == [ef.ObtainState(FEED, THREE, 7, 4)]
         assert self.standing.status.state is StateCopy.DIRTY, "while it is loaded"
         assert self.follows(ev.StateObtained(FEED, THREE, order=4)) == []
         status = self.standing.status
@@ -195,12 +205,13 @@ class Joiner:
         assert self.effects() == [ef.Begin(step)]
         assert self.standing.status.phase is Phase.COMPUTING
         self.following.opened = step
+        assert self.following.follow()
         assert self.follows() == [ef.ObtainStep(FEED, THREE, step)]
         assert self.following.hear(ev.StepObtained(FEED, THREE, step))
         assert self.effects() == [ef.Commit(step)]
         assert self.standing.status.committed == step + 1
         assert self.standing.status.phase is Phase.SCRIPT
-        self.standing.change(phase=Phase.BOUNDARY)
+        self.become(phase=Phase.BOUNDARY)
 
 
 def test_a_worker_follows_an_order_that_names_it_while_it_holds_nothing() -> None:
@@ -216,7 +227,7 @@ def test_a_worker_follows_an_order_that_names_it_while_it_holds_nothing() -> Non
     assert joiner.ordered(NEXT) == [], "an order is followed once"
     for fields in ({"stage": Stage.LOST}, {"state": StateCopy.CURRENT}, {"view": THREE}):
         joiner = Joiner()
-        joiner.standing.change(**fields)
+        joiner.become(**fields)
         assert joiner.ordered(ORDER) == []
 
 
@@ -224,11 +235,11 @@ def test_it_loads_the_state_once_all_of_it_is_here_and_its_script_waits() -> Non
     joiner = Joiner()
     joiner.ordered(ORDER)
     assert joiner.follows(ev.StateFed(3, 7)) == [], "of another order"
-    joiner.standing.change(phase=Phase.SCRIPT)
+    joiner.become(phase=Phase.SCRIPT)
     assert joiner.follows(ev.StateFed(4, 7)) == []
-    joiner.standing.change(phase=Phase.BOUNDARY, promised=THREE)
+    joiner.become(phase=Phase.BOUNDARY, promised=THREE)
     assert joiner.follows() == [], "the next view counts on the state as it was promised"
-    joiner.standing.change(promised=ViewNumber(2))
+    joiner.become(promised=ViewNumber(2))
     assert joiner.follows() == [ef.ObtainState(FEED, THREE, 7, 4)]
     assert joiner.follows() == []
 
@@ -239,10 +250,10 @@ def test_it_applies_steps_in_their_order_and_says_when_it_is_up_to_date() -> Non
     assert joiner.standing.status.abreast == 0, "the copies are not compared yet"
     assert joiner.follows(ev.StepFed(4, 8)) == [], "step 7 is missing"
     assert not joiner.following.hear(ev.StepFed(4, 7, compared=True))
-    joiner.following.follow()
+    assert joiner.following.follow()
     joiner.apply(7)
     assert joiner.standing.status.abreast == 0, "step 8 is here"
-    joiner.following.follow()
+    assert joiner.following.follow()
     joiner.apply(8)
     assert joiner.follows() == []
     assert joiner.standing.status.abreast == 4
@@ -258,7 +269,7 @@ def test_without_a_comparison_it_is_up_to_date_once_nothing_is_missing() -> None
 def test_its_script_waits_for_a_step_that_is_still_to_come() -> None:
     joiner = Joiner()
     joiner.load()
-    joiner.standing.change(phase=Phase.COMPUTING)
+    joiner.become(phase=Phase.COMPUTING)
     joiner.following.opened = 7
     assert joiner.follows() == []
     assert joiner.standing.status.phase is Phase.WAITING
@@ -268,7 +279,7 @@ def test_its_script_waits_for_a_step_that_is_still_to_come() -> None:
 def test_a_state_that_is_fed_no_further_is_of_no_use() -> None:
     joiner = Joiner()
     joiner.load()
-    joiner.standing.change(phase=Phase.COMPUTING)
+    joiner.become(phase=Phase.COMPUTING)
     assert joiner.ordered(None) == [ef.Follow(None)]
     assert joiner.standing.status.state is StateCopy.DIRTY
     assert joiner.follows() == []
@@ -284,6 +295,6 @@ def test_a_member_that_was_fed_forgets_the_feed_and_keeps_its_script_running() -
     joiner.load()
     joiner.following.joined()
     assert joiner.effects() == [ef.Follow(None)]
-    joiner.standing.change(phase=Phase.COMPUTING)
+    joiner.become(phase=Phase.COMPUTING)
     assert joiner.follows() == []
     assert joiner.standing.status.phase is Phase.COMPUTING

@@ -20,7 +20,6 @@ from holdfast.core.membership.durable import KNOWN_MAX, Durable, speakers
 from holdfast.core.membership.event_log import EventLog
 from holdfast.core.membership.facts import silent_nodes
 from holdfast.core.membership.live_roster import LiveRoster, News
-from holdfast.core.membership.progress import Progress
 from holdfast.core.membership.restart import (
     RestartPolicy,
     quarantine,
@@ -31,7 +30,6 @@ from holdfast.core.membership.stopping import Stopping
 from holdfast.core.types import (
     AgentId,
     Incarnation,
-    Invalidation,
     JobEvent,
     JobRecord,
     Phase,
@@ -44,7 +42,7 @@ from holdfast.core.types import (
     WorkerId,
     WorkerStatus,
 )
-from roster_kit import LEASE, THREE, Cluster, member, status, stopped, view_of
+from roster_kit import LEASE, THREE, Cluster, invalid, member, status, stopped, view_of
 
 N0, N1, N2 = AgentId("n0"), AgentId("n1"), AgentId("n2")
 ZERO, ONE, TWO = WorkerId(0), WorkerId(1), WorkerId(2)
@@ -495,10 +493,6 @@ def test_who_cannot_be_reached_or_is_wrong_is_left_out_for_longer_each_time() ->
 # ---------------------------------------------------------------- what is remembered
 
 
-def invalid(after: int, view: int, *wrong: int) -> Invalidation:
-    return Invalidation(after=after, view=ViewNumber(view), wrong=tuple(map(WorkerId, wrong)))
-
-
 def test_the_newest_checkpoint_that_can_be_read_is_begun_from() -> None:
     durable = Durable()
     assert durable.step == 0
@@ -551,60 +545,6 @@ def test_each_event_is_told_once_though_statuses_repeat_them() -> None:
     assert news(1, one, two) == []  # another coordinator has told it
     assert news(1, two, three) == ["3"]
     assert news(1, one, incarnation=2) == ["1"]
-
-
-def test_progress_forgives_losses_and_only_new_steps_forgive_going_back() -> None:
-    progress = Progress(5)
-    assert progress.losses == 0
-    assert [progress.reached(step) for step in (5, 4, 6, 6)] == [False, False, True, False]
-    for _ in range(3):
-        progress.count_loss("ended by SIGKILL")
-    assert progress.hopeless(3, 1) == ""
-    progress.count_loss("out of memory\nand more")
-    assert "4 workers were lost at step 6" in progress.hopeless(3, 1)
-    assert "(the last one: out of memory): see" in progress.hopeless(3, 1)
-    assert progress.reached(7)
-    assert progress.hopeless(3, 1) == ""
-    for count in (1, 2):
-        assert not progress.has_gone_back((invalid(count, count),))
-        progress.go_back((invalid(count, count),))
-        assert progress.has_gone_back((invalid(count, count),))
-        progress.step = 2
-        assert progress.reached(7)  # no further than before
-    assert progress.hopeless(3, 2) == ""
-    assert "2 times, not further than step 7" in progress.hopeless(3, 1)
-    assert progress.reached(8)
-    assert progress.hopeless(3, 1) == ""
-
-
-def test_a_job_that_is_lost_again_and_again_before_a_new_step_is_given_up() -> None:
-    progress = Progress(0)
-    for _ in range(3):
-        progress.begins(5)
-        assert progress.reached(7)
-        assert progress.hopeless(2, 1) == ""
-        progress.count_loss("ended by SIGKILL")
-    progress.begins(5)
-    progress.begins(5)  # no loss in between
-    assert progress.hopeless(3, 1) == ""
-    assert "began again 3 times and never came further than step 7" in progress.hopeless(2, 1)
-    assert progress.reached(8)
-    assert progress.hopeless(2, 1) == ""
-
-
-def test_steps_that_only_the_memory_of_nodes_shows_forgive_losses_as_well() -> None:
-    """All workers may be lost before they have reported the steps that they committed."""
-    progress = Progress(0)
-    assert progress.reached(10)
-    for step in (10, 12):
-        for _ in range(2):
-            progress.count_loss("ended by SIGKILL")
-        progress.begins(step)
-    assert progress.hopeless(1, 1) == ""
-    progress.count_loss("ended by SIGKILL")
-    progress.count_loss("ended by SIGKILL")
-    progress.begins(11)  # a piece was lost: no further than before
-    assert "2 workers were lost at step 11" in progress.hopeless(1, 1)
 
 
 def test_a_job_that_is_stopped_ends_after_the_checkpoint_or_in_time() -> None:
