@@ -70,7 +70,7 @@ def test_the_state_is_copied_once_at_the_boundary_that_all_agreed_on() -> None:
     assert found.at_boundary(6, VIEW, within=True) == []
     assert len(found.at_boundary(8, VIEW, within=True)) == 1, "the script had no boundary at 7"
     assert found.at_boundary(9, VIEW, within=True) == []
-    found.agree(4, 10)  # is not agreed on again
+    found.agree(4, 10)  # a second agreement on the same order
     assert found.at_boundary(10, VIEW, within=True) == []
     found.told(NEXT, VIEW)
     found.agree(5, 12)
@@ -127,7 +127,7 @@ def test_copies_count_as_compared_once_all_members_show_one() -> None:
     assert found.committed(9) == [ef.KeepStep(FOLLOWERS, THREE, 9, compared=False)], "new copies"
     early = Feeding()
     early.told(ORDER, VIEW)
-    early.copies_agree((3, 3))  # of nothing
+    early.copies_agree((3, 3))  # fingerprints before there are copies
     early.agree(4, 7)
     early.at_boundary(7, VIEW, within=True)
     assert early.committed(7) == [ef.KeepStep(FOLLOWERS, THREE, 7, compared=False)]
@@ -171,7 +171,7 @@ class Joiner:
         return [each for each in effects if not isinstance(each, ef.Tell)]
 
     def become(self, **fields: object) -> None:
-        """Change what others decide."""
+        """Change fields that other machines decide."""
         self.standing.change(**fields)
         self._known = self.standing.status
 
