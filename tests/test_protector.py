@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fake_gpu import fake_gpu, on_gpu
-from holdfast.core.errors import UserError
+from holdfast.core.errors import UserError, WorldError
 from holdfast.core.redundancy import read_redundancy
 from holdfast.core.step import events as ev
 from holdfast.core.types import AgentId, Incarnation, Member, View, ViewNumber, WorkerId
@@ -147,6 +147,22 @@ def test_a_budget_that_holds_too_little_is_the_users_error() -> None:
     assert isinstance(error, UserError)
     assert "raise --memory-budget, or set --redundancy none" in str(error)
     assert told.events == []
+
+
+def test_a_state_that_cannot_be_captured_is_told() -> None:
+    """Other workers may hold shares of it that cannot be reached."""
+    told: list[Any] = []
+
+    def capture(_: object) -> Any:
+        raise WorldError("worker 1 cannot be reached")
+
+    target = PieceTarget(arena=PieceArena(os.memfd_create("test"), ME, BUDGET), worker=ME)
+    data: Any = None
+    chosen = read_redundancy("replicate:1")
+    protector = Protector(target, chosen, ({}, data), told.append, told.append, capture)
+    protector.begin(4, VIEW)
+    protector.before_update()
+    assert told == [ev.StateProtected(4, "worker 1 cannot be reached")]
 
 
 @pytest.mark.parametrize("redundancy", ["replicate:2", "rs:2+1"])

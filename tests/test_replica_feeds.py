@@ -196,7 +196,7 @@ class Joiner:
         assert self.following.follow()
         assert self.follows() == [ef.ObtainState(FEED, THREE, 7, 4)]
         assert self.standing.status.state is StateCopy.DIRTY, "while it is loaded"
-        assert self.follows(ev.StateObtained(FEED, THREE, order=4)) == []
+        assert not self.following.hear(ev.StateObtained(FEED, THREE, order=4))
         status = self.standing.status
         assert (status.state, status.committed) == (StateCopy.CURRENT, 7)
 
@@ -247,6 +247,7 @@ def test_it_loads_the_state_once_all_of_it_is_here_and_its_script_waits() -> Non
 def test_it_applies_steps_in_their_order_and_says_when_it_is_up_to_date() -> None:
     joiner = Joiner()
     joiner.load()
+    assert joiner.follows() == []
     assert joiner.standing.status.abreast == 0, "the copies are not compared yet"
     assert joiner.follows(ev.StepFed(4, 8)) == [], "step 7 is missing"
     assert not joiner.following.hear(ev.StepFed(4, 7, compared=True))
@@ -263,7 +264,10 @@ def test_it_applies_steps_in_their_order_and_says_when_it_is_up_to_date() -> Non
 def test_without_a_comparison_it_is_up_to_date_once_nothing_is_missing() -> None:
     joiner = Joiner(compares=False)
     joiner.load()
+    assert joiner.following.follow()
+    assert joiner.effects() == []
     assert joiner.standing.status.abreast == 4
+    assert not joiner.following.follow()
 
 
 def test_its_script_waits_for_a_step_that_is_still_to_come() -> None:

@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 
 from holdfast.core.replica.ends import SinkKind
+from holdfast.core.replica.replica import Replica
 from holdfast.core.replica.save_interval import PacePolicy
 from holdfast.core.replica.saves import SavedUpTo, SavePolicy, Saves
-from holdfast.core.step.effects import CopyState
+from holdfast.core.step.effects import CopyState, Tell
 from holdfast.core.step.events import EventNoted, SaveEnded
+from holdfast.core.step.step_policy import StepPolicy
 from holdfast.core.step.vote import Wish
-from holdfast.core.types import ViewNumber, WorkerId
+from holdfast.core.types import Incarnation, ViewNumber, WorkerId
+from holdfast.core.worker.standing import Standing
 from machine_kit import a_view
 
 
@@ -157,3 +160,21 @@ def test_what_a_worker_saved_that_left_uncompared_does_not_count(durable_first: 
     late.enter(a_view(2, [0]), 0.0)
     late.left(11)  # that was compared in the step before
     assert counting(late.compared(11)) == [10]
+
+
+def test_a_checkpoint_counts_in_the_view_by_which_its_next_step_is_committed() -> None:
+    """This member did not get the votes of that step; the others have compared their states."""
+    standing = Standing(WorkerId(0), Incarnation(1))
+    saves = SavePolicy(enabled=True, every=10, compared=True)
+    replica = Replica(standing, StepPolicy(seed=0, cycle=1, keeps=True, saves=saves))
+    standing.change(committed=10)
+    replica.enter(a_view(1, range(2)))
+    replica.saves.agree(10, a_view(1, range(2)), Wish.SAVE)
+    assert replica.copy_next(None, within=True)
+    replica.save_ended(answered(10))
+    assert standing.status.saved < 10, "nobody has compared it"
+    replica.close()
+    standing.change(committed=11)
+    replica.enter(a_view(2, range(2)))
+    assert standing.status.saved == 10
+    assert Tell(standing.status) in standing.take_effects()
