@@ -18,6 +18,7 @@ from holdfast.core.membership import agent as ag
 from holdfast.core.membership import coordinator_events as ce
 from holdfast.core.membership.agent import AgentMachine, AgentPolicy
 from holdfast.core.membership.coordinator import CoordinatorMachine
+from holdfast.core.replica.ends import SinkKind, SourceKind
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.step.step_policy import StepPolicy
@@ -33,6 +34,7 @@ from holdfast.core.types import (
 )
 from holdfast.core.worker.machine import WorkerMachine
 from story_data import Group, Work
+from story_feeding import Feeds
 from story_text import Block, Scribe
 
 HEARTBEAT_S = 0.5  # between two statuses that a worker sends anyhow
@@ -122,6 +124,7 @@ class Cluster:
         self.groups: dict[int, Group] = {}
         self.shares: dict[tuple[int, int], set[int]] = {}  # written, by step and view: ranks
         self.processes: dict[WorkerId, Process] = {}  # the newest of each
+        self.feeds = Feeds()
         self.coordinator: CoordinatorMachine | None = None
         self.reports: deque[AgentReport] = deque()
         self.record: JobRecord | None = None  # in the journal
@@ -268,6 +271,10 @@ class Cluster:
             case ef.LookWhoIsLate(number, step):
                 awaited = self.groups[number].awaited(process.worker)
                 yield ev.StillAwaited(number, step, awaited)
+            case ef.Follow() | ef.KeepStep(SinkKind.FOLLOWERS):
+                yield from self.feeds.attend(process.worker, effect)
+            case ef.ObtainState(SourceKind.FEED) | ef.ObtainStep(SourceKind.FEED):
+                yield from self.feeds.attend(process.worker, effect)
             case _:
                 group = self.groups.get(work.view)
                 if group is not None and process.worker not in group.closed:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from holdfast.core.job_spec import CoordinatorPolicy
-from holdfast.core.replica.ends import SourceKind
+from holdfast.core.replica.ends import SinkKind, SourceKind
 from holdfast.core.replica.saves import SavePolicy
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
@@ -92,6 +92,7 @@ OPTIONS = {
     r"comparing states": "compare",
     r"backup (?P<n>\d+)": "backup",
     r"minding who is late": "late",
+    r"feeding": "feed",
 }
 
 
@@ -142,6 +143,7 @@ def _setting(workers: int, virtual: int, options: dict[str, int]) -> Setting:
         nodes_min=nodes,
         workers_min=least,
         speculation=1.0 if late else 0.0,
+        feeds="feed" in options,
     )
     return Setting(
         workers=workers,
@@ -376,6 +378,8 @@ def _enter(cluster: Cluster, process: Process) -> bool:
     if status.loop and not process.work.left:
         return False
     process.work.left = False
+    if cluster.setting.coordinator.feeds:
+        cluster.feed(process, ev.Reachable(f"address{process.worker}"))
     cluster.feed(process, ev.LoopEntered())
     cluster.feed(process, ev.AtBoundary())
     return True
@@ -414,9 +418,28 @@ def _copy(cluster: Cluster, process: Process) -> bool:
     if not isinstance(save, ef.CopyState):
         return False
     process.work.doing = None
-    process.work.saving.append((save.step, save.view))
-    cluster.feed(process, ev.StateCopied(save.sink, save.step))
+    if save.sink is SinkKind.FOLLOWERS:
+        cluster.feeds.copied(process.worker, save)
+        process.work.copied = save.step
+    else:
+        process.work.saving.append((save.step, save.view))
+    order = save.order.number if save.order is not None else 0
+    cluster.feed(process, ev.StateCopied(save.sink, save.step, order=order))
     return True
+
+
+def _be_fed(cluster: Cluster, process: Process) -> bool:
+    event = cluster.feeds.arrives(process.worker)
+    if event is not None:
+        cluster.feed(process, event)
+    return event is not None
+
+
+def _load(cluster: Cluster, process: Process) -> bool:
+    events = cluster.feeds.loaded(process.worker)
+    for event in events:
+        cluster.feed(process, event)
+    return bool(events)
 
 
 def _write(cluster: Cluster, process: Process) -> bool:
@@ -453,6 +476,18 @@ def task_done(cluster: Cluster, worker: str, vrank: str) -> None:
 def tasks_done(cluster: Cluster, who: str) -> None:
     """Scripts have computed all that they had to."""
     each_of(cluster, who, lambda process: _compute(cluster, process), "computes nothing")
+
+
+@command(WHO + "(?:is|are) fed")
+def is_fed(cluster: Cluster, who: str) -> None:
+    """All shares of the state have arrived at a follower, or all pieces of the next step."""
+    each_of(cluster, who, lambda process: _be_fed(cluster, process), "is sent nothing yet")
+
+
+@command(WHO + "the state is loaded")
+def state_loaded(cluster: Cluster, who: str) -> None:
+    """The state that was fed is in its place."""
+    each_of(cluster, who, lambda process: _load(cluster, process), "loads no state")
 
 
 @command(WHO + "step is applied")

@@ -28,6 +28,7 @@ class Work:
         self.whole = False  # all of the state is looked at in this step
         self.tokens: dict[int, int] = {}
         self.copies: dict[int, int] = {}
+        self.copied = -1  # the step before which it has copied the state for followers
         self.saving: list[tuple[int, View]] = []  # shares that its writer has
         self.flipped = 0  # what a wrong bit makes of its state
         self.lies = 0  # tasks that it computes wrongly from now on
@@ -133,6 +134,7 @@ class Group:
             "tokens": dict(work.tokens) if counts else {},
             "print": work.fingerprint,
             "whole": work.fingerprint if work.whole else 0,
+            "copied": work.fingerprint * (work.copied == self.reduces[worker].step - 1),
             "step": self.reduces[worker].step,
         }
 
@@ -186,6 +188,7 @@ class Group:
             step=self.reduces[worker].step,
             parts=tuple(_number(part["print"]) for part in parts) if compares else (),
             wholes=tuple(_number(part["whole"]) for part in parts) if compares else (),
+            copies=tuple(_number(part["copied"]) for part in parts) if compares else (),
             doubt=SOMEBODYS + min(bad) if bad and first else FINITE,
             unlike=tuple(v for _, v, token in tokens if work.copies.get(v, token) != token),
             compute_us=1000 * len(work.tokens),

@@ -282,7 +282,8 @@ def gather_text(effect: ef.Gather) -> str:
         case Topic.VOTE:
             return _vote_text(Vote.of(row))
         case Topic.AUDIT:
-            return f"tell digests {' '.join(str(int(each)) for each in row)}"
+            several_results = f", task {int(row[-1])} had several results" if row[-1] >= 0 else ""
+            return f"tell digests {' '.join(str(int(each)) for each in row[:-1])}{several_results}"
         case Topic.CONFESS:
             sums = "no sum may be wrong" if row[0] >= 1 << 59 else f"sums since step {int(row[0])}"
             return f"confess {sums}, copies beyond step {int(row[1])} may be wrong"
@@ -354,6 +355,7 @@ _WORKER_WORDS: dict[type, Callable[[Any], str]] = {
         f"send worker {e.to.worker} what it missed since step {e.to.committed}"
     ),
     ef.ObtainStep: lambda e: f"{_STEPS[e.source]} step {e.step}",
+    ef.Follow: lambda e: "follow no more" if e.order is None else "follow the members",
     ef.SyncState: lambda e: "compare states",
     ef.Forget: lambda e: (
         "" if e.sink is SinkKind.LATE else f"forget what {e.sink.value} do not need"
