@@ -422,6 +422,7 @@ def test_damaged_pieces_are_mended_from_those_of_other_nodes() -> None:
         "other nodes"
     )
     assert mending.round(1e12, nodes.addresses) == []
+    assert nodes.memories[2].damaged() == []
     for lost in (0, 1, 3):  # so that what was mended is needed
         assert nodes.read(STATE, 8, without=(lost,)) == IMAGE
         assert nodes.read(GRADIENT, 8, without=(lost,)) == IMAGE[::-1]

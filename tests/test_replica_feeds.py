@@ -28,6 +28,7 @@ VIEW = view_of(0, 1)
 ME = Follower(worker=WorkerId(2), incarnation=Incarnation(5), address="127.0.0.1:9")
 ORDER = FollowOrder(number=4, view=THREE, followers=(ME,))
 NEXT = dataclasses.replace(ORDER, number=5)
+EFFECTS_MAX = 10
 FOLLOWERS, FEED = SinkKind.FOLLOWERS, SourceKind.FEED
 
 
@@ -185,9 +186,10 @@ class Joiner:
         """Hear events; return the effects once nothing more follows from them."""
         for event in events:
             assert not self.following.hear(event)
-        while self.following.follow():
-            continue
-        return self.effects()
+        for _ in range(EFFECTS_MAX):
+            if not self.following.follow():
+                return self.effects()
+        raise AssertionError("it never comes to rest")
 
     def load(self) -> None:
         """Follow an order until the state after 7 steps is loaded."""
