@@ -227,6 +227,16 @@ def test_states_that_tie_for_the_third_time_in_a_short_while_end_the_job(compara
     assert ended == [False, False, False, False, comparable]
 
 
+def test_without_checkpoints_states_may_tie_once() -> None:
+    rulings, ended = rulings_of(on_nodes("a", "b")), []
+    rulings.script.comparable = True
+    for step in (5, 300, 400):
+        row = rulings.confess(step, (), diverged=True)
+        found = rulings.conclude(step, [(*row, 7), (*row, 8)])
+        ended.append(any(isinstance(each, ef.GiveUp) for each in found))
+    assert ended == [False, False, True]
+
+
 def steady_liars(nodes: str, liars: Sequence[tuple[int, int]]) -> list[bool]:
     """Return whether the job ends by each of these steps with one worker that is wrong in it."""
     view = on_nodes(*nodes)

@@ -40,7 +40,9 @@ def test_a_composed_script_is_exact_or_refused_by_name(seed: int, tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.xfail(reason="values that a first batch sets, and addresses, are not found yet")
+@pytest.mark.xfail(
+    reason="two workers of one machine that write to the same file at once", strict=False
+)
 def test_no_script_of_many_is_silently_wrong() -> None:
     results = examine_all(MANY)
     assert not bad(results), bad(results)

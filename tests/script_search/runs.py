@@ -130,6 +130,7 @@ def examine_all(seeds: Sequence[int], *, processes: bool = False) -> list[Result
 def _in_threads(script: Script, name: str, workers: int, place: Path, kill_step: int | None) -> Run:
     path = place / "train.py"
     path.write_text(script.text)
+    code = compile(script.text, path, "exec")  # Python 3.11 may fail where several threads do this
     ends: dict[int, str] = {}
     cluster: ThreadCluster
 
@@ -149,9 +150,7 @@ def _in_threads(script: Script, name: str, workers: int, place: Path, kill_step:
 
         module = _module(path)
         vars(module).update(join=lambda: job, boundary=boundary, report=report, FOLDER=place)
-        assert module.__spec__ is not None
-        assert module.__spec__.loader is not None
-        module.__spec__.loader.exec_module(module)
+        exec(code, vars(module))  # noqa: S102 - the script was composed here
 
     spec = with_settings(SPEC, {"workers.nproc": workers, **SETTINGS})
     cluster = ThreadCluster(spec, body)

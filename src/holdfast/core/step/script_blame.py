@@ -14,7 +14,8 @@ from holdfast.core.step.early_audits import EARLY_STEPS
 from holdfast.core.types import View, WorkerId
 
 STEADY_MAX = 2  # machines that may be wrong in a steady way
-TIES_MAX = 2  # times that two halves of the workers may hold different states
+TIES_MAX = 2  # times that two halves of the workers may hold different states;
+TIES_MAX_LOST = 1  # without a checkpoint to go back to
 WINDOW_STEPS = 256  # machines and ties count for this number of steps,
 WINDOW_CYCLES = 4  # or of cycles, whichever is longer
 
@@ -54,4 +55,5 @@ class ScriptBlame:
     def ties_too_often(self, step: int) -> bool:
         """Record a tie; return whether memory hardly fails as often as there were ties lately."""
         self._ties = [*(at for at in self._ties if at > step - self._window), step]
-        return self.comparable and len(self._ties) > TIES_MAX
+        most = TIES_MAX if self._keeps else TIES_MAX_LOST
+        return self.comparable and len(self._ties) > most
