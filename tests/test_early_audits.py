@@ -23,7 +23,7 @@ from holdfast.core.step.open_step import OpenStep
 from holdfast.core.step.rulings import Rulings
 from holdfast.core.types import AgentId, View, WorkerId
 from holdfast.train.job import Job
-from holdfast.train.script import repeated_tasks
+from holdfast.train.script import repeated_tasks, script_memory
 from loop_kit import dataset, protected
 from machine_kit import a_view
 from test_guard import STEPS, told
@@ -341,3 +341,18 @@ def test_iterators_and_generators_of_the_scripts_own_are_named() -> None:
     found = told(script, 1)
     assert all(name in found for name in ("turns", "loader", "dice")), found
     assert "carries x" not in found
+
+
+def test_a_look_at_a_large_memory_is_short() -> None:
+    """It comes as a worker begins, and must not keep a job from going on."""
+    large = tuple(tuple(tuple(object() for _ in range(50)) for _ in range(50)) for _ in range(50))
+    walk = script_memory._Walk(())
+    walk.visit("large", large, 0)
+    assert script_memory.VISITS_MAX // 2 < len(walk._seen) <= script_memory.VISITS_MAX
+
+
+def test_the_ends_of_a_long_text_stand_for_it() -> None:
+    walk = script_memory._Walk(())
+    for name, text in (("one", "a" * 5000), ("same", "a" * 5000), ("other", "a" * 4999 + "b")):
+        walk.visit(name, text, 0)
+    assert walk.found["one"] == walk.found["same"] != walk.found["other"]

@@ -26,6 +26,7 @@ import xxhash
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 LEAVES_MAX = 2000  # values in one look
+VISITS_MAX = 4000  # values and their holders in one look; those nearest to the script come first
 ITEMS_MAX = 64  # items of a list or dictionary, or entries of a folder
 DEPTH_MAX = 6
 NUMBERS_MAX = 256  # numbers of a tensor or array
@@ -145,12 +146,14 @@ class _Walk:
     def __init__(self, left_out: Collection[int]) -> None:
         self.found: Found = {}
         self._seen = set(left_out)
+        self._visits = 0
 
     def visit(self, path: str, value: Any, depth: int) -> None:
-        if len(self.found) >= LEAVES_MAX or depth > DEPTH_MAX:
+        self._visits += 1
+        if depth > DEPTH_MAX or self._visits > VISITS_MAX or len(self.found) >= LEAVES_MAX:
             return
         if type(value) in _SCALARS:
-            self.found.setdefault(path, _short(repr(value)))
+            self.found.setdefault(path, _scalar(value))
             return
         if id(value) in self._seen:
             return
@@ -203,10 +206,10 @@ def _parts(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield what a value consists of, with the names that a person would write."""
     match value:
         case dict():
-            for key, each in list(value.items())[:ITEMS_MAX]:
+            for key, each in itertools.islice(value.items(), ITEMS_MAX):
                 yield f"{path}[{key!r}]", each
         case list() | tuple() | collections.deque():
-            for i, each in enumerate(list(value)[:ITEMS_MAX]):
+            for i, each in enumerate(itertools.islice(value, ITEMS_MAX)):
                 yield f"{path}[{i}]", each
         case types.FunctionType():
             yield from _of_function(path, value)
@@ -282,7 +285,7 @@ def _of_module(path: str, module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _numbers(value: torch.Tensor) -> str:
-    if value.layout != torch.strided or value.device.type == "meta":
+    if value.layout != torch.strided or value.device.type == "meta" or not value.is_contiguous():
         return f"version {value._version}"
     flat = value.detach().reshape(-1)
     stride = max(1, flat.numel() // NUMBERS_MAX)
@@ -303,6 +306,14 @@ def _of_folder(path: str, folder: Path) -> Iterator[tuple[str, Any]]:
     except OSError:
         return
     yield from ((f"the file {each.name}", each) for each in entries if each.is_file())
+
+
+def _scalar(value: Any) -> str:
+    """Return a text for a scalar; of a long string or bytes the ends, so that it costs little."""
+    if isinstance(value, str | bytes) and len(value) > 2 * TEXT_CHARS_MAX:
+        ends = value[:TEXT_CHARS_MAX], value[-TEXT_CHARS_MAX:]
+        return _short(f"{len(value)} {ends!r}")
+    return _short(repr(value))
 
 
 def _short(text: str) -> str:
