@@ -117,7 +117,8 @@ def test_a_bucket_that_is_full_wakes_the_engine_which_was_not_woken_to_begin() -
 def test_a_script_that_waits_is_woken_when_it_must_look_sooner() -> None:
     monitor, machine = Waking(), Ordering()
     driver = Driver(machine, Link(), monitor)
-    threading.Thread(target=driver.next_for_script, daemon=True).start()
+    script = threading.Thread(target=_wait_for_failure, args=(driver,), daemon=True)
+    script.start()
     _until_waiting(monitor)
     driver.post(ev.AtBoundary())
     assert monitor.woken == 0
@@ -125,6 +126,14 @@ def test_a_script_that_waits_is_woken_when_it_must_look_sooner() -> None:
     machine.deadline = lambda: sooner  # type: ignore[method-assign]
     driver.post(ev.AtBoundary())
     assert monitor.woken == 1
+    driver.fail(UserError("the test is over"))  # else it would look without end from then on
+    script.join(30.0)
+    assert not script.is_alive()
+
+
+def _wait_for_failure(driver: Driver) -> None:
+    with pytest.raises(UserError, match="the test is over"):
+        driver.next_for_script()
 
 
 class Heard(Ordering):
