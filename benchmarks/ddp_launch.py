@@ -14,7 +14,7 @@ STEADY = ("--no-rebalance", "--speculation-budget", "0")
 
 
 def run_ddp(script: Path, words: Sequence[str], workers: int, limit_s: float) -> None:
-    """Run `script` with these arguments in so many processes, which meet as ddp_member.py says.
+    """Run `script` with these arguments in `workers` processes, which meet as in ddp_member.py.
 
     RuntimeError if one fails; subprocess.TimeoutExpired after `limit_s` seconds.
     """

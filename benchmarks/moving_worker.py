@@ -1,4 +1,4 @@
-"""The training script of benchmarks/moving.py: TOLD TASK_S STEPS.
+"""Trains for benchmarks/moving.py; its arguments are TOLD, TASK_S and STEPS.
 
 The leader writes the steps' ends into TOLD, and stops the job once TOLD's namesake with the suffix
 .stop is there. Each worker prints the last step and the digest of the weights.

@@ -22,12 +22,12 @@ import time
 from pathlib import Path
 
 import torch
+from ddp_launch import STEADY
 
 ROOT = Path(__file__).resolve().parent.parent
 SHEET = ROOT / "benchmarks" / "PPO.md"
 HOLDFAST = str(Path(sys.executable).parent / "holdfast")
 VIRTUAL = 4
-FIXED = ("--no-rebalance", "--speculation-budget", "0")
 WORKERS = (1, 2, 3, 4)
 MOVES = 64
 WARM = 2  # rollouts at the start, which are not counted
@@ -40,7 +40,7 @@ def measure(workers: int, simulate_ms: float, rollouts: int) -> tuple[list[float
     """Run one job; return the seconds of each rollout, and the digest that it ends with."""
     with tempfile.TemporaryDirectory() as folder:
         command = [HOLDFAST, "run", "--run-dir", f"{folder}/run"]
-        command += ["--nproc", str(workers), "--virtual", str(VIRTUAL), *FIXED]
+        command += ["--nproc", str(workers), "--virtual", str(VIRTUAL), *STEADY]
         command += [str(ROOT / "examples" / "ppo.py"), "--rollouts", str(WARM + rollouts)]
         command += ["--moves", str(MOVES), "--simulate-ms", str(simulate_ms)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_S, check=True)
@@ -80,14 +80,14 @@ def main() -> int:
     computes, alike = measure_all(0.0, options.rounds, options.rollouts)
     intro = (
         f"{os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}. "
-        f"`python benchmarks/ppo.py` makes this sheet anew. The load was {load:.1f} when it began."
+        f"`python benchmarks/ppo.py` writes this sheet. The load was {load:.1f} when it began."
     )
     how = (
-        f"[examples/ppo.py](../examples/ppo.py) with {VIRTUAL} virtual ranks, each of which has an "
+        f"[examples/ppo.py](../examples/ppo.py) with {VIRTUAL} virtual ranks. Each has an "
         f"environment of its own and plays {MOVES} moves for a rollout. Medians of "
         f"{options.rounds * options.rollouts} rollouts, {options.rollouts} in each of "
         f"{options.rounds} jobs, which run in turns; the first {WARM} of a job do not count. "
-        f"With `{' '.join(FIXED)}`, so that the shares stay equal. With 3 workers one of them "
+        f"With `{' '.join(STEADY)}`, so that the shares stay equal. With 3 workers one of them "
         "plays two environments, as each of 2 workers does."
     )
     text = [

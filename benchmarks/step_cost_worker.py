@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from ddp_member import endless_batches, join_group
 from torch import nn
+from whole_batches import WholeBatches, as_is
 
 import holdfast
 from holdfast.examples.gpt import digest
@@ -37,19 +38,11 @@ class Task:
     adam: bool = False
 
 
-class Whole:
-    """Fetches a batch in one indexing operation, so that loading costs little on either side."""
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        dice = torch.Generator().manual_seed(0)
-        self._inputs = torch.randn(4096, *shape, generator=dice)
-        self._targets = torch.randint(0, 10, (4096,), generator=dice)
-
-    def __len__(self) -> int:
-        return len(self._targets)
-
-    def __getitems__(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._inputs[indices], self._targets[indices]
+def made_up(shape: tuple[int, ...]) -> WholeBatches:
+    """Return inputs of a shape, and ten classes for them."""
+    dice = torch.Generator().manual_seed(0)
+    inputs = torch.randn(4096, *shape, generator=dice)
+    return WholeBatches(inputs, torch.randint(0, 10, (4096,), generator=dice))
 
 
 def mlp() -> nn.Module:
@@ -117,7 +110,7 @@ def with_holdfast(task: Task, meter: Meter, steps: int) -> tuple[int, nn.Module]
     model = task.make()
     optimizer = _optimizer(task, model)
     job.protect(model=model, optimizer=optimizer)
-    data = job.batches(Whole(task.shape), task.batch, drop_last=True, collate_fn=_as_is)
+    data = job.batches(made_up(task.shape), task.batch, drop_last=True, collate_fn=as_is)
     for step in job.steps(data, until=steps):
         for x, y in step:
             step.backward(nn.functional.cross_entropy(model(x), y))
@@ -132,7 +125,7 @@ def with_ddp(task: Task, meter: Meter, steps: int) -> tuple[int, nn.Module]:
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(task.make())
     optimizer = _optimizer(task, model)
-    batches = endless_batches(Whole(task.shape), task.batch, rank, world, collate_fn=_as_is)
+    batches = endless_batches(made_up(task.shape), task.batch, rank, world, collate_fn=as_is)
     for index, (x, y) in zip(range(steps), batches, strict=False):
         loss = nn.functional.cross_entropy(model(x), y)
         loss.backward()
@@ -142,10 +135,6 @@ def with_ddp(task: Task, meter: Meter, steps: int) -> tuple[int, nn.Module]:
         meter.step_ended(index)
     dist.barrier()
     return rank, model
-
-
-def _as_is(batch: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    return batch
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ def tell_end(told: Path, step: int, worker: int) -> None:
 
 
 def read_ends(told: Path) -> list[tuple[int, int, float]]:
-    """Return what was told so far, in that order."""
+    """Return the ends that were told so far, in that order."""
     lines = [line.split() for line in told.read_text().splitlines()] if told.exists() else []
     return [(int(step), int(worker), float(at)) for step, worker, at in lines]
 

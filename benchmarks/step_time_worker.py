@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.sgd import sgd
+from whole_batches import WholeBatches, as_is
 
 import holdfast
 from holdfast.train.script.unprotected_modules import UnprotectedModules
@@ -81,9 +82,9 @@ def main() -> None:
     twin.load_state_dict(model.state_dict())
     ours = torch.optim.SGD(model.parameters(), lr=1e-3)
     inputs, targets = torch.randn(4096, WIDTH), torch.randint(0, 10, (4096,))
-    dataset = torch.utils.data.TensorDataset(inputs, targets)
+    batches = WholeBatches(inputs, targets)
     job.protect(model=model, optimizer=ours)
-    data = job.batches(_Whole(dataset), BATCH, collate_fn=_as_is)
+    data = job.batches(batches, BATCH, collate_fn=as_is)
 
     def replicate() -> nn.Module:
         """Set DDP up, once the job has begun: before, Holdfast takes its use for a mistake."""
@@ -100,7 +101,7 @@ def main() -> None:
         began = time.perf_counter()
         for i in range(options.steps):
             at = (job.worker * options.steps + i) * BATCH % 4000
-            x, y = _Whole(dataset).__getitems__(list(range(at, at + BATCH)))
+            x, y = batches.__getitems__(list(range(at, at + BATCH)))
             nn.functional.cross_entropy(replica(x), y).backward()
             update(twin)
         return (time.perf_counter() - began) / options.steps
@@ -149,23 +150,6 @@ def update(model: nn.Module) -> None:
     )
     for p in params:
         p.grad = None
-
-
-def _as_is(batch: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    return batch
-
-
-class _Whole:
-    """Fetches a batch in one indexing operation, so that loading costs nothing on either side."""
-
-    def __init__(self, dataset: torch.utils.data.TensorDataset) -> None:
-        self.tensors = dataset.tensors
-
-    def __len__(self) -> int:
-        return len(self.tensors[0])
-
-    def __getitems__(self, indices: list[int]) -> tuple[torch.Tensor, ...]:
-        return tuple(t[indices] for t in self.tensors)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.nn import functional as F
+from whole_batches import WholeBatches, as_is
 
 import holdfast
 from holdfast import servers
@@ -47,26 +48,6 @@ class Twin(nn.Module):
         return self.model(dense, torch.stack(rows, dim=1))
 
 
-class Whole:
-    """Gives a batch at once, for both: the cost of rows one by one is in LOADING.md."""
-
-    def __init__(self, dataset: torch.utils.data.TensorDataset) -> None:
-        self._tensors = dataset.tensors
-
-    def __len__(self) -> int:
-        return len(self._tensors[0])
-
-    def __getitem__(self, index: int) -> list[torch.Tensor]:
-        return [each[index] for each in self._tensors]
-
-    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
-        return [each[indices] for each in self._tensors]
-
-
-def as_is(batch: list[torch.Tensor]) -> list[torch.Tensor]:
-    return batch
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=100_000)
@@ -83,7 +64,7 @@ def main() -> None:
     ]
     tables = servers.EmbeddingBagCollection(configs, servers.Adagrad(lr=0.05))
     twin, model = Twin(tables), Recommender(DIM)
-    dataset = Whole(clicks(40 * options.batch_size, options.rows, seed=1))
+    dataset = WholeBatches(*clicks(40 * options.batch_size, options.rows, seed=1).tensors)
     adam = torch.optim.Adam(model.parameters(), lr=2e-3, foreach=False)
     twins = [
         torch.optim.Adam(twin.model.parameters(), lr=2e-3, foreach=False),

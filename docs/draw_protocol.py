@@ -204,14 +204,12 @@ def transitions() -> Iterator[str]:
                 yield f"| {before} | {name} | {after_text} | {names} |"
 
 
-def diagram(transitions: Transitions[Any], closed: enum.Enum) -> Iterator[str]:
-    """Draw the legal moves between phases, except those that give the view up."""
+def diagram(transitions: Transitions[Any]) -> Iterator[str]:
+    """Draw the legal moves between phases; each phase may also end with the view."""
     yield "```mermaid"
     yield "stateDiagram-v2"
     for old, new in transitions.pairs():
-        if new is closed:
-            continue
-        if old is closed:
+        if old is transitions.always:
             yield f"    [*] --> {_identifier(new)}"
         else:
             yield f"    {_identifier(old)} --> {_identifier(new)}"
@@ -235,8 +233,8 @@ def drawn(text: str) -> str:
     sections = {
         "worker": "\n".join(tables(ev.WorkerEvent, ef.WorkerEffect)),
         "worker transitions": "\n".join(transitions()),
-        "activities": "\n".join(diagram(ACTIVITY_MOVES, Activity.CLOSED)),
-        "stages": "\n".join(diagram(SYNC_MOVES, SyncStage.CLOSED)),
+        "activities": "\n".join(diagram(ACTIVITY_MOVES)),
+        "stages": "\n".join(diagram(SYNC_MOVES)),
         "agent": "\n".join(tables(agent.AgentEvent, agent.AgentEffect)),
         "coordinator": "\n".join(
             tables(coordinator_events.CoordinatorEvent, coordinator_events.CoordinatorEffect)

@@ -13,7 +13,7 @@ from holdfast.core.types import FollowOrder, View, WorkerId
 
 @dataclass
 class Feed:
-    """All that was sent by one order; nothing of it arrives until the story says so."""
+    """Keeps the messages of one order; none arrives until the story says so."""
 
     order: FollowOrder
     view: View

@@ -17,7 +17,7 @@ FILE_LINES_MAX = 600
 LINE_COLUMNS_MAX = 100
 CONSTRUCTOR_PARAMETERS_MAX = 7
 METHODS_MAX = 20
-ATTRIBUTES_MAX = 15  # that methods assign; the fields of a record do not count
+ATTRIBUTES_MAX = 15  # assigned by methods; the fields of a record do not count
 SHORT_FILE_LINES = 40
 
 LONG_FILES = {  # lines at most

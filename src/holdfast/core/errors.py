@@ -34,7 +34,7 @@ class StateMismatch(UserError):
 
 
 class ScriptFault(UserError):
-    """Blames the script, by which workers of one job compute different results."""
+    """Reports a script that makes the workers of one job compute different results."""
 
 
 class WorldError(HoldfastError):

@@ -49,7 +49,7 @@ C = TypeVar("C", bound=EmbeddingConfig)
 
 
 class _Tables(nn.Module):
-    """Keeps tables by name; nn.ModuleDict would refuse names such as "items"."""
+    """Keeps tables by name; nn.ModuleDict refuses names such as "items"."""
 
     def __init__(self, tables: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -104,11 +104,7 @@ class EmbeddingBagCollection(nn.Module):
                 config.num_embeddings,
                 config.embedding_dim,
                 mode=config.pooling,
-                name=config.name,
-                seed=seed,
-                optimizer=None,
-                weight_init_min=config.weight_init_min,
-                weight_init_max=config.weight_init_max,
+                **_options_of(config, seed),
             )
             for config in tables
         }
@@ -148,13 +144,7 @@ class EmbeddingCollection(nn.Module):
     ) -> None:
         made = {
             config.name: Embedding(
-                config.num_embeddings,
-                config.embedding_dim,
-                name=config.name,
-                seed=seed,
-                optimizer=None,
-                weight_init_min=config.weight_init_min,
-                weight_init_max=config.weight_init_max,
+                config.num_embeddings, config.embedding_dim, **_options_of(config, seed)
             )
             for config in _checked(tables)
         }
@@ -178,6 +168,17 @@ class EmbeddingCollection(nn.Module):
             name: JaggedTensor(rows, lengths=by_feature[name.partition("@")[0]].lengths())
             for name, rows in found.items()
         }
+
+
+def _options_of(config: EmbeddingConfig, seed: int | None) -> dict[str, Any]:
+    """Return the options of a table; the collection has the optimizer."""
+    return {
+        "name": config.name,
+        "seed": seed,
+        "optimizer": None,
+        "weight_init_min": config.weight_init_min,
+        "weight_init_max": config.weight_init_max,
+    }
 
 
 def _optimizer_of(tables: Iterable[Embedding | EmbeddingBag], rule: RowOptimizer) -> TableOptimizer:

@@ -42,13 +42,20 @@ class TableSpec:
             raise UserError(f"table {name}: its first values are from {low} to {high}: swap these")
         self.name, self.count, self.dim, self.limits = name, count, dim, (low, high)
 
-    def fill(self, weight: torch.Tensor, padding_idx: int | None, seed: int | None) -> None:
-        """Give all rows their first values; that of padding is 0."""
+    def begin(
+        self, table: Embedding | EmbeddingBag, seed: int | None, rule: RowOptimizer | None
+    ) -> None:
+        """Give all rows their first values, 0 for padding, and the table its own optimizer.
+
+        `rule`: None if the optimizer of a collection updates the rows.
+        """
         found = torch.initial_seed() if seed is None else seed
         with torch.no_grad():
-            fill_rows(weight, 0, seed_of_table(found, self.name), *self.limits)
-            if padding_idx is not None:
-                weight[padding_idx].zero_()
+            fill_rows(table.weight, 0, seed_of_table(found, self.name), *self.limits)
+            if table.padding_idx is not None:
+                table.weight[table.padding_idx].zero_()
+        if rule is not None:
+            table.row_optimizer = TableOptimizer([table.weight], rule)
 
     def check(self, ids: torch.Tensor) -> None:
         """Raise UserError for ids that the table does not have. Ids on a GPU are not looked at."""
@@ -72,6 +79,8 @@ class Embedding(nn.Embedding):
     the job's. Raises UserError.
     """
 
+    row_optimizer: TableOptimizer
+
     def __init__(  # tidy: allow constructor-size because these are torch's own arguments
         self,
         num_embeddings: int | None,
@@ -89,10 +98,8 @@ class Embedding(nn.Embedding):
         table = TableSpec(name, num_embeddings, embedding_dim, limits)
         weight = torch.empty(table.count, table.dim, device=device)
         super().__init__(table.count, table.dim, padding_idx, sparse=True, _weight=weight)
-        table.fill(self.weight, self.padding_idx, seed)
+        table.begin(self, seed, optimizer)
         self._table = table
-        if optimizer is not None:  # else that of a collection updates the rows
-            self.row_optimizer = TableOptimizer([self.weight], optimizer)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - as torch names it
         """Return the rows of ids [...] as [..., embedding_dim]. UserError for an unknown id."""
@@ -106,6 +113,8 @@ class EmbeddingBag(nn.EmbeddingBag):
     `name`, `seed`: as for Embedding. `mode`: "sum" or "mean"; "max" has no sparse gradient. Raises
     UserError.
     """
+
+    row_optimizer: TableOptimizer
 
     def __init__(  # tidy: allow constructor-size because these are torch's own arguments
         self,
@@ -135,10 +144,8 @@ class EmbeddingBag(nn.EmbeddingBag):
             include_last_offset=include_last_offset,
             padding_idx=padding_idx,
         )
-        table.fill(self.weight, self.padding_idx, seed)
+        table.begin(self, seed, optimizer)
         self._table = table
-        if optimizer is not None:  # else that of a collection updates the rows
-            self.row_optimizer = TableOptimizer([self.weight], optimizer)
 
     def forward(
         self,

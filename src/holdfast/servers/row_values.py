@@ -27,7 +27,7 @@ def fill_rows(rows: torch.Tensor, first_key: int, seed: int, low: float, high: f
     """Fill rows [rows, dim] of consecutive keys with uniform numbers from `low` up to `high`.
 
     Number j of row k is the (k * dim + j)th of the generator SplitMix64 (Steele, Lea, Flood,
-    "Fast splittable pseudorandom number generators", 2014), of which 24 bits are used.
+    "Fast splittable pseudorandom number generators", 2014), cut to 24 bits.
     """
     count, dim = rows.shape
     each = max(_BLOCK // max(dim, 1), 1)

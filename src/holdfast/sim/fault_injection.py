@@ -393,7 +393,7 @@ def may_be_wrong(process: Process, live: Sequence[Process]) -> bool:
 
 
 def lie_of_its_own(process: Process, steady: dict[int, None]) -> int:
-    """Return what one of several wrong processes adds: no two agree, and few are steady."""
+    """Return the error of one of several wrong processes: no two agree, and few are steady."""
     view = process.exchanges.view
     if view is None or process.worker in view.unproven:
         return -1

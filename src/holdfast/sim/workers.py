@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from holdfast.core.replica.ends import SinkKind, SourceKind
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
-from holdfast.core.step.audit import FICKLE
+from holdfast.core.step.audit import FICKLE, RUNS_DISPUTED
 from holdfast.core.step.effects import WorkerEffect
 from holdfast.core.step.events import Purpose, StepKind, WorkerEvent
 from holdfast.core.types import (
@@ -41,7 +41,6 @@ from holdfast.sim.writers import WriterHost
 from holdfast.sim.wrong_bits import Violation
 
 LATE_S = 1e-6  # a timer that fires later finds that its process stood still
-RUNS_DISPUTED = 6  # as real workers compute a disputed task
 
 
 class InsideStriker(Protocol):

@@ -119,7 +119,7 @@ class LatestFacts:
     def update(self, plain: Facts, sources: object, complete: Callable[[Facts], Facts]) -> Facts:
         """Return `plain` as `complete` returns it, or the last facts if nothing has changed.
 
-        `sources`: everything else that the facts follow from, such as the version of the roster.
+        `sources`: the other values that decide the facts, with the version of the roster.
         """
         if self._made_from != (plain, sources):
             self._made_from, self._facts = (plain, sources), complete(plain)

@@ -17,7 +17,7 @@ from holdfast.core.membership.roster import NodeState, Roster
 from holdfast.core.types import AgentId
 
 GROWTH = 1.5  # silence that is borne, in multiples of the one that was wrongly suspected
-LEASES = 200  # that a false suspicion is remembered for
+LEASES = 200  # a false suspicion is remembered for this number of leases
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,19 +40,20 @@ class SyncStage(enum.Enum):
     SYNCED = "synced"
 
 
-# A view can be given up (CLOSED) at any time; what is written here is the rest.
-_MOVES = {
-    SyncStage.CLOSED: (SyncStage.CONNECTING,),
-    SyncStage.CONNECTING: (
-        *(SyncStage.LOADING, SyncStage.CATCHING_UP, SyncStage.COMPARING, SyncStage.SYNCED),
-    ),
-    SyncStage.LOADING: (SyncStage.CATCHING_UP, SyncStage.COMPARING),
-    SyncStage.CATCHING_UP: (SyncStage.RECEIVING, SyncStage.COMPARING, SyncStage.SYNCED),
-    SyncStage.RECEIVING: (SyncStage.CATCHING_UP,),
-    SyncStage.COMPARING: (SyncStage.SYNCED,),
-    SyncStage.SYNCED: (SyncStage.CATCHING_UP,),  # a fed member that lacks the last steps
-}
-SYNC_MOVES = Transitions({old: (*after, SyncStage.CLOSED) for old, after in _MOVES.items()})
+SYNC_MOVES = Transitions(
+    {
+        SyncStage.CLOSED: (SyncStage.CONNECTING,),
+        SyncStage.CONNECTING: (
+            *(SyncStage.LOADING, SyncStage.CATCHING_UP, SyncStage.COMPARING, SyncStage.SYNCED),
+        ),
+        SyncStage.LOADING: (SyncStage.CATCHING_UP, SyncStage.COMPARING),
+        SyncStage.CATCHING_UP: (SyncStage.RECEIVING, SyncStage.COMPARING, SyncStage.SYNCED),
+        SyncStage.RECEIVING: (SyncStage.CATCHING_UP,),
+        SyncStage.COMPARING: (SyncStage.SYNCED,),
+        SyncStage.SYNCED: (SyncStage.CATCHING_UP,),  # a fed member that lacks the last steps
+    },
+    always=SyncStage.CLOSED,  # a view can be given up at any time
+)
 
 
 class Replica:

@@ -188,7 +188,7 @@ def order_instead(
 
     `stored`: the view in which each was made, None if it was made in no view. The newest one before
     the damaged one is best. Workers that have outlived their coordinator may have saved others,
-    and removed all that it knew. So newer ones follow, if another one was made later in the same
+    and removed the older ones. So newer ones follow, if another one was made later in the same
     view, as then the states of all members were compared.
     """
     valid = {

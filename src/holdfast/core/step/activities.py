@@ -34,20 +34,21 @@ SUMMED = (  # the sums of the step are here
     *(Activity.AUDITING, Activity.AUDIT, Activity.CHECK_SUMS, Activity.KEEP, Activity.VOTE),
 )
 
-# A view can be given up (CLOSED) at any time; what is written here is the rest.
-_MOVES = {
-    Activity.CLOSED: (Activity.SYNC,),
-    Activity.SYNC: (Activity.AGREE, Activity.TASKS, Activity.CONFESS),
-    Activity.AGREE: (Activity.SYNC,),
-    Activity.TASKS: (Activity.SUM,),
-    Activity.SUM: (Activity.ROWS,),
-    Activity.ROWS: (Activity.AUDITING,),
-    Activity.AUDITING: (Activity.AUDIT, Activity.CHECK_SUMS, Activity.CONFESS),
-    Activity.AUDIT: (Activity.CHECK_SUMS, Activity.REDO, Activity.CONFESS),
-    Activity.CHECK_SUMS: (Activity.KEEP, Activity.VOTE, Activity.CONFESS),
-    Activity.KEEP: (Activity.VOTE,),
-    Activity.VOTE: (Activity.TASKS, Activity.REDO),
-    Activity.REDO: (Activity.TASKS,),
-    Activity.CONFESS: (),
-}
-ACTIVITY_MOVES = Transitions({old: (*after, Activity.CLOSED) for old, after in _MOVES.items()})
+ACTIVITY_MOVES = Transitions(
+    {
+        Activity.CLOSED: (Activity.SYNC,),
+        Activity.SYNC: (Activity.AGREE, Activity.TASKS, Activity.CONFESS),
+        Activity.AGREE: (Activity.SYNC,),
+        Activity.TASKS: (Activity.SUM,),
+        Activity.SUM: (Activity.ROWS,),
+        Activity.ROWS: (Activity.AUDITING,),
+        Activity.AUDITING: (Activity.AUDIT, Activity.CHECK_SUMS, Activity.CONFESS),
+        Activity.AUDIT: (Activity.CHECK_SUMS, Activity.REDO, Activity.CONFESS),
+        Activity.CHECK_SUMS: (Activity.KEEP, Activity.VOTE, Activity.CONFESS),
+        Activity.KEEP: (Activity.VOTE,),
+        Activity.VOTE: (Activity.TASKS, Activity.REDO),
+        Activity.REDO: (Activity.TASKS,),
+        Activity.CONFESS: (),
+    },
+    always=Activity.CLOSED,  # a view can be given up at any time
+)

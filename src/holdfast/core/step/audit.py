@@ -18,6 +18,7 @@ from holdfast.core.types import View, WorkerId
 
 ATTEMPTS_MAX = 3  # at a step
 SHARE = 0.25  # more of a job's workers are never on wrong machines at about the same time
+RUNS_DISPUTED = 12  # runs of a task on each worker if workers disagree about its result
 FICKLE = -1  # stands for the digest of a task that had several on one worker
 
 Digests = Mapping[int, Mapping[WorkerId, int]]  # of tasks, by virtual rank, as each worker has them
@@ -167,9 +168,9 @@ class Sentence(enum.Enum):
 class Ruling:
     """Rules on an attempt at a step.
 
-    `wrong`: who has computed which virtual rank wrongly. `audits`: those of the next attempt.
-    `disputed`: virtual ranks without a majority, or those that are computed again because workers
-    differ. `steady`: nobody has contradicted itself.
+    `wrong`: workers, and the virtual ranks that they have computed wrongly. `audits`: those of the
+    next attempt. `disputed`: virtual ranks without a majority, or those that are computed again
+    because workers differ. `steady`: nobody has contradicted itself.
     """
 
     sentence: Sentence
@@ -180,11 +181,11 @@ class Ruling:
 
 
 class Court:
-    """Over the audits of one step: every member hears the same and comes to the same ruling.
+    """Rules on the audits of one step: all members hear the same words and make the same ruling.
 
-    The majority of all decides, but what `unproven` workers say counts only where the others do not
-    come to a majority: they may all lack the same. `view` says which of them
-    share a node; without it none do.
+    The majority of all decides. The words of `unproven` workers count only where the others have no
+    majority, since all of the unproven may lack the same state. `view` says which workers share a
+    node; without it none do.
     """
 
     def __init__(self, unproven: Collection[WorkerId] = (), view: View | None = None) -> None:

@@ -74,7 +74,7 @@ class Audits:
         has the same bits there each time.
         """
         alike = Alike(int(max(row[0] for row in rows)))
-        # What is dropped cannot be compared.
+        # Dropped results cannot be compared.
         self.agree(Alike.NOTHING if drops else alike, int(max(row[1] for row in rows)))
         kinds = [int(row[2]) for row in rows]
         self._exact, self._mixed = all(row[3] for row in rows), len(set(kinds)) > 1
@@ -152,7 +152,7 @@ class Audits:
         return plan_sums(self._seed, step, buckets, self.share_of(step))
 
     def order(self, step: int, vrank: int, purpose: Purpose) -> Compute:
-        """Return the order to compute a task, with what has to be told of it."""
+        """Return the order to compute a task, which says how to report the result."""
         return Compute(
             step,
             vrank,

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from holdfast.core.step.audit import Audit
 from holdfast.core.types import View, WorkerId
 
-EARLY_STEPS = 4  # the first steps of the job, or after workers have joined
+EARLY_STEPS = 4  # first steps of a job, or after a join, in which a script is watched closely
 PAIRS_MAX = 4  # pairs of workers compare a task in one of these
 
 

@@ -1,4 +1,4 @@
-"""Says when wrong results are the fault of the script: too many machines would have to be. Pure.
+"""Blames the script for wrong results once too many machines would have to be at fault. Pure.
 
 It remembers the machines that were wrong in a steady way, and the steps in which two halves of the
 workers were of two opinions. The limits are in docs/silent-errors.md: fewer faulty machines than
@@ -31,7 +31,7 @@ class ScriptBlame:
         self._keeps = keeps
         self._window = max(WINDOW_STEPS, WINDOW_CYCLES * cycle)  # steps
         self._ties: list[int] = []  # steps in which states or gradients tied
-        self._tied_at = -self._window  # the last step in which gradients of one state tied
+        self._tied_at = -self._window  # the last step of a tie between gradients, with equal states
         self._steady: dict[str, int] = {}  # the last step in which each machine was wrong
 
     def covers(

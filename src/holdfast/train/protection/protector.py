@@ -104,7 +104,7 @@ class Protector:
         self._making: threading.Thread | None = None
         self._state_bytes = 0  # of this worker's pieces of a state, as far as known
         self._step_bytes = 0  # and of a gradient
-        self._said = False  # whether people have been told that there is no room
+        self._said = False  # people know that there is no room
         self._code: TensorCode | None = None  # for what lies on a GPU
 
     # ------------------------------------------------------------ states

@@ -13,7 +13,7 @@ import linecache
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType, FunctionType
 from typing import Any
 
@@ -43,11 +43,16 @@ def describe_carried() -> str:
     names = list(dict.fromkeys([*_set_late(loop), *_kept_by_calls(loop, frame)]))
     if not names:
         return ""
-    which = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-    if len(names) > NAMES_MAX:
-        which = f"{', '.join(names[:NAMES_MAX])} and {len(names) - NAMES_MAX} more"
+    which = join_names(names, NAMES_MAX)
     file = os.path.basename(frame.f_code.co_filename)
     return f"; the loop at {file}, line {loop.lineno}, carries {which} from one batch to the next"
+
+
+def join_names(names: Sequence[str], most: int) -> str:
+    """Write up to `most` names as a person would, and how many more there are."""
+    if len(names) > most:
+        return f"{', '.join(names[:most])} and {len(names) - most} more"
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def names_of_batch() -> set[str]:

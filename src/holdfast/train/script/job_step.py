@@ -16,7 +16,7 @@ import torch
 
 from holdfast.core.errors import UserError, WorldError
 from holdfast.core.step import effects as ef
-from holdfast.core.step.audit import FICKLE, Sketch
+from holdfast.core.step.audit import FICKLE, RUNS_DISPUTED, Sketch
 from holdfast.core.step.events import Purpose, StepKind
 from holdfast.train.data.order_plan import OrderPlan
 from holdfast.train.data.random_streams import enter_stream
@@ -25,7 +25,7 @@ from holdfast.train.data.sampling import SamplePlan
 from holdfast.train.data.sources import Source
 from holdfast.train.data.streams import StreamSource
 from holdfast.train.script.loop_ends import LoopEnd
-from holdfast.train.script.repeated_tasks import RUNS_DISPUTED, RunMark, others_before, result_print
+from holdfast.train.script.repeated_tasks import RunMark, others_before, result_print
 from holdfast.train.script.script_thread import ScriptThread
 from holdfast.train.step.packed_trees import pack
 from holdfast.train.step.speculative import FinishedTask
@@ -176,9 +176,9 @@ class Step:
         runner.report(task, finished)
 
     def _judge(self, task: ef.Compute, runs: list[RunMark], spent_s: float) -> bool | None:
-        """Judge runs of a task; False: one more is needed. None: others must say who is wrong.
+        """Judge runs of a task; False: one more is needed. None: other workers must judge it.
 
-        All processes of this worker come to the same.
+        All processes of this worker return the same.
         """
         guard, runner = self._script.guard, self._script.runner
         try:

@@ -17,11 +17,11 @@ import torch
 import xxhash
 
 from holdfast.core.errors import UserError
+from holdfast.core.step.early_audits import EARLY_STEPS
 from holdfast.train.checkpoint.local_tensors import local_of
 from holdfast.train.exchange.tensor_bytes import memory_of
 
 CHUNK_ELEMENTS = 1 << 14  # of one parameter, that are compared in a step
-EARLY_STEPS = 4  # one change of bytes counts in these steps
 SAMPLE_ELEMENTS = 64  # spread over a parameter, that are compared beside its chunk
 _CURE = (
     " while tasks were computed (in forward or in the loop over batches, as a momentum encoder, an "

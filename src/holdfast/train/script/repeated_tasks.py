@@ -21,15 +21,14 @@ import xxhash
 
 from holdfast.core.errors import UserError, WorldError
 from holdfast.core.step.audit import Sketch, near
+from holdfast.core.step.early_audits import EARLY_STEPS
 
-EARLY_STEPS = 4  # in each of the job's first steps a task is repeated
 RUNS_MAX = 6  # of one task: before the one that counts, that one, and after it
 RUNS_CLOSE = 4  # of a worker's first task, if it is one of the job's first
 RUNS_QUICK = 40  # the most runs of such a task, in at most:
 QUICK_S = 1.0
 RUNS_ODD = 14  # where one run differs: a script that counts its calls makes another one differ
 RUNS_AFTER = 8  # at least, after the run that differs
-RUNS_DISPUTED = 12  # runs of a task if workers disagree about its result
 OTHERS_BEFORE = (0, 0, 0, 1, 0, 2)  # other tasks that are computed before each of these runs
 SETTLES = 4.0  # by so much closer runs are a script's doing, where noise would be as large
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.core.errors import ScriptFault, UserError
+from holdfast.core.step.early_audits import EARLY_STEPS
 from holdfast.train.checkpoint.loaded_state import LoadedState
 from holdfast.train.data.sources import LoopData
 from holdfast.train.script.fingerprints import Fingerprints
@@ -29,8 +30,6 @@ from holdfast.train.script.unprotected_modules import UnprotectedModules
 from holdfast.train.step.driver import Driver, ScriptOrder
 from holdfast.train.step.module_attributes import ModuleAttributes
 from holdfast.train.step.reduction import Prints
-
-EARLY_STEPS = 4  # of the job, in which a little more is looked at
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,7 +49,6 @@ class ScriptGuard:
     others: UnprotectedModules | None = None  # None: modules of this process may be others'
     is_alone: bool = False  # no agent watches this process
     joined: bool = False  # workers have joined before the next step
-    has_begun: bool = False  # a step was opened here
     has_marked: bool = False  # values of the script were remembered for the present task
     accusation: UserError | None = None  # in the present step: why this worker contradicts itself
 
@@ -68,14 +66,14 @@ class ScriptGuard:
         `copied`: the fingerprint of the copy for followers.
         """
         self.loaded.forget()
-        if self.cycle and not self.has_begun:
+        if self.cycle:
             self.memory.begin()
         looks = bool(self.cycle) and (self.joined or step % self.cycle == 0)
         self.attributes.begin_step(anew=looks)
         early = step < EARLY_STEPS
         if self.cycle:
             self.parameters.begin(step, whole=early or self.joined)
-        self.joined, self.has_begun, self.accusation = False, True, None
+        self.joined, self.accusation = False, None
         if self.others is not None and self.cycle and (looks or early):
             self.others.look([module for _, module in self.modules])
         plain = 0

@@ -62,7 +62,7 @@ class ScriptMemory:
         self._marked: Found | None = None
 
     def begin(self) -> None:
-        """Remember all values before this worker's first task; called in the script's thread."""
+        """Remember all values, the first time; the script's thread calls it before each step."""
         if self._first is None:
             self._first = self._look()
 

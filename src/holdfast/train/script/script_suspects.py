@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from holdfast.train.script.carried_variables import describe_carried, names_of_batch
+from holdfast.train.script.carried_variables import describe_carried, join_names, names_of_batch
 from holdfast.train.script.script_memory import ScriptMemory, script_frames
 from holdfast.train.script.script_sources import SOURCES_MAX, find_sources
 
@@ -23,14 +23,16 @@ class Suspects:
         carried = describe_carried()
         moving, settled = self._find_changes()
         found = [name for name in moving or settled if name not in carried]
-        changes = f"; tasks change {join_names(found)}" if found else ""
+        changes = f"; tasks change {join_names(found, NAMES_MAX)}" if found else ""
         return f"{carried}{changes}{_describe_sources()}"
 
     def describe_steady(self) -> str:
         """Describe why workers may differ from each other, each of them steadily."""
         moving, settled = self._find_changes()
-        since = f"; since its first task it has set {join_names(settled)}" if settled else ""
-        changes = f"; tasks change {join_names(moving)}" if moving else ""
+        since = (
+            f"; since its first task it has set {join_names(settled, NAMES_MAX)}" if settled else ""
+        )
+        changes = f"; tasks change {join_names(moving, NAMES_MAX)}" if moving else ""
         return f"{since}{changes}{_describe_sources()}"
 
     def _find_changes(self) -> tuple[list[str], list[str]]:
@@ -46,7 +48,7 @@ class Suspects:
 def _describe_sources() -> str:
     files = list(dict.fromkeys(frame.f_code.co_filename for frame in script_frames()))
     uses = find_sources(files)
-    return f"; it uses {join_names(uses[:SOURCES_MAX])}" if uses else ""
+    return f"; it uses {join_names(uses[:SOURCES_MAX], NAMES_MAX)}" if uses else ""
 
 
 def _merge(names: Iterable[str]) -> list[str]:
@@ -74,10 +76,3 @@ def _whole(name: str) -> str:
 
 def _depth(name: str) -> int:
     return len(re.findall(r"[.\[]|'s ", name))
-
-
-def join_names(names: Sequence[str]) -> str:
-    """Return the first names, and how many more there are."""
-    if len(names) > NAMES_MAX:
-        return f"{', '.join(names[:NAMES_MAX])} and {len(names) - NAMES_MAX} more"
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
