@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +67,40 @@ ADDS = "for n, p in model.named_parameters(): norms[n].mul_(0.9).add_(p.grad.nor
 def test_averages_for_the_scripts_own_plots_are_its_own(tmp_path: Path) -> None:
     found = run_alone(tmp_path, f"norms = job.scratch['norms'] = {NORMS}", ADDS)
     assert "ended" in found.stdout, found.stderr
+
+
+class Average:
+    """Keeps an average of weights, of which its state holds copies: all of them, or a few."""
+
+    def __init__(self, model: nn.Module, kind: str, kept: int | None = None) -> None:
+        self._model = model
+        self._kept = kept
+        self.copy = copy.deepcopy(model).requires_grad_(False)
+        self.table = {name: p.detach().clone() for name, p in model.named_parameters()}
+        self.values = [*(self.table.values() if kind == "table" else self.copy.parameters())]
+
+    def state_dict(self) -> dict[str, Any]:
+        first = itertools.islice(self.values, self._kept)
+        return {"average": [each.clone() for each in first]}
+
+    def update(self) -> None:
+        for each in self.values:
+            each.mul_(0.9).add_(0.1)
+
+
+@pytest.mark.parametrize("kind", ["table", "module"])
+@pytest.mark.parametrize("kept", [None, 1])
+def test_an_average_whose_state_holds_copies_is_protected_if_all_are_in_it(
+    kind: str, kept: int | None
+) -> None:
+    model = net()
+    average = Average(model, kind, kept)
+    others = UnprotectedModules([average])
+    told = contextlib.nullcontext() if kept is None else pytest.raises(UserError, match="protect")
+    with told:
+        for _ in range(6):
+            others.look([model])
+            average.update()
 
 
 class Meter:

@@ -2,8 +2,9 @@
 
 A worker that joins would begin them anew. Every module of the process is looked for once, in the
 first step, and every dictionary of tensors by the names of a module's parameters; frozen ones
-(teachers, feature extractors) do not change, and are not told of. Neither is anything in the job's
-scratch: a script says of it that no result depends on it.
+(teachers, feature extractors) do not change, and are not told of. Neither is what a protected
+object's state contains, whether that state holds the same tensors or copies of them, nor anything
+in the job's scratch: a script says of it that no result depends on it.
 """
 
 from __future__ import annotations
@@ -56,6 +57,9 @@ class UnprotectedModules:
         if changed:
             own = _inside(self._scratch)
             changed = [each for each in changed if id(each) not in own]
+        if changed and self._changed:
+            kept_now = self._contents()
+            changed = [each for each in changed if not _is_among(each.parameters(), kept_now)]
         self._found = [(ref, _print(m)) for ref, _, m in now if m is not None]
         self._changed = self._changed + 1 if changed else 0
         if self._changed > 1:
@@ -73,6 +77,12 @@ class UnprotectedModules:
         if self._tables:
             own = _inside(self._scratch)
             self._tables = [each for each in self._tables if id(each[0]) not in own]
+        if any(times > 1 for *_, times in self._tables):
+            kept = self._contents()
+            self._tables = [
+                (each, seen, 0 if _is_among(each.values(), kept) else times)
+                for each, seen, times in self._tables
+            ]
         for each, _, times in self._tables:
             if times > 1:
                 raise UserError(
@@ -81,6 +91,19 @@ class UnprotectedModules:
                     "such averages in a module (torch.optim.swa_utils.AveragedModel) that is named "
                     "in job.protect(...), or, if no result depends on them, in job.scratch"
                 )
+
+    def _contents(self) -> set[str]:
+        """Return what the protected objects' states contain: such a state may be of copies."""
+        tensors = (t for each in self._others for t in tensors_in(each.state_dict()))
+        return {_content(each) for each in tensors}
+
+
+def _is_among(tensors: Iterable[torch.Tensor], contents: Collection[str]) -> bool:
+    return all(_content(each) in contents for each in tensors)
+
+
+def _content(tensor: torch.Tensor) -> str:
+    return f"{tuple(tensor.shape)} {_numbers([tensor])}"
 
 
 def _unknown_modules(protected: Collection[nn.Module], kept: Collection[int]) -> list[nn.Module]:
