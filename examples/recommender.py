@@ -86,11 +86,11 @@ def auc(logits: torch.Tensor, clicked: torch.Tensor) -> float:
     return above / (hits * (len(order) - hits))
 
 
-def digest(*modules: nn.Module) -> str:
+def digest(model: nn.Module, tables: servers.EmbeddingBagCollection) -> str:
+    rows = {name: tables.read_rows(name) for name in FEATURES}
     found = hashlib.sha256()
-    for module in modules:
-        for name, value in module.state_dict().items():
-            found.update(name.encode() + value.contiguous().numpy().tobytes())
+    for name, value in (model.state_dict() | rows).items():
+        found.update(name.encode() + value.contiguous().numpy().tobytes())
     return found.hexdigest()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -69,8 +70,8 @@ def test_padding_begins_at_zero() -> None:
 
 def test_a_rows_first_value_follows_from_its_key_alone() -> None:
     every, some = torch.empty(1000, 7), torch.empty(13, 7)
-    fill_rows(every, 0, seed=5, low=-1.0, high=2.0)
-    fill_rows(some, 600, seed=5, low=-1.0, high=2.0)
+    fill_rows(every, np.arange(1000, dtype=np.uint64), seed=5, low=-1.0, high=2.0)
+    fill_rows(some, np.arange(600, 613, dtype=np.uint64), seed=5, low=-1.0, high=2.0)
     assert torch.equal(every[600:613], some)
     assert len(every.unique()) > 6990
     assert every.min() >= -1.0
@@ -80,7 +81,13 @@ def test_a_rows_first_value_follows_from_its_key_alone() -> None:
 
 def test_first_values_are_the_same_for_ever() -> None:
     rows = torch.empty(2, 2)
-    fill_rows(rows, 1 << 62, seed_of_table(7, "items"), low=0.0, high=1.0)
+    fill_rows(
+        rows,
+        np.array([1 << 62, (1 << 62) + 1], dtype=np.uint64),
+        seed_of_table(7, "items"),
+        low=0.0,
+        high=1.0,
+    )
     assert [[each.hex() for each in row] for row in rows.tolist()] == [
         ["0x1.0b15060000000p-1", "0x1.5fa96e0000000p-1"],
         ["0x1.0e74400000000p-6", "0x1.4b33040000000p-1"],

@@ -78,6 +78,7 @@ def _conflicts(spec: JobSpec, say: Callable[[str], str]) -> Iterator[str]:
             "workers needs the result of one at least"
         )
     yield from _optimizer_conflicts(spec, say)
+    yield from _server_conflicts(spec, say)
     try:
         pieces = spec.redundancy().pieces
     except UserError as error:
@@ -145,6 +146,30 @@ def _optimizer_conflicts(spec: JobSpec, say: Callable[[str], str]) -> Iterator[s
             yield (
                 f"{flag} and {say(key)} exclude each other: every step needs every worker's share "
                 "of the optimizer's state"
+            )
+
+
+def _server_conflicts(spec: JobSpec, say: Callable[[str], str]) -> Iterator[str]:
+    count = spec.servers.count
+    if not count:
+        if spec.servers.replicas > 1:
+            yield f"{say('servers.replicas')} needs servers: say how many with --servers"
+        return
+    if spec.servers.replicas > count:
+        yield (
+            f"{say('servers.replicas')} is greater than {say('servers.count')}: each row is on so "
+            "many of the servers, so use more servers or fewer replicas"
+        )
+    for key in ("checkpoints.store", "memory.redundancy"):
+        if SETTINGS[key].value_in(spec) != SETTINGS[key].default:
+            yield (
+                f"{say('servers.count')} and {say(key)} exclude each other: rows on servers "
+                "are not saved yet, so leave one of them out"
+            )
+    for key in ("workers.procs", "stragglers.backup"):
+        if SETTINGS[key].value_in(spec) != SETTINGS[key].default:
+            yield (
+                f"{say('servers.count')} and {say(key)} exclude each other: leave one of them out"
             )
 
 

@@ -22,6 +22,7 @@ from holdfast.core.types import ProcessRole
 PROCESSES_MAX = 1024  # of one kind on a node; more would exhaust it before anything is said
 VIRTUAL_MAX = 100_000  # every view names the owner of each virtual rank
 NODES_MAX = 100_000
+SERVERS_MAX = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +68,7 @@ class CoordinatorPolicy:
     feeds: bool = False  # workers receive the state while others train, and join when they have it
     keeps: bool = False  # checkpoints
     redundancy: Redundancy = field(default_factory=Redundancy)  # of the nodes' memory
+    servers: int = 0  # of tables
     retreats_max: int = 3  # times that the job goes back without coming further in between
     restart: RestartPolicy = field(default_factory=RestartPolicy)
 
@@ -366,6 +368,29 @@ class MemorySettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """Sets how many processes hold the rows of tables (holdfast.servers), beside the workers."""
+
+    count: int = setting(
+        0,
+        "processes that hold the rows of tables, spread over the nodes; 0: each worker holds all "
+        "rows; the result stays the same",
+        flag="--servers",
+        metavar="S",
+        least=0,
+        most=SERVERS_MAX,
+    )
+    replicas: int = setting(
+        1,
+        "servers that hold each row, so that one less may be lost at once",
+        flag="--replicas",
+        metavar="R",
+        least=1,
+        most=SERVERS_MAX,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Compat:
     """Sets how a script written for torchrun is run: all its processes restart after a failure."""
 
@@ -419,6 +444,7 @@ class JobSpec:
     silent_errors: SilentErrors = field(default_factory=SilentErrors)
     data: DataSettings = field(default_factory=DataSettings)
     memory: MemorySettings = field(default_factory=MemorySettings)
+    servers: ServerSettings = field(default_factory=ServerSettings)
     compat: Compat = field(default_factory=Compat)
 
     @property
@@ -515,6 +541,7 @@ class JobSpec:
             redundancy=self.redundancy(),
             procs=self.workers.procs,
             spread=self.workers.spread,
+            servers=self.servers.count,
             replicated=replicated,
             restart=RestartPolicy(losses_max=self.workers.losses_max),
         )

@@ -341,6 +341,25 @@ class Leaving:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RunningServer:
+    """Names a process that serves rows of tables on a node, and where it listens."""
+
+    number: int
+    incarnation: int  # grows within one incarnation of the agent
+    address: str  # HOST:PORT
+    pid: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerPlace:
+    """Says on which node a server of tables runs, and where it listens if that is known."""
+
+    number: int
+    agent: AgentId
+    address: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AgentReport:
     """Agent to coordinator: the whole state of a node. `seq` grows within one agent incarnation."""
 
@@ -358,6 +377,7 @@ class AgentReport:
     kept: tuple[KeptPieces, ...] = ()  # what its memory holds of the job's state
     pieces_at: str = ""  # HOST:PORT where it serves that
     pieces_bytes: int = 0  # that it takes
+    servers: tuple[RunningServer, ...] = ()  # of tables
     view_known: ViewNumber = NO_VIEW
     view: View | None = None  # only for a coordinator that has forgotten it
     release_loop: int = 0
@@ -399,6 +419,7 @@ class Directive:
     shutdown: bool = False
     save_wanted: int = 0  # the newest order to save the state at the next boundary; 0: none
     follow: FollowOrder | None = None
+    servers: tuple[ServerPlace, ...] = ()  # of tables, of all nodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -411,6 +432,7 @@ class WorkerDirective:
     release_loop: int = 0
     save_wanted: int = 0
     follow: FollowOrder | None = None
+    servers: tuple[ServerPlace, ...] = ()
     acting_until: float = float("inf")  # its node's clock: it promises its view then
 
 
@@ -440,5 +462,6 @@ class JobRecord:
     forgotten: int = 0  # greater with each record that was lost; numbers begin anew from it
     release_loop: int = 0
     saved: tuple[int, ...] = ()  # the steps of checkpoints that can be begun from
+    servers: tuple[ServerPlace, ...] = ()  # of tables
     invalidations: tuple[Invalidation, ...] = ()
     outcome: str | None = None  # None while running, "" after success, else the reason of failure

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
 from holdfast.core.errors import UserError
-from holdfast.servers.embeddings import Embedding, EmbeddingBag
+from holdfast.servers.embeddings import Embedding, EmbeddingBag, optimizer_of
 from holdfast.servers.row_optimizers import RowOptimizer, TableOptimizer
+from holdfast.servers.served_tables import FoundRows, ServedOptimizer
 
 Bags = tuple[torch.Tensor, ...]  # ids, offsets, and weights of the ids if there are any
 POOLINGS = ("sum", "mean")
@@ -78,7 +79,24 @@ class Lookup:
         return given[self.feature]
 
 
-class EmbeddingBagCollection(nn.Module):
+class _Collection(nn.Module):
+    """Is what both collections share."""
+
+    row_optimizer: TableOptimizer | ServedOptimizer
+
+    def read_rows(self, table: str, ids: torch.Tensor | None = None) -> torch.Tensor:
+        """Return rows [ids, dim] of a table, by default all, as the last step has left them.
+
+        They are on the host, and have no gradient. UserError for an unknown table or id.
+        """
+        tables = next(each for each in self.children() if isinstance(each, _Tables))
+        if table not in tables._modules:
+            known = ", ".join(tables._modules)
+            raise UserError(f"no table is named {table!r}: there are {known}")
+        return cast(torch.Tensor, tables[table].read_rows(ids, self.row_optimizer))
+
+
+class EmbeddingBagCollection(_Collection):
     """Pools rows of several tables: TorchRec's EmbeddingBagCollection.
 
     Input: a KeyedJaggedTensor, for which a KeyedTensor is returned; or a mapping of features to
@@ -111,14 +129,17 @@ class EmbeddingBagCollection(nn.Module):
         super().__init__()
         self.embedding_bags = _Tables(made)
         self._lookups = _find_lookups(tables)
-        self.row_optimizer = _optimizer_of(made.values(), optimizer)
+        self.row_optimizer = optimizer_of(list(made.values()), optimizer)
 
     def forward(self, features: Any) -> Any:
         """Return the pooled rows of each feature, as the class describes."""
         given = _inputs(features)
         found: dict[str, torch.Tensor] = {}
-        for each in self._lookups:
-            found[each.result] = self.embedding_bags[each.table](*each.of(given))
+        fetched = _fetch(self.row_optimizer, self.embedding_bags, self._lookups, given)
+        for each, rows in zip(self._lookups, fetched, strict=True):
+            ids, offsets, *weights = each.of(given)
+            table, weight = self.embedding_bags[each.table], weights[0] if weights else None
+            found[each.result] = table(ids, offsets, weight, found=rows)
         if isinstance(features, Mapping):
             return found
         from torchrec.sparse.jagged_tensor import KeyedTensor
@@ -127,7 +148,7 @@ class EmbeddingBagCollection(nn.Module):
         return KeyedTensor(list(found), widths, torch.cat(list(found.values()), dim=1))
 
 
-class EmbeddingCollection(nn.Module):
+class EmbeddingCollection(_Collection):
     """Looks up rows for sequences of ids: TorchRec's EmbeddingCollection.
 
     Input: a KeyedJaggedTensor, for which a dictionary of JaggedTensor is returned; or a mapping of
@@ -151,14 +172,15 @@ class EmbeddingCollection(nn.Module):
         super().__init__()
         self.embeddings = _Tables(made)
         self._lookups = _find_lookups(tables)
-        self.row_optimizer = _optimizer_of(made.values(), optimizer)
+        self.row_optimizer = optimizer_of(list(made.values()), optimizer)
 
     def forward(self, features: Any) -> Any:
         """Return the rows of each feature, as the class describes."""
         given = _inputs(features)
         found: dict[str, Any] = {}
-        for each in self._lookups:
-            found[each.result] = self.embeddings[each.table](each.of(given)[0])
+        fetched = _fetch(self.row_optimizer, self.embeddings, self._lookups, given)
+        for each, rows in zip(self._lookups, fetched, strict=True):
+            found[each.result] = self.embeddings[each.table](each.of(given)[0], found=rows)
         if isinstance(features, Mapping):
             return found
         from torchrec.sparse.jagged_tensor import JaggedTensor
@@ -181,8 +203,27 @@ def _options_of(config: EmbeddingConfig, seed: int | None) -> dict[str, Any]:
     }
 
 
-def _optimizer_of(tables: Iterable[Embedding | EmbeddingBag], rule: RowOptimizer) -> TableOptimizer:
-    return TableOptimizer([each.weight for each in tables], rule)
+def _fetch(
+    optimizer: TableOptimizer | ServedOptimizer,
+    tables: _Tables,
+    lookups: Sequence[Lookup],
+    given: Mapping[str, Bags],
+) -> list[FoundRows | None]:
+    """Fetch the rows of all look-ups at once, in their order, if they are on servers."""
+    if isinstance(optimizer, TableOptimizer):
+        return [None] * len(lookups)
+    ids = [each.of(given)[0] for each in lookups]
+    for each, wanted in zip(lookups, ids, strict=True):
+        tables[each.table].check_ids(wanted)
+    names = list(tables._modules)
+    by_table = {name: [i for i, each in enumerate(lookups) if each.table == name] for name in names}
+    wanted_ids = [torch.cat([ids[i].reshape(-1) for i in by_table[name]]) for name in names]
+    found: dict[int, FoundRows] = {}
+    for name, rows in zip(names, optimizer.find_rows(wanted_ids), strict=True):
+        indexes = rows.index.split([ids[i].numel() for i in by_table[name]])
+        for i, index in zip(by_table[name], indexes, strict=True):
+            found[i] = FoundRows(index.view_as(ids[i]), rows.rows, rows.unique)
+    return [found[i] for i in range(len(lookups))]
 
 
 def _find_lookups(configs: Sequence[C]) -> list[Lookup]:

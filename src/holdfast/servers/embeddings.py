@@ -6,14 +6,24 @@ Their gradients are sparse, and the job updates the used rows itself as a step i
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from holdfast.core.errors import UserError
 from holdfast.servers.row_optimizers import SGD, RowOptimizer, TableOptimizer
 from holdfast.servers.row_values import fill_rows, seed_of_table
+from holdfast.servers.served_tables import (
+    FoundRows,
+    ServedOptimizer,
+    as_parameter_of,
+    empty_weight,
+)
+from holdfast.servers.server_rows import TableShape
+from holdfast.train.job import count_servers
 
 _DEFAULT = SGD()
 
@@ -41,6 +51,13 @@ class TableSpec:
         if not low <= high:
             raise UserError(f"table {name}: its first values are from {low} to {high}: swap these")
         self.name, self.count, self.dim, self.limits = name, count, dim, (low, high)
+        self.is_served = count_servers() > 0  # its rows are on the job's servers
+
+    def make_weight(self, device: Any) -> torch.Tensor:
+        """Return the tensor for the table's parameter, [count, dim]."""
+        if self.is_served:
+            return empty_weight(self.count, self.dim, device)
+        return torch.empty(self.count, self.dim, device=device)
 
     def begin(
         self, table: Embedding | EmbeddingBag, seed: int | None, rule: RowOptimizer | None
@@ -49,13 +66,27 @@ class TableSpec:
 
         `rule`: None if the optimizer of a collection updates the rows.
         """
-        found = torch.initial_seed() if seed is None else seed
-        with torch.no_grad():
-            fill_rows(table.weight, 0, seed_of_table(found, self.name), *self.limits)
-            if table.padding_idx is not None:
-                table.weight[table.padding_idx].zero_()
+        found = seed_of_table(torch.initial_seed() if seed is None else seed, self.name)
+        padding = -1 if table.padding_idx is None else table.padding_idx
+        self.shape = TableShape(
+            name=self.name,
+            count=self.count,
+            dim=self.dim,
+            seed=found,
+            limits=self.limits,
+            padding=padding,
+        )
+        if not self.is_served:
+            self._fill(table.weight)
         if rule is not None:
-            table.row_optimizer = TableOptimizer([table.weight], rule)
+            table.row_optimizer = optimizer_of([table], rule)
+
+    @torch.no_grad()
+    def _fill(self, weight: torch.Tensor) -> None:
+        keys = np.arange(self.count, dtype=np.uint64)
+        fill_rows(weight, keys, self.shape.seed, *self.limits)
+        if self.shape.padding >= 0:
+            weight[self.shape.padding].zero_()
 
     def check(self, ids: torch.Tensor) -> None:
         """Raise UserError for ids that the table does not have. Ids on a GPU are not looked at."""
@@ -71,15 +102,73 @@ class TableSpec:
             )
 
 
-class Embedding(nn.Embedding):
+def optimizer_of(
+    tables: Sequence[Embedding | EmbeddingBag], rule: RowOptimizer
+) -> TableOptimizer | ServedOptimizer:
+    """Return what updates the rows of these tables, here or on the job's servers."""
+    weights = [table.weight for table in tables]
+    specs = [table._table for table in tables]
+    if specs[0].is_served:
+        return ServedOptimizer(weights, [spec.shape for spec in specs], rule)
+    return TableOptimizer(weights, rule)
+
+
+class _Rows(nn.Module):
+    """Is what both kinds of tables share: rows on servers are fetched, and no part of the state."""
+
+    row_optimizer: TableOptimizer | ServedOptimizer
+    _table: TableSpec
+    if TYPE_CHECKING:
+        weight: Any
+
+    def _find(self, ids: torch.Tensor, found: FoundRows | None) -> FoundRows | None:
+        """Check ids, and return their rows if these are on servers. `found`: fetched before."""
+        if found is None:
+            self._table.check(ids)
+        if not self._table.is_served or found is not None:
+            return found
+        assert isinstance(self.row_optimizer, ServedOptimizer)
+        return self.row_optimizer.find_rows([ids])[0]
+
+    def read_rows(
+        self,
+        ids: torch.Tensor | None = None,
+        optimizer: TableOptimizer | ServedOptimizer | None = None,
+    ) -> torch.Tensor:
+        """Return rows [ids, dim], by default all, as the committed updates have left them.
+
+        They are on the host, and have no gradient. `optimizer`: of a collection that the table is
+        in. UserError for an unknown id.
+        """
+        if ids is None:
+            ids = torch.arange(self._table.count)
+        self._table.check(ids)
+        if not self._table.is_served:
+            return self.weight.detach()[ids.to(self.weight.device)].cpu()
+        served = self.row_optimizer if optimizer is None else optimizer
+        assert isinstance(served, ServedOptimizer)
+        return served.read_rows(self._table.shape, ids)
+
+    def check_ids(self, ids: torch.Tensor) -> None:
+        """Raise UserError for ids that the table does not have."""
+        self._table.check(ids)
+
+    def _save_to_state_dict(self, *args: Any) -> None:
+        if not self._table.is_served:
+            super()._save_to_state_dict(*args)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        if not self._table.is_served:
+            super()._load_from_state_dict(*args)
+
+
+class Embedding(_Rows, nn.Embedding):
     """Looks rows up, like torch.nn.Embedding; the job updates the rows by `optimizer`.
 
     `name`: rows begin with values that follow from `seed`, this name and their ids. Two tables of
     one job need two names. `seed`: by default torch.initial_seed(), which `holdfast.join` sets to
     the job's. Raises UserError.
     """
-
-    row_optimizer: TableOptimizer
 
     def __init__(  # tidy: allow constructor-size because these are torch's own arguments
         self,
@@ -96,25 +185,35 @@ class Embedding(nn.Embedding):
     ) -> None:
         limits = (weight_init_min, weight_init_max)
         table = TableSpec(name, num_embeddings, embedding_dim, limits)
-        weight = torch.empty(table.count, table.dim, device=device)
-        super().__init__(table.count, table.dim, padding_idx, sparse=True, _weight=weight)
-        table.begin(self, seed, optimizer)
+        weight = table.make_weight(device)
+        nn.Embedding.__init__(
+            self, table.count, table.dim, padding_idx, sparse=True, _weight=weight
+        )
         self._table = table
+        table.begin(self, seed, optimizer)
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - as torch names it
-        """Return the rows of ids [...] as [..., embedding_dim]. UserError for an unknown id."""
-        self._table.check(input)
-        return super().forward(input)
+    def forward(
+        self,
+        input: torch.Tensor,  # noqa: A002 - as torch names it
+        found: FoundRows | None = None,
+    ) -> torch.Tensor:
+        """Return the rows of ids [...] as [..., embedding_dim]. UserError for an unknown id.
+
+        `found`: what a collection has fetched for them.
+        """
+        found = self._find(input, found)
+        if found is None:
+            return nn.Embedding.forward(self, input)
+        rows, padding = as_parameter_of(self.weight, found), found.find(self.padding_idx)
+        return nn.functional.embedding(found.index, rows, padding, sparse=True)
 
 
-class EmbeddingBag(nn.EmbeddingBag):
+class EmbeddingBag(_Rows, nn.EmbeddingBag):
     """Sums or averages rows, like torch.nn.EmbeddingBag; the job updates them by `optimizer`.
 
     `name`, `seed`: as for Embedding. `mode`: "sum" or "mean"; "max" has no sparse gradient. Raises
     UserError.
     """
-
-    row_optimizer: TableOptimizer
 
     def __init__(  # tidy: allow constructor-size because these are torch's own arguments
         self,
@@ -135,24 +234,40 @@ class EmbeddingBag(nn.EmbeddingBag):
             raise UserError(f"table {name}: mode={mode!r}: give 'sum' or 'mean'")
         limits = (weight_init_min, weight_init_max)
         table = TableSpec(name, num_embeddings, embedding_dim, limits)
-        super().__init__(
+        nn.EmbeddingBag.__init__(
+            self,
             table.count,
             table.dim,
             mode=mode,
             sparse=True,
-            _weight=torch.empty(table.count, table.dim, device=device),
+            _weight=table.make_weight(device),
             include_last_offset=include_last_offset,
             padding_idx=padding_idx,
         )
-        table.begin(self, seed, optimizer)
         self._table = table
+        table.begin(self, seed, optimizer)
 
     def forward(
         self,
         input: torch.Tensor,  # noqa: A002 - as torch names it
         offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
+        found: FoundRows | None = None,
     ) -> torch.Tensor:
-        """Return a row for each bag: [bags, embedding_dim]. UserError for an unknown id."""
-        self._table.check(input)
-        return super().forward(input, offsets, per_sample_weights)
+        """Return a row for each bag: [bags, embedding_dim]. UserError for an unknown id.
+
+        `found`: what a collection has fetched for these ids.
+        """
+        found = self._find(input, found)
+        if found is None:
+            return nn.EmbeddingBag.forward(self, input, offsets, per_sample_weights)
+        return nn.functional.embedding_bag(
+            found.index,
+            as_parameter_of(self.weight, found),
+            offsets,
+            mode=self.mode,
+            sparse=True,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=self.include_last_offset,
+            padding_idx=found.find(self.padding_idx),
+        )

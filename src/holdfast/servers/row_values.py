@@ -23,18 +23,20 @@ def seed_of_table(seed: int, name: str) -> int:
     return int.from_bytes(found, "little")
 
 
-def fill_rows(rows: torch.Tensor, first_key: int, seed: int, low: float, high: float) -> None:
-    """Fill rows [rows, dim] of consecutive keys with uniform numbers from `low` up to `high`.
+def fill_rows(rows: torch.Tensor, keys: np.ndarray, seed: int, low: float, high: float) -> None:
+    """Fill the rows [rows, dim] of these keys with uniform numbers from `low` up to `high`.
+
+    `keys`: [rows] uint64.
 
     Number j of row k is the (k * dim + j)th of the generator SplitMix64 (Steele, Lea, Flood,
     "Fast splittable pseudorandom number generators", 2014), cut to 24 bits.
     """
     count, dim = rows.shape
     each = max(_BLOCK // max(dim, 1), 1)
+    columns = np.arange(dim, dtype=np.uint64)
     for start in range(0, count, each):
         part = rows[start : start + each]
-        begin = ((first_key + start) * dim) & _MASK
-        places = np.arange(part.numel(), dtype=np.uint64) + np.uint64(begin)
+        places = keys[start : start + each, None] * np.uint64(dim) + columns
         unit = _mix(places * np.uint64(_GAMMA) + np.uint64((seed + _GAMMA) & _MASK))
         numbers = torch.from_numpy(unit).to(part.dtype).mul_(high - low).add_(low)
         part.copy_(numbers.view_as(part))

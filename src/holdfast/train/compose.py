@@ -51,6 +51,7 @@ from holdfast.train.script.parameter_watch import ParameterWatch
 from holdfast.train.script.plain_state import PlainState, StateComparison
 from holdfast.train.script.processor_kind import kind_of_processor
 from holdfast.train.script.repeated_tasks import RepeatedTasks
+from holdfast.train.script.row_updates import ServerAccess
 from holdfast.train.script.script_guard import ScriptGuard
 from holdfast.train.script.script_memory import ScriptMemory
 from holdfast.train.script.script_state import ScriptState
@@ -386,6 +387,30 @@ def _transport_maker(
     return lambda: GpuTransport(TcpTransport(listener), gpu, rooms, gpu_id)
 
 
+def _server_access(control: Control, script: ScriptThread) -> ServerAccess:
+    """Return how this worker reaches the servers that hold rows of tables."""
+    me, driver, link = control.environment, control.driver, control.link
+
+    def find_address(number: int) -> str:
+        return link.servers.get(number, "") if isinstance(link, AgentLink) else ""
+
+    def find_part() -> tuple[int, int] | None:
+        view = driver.view
+        if view is None or view.member(WorkerId(me.worker)) is None:
+            return None
+        return view.rank(WorkerId(me.worker)), len(view.members)
+
+    return ServerAccess(
+        servers=me.spec.servers.count,
+        replicas=me.spec.servers.replicas,
+        identity=me.identity(),
+        find_address=find_address,
+        find_part=find_part,
+        lose=script.lose_state,
+        tell=lambda text: driver.post(EventNoted("tables", text)),
+    )
+
+
 def compose_worker(
     control: Control, protected: Mapping[str, Any], progress: ScriptState
 ) -> ScriptThread:
@@ -454,5 +479,7 @@ def compose_worker(
     is_alone = isinstance(control.link, SoloLink)
     if rate and large and spec.workers.procs == 1 and sharding is None and not is_alone:
         driver.post(Reachable(receiver.listen(me.host)))
+    if spec.servers.count:
+        progress.row_updates.connect(_server_access(control, script))
     OptimizerWatch(protected, lambda: script.is_open, sharding).start()
     return script

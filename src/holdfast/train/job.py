@@ -74,6 +74,11 @@ def joined(*, seed: int | None = None) -> Job:
     return _jobs[-1] if _jobs else join(seed=seed)
 
 
+def count_servers() -> int:
+    """Return how many servers hold the tables of the job that was joined last; 0 without a job."""
+    return _jobs[-1]._environment.spec.servers.count if _jobs else 0
+
+
 def end_script() -> None:
     """End the loops that this process's script has left by `break`, since it is over. UserError."""
     for job in _jobs:

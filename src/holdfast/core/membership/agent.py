@@ -27,6 +27,7 @@ from holdfast.core.types import (
     Incarnation,
     Leaving,
     ProcessRole,
+    RunningServer,
     Stage,
     Tick,
     WorkerDirective,
@@ -145,6 +146,13 @@ class MemoryHeld:
     size: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class ServersRun:
+    """These servers of tables listen on this node."""
+
+    servers: tuple[RunningServer, ...]
+
+
 AgentEvent = (
     DirectiveArrived
     | WorkerSaid
@@ -157,6 +165,7 @@ AgentEvent = (
     | MoveAsked
     | Labelled
     | MemoryHeld
+    | ServersRun
     | Tick
 )
 
@@ -269,6 +278,7 @@ class AgentMachine:
         self._leaving: dict[WorkerId, Leaving] = {}
         self._domains: Domains = ()
         self._held = MemoryHeld(())
+        self._servers: tuple[RunningServer, ...] = ()
         self._now = 0.0
         self._processes: dict[WorkerId, _Process] = {}
         self._directive: Directive | None = None
@@ -312,6 +322,8 @@ class AgentMachine:
                 urgent, self._domains = domains != self._domains, domains
             case MemoryHeld():
                 self._held = event
+            case ServersRun(servers):
+                urgent, self._servers = servers != self._servers, servers
             case Tick():
                 pass
             case _:
@@ -413,6 +425,7 @@ class AgentMachine:
             release_loop=directive.release_loop,
             save_wanted=directive.save_wanted,
             follow=directive.follow,
+            servers=directive.servers,
             acting_until=until,
         )
         old = process.told
@@ -568,6 +581,7 @@ class AgentMachine:
             kept=self._held.kept,
             pieces_at=self._held.address,
             pieces_bytes=self._held.size,
+            servers=self._servers,
             leaving=tuple(filter(self._runs, (v for _, v in sorted(self._leaving.items())))),
             view_known=view.number if view else NO_VIEW,
             view=view if forgotten else None,

@@ -78,6 +78,7 @@ from holdfast.core.membership.protection import Protection
 from holdfast.core.membership.reserve import Reserve, ReservePolicy
 from holdfast.core.membership.restart import hung, quarantine, quarantine_wrong, replace_lost
 from holdfast.core.membership.review_schedule import Agenda
+from holdfast.core.membership.server_places import ServerPlaces
 from holdfast.core.membership.stopping import Stopping
 from holdfast.core.membership.view_making import Proposal, check_view, initial_view, make_view
 from holdfast.core.step.speculation import Budget
@@ -130,6 +131,8 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         self._reserve = Reserve(policy=held_back, looked_at=now)
         self._last_saves = LastSaves(last=term * ORDERS_PER_TERM)
         self._protection = Protection(policy.redundancy, policy.shards_told)
+        placed = record.servers if record else ()
+        self._server_places = ServerPlaces.recall(policy.servers, placed)
         self._agenda = Agenda(policy, self._roster, now)
         self._event_log = EventLog(record.slots if record else ())
         self._checkpoint_reports: dict[tuple[WorkerId, Incarnation], WorkerStatus] = {}
@@ -264,7 +267,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
             for decide in decisions:
                 lines.extend(self._apply(decide(self._facts(now)), now))
 
-        go_through(self._plan_to_tell, self._plan_to_judge)
+        go_through(self._plan_to_tell, self._plan_to_judge, self._plan_servers)
         if self._release_loop < RELEASE_ALL:
             go_through(self._plan_spares, self._plan_admission)
             go_through(self._plan_silence, self._plan_drains)
@@ -319,6 +322,10 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         waiting, plan = admit(facts, self._policy)
         attendance, lines = self._attendance.tell_waiting(waiting)
         return [*plan, Remember(attendance), *lines]
+
+    def _plan_servers(self, facts: Facts) -> Plan:
+        places, lines = self._server_places.review(facts)
+        return [Remember(places), *lines]
 
     def _plan_for_hung(self, facts: Facts) -> Plan:
         """Replace workers if nothing has moved for very long while a member waits for others."""
@@ -567,6 +574,8 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
                 self._protection = memory
             case Reserve():
                 self._reserve = memory
+            case ServerPlaces():
+                self._server_places = memory
             case _:
                 super()._remember(memory)
 
@@ -580,6 +589,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
             release_loop=self._release_loop,
             save_wanted=self._last_saves.newest,
             follow=self._followers.order,
+            servers=self._server_places.book if self._outcome is None else (),
         )
 
     def _wanted(self, name: AgentId) -> tuple[WantedProcess, ...]:
@@ -593,5 +603,6 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
             super()._record(),
             release_loop=self._release_loop,
             saved=self._durable.steps,
+            servers=self._server_places.book,
             invalidations=self._durable.invalidations,
         )

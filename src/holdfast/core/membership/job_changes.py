@@ -13,9 +13,12 @@ from holdfast.core.membership.group_faults import Trials
 from holdfast.core.membership.last_saves import LastSaves
 from holdfast.core.membership.protection import Protection
 from holdfast.core.membership.reserve import Reserve
+from holdfast.core.membership.server_places import ServerPlaces
 from holdfast.core.types import View, ViewNumber, WorkerStatus
 
-Memory: TypeAlias = Attendance | Followers | LastSaves | Protection | Reserve | Trials
+Memory: TypeAlias = (
+    Attendance | Followers | LastSaves | Protection | Reserve | ServerPlaces | Trials
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,7 +143,7 @@ class LiveRoster(Roster):
                 self._newest.pop(worker, None)
 
 
-_OFFERS = attrgetter("slots", "spares", "draining", "failing", "ending", "leaving")
+_OFFERS = attrgetter("slots", "spares", "draining", "failing", "ending", "leaving", "servers")
 _DECISIVE = attrgetter(
     *("incarnation", "stage", "view", "promised", "state", "at_boundary", "late", "ended"),
     *("loop", "unreached", "saved", "unreadable", "invalidations", "events", "detail"),

@@ -166,6 +166,11 @@ class StepKept:
 
 
 @dataclass(frozen=True, slots=True)
+class StateLost:
+    """A part of the job's state that no worker holds is gone: rows of tables on servers."""
+
+
+@dataclass(frozen=True, slots=True)
 class Directed:
     """The agent has passed on what concerns this worker in a directive."""
 
@@ -350,6 +355,7 @@ WorkerEvent = (
     | TaskDone
     | LoopFinishing
     | LoopEnded
+    | StateLost
     | Directed
     | SaveEnded
     | Reachable

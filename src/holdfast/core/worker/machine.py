@@ -142,6 +142,8 @@ class WorkerMachine:
             case ev.TaskDone():
                 self._step.task_done(event)
                 self._catch_up()
+            case ev.StateLost():
+                membership.lose_state()
             case ev.Directed(directive):
                 self._directed(directive)
             case ev.EventNoted(kind, text):

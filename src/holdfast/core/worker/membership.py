@@ -14,6 +14,7 @@ from holdfast.core.step.step_machine import StepMachine
 from holdfast.core.step.verdicts import Doubted
 from holdfast.core.types import (
     NO_VIEW,
+    Invalidation,
     Phase,
     StateCopy,
     View,
@@ -133,6 +134,11 @@ class Membership:
         self._disbelieve(doubted)
         if not self.promise(self._standing.status.view):
             self._standing.tell()
+
+    def lose_state(self) -> None:
+        """Give the job's state up on all workers: no later step can be computed from it."""
+        view = self._standing.status.view
+        self.doubt(Doubted(Invalidation(after=0, view=view), discarded=True))
 
     def _promise(self, number: ViewNumber) -> bool:
         standing = self._standing

@@ -25,6 +25,7 @@ from holdfast.core.domains import joined, read_domains
 from holdfast.core.errors import OtherJob, WorldError, assert_never, first_line
 from holdfast.core.membership import agent as machine
 from holdfast.core.membership.liveness import FreezePolicy
+from holdfast.core.servers.server_host import BookArrived, ServerHost
 from holdfast.core.types import AgentId, Directive, Incarnation, Tick, WorkerId, WorkerStatus
 from holdfast.health.external_checks import ExternalCheck, load_checks
 from holdfast.health.history import Health, Watch
@@ -45,6 +46,7 @@ from holdfast.runtime.contact import ENDED_ALONE, Contact, contact_by
 from holdfast.runtime.node.gpu_shares import free_place
 from holdfast.runtime.node.group_watch import GroupWatch, forking
 from holdfast.runtime.node.notices import NoticeSource, notice_source
+from holdfast.runtime.node.server_processes import ServerProcesses
 from holdfast.runtime.node.worker_process import SpreadPart, WorkerProcess, WorkerTemplate
 from holdfast.runtime.rundir import RunDir
 from holdfast.wire.messages import Address, AddressBook, DrainRequest, LabelRequest, MoveRequest
@@ -84,6 +86,7 @@ class AgentServer:
         self._memory: NodeMemory | None = None
         self._pieces_at = ""
         self._peers: tuple[str, ...] = ()  # where all nodes serve pieces
+        self._servers: ServerProcesses | None = None
         self._group = GroupWatch(template.run_dir) if template.spec.compat.enabled else None
         self._quit = asyncio.Event()
         self._problem = ""  # why it quits
@@ -116,6 +119,12 @@ class AgentServer:
             mending = Mending(self._memory, identity, self._template.spec.redundancy())
             tasks.append(asyncio.ensure_future(self._watch_memory()))
             tasks.append(asyncio.ensure_future(self._mend_memory(mending)))
+        if self._template.spec.servers.count:
+            host = ServerHost(self._core.snapshot().agent)
+            self._servers = ServerProcesses(
+                host, self._template, lambda found: self._feed(machine.ServersRun(found))
+            )
+            tasks.append(asyncio.ensure_future(self._servers.watch()))
         if notices is not None:
             tasks.append(asyncio.ensure_future(self._watch_notices(notices)))
         if self._group is not None:
@@ -123,6 +132,8 @@ class AgentServer:
         if self._health_directory:
             tasks.append(asyncio.ensure_future(self._watch_health(self._health_directory)))
         await self._quit.wait()
+        if self._servers is not None:
+            self._servers.end()
         for process in list(self._processes.values()):
             await process.drained()
         if self._coordinator is not None:
@@ -189,6 +200,8 @@ class AgentServer:
                     if isinstance(m, Directive):
                         self._peers = m.view.pieces_at if m.view else self._peers
                         self._feed(machine.DirectiveArrived(m))
+                        if self._servers is not None and not m.undecided:
+                            self._servers.handle(BookArrived(m.servers, over=m.shutdown))
                     elif isinstance(m, DrainRequest):
                         asked = machine.Drained(m.reason, leave=True, deadline_s=m.deadline_s)
                         self._feed(asked)

@@ -34,7 +34,7 @@ from typing import IO, Any, NoReturn
 
 from holdfast.core.job_spec import Workers
 from holdfast.health.measure.lifetime import die_with_parent
-from holdfast.runtime.node import bootstrap, gpu_shares, group_member, group_store
+from holdfast.runtime.node import bootstrap, gpu_shares, group_member, group_store, row_server
 
 MODULE = "holdfast.runtime.node.fork_server"
 VARIABLE = "HOLDFAST_FORK_SERVER"
@@ -43,7 +43,7 @@ REQUEST_BYTES_MAX = 4 << 20
 NUMBER = struct.Struct("!q")
 CLONE_NEWNET = 0x40000000
 REQUEST_S = 10.0  # for a request to arrive whole
-ENTRIES = {m.MODULE: m.main for m in (bootstrap, group_member, group_store)}
+ENTRIES = {m.MODULE: m.main for m in (bootstrap, group_member, group_store, row_server)}
 # What Python, torch and the libraries under it read only once, as they are loaded.
 READ_AT_IMPORT = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONPATH", "PYTHONHASHSEED")
 READ_AT_IMPORT_PREFIXES = (

@@ -7,14 +7,36 @@ know what a table is.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from holdfast.core.errors import UserError
+from holdfast.net.peer_identity import PeerIdentity
 
 ATTRIBUTE = "row_optimizer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerAccess:
+    """Says how a worker reaches the servers that hold rows.
+
+    `find_address`: returns where a server listens, empty while that is not known. `find_part`:
+    returns this worker's place among the members and their number, or None if it is none now.
+    `lose`: gives this worker's state up, since rows are lost, and does not return. `tell`: adds
+    a line to the job's events.
+    """
+
+    servers: int
+    replicas: int
+    identity: PeerIdentity
+    find_address: Callable[[int], str]
+    find_part: Callable[[], tuple[int, int] | None]
+    lose: Callable[[str], object]
+    tell: Callable[[str], object]
 
 
 class RowUpdates:
@@ -48,6 +70,18 @@ class RowUpdates:
                     f"job.protect({name}=...): this {type(value).__name__} has the parameters of "
                     f"{table}, whose rows the job updates itself: leave them out of the optimizer"
                 )
+
+    def connect(self, access: ServerAccess) -> None:
+        """Give the job's servers to all optimizers whose rows are there."""
+        for name, optimizer in self._optimizers.items():
+            connect = getattr(optimizer, "connect", None)
+            if connect is None:
+                table = name.removesuffix(f".{ATTRIBUTE}")
+                raise UserError(
+                    f"{table} was made before holdfast.join(), so its rows are in this worker and "
+                    "not on the job's servers: make tables after holdfast.join()"
+                )
+            connect(access)
 
     def apply(self) -> None:
         """Update all rows that the committed step has used, and forget their gradients."""

@@ -42,6 +42,7 @@ class AgentLink:
         self._worker = worker
         self._sealer = Sealer(None)
         self._lock = threading.Lock()
+        self.servers: dict[int, str] = {}  # where those of tables listen, by their numbers
         self._addresses: dict[Peer, Address] = {}  # sent again until the address book comes
 
     def tell(self, status: WorkerStatus) -> None:
@@ -100,6 +101,7 @@ class AgentLink:
                     self._addresses = {}
                 driver.learn_addresses(message.view, dict(message.addresses))
         else:
+            self.servers = {each.number: each.address for each in message.servers}
             driver.post(Directed(message))
 
 

@@ -1,0 +1,274 @@
+"""Knows how far each shard of a server is, and decides what a message changes.
+
+The rows of a shard after n updates are a function of the job: whoever sends update n sends the same
+bits. So replicas need neither an order among them nor a leader. A server applies each update once
+and in order, and answers for any version that it still knows: it keeps the old values of the rows
+that its last updates changed. It does not know rows, sockets or time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from holdfast.core.errors import assert_never, require
+
+WINDOW = 16  # updates that can be undone, so that reads of earlier versions are answered
+AHEAD_MAX = 256  # updates kept while earlier ones are missing
+
+
+# ---------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateArrived:
+    """The rows of update `number` have come for these shards; the driver keeps them as `token`."""
+
+    number: int
+    shards: tuple[int, ...]
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyBegun:
+    """Copies of these shards are being fetched from another server."""
+
+    shards: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyArrived:
+    """A copy of a shard, as it was after `version` updates, is complete."""
+
+    shard: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyFailed:
+    """Copies of these shards will not come."""
+
+    shards: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ResetAsked:
+    """The job begins from its first step again: rows get their first values."""
+
+    shards: tuple[int, ...]
+
+
+HoldingsEvent = UpdateArrived | CopyBegun | CopyArrived | CopyFailed | ResetAsked
+
+# ---------------------------------------------------------------- effects
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyUpdate:
+    """Apply the update kept as `token` to these shards."""
+
+    number: int
+    shards: tuple[int, ...]
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptCopy:
+    """Use the copy of a shard that has arrived, and forget what undoes its earlier updates."""
+
+    shard: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResetShards:
+    """Give all rows of these shards their first values."""
+
+    shards: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetUpdate:
+    """Drop what is kept as `token`: no shard needs it any more."""
+
+    token: int
+
+
+HoldingsEffect = ApplyUpdate | AdoptCopy | ResetShards | ForgetUpdate
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Says how far a server is with some shards, for a read of one version.
+
+    `behind`: shards with the version that they have. `past`: shards whose rows as of that version
+    are no longer known. `copying`: shards that are being fetched.
+    """
+
+    behind: tuple[tuple[int, int], ...] = ()
+    past: tuple[int, ...] = ()
+    copying: tuple[int, ...] = ()
+
+    @property
+    def can_serve(self) -> bool:
+        """Return whether all rows can be read as of the version."""
+        return not (self.behind or self.past or self.copying)
+
+
+@dataclass(frozen=True, slots=True)
+class HoldingsSnapshot:
+    """Holds the versions of shards, and from which version on their rows can be read."""
+
+    versions: tuple[tuple[int, int], ...]
+    floors: tuple[tuple[int, int], ...]
+    ahead: int
+
+
+class Holdings:
+    """Decides for the shards of one server; `handle` is the only mutator."""
+
+    def __init__(self, shards: Iterable[int], window: int = WINDOW) -> None:
+        self._window = window
+        self._versions = dict.fromkeys(shards, 0)
+        self._floors = dict(self._versions)
+        self._copying: set[int] = set()
+        # Updates that came before an earlier one: by number, which shards still need them.
+        self._ahead: dict[int, list[UpdateArrived]] = {}
+
+    def handle(self, event: HoldingsEvent) -> list[HoldingsEffect]:
+        """Apply one event; return effects in order."""
+        match event:
+            case UpdateArrived():
+                return self._update(event)
+            case CopyBegun(shards):
+                self._copying |= set(self._held(shards))
+            case CopyArrived(shard, version):
+                return self._adopt(shard, version)
+            case CopyFailed(shards):
+                self._copying -= set(shards)
+                return self._catch_up(self._held(shards))
+            case ResetAsked(shards):
+                return self._reset(self._held(shards))
+            case _:
+                assert_never(event)
+        return []
+
+    def judge(self, version: int, shards: Sequence[int]) -> Standing:
+        """Return how far these shards are for a read as of `version`. Others count as past."""
+        behind, past, copying = [], [], []
+        for shard in shards:
+            if shard not in self._versions or version < self._floors[shard]:
+                past.append(shard)
+            elif version > self._versions[shard]:
+                if shard in self._copying:
+                    copying.append(shard)
+                else:
+                    behind.append((shard, self._versions[shard]))
+        return Standing(tuple(behind), tuple(past), tuple(copying))
+
+    def version(self, shard: int) -> int:
+        """Return how many updates a shard has had."""
+        return self._versions[shard]
+
+    @property
+    def floor(self) -> int:
+        """Return the earliest version that some shard can be read as of."""
+        return min(self._floors.values(), default=0)
+
+    def snapshot(self) -> HoldingsSnapshot:
+        return HoldingsSnapshot(
+            versions=tuple(sorted(self._versions.items())),
+            floors=tuple(sorted(self._floors.items())),
+            ahead=len(self._ahead),
+        )
+
+    def check(self) -> None:
+        """Assert every invariant."""
+        for shard, version in self._versions.items():
+            floor = self._floors[shard]
+            require(0 <= floor <= version, f"shard {shard}: floor {floor} of version {version}")
+            require(version - floor <= self._window, f"shard {shard} keeps too many old values")
+        require(len(self._ahead) <= AHEAD_MAX, "updates pile up")
+        waiting = [shard for each in self._ahead.values() for u in each for shard in u.shards]
+        require(all(s in self._versions for s in waiting), "an update waits for a foreign shard")
+
+    # ------------------------------------------------------------ one event
+
+    def _held(self, shards: Iterable[int]) -> tuple[int, ...]:
+        return tuple(shard for shard in shards if shard in self._versions)
+
+    def _update(self, event: UpdateArrived) -> list[HoldingsEffect]:
+        number, due, later = event.number, [], []
+        for shard in self._held(event.shards):
+            if self._is_due(shard, number):
+                due.append(shard)
+            elif self._versions[shard] < number and not self._waits(shard, number):
+                later.append(shard)
+        effects: list[HoldingsEffect] = []
+        if due:
+            effects += self._apply(number, tuple(due), event.token)
+        if later:
+            kept = UpdateArrived(number, tuple(later), event.token)
+            self._ahead.setdefault(number, []).append(kept)
+        else:
+            effects.append(ForgetUpdate(event.token))
+        return effects + self._catch_up(tuple(due)) + self._shorten()
+
+    def _is_due(self, shard: int, number: int) -> bool:
+        return self._versions[shard] == number - 1 and shard not in self._copying
+
+    def _waits(self, shard: int, number: int) -> bool:
+        """Return whether this update of a shard is kept already."""
+        return any(shard in each.shards for each in self._ahead.get(number, ()))
+
+    def _apply(self, number: int, shards: tuple[int, ...], token: int) -> list[HoldingsEffect]:
+        for shard in shards:
+            self._versions[shard] = number
+            self._floors[shard] = max(self._floors[shard], number - self._window)
+        return [ApplyUpdate(number, shards, token)]
+
+    def _catch_up(self, shards: tuple[int, ...]) -> list[HoldingsEffect]:
+        """Apply what has waited for these shards to come so far."""
+        effects: list[HoldingsEffect] = []
+        for number in sorted(self._ahead):
+            left: list[UpdateArrived] = []
+            for each in self._ahead[number]:
+                due = tuple(s for s in each.shards if s in shards and self._is_due(s, number))
+                if due:
+                    effects += self._apply(number, due, each.token)
+                rest = tuple(s for s in each.shards if self._versions[s] < number)
+                if rest:
+                    left.append(UpdateArrived(number, rest, each.token))
+                else:
+                    effects.append(ForgetUpdate(each.token))
+            self._keep(number, left)
+        return effects
+
+    def _keep(self, number: int, left: list[UpdateArrived]) -> None:
+        if left:
+            self._ahead[number] = left
+        else:
+            self._ahead.pop(number, None)
+
+    def _shorten(self) -> list[HoldingsEffect]:
+        """Drop the earliest updates when too many wait; readers give them again."""
+        effects: list[HoldingsEffect] = []
+        while len(self._ahead) > AHEAD_MAX:
+            effects += [ForgetUpdate(each.token) for each in self._ahead.pop(min(self._ahead))]
+        return effects
+
+    def _adopt(self, shard: int, version: int) -> list[HoldingsEffect]:
+        if shard not in self._versions:
+            return []
+        self._copying.discard(shard)
+        effects: list[HoldingsEffect] = []
+        if version > self._versions[shard]:
+            self._versions[shard] = self._floors[shard] = version
+            effects.append(AdoptCopy(shard))
+        return effects + self._catch_up((shard,))
+
+    def _reset(self, shards: tuple[int, ...]) -> list[HoldingsEffect]:
+        """Begin again, unless the first values can still be read."""
+        found = tuple(shard for shard in shards if self._floors[shard] > 0)
+        for shard in found:
+            self._versions[shard] = self._floors[shard] = 0
+        return [ResetShards(found), *self._catch_up(found)] if found else []

@@ -1,0 +1,45 @@
+"""Assigns keys to shards, and shards to servers.
+
+Every process computes the same assignment from the number of servers alone, so nobody has to be
+told. A server keeps most of its shards when their number changes (rendezvous hashing: Thaler and
+Ravishankar, "A name-based mapping scheme for rendezvous", 1996).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from holdfast.core.errors import require
+
+SHARDS = 16  # of every table; key k is in shard k % SHARDS
+_MASK = (1 << 64) - 1
+
+
+def find_holders(servers: int, replicas: int) -> tuple[tuple[int, ...], ...]:
+    """Return for each shard the servers that hold it, the one to ask first at the front.
+
+    `servers`: their number, at least 1. `replicas`: how many hold each shard, 1 to `servers`.
+    """
+    require(1 <= replicas <= servers, f"{replicas} replicas on {servers} servers")
+    shares = [0] * servers
+    found = []
+    for shard in range(SHARDS):
+        ranked = sorted(range(servers), key=lambda server: _mix(shard * 65_537 + server))
+        chosen = ranked[:replicas]
+        # The first one is asked for the rows, so these roles are spread evenly.
+        chosen.sort(key=lambda server: (shares[server], ranked.index(server)))
+        shares[chosen[0]] += 1
+        found.append(tuple(chosen))
+    return tuple(found)
+
+
+def find_shards(server: int, holders: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Return the shards that a server holds."""
+    return tuple(shard for shard, holding in enumerate(holders) if server in holding)
+
+
+def _mix(x: int) -> int:
+    """Return 64 well mixed bits (the finalizer of SplitMix64)."""
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)

@@ -1,0 +1,229 @@
+"""Decides how one read of rows gets its answer: whom to ask, what to give, when rows are lost.
+
+A worker reads rows as of a version, the number of updates that the job has committed. It keeps
+the last updates itself, since all workers hold the sums that a step was committed with. So a server
+that lacks some of them is given these; one that lacks more copies the shards from another server.
+Rows are lost only if every server that holds them has answered, again and again, and none has them.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from holdfast.core.errors import require
+from holdfast.core.servers.holdings import Standing
+
+GIVES_MAX = 3  # times that one server is given updates of a shard within a round
+DENIALS_MAX = 5  # times that all holders of a shard answer in vain before it counts as lost
+
+
+class Try(enum.Enum):
+    """Says how it stands with one server and one shard."""
+
+    OPEN = "open"  # it can be asked
+    ASKED = "asked"  # its answer is awaited
+    BEHIND = "behind"  # it lacks more than this worker keeps
+    PAST = "past"  # it knows only later versions
+    UNREACHED = "unreached"  # it did not answer, or is fetching the shard
+
+
+# ---------------------------------------------------------------- effects
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Read the wanted rows of these shards from a server."""
+
+    server: int
+    shards: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Give:
+    """Send a server the updates of these shards that follow `after`."""
+
+    server: int
+    after: int
+    shards: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OrderCopy:
+    """Have a server fetch these shards from another one, which has them."""
+
+    server: int
+    source: int
+    shards: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OrderReset:
+    """Have a server begin with the first values of these shards again."""
+
+    server: int
+    shards: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Wait a moment: a server may come back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Nobody has these shards as of the version any more."""
+
+    shards: tuple[int, ...]
+
+
+ReadingEffect = Ask | Give | OrderCopy | OrderReset | Wait | Lost
+
+
+@dataclass(slots=True)
+class _Shard:
+    tries: dict[int, Try]
+    gives: dict[int, int] = field(default_factory=dict)
+    served_by: int | None = None
+
+
+class Reading:
+    """Decides for one read, as the module describes.
+
+    `holders`: of each shard, the servers that hold it in the order in which to ask them.
+    `kept_after`: the worker keeps every update after this one, up to `version`.
+    """
+
+    def __init__(
+        self,
+        version: int,
+        holders: Mapping[int, Sequence[int]],
+        kept_after: int,
+        suspects: Iterable[int] = (),
+    ) -> None:
+        self._version = version
+        self._kept_after = kept_after
+        self._denials = 0
+        last = frozenset(suspects)
+        self._shards = {
+            shard: _Shard(dict.fromkeys(sorted(servers, key=lambda s: s in last), Try.OPEN))
+            for shard, servers in holders.items()
+        }
+        require(all(each.tries for each in self._shards.values()), "a shard without a server")
+
+    @property
+    def is_done(self) -> bool:
+        """Return whether every shard was served."""
+        return all(each.served_by is not None for each in self._shards.values())
+
+    def next(self) -> list[ReadingEffect]:
+        """Return what to do now; nothing while answers are awaited, or once all is done."""
+        asks: dict[int, list[int]] = {}
+        stuck: list[int] = []
+        for shard, each in self._shards.items():
+            if each.served_by is not None or Try.ASKED in each.tries.values():
+                continue
+            server = next((s for s, t in each.tries.items() if t is Try.OPEN), None)
+            if server is None:
+                stuck.append(shard)
+                continue
+            each.tries[server] = Try.ASKED
+            asks.setdefault(server, []).append(shard)
+        if asks:
+            return [Ask(server, tuple(shards)) for server, shards in asks.items()]
+        open_shards = [each for each in self._shards.values() if each.served_by is None]
+        is_awaited = any(Try.ASKED in each.tries.values() for each in open_shards)
+        return [] if is_awaited or not stuck else self._unstick(stuck)
+
+    def served(self, server: int, shards: Sequence[int]) -> list[ReadingEffect]:
+        """Take in that a server has sent the rows; others that lack the shards fetch them there."""
+        behind: dict[int, list[int]] = {}
+        for shard in shards:
+            each = self._shards[shard]
+            each.tries[server], each.served_by = Try.OPEN, server
+            for other, state in each.tries.items():
+                if state is Try.BEHIND:
+                    behind.setdefault(other, []).append(shard)
+        return [OrderCopy(other, server, tuple(found)) for other, found in behind.items()]
+
+    def refused(
+        self, server: int, shards: Sequence[int], standing: Standing
+    ) -> list[ReadingEffect]:
+        """Take in that a server has answered how far it is instead."""
+        gives: dict[int, list[int]] = {}
+        for shard in shards:
+            self._shards[shard].tries[server] = Try.OPEN  # unless it is among the following
+        for shard, have in standing.behind:
+            each = self._shards[shard]
+            count = each.gives.get(server, 0)
+            if have >= self._kept_after and count < GIVES_MAX:
+                each.gives[server] = count + 1
+                gives.setdefault(have, []).append(shard)
+            else:
+                each.tries[server] = Try.BEHIND
+        for shard in standing.past:
+            self._shards[shard].tries[server] = Try.PAST
+        for shard in standing.copying:
+            self._shards[shard].tries[server] = Try.UNREACHED
+        return [Give(server, have, tuple(found)) for have, found in sorted(gives.items())]
+
+    def unreached(self, server: int) -> None:
+        """Take in that a server did not answer."""
+        for each in self._shards.values():
+            if server in each.tries and each.served_by is None:
+                each.tries[server] = Try.UNREACHED
+
+    def try_again(self) -> None:
+        """Ask all servers again, after a wait."""
+        for each in self._shards.values():
+            if each.served_by is None:
+                each.tries = dict.fromkeys(each.tries, Try.OPEN)
+                each.gives.clear()
+
+    def _unstick(self, stuck: Sequence[int]) -> list[ReadingEffect]:
+        resets: dict[int, list[int]] = {}
+        lost: list[int] = []
+        for shard in stuck:
+            each = self._shards[shard]
+            if Try.UNREACHED in each.tries.values():
+                self._denials = 0
+                return [Wait()]
+            if self._kept_after == 0:  # from the first values on, all can be made again
+                server = next(iter(each.tries))
+                each.tries[server] = Try.OPEN
+                resets.setdefault(server, []).append(shard)
+            else:
+                lost.append(shard)
+        self._denials += bool(lost)
+        if lost and self._denials < DENIALS_MAX:
+            return [Wait()]  # another worker may be giving what this one does not keep
+        if lost:
+            return [Lost(tuple(lost))]
+        return [OrderReset(server, tuple(shards)) for server, shards in resets.items()]
+
+
+def bring_up(
+    server: int,
+    standing: Standing,
+    kept_after: int,
+    holders: Mapping[int, Sequence[int]],
+) -> list[ReadingEffect]:
+    """Return what brings a server up that did not have all updates before the one it was sent.
+
+    `standing`: how far it is now. It fetches what this worker does not keep from the first other
+    server that holds the shard.
+    """
+    gives: dict[int, list[int]] = {}
+    copies: dict[int, list[int]] = {}
+    for shard, have in standing.behind:
+        if have >= kept_after:
+            gives.setdefault(have, []).append(shard)
+            continue
+        source = next((other for other in holders[shard] if other != server), None)
+        if source is not None:
+            copies.setdefault(source, []).append(shard)
+    effects: list[ReadingEffect] = [
+        Give(server, have, tuple(shards)) for have, shards in sorted(gives.items())
+    ]
+    return effects + [OrderCopy(server, s, tuple(shards)) for s, shards in copies.items()]

@@ -1,0 +1,49 @@
+"""Runs a server of tables: a process that holds rows for the workers of a job.
+
+    python -m holdfast.runtime.node.row_server
+
+Its environment names the host to listen on, the job's peer key, and a descriptor to which it writes
+its address once it listens. It is killed when its agent goes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from pathlib import Path
+
+from holdfast.health.measure.lifetime import die_with_parent
+from holdfast.net.descriptors import raise_limit
+from holdfast.net.peer_identity import PeerIdentity
+from holdfast.runtime.node import bootstrap
+
+MODULE = "holdfast.runtime.node.row_server"
+ADDRESS_FD = "HOLDFAST_ADDRESS_FD"
+
+
+def main(argv: list[str]) -> int:
+    """Serve until the agent ends this process."""
+    die_with_parent(int(os.environ["HOLDFAST_PARENT"]))
+    raise_limit()
+    key = bytes.fromhex(os.environ.pop("HOLDFAST_PEER_KEY"))
+    tls = os.environ.get("HOLDFAST_TLS", "")
+    identity = PeerIdentity.of(key, Path(tls) if tls else None)
+
+    from holdfast.servers.serving import RowServer  # takes seconds
+
+    address = RowServer(identity, _say).listen(os.environ["HOLDFAST_HOST"])
+    descriptor = int(os.environ[ADDRESS_FD])
+    os.write(descriptor, address.encode() + b"\n")
+    os.close(descriptor)
+    threading.Event().wait()
+    return 0
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"holdfast: {text}\n")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    bootstrap.leave(main(sys.argv[1:]))

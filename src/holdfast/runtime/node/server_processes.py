@@ -1,0 +1,209 @@
+"""Starts, watches and ends the servers of tables on one node, as core/servers/server_host.py says.
+
+Everything runs in the agent's event loop. What a server writes goes to a log file in the run
+directory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+from holdfast.core.errors import assert_never
+from holdfast.core.membership.liveness import FreezeDetector, FreezePolicy
+from holdfast.core.servers import server_host as machine
+from holdfast.core.types import RunningServer, Tick
+from holdfast.health.measure.procfs import sample_process
+from holdfast.net import secret
+from holdfast.runtime.node import bootstrap, fork_server, row_server
+from holdfast.runtime.node.fork_server import ForkedProcess
+from holdfast.runtime.node.worker_process import WorkerTemplate
+from holdfast.store.regular_files import append_regular
+
+ADDRESS_BYTES_MAX = 1024
+# A server waits for requests, so only the kernel's word counts; half a second of it is enough.
+FREEZE = FreezePolicy(stopped_samples=2, silent_samples=1 << 60)
+
+
+class ServerProcesses:
+    """Drives one ServerHost. `tell`: is called with the servers that listen when these change."""
+
+    def __init__(
+        self,
+        host: machine.ServerHost,
+        template: WorkerTemplate,
+        tell: Callable[[tuple[RunningServer, ...]], object],
+    ) -> None:
+        self._host = host
+        self._template = template
+        self._tell = tell
+        self._pids: dict[tuple[int, int], int] = {}  # by number and incarnation
+        self._detectors: dict[tuple[int, int], FreezeDetector] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def handle(self, event: machine.HostEvent) -> None:
+        """Feed the machine, and carry out what it decides."""
+        for effect in self._host.handle(event, time.monotonic()):
+            match effect:
+                case machine.StartServer(number, incarnation):
+                    task = asyncio.ensure_future(self._run(number, incarnation))
+                    self._tasks.add(task)
+                    task.add_done_callback(self._tasks.discard)
+                case machine.EndServer(number, incarnation):
+                    self._kill(number, incarnation)
+                case machine.TellServers():
+                    self._tell(self._host.report())
+                case _:
+                    assert_never(effect)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        deadline = self._host.deadline()
+        if deadline is not None:
+            delay_s = max(deadline - time.monotonic(), 0.01)
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self.handle, Tick())
+
+    async def watch(self) -> None:
+        """Look for servers that are stopped, for ever."""
+        while True:
+            for (number, incarnation), pid in list(self._pids.items()):
+                sample, detector = sample_process(pid), self._detectors[number, incarnation]
+                if sample is not None and detector.observe(sample):
+                    self.handle(machine.ServerFroze(number, incarnation))
+            await asyncio.sleep(FREEZE.sample_s)
+
+    def end(self) -> None:
+        """Kill all servers of this node."""
+        for number, incarnation in list(self._pids):
+            self._kill(number, incarnation)
+
+    def _kill(self, number: int, incarnation: int) -> None:
+        pid = self._pids.get((number, incarnation))
+        if pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+
+    async def _run(self, number: int, incarnation: int) -> None:
+        """Start one process, and wait for its end."""
+        try:
+            process, address_fd = await self._start()
+        except OSError as error:
+            print(f"holdfast: agent: server {number}: {error}", file=sys.stderr, flush=True)
+            self.handle(machine.ServerEnded(number, incarnation))
+            return
+        self._pids[number, incarnation] = process.pid
+        self._detectors[number, incarnation] = FreezeDetector(FREEZE)
+        logs = [
+            asyncio.ensure_future(self._log(p, number)) for p in (process.stdout, process.stderr)
+        ]
+        address = await _read_line(address_fd)
+        if address:
+            event = machine.ServerListens(number, incarnation, address, process.pid)
+            self.handle(event)
+        ended_fd = process.ended_fd()
+        await _readable(ended_fd)
+        os.close(ended_fd)
+        process.wait()
+        del self._pids[number, incarnation], self._detectors[number, incarnation]
+        await asyncio.gather(*logs, return_exceptions=True)
+        self.handle(machine.ServerEnded(number, incarnation))
+
+    async def _start(self) -> tuple[_Popen | ForkedProcess, int]:
+        """Start a process; returns it, and what its address is read from. OSError."""
+        read, write = os.pipe()
+        try:
+            environment = self._environment() | {row_server.ADDRESS_FD: str(write)}
+            if path := os.environ.get(fork_server.VARIABLE):
+                forked = await asyncio.to_thread(
+                    fork_server.fork, path, [], environment, (write,), row_server.MODULE
+                )
+                if forked is not None:
+                    return forked, read
+            return _Popen(
+                [sys.executable, "-m", row_server.MODULE],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=(write,),
+                start_new_session=True,
+            ), read
+        except BaseException:
+            os.close(read)
+            raise
+        finally:
+            os.close(write)
+
+    def _environment(self) -> dict[str, str]:
+        template = self._template
+        inherited = {k: v for k, v in os.environ.items() if k != secret.VARIABLE}
+        peer_key = secret.derive_peer_key(template.run_dir.secret(), template.spec.job)
+        return {
+            **inherited,
+            **template.job_variables(),
+            **bootstrap.environment_for_memory(os.environ),
+            "HOLDFAST_PARENT": str(os.getpid()),
+            "HOLDFAST_RUN_DIR": str(template.run_dir.path.resolve()),
+            "HOLDFAST_HOST": template.host,
+            "HOLDFAST_PEER_KEY": peer_key.hex(),
+            "HOLDFAST_TLS": str(template.tls or ""),
+        }
+
+    async def _log(self, pipe: object, number: int) -> None:
+        """Append what a server writes to its log."""
+        reader = asyncio.StreamReader()
+        protocol = asyncio.StreamReaderProtocol(reader)
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.connect_read_pipe(lambda: protocol, pipe)
+        try:
+            with os.fdopen(
+                append_regular(self._template.run_dir.logs / f"server-{number}.log"), "ab", 0
+            ) as file:
+                while data := await reader.read(1 << 16):
+                    file.write(data)
+        except OSError:
+            pass  # a full disk does not stop a server
+        finally:
+            transport.close()
+
+
+class _Popen(subprocess.Popen[bytes]):
+    def ended_fd(self) -> int:
+        return os.pidfd_open(self.pid)
+
+
+def _set_once(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+async def _readable(descriptor: int) -> None:
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(descriptor, _set_once, ready)
+    try:
+        await ready
+    finally:
+        loop.remove_reader(descriptor)
+
+
+async def _read_line(descriptor: int) -> str:
+    """Return what a process tells before it closes its end; empty if that is nothing."""
+    data = b""
+    try:
+        while len(data) < ADDRESS_BYTES_MAX and not data.endswith(b"\n"):
+            await _readable(descriptor)
+            more = os.read(descriptor, ADDRESS_BYTES_MAX)
+            if not more:
+                return ""
+            data += more
+    finally:
+        os.close(descriptor)
+    return data.decode(errors="replace").strip()

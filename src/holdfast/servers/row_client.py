@@ -1,0 +1,333 @@
+"""Reads and updates rows on servers, for one group of tables of a worker.
+
+The script's thread reads; another thread for each server sends it the updates. Whom to ask and what
+to give is decided in core/servers/reading.py. Updates are kept for a while, so that a server that
+has missed some can be given them.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import torch
+
+from holdfast.core.errors import UserError, WireError, assert_never
+from holdfast.core.servers.holdings import WINDOW
+from holdfast.core.servers.placement import SHARDS, find_holders, find_shards
+from holdfast.core.servers.reading import (
+    Ask,
+    Give,
+    Lost,
+    OrderCopy,
+    OrderReset,
+    Reading,
+    ReadingEffect,
+    Wait,
+    bring_up,
+)
+from holdfast.net import peer_stream
+from holdfast.servers import server_wire as wire
+from holdfast.servers.server_group import RowUpdate
+from holdfast.train.script.row_updates import ServerAccess
+
+KEPT = WINDOW  # updates that a worker keeps
+PATIENCE_S = 0.5  # with a server that sends nothing
+REACH_S = 0.5  # to connect
+BEGIN_S = 120.0  # for a server to fill all its rows with their first values
+SUSPECT_S = 2.0  # a server that did not answer is asked last for so long
+TOLD_S = 5.0  # that a read may wait before people are told
+PAUSE_S = 0.02  # between two rounds in which nobody could answer
+Asking: TypeAlias = Ask | Give | OrderCopy | OrderReset
+QUEUE_MAX = 64  # updates that wait for one server; it is given the others as it asks
+
+
+class _Connection:
+    """Keeps a connection to one server, made again when it is needed. Use it in one thread."""
+
+    def __init__(
+        self, access: ServerAccess, number: int, shards: tuple[int, ...], group: wire.Group
+    ) -> None:
+        self._access, self._number, self._shards, self._group = access, number, shards, group
+        self._channel: socket.socket | None = None
+        self._address = ""
+
+    def open(self) -> socket.socket:
+        """Return the connection to a server that knows the group. OSError, WireError, UserError."""
+        address = self._access.find_address(self._number)
+        if address != self._address:
+            self.close()
+        if self._channel is None:
+            if not address:
+                raise ConnectionRefusedError(f"server {self._number} does not run now")
+            identity = self._access.identity
+            self._channel = peer_stream.connect(
+                address, identity, wire.MAGIC, (self._number, 0, 0), PATIENCE_S, REACH_S
+            )
+            self._address = address
+            self._begin(self._channel)
+        return self._channel
+
+    def _begin(self, channel: socket.socket) -> None:
+        channel.settimeout(BEGIN_S)
+        peer_stream.send_message(channel, wire.BeginGroup(self._group, self._shards))
+        answer = peer_stream.receive_message(channel, wire.Answer)
+        channel.settimeout(PATIENCE_S)
+        if answer.problem:
+            raise UserError(answer.problem)
+
+    def close(self) -> None:
+        """Hang up."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    def give(self, number: int, shards: Sequence[int], update: RowUpdate) -> wire.Answer:
+        """Send an update of these shards. OSError, WireError, UserError."""
+        channel = self.open()
+        chosen = torch.zeros(SHARDS, dtype=torch.bool)
+        chosen[list(shards)] = True
+        masks = [chosen[keys % SHARDS] for keys in update.keys]
+        keys = [each[mask] for each, mask in zip(update.keys, masks, strict=True)]
+        grads = [each[mask] for each, mask in zip(update.grads, masks, strict=True)]
+        counts = tuple(len(each) for each in keys)
+        steps, rates = tuple(update.steps), tuple(update.rates)
+        name = self._group.name
+        request = wire.GiveUpdate(name, number, tuple(shards), counts, steps, rates)
+        peer_stream.send_message(channel, request)
+        wire.send_array(channel, torch.cat(keys))
+        wire.send_array(channel, torch.cat([each.reshape(-1) for each in grads]))
+        return peer_stream.receive_message(channel, wire.Answer)
+
+    def order(self, request: wire.FetchShards | wire.ResetRows) -> None:
+        """Send an order. OSError, WireError, UserError."""
+        peer_stream.send_message(self.open(), request)
+        peer_stream.receive_message(self._channel, wire.Answer)  # type: ignore[arg-type]
+
+
+class _Kept:
+    """Keeps a worker's last updates. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._updates: dict[int, RowUpdate] = {}
+        self._lock = threading.Lock()
+
+    def keep(self, number: int, update: RowUpdate) -> None:
+        with self._lock:
+            if number - 1 not in self._updates:
+                self._updates.clear()  # the state was received in between
+            self._updates[number] = update
+            self._updates.pop(number - KEPT, None)
+
+    def after(self, version: int) -> int:
+        """Return the number after which all updates up to `version` are kept."""
+        with self._lock:
+            while version in self._updates:
+                version -= 1
+            return version
+
+    def since(self, number: int) -> list[tuple[int, RowUpdate]]:
+        """Return all updates after this one."""
+        with self._lock:
+            return sorted((n, each) for n, each in self._updates.items() if n > number)
+
+
+class RowClient:
+    """Reads and updates the rows of one group. `read` and `push` belong to the script's thread."""
+
+    def __init__(self, group: wire.Group, access: ServerAccess) -> None:
+        self._group, self._access = group, access
+        self.holders = find_holders(access.servers, access.replicas)
+        self._kept = _Kept()
+        numbers = range(access.servers)
+        self._held = {n: find_shards(n, self.holders) for n in numbers}
+        self._reads = {n: _Connection(access, n, self._held[n], group) for n in numbers}
+        self._suspects: dict[int, float] = {}
+        self._queues: dict[int, queue.Queue[tuple[int, tuple[int, ...]]]] = {
+            number: queue.Queue(QUEUE_MAX) for number in numbers
+        }
+        for number in numbers:
+            threading.Thread(
+                target=self._push_to, args=(number,), name=f"holdfast-rows-{number}", daemon=True
+            ).start()
+
+    def read(self, version: int, keys: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the rows [n, dim] of each table's keys [n] as of `version`. UserError."""
+        job = _Read(self, version, keys)
+        reading, told_at = job.reading, time.monotonic() + TOLD_S
+        while not reading.is_done:
+            if time.monotonic() >= told_at:
+                told_at = math.inf
+                missing = ", ".join(map(str, self.suspects()))
+                self._access.tell(
+                    f"rows of {self._group.name} are being waited for since {TOLD_S:g} s: servers "
+                    f"{missing or 'that hold them'} do not answer, or are behind"
+                )
+            effects = reading.next()
+            asked = [e for e in effects if isinstance(e, Ask) and self._try(job, e, self._send)]
+            for ask in asked:
+                self._try(job, ask, self._receive)
+            for effect in effects:
+                if not isinstance(effect, Ask):
+                    self._carry_out(job, effect)
+        return job.rows
+
+    def push(self, number: int, update: RowUpdate) -> None:
+        """Send update `number` to all servers of this worker's part of the shards, soon."""
+        self._kept.keep(number, update)
+        part = self._access.find_part()
+        if part is None:
+            return  # other workers send it, and readers give what is missing
+        place, members = part
+        for server, waiting in self._queues.items():
+            mine = tuple(s for s in self._held[server] if (s + number) % members == place)
+            if mine:
+                with suppress(queue.Full):
+                    waiting.put_nowait((number, mine))
+
+    # ------------------------------------------------------------ reading
+
+    def _try(self, job: _Read, effect: Asking, act: Callable[[_Read, Any], None]) -> bool:
+        """Do something with a server; return whether it could be done."""
+        try:
+            act(job, effect)
+        except (OSError, WireError):
+            self._suspects[effect.server] = time.monotonic() + SUSPECT_S
+            self._reads[effect.server].close()
+            job.reading.unreached(effect.server)
+            return False
+        return True
+
+    def _carry_out(self, job: _Read, effect: ReadingEffect) -> None:
+        match effect:
+            case Wait():
+                time.sleep(PAUSE_S)
+                job.reading.try_again()
+            case Lost(shards):
+                self._access.lose(
+                    f"rows of {self._group.name} are lost: no server that is left has shards "
+                    f"{', '.join(map(str, shards))} as they were after {job.version} updates"
+                )
+            case Give() | OrderCopy() | OrderReset():
+                self._try(job, effect, self._order)
+            case Ask():
+                raise AssertionError("asked elsewhere")
+            case _:
+                assert_never(effect)
+
+    def _order(self, _: _Read, effect: Give | OrderCopy | OrderReset) -> None:
+        """Tell a server what it lacks. OSError, WireError, UserError."""
+        connection, name = self._reads[effect.server], self._group.name
+        match effect:
+            case Give(_, after, shards):
+                self._give(connection, after, shards)
+            case OrderCopy(_, source, shards):
+                address = self._access.find_address(source)
+                connection.order(wire.FetchShards(name, address, shards))
+            case OrderReset(_, shards):
+                connection.order(wire.ResetRows(name, shards))
+
+    def suspects(self) -> list[int]:
+        """Return the servers that did not answer lately."""
+        now = time.monotonic()
+        return [number for number, until in self._suspects.items() if now < until]
+
+    def kept_after(self, version: int) -> int:
+        """Return the number after which this worker keeps every update up to `version`."""
+        return self._kept.after(version)
+
+    def _send(self, job: _Read, ask: Ask) -> None:
+        """Send a server the keys of these shards. OSError, WireError, UserError."""
+        places = job.places(ask.shards)
+        keys = [each[place] for each, place in zip(job.keys, places, strict=True)]
+        channel = self._reads[ask.server].open()
+        counts = tuple(len(each) for each in keys)
+        request = wire.ReadRows(self._group.name, job.version, ask.shards, counts)
+        peer_stream.send_message(channel, request)
+        wire.send_array(channel, torch.cat(keys))
+
+    def _receive(self, job: _Read, ask: Ask) -> None:
+        """Receive its answer, and rows if it has them. OSError, WireError, UserError."""
+        channel, reading = self._reads[ask.server].open(), job.reading
+        answer = peer_stream.receive_message(channel, wire.Answer)
+        if answer.unknown:
+            raise WireError("the server does not know these tables any more")
+        if not answer.standing.can_serve:
+            for effect in reading.refused(ask.server, ask.shards, answer.standing):
+                self._carry_out(job, effect)
+            return
+        places = job.places(ask.shards)
+        dims = [shape.dim for shape in self._group.tables]
+        sizes = [len(place) * dim for place, dim in zip(places, dims, strict=True)]
+        if answer.sizes != tuple(sizes):
+            raise WireError("the server has sent rows of other sizes")
+        parts = wire.receive_array(channel, (sum(sizes),)).split(sizes)
+        for rows, place, dim, part in zip(job.rows, places, dims, parts, strict=True):
+            rows[place] = part.view(-1, dim)
+        for effect in reading.served(ask.server, ask.shards):
+            self._carry_out(job, effect)
+
+    def _give(self, to: _Connection, after: int, shards: Sequence[int]) -> None:
+        for number, update in self._kept.since(after):
+            to.give(number, shards, update)
+
+    # ------------------------------------------------------------ pushing
+
+    def _push_to(self, server: int) -> None:
+        """Send one server its updates, for ever."""
+        connection = _Connection(self._access, server, self._held[server], self._group)
+        while True:
+            number, shards = self._queues[server].get()
+            try:
+                self._push_one(connection, server, number, shards)
+            except (OSError, WireError, UserError):
+                connection.close()  # readers give it what is missing, and say what is wrong
+
+    def _push_one(
+        self, connection: _Connection, server: int, number: int, shards: tuple[int, ...]
+    ) -> None:
+        update = dict(self._kept.since(number - 1)).get(number)
+        if update is None:
+            return
+        answer = connection.give(number, shards, update)
+        standing = replace(answer.standing, past=())
+        holders = {shard: self.holders[shard] for shard in shards}
+        for effect in bring_up(server, standing, self._kept.after(number), holders):
+            if isinstance(effect, Give):
+                self._give(connection, effect.after, effect.shards)
+            elif isinstance(effect, OrderCopy):
+                address = self._access.find_address(effect.source)
+                if address:
+                    name = self._group.name
+                    connection.order(wire.FetchShards(name, address, effect.shards))
+
+
+class _Read:
+    """Holds one read while it is under way: its keys, and the rows that have come."""
+
+    def __init__(self, client: RowClient, version: int, keys: Sequence[torch.Tensor]) -> None:
+        self.version, self.keys = version, keys
+        dims = [shape.dim for shape in client._group.tables]
+        self.rows = [torch.empty(len(each), dim) for each, dim in zip(keys, dims, strict=True)]
+        self._shards = [each % SHARDS for each in keys]
+        used = torch.zeros(SHARDS, dtype=torch.bool)
+        for each in self._shards:
+            used[each] = True
+        holders: Mapping[int, Sequence[int]] = {
+            shard: client.holders[shard] for shard in used.nonzero().flatten().tolist()
+        }
+        kept_after = client.kept_after(version)
+        self.reading = Reading(version, holders, kept_after, client.suspects())
+
+    def places(self, shards: Sequence[int]) -> list[torch.Tensor]:
+        """Return where the keys of these shards are, for each table."""
+        chosen = torch.zeros(SHARDS, dtype=torch.bool)
+        chosen[list(shards)] = True
+        return [chosen[each].nonzero().flatten() for each in self._shards]

@@ -1,0 +1,143 @@
+"""Looks rows up on servers, and gives their gradients back: tables that no worker holds.
+
+Their parameters have the shape of the whole table and take no memory. A look-up fetches the rows
+that it needs, once each, and its gradient is sparse, as that of torch's modules with sparse=True.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from holdfast.core.errors import UserError
+from holdfast.servers.row_client import RowClient
+from holdfast.servers.row_optimizers import RowOptimizer
+from holdfast.servers.server_group import RowUpdate
+from holdfast.servers.server_rows import TableShape
+from holdfast.servers.server_wire import Group, describe_rule
+from holdfast.train.script.row_updates import ServerAccess
+
+READ_AT_ONCE = 1 << 18  # rows
+
+
+@dataclass(frozen=True, slots=True)
+class FoundRows:
+    """Holds the rows of some ids: `index` of each id in `rows`, and the ids that `rows` are of.
+
+    `index`: as the ids were given; `rows`: [unique, dim]; `unique`: [unique] in growing order.
+    """
+
+    index: torch.Tensor
+    rows: torch.Tensor
+    unique: torch.Tensor
+
+    def find(self, key: int | None) -> int | None:
+        """Return the place of one id among the rows, or None if it is not there."""
+        if key is None:
+            return None
+        found = (self.unique == key).nonzero()
+        return int(found[0, 0]) if len(found) else None
+
+
+class _Served(torch.autograd.Function):
+    """Passes rows on, and their gradient to the table's parameter as rows of it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weight: torch.Tensor, rows: torch.Tensor, unique: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(unique)
+        ctx.shape = weight.shape
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (unique,) = ctx.saved_tensors
+        if grad.is_sparse:
+            places, values = unique[grad._indices()[0]], grad._values()
+        else:
+            places, values = unique, grad
+        found = torch.sparse_coo_tensor(places[None], values, ctx.shape, check_invariants=False)
+        return found, None, None
+
+
+class ServedOptimizer(torch.optim.Optimizer):
+    """Stands for the optimizer that updates rows on servers. Its rate may be changed like any.
+
+    `params`: of the tables, in the order of `shapes`. UserError for a table that cannot be served.
+    """
+
+    def __init__(
+        self, params: Sequence[torch.Tensor], shapes: Sequence[TableShape], rule: RowOptimizer
+    ) -> None:
+        super().__init__(params, {"lr": rule.lr})
+        self._order = list(params)
+        self._client: RowClient | None = None
+        name, settings = describe_rule(rule)
+        group = "+".join(shape.name for shape in shapes)
+        self._group = Group(name=group, tables=tuple(shapes), rule=name, settings=settings)
+        # How many updates there were, of all tables together and of each.
+        self.param_groups[0] |= {"updates": 0, "steps": [0] * len(shapes)}
+
+    def connect(self, access: ServerAccess) -> None:
+        """Use the job's servers from now on."""
+        self._client = RowClient(self._group, access)
+
+    def find_rows(self, ids: Sequence[torch.Tensor]) -> list[FoundRows]:
+        """Return the rows of each table's ids, as the committed updates have left them."""
+        if self._client is None:
+            raise UserError(
+                f"tables {self._group.name} were looked up before the job's first step: call "
+                "job.protect(...) first, and look rows up within job.steps or job.evaluate"
+            )
+        pairs = [torch.unique(each.detach().cpu(), return_inverse=True) for each in ids]
+        found = self._client.read(self.param_groups[0]["updates"], [keys for keys, _ in pairs])
+        return [
+            FoundRows(index.to(given.device), rows.to(given.device), keys.to(given.device))
+            for given, rows, (keys, index) in zip(ids, found, pairs, strict=True)
+        ]
+
+    def read_rows(self, table: TableShape, ids: torch.Tensor) -> torch.Tensor:
+        """Return rows of one table, in blocks, as the committed updates have left them."""
+        blocks = []
+        for block in ids.split(READ_AT_ONCE):
+            none = [ids.new_empty(0) for _ in self._group.tables]
+            place = self._group.tables.index(table)
+            found = self.find_rows([*none[:place], block, *none[place + 1 :]])[place]
+            blocks.append(found.rows[found.index])
+        return torch.cat(blocks) if blocks else torch.empty(0, table.dim)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Send the committed sums to the servers."""
+        client, state = self._client, self.param_groups[0]
+        if client is None or not any(param.grad is not None for param in self._order):
+            return
+        keys, grads, steps = [], [], list(state["steps"])
+        for i, (param, shape) in enumerate(zip(self._order, self._group.tables, strict=True)):
+            grad = param.grad
+            if grad is None:
+                keys.append(torch.empty(0, dtype=torch.int64))
+                grads.append(torch.empty(0, shape.dim))
+                continue
+            steps[i] += 1
+            grad = grad.coalesce()
+            keys.append(grad.indices()[0].cpu())
+            grads.append(grad.values().cpu())
+        state["updates"], state["steps"] = state["updates"] + 1, steps
+        rates = [state["lr"]] * len(steps)
+        client.push(state["updates"], RowUpdate(keys=keys, grads=grads, steps=steps, rates=rates))
+
+
+def empty_weight(count: int, dim: int, device: Any) -> torch.Tensor:
+    """Return a tensor of a table's shape that takes no memory."""
+    return torch.zeros(1, 1, device=device).expand(count, dim)
+
+
+def as_parameter_of(weight: torch.Tensor, found: FoundRows) -> torch.Tensor:
+    """Return found rows whose gradient goes to the table's parameter."""
+    result: torch.Tensor = _Served.apply(weight, found.rows, found.unique)
+    return result

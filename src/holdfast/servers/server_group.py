@@ -1,0 +1,189 @@
+"""Keeps one group of tables on a server: its rows, and how far each shard is.
+
+One lock covers both, so a read sees all of an update or nothing of it. Reads that are one update
+early wait for a moment, since that update is mostly on its way.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from holdfast.core.errors import UserError, WireError, assert_never
+from holdfast.core.servers.holdings import (
+    AdoptCopy,
+    ApplyUpdate,
+    CopyArrived,
+    ForgetUpdate,
+    Holdings,
+    HoldingsEvent,
+    ResetShards,
+    Standing,
+    UpdateArrived,
+)
+from holdfast.core.servers.placement import SHARDS
+from holdfast.servers.server_rows import ServerTable
+from holdfast.servers.server_wire import TABLES_MAX, Group
+
+EARLY_S = 0.05  # that a read waits for an update that is on its way
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowUpdate:
+    """Holds one update: for each table its keys [n], gradients [n, dim], count and rate."""
+
+    keys: Sequence[torch.Tensor]
+    grads: Sequence[torch.Tensor]
+    steps: Sequence[int]
+    rates: Sequence[float]
+
+
+class ServerGroup:
+    """Holds shards of a group's tables. Safe to use from several threads."""
+
+    def __init__(self, group: Group, shards: Sequence[int]) -> None:
+        if len(group.tables) > TABLES_MAX:
+            raise WireError(f"{len(group.tables)} tables in one group: {TABLES_MAX} are the most")
+        self.group = group
+        self.shards = tuple(shards)
+        self._tables: list[ServerTable] = []
+        self._holdings = Holdings(shards)
+        self._updates: dict[int, RowUpdate] = {}  # that came early, by token
+        self._copies: dict[int, list[list[torch.Tensor]]] = {}  # by shard: arrays of each table
+        self._tokens = 0
+        self._changed = threading.Condition()
+
+    def begin(self) -> None:
+        """Make the rows, with their first values. UserError, WireError."""
+        rule = self.group.make_rule()
+        self._tables = [ServerTable(shape, self.shards, rule) for shape in self.group.tables]
+
+    def check_same(self, group: Group) -> None:
+        """Raise UserError if workers describe the group in another way."""
+        if group == self.group:
+            return
+        for mine, other in zip(self.group.tables, group.tables, strict=False):
+            if mine != other:
+                raise UserError(
+                    f"table {other.name}: two workers describe it differently "
+                    f"({_describe(mine)}, {_describe(other)}): all workers must run the same script"
+                )
+        raise UserError(
+            f"tables {group.name}: two workers have other tables or another optimizer under this "
+            "name: all workers must run the same script"
+        )
+
+    def read(
+        self, version: int, shards: Sequence[int], keys: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor] | Standing:
+        """Return the rows of each table as of `version`, or how far the shards are. WireError."""
+        self._check_keys(shards, keys)
+        until = time.monotonic() + EARLY_S
+        with self._changed:
+            while True:
+                standing = self._holdings.judge(version, shards)
+                if standing.can_serve:
+                    pairs = zip(self._tables, keys, strict=True)
+                    return [table.read(each, version) for table, each in pairs]
+                left_s = until - time.monotonic()
+                early = all(have == version - 1 for _, have in standing.behind)
+                if not early or standing.past or standing.copying or left_s <= 0:
+                    return standing
+                self._changed.wait(left_s)
+
+    def update(self, number: int, shards: Sequence[int], update: RowUpdate) -> Standing:
+        """Take an update in; returns how far these shards are now. WireError."""
+        self._check_keys(shards, update.keys)
+        with self._changed:
+            self._tokens += 1
+            self._updates[self._tokens] = update
+            self._handle(UpdateArrived(number, tuple(shards), self._tokens))
+            return self._holdings.judge(number, shards)
+
+    def reset(self, event: HoldingsEvent) -> None:
+        """Let the machine handle an event that brings no rows."""
+        with self._changed:
+            self._handle(event)
+
+    def is_copying(self, shards: Sequence[int]) -> bool:
+        """Return whether some of these shards are being fetched."""
+        with self._changed:
+            return bool(self._holdings.judge(1 << 62, shards).copying)
+
+    def copy(self, shard: int) -> tuple[int, list[torch.Tensor]]:
+        """Return a shard's version, and copies of its arrays, table by table. WireError."""
+        if shard not in self.shards:
+            raise WireError(f"shard {shard} is not on this server")
+        with self._changed:
+            version = self._holdings.version(shard)
+            return version, [part.clone() for table in self._tables for part in table.parts(shard)]
+
+    def sizes(self, shard: int) -> list[list[tuple[int, ...]]]:
+        """Return the shapes of a shard's arrays, by table."""
+        return [[tuple(part.shape) for part in table.parts(shard)] for table in self._tables]
+
+    def adopt(self, shard: int, version: int, arrays: list[list[torch.Tensor]]) -> None:
+        """Take in a copy of a shard, as it was after `version` updates."""
+        with self._changed:
+            self._copies[shard] = arrays
+            self._handle(CopyArrived(shard, version))
+            self._copies.pop(shard, None)
+
+    def check(self) -> None:
+        """Assert every invariant."""
+        self._holdings.check()
+
+    # ------------------------------------------------------------ carrying out
+
+    def _handle(self, event: HoldingsEvent) -> None:
+        for effect in self._holdings.handle(event):
+            match effect:
+                case ApplyUpdate(number, shards, token):
+                    self._apply(number, shards, self._updates[token])
+                case AdoptCopy(shard):
+                    pairs = zip(self._tables, self._copies.pop(shard), strict=True)
+                    for table, arrays in pairs:
+                        table.adopt(shard, arrays)
+                case ResetShards(shards):
+                    for table in self._tables:
+                        for shard in shards:
+                            table.begin(shard)
+                case ForgetUpdate(token):
+                    self._updates.pop(token, None)
+                case _:
+                    assert_never(effect)
+        for table in self._tables:
+            table.forget_undos(self._holdings.floor)
+        self._changed.notify_all()
+
+    def _apply(self, number: int, shards: Sequence[int], update: RowUpdate) -> None:
+        chosen = torch.zeros(SHARDS, dtype=torch.bool)
+        chosen[list(shards)] = True
+        for i, table in enumerate(self._tables):
+            keys, grads = update.keys[i], update.grads[i]
+            mine = chosen[keys % SHARDS]
+            if not bool(mine.all()):
+                keys, grads = keys[mine], grads[mine]
+            if len(keys):
+                table.update(keys, grads, update.rates[i], update.steps[i], number)
+
+    def _check_keys(self, shards: Sequence[int], keys: Sequence[torch.Tensor]) -> None:
+        """Raise WireError for keys that these shards do not hold."""
+        if not set(shards) <= set(self.shards):
+            raise WireError(f"shards {sorted(set(shards) - set(self.shards))} are not here")
+        asked = torch.zeros(SHARDS, dtype=torch.bool)
+        asked[list(shards)] = True
+        for shape, each in zip(self.group.tables, keys, strict=True):
+            if not len(each):
+                continue
+            least, most = (int(k) for k in torch.aminmax(each))
+            if least < 0 or most >= shape.count or not bool(asked[each % SHARDS].all()):
+                raise WireError(f"table {shape.name}: keys from {least} to {most} are not here")
+
+
+def _describe(shape: object) -> str:
+    return str(shape).removeprefix("TableShape")

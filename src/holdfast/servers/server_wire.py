@@ -1,0 +1,169 @@
+"""Describes what workers and servers of tables say to each other.
+
+A request and its answer are messages of net/peer_stream.py; arrays follow them as plain bytes, in
+this machine's order, with the sizes that the message names. Nothing here is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any, TypeAlias
+
+import msgspec
+import torch
+
+from holdfast.core.errors import UserError, WireError
+from holdfast.core.servers.holdings import Standing
+from holdfast.net import peer_stream
+from holdfast.servers.row_optimizers import SGD, Adagrad, LazyAdam, RowOptimizer, RowWiseAdagrad
+from holdfast.servers.server_rows import TableShape
+
+MAGIC = b"htable\0\1"
+ARRAY_BYTES_MAX = 1 << 32  # of one message
+TABLES_MAX = 1 << 14  # of one group
+RULES = {rule.__name__: rule for rule in (SGD, Adagrad, RowWiseAdagrad, LazyAdam)}
+
+
+class Group(msgspec.Struct, frozen=True, array_like=True):
+    """Describes tables that one optimizer updates, by the same words on every worker."""
+
+    name: str
+    tables: tuple[TableShape, ...]
+    rule: str
+    settings: tuple[tuple[str, tuple[float, ...]], ...]  # of the rule
+
+    def make_rule(self) -> RowOptimizer:
+        """Return the optimizer. UserError, WireError."""
+        if self.rule not in RULES:
+            raise WireError(f"no optimizer of rows is named {self.rule!r}")
+        given = {n: v[0] if len(v) == 1 else v for n, v in self.settings}
+        try:
+            return RULES[self.rule](**given)  # type: ignore[arg-type]
+        except TypeError as error:
+            raise WireError(f"the optimizer {self.rule} cannot be made: {error}") from None
+
+
+def describe_rule(rule: RowOptimizer) -> tuple[str, tuple[tuple[str, tuple[float, ...]], ...]]:
+    """Return a rule's name and its settings, as a Group has them."""
+    found = []
+    for each in fields(rule):
+        value = getattr(rule, each.name)
+        values = value if isinstance(value, tuple) else (value,)
+        found.append((each.name, tuple(float(v) for v in values)))
+    return type(rule).__name__, tuple(found)
+
+
+class BeginGroup(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Asks a server to hold shards of a group's tables, if it does not yet."""
+
+    group: Group
+    shards: tuple[int, ...]
+
+
+class ReadRows(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Asks for rows as of a version. The keys follow: `counts` of each table, int64."""
+
+    group: str
+    version: int
+    shards: tuple[int, ...]
+    counts: tuple[int, ...]
+
+
+class GiveUpdate(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Gives update `number` of some shards.
+
+    Keys of all tables follow (`counts`, int64), then their summed gradients (float32). `steps`,
+    `rates`: each table's own count of updates and the rate to use.
+    """
+
+    group: str
+    number: int
+    shards: tuple[int, ...]
+    counts: tuple[int, ...]
+    steps: tuple[int, ...]
+    rates: tuple[float, ...]
+
+
+class FetchShards(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Orders a server to copy shards from the one at `source` (HOST:PORT)."""
+
+    group: str
+    source: str
+    shards: tuple[int, ...]
+
+
+class CopyShard(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Asks for all rows of a shard, as they are now; the arrays follow the answer."""
+
+    group: str
+    shard: int
+
+
+class ResetRows(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Orders a server to begin with the first values of these shards again."""
+
+    group: str
+    shards: tuple[int, ...]
+
+
+Request: TypeAlias = BeginGroup | ReadRows | GiveUpdate | FetchShards | CopyShard | ResetRows
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True):
+    """Answers a request. `problem`: one sentence, or empty. `sizes`: of the float32 after it.
+
+    `unknown`: the server does not know the group, so BeginGroup must come first. `version`: of the
+    shard that was asked for. The others are those of Standing.
+    """
+
+    problem: str = ""
+    unknown: bool = False
+    behind: tuple[tuple[int, int], ...] = ()
+    past: tuple[int, ...] = ()
+    copying: tuple[int, ...] = ()
+    version: int = 0
+    sizes: tuple[int, ...] = ()
+
+    @property
+    def standing(self) -> Standing:
+        """Return how far the server is."""
+        return Standing(self.behind, self.past, self.copying)
+
+
+def send_array(channel: socket.socket, array: torch.Tensor) -> None:
+    """Send a contiguous array's bytes. OSError."""
+    if array.numel():
+        channel.sendall(_bytes_of(array))
+
+
+def receive_array(
+    channel: socket.socket, shape: Sequence[int], dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Receive an array. OSError; WireError for sizes that no message has."""
+    check_size(shape, dtype)
+    array = torch.empty(*shape, dtype=dtype)
+    if array.numel():
+        peer_stream.fill(channel, _bytes_of(array))
+    return array
+
+
+def _bytes_of(array: torch.Tensor) -> memoryview:
+    plain: Any = array.detach().numpy().reshape(-1)
+    return memoryview(plain).cast("B")
+
+
+def check_size(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> None:
+    """Raise WireError for an array that is too large, or has a negative size."""
+    size = dtype.itemsize
+    for each in shape:
+        size *= each
+    if any(each < 0 for each in shape) or size > ARRAY_BYTES_MAX:
+        raise WireError(f"an array of shape {list(shape)}, where 4 GiB are the most")
+
+
+def problem_of(error: Exception) -> Answer:
+    """Return the answer that tells a worker what was wrong with its request."""
+    assert isinstance(error, UserError | WireError)
+    return Answer(problem=str(error))

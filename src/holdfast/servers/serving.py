@@ -1,0 +1,182 @@
+"""Serves rows of tables to the workers of a job, in a process of its own.
+
+Each connection has a thread. What a request changes is decided by the group's machine; this module
+only moves bytes. Whoever connects has proved that it is of the job.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from holdfast.core.errors import UserError, WireError, assert_never
+from holdfast.core.servers.holdings import CopyBegun, CopyFailed, ResetAsked, Standing
+from holdfast.core.servers.placement import SHARDS
+from holdfast.net import peer_stream
+from holdfast.net.peer_identity import PeerIdentity
+from holdfast.net.peer_listener import serve
+from holdfast.servers import server_wire as wire
+from holdfast.servers.server_group import RowUpdate, ServerGroup
+
+FETCH_S = 20.0  # that another server may be silent while a shard is copied from it
+GROUPS_MAX = 1 << 12
+REQUEST: Any = wire.Request  # the type of all of them
+
+
+class RowServer:
+    """Serves one server's shards. `say`: gets lines for the server's log."""
+
+    def __init__(self, identity: PeerIdentity, say: Callable[[str], None]) -> None:
+        self._identity = identity
+        self._say = say
+        self._groups: dict[str, ServerGroup] = {}
+        self._lock = threading.Lock()
+
+    def listen(self, host: str) -> str:
+        """Begin to serve; returns the address to announce. OSError, UserError."""
+        return serve(host, self._identity, wire.MAGIC, self._serve, self._say)
+
+    def _serve(self, channel: socket.socket, _: peer_stream.Purpose) -> None:
+        while True:
+            request: wire.Request = peer_stream.receive_message(channel, REQUEST)
+            self._answer(channel, request)
+
+    def _answer(self, channel: socket.socket, request: wire.Request) -> None:
+        """Answer one request. OSError; WireError ends the connection."""
+        if isinstance(request, wire.BeginGroup):
+            peer_stream.send_message(channel, self._begin(request))
+            return
+        group = self._groups.get(request.group)
+        match request:
+            case wire.ReadRows():
+                self._read(channel, group, request)
+            case wire.GiveUpdate():
+                self._update(channel, group, request)
+            case wire.CopyShard():
+                self._copy(channel, group, request.shard)
+            case wire.FetchShards(_, source, shards):
+                if group is not None:
+                    self._fetch(group, source, shards)
+                peer_stream.send_message(channel, wire.Answer(unknown=group is None))
+            case wire.ResetRows(_, shards):
+                if group is not None:
+                    group.reset(ResetAsked(shards))
+                peer_stream.send_message(channel, wire.Answer(unknown=group is None))
+            case _:
+                assert_never(request)
+
+    def _begin(self, request: wire.BeginGroup) -> wire.Answer:
+        try:
+            with self._lock:
+                known = self._groups.get(request.group.name)
+                if known is not None:
+                    known.check_same(request.group)
+                    return wire.Answer()
+                if len(self._groups) >= GROUPS_MAX:
+                    raise WireError(f"{GROUPS_MAX} groups of tables are the most")
+                if not all(0 <= shard < SHARDS for shard in request.shards):
+                    raise WireError(f"shards {request.shards}, where there are {SHARDS}")
+                for shape in request.group.tables:
+                    wire.check_size((len(request.shards), shape.shard_rows))
+                made = ServerGroup(request.group, sorted(set(request.shards)))
+                made.begin()
+                self._groups[request.group.name] = made
+                return wire.Answer()
+        except (UserError, WireError) as error:
+            return wire.problem_of(error)
+        except (RuntimeError, MemoryError) as error:  # torch says so when memory has run out
+            return wire.Answer(problem=f"the server cannot hold these tables: {error}")
+
+    def _read(
+        self, channel: socket.socket, group: ServerGroup | None, request: wire.ReadRows
+    ) -> None:
+        keys = [wire.receive_array(channel, (n,), torch.int64) for n in request.counts]
+        if group is None:
+            peer_stream.send_message(channel, wire.Answer(unknown=True))
+            return
+        self._check_count(group, request.counts)
+        found = group.read(request.version, request.shards, keys)
+        if isinstance(found, Standing):
+            peer_stream.send_message(channel, _told(found))
+            return
+        sizes = tuple(rows.numel() for rows in found)
+        peer_stream.send_message(channel, wire.Answer(sizes=sizes))
+        wire.send_array(channel, torch.cat([rows.reshape(-1) for rows in found]))
+
+    def _update(
+        self, channel: socket.socket, group: ServerGroup | None, request: wire.GiveUpdate
+    ) -> None:
+        if group is None:
+            raise WireError(f"an update of tables {request.group}, which are not known here")
+        self._check_count(group, request.counts, request.steps, request.rates)
+        keys = [wire.receive_array(channel, (n,), torch.int64) for n in request.counts]
+        shapes = zip(request.counts, group.group.tables, strict=True)
+        grads = [wire.receive_array(channel, (n, shape.dim)) for n, shape in shapes]
+        update = RowUpdate(keys=keys, grads=grads, steps=request.steps, rates=request.rates)
+        standing = group.update(request.number, request.shards, update)
+        peer_stream.send_message(channel, _told(standing))
+
+    def _check_count(self, group: ServerGroup, *given: Sequence[object]) -> None:
+        count = len(group.group.tables)
+        if any(len(each) != count for each in given):
+            raise WireError(f"a request for other tables than the {count} of {group.group.name}")
+
+    def _copy(self, channel: socket.socket, group: ServerGroup | None, shard: int) -> None:
+        if group is None:
+            peer_stream.send_message(channel, wire.Answer(unknown=True))
+            return
+        version, arrays = group.copy(shard)
+        sizes = tuple(array.numel() for array in arrays)
+        peer_stream.send_message(channel, wire.Answer(version=version, sizes=sizes))
+        for array in arrays:
+            wire.send_array(channel, array)
+
+    def _fetch(self, group: ServerGroup, source: str, shards: Sequence[int]) -> None:
+        """Begin to copy shards from another server, unless that is under way."""
+        with self._lock:
+            if group.is_copying(shards):
+                return
+            group.reset(CopyBegun(tuple(shards)))
+        fetch = threading.Thread(target=self._fetch_all, args=(group, source, shards), daemon=True)
+        fetch.start()
+
+    def _fetch_all(self, group: ServerGroup, source: str, shards: Sequence[int]) -> None:
+        left = list(shards)
+        try:
+            channel = peer_stream.connect(source, self._identity, wire.MAGIC, (0, 0, 0), FETCH_S)
+            with channel:
+                while left:
+                    version, arrays = _fetch_shard(channel, group, left[0])
+                    group.adopt(left[0], version, arrays)
+                    left.pop(0)
+        except (OSError, WireError) as error:
+            self._say(f"shards {left} of {group.group.name} cannot be copied: {error}")
+        else:
+            self._say(f"copied {len(shards)} shards of {group.group.name} from {source}")
+        finally:
+            group.reset(CopyFailed(tuple(left)))
+
+
+def _fetch_shard(
+    channel: socket.socket, group: ServerGroup, shard: int
+) -> tuple[int, list[list[torch.Tensor]]]:
+    """Receive a shard's version, and its arrays by table. OSError, WireError."""
+    peer_stream.send_message(channel, wire.CopyShard(group.group.name, shard))
+    answer = peer_stream.receive_message(channel, wire.Answer)
+    if answer.unknown:
+        raise WireError("the other server does not know these tables")
+    arrays = [
+        [wire.receive_array(channel, shape) for shape in shapes] for shapes in group.sizes(shard)
+    ]
+    sizes = tuple(array.numel() for table in arrays for array in table)
+    if answer.sizes != sizes:
+        raise WireError(f"shard {shard} has other sizes there")
+    return answer.version, arrays
+
+
+def _told(standing: Standing) -> wire.Answer:
+    return wire.Answer(behind=standing.behind, past=standing.past, copying=standing.copying)

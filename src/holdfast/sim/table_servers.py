@@ -1,0 +1,456 @@
+"""Simulates servers of tables and the workers that read and update rows, from one seed.
+
+The machines are the product's (core/servers/); rows are one number for each shard, and an update
+changes it in a way that no other order or repetition of updates could. So what every read must
+return is known beforehand. Servers die, freeze and are cut off, workers die and forget what they
+keep, and messages come late or never.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from holdfast.core.errors import assert_never, require
+from holdfast.core.servers.holdings import (
+    AdoptCopy,
+    ApplyUpdate,
+    CopyArrived,
+    CopyBegun,
+    CopyFailed,
+    ForgetUpdate,
+    Holdings,
+    HoldingsEvent,
+    ResetAsked,
+    ResetShards,
+    Standing,
+    UpdateArrived,
+)
+from holdfast.core.servers.placement import SHARDS, find_holders, find_shards
+from holdfast.core.servers.reading import (
+    Ask,
+    Give,
+    Lost,
+    OrderCopy,
+    OrderReset,
+    Reading,
+    ReadingEffect,
+    Wait,
+    bring_up,
+)
+
+_PRIME = (1 << 61) - 1
+KEPT = 6  # updates that a worker keeps, besides those that reads do not see yet
+PATIENCE_S = 0.2  # of a worker with a server that does not answer
+WAIT_S = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableSimOptions:
+    """Describes a simulated job. `faults`: how many happen before `quiet_at` (seconds)."""
+
+    servers: int = 3
+    replicas: int = 2
+    workers: int = 3
+    staleness: int = 0
+    steps: int = 60
+    faults: int = 12
+    quiet_at: float = 4.0
+    ends_by: float = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableSimReport:
+    """Counts what has happened in a run."""
+
+    steps: int
+    reads: int
+    copies: int
+    gives: int
+    restarts: int  # of the whole job, since rows were lost
+    faults: int
+
+
+class Violation(AssertionError):
+    """Says that a rule was broken, and in which seed."""
+
+
+def grow(shard: int, value: int, number: int) -> int:
+    """Return a shard's value after update `number`, given the one before it."""
+    return (value * 1_000_003 + number * 7919 + shard + 1) % _PRIME
+
+
+class Truth:
+    """Knows what every shard holds after every update."""
+
+    def __init__(self) -> None:
+        self._values: list[list[int]] = [[shard] for shard in range(SHARDS)]
+
+    def value(self, shard: int, version: int) -> int:
+        values = self._values[shard]
+        while len(values) <= version:
+            values.append(grow(shard, values[-1], len(values)))
+        return values[version]
+
+
+class SimServer:
+    """Is one process of a server: its machine, its values, and what happens to it."""
+
+    def __init__(self, number: int, shards: tuple[int, ...], truth: Truth) -> None:
+        self.number = number
+        self.holdings = Holdings(shards)
+        self.is_dead = False
+        self.frozen_until = 0.0
+        self.cut_until = 0.0
+        self._truth = truth
+        self.values = {shard: truth.value(shard, 0) for shard in shards}
+        self._old: dict[int, list[tuple[int, int]]] = {shard: [] for shard in shards}
+        self._copies: dict[int, int] = {}
+        self._tokens: set[int] = set()
+
+    def handle(self, event: HoldingsEvent, copied: int = 0) -> None:
+        """Feed the machine, and carry out what it orders; `copied`: the value of a copy."""
+        if isinstance(event, UpdateArrived):
+            self._tokens.add(event.token)
+        if isinstance(event, CopyArrived):
+            self._copies[event.shard] = copied
+        for effect in self.holdings.handle(event):
+            match effect:
+                case ApplyUpdate(number, shards, token):
+                    self._need(token in self._tokens, f"update {number} was forgotten before")
+                    for shard in shards:
+                        self._old[shard].append((number, self.values[shard]))
+                        self.values[shard] = grow(shard, self.values[shard], number)
+                case AdoptCopy(shard):
+                    self.values[shard] = self._copies.pop(shard)
+                    self._old[shard].clear()
+                case ResetShards(shards):
+                    for shard in shards:
+                        self.values[shard] = self._truth.value(shard, 0)
+                        self._old[shard].clear()
+                case ForgetUpdate(token):
+                    self._tokens.discard(token)
+                case _:
+                    assert_never(effect)
+        self.holdings.check()
+        for shard, value in self.values.items():
+            version = self.holdings.version(shard)
+            right = value == self._truth.value(shard, version)
+            self._need(right, f"shard {shard} is not as after {version} updates")
+
+    def read(self, shard: int, version: int) -> int:
+        """Return a value as of a version, by undoing later updates."""
+        value = self.values[shard]
+        for number, old in reversed(self._old[shard]):
+            if number > version:
+                value = old
+        return value
+
+    def _need(self, condition: bool, text: str) -> None:
+        if not condition:
+            raise Violation(f"server {self.number}: {text}")
+
+
+@dataclass(slots=True)
+class SimWorker:
+    """Is one worker: how many updates it has committed, and which it keeps."""
+
+    number: int
+    committed: int = 0
+    kept_after: int = 0
+    reading: Reading | None = None
+    version: int = 0  # of the read
+    attempt: int = 0  # grows when the job begins again, or the worker is replaced
+    suspects: dict[int, float] = field(default_factory=dict)
+
+
+class TableWorld:
+    """Runs one simulated job to its end; `run` raises Violation if a rule is broken."""
+
+    def __init__(self, options: TableSimOptions, seed: int) -> None:
+        self._options, self._dice = options, random.Random(seed)
+        self._truth, self._now, self._order = Truth(), 0.0, 0
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._holders = find_holders(options.servers, options.replicas)
+        self._servers = [self._new_server(n) for n in range(options.servers)]
+        self._workers = [SimWorker(n) for n in range(options.workers)]
+        self._arrived: set[int] = set()
+        self._tokens = 0
+        self._kept = KEPT + options.staleness
+        self._counts = dict.fromkeys(("reads", "copies", "gives", "restarts", "faults"), 0)
+
+    def run(self) -> TableSimReport:
+        """Simulate until every worker has taken all steps."""
+        for _ in range(self._options.faults):
+            self._at(self._dice.uniform(0.05, self._options.quiet_at), self._strike)
+        for worker in self._workers:
+            self._at(self._dice.uniform(0, 0.05), self._starter(worker))
+        while self._queue and not self._is_over():
+            self._now, _, act = heapq.heappop(self._queue)
+            if self._now > self._options.ends_by:
+                raise Violation(f"no end in {self._options.ends_by:g} s: {self._workers}")
+            act()
+        require(self._is_over(), "nothing is left to happen")
+        least = min(worker.committed for worker in self._workers)
+        return TableSimReport(steps=least, **self._counts)
+
+    # ------------------------------------------------------------ time and messages
+
+    def _at(self, when: float, act: Callable[[], None]) -> None:
+        self._order += 1
+        heapq.heappush(self._queue, (when, self._order, act))
+
+    def _after(self, delay_s: float, act: Callable[[], None]) -> None:
+        self._at(self._now + delay_s, act)
+
+    def _latency(self) -> float:
+        slow = self._dice.random() < 0.05
+        return self._dice.uniform(0.01, 0.15) if slow else self._dice.uniform(0.0005, 0.004)
+
+    def _is_over(self) -> bool:
+        return all(worker.committed >= self._options.steps for worker in self._workers)
+
+    def _call(
+        self, number: int, act: Callable[[SimServer], object], answer: Callable[[object], None]
+    ) -> None:
+        """Send a request; `answer` gets what `act` returns, or None if no answer comes."""
+        server = self._servers[number]
+        answered = [False]
+
+        def reply(found: object) -> None:
+            if not answered[0]:
+                answered[0] = True
+                answer(found)
+
+        def deliver() -> None:
+            if server.is_dead or server is not self._servers[number]:
+                self._after(self._latency(), lambda: reply(None))
+            elif self._now < server.frozen_until:
+                self._at(server.frozen_until + self._latency(), deliver)
+            elif self._now >= server.cut_until:
+                found = act(server)
+                self._after(self._latency(), lambda: reply(found))
+
+        self._after(self._latency(), deliver)
+        self._after(PATIENCE_S, lambda: reply(None))
+
+    # ------------------------------------------------------------ workers
+
+    def _starter(self, worker: SimWorker) -> Callable[[], None]:
+        attempt = worker.attempt
+
+        def start() -> None:
+            if worker.attempt == attempt and worker.committed < self._options.steps:
+                self._begin_read(worker)
+
+        return start
+
+    def _begin_read(self, worker: SimWorker) -> None:
+        wanted = self._dice.sample(range(SHARDS), self._dice.randint(1, SHARDS))
+        worker.version = max(worker.committed - self._options.staleness, 0)
+        suspects = [n for n, until in worker.suspects.items() if self._now < until]
+        holders = {shard: self._holders[shard] for shard in sorted(wanted)}
+        worker.reading = Reading(worker.version, holders, worker.kept_after, suspects)
+        self._go_on(worker, worker.reading)
+
+    def _go_on(self, worker: SimWorker, reading: Reading) -> None:
+        if worker.reading is not reading:
+            return
+        if reading.is_done:
+            worker.reading = None
+            self._arrive(worker)
+            return
+        for effect in reading.next():
+            self._carry_out(worker, reading, effect)
+
+    def _carry_out(self, worker: SimWorker, reading: Reading, effect: ReadingEffect) -> None:
+        match effect:
+            case Ask(server, shards):
+                self._ask(worker, reading, server, shards)
+            case Give(server, after, shards):
+                self._give(worker, server, after, shards)
+            case OrderCopy(server, source, shards):
+                self._order_copy(server, source, shards)
+            case OrderReset(server, shards):
+                event = ResetAsked(shards)
+                self._call(
+                    server, lambda s: s.handle(event), lambda _: self._go_on(worker, reading)
+                )
+            case Wait():
+
+                def again() -> None:
+                    reading.try_again()
+                    self._go_on(worker, reading)
+
+                self._after(WAIT_S, again)
+            case Lost(shards):
+                self._check_lost(worker, shards)
+                self._begin_again()
+            case _:
+                assert_never(effect)
+
+    def _ask(
+        self, worker: SimWorker, reading: Reading, number: int, shards: tuple[int, ...]
+    ) -> None:
+        version = worker.version
+
+        def act(server: SimServer) -> object:
+            standing = server.holdings.judge(version, shards)
+            if not standing.can_serve:
+                return standing
+            return {shard: server.read(shard, version) for shard in shards}
+
+        def answer(found: object) -> None:
+            if worker.reading is not reading:
+                return
+            effects: list[ReadingEffect] = []
+            if found is None:
+                worker.suspects[number] = self._now + 1.0
+                reading.unreached(number)
+            elif isinstance(found, Standing):
+                effects = reading.refused(number, shards, found)
+            else:
+                assert isinstance(found, dict)
+                self._check_read(number, version, found)
+                effects = reading.served(number, shards)
+            for effect in effects:
+                self._carry_out(worker, reading, effect)
+            self._go_on(worker, reading)
+
+        self._call(number, act, answer)
+
+    def _check_read(self, number: int, version: int, found: dict[int, int]) -> None:
+        self._counts["reads"] += len(found)
+        for shard, value in found.items():
+            if value != self._truth.value(shard, version):
+                text = f"shard {shard} was read as of {version}, and was not as it was then"
+                raise Violation(f"server {number}: {text}")
+
+    def _give(self, worker: SimWorker, number: int, after: int, shards: tuple[int, ...]) -> None:
+        require(after >= worker.kept_after, "an update that is not kept was to be given")
+        for update in range(after + 1, worker.committed + 1):
+            self._counts["gives"] += 1
+            self._send_update(worker, number, update, shards)
+
+    def _send_update(
+        self, worker: SimWorker, number: int, update: int, shards: tuple[int, ...]
+    ) -> None:
+        self._tokens += 1
+        event = UpdateArrived(update, shards, self._tokens)
+        attempt = worker.attempt
+
+        def act(server: SimServer) -> object:
+            server.handle(event)
+            return server.holdings.judge(update, shards)
+
+        def answer(found: object) -> None:
+            if isinstance(found, Standing) and worker.attempt == attempt:
+                holders = {shard: self._holders[shard] for shard in shards}
+                known = replace(found, past=())
+                for effect in bring_up(number, known, worker.kept_after, holders):
+                    if isinstance(effect, OrderCopy):
+                        self._carry_out(worker, Reading(0, holders, 0), effect)
+
+        self._call(number, act, answer)
+
+    def _arrive(self, worker: SimWorker) -> None:
+        """Commit the step once all workers have read and computed."""
+        self._arrived.add(worker.number)
+        if len(self._arrived) < len(self._workers):
+            return
+        self._arrived.clear()
+        for each in self._workers:
+            each.committed += 1
+            each.kept_after = max(each.kept_after, each.committed - self._kept)
+            self._push(each)
+            self._after(self._dice.uniform(0.001, 0.03), self._starter(each))
+
+    def _push(self, worker: SimWorker) -> None:
+        """Send the update of this worker's part of the shards to all who hold them."""
+        mine = worker.number
+        due = [s for s in range(SHARDS) if s % len(self._workers) == mine]
+        for number in range(self._options.servers):
+            held = tuple(s for s in due if number in self._holders[s])
+            if held and self._dice.random() > 0.03:
+                self._send_update(worker, number, worker.committed, held)
+
+    def _order_copy(self, number: int, source: int, shards: tuple[int, ...]) -> None:
+        """Have one server fetch shards from another one."""
+        server = self._servers[number]
+        wanted = [s for s in shards if s in server.values]
+
+        def fetch(target: SimServer) -> object:
+            if target.holdings.judge(1 << 40, wanted).copying:
+                return None
+            self._counts["copies"] += 1
+            target.handle(CopyBegun(tuple(wanted)))
+
+            def give(origin: SimServer) -> object:
+                return {s: (origin.holdings.version(s), origin.values[s]) for s in wanted}
+
+            def receive(found: object) -> None:
+                if not isinstance(found, dict):
+                    target.handle(CopyFailed(tuple(wanted)))
+                    return
+                for shard, (version, value) in found.items():
+                    target.handle(CopyArrived(shard, version), value)
+
+            self._call(source, give, receive)
+            return None
+
+        self._call(number, fetch, lambda _: None)
+
+    def _check_lost(self, worker: SimWorker, shards: tuple[int, ...]) -> None:
+        for shard in shards:
+            for number in self._holders[shard]:
+                server = self._servers[number]
+                standing = server.holdings.judge(worker.version, [shard])
+                if not server.is_dead and standing.can_serve:
+                    raise Violation(
+                        f"shard {shard} was given up as of {worker.version}, but server {number} "
+                        "has it"
+                    )
+
+    def _begin_again(self) -> None:
+        """Let the whole job begin with its first step."""
+        self._counts["restarts"] += 1
+        self._arrived.clear()
+        for worker in self._workers:
+            worker.committed = worker.kept_after = 0
+            worker.attempt += 1
+            worker.reading = None
+            self._after(self._dice.uniform(0.01, 0.1), self._starter(worker))
+
+    # ------------------------------------------------------------ faults
+
+    def _new_server(self, number: int) -> SimServer:
+        return SimServer(number, find_shards(number, self._holders), self._truth)
+
+    def _strike(self) -> None:
+        self._counts["faults"] += 1
+        number = self._dice.randrange(self._options.servers)
+        server = self._servers[number]
+        match self._dice.choice(("kill", "kill", "freeze", "cut", "forget")):
+            case "kill":
+                server.is_dead = True
+                delay_s = self._dice.choice((0.02, 0.2, 1.0))
+                self._after(delay_s, lambda: self._restart(number, server))
+            case "freeze":
+                server.frozen_until = self._now + self._dice.uniform(0.1, 1.5)
+            case "cut":
+                server.cut_until = self._now + self._dice.uniform(0.1, 1.5)
+            case _:
+                worker = self._workers[self._dice.randrange(len(self._workers))]
+                worker.kept_after = worker.committed  # another process has taken its place
+                worker.attempt += 1
+                if worker.reading is not None:
+                    worker.reading = None
+                    self._after(self._latency(), self._starter(worker))
+                elif worker.number not in self._arrived:
+                    self._after(0.05, self._starter(worker))
+
+    def _restart(self, number: int, server: SimServer) -> None:
+        if self._servers[number] is server:
+            self._servers[number] = self._new_server(number)
