@@ -54,6 +54,9 @@ def show(status: JobStatus) -> None:
             f"{memory.redundancy}: the nodes' memory holds the state until step "
             f"{memory.step}, in {memory.bytes / 1e6:.3g} MB"
         )
+    if status.servers:
+        each = (f"{s.number} on {s.agent} (pid {s.pid})" for s in status.servers)
+        console.print(f"servers of tables: {', '.join(each)}")
     ranks_are = "rank" if status.group else "virtual ranks"
     table = Table("worker", "pid", "incarnation", "state", "step", ranks_are)
     for worker in status.workers:

@@ -93,6 +93,15 @@ class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
     detail: str = ""
 
 
+class ServerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Describes a server of tables that listens."""
+
+    number: int
+    agent: str  # its node
+    pid: int
+    address: str
+
+
 class MemoryStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Describes the copies of the job's state in the memory of nodes."""
 
@@ -113,6 +122,7 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     leader: int | None = None
     group: bool = False
     memory: MemoryStatus | None = None  # None: nothing is kept there
+    servers: tuple[ServerStatus, ...] = ()  # of tables
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as `holdfast status --json` prints it."""

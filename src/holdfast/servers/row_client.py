@@ -72,6 +72,8 @@ class _Connection:
                 address, identity, wire.MAGIC, (self._number, 0, 0), PATIENCE_S, REACH_S
             )
             self._address = address
+            # A request is a message and arrays: none may wait for an acknowledgement.
+            self._channel.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._begin(self._channel)
         return self._channel
 

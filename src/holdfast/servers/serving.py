@@ -41,6 +41,8 @@ class RowServer:
         return serve(host, self._identity, wire.MAGIC, self._serve, self._say)
 
     def _serve(self, channel: socket.socket, _: peer_stream.Purpose) -> None:
+        # An answer is a message and an array: neither may wait for an acknowledgement.
+        channel.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         while True:
             request: wire.Request = peer_stream.receive_message(channel, REQUEST)
             self._answer(channel, request)

@@ -20,6 +20,7 @@ from holdfast.core.types import (
     Incarnation,
     JobRecord,
     ProcessRole,
+    RunningServer,
     Slot,
     Stage,
     View,
@@ -82,6 +83,7 @@ class NodeSnapshot:
     domains: Domains
     kept: tuple[KeptPieces, ...] = ()
     pieces_bytes: int = 0
+    servers: tuple[RunningServer, ...] = ()
 
 
 class Roster:
@@ -286,6 +288,7 @@ class Roster:
                 domains=node.report.domains,
                 kept=node.report.kept,
                 pieces_bytes=node.report.pieces_bytes,
+                servers=node.report.servers,
             )
             for name, node in sorted(self.nodes.items())
         )

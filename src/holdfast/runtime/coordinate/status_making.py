@@ -17,6 +17,7 @@ from holdfast.runtime.job_status import (
     NodeStatus,
     ProcessPhase,
     ProcessStatus,
+    ServerStatus,
 )
 
 
@@ -33,6 +34,7 @@ def make_status(snapshot: CoordinatorSnapshot, spec: JobSpec) -> JobStatus:
         leader=view.leader if view else None,
         group=spec.compat.enabled,
         memory=memory_of(snapshot, spec.redundancy()),
+        servers=servers_of(snapshot),
     )
 
 
@@ -91,6 +93,17 @@ def nodes_of(snapshot: CoordinatorSnapshot) -> tuple[NodeStatus, ...]:
             )
         )
     return tuple(found)
+
+
+def servers_of(snapshot: CoordinatorSnapshot) -> tuple[ServerStatus, ...]:
+    """List the servers of tables that listen, where they are to run."""
+    placed = {place.number: place.agent for place in snapshot.record.servers}
+    return tuple(
+        ServerStatus(number=each.number, agent=node.agent, pid=each.pid, address=each.address)
+        for node in snapshot.agents
+        for each in node.servers
+        if placed.get(each.number) == node.agent
+    )
 
 
 def stores_of(snapshot: CoordinatorSnapshot) -> set[WorkerId]:

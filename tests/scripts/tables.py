@@ -1,0 +1,59 @@
+"""Trains two kinds of tables; prints a digest of every row and of the rest."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import time
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import holdfast
+from holdfast import servers
+
+ROWS, DIM, BAG = 200, 4, 3
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--steps", type=int, default=60)
+parser.add_argument("--task-s", type=float, default=0.0)
+options = parser.parse_args()
+
+job = holdfast.join()
+bags = servers.EmbeddingBagCollection(
+    [
+        servers.EmbeddingBagConfig(name=name, num_embeddings=ROWS, embedding_dim=DIM)
+        for name in ("items", "users")
+    ],
+    optimizer=servers.RowWiseAdagrad(lr=0.1),
+)
+words = servers.Embedding(ROWS, DIM, 0, name="words", optimizer=servers.LazyAdam(lr=0.01))
+top = nn.Linear(3 * DIM, 2)
+optimizer = torch.optim.AdamW(top.parameters(), lr=1e-2)
+scheduler = torch.optim.lr_scheduler.ExponentialLR(words.row_optimizer, gamma=0.99)
+job.protect(bags=bags, words=words, top=top, optimizer=optimizer, scheduler=scheduler)
+
+dice = torch.Generator().manual_seed(5)
+ids = (ROWS * torch.rand(500, 3, BAG, generator=dice) ** 3).long()
+data = job.batches(TensorDataset(ids, ids.sum(2)[:, :2].float().sin()), 5)
+for step in job.steps(data, until=options.steps):
+    for given, targets in step:
+        offsets = torch.arange(0, len(given) * BAG, BAG)
+        found = bags(
+            {n: (given[:, i].reshape(-1), offsets) for i, n in enumerate(("items", "users"))}
+        )
+        rows = words(given[:, 2]).mean(1)
+        logits = top(torch.cat([found["items"], found["users"], rows], dim=1))
+        step.backward(nn.functional.mse_loss(logits, targets))
+        time.sleep(options.task_s)
+    optimizer.step()
+    optimizer.zero_grad()
+    scheduler.step()
+
+if job.is_leader:
+    parts = [bags.read_rows("items"), bags.read_rows("users"), words.read_rows(), top.weight]
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part.detach().numpy().tobytes())
+    print(digest.hexdigest())

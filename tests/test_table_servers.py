@@ -1,0 +1,149 @@
+"""Jobs whose tables are on servers: the same bits on any number of these, and when they are lost."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from conftest import Start, finish
+from holdfast.testing.local_run import LocalRun, strike
+
+STEPS = 60
+Digest = Callable[[int], str]
+
+
+def flags(servers: int, replicas: int = 1) -> tuple[str, ...]:
+    return "--servers", str(servers), "--replicas", str(replicas)
+
+
+@pytest.fixture(scope="session")
+def digest(tmp_path_factory: pytest.TempPathFactory) -> Digest:
+    """digest(steps) -> that of the undisturbed run on one worker, which holds all rows itself."""
+    known: dict[int, str] = {}
+
+    def compute(steps: int) -> str:
+        if steps not in known:
+            script = str(__file__).replace("test_table_servers.py", "scripts/tables.py")
+            path = tmp_path_factory.mktemp("tables") / f"run{steps}"
+            with LocalRun(path, ["--virtual", "4"], [script, "--steps", str(steps)]) as run:
+                known[steps] = finish(run)
+        return known[steps]
+
+    return compute
+
+
+def servers_of(run: LocalRun, count: int) -> dict[int, int]:
+    """Wait until all servers listen; returns their process ids by number."""
+
+    def listening() -> dict[int, int]:
+        found = {s["number"]: s["pid"] for s in run.status()["servers"]}
+        return found if len(found) == count else {}
+
+    run.until_members(1)
+    found: dict[int, int] = run.until(listening, 60, f"{count} servers")
+    return found
+
+
+def until_step(run: LocalRun, step: int) -> None:
+    run.until(lambda: run.status()["step"] >= step, 60, f"step {step}")
+
+
+@pytest.mark.parametrize(
+    ("workers", "servers", "replicas"), [(1, 1, 1), (2, 2, 1), (2, 3, 2), (4, 2, 2)]
+)
+def test_the_result_does_not_depend_on_servers(
+    workers: int, servers: int, replicas: int, start: Start, digest: Digest
+) -> None:
+    run = start(nproc=workers, script="tables.py", options=flags(servers, replicas))
+    with run:
+        assert finish(run) == digest(STEPS)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_server_is_lost_and_another_one_serves_its_rows(
+    how: signal.Signals, start: Start, digest: Digest
+) -> None:
+    run = start("--task-s", "0.03", nproc=2, script="tables.py", options=flags(3, 2))
+    with run:
+        pids = servers_of(run, 3)
+        until_step(run, 10)
+        assert strike(pids[1], how)
+        run.until(lambda: servers_of(run, 3)[1] != pids[1], 30, "another process of server 1")
+        assert finish(run) == digest(STEPS)
+    assert not run.events("back")
+
+
+def test_servers_are_lost_one_after_the_other(start: Start, digest: Digest) -> None:
+    run = start(
+        "--steps", "150", "--task-s", "0.03", nproc=2, script="tables.py", options=flags(2, 2)
+    )
+    with run:
+        pids = servers_of(run, 2)
+        for number in (0, 1, 0):
+            before = run.status()["step"]
+            assert strike(pids[number])
+            run.until(lambda n=number: servers_of(run, 2)[n] != pids[n], 30, f"server {number}")
+            pids = servers_of(run, 2)
+            until_step(run, before + 25)  # by then it has a copy of all rows
+        assert finish(run) == digest(150)
+    assert not run.events("back")
+
+
+def test_a_worker_and_a_server_are_lost_together(start: Start, digest: Digest) -> None:
+    run = start("--task-s", "0.03", nproc=2, script="tables.py", options=flags(2, 2))
+    with run:
+        pids = servers_of(run, 2)
+        until_step(run, 10)
+        assert strike(pids[0])
+        assert strike(run.members()[1])
+        assert finish(run) == digest(STEPS)
+    assert not run.events("back")
+
+
+def test_rows_that_are_lost_everywhere_are_computed_again(start: Start, digest: Digest) -> None:
+    run = start("--task-s", "0.03", nproc=2, script="tables.py", options=flags(2))
+    with run:
+        pids = servers_of(run, 2)
+        until_step(run, 30)  # beyond what workers keep
+        assert strike(pids[0])
+        assert finish(run) == digest(STEPS)
+    assert "are lost" in run.events("tables")[0]["text"]
+    assert run.events("back")
+
+
+def test_all_workers_are_lost_and_servers_begin_again_with_them(
+    start: Start, digest: Digest
+) -> None:
+    run = start("--task-s", "0.03", nproc=2, script="tables.py", options=flags(2))
+    with run:
+        servers_of(run, 2)
+        until_step(run, 30)
+        for pid in run.members().values():
+            strike(pid)
+        assert finish(run) == digest(STEPS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_random_losses_change_nothing(seed: int, start: Start, digest: Digest) -> None:
+    dice = random.Random(seed)
+    workers, servers = dice.randint(2, 4), dice.randint(2, 3)
+    options = flags(servers, 2)
+    run = start(
+        "--steps", "200", "--task-s", "0.03", nproc=workers, script="tables.py", options=options
+    )
+    with run:
+        at = 0
+        for _ in range(4):
+            at += dice.randint(10, 40)
+            until_step(run, at)
+            number = dice.randrange(servers + workers)
+            how = dice.choice((signal.SIGKILL, signal.SIGSTOP))
+            if number < servers:
+                strike(servers_of(run, servers)[number], how)
+            else:
+                strike(dice.choice(list(run.until_members(1).values())), how)
+        assert finish(run) == digest(200)
