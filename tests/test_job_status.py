@@ -45,7 +45,9 @@ def test_a_status_is_read_as_it_was_made() -> None:
     assert parse_status(encode_status(STATUS)) == STATUS
     found = STATUS.to_dict()
     assert found == json.loads(encode_status(STATUS))
-    assert list(found) == ("view step state coordinator agents workers leader group memory".split())
+    assert list(found) == (
+        "view step state coordinator agents workers leader group memory servers".split()
+    )
     assert found["workers"] == [
         {
             "id": 0,

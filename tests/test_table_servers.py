@@ -1,4 +1,4 @@
-"""Jobs whose tables are on servers: the same bits on any number of these, and when they are lost."""
+"""Jobs whose tables are on servers: the same bits on any number of these, also if some are lost."""
 
 from __future__ import annotations
 
@@ -51,6 +51,18 @@ def until_step(run: LocalRun, step: int) -> None:
     run.until(lambda: run.status()["step"] >= step, 60, f"step {step}")
 
 
+def until_replaced(run: LocalRun, number: int, pids: dict[int, int]) -> None:
+    """Wait until another process has taken a server's place."""
+    what = f"another process of server {number}"
+    run.until(lambda: servers_of(run, len(pids))[number] != pids[number], 30, what)
+
+
+def paced(start: Start, steps: int, workers: int, options: tuple[str, ...]) -> LocalRun:
+    """Return a run that is slow enough to be disturbed."""
+    pace = ("--steps", str(steps), "--task-s", "0.03")
+    return start(*pace, nproc=workers, script="tables.py", options=options)
+
+
 @pytest.mark.parametrize(
     ("workers", "servers", "replicas"), [(1, 1, 1), (2, 2, 1), (2, 3, 2), (4, 2, 2)]
 )
@@ -66,26 +78,24 @@ def test_the_result_does_not_depend_on_servers(
 def test_a_server_is_lost_and_another_one_serves_its_rows(
     how: signal.Signals, start: Start, digest: Digest
 ) -> None:
-    run = start("--task-s", "0.03", nproc=2, script="tables.py", options=flags(3, 2))
+    run = paced(start, STEPS, 2, flags(3, 2))
     with run:
         pids = servers_of(run, 3)
         until_step(run, 10)
         assert strike(pids[1], how)
-        run.until(lambda: servers_of(run, 3)[1] != pids[1], 30, "another process of server 1")
+        until_replaced(run, 1, pids)
         assert finish(run) == digest(STEPS)
     assert not run.events("back")
 
 
 def test_servers_are_lost_one_after_the_other(start: Start, digest: Digest) -> None:
-    run = start(
-        "--steps", "150", "--task-s", "0.03", nproc=2, script="tables.py", options=flags(2, 2)
-    )
+    run = paced(start, 150, 2, flags(2, 2))
     with run:
         pids = servers_of(run, 2)
         for number in (0, 1, 0):
             before = run.status()["step"]
             assert strike(pids[number])
-            run.until(lambda n=number: servers_of(run, 2)[n] != pids[n], 30, f"server {number}")
+            until_replaced(run, number, pids)
             pids = servers_of(run, 2)
             until_step(run, before + 25)  # by then it has a copy of all rows
         assert finish(run) == digest(150)
@@ -93,7 +103,7 @@ def test_servers_are_lost_one_after_the_other(start: Start, digest: Digest) -> N
 
 
 def test_a_worker_and_a_server_are_lost_together(start: Start, digest: Digest) -> None:
-    run = start("--task-s", "0.03", nproc=2, script="tables.py", options=flags(2, 2))
+    run = paced(start, STEPS, 2, flags(2, 2))
     with run:
         pids = servers_of(run, 2)
         until_step(run, 10)
@@ -104,7 +114,7 @@ def test_a_worker_and_a_server_are_lost_together(start: Start, digest: Digest) -
 
 
 def test_rows_that_are_lost_everywhere_are_computed_again(start: Start, digest: Digest) -> None:
-    run = start("--task-s", "0.03", nproc=2, script="tables.py", options=flags(2))
+    run = paced(start, STEPS, 2, flags(2))
     with run:
         pids = servers_of(run, 2)
         until_step(run, 30)  # beyond what workers keep
@@ -117,7 +127,7 @@ def test_rows_that_are_lost_everywhere_are_computed_again(start: Start, digest: 
 def test_all_workers_are_lost_and_servers_begin_again_with_them(
     start: Start, digest: Digest
 ) -> None:
-    run = start("--task-s", "0.03", nproc=2, script="tables.py", options=flags(2))
+    run = paced(start, STEPS, 2, flags(2))
     with run:
         servers_of(run, 2)
         until_step(run, 30)
@@ -131,10 +141,7 @@ def test_all_workers_are_lost_and_servers_begin_again_with_them(
 def test_random_losses_change_nothing(seed: int, start: Start, digest: Digest) -> None:
     dice = random.Random(seed)
     workers, servers = dice.randint(2, 4), dice.randint(2, 3)
-    options = flags(servers, 2)
-    run = start(
-        "--steps", "200", "--task-s", "0.03", nproc=workers, script="tables.py", options=options
-    )
+    run = paced(start, 200, workers, flags(servers, 2))
     with run:
         at = 0
         for _ in range(4):

@@ -21,13 +21,16 @@ ATTRIBUTES_MAX = 15  # assigned by methods; the fields of a record do not count
 SHORT_FILE_LINES = 40
 
 LONG_FILES = {  # lines at most
+    "src/holdfast/core/membership/agent.py": 610,
+    "src/holdfast/core/membership/coordinator.py": 608,
     "src/holdfast/core/step/step_machine.py": 606,
 }
 LARGE_CLASSES: dict[str, tuple[int, int]] = {  # methods and attributes at most
     "Accelerator": (22, 15),
     "AgentHost": (20, 18),
-    "AgentMachine": (22, 18),
-    "CoordinatorMachine": (44, 23),
+    "AgentMachine": (22, 19),
+    "AgentServer": (20, 16),
+    "CoordinatorMachine": (45, 24),
     "CoordinatorServer": (20, 18),
     "DataNetwork": (21, 15),
     "DecisionLoop": (28, 15),

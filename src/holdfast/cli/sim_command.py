@@ -8,17 +8,22 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 from holdfast.sim.swarm import Result, Summary, run_many, run_seed
+from holdfast.sim.table_servers import find_failure
 
 NODES_MAX = 100_000  # each takes some memory, and events by the million
 SEED_END = 1 << 63
+T = TypeVar("T")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Return 0 if every seed is clean, 1 if one is not; 2 for bad arguments."""
     args = _parser().parse_args(argv)
     try:
+        if args.tables:
+            return _run_tables(args)
         return _one(args) if args.seed is not None else _many(args)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -39,6 +44,9 @@ def _parser() -> argparse.ArgumentParser:
     size.add_argument("--small", action="store_true", help="small jobs: shorter runs, more seeds")
     size.add_argument(
         "--nodes", type=_nodes, metavar="N", help="a large job on N nodes, up to 10,000 and more"
+    )
+    size.add_argument(
+        "--tables", action="store_true", help="servers of tables and those who read them, instead"
     )
     parser.add_argument("--trace", action="store_true", help="with --seed: print every event")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -76,6 +84,21 @@ def _seeds(text: str) -> range:
     return range(int(first), int(last))
 
 
+def _run_tables(args: argparse.Namespace) -> int:
+    """Simulate servers of tables."""
+    seeds = range(args.seed, args.seed + 1) if args.seed is not None else args.seeds
+    found = _with_progress(((seed, find_failure(seed)) for seed in seeds), seeds)
+    failed = [{"seed": seed, "failure": failure} for seed, failure in found if failure]
+    if args.json:
+        print(json.dumps({"seeds": len(seeds), "failed": failed}))
+        return 1 if failed else 0
+    for each in failed:
+        print(f"seed {each['seed']}: {each['failure']}")
+        print(f"  holdfast sim --tables --seed {each['seed']}")
+    print(f"{len(seeds)} seeds of servers of tables, {len(failed)} failed")
+    return 1 if failed else 0
+
+
 def _one(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     listener = print if args.trace and not args.json else None
@@ -109,7 +132,7 @@ def _many(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _with_progress(results: Iterator[Result], seeds: Sequence[int]) -> Iterator[Result]:
+def _with_progress(results: Iterator[T], seeds: Sequence[int]) -> Iterator[T]:
     """Show a progress bar where a person watches; elsewhere nothing."""
     if not sys.stderr.isatty():
         yield from results

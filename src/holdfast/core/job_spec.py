@@ -68,7 +68,7 @@ class CoordinatorPolicy:
     feeds: bool = False  # workers receive the state while others train, and join when they have it
     keeps: bool = False  # checkpoints
     redundancy: Redundancy = field(default_factory=Redundancy)  # of the nodes' memory
-    servers: int = 0  # of tables
+    servers: int = 0  # number of processes that hold tables
     retreats_max: int = 3  # times that the job goes back without coming further in between
     restart: RestartPolicy = field(default_factory=RestartPolicy)
 

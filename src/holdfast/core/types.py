@@ -352,7 +352,7 @@ class RunningServer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerPlace:
-    """Says on which node a server of tables runs, and where it listens if that is known."""
+    """Names the node of a server of tables, and the address at which it listens, if known."""
 
     number: int
     agent: AgentId
@@ -377,7 +377,7 @@ class AgentReport:
     kept: tuple[KeptPieces, ...] = ()  # what its memory holds of the job's state
     pieces_at: str = ""  # HOST:PORT where it serves that
     pieces_bytes: int = 0  # that it takes
-    servers: tuple[RunningServer, ...] = ()  # of tables
+    servers: tuple[RunningServer, ...] = ()  # processes that hold tables
     view_known: ViewNumber = NO_VIEW
     view: View | None = None  # only for a coordinator that has forgotten it
     release_loop: int = 0
@@ -419,7 +419,7 @@ class Directive:
     shutdown: bool = False
     save_wanted: int = 0  # the newest order to save the state at the next boundary; 0: none
     follow: FollowOrder | None = None
-    servers: tuple[ServerPlace, ...] = ()  # of tables, of all nodes
+    servers: tuple[ServerPlace, ...] = ()  # all servers of tables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -462,6 +462,6 @@ class JobRecord:
     forgotten: int = 0  # greater with each record that was lost; numbers begin anew from it
     release_loop: int = 0
     saved: tuple[int, ...] = ()  # the steps of checkpoints that can be begun from
-    servers: tuple[ServerPlace, ...] = ()  # of tables
+    servers: tuple[ServerPlace, ...] = ()  # all servers of tables
     invalidations: tuple[Invalidation, ...] = ()
     outcome: str | None = None  # None while running, "" after success, else the reason of failure

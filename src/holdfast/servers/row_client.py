@@ -28,9 +28,9 @@ from holdfast.core.servers.reading import (
     Lost,
     OrderCopy,
     OrderReset,
-    Reading,
-    ReadingEffect,
-    Wait,
+    RowReading,
+    RowReadingEffect,
+    WaitAgain,
     bring_up,
 )
 from holdfast.net import peer_stream
@@ -43,7 +43,7 @@ PATIENCE_S = 0.5  # with a server that sends nothing
 REACH_S = 0.5  # to connect
 BEGIN_S = 120.0  # for a server to fill all its rows with their first values
 SUSPECT_S = 2.0  # a server that did not answer is asked last for so long
-TOLD_S = 5.0  # that a read may wait before people are told
+TOLD_S = 5.0  # a read that waits longer is reported
 PAUSE_S = 0.02  # between two rounds in which nobody could answer
 Asking: TypeAlias = Ask | Give | OrderCopy | OrderReset
 QUEUE_MAX = 64  # updates that wait for one server; it is given the others as it asks
@@ -53,7 +53,7 @@ class _Connection:
     """Keeps a connection to one server, made again when it is needed. Use it in one thread."""
 
     def __init__(
-        self, access: ServerAccess, number: int, shards: tuple[int, ...], group: wire.Group
+        self, access: ServerAccess, number: int, shards: tuple[int, ...], group: wire.TableGroup
     ) -> None:
         self._access, self._number, self._shards, self._group = access, number, shards, group
         self._channel: socket.socket | None = None
@@ -86,7 +86,7 @@ class _Connection:
             raise UserError(answer.problem)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection, if there is one."""
         if self._channel is not None:
             self._channel.close()
             self._channel = None
@@ -144,7 +144,7 @@ class _Kept:
 class RowClient:
     """Reads and updates the rows of one group. `read` and `push` belong to the script's thread."""
 
-    def __init__(self, group: wire.Group, access: ServerAccess) -> None:
+    def __init__(self, group: wire.TableGroup, access: ServerAccess) -> None:
         self._group, self._access = group, access
         self.holders = find_holders(access.servers, access.replicas)
         self._kept = _Kept()
@@ -186,7 +186,7 @@ class RowClient:
         self._kept.keep(number, update)
         part = self._access.find_part()
         if part is None:
-            return  # other workers send it, and readers give what is missing
+            return  # other workers send it, or a reader gives it
         place, members = part
         for server, waiting in self._queues.items():
             mine = tuple(s for s in self._held[server] if (s + number) % members == place)
@@ -207,9 +207,9 @@ class RowClient:
             return False
         return True
 
-    def _carry_out(self, job: _Read, effect: ReadingEffect) -> None:
+    def _carry_out(self, job: _Read, effect: RowReadingEffect) -> None:
         match effect:
-            case Wait():
+            case WaitAgain():
                 time.sleep(PAUSE_S)
                 job.reading.try_again()
             case Lost(shards):
@@ -225,7 +225,7 @@ class RowClient:
                 assert_never(effect)
 
     def _order(self, _: _Read, effect: Give | OrderCopy | OrderReset) -> None:
-        """Tell a server what it lacks. OSError, WireError, UserError."""
+        """Send a server an order, or updates. OSError, WireError, UserError."""
         connection, name = self._reads[effect.server], self._group.name
         match effect:
             case Give(_, after, shards):
@@ -290,7 +290,7 @@ class RowClient:
             try:
                 self._push_one(connection, server, number, shards)
             except (OSError, WireError, UserError):
-                connection.close()  # readers give it what is missing, and say what is wrong
+                connection.close()  # readers give it this update later, and report errors
 
     def _push_one(
         self, connection: _Connection, server: int, number: int, shards: tuple[int, ...]
@@ -312,7 +312,7 @@ class RowClient:
 
 
 class _Read:
-    """Holds one read while it is under way: its keys, and the rows that have come."""
+    """Keeps the keys of one read, and the rows that have come."""
 
     def __init__(self, client: RowClient, version: int, keys: Sequence[torch.Tensor]) -> None:
         self.version, self.keys = version, keys
@@ -326,7 +326,7 @@ class _Read:
             shard: client.holders[shard] for shard in used.nonzero().flatten().tolist()
         }
         kept_after = client.kept_after(version)
-        self.reading = Reading(version, holders, kept_after, client.suspects())
+        self.reading = RowReading(version, holders, kept_after, client.suspects())
 
     def places(self, shards: Sequence[int]) -> list[torch.Tensor]:
         """Return where the keys of these shards are, for each table."""

@@ -17,7 +17,7 @@ from holdfast.servers.row_client import RowClient
 from holdfast.servers.row_optimizers import RowOptimizer
 from holdfast.servers.server_group import RowUpdate
 from holdfast.servers.server_rows import TableShape
-from holdfast.servers.server_wire import Group, describe_rule
+from holdfast.servers.server_wire import TableGroup, describe_rule
 from holdfast.train.script.row_updates import ServerAccess
 
 READ_AT_ONCE = 1 << 18  # rows
@@ -25,7 +25,7 @@ READ_AT_ONCE = 1 << 18  # rows
 
 @dataclass(frozen=True, slots=True)
 class FoundRows:
-    """Holds the rows of some ids: `index` of each id in `rows`, and the ids that `rows` are of.
+    """Keeps the rows of some ids: `index` of each id in `rows`, and the ids that `rows` are of.
 
     `index`: as the ids were given; `rows`: [unique, dim]; `unique`: [unique] in growing order.
     """
@@ -78,7 +78,7 @@ class ServedOptimizer(torch.optim.Optimizer):
         self._client: RowClient | None = None
         name, settings = describe_rule(rule)
         group = "+".join(shape.name for shape in shapes)
-        self._group = Group(name=group, tables=tuple(shapes), rule=name, settings=settings)
+        self._group = TableGroup(name=group, tables=tuple(shapes), rule=name, settings=settings)
         # How many updates there were, of all tables together and of each.
         self.param_groups[0] |= {"updates": 0, "steps": [0] * len(shapes)}
 

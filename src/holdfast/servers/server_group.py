@@ -22,19 +22,19 @@ from holdfast.core.servers.holdings import (
     Holdings,
     HoldingsEvent,
     ResetShards,
-    Standing,
+    ShardStanding,
     UpdateArrived,
 )
 from holdfast.core.servers.placement import SHARDS
 from holdfast.servers.server_rows import ServerTable
-from holdfast.servers.server_wire import TABLES_MAX, Group
+from holdfast.servers.server_wire import TABLES_MAX, TableGroup
 
-EARLY_S = 0.05  # that a read waits for an update that is on its way
+EARLY_S = 0.05  # a read waits for an update on its way up to this long
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowUpdate:
-    """Holds one update: for each table its keys [n], gradients [n, dim], count and rate."""
+    """Describes one update: for each table its keys [n], gradients [n, dim], count and rate."""
 
     keys: Sequence[torch.Tensor]
     grads: Sequence[torch.Tensor]
@@ -43,16 +43,16 @@ class RowUpdate:
 
 
 class ServerGroup:
-    """Holds shards of a group's tables. Safe to use from several threads."""
+    """Keeps shards of a group's tables. Safe to use from several threads."""
 
-    def __init__(self, group: Group, shards: Sequence[int]) -> None:
+    def __init__(self, group: TableGroup, shards: Sequence[int]) -> None:
         if len(group.tables) > TABLES_MAX:
             raise WireError(f"{len(group.tables)} tables in one group: {TABLES_MAX} are the most")
         self.group = group
         self.shards = tuple(shards)
         self._tables: list[ServerTable] = []
         self._holdings = Holdings(shards)
-        self._updates: dict[int, RowUpdate] = {}  # that came early, by token
+        self._updates: dict[int, RowUpdate] = {}  # early updates by token
         self._copies: dict[int, list[list[torch.Tensor]]] = {}  # by shard: arrays of each table
         self._tokens = 0
         self._changed = threading.Condition()
@@ -62,7 +62,7 @@ class ServerGroup:
         rule = self.group.make_rule()
         self._tables = [ServerTable(shape, self.shards, rule) for shape in self.group.tables]
 
-    def check_same(self, group: Group) -> None:
+    def check_same(self, group: TableGroup) -> None:
         """Raise UserError if workers describe the group in another way."""
         if group == self.group:
             return
@@ -79,7 +79,7 @@ class ServerGroup:
 
     def read(
         self, version: int, shards: Sequence[int], keys: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor] | Standing:
+    ) -> list[torch.Tensor] | ShardStanding:
         """Return the rows of each table as of `version`, or how far the shards are. WireError."""
         self._check_keys(shards, keys)
         until = time.monotonic() + EARLY_S
@@ -95,7 +95,7 @@ class ServerGroup:
                     return standing
                 self._changed.wait(left_s)
 
-    def update(self, number: int, shards: Sequence[int], update: RowUpdate) -> Standing:
+    def update(self, number: int, shards: Sequence[int], update: RowUpdate) -> ShardStanding:
         """Take an update in; returns how far these shards are now. WireError."""
         self._check_keys(shards, update.keys)
         with self._changed:

@@ -1,4 +1,4 @@
-"""Holds the rows of tables on one server, and what undoes their last updates.
+"""Keeps the rows of tables on one server, and what undoes their last updates.
 
 A table's rows are arrays over the shards that the server holds: row k of the table is in shard
 k % SHARDS, at place k // SHARDS there. All work is on whole arrays. Must not know connections.
@@ -56,7 +56,7 @@ class Undo:
 
 
 class ServerTable:
-    """Holds the rows of one table in some shards, with what their optimizer keeps for each."""
+    """Keeps the rows of one table in some shards, with what their optimizer keeps for each."""
 
     def __init__(self, shape: TableShape, shards: Sequence[int], rule: RowOptimizer) -> None:
         self.shape = shape
@@ -119,7 +119,7 @@ class ServerTable:
         self._undos = [undo for undo in self._undos if undo.number > floor]
 
     def parts(self, shard: int) -> Iterator[torch.Tensor]:
-        """Yield the arrays of a shard: its rows, then what is kept for each."""
+        """Yield the arrays of a shard: its rows, then its slots."""
         places = self._places_of(shard)
         for array in (self._rows, *self._slots.values()):
             yield array[places.start : places.stop]

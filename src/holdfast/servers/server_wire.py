@@ -15,24 +15,24 @@ import msgspec
 import torch
 
 from holdfast.core.errors import UserError, WireError
-from holdfast.core.servers.holdings import Standing
+from holdfast.core.servers.holdings import ShardStanding
 from holdfast.net import peer_stream
 from holdfast.servers.row_optimizers import SGD, Adagrad, LazyAdam, RowOptimizer, RowWiseAdagrad
 from holdfast.servers.server_rows import TableShape
 
 MAGIC = b"htable\0\1"
-ARRAY_BYTES_MAX = 1 << 32  # of one message
-TABLES_MAX = 1 << 14  # of one group
+ARRAY_BYTES_MAX = 1 << 32  # the most in a message
+TABLES_MAX = 1 << 14  # the most in a group
 RULES = {rule.__name__: rule for rule in (SGD, Adagrad, RowWiseAdagrad, LazyAdam)}
 
 
-class Group(msgspec.Struct, frozen=True, array_like=True):
+class TableGroup(msgspec.Struct, frozen=True, array_like=True):
     """Describes tables that one optimizer updates, by the same words on every worker."""
 
     name: str
     tables: tuple[TableShape, ...]
     rule: str
-    settings: tuple[tuple[str, tuple[float, ...]], ...]  # of the rule
+    settings: tuple[tuple[str, tuple[float, ...]], ...]  # the fields of the rule
 
     def make_rule(self) -> RowOptimizer:
         """Return the optimizer. UserError, WireError."""
@@ -46,7 +46,7 @@ class Group(msgspec.Struct, frozen=True, array_like=True):
 
 
 def describe_rule(rule: RowOptimizer) -> tuple[str, tuple[tuple[str, tuple[float, ...]], ...]]:
-    """Return a rule's name and its settings, as a Group has them."""
+    """Return a rule's name and its settings, as a TableGroup has them."""
     found = []
     for each in fields(rule):
         value = getattr(rule, each.name)
@@ -58,7 +58,7 @@ def describe_rule(rule: RowOptimizer) -> tuple[str, tuple[tuple[str, tuple[float
 class BeginGroup(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Asks a server to hold shards of a group's tables, if it does not yet."""
 
-    group: Group
+    group: TableGroup
     shards: tuple[int, ...]
 
 
@@ -115,7 +115,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     """Answers a request. `problem`: one sentence, or empty. `sizes`: of the float32 after it.
 
     `unknown`: the server does not know the group, so BeginGroup must come first. `version`: of the
-    shard that was asked for. The others are those of Standing.
+    shard that was asked for. The others are those of ShardStanding.
     """
 
     problem: str = ""
@@ -127,9 +127,9 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     sizes: tuple[int, ...] = ()
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> ShardStanding:
         """Return how far the server is."""
-        return Standing(self.behind, self.past, self.copying)
+        return ShardStanding(self.behind, self.past, self.copying)
 
 
 def send_array(channel: socket.socket, array: torch.Tensor) -> None:
@@ -164,6 +164,6 @@ def check_size(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> None
 
 
 def problem_of(error: Exception) -> Answer:
-    """Return the answer that tells a worker what was wrong with its request."""
+    """Return the answer to a request that is refused."""
     assert isinstance(error, UserError | WireError)
     return Answer(problem=str(error))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from holdfast.core.errors import UserError, WireError, assert_never
-from holdfast.core.servers.holdings import CopyBegun, CopyFailed, ResetAsked, Standing
+from holdfast.core.servers.holdings import CopyBegun, CopyFailed, ResetAsked, ShardStanding
 from holdfast.core.servers.placement import SHARDS
 from holdfast.net import peer_stream
 from holdfast.net.peer_identity import PeerIdentity
@@ -22,7 +22,7 @@ from holdfast.net.peer_listener import serve
 from holdfast.servers import server_wire as wire
 from holdfast.servers.server_group import RowUpdate, ServerGroup
 
-FETCH_S = 20.0  # that another server may be silent while a shard is copied from it
+FETCH_S = 20.0  # a server that a shard is copied from may be silent up to this long
 GROUPS_MAX = 1 << 12
 REQUEST: Any = wire.Request  # the type of all of them
 
@@ -102,7 +102,7 @@ class RowServer:
             return
         self._check_count(group, request.counts)
         found = group.read(request.version, request.shards, keys)
-        if isinstance(found, Standing):
+        if isinstance(found, ShardStanding):
             peer_stream.send_message(channel, _told(found))
             return
         sizes = tuple(rows.numel() for rows in found)
@@ -180,5 +180,5 @@ def _fetch_shard(
     return answer.version, arrays
 
 
-def _told(standing: Standing) -> wire.Answer:
+def _told(standing: ShardStanding) -> wire.Answer:
     return wire.Answer(behind=standing.behind, past=standing.past, copying=standing.copying)

@@ -1,9 +1,9 @@
 """Simulates servers of tables and the workers that read and update rows, from one seed.
 
 The machines are the product's (core/servers/); rows are one number for each shard, and an update
-changes it in a way that no other order or repetition of updates could. So what every read must
-return is known beforehand. Servers die, freeze and are cut off, workers die and forget what they
-keep, and messages come late or never.
+changes it in a way that no other order or repetition of updates could. So the right answer to every
+read is known beforehand. Servers die, freeze and are cut off, workers die and forget their last
+updates, and messages come late or never.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from holdfast.core.errors import assert_never, require
+from holdfast.core.errors import InvariantError, assert_never, require
 from holdfast.core.servers.holdings import (
     AdoptCopy,
     ApplyUpdate,
@@ -25,7 +25,7 @@ from holdfast.core.servers.holdings import (
     HoldingsEvent,
     ResetAsked,
     ResetShards,
-    Standing,
+    ShardStanding,
     UpdateArrived,
 )
 from holdfast.core.servers.placement import SHARDS, find_holders, find_shards
@@ -35,15 +35,16 @@ from holdfast.core.servers.reading import (
     Lost,
     OrderCopy,
     OrderReset,
-    Reading,
-    ReadingEffect,
-    Wait,
+    RowReading,
+    RowReadingEffect,
+    WaitAgain,
     bring_up,
 )
+from holdfast.sim.wrong_bits import Violation
 
 _PRIME = (1 << 61) - 1
 KEPT = 6  # updates that a worker keeps, besides those that reads do not see yet
-PATIENCE_S = 0.2  # of a worker with a server that does not answer
+PATIENCE_S = 0.2  # a worker waits this long for a server
 WAIT_S = 0.1
 
 
@@ -63,18 +64,14 @@ class TableSimOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableSimReport:
-    """Counts what has happened in a run."""
+    """Counts the events of a run."""
 
     steps: int
     reads: int
     copies: int
     gives: int
-    restarts: int  # of the whole job, since rows were lost
+    restarts: int  # times that the whole job began again, since rows were lost
     faults: int
-
-
-class Violation(AssertionError):
-    """Says that a rule was broken, and in which seed."""
 
 
 def grow(shard: int, value: int, number: int) -> int:
@@ -82,8 +79,8 @@ def grow(shard: int, value: int, number: int) -> int:
     return (value * 1_000_003 + number * 7919 + shard + 1) % _PRIME
 
 
-class Truth:
-    """Knows what every shard holds after every update."""
+class RowTruth:
+    """Knows the value of every shard after every update."""
 
     def __init__(self) -> None:
         self._values: list[list[int]] = [[shard] for shard in range(SHARDS)]
@@ -98,7 +95,7 @@ class Truth:
 class SimServer:
     """Is one process of a server: its machine, its values, and what happens to it."""
 
-    def __init__(self, number: int, shards: tuple[int, ...], truth: Truth) -> None:
+    def __init__(self, number: int, shards: tuple[int, ...], truth: RowTruth) -> None:
         self.number = number
         self.holdings = Holdings(shards)
         self.is_dead = False
@@ -111,7 +108,7 @@ class SimServer:
         self._tokens: set[int] = set()
 
     def handle(self, event: HoldingsEvent, copied: int = 0) -> None:
-        """Feed the machine, and carry out what it orders; `copied`: the value of a copy."""
+        """Feed the machine, and carry out its orders; `copied`: the value of a copy."""
         if isinstance(event, UpdateArrived):
             self._tokens.add(event.token)
         if isinstance(event, CopyArrived):
@@ -153,6 +150,58 @@ class SimServer:
             raise Violation(f"server {self.number}: {text}")
 
 
+class RowMessages:
+    """Carries out acts in the order of their times, and delivers requests to servers."""
+
+    def __init__(self, dice: random.Random) -> None:
+        self.now = 0.0
+        self.servers: list[SimServer] = []
+        self._dice, self._order = dice, 0
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+
+    def step(self) -> None:
+        """Carry out the next act. InvariantError if there is none."""
+        require(bool(self._queue), "nothing is left to happen")
+        self.now, _, act = heapq.heappop(self._queue)
+        act()
+
+    def at(self, when: float, act: Callable[[], None]) -> None:
+        self._order += 1
+        heapq.heappush(self._queue, (when, self._order, act))
+
+    def after(self, delay_s: float, act: Callable[[], None]) -> None:
+        self.at(self.now + delay_s, act)
+
+    def latency(self) -> float:
+        """Draw how long a message takes, in seconds."""
+        slow = self._dice.random() < 0.05
+        return self._dice.uniform(0.01, 0.15) if slow else self._dice.uniform(0.0005, 0.004)
+
+    def call(
+        self, number: int, act: Callable[[SimServer], object], answer: Callable[[object], None]
+    ) -> None:
+        """Send a request; `answer` gets what `act` returns, or None if no answer comes."""
+        server = self.servers[number]
+        answered = [False]
+
+        def reply(found: object) -> None:
+            if not answered[0]:
+                answered[0] = True
+                answer(found)
+
+        def deliver() -> None:
+            if server.is_dead or server is not self.servers[number]:
+                self.after(self.latency(), lambda: reply(None))
+            elif self.now < server.frozen_until:
+                self.at(server.frozen_until + self.latency(), deliver)
+            elif self.now >= server.cut_until:
+                found = act(server)
+                self.after(self.latency(), lambda: reply(found))
+
+        self.after(self.latency(), deliver)
+        self.after(PATIENCE_S, lambda: reply(None))
+
+
 @dataclass(slots=True)
 class SimWorker:
     """Is one worker: how many updates it has committed, and which it keeps."""
@@ -160,8 +209,8 @@ class SimWorker:
     number: int
     committed: int = 0
     kept_after: int = 0
-    reading: Reading | None = None
-    version: int = 0  # of the read
+    reading: RowReading | None = None
+    version: int = 0  # the read's
     attempt: int = 0  # grows when the job begins again, or the worker is replaced
     suspects: dict[int, float] = field(default_factory=dict)
 
@@ -171,10 +220,9 @@ class TableWorld:
 
     def __init__(self, options: TableSimOptions, seed: int) -> None:
         self._options, self._dice = options, random.Random(seed)
-        self._truth, self._now, self._order = Truth(), 0.0, 0
-        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._truth, self._time = RowTruth(), RowMessages(self._dice)
         self._holders = find_holders(options.servers, options.replicas)
-        self._servers = [self._new_server(n) for n in range(options.servers)]
+        self._time.servers = [self._new_server(n) for n in range(options.servers)]
         self._workers = [SimWorker(n) for n in range(options.workers)]
         self._arrived: set[int] = set()
         self._tokens = 0
@@ -184,57 +232,18 @@ class TableWorld:
     def run(self) -> TableSimReport:
         """Simulate until every worker has taken all steps."""
         for _ in range(self._options.faults):
-            self._at(self._dice.uniform(0.05, self._options.quiet_at), self._strike)
+            self._time.at(self._dice.uniform(0.05, self._options.quiet_at), self._strike)
         for worker in self._workers:
-            self._at(self._dice.uniform(0, 0.05), self._starter(worker))
-        while self._queue and not self._is_over():
-            self._now, _, act = heapq.heappop(self._queue)
-            if self._now > self._options.ends_by:
+            self._time.at(self._dice.uniform(0, 0.05), self._starter(worker))
+        while not self._is_over():
+            self._time.step()
+            if self._time.now > self._options.ends_by:
                 raise Violation(f"no end in {self._options.ends_by:g} s: {self._workers}")
-            act()
-        require(self._is_over(), "nothing is left to happen")
         least = min(worker.committed for worker in self._workers)
         return TableSimReport(steps=least, **self._counts)
 
-    # ------------------------------------------------------------ time and messages
-
-    def _at(self, when: float, act: Callable[[], None]) -> None:
-        self._order += 1
-        heapq.heappush(self._queue, (when, self._order, act))
-
-    def _after(self, delay_s: float, act: Callable[[], None]) -> None:
-        self._at(self._now + delay_s, act)
-
-    def _latency(self) -> float:
-        slow = self._dice.random() < 0.05
-        return self._dice.uniform(0.01, 0.15) if slow else self._dice.uniform(0.0005, 0.004)
-
     def _is_over(self) -> bool:
         return all(worker.committed >= self._options.steps for worker in self._workers)
-
-    def _call(
-        self, number: int, act: Callable[[SimServer], object], answer: Callable[[object], None]
-    ) -> None:
-        """Send a request; `answer` gets what `act` returns, or None if no answer comes."""
-        server = self._servers[number]
-        answered = [False]
-
-        def reply(found: object) -> None:
-            if not answered[0]:
-                answered[0] = True
-                answer(found)
-
-        def deliver() -> None:
-            if server.is_dead or server is not self._servers[number]:
-                self._after(self._latency(), lambda: reply(None))
-            elif self._now < server.frozen_until:
-                self._at(server.frozen_until + self._latency(), deliver)
-            elif self._now >= server.cut_until:
-                found = act(server)
-                self._after(self._latency(), lambda: reply(found))
-
-        self._after(self._latency(), deliver)
-        self._after(PATIENCE_S, lambda: reply(None))
 
     # ------------------------------------------------------------ workers
 
@@ -250,12 +259,12 @@ class TableWorld:
     def _begin_read(self, worker: SimWorker) -> None:
         wanted = self._dice.sample(range(SHARDS), self._dice.randint(1, SHARDS))
         worker.version = max(worker.committed - self._options.staleness, 0)
-        suspects = [n for n, until in worker.suspects.items() if self._now < until]
+        suspects = [n for n, until in worker.suspects.items() if self._time.now < until]
         holders = {shard: self._holders[shard] for shard in sorted(wanted)}
-        worker.reading = Reading(worker.version, holders, worker.kept_after, suspects)
+        worker.reading = RowReading(worker.version, holders, worker.kept_after, suspects)
         self._go_on(worker, worker.reading)
 
-    def _go_on(self, worker: SimWorker, reading: Reading) -> None:
+    def _go_on(self, worker: SimWorker, reading: RowReading) -> None:
         if worker.reading is not reading:
             return
         if reading.is_done:
@@ -265,7 +274,7 @@ class TableWorld:
         for effect in reading.next():
             self._carry_out(worker, reading, effect)
 
-    def _carry_out(self, worker: SimWorker, reading: Reading, effect: ReadingEffect) -> None:
+    def _carry_out(self, worker: SimWorker, reading: RowReading, effect: RowReadingEffect) -> None:
         match effect:
             case Ask(server, shards):
                 self._ask(worker, reading, server, shards)
@@ -275,16 +284,16 @@ class TableWorld:
                 self._order_copy(server, source, shards)
             case OrderReset(server, shards):
                 event = ResetAsked(shards)
-                self._call(
+                self._time.call(
                     server, lambda s: s.handle(event), lambda _: self._go_on(worker, reading)
                 )
-            case Wait():
+            case WaitAgain():
 
                 def again() -> None:
                     reading.try_again()
                     self._go_on(worker, reading)
 
-                self._after(WAIT_S, again)
+                self._time.after(WAIT_S, again)
             case Lost(shards):
                 self._check_lost(worker, shards)
                 self._begin_again()
@@ -292,7 +301,7 @@ class TableWorld:
                 assert_never(effect)
 
     def _ask(
-        self, worker: SimWorker, reading: Reading, number: int, shards: tuple[int, ...]
+        self, worker: SimWorker, reading: RowReading, number: int, shards: tuple[int, ...]
     ) -> None:
         version = worker.version
 
@@ -305,11 +314,11 @@ class TableWorld:
         def answer(found: object) -> None:
             if worker.reading is not reading:
                 return
-            effects: list[ReadingEffect] = []
+            effects: list[RowReadingEffect] = []
             if found is None:
-                worker.suspects[number] = self._now + 1.0
+                worker.suspects[number] = self._time.now + 1.0
                 reading.unreached(number)
-            elif isinstance(found, Standing):
+            elif isinstance(found, ShardStanding):
                 effects = reading.refused(number, shards, found)
             else:
                 assert isinstance(found, dict)
@@ -319,7 +328,7 @@ class TableWorld:
                 self._carry_out(worker, reading, effect)
             self._go_on(worker, reading)
 
-        self._call(number, act, answer)
+        self._time.call(number, act, answer)
 
     def _check_read(self, number: int, version: int, found: dict[int, int]) -> None:
         self._counts["reads"] += len(found)
@@ -346,14 +355,16 @@ class TableWorld:
             return server.holdings.judge(update, shards)
 
         def answer(found: object) -> None:
-            if isinstance(found, Standing) and worker.attempt == attempt:
+            if isinstance(found, ShardStanding) and worker.attempt == attempt:
                 holders = {shard: self._holders[shard] for shard in shards}
                 known = replace(found, past=())
                 for effect in bring_up(number, known, worker.kept_after, holders):
-                    if isinstance(effect, OrderCopy):
-                        self._carry_out(worker, Reading(0, holders, 0), effect)
+                    if isinstance(effect, Give):
+                        self._give(worker, effect.server, effect.after, effect.shards)
+                    elif isinstance(effect, OrderCopy):
+                        self._order_copy(effect.server, effect.source, effect.shards)
 
-        self._call(number, act, answer)
+        self._time.call(number, act, answer)
 
     def _arrive(self, worker: SimWorker) -> None:
         """Commit the step once all workers have read and computed."""
@@ -365,10 +376,10 @@ class TableWorld:
             each.committed += 1
             each.kept_after = max(each.kept_after, each.committed - self._kept)
             self._push(each)
-            self._after(self._dice.uniform(0.001, 0.03), self._starter(each))
+            self._time.after(self._dice.uniform(0.001, 0.03), self._starter(each))
 
     def _push(self, worker: SimWorker) -> None:
-        """Send the update of this worker's part of the shards to all who hold them."""
+        """Send the update of this worker's part of the shards to all servers of these shards."""
         mine = worker.number
         due = [s for s in range(SHARDS) if s % len(self._workers) == mine]
         for number in range(self._options.servers):
@@ -378,7 +389,7 @@ class TableWorld:
 
     def _order_copy(self, number: int, source: int, shards: tuple[int, ...]) -> None:
         """Have one server fetch shards from another one."""
-        server = self._servers[number]
+        server = self._time.servers[number]
         wanted = [s for s in shards if s in server.values]
 
         def fetch(target: SimServer) -> object:
@@ -397,15 +408,15 @@ class TableWorld:
                 for shard, (version, value) in found.items():
                     target.handle(CopyArrived(shard, version), value)
 
-            self._call(source, give, receive)
+            self._time.call(source, give, receive)
             return None
 
-        self._call(number, fetch, lambda _: None)
+        self._time.call(number, fetch, lambda _: None)
 
     def _check_lost(self, worker: SimWorker, shards: tuple[int, ...]) -> None:
         for shard in shards:
             for number in self._holders[shard]:
-                server = self._servers[number]
+                server = self._time.servers[number]
                 standing = server.holdings.judge(worker.version, [shard])
                 if not server.is_dead and standing.can_serve:
                     raise Violation(
@@ -421,7 +432,7 @@ class TableWorld:
             worker.committed = worker.kept_after = 0
             worker.attempt += 1
             worker.reading = None
-            self._after(self._dice.uniform(0.01, 0.1), self._starter(worker))
+            self._time.after(self._dice.uniform(0.01, 0.1), self._starter(worker))
 
     # ------------------------------------------------------------ faults
 
@@ -431,26 +442,48 @@ class TableWorld:
     def _strike(self) -> None:
         self._counts["faults"] += 1
         number = self._dice.randrange(self._options.servers)
-        server = self._servers[number]
+        server = self._time.servers[number]
         match self._dice.choice(("kill", "kill", "freeze", "cut", "forget")):
             case "kill":
                 server.is_dead = True
                 delay_s = self._dice.choice((0.02, 0.2, 1.0))
-                self._after(delay_s, lambda: self._restart(number, server))
+                self._time.after(delay_s, lambda: self._restart(number, server))
             case "freeze":
-                server.frozen_until = self._now + self._dice.uniform(0.1, 1.5)
+                server.frozen_until = self._time.now + self._dice.uniform(0.1, 1.5)
             case "cut":
-                server.cut_until = self._now + self._dice.uniform(0.1, 1.5)
+                server.cut_until = self._time.now + self._dice.uniform(0.1, 1.5)
             case _:
                 worker = self._workers[self._dice.randrange(len(self._workers))]
                 worker.kept_after = worker.committed  # another process has taken its place
                 worker.attempt += 1
                 if worker.reading is not None:
                     worker.reading = None
-                    self._after(self._latency(), self._starter(worker))
+                    self._time.after(self._time.latency(), self._starter(worker))
                 elif worker.number not in self._arrived:
-                    self._after(0.05, self._starter(worker))
+                    self._time.after(0.05, self._starter(worker))
 
     def _restart(self, number: int, server: SimServer) -> None:
-        if self._servers[number] is server:
-            self._servers[number] = self._new_server(number)
+        if self._time.servers[number] is server:
+            self._time.servers[number] = self._new_server(number)
+
+
+def draw_options(seed: int) -> TableSimOptions:
+    """Draw a job from a seed: its servers, replicas, workers, staleness and faults."""
+    dice = random.Random(f"tables {seed}")
+    servers = dice.randint(1, 5)
+    return TableSimOptions(
+        servers=servers,
+        replicas=dice.randint(1, min(servers, 3)),
+        workers=dice.randint(1, 4),
+        staleness=dice.choice((0, 0, 1, 8)),
+        faults=dice.choice((0, 4, 12, 30)),
+    )
+
+
+def find_failure(seed: int) -> str:
+    """Run one seed; return the rule that it breaks, or an empty text."""
+    try:
+        TableWorld(draw_options(seed), seed).run()
+    except (Violation, InvariantError) as error:
+        return str(error)
+    return ""

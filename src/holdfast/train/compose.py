@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -15,7 +15,7 @@ from holdfast.core.job_spec import JobSpec
 from holdfast.core.replica.ends import SinkKind, SourceKind
 from holdfast.core.replica.saves import SavePolicy
 from holdfast.core.step.balance import BalancePolicy
-from holdfast.core.step.events import EventNoted, Loading, Reachable
+from holdfast.core.step.events import EventNoted, Loading, Reachable, StateLost
 from holdfast.core.step.speculation import Patience
 from holdfast.core.step.step_policy import StepPolicy
 from holdfast.core.types import Peer, WorkerId
@@ -51,7 +51,7 @@ from holdfast.train.script.parameter_watch import ParameterWatch
 from holdfast.train.script.plain_state import PlainState, StateComparison
 from holdfast.train.script.processor_kind import kind_of_processor
 from holdfast.train.script.repeated_tasks import RepeatedTasks
-from holdfast.train.script.row_updates import ServerAccess
+from holdfast.train.script.row_updates import RowUpdates, ServerAccess
 from holdfast.train.script.script_guard import ScriptGuard
 from holdfast.train.script.script_memory import ScriptMemory
 from holdfast.train.script.script_state import ScriptState
@@ -387,8 +387,10 @@ def _transport_maker(
     return lambda: GpuTransport(TcpTransport(listener), gpu, rooms, gpu_id)
 
 
-def _server_access(control: Control, script: ScriptThread) -> ServerAccess:
-    """Return how this worker reaches the servers that hold rows of tables."""
+def _connect_servers(control: Control, updates: RowUpdates) -> None:
+    """Let tables reach the servers that hold their rows, if there are any."""
+    if not control.environment.spec.servers.count:
+        return
     me, driver, link = control.environment, control.driver, control.link
 
     def find_address(number: int) -> str:
@@ -400,15 +402,22 @@ def _server_access(control: Control, script: ScriptThread) -> ServerAccess:
             return None
         return view.rank(WorkerId(me.worker)), len(view.members)
 
-    return ServerAccess(
+    def lose(why: str) -> NoReturn:
+        driver.post(EventNoted("tables", why))
+        driver.post(StateLost())
+        while True:
+            driver.next_for_script()
+
+    access = ServerAccess(
         servers=me.spec.servers.count,
         replicas=me.spec.servers.replicas,
         identity=me.identity(),
         find_address=find_address,
         find_part=find_part,
-        lose=script.lose_state,
+        lose=lose,
         tell=lambda text: driver.post(EventNoted("tables", text)),
     )
+    updates.connect(access)
 
 
 def compose_worker(
@@ -438,8 +447,7 @@ def compose_worker(
     recorder = LedgerRecorder(replace(me, run_dir=None) if me.shard else me, control.seed, driver)
     missed = MissedSteps(data)
     rate = spec.nodes.join_rate * 1e6
-    compares = guard.prints.cycle > 0
-    feeder = Feeder(protected, data, driver.post, identity, rate, compares=compares)
+    feeder = Feeder(protected, data, driver.post, identity, rate, compares=guard.prints.cycle > 0)
     receiver = FedReceiver(data, loaded, driver.post, driver.fail, identity)
     recalling = Recalling(data, loaded, identity, spec.redundancy(), me.shard)
     protector = _protector(control, identity, protected, data, capture)
@@ -479,7 +487,6 @@ def compose_worker(
     is_alone = isinstance(control.link, SoloLink)
     if rate and large and spec.workers.procs == 1 and sharding is None and not is_alone:
         driver.post(Reachable(receiver.listen(me.host)))
-    if spec.servers.count:
-        progress.row_updates.connect(_server_access(control, script))
+    _connect_servers(control, progress.row_updates)
     OptimizerWatch(protected, lambda: script.is_open, sharding).start()
     return script

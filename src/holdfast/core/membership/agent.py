@@ -148,7 +148,7 @@ class MemoryHeld:
 
 @dataclass(frozen=True, slots=True)
 class ServersRun:
-    """These servers of tables listen on this node."""
+    """Reports the servers of tables that listen on this node."""
 
     servers: tuple[RunningServer, ...]
 

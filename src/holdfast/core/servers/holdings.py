@@ -53,7 +53,7 @@ class CopyFailed:
 
 @dataclass(frozen=True, slots=True)
 class ResetAsked:
-    """The job begins from its first step again: rows get their first values."""
+    """Reports that the job begins with its first step again: rows get their first values."""
 
     shards: tuple[int, ...]
 
@@ -88,7 +88,7 @@ class ResetShards:
 
 @dataclass(frozen=True, slots=True)
 class ForgetUpdate:
-    """Drop what is kept as `token`: no shard needs it any more."""
+    """Drop the update `token`: no shard needs it any more."""
 
     token: int
 
@@ -97,8 +97,8 @@ HoldingsEffect = ApplyUpdate | AdoptCopy | ResetShards | ForgetUpdate
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """Says how far a server is with some shards, for a read of one version.
+class ShardStanding:
+    """Compares the versions of some shards with the one that a read asks for.
 
     `behind`: shards with the version that they have. `past`: shards whose rows as of that version
     are no longer known. `copying`: shards that are being fetched.
@@ -116,7 +116,7 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class HoldingsSnapshot:
-    """Holds the versions of shards, and from which version on their rows can be read."""
+    """Lists the versions of shards, and the earliest version of each that can be read."""
 
     versions: tuple[tuple[int, int], ...]
     floors: tuple[tuple[int, int], ...]
@@ -152,7 +152,7 @@ class Holdings:
                 assert_never(event)
         return []
 
-    def judge(self, version: int, shards: Sequence[int]) -> Standing:
+    def judge(self, version: int, shards: Sequence[int]) -> ShardStanding:
         """Return how far these shards are for a read as of `version`. Others count as past."""
         behind, past, copying = [], [], []
         for shard in shards:
@@ -163,7 +163,7 @@ class Holdings:
                     copying.append(shard)
                 else:
                     behind.append((shard, self._versions[shard]))
-        return Standing(tuple(behind), tuple(past), tuple(copying))
+        return ShardStanding(tuple(behind), tuple(past), tuple(copying))
 
     def version(self, shard: int) -> int:
         """Return how many updates a shard has had."""
@@ -227,7 +227,7 @@ class Holdings:
         return [ApplyUpdate(number, shards, token)]
 
     def _catch_up(self, shards: tuple[int, ...]) -> list[HoldingsEffect]:
-        """Apply what has waited for these shards to come so far."""
+        """Apply updates of these shards that have waited for earlier ones."""
         effects: list[HoldingsEffect] = []
         for number in sorted(self._ahead):
             left: list[UpdateArrived] = []

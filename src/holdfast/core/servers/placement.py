@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from holdfast.core.errors import require
 
-SHARDS = 16  # of every table; key k is in shard k % SHARDS
+SHARDS = 16  # in each table; key k is in shard k % SHARDS
 _MASK = (1 << 64) - 1
 
 

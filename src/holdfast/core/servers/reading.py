@@ -13,14 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.core.errors import require
-from holdfast.core.servers.holdings import Standing
+from holdfast.core.servers.holdings import ShardStanding
 
 GIVES_MAX = 3  # times that one server is given updates of a shard within a round
 DENIALS_MAX = 5  # times that all holders of a shard answer in vain before it counts as lost
 
 
 class Try(enum.Enum):
-    """Says how it stands with one server and one shard."""
+    """Is the state of one server for one shard within a read."""
 
     OPEN = "open"  # it can be asked
     ASKED = "asked"  # its answer is awaited
@@ -67,18 +67,18 @@ class OrderReset:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
-    """Wait a moment: a server may come back."""
+class WaitAgain:
+    """WaitAgain a moment: a server may come back."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Nobody has these shards as of the version any more."""
+    """Give these shards up: no server has them as of the version any more."""
 
     shards: tuple[int, ...]
 
 
-ReadingEffect = Ask | Give | OrderCopy | OrderReset | Wait | Lost
+RowReadingEffect = Ask | Give | OrderCopy | OrderReset | WaitAgain | Lost
 
 
 @dataclass(slots=True)
@@ -88,7 +88,7 @@ class _Shard:
     served_by: int | None = None
 
 
-class Reading:
+class RowReading:
     """Decides for one read, as the module describes.
 
     `holders`: of each shard, the servers that hold it in the order in which to ask them.
@@ -117,7 +117,7 @@ class Reading:
         """Return whether every shard was served."""
         return all(each.served_by is not None for each in self._shards.values())
 
-    def next(self) -> list[ReadingEffect]:
+    def next(self) -> list[RowReadingEffect]:
         """Return what to do now; nothing while answers are awaited, or once all is done."""
         asks: dict[int, list[int]] = {}
         stuck: list[int] = []
@@ -136,7 +136,7 @@ class Reading:
         is_awaited = any(Try.ASKED in each.tries.values() for each in open_shards)
         return [] if is_awaited or not stuck else self._unstick(stuck)
 
-    def served(self, server: int, shards: Sequence[int]) -> list[ReadingEffect]:
+    def served(self, server: int, shards: Sequence[int]) -> list[RowReadingEffect]:
         """Take in that a server has sent the rows; others that lack the shards fetch them there."""
         behind: dict[int, list[int]] = {}
         for shard in shards:
@@ -148,8 +148,8 @@ class Reading:
         return [OrderCopy(other, server, tuple(found)) for other, found in behind.items()]
 
     def refused(
-        self, server: int, shards: Sequence[int], standing: Standing
-    ) -> list[ReadingEffect]:
+        self, server: int, shards: Sequence[int], standing: ShardStanding
+    ) -> list[RowReadingEffect]:
         """Take in that a server has answered how far it is instead."""
         gives: dict[int, list[int]] = {}
         for shard in shards:
@@ -181,14 +181,14 @@ class Reading:
                 each.tries = dict.fromkeys(each.tries, Try.OPEN)
                 each.gives.clear()
 
-    def _unstick(self, stuck: Sequence[int]) -> list[ReadingEffect]:
+    def _unstick(self, stuck: Sequence[int]) -> list[RowReadingEffect]:
         resets: dict[int, list[int]] = {}
         lost: list[int] = []
         for shard in stuck:
             each = self._shards[shard]
             if Try.UNREACHED in each.tries.values():
                 self._denials = 0
-                return [Wait()]
+                return [WaitAgain()]
             if self._kept_after == 0:  # from the first values on, all can be made again
                 server = next(iter(each.tries))
                 each.tries[server] = Try.OPEN
@@ -197,7 +197,7 @@ class Reading:
                 lost.append(shard)
         self._denials += bool(lost)
         if lost and self._denials < DENIALS_MAX:
-            return [Wait()]  # another worker may be giving what this one does not keep
+            return [WaitAgain()]  # another worker may be giving what this one does not keep
         if lost:
             return [Lost(tuple(lost))]
         return [OrderReset(server, tuple(shards)) for server, shards in resets.items()]
@@ -205,10 +205,10 @@ class Reading:
 
 def bring_up(
     server: int,
-    standing: Standing,
+    standing: ShardStanding,
     kept_after: int,
     holders: Mapping[int, Sequence[int]],
-) -> list[ReadingEffect]:
+) -> list[RowReadingEffect]:
     """Return what brings a server up that did not have all updates before the one it was sent.
 
     `standing`: how far it is now. It fetches what this worker does not keep from the first other
@@ -223,7 +223,7 @@ def bring_up(
         source = next((other for other in holders[shard] if other != server), None)
         if source is not None:
             copies.setdefault(source, []).append(shard)
-    effects: list[ReadingEffect] = [
+    effects: list[RowReadingEffect] = [
         Give(server, have, tuple(shards)) for have, shards in sorted(gives.items())
     ]
     return effects + [OrderCopy(server, s, tuple(shards)) for s, shards in copies.items()]

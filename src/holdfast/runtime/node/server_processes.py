@@ -49,7 +49,7 @@ class ServerProcesses:
         self._timer: asyncio.TimerHandle | None = None
 
     def handle(self, event: machine.HostEvent) -> None:
-        """Feed the machine, and carry out what it decides."""
+        """Feed the machine, and carry out its decisions."""
         for effect in self._host.handle(event, time.monotonic()):
             match effect:
                 case machine.StartServer(number, incarnation):

@@ -323,13 +323,6 @@ class ScriptThread:
         self._make_plan()
         return not self._is_over(ends)
 
-    def lose_state(self, why: str) -> NoReturn:
-        """Give the job's state up, since a part of it that no worker holds is gone."""
-        self._driver.post(ev.EventNoted("tables", why))
-        self._driver.post(ev.StateLost())
-        while True:
-            self._driver.next_for_script()
-
     def start_again(self, wrong: str = "") -> NoReturn:
         """End this process: it was given a state that belongs to an earlier line of the script.
 

@@ -1,0 +1,262 @@
+"""Servers of tables in the simulator: no seed breaks a rule, and planted bugs are found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from holdfast.cli.main import main
+from holdfast.core.servers import reading
+from holdfast.core.servers.holdings import (
+    ApplyUpdate,
+    Holdings,
+    HoldingsEffect,
+    ResetAsked,
+    ShardStanding,
+    UpdateArrived,
+)
+from holdfast.core.servers.placement import SHARDS, find_holders, find_shards
+from holdfast.core.servers.reading import Ask, Give, Lost, OrderCopy, OrderReset, RowReading
+from holdfast.sim.table_servers import (
+    TableSimOptions,
+    TableSimReport,
+    TableWorld,
+    draw_options,
+    find_failure,
+)
+
+SEEDS = range(60)
+Patch = pytest.MonkeyPatch
+
+
+def total(options: TableSimOptions, seeds: Sequence[int]) -> TableSimReport:
+    reports = [TableWorld(options, seed).run() for seed in seeds]
+    names = ("steps", "reads", "copies", "gives", "restarts", "faults")
+    return TableSimReport(**{name: sum(getattr(r, name) for r in reports) for name in names})
+
+
+def test_no_seed_breaks_a_rule() -> None:
+    assert [seed for seed in SEEDS if find_failure(seed)] == []
+
+
+def test_faults_have_consequences() -> None:
+    found = total(TableSimOptions(), range(10))
+    assert min(found.reads, found.copies, found.gives, found.faults) > 50
+
+
+def test_one_server_may_be_lost_without_a_step() -> None:
+    options = TableSimOptions(servers=3, replicas=2, faults=1)
+    assert total(options, range(40)).restarts == 0
+
+
+def test_without_a_second_replica_the_job_begins_again() -> None:
+    assert total(TableSimOptions(servers=2, replicas=1), range(10)).restarts > 0
+
+
+def test_the_same_seed_comes_to_the_same() -> None:
+    assert TableWorld(draw_options(3), 3).run() == TableWorld(draw_options(3), 3).run()
+
+
+def test_the_command_says_what_it_found(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sim", "--tables", "--seeds", "0:5"]) == 0
+    assert "5 seeds of servers of tables, 0 failed" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------- planted bugs
+
+
+def applies_twice(patch: Patch) -> None:
+    """Let a server apply an update again that it has had."""
+    patch.setattr(Holdings, "_is_due", lambda self, s, n: self._versions[s] in (n - 1, n))
+
+
+def leaves_updates_out(patch: Patch) -> None:
+    """Let a server apply an update although an earlier one is missing."""
+    patch.setattr(Holdings, "_is_due", lambda self, s, n: self._versions[s] < n)
+
+
+def serves_what_it_has(patch: Patch) -> None:
+    """Let a server answer a read as of a version that it has not reached."""
+    patch.setattr(Holdings, "judge", lambda *_: ShardStanding())
+
+
+def trusts_copies(patch: Patch) -> None:
+    """Let a server count a copy as one update newer than it is."""
+    plain = Holdings._adopt
+    patch.setattr(Holdings, "_adopt", lambda self, shard, v: plain(self, shard, v + 1))
+
+
+def forgets_what_waits(patch: Patch) -> None:
+    """Let a server drop updates that came early, as if they had been applied."""
+
+    def keep(self: Holdings, number: int, left: list[UpdateArrived]) -> None:
+        for each in left:
+            for shard in each.shards:
+                self._versions[shard] = number
+        self._ahead.pop(number, None)
+
+    patch.setattr(Holdings, "_keep", keep)
+
+
+def resets_good_rows(patch: Patch) -> None:
+    """Let a reset keep the version, so that the first values count as the newest."""
+    plain = Holdings._reset
+
+    def reset(self: Holdings, shards: tuple[int, ...]) -> list[HoldingsEffect]:
+        versions = dict(self._versions)
+        found = plain(self, shards)
+        self._versions.update(versions)
+        return found
+
+    patch.setattr(Holdings, "_reset", reset)
+
+
+def gives_up_at_once(patch: Patch) -> None:
+    """Let a reader give rows up as soon as nobody has answered."""
+    patch.setattr(reading, "DENIALS_MAX", 0)
+
+
+def never_gives_up(patch: Patch) -> None:
+    """Let a reader wait for ever for rows that nobody has."""
+    patch.setattr(reading, "DENIALS_MAX", 1 << 60)
+
+
+def waits_for_the_first(patch: Patch) -> None:
+    """Let a reader ask the first server of a shard only."""
+    plain = RowReading.__init__
+
+    def init(self: RowReading, version: int, holders: Any, *rest: Any) -> None:
+        plain(self, version, {s: h[:1] for s, h in holders.items()}, *rest)
+
+    patch.setattr(RowReading, "__init__", init)
+
+
+def never_orders_copies(patch: Patch) -> None:
+    """Let servers that are behind stay so."""
+    patch.setattr(reading, "bring_up", lambda *_: [])
+    patch.setattr("holdfast.sim.table_servers.bring_up", lambda *_: [])
+    patch.setattr(RowReading, "served", _served_without_copies(RowReading.served))
+
+
+def _served_without_copies(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def served(self: RowReading, server: int, shards: Sequence[int]) -> list[Any]:
+        return [e for e in plain(self, server, shards) if not isinstance(e, OrderCopy)]
+
+    return served
+
+
+@pytest.mark.parametrize(
+    ("plant", "options"),
+    [
+        (applies_twice, TableSimOptions()),
+        (leaves_updates_out, TableSimOptions()),
+        (serves_what_it_has, TableSimOptions()),
+        (trusts_copies, TableSimOptions()),
+        (forgets_what_waits, TableSimOptions()),
+        (resets_good_rows, TableSimOptions(servers=2, replicas=1)),
+        (gives_up_at_once, TableSimOptions()),
+        (waits_for_the_first, TableSimOptions()),
+        (never_gives_up, TableSimOptions(servers=2, replicas=1)),
+    ],
+)
+def test_the_checkers_find(
+    plant: Callable[[Patch], None], options: TableSimOptions, monkeypatch: Patch
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises(Exception, match=r"shard|no end|happen|update"):
+        total(options, SEEDS)
+
+
+def test_servers_that_are_never_copied_cost_steps(monkeypatch: Patch) -> None:
+    options = TableSimOptions(servers=2, replicas=2, faults=8)
+    sound = total(options, range(40)).restarts
+    never_orders_copies(monkeypatch)
+    assert total(options, range(40)).restarts > sound
+
+
+# ---------------------------------------------------------------- the machines alone
+
+
+def test_shards_are_spread_evenly_and_stay_where_they_are() -> None:
+    for servers in range(1, 9):
+        holders = find_holders(servers, min(servers, 2))
+        assert all(len(set(each)) == min(servers, 2) for each in holders)
+        firsts = [each[0] for each in holders]
+        assert max(map(firsts.count, range(servers))) <= SHARDS // servers + 2
+        assert sorted({s for n in range(servers) for s in find_shards(n, holders)}) == list(
+            range(SHARDS)
+        )
+    few, more = find_holders(4, 1), find_holders(5, 1)
+    moved = sum(a != b for a, b in zip(few, more, strict=True))
+    assert 0 < moved <= SHARDS // 2
+
+
+def test_updates_are_applied_in_order_whenever_they_come() -> None:
+    holdings = Holdings([3])
+    assert not any(
+        isinstance(e, ApplyUpdate) for e in holdings.handle(UpdateArrived(2, (3,), token=20))
+    )
+    found = holdings.handle(UpdateArrived(1, (3,), token=10))
+    assert [(e.number, e.token) for e in found if isinstance(e, ApplyUpdate)] == [(1, 10), (2, 20)]
+    assert holdings.judge(2, [3]).can_serve
+    assert holdings.judge(0, [3]).can_serve
+    assert holdings.judge(3, [3]).behind == ((3, 2),)
+    assert holdings.judge(1, [4]).past == (4,)
+
+
+def test_rows_that_can_still_be_read_are_not_reset() -> None:
+    holdings = Holdings([0], window=4)
+    for number in range(1, 4):
+        holdings.handle(UpdateArrived(number, (0,), token=number))
+    assert holdings.handle(ResetAsked((0,))) == []
+    for number in range(4, 7):
+        holdings.handle(UpdateArrived(number, (0,), token=number))
+    assert holdings.judge(1, [0]).past == (0,)
+    assert holdings.handle(ResetAsked((0,)))
+    assert holdings.judge(0, [0]).can_serve
+
+
+def test_a_reader_asks_another_server_and_has_the_first_one_copy() -> None:
+    read = RowReading(9, {0: (4, 7)}, kept_after=5)
+    assert read.next() == [Ask(4, (0,))]
+    assert read.refused(4, (0,), ShardStanding(behind=((0, 2),))) == []
+    assert read.next() == [Ask(7, (0,))]
+    assert read.served(7, (0,)) == [OrderCopy(4, 7, (0,))]
+    assert read.is_done
+
+
+def test_a_reader_gives_what_it_keeps() -> None:
+    read = RowReading(9, {0: (4, 7)}, kept_after=5)
+    read.next()
+    assert read.refused(4, (0,), ShardStanding(behind=((0, 6),))) == [Give(4, 6, (0,))]
+    assert read.next() == [Ask(4, (0,))]
+
+
+def test_suspects_are_asked_last() -> None:
+    assert RowReading(1, {0: (4, 7)}, 0, suspects=[4]).next() == [Ask(7, (0,))]
+
+
+def test_rows_are_given_up_only_when_all_have_answered_again_and_again() -> None:
+    read = RowReading(9, {0: (4,)}, kept_after=8)
+    for _ in range(reading.DENIALS_MAX):
+        assert read.next() == [Ask(4, (0,))]
+        read.refused(4, (0,), ShardStanding(past=(0,)))
+        found = read.next()
+        read.try_again()
+    assert found == [Lost((0,))]
+    for _ in range(3 * reading.DENIALS_MAX):
+        read = RowReading(9, {0: (4, 7)}, kept_after=8)
+        read.next()
+        read.refused(4, (0,), ShardStanding(past=(0,)))
+        read.next()
+        read.unreached(7)
+        assert not any(isinstance(e, Lost) for e in read.next())
+
+
+def test_a_job_that_keeps_every_update_has_rows_made_again() -> None:
+    read = RowReading(0, {0: (4,)}, kept_after=0)
+    read.next()
+    read.refused(4, (0,), ShardStanding(past=(0,)))
+    assert read.next() == [OrderReset(4, (0,))]
