@@ -5,10 +5,13 @@ from __future__ import annotations
 import random
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from conftest import Start, finish
+from holdfast.store.checkpoints import Checkpoints
+from holdfast.store.open import open_storage
 from holdfast.testing.local_run import LocalRun, strike
 
 STEPS = 60
@@ -134,6 +137,45 @@ def test_all_workers_are_lost_and_servers_begin_again_with_them(
         for pid in run.members().values():
             strike(pid)
         assert finish(run) == digest(STEPS)
+
+
+def saving(tmp_path: Path, servers: int, replicas: int = 1) -> tuple[str, ...]:
+    """Return the flags of a job with servers that saves checkpoints."""
+    return *flags(servers, replicas), "--store", str(tmp_path / "store"), "--save-every", "10"
+
+
+def until_saved(tmp_path: Path, run: LocalRun, step: int) -> None:
+    """Wait until a checkpoint of this step or a later one is there."""
+    store = Checkpoints(open_storage(str(tmp_path / "store")))
+    run.until(lambda: any(each >= step for each in store.steps()), 60, f"a checkpoint of {step}")
+
+
+def test_rows_that_are_lost_everywhere_come_from_a_checkpoint(
+    start: Start, digest: Digest, tmp_path: Path
+) -> None:
+    run = paced(start, 80, 2, saving(tmp_path, 2))
+    with run:
+        pids = servers_of(run, 2)
+        until_saved(tmp_path, run, 20)
+        until_step(run, 50)
+        assert strike(pids[0])
+        assert finish(run) == digest(80)
+    assert "are lost" in run.events("tables")[0]["text"]
+    (back,) = [event["text"] for event in run.events("back")]
+    assert int(back.rpartition(" ")[2]) >= 20
+
+
+def test_a_job_whose_every_process_was_killed_goes_on_with_its_rows(
+    start: Start, digest: Digest, tmp_path: Path
+) -> None:
+    run = paced(start, 80, 2, saving(tmp_path, 3, 2))
+    with run:
+        until_saved(tmp_path, run, 20)
+        for pid in (run.pid, *run.leftovers()):
+            strike(pid)
+    with LocalRun(run.run_dir.path, [], [], command=["resume", str(run.run_dir.path)]) as again:
+        assert finish(again) == digest(80)
+    assert "from the checkpoint of step" in again.events("view")[-1]["text"]
 
 
 @pytest.mark.slow

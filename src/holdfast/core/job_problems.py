@@ -160,13 +160,7 @@ def _server_conflicts(spec: JobSpec, say: Callable[[str], str]) -> Iterator[str]
             f"{say('servers.replicas')} is greater than {say('servers.count')}: each row is on so "
             "many of the servers, so use more servers or fewer replicas"
         )
-    for key in ("checkpoints.store", "memory.redundancy"):
-        if SETTINGS[key].value_in(spec) != SETTINGS[key].default:
-            yield (
-                f"{say('servers.count')} and {say(key)} exclude each other: rows on servers "
-                "are not saved yet, so leave one of them out"
-            )
-    for key in ("workers.procs", "stragglers.backup"):
+    for key in ("memory.redundancy", "workers.procs", "stragglers.backup"):
         if SETTINGS[key].value_in(spec) != SETTINGS[key].default:
             yield (
                 f"{say('servers.count')} and {say(key)} exclude each other: leave one of them out"

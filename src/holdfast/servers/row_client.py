@@ -27,6 +27,7 @@ from holdfast.core.servers.reading import (
     Give,
     Lost,
     OrderCopy,
+    OrderLoad,
     OrderReset,
     RowReading,
     RowReadingEffect,
@@ -43,9 +44,10 @@ PATIENCE_S = 0.5  # with a server that sends nothing
 REACH_S = 0.5  # to connect
 BEGIN_S = 120.0  # for a server to fill all its rows with their first values
 SUSPECT_S = 2.0  # a server that did not answer is asked last for so long
+SAVE_TRIES, SAVE_PAUSE_S = 50, 0.1  # to order a save, since a server may lack an update yet
 TOLD_S = 5.0  # a read that waits longer is reported
 PAUSE_S = 0.02  # between two rounds in which nobody could answer
-Asking: TypeAlias = Ask | Give | OrderCopy | OrderReset
+Asking: TypeAlias = Ask | Give | OrderCopy | OrderReset | OrderLoad
 QUEUE_MAX = 64  # updates that wait for one server; it is given the others as it asks
 
 
@@ -108,10 +110,11 @@ class _Connection:
         wire.send_array(channel, torch.cat([each.reshape(-1) for each in grads]))
         return peer_stream.receive_message(channel, wire.Answer)
 
-    def order(self, request: wire.FetchShards | wire.ResetRows) -> None:
+    def order(self, request: wire.Order) -> wire.Answer:
         """Send an order. OSError, WireError, UserError."""
-        peer_stream.send_message(self.open(), request)
-        peer_stream.receive_message(self._channel, wire.Answer)  # type: ignore[arg-type]
+        channel = self.open()
+        peer_stream.send_message(channel, request)
+        return peer_stream.receive_message(channel, wire.Answer)
 
 
 class _Kept:
@@ -152,6 +155,7 @@ class RowClient:
         self._held = {n: find_shards(n, self.holders) for n in numbers}
         self._reads = {n: _Connection(access, n, self._held[n], group) for n in numbers}
         self._suspects: dict[int, float] = {}
+        self.stored: tuple[int, int] | None = None  # version and step of the begun-from checkpoint
         self._queues: dict[int, queue.Queue[tuple[int, tuple[int, ...]]]] = {
             number: queue.Queue(QUEUE_MAX) for number in numbers
         }
@@ -217,14 +221,14 @@ class RowClient:
                     f"rows of {self._group.name} are lost: no server that is left has shards "
                     f"{', '.join(map(str, shards))} as they were after {job.version} updates"
                 )
-            case Give() | OrderCopy() | OrderReset():
+            case Give() | OrderCopy() | OrderReset() | OrderLoad():
                 self._try(job, effect, self._order)
             case Ask():
                 raise AssertionError("asked elsewhere")
             case _:
                 assert_never(effect)
 
-    def _order(self, _: _Read, effect: Give | OrderCopy | OrderReset) -> None:
+    def _order(self, _: _Read, effect: Give | OrderCopy | OrderReset | OrderLoad) -> None:
         """Send a server an order, or updates. OSError, WireError, UserError."""
         connection, name = self._reads[effect.server], self._group.name
         match effect:
@@ -235,6 +239,36 @@ class RowClient:
                 connection.order(wire.FetchShards(name, address, shards))
             case OrderReset(_, shards):
                 connection.order(wire.ResetRows(name, shards))
+            case OrderLoad(_, shards):
+                assert self.stored is not None, "there is a checkpoint"
+                connection.order(wire.LoadShards(name, self.stored[1], shards))
+
+    def save(self, version: int, step: int, token: str, first: int, part: tuple[int, int]) -> None:
+        """Have servers save the rows as of `version`, each as a share from number `first` on.
+
+        A server saves the shards that it is asked for first. `part`: this worker's place among the
+        members, and their number: each orders some of the servers. Returns at once.
+        """
+        place, members = part
+        for server, held in self._held.items():
+            if server % members != place:
+                continue
+            shards = tuple(s for s in held if self.holders[s][0] == server)
+            request = wire.SaveShards(
+                self._group.name, version, shards, step, token, first + server
+            )
+            threading.Thread(target=self._order_save, args=(server, request), daemon=True).start()
+
+    def _order_save(self, server: int, request: wire.SaveShards) -> None:
+        """Order a save, again and again while the server cannot carry it out yet."""
+        connection = _Connection(self._access, server, self._held[server], self._group)
+        for _ in range(SAVE_TRIES):
+            with suppress(OSError, WireError, UserError):
+                if connection.order(request).standing.can_serve:
+                    break
+            connection.close()
+            time.sleep(SAVE_PAUSE_S)
+        connection.close()
 
     def suspects(self) -> list[int]:
         """Return the servers that did not answer lately."""
@@ -326,7 +360,8 @@ class _Read:
             shard: client.holders[shard] for shard in used.nonzero().flatten().tolist()
         }
         kept_after = client.kept_after(version)
-        self.reading = RowReading(version, holders, kept_after, client.suspects())
+        stored = client.stored[0] if client.stored is not None else None
+        self.reading = RowReading(version, holders, kept_after, client.suspects(), stored)
 
     def places(self, shards: Sequence[int]) -> list[torch.Tensor]:
         """Return where the keys of these shards are, for each table."""

@@ -86,6 +86,20 @@ class ServedOptimizer(torch.optim.Optimizer):
         """Use the job's servers from now on."""
         self._client = RowClient(self._group, access)
 
+    def save(self, step: int, token: str, first: int, place: int, members: int) -> None:
+        """Have some servers save the rows as they are now, as shares from number `first` on.
+
+        `place` of `members`: this worker's, since each asks some of the servers.
+        """
+        if self._client is not None:
+            version = self.param_groups[0]["updates"]
+            self._client.save(version, step, token, first, (place, members))
+
+    def note_checkpoint(self, step: int) -> None:
+        """Note that the state is now that of a checkpoint, which holds all rows as well."""
+        if self._client is not None:
+            self._client.stored = (self.param_groups[0]["updates"], step)
+
     def find_rows(self, ids: Sequence[torch.Tensor]) -> list[FoundRows]:
         """Return the rows of each table's ids, as the committed updates have left them."""
         if self._client is None:

@@ -55,6 +55,7 @@ class ServerGroup:
         self._updates: dict[int, RowUpdate] = {}  # early updates by token
         self._copies: dict[int, list[list[torch.Tensor]]] = {}  # by shard: arrays of each table
         self._tokens = 0
+        self._pins: list[int] = []  # versions that are being saved
         self._changed = threading.Condition()
 
     def begin(self) -> None:
@@ -114,6 +115,31 @@ class ServerGroup:
         with self._changed:
             return bool(self._holdings.judge(1 << 62, shards).copying)
 
+    def pin(self, version: int, shards: Sequence[int]) -> bool:
+        """Keep these shards as they were after `version` updates, until `unpin`, if they are known.
+
+        Returns whether they are.
+        """
+        with self._changed:
+            if not self._holdings.judge(version, shards).can_serve:
+                return False
+            self._pins.append(version)
+            return True
+
+    def unpin(self, version: int) -> None:
+        """Let what `pin` keeps go."""
+        with self._changed:
+            self._pins.remove(version)
+
+    def copy_as_of(self, shard: int, version: int, table: int) -> list[torch.Tensor]:
+        """Return copies of a shard's arrays of one table; the version is pinned."""
+        with self._changed:
+            return self._tables[table].copy(shard, version)
+
+    def array_names(self, table: int) -> list[str]:
+        """Return the names of the arrays of one table."""
+        return self._tables[table].arrays
+
     def copy(self, shard: int) -> tuple[int, list[torch.Tensor]]:
         """Return a shard's version, and copies of its arrays, table by table. WireError."""
         if shard not in self.shards:
@@ -126,11 +152,12 @@ class ServerGroup:
         """Return the shapes of a shard's arrays, by table."""
         return [[tuple(part.shape) for part in table.parts(shard)] for table in self._tables]
 
-    def adopt(self, shard: int, version: int, arrays: list[list[torch.Tensor]]) -> None:
-        """Take in a copy of a shard, as it was after `version` updates."""
+    def adopt(self, arrived: CopyArrived, arrays: list[list[torch.Tensor]]) -> None:
+        """Take in a copy of a shard."""
+        shard = arrived.shard
         with self._changed:
             self._copies[shard] = arrays
-            self._handle(CopyArrived(shard, version))
+            self._handle(arrived)
             self._copies.pop(shard, None)
 
     def check(self) -> None:
@@ -157,7 +184,7 @@ class ServerGroup:
                 case _:
                     assert_never(effect)
         for table in self._tables:
-            table.forget_undos(self._holdings.floor)
+            table.forget_undos(min([self._holdings.floor, *self._pins]))
         self._changed.notify_all()
 
     def _apply(self, number: int, shards: Sequence[int], update: RowUpdate) -> None:

@@ -124,6 +124,23 @@ class ServerTable:
         for array in (self._rows, *self._slots.values()):
             yield array[places.start : places.stop]
 
+    def copy(self, shard: int, version: int) -> list[torch.Tensor]:
+        """Return copies of a shard's arrays as they were after `version` updates."""
+        places = self._places_of(shard)
+        found = [part.clone() for part in self.parts(shard)]
+        for undo in reversed(self._undos):
+            here = (undo.places >= places.start) & (undo.places < places.stop)
+            if undo.number > version and bool(here.any()):
+                at = undo.places[here] - places.start
+                for array, old in zip(found, (undo.rows, *undo.slots.values()), strict=True):
+                    array[at] = old[here]
+        return found
+
+    @property
+    def arrays(self) -> list[str]:
+        """Return the names of a shard's arrays."""
+        return ["rows", *self._slots]
+
     def adopt(self, shard: int, arrays: Sequence[torch.Tensor]) -> None:
         """Take over the arrays of a shard, as `parts` yields them."""
         for mine, other in zip(self.parts(shard), arrays, strict=True):

@@ -108,7 +108,41 @@ class ResetRows(msgspec.Struct, frozen=True, array_like=True, tag=True):
     shards: tuple[int, ...]
 
 
-Request: TypeAlias = BeginGroup | ReadRows | GiveUpdate | FetchShards | CopyShard | ResetRows
+class SaveShards(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Orders a server to save shards as they were after `version` updates.
+
+    They become share `writer` of the checkpoint of `step`, whose other shares have the same token.
+    """
+
+    group: str
+    version: int
+    shards: tuple[int, ...]
+    step: int
+    token: str
+    writer: int
+
+
+class LoadShards(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Orders a server to load shards from the checkpoint of `step`, if it has not begun to."""
+
+    group: str
+    step: int
+    shards: tuple[int, ...]
+
+
+Request: TypeAlias = (
+    BeginGroup
+    | ReadRows
+    | GiveUpdate
+    | FetchShards
+    | CopyShard
+    | ResetRows
+    | SaveShards
+    | LoadShards
+)
+
+
+Order: TypeAlias = FetchShards | ResetRows | SaveShards | LoadShards
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):

@@ -13,14 +13,21 @@ from typing import Any
 
 import torch
 
-from holdfast.core.errors import UserError, WireError, assert_never
-from holdfast.core.servers.holdings import CopyBegun, CopyFailed, ResetAsked, ShardStanding
+from holdfast.core.errors import UserError, WireError, WorldError, assert_never
+from holdfast.core.servers.holdings import (
+    CopyArrived,
+    CopyBegun,
+    CopyFailed,
+    ResetAsked,
+    ShardStanding,
+)
 from holdfast.core.servers.placement import SHARDS
 from holdfast.net import peer_stream
 from holdfast.net.peer_identity import PeerIdentity
 from holdfast.net.peer_listener import serve
 from holdfast.servers import server_wire as wire
 from holdfast.servers.server_group import RowUpdate, ServerGroup
+from holdfast.servers.table_store import TableStore
 
 FETCH_S = 20.0  # a server that a shard is copied from may be silent up to this long
 GROUPS_MAX = 1 << 12
@@ -28,10 +35,19 @@ REQUEST: Any = wire.Request  # the type of all of them
 
 
 class RowServer:
-    """Serves one server's shards. `say`: gets lines for the server's log."""
+    """Serves one server's shards. `say`: gets lines for the server's log.
 
-    def __init__(self, identity: PeerIdentity, say: Callable[[str], None]) -> None:
+    `store`: where rows are saved; None: nowhere.
+    """
+
+    def __init__(
+        self,
+        identity: PeerIdentity,
+        say: Callable[[str], None],
+        store: TableStore | None = None,
+    ) -> None:
         self._identity = identity
+        self._store = store
         self._say = say
         self._groups: dict[str, ServerGroup] = {}
         self._lock = threading.Lock()
@@ -62,7 +78,13 @@ class RowServer:
                 self._copy(channel, group, request.shard)
             case wire.FetchShards(_, source, shards):
                 if group is not None:
-                    self._fetch(group, source, shards)
+                    self._begin_copy(group, shards, lambda: self._fetch_all(group, source, shards))
+                peer_stream.send_message(channel, wire.Answer(unknown=group is None))
+            case wire.SaveShards():
+                self._begin_save(channel, group, request)
+            case wire.LoadShards(_, step, shards):
+                if group is not None:
+                    self._begin_copy(group, shards, lambda: self._load_all(group, step, shards))
                 peer_stream.send_message(channel, wire.Answer(unknown=group is None))
             case wire.ResetRows(_, shards):
                 if group is not None:
@@ -137,14 +159,46 @@ class RowServer:
         for array in arrays:
             wire.send_array(channel, array)
 
-    def _fetch(self, group: ServerGroup, source: str, shards: Sequence[int]) -> None:
-        """Begin to copy shards from another server, unless that is under way."""
+    def _begin_copy(
+        self, group: ServerGroup, shards: Sequence[int], copy: Callable[[], None]
+    ) -> None:
+        """Begin to fetch or load shards, unless that is under way."""
         with self._lock:
             if group.is_copying(shards):
                 return
             group.reset(CopyBegun(tuple(shards)))
-        fetch = threading.Thread(target=self._fetch_all, args=(group, source, shards), daemon=True)
-        fetch.start()
+        threading.Thread(target=copy, daemon=True).start()
+
+    def _begin_save(
+        self, channel: socket.socket, group: ServerGroup | None, request: wire.SaveShards
+    ) -> None:
+        """Begin to save shards as they were after a version, and answer whether that is known."""
+        store = self._store
+        if group is None or store is None or not group.pin(request.version, request.shards):
+            peer_stream.send_message(channel, wire.Answer(unknown=group is None, past=(-1,)))
+            return
+        save = threading.Thread(target=self._save, args=(store, group, request), daemon=True)
+        save.start()
+        peer_stream.send_message(channel, wire.Answer())
+
+    def _save(self, store: TableStore, group: ServerGroup, request: wire.SaveShards) -> None:
+        try:
+            store.save(group, request)
+        except WorldError as error:
+            self._say(f"rows of {group.group.name} at step {request.step} are not saved: {error}")
+        finally:
+            group.unpin(request.version)
+
+    def _load_all(self, group: ServerGroup, step: int, shards: Sequence[int]) -> None:
+        try:
+            if self._store is None:
+                raise WireError("the job has no --store")
+            self._store.load(group, step, shards)
+            self._say(f"loaded {len(shards)} shards of {group.group.name} of step {step}")
+        except (WorldError, WireError) as error:
+            self._say(f"rows of {group.group.name} of step {step} cannot be loaded: {error}")
+        finally:
+            group.reset(CopyFailed(tuple(shards)))
 
     def _fetch_all(self, group: ServerGroup, source: str, shards: Sequence[int]) -> None:
         left = list(shards)
@@ -153,7 +207,7 @@ class RowServer:
             with channel:
                 while left:
                     version, arrays = _fetch_shard(channel, group, left[0])
-                    group.adopt(left[0], version, arrays)
+                    group.adopt(CopyArrived(left[0], version), arrays)
                     left.pop(0)
         except (OSError, WireError) as error:
             self._say(f"shards {left} of {group.group.name} cannot be copied: {error}")

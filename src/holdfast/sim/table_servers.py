@@ -34,6 +34,7 @@ from holdfast.core.servers.reading import (
     Give,
     Lost,
     OrderCopy,
+    OrderLoad,
     OrderReset,
     RowReading,
     RowReadingEffect,
@@ -56,6 +57,7 @@ class TableSimOptions:
     replicas: int = 2
     workers: int = 3
     staleness: int = 0
+    saves_every: int = 0  # steps between two checkpoints; 0: there are none
     steps: int = 60
     faults: int = 12
     quiet_at: float = 4.0
@@ -225,6 +227,8 @@ class TableWorld:
         self._time.servers = [self._new_server(n) for n in range(options.servers)]
         self._workers = [SimWorker(n) for n in range(options.workers)]
         self._arrived: set[int] = set()
+        self._saved = 0  # the newest checkpoint
+        self._begun_from: int | None = None  # the one that the job has gone back to
         self._tokens = 0
         self._kept = KEPT + options.staleness
         self._counts = dict.fromkeys(("reads", "copies", "gives", "restarts", "faults"), 0)
@@ -261,7 +265,9 @@ class TableWorld:
         worker.version = max(worker.committed - self._options.staleness, 0)
         suspects = [n for n, until in worker.suspects.items() if self._time.now < until]
         holders = {shard: self._holders[shard] for shard in sorted(wanted)}
-        worker.reading = RowReading(worker.version, holders, worker.kept_after, suspects)
+        worker.reading = RowReading(
+            worker.version, holders, worker.kept_after, suspects, self._begun_from
+        )
         self._go_on(worker, worker.reading)
 
     def _go_on(self, worker: SimWorker, reading: RowReading) -> None:
@@ -287,6 +293,9 @@ class TableWorld:
                 self._time.call(
                     server, lambda s: s.handle(event), lambda _: self._go_on(worker, reading)
                 )
+            case OrderLoad(server, shards):
+                self._order_load(server, shards)
+                self._go_on(worker, reading)
             case WaitAgain():
 
                 def again() -> None:
@@ -372,6 +381,9 @@ class TableWorld:
         if len(self._arrived) < len(self._workers):
             return
         self._arrived.clear()
+        every, step = self._options.saves_every, worker.committed + 1
+        if every and step % every == 0:
+            self._saved = step
         for each in self._workers:
             each.committed += 1
             each.kept_after = max(each.kept_after, each.committed - self._kept)
@@ -413,6 +425,27 @@ class TableWorld:
 
         self._time.call(number, fetch, lambda _: None)
 
+    def _order_load(self, number: int, shards: tuple[int, ...]) -> None:
+        """Have a server load shards from the checkpoint that the job has begun from."""
+        version = self._begun_from
+        assert version is not None, "there is a checkpoint"
+
+        def load(target: SimServer) -> None:
+            wanted = [shard for shard in shards if shard in target.values]
+            if target.holdings.judge(1 << 40, wanted).copying:
+                return
+            target.handle(CopyBegun(tuple(wanted)))
+
+            def arrive() -> None:
+                for shard in wanted:
+                    arrived = CopyArrived(shard, version, replaces=True)
+                    target.handle(arrived, self._truth.value(shard, version))
+                target.handle(CopyFailed(tuple(wanted)))
+
+            self._time.after(self._time.latency(), arrive)
+
+        self._time.call(number, load, lambda _: None)
+
     def _check_lost(self, worker: SimWorker, shards: tuple[int, ...]) -> None:
         for shard in shards:
             for number in self._holders[shard]:
@@ -427,9 +460,10 @@ class TableWorld:
     def _begin_again(self) -> None:
         """Let the whole job begin with its first step."""
         self._counts["restarts"] += 1
+        self._begun_from = self._saved or None
         self._arrived.clear()
         for worker in self._workers:
-            worker.committed = worker.kept_after = 0
+            worker.committed = worker.kept_after = self._saved
             worker.attempt += 1
             worker.reading = None
             self._time.after(self._dice.uniform(0.01, 0.1), self._starter(worker))
@@ -470,12 +504,13 @@ class TableWorld:
 def draw_options(seed: int) -> TableSimOptions:
     """Draw a job from a seed: its servers, replicas, workers, staleness and faults."""
     dice = random.Random(f"tables {seed}")
-    servers = dice.randint(1, 5)
+    servers, staleness = dice.randint(1, 5), dice.choice((0, 0, 1, 8))
     return TableSimOptions(
         servers=servers,
         replicas=dice.randint(1, min(servers, 3)),
         workers=dice.randint(1, 4),
-        staleness=dice.choice((0, 0, 1, 8)),
+        staleness=staleness,
+        saves_every=0 if staleness else dice.choice((0, 7)),
         faults=dice.choice((0, 4, 12, 30)),
     )
 

@@ -30,6 +30,7 @@ from holdfast.wire.strict import StrictDecoder
 T = TypeVar("T")
 MAGIC = b"HFMANIF1"
 SKELETON = ".skeleton"  # the entry with everything of a state that is no tensor
+TABLES = ".tables/"  # before the names of entries that servers of tables have saved
 PROCS = "procs"  # key in a checkpoint's `about`: the number of shards of its state
 DIGEST_BYTES = 16
 CHUNK_BYTES = 1 << 20
@@ -200,6 +201,11 @@ def name_in_shard(name: str, shard: int) -> str:
 def is_of_one_shard(name: str) -> bool:
     """Return whether an entry belongs to a further shard alone, not to all shards."""
     return name.startswith(_SHARD)
+
+
+def is_of_tables(name: str) -> bool:
+    """Return whether an entry holds rows of tables that servers have saved."""
+    return name.startswith(TABLES)
 
 
 def suspect_name(pack: str) -> str:

@@ -47,7 +47,8 @@ class Order:
 
     `token`: what all shares of one checkpoint, and no others, have in common. `table_at` and
     `table_bytes`: where in the memory its items are listed. `shard`, of `procs`: whose state it is
-    a share of. `state_print`: of all of that state; 0: it is not told.
+    a share of. `state_print`: of all of that state; 0: it is not told. `patience_s`: how long to
+    wait for the other shares at least.
     """
 
     step: int
@@ -60,6 +61,7 @@ class Order:
     shard: int = 0
     procs: int = 1
     state_print: int = 0
+    patience_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

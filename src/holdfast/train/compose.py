@@ -290,6 +290,7 @@ def _saver(
     buffers: Buffers,
     whole_print: Callable[[], int],
     capture: Capture | None,
+    updates: RowUpdates,
 ) -> Saver | None:
     """Return what copies and saves this worker's shares; None without a store or a writer."""
     me, driver = control.environment, control.driver
@@ -303,7 +304,9 @@ def _saver(
     orders = socket.socket(fileno=me.orders_fd)
     procs = me.spec.workers.procs
     job, shard = me.spec.job, (me.shard, procs)
-    return Saver(orders, job, protected, driver.post, print_at_rest, shard, capture)
+    saver = Saver(orders, job, protected, driver.post, print_at_rest, shard, capture)
+    saver.rows = updates
+    return saver
 
 
 def _protector(
@@ -334,13 +337,14 @@ def _protector(
 
 
 def _store_source(
-    me: WorkerEnvironment, loaded: LoadedState, loading: Callable[[], None]
+    me: WorkerEnvironment, loaded: LoadedState, loading: Callable[[], None], updates: RowUpdates
 ) -> StoreSource:
     """Return the reader of the job's checkpoints, which refuses without a store."""
     if not (where := me.spec.checkpoints.store):
         return StoreSource(None, loading)
     store = Checkpoints(open_storage(where, say), say)
-    return StoreSource(Restorer(store, loaded, me.shard, me.spec.workers.procs), loading)
+    restorer = Restorer(store, loaded, me.shard, me.spec.workers.procs)
+    return StoreSource(restorer, loading, updates.note_checkpoint)
 
 
 def _sinks(
@@ -452,7 +456,7 @@ def compose_worker(
     recalling = Recalling(data, loaded, identity, spec.redundancy(), me.shard)
     protector = _protector(control, identity, protected, data, capture)
     loading = partial(driver.post, Loading())
-    from_store = _store_source(me, loaded, loading)
+    from_store = _store_source(me, loaded, loading, progress.row_updates)
     if me.tls is not None and devices and (me.worker, me.shard, me.incarnation) == (0, 0, 1):
         driver.post(EventNoted("tls", NCCL_IN_THE_CLEAR))
     make_transport = _transport_maker(me.host, identity, devices[0] if devices else None)
@@ -467,7 +471,7 @@ def compose_worker(
         describe=lambda: guard.comparison.describe(data.buffers.start),
         backs_up=backs_up,
     )
-    saver = _saver(control, protected, data.buffers, whole_print, capture)
+    saver = _saver(control, protected, data.buffers, whole_print, capture, progress.row_updates)
     sources = {
         SourceKind.STORE: from_store,
         SourceKind.MEMORY: MemorySource(recalling, me.worker, loading, driver.post),

@@ -38,10 +38,14 @@ class CopyBegun:
 
 @dataclass(frozen=True, slots=True)
 class CopyArrived:
-    """A copy of a shard, as it was after `version` updates, is complete."""
+    """A copy of a shard, as it was after `version` updates, is complete.
+
+    `replaces`: it comes from a checkpoint that the job has gone back to, so later rows are dropped.
+    """
 
     shard: int
     version: int
+    replaces: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +145,8 @@ class Holdings:
                 return self._update(event)
             case CopyBegun(shards):
                 self._copying |= set(self._held(shards))
-            case CopyArrived(shard, version):
-                return self._adopt(shard, version)
+            case CopyArrived():
+                return self._adopt(event)
             case CopyFailed(shards):
                 self._copying -= set(shards)
                 return self._catch_up(self._held(shards))
@@ -256,12 +260,14 @@ class Holdings:
             effects += [ForgetUpdate(each.token) for each in self._ahead.pop(min(self._ahead))]
         return effects
 
-    def _adopt(self, shard: int, version: int) -> list[HoldingsEffect]:
+    def _adopt(self, event: CopyArrived) -> list[HoldingsEffect]:
+        shard, version = event.shard, event.version
         if shard not in self._versions:
             return []
         self._copying.discard(shard)
         effects: list[HoldingsEffect] = []
-        if version > self._versions[shard]:
+        goes_back = event.replaces and version < self._floors[shard]
+        if version > self._versions[shard] or goes_back:
             self._versions[shard] = self._floors[shard] = version
             effects.append(AdoptCopy(shard))
         return effects + self._catch_up((shard,))

@@ -67,6 +67,14 @@ class OrderReset:
 
 
 @dataclass(frozen=True, slots=True)
+class OrderLoad:
+    """Have a server load these shards from the checkpoint that the job has begun from."""
+
+    server: int
+    shards: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class WaitAgain:
     """WaitAgain a moment: a server may come back."""
 
@@ -78,7 +86,7 @@ class Lost:
     shards: tuple[int, ...]
 
 
-RowReadingEffect = Ask | Give | OrderCopy | OrderReset | WaitAgain | Lost
+RowReadingEffect = Ask | Give | OrderCopy | OrderReset | OrderLoad | WaitAgain | Lost
 
 
 @dataclass(slots=True)
@@ -92,7 +100,8 @@ class RowReading:
     """Decides for one read, as the module describes.
 
     `holders`: of each shard, the servers that hold it in the order in which to ask them.
-    `kept_after`: the worker keeps every update after this one, up to `version`.
+    `kept_after`: the worker keeps every update after this one, up to `version`. `stored`: the
+    version of the rows in the checkpoint that the job has begun from, if it has.
     """
 
     def __init__(
@@ -101,9 +110,11 @@ class RowReading:
         holders: Mapping[int, Sequence[int]],
         kept_after: int,
         suspects: Iterable[int] = (),
+        stored: int | None = None,
     ) -> None:
         self._version = version
         self._kept_after = kept_after
+        self._can_load = stored is not None and kept_after <= stored <= version
         self._denials = 0
         last = frozenset(suspects)
         self._shards = {
@@ -183,6 +194,7 @@ class RowReading:
 
     def _unstick(self, stuck: Sequence[int]) -> list[RowReadingEffect]:
         resets: dict[int, list[int]] = {}
+        loads: dict[int, list[int]] = {}
         lost: list[int] = []
         for shard in stuck:
             each = self._shards[shard]
@@ -193,6 +205,10 @@ class RowReading:
                 server = next(iter(each.tries))
                 each.tries[server] = Try.OPEN
                 resets.setdefault(server, []).append(shard)
+            elif self._can_load:
+                server = next(iter(each.tries))
+                each.tries[server] = Try.OPEN
+                loads.setdefault(server, []).append(shard)
             else:
                 lost.append(shard)
         self._denials += bool(lost)
@@ -200,7 +216,8 @@ class RowReading:
             return [WaitAgain()]  # another worker may be giving what this one does not keep
         if lost:
             return [Lost(tuple(lost))]
-        return [OrderReset(server, tuple(shards)) for server, shards in resets.items()]
+        orders: list[RowReadingEffect] = [OrderReset(n, tuple(s)) for n, s in resets.items()]
+        return orders + [OrderLoad(server, tuple(shards)) for server, shards in loads.items()]
 
 
 def bring_up(

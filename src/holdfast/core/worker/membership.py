@@ -137,8 +137,10 @@ class Membership:
 
     def lose_state(self) -> None:
         """Give the job's state up on all workers: no later step can be computed from it."""
-        view = self._standing.status.view
-        self.doubt(Doubted(Invalidation(after=0, view=view), discarded=True))
+        status = self._standing.status
+        # Earlier checkpoints are right: only the present state cannot be used any more.
+        invalid = Invalidation(after=status.committed, view=status.view)
+        self.doubt(Doubted(invalid, discarded=True))
 
     def _promise(self, number: ViewNumber) -> bool:
         standing = self._standing

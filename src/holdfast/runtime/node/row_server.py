@@ -17,6 +17,9 @@ from holdfast.health.measure.lifetime import die_with_parent
 from holdfast.net.descriptors import raise_limit
 from holdfast.net.peer_identity import PeerIdentity
 from holdfast.runtime.node import bootstrap
+from holdfast.runtime.rundir import RunDir
+from holdfast.store.checkpoints import Checkpoints
+from holdfast.store.open import open_storage
 
 MODULE = "holdfast.runtime.node.row_server"
 ADDRESS_FD = "HOLDFAST_ADDRESS_FD"
@@ -31,8 +34,11 @@ def main(argv: list[str]) -> int:
     identity = PeerIdentity.of(key, Path(tls) if tls else None)
 
     from holdfast.servers.serving import RowServer  # takes seconds
+    from holdfast.servers.table_store import TableStore
 
-    address = RowServer(identity, _say).listen(os.environ["HOLDFAST_HOST"])
+    where = RunDir(Path(os.environ["HOLDFAST_RUN_DIR"])).spec().checkpoints.store
+    store = TableStore(Checkpoints(open_storage(where, _say), _say)) if where else None
+    address = RowServer(identity, _say, store).listen(os.environ["HOLDFAST_HOST"])
     descriptor = int(os.environ[ADDRESS_FD])
     os.write(descriptor, address.encode() + b"\n")
     os.close(descriptor)

@@ -22,6 +22,7 @@ from holdfast.store.manifest import (
     SKELETON,
     Entry,
     Manifest,
+    is_of_tables,
     name_in_shard,
 )
 from holdfast.store.snapshot import ALIGN
@@ -134,6 +135,7 @@ class Restorer:
 
 def entries_of_shard(entries: Sequence[Entry], shard: int) -> list[Entry]:
     """Return the entries of a shard's tensors: those after its skeleton, up to the next one's."""
+    entries = [entry for entry in entries if not is_of_tables(entry.name)]
     names = [entry.name for entry in entries]
     skeletons = {name_in_shard(SKELETON, shard), name_in_shard(SKELETON, shard + 1)}
     at = [place for place, name in enumerate(names) if name in skeletons]

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -42,6 +42,25 @@ from holdfast.train.checkpoint.state import Capture, NamedTensor
 _PLACE = re.compile(r"\[('?)(.*?)\1\]")
 
 
+TABLES_S = 600.0  # to wait for what servers save of tables, which may be much more than the rest
+
+
+class RowSaves(Protocol):
+    """Has servers of tables save their rows as further shares of a checkpoint."""
+
+    @property
+    def shares(self) -> int:
+        """Return how many shares they save."""
+        ...
+
+    def save(self, step: int, token: str, first: int, place: int, members: int) -> None:
+        """Have some servers save the rows as they are now, as shares from number `first` on.
+
+        `place` of `members`: the worker that asks, which is not the only one.
+        """
+        ...
+
+
 class Saver:
     """Copies this worker's share of the state, and has the writer of its node save it.
 
@@ -60,6 +79,7 @@ class Saver:
         shard: tuple[int, int] = (0, 1),
         capture: Capture | None = None,
     ) -> None:
+        self.rows: RowSaves | None = None
         self._whole_print = whole_print
         self._shard, self._procs = shard
         self._capture = capture or (lambda _: state.capture_named(protected))
@@ -80,18 +100,22 @@ class Saver:
         rank, size, began = view.rank(me), len(view.members), time.monotonic()
         try:
             table_at, table_bytes = self._copy(rank, size)  # those of shard 0 come first
+            more = self.rows.shares if self.rows is not None else 0
             order = Order(
                 step=step,
                 view=view.number,
                 token=token_for(self._job, view.number, step),
                 rank=self._shard * size + rank,
-                size=self._procs * size,
+                size=self._procs * size + more,
                 table_at=table_at,
                 table_bytes=table_bytes,
                 shard=self._shard,
                 procs=self._procs,
                 state_print=self._whole_print() if checked else 0,
+                patience_s=TABLES_S if more else 0.0,
             )
+            if self.rows is not None and more:
+                self.rows.save(step, order.token, self._procs * size, rank, size)
             # Unless copies are still under way this worker may die now: its share will be saved.
             answers = None if self._copier.busy else send(self._orders, order, self._arena)
         except (OSError, MemoryError, WorldError) as error:

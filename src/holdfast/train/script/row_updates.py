@@ -44,6 +44,7 @@ class RowUpdates:
 
     def __init__(self) -> None:
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
+        self._servers = 0
 
     def find(self, name: str, value: Any) -> dict[str, torch.optim.Optimizer]:
         """Return new optimizers within an object that is protected as `name`, by their names."""
@@ -82,6 +83,26 @@ class RowUpdates:
                     "not on the job's servers: make tables after holdfast.join()"
                 )
             connect(access)
+        self._servers = access.servers
+
+    @property
+    def shares(self) -> int:
+        """Return how many shares of a checkpoint the servers save."""
+        return self._servers * len(self._optimizers)
+
+    def save(self, step: int, token: str, first: int, place: int, members: int) -> None:
+        """Have some servers save the rows as they are now, as shares from number `first` on.
+
+        `place` of `members`: this worker's, since each asks some of the servers.
+        """
+        for i, (_, optimizer) in enumerate(sorted(self._optimizers.items())):
+            start = first + i * self._servers
+            optimizer.save(step, token, start, place, members)  # type: ignore[attr-defined]
+
+    def note_checkpoint(self, step: int) -> None:
+        """Note that the state is now that of a checkpoint, which holds all rows as well."""
+        for optimizer in self._optimizers.values() if self._servers else ():
+            optimizer.note_checkpoint(step)  # type: ignore[attr-defined]
 
     def apply(self) -> None:
         """Update all rows that the committed step has used, and forget their gradients."""

@@ -38,12 +38,18 @@ class PlainSource:
 class StoreSource(PlainSource):
     """Reads checkpoints, together with all members of a view; `restorer` is None without a store.
 
-    `loading` is called just before anything is overwritten.
+    `loading` is called just before anything is overwritten, `loaded` with the step afterwards.
     """
 
-    def __init__(self, restorer: Restorer | None, loading: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        restorer: Restorer | None,
+        loading: Callable[[], None],
+        loaded: Callable[[int], None] = lambda step: None,
+    ) -> None:
         self._restorer = restorer
         self._loading = loading
+        self._loaded = loaded
 
     def load_state(self, order: ef.ObtainState, at: ViewConnections | None) -> Events:
         """Read the checkpoint of a step: no member holds the state. UserError without a store."""
@@ -54,6 +60,7 @@ class StoreSource(PlainSource):
         try:
             try:
                 restorer.restore(step, at.transport, at.layout, self._loading)
+                self._loaded(step)
                 return (ev.StateObtained(SourceKind.STORE, number),)
             except (Damaged, Missing) as error:
                 text = f"the checkpoint of step {step} is not used: {error}"
