@@ -42,6 +42,13 @@ def fails(run: LocalRun) -> str:
         (["run", "--nproc", "0", SCRIPT], ["--nproc 0"]),
         (["run", "--nproc", "2", "--min-workers", "3", SCRIPT], ["--min-workers 3"]),
         (["run", "--threads", "0", SCRIPT], ["--threads 0"]),
+        (["run", "--replicas", "3", "--servers", "2", SCRIPT], ["--replicas 3", "--servers 2"]),
+        (["run", "--replicas", "2", SCRIPT], ["--replicas 2", "--servers"]),
+        (["run", "--servers", "-1", SCRIPT], ["--servers -1"]),
+        (
+            ["run", "--servers", "1", "--procs-per-worker", "2", SCRIPT],
+            ["--servers 1", "--procs-per-worker 2"],
+        ),
         (["run", "--save-every", "0", SCRIPT], ["--save-every 0", "at least 1", "auto"]),
         (["run", "--save-between", "9", "3", SCRIPT], ["--save-between 9 3"]),
         (["run", "--scrub-rate", "nan", SCRIPT], ["--scrub-rate nan", "at least 0"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from holdfast.cli.main import main
 from holdfast.core.servers import reading
 from holdfast.core.servers.holdings import (
     ApplyUpdate,
+    CopyArrived,
     Holdings,
     HoldingsEffect,
     ResetAsked,
@@ -28,6 +30,8 @@ from holdfast.sim.table_servers import (
 )
 
 SEEDS = range(60)
+# Long enough to go back by more updates than can be undone.
+LONG = TableSimOptions(servers=2, replicas=1, saves_every=25, steps=150, faults=20, quiet_at=25.0)
 Patch = pytest.MonkeyPatch
 
 
@@ -53,6 +57,15 @@ def test_one_server_may_be_lost_without_a_step() -> None:
 
 def test_without_a_second_replica_the_job_begins_again() -> None:
     assert total(TableSimOptions(servers=2, replicas=1), range(10)).restarts > 0
+
+
+def test_with_checkpoints_a_job_begins_again_from_the_newest() -> None:
+    plain = total(TableSimOptions(servers=2, replicas=1, faults=8), range(20))
+    saving = total(TableSimOptions(servers=2, replicas=1, faults=8, saves_every=7), range(20))
+    assert plain.restarts > 0
+    assert saving.restarts > 0
+    assert saving.reads < plain.reads
+    assert total(LONG, range(5)).restarts > 0
 
 
 def test_the_same_seed_comes_to_the_same() -> None:
@@ -85,7 +98,19 @@ def serves_what_it_has(patch: Patch) -> None:
 def trusts_copies(patch: Patch) -> None:
     """Let a server count a copy as one update newer than it is."""
     plain = Holdings._adopt
-    patch.setattr(Holdings, "_adopt", lambda self, shard, v: plain(self, shard, v + 1))
+
+    def adopt(self: Holdings, event: CopyArrived) -> list[HoldingsEffect]:
+        return plain(self, replace(event, version=event.version + 1))
+
+    patch.setattr(Holdings, "_adopt", adopt)
+
+
+def keeps_later_rows(patch: Patch) -> None:
+    """Let a server keep its rows when the job has gone back to a checkpoint."""
+    plain = Holdings._adopt
+    patch.setattr(
+        Holdings, "_adopt", lambda self, event: plain(self, replace(event, replaces=False))
+    )
 
 
 def forgets_what_waits(patch: Patch) -> None:
@@ -154,6 +179,7 @@ def _served_without_copies(plain: Callable[..., Any]) -> Callable[..., Any]:
         (leaves_updates_out, TableSimOptions()),
         (serves_what_it_has, TableSimOptions()),
         (trusts_copies, TableSimOptions()),
+        (keeps_later_rows, LONG),
         (forgets_what_waits, TableSimOptions()),
         (resets_good_rows, TableSimOptions(servers=2, replicas=1)),
         (gives_up_at_once, TableSimOptions()),

@@ -96,7 +96,7 @@ class ServedOptimizer(torch.optim.Optimizer):
             self._client.save(version, step, token, first, (place, members))
 
     def note_checkpoint(self, step: int) -> None:
-        """Note that the state is now that of a checkpoint, which holds all rows as well."""
+        """Record that the state has come from a checkpoint, which holds all rows as well."""
         if self._client is not None:
             self._client.stored = (self.param_groups[0]["updates"], step)
 

@@ -1,6 +1,6 @@
 """Saves shards of tables as shares of a checkpoint, and loads them again.
 
-A table's array is saved as a tensor [places, SHARDS, width], of which each shard is a part: row
+A table's array is saved as a tensor [places, SHARDS, width], and each shard is a part of it: row
 place * SHARDS + shard of the table. So any number of servers can load it, and exported files have
 the rows in order. One plain entry of each share says which version its rows are.
 """

@@ -22,7 +22,7 @@ ATTRIBUTE = "row_optimizer"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerAccess:
-    """Says how a worker reaches the servers that hold rows.
+    """Describes how a worker reaches the servers that hold rows.
 
     `find_address`: returns where a server listens, empty while that is not known. `find_part`:
     returns this worker's place among the members and their number, or None if it is none now.
@@ -100,7 +100,7 @@ class RowUpdates:
             optimizer.save(step, token, start, place, members)  # type: ignore[attr-defined]
 
     def note_checkpoint(self, step: int) -> None:
-        """Note that the state is now that of a checkpoint, which holds all rows as well."""
+        """Record that the state has come from a checkpoint, which holds all rows as well."""
         for optimizer in self._optimizers.values() if self._servers else ():
             optimizer.note_checkpoint(step)  # type: ignore[attr-defined]
 

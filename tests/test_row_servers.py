@@ -1,0 +1,248 @@
+"""One server's rows and requests, in this process: the same bits as a worker's own tables."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.core.errors import UserError, WireError
+from holdfast.core.servers.placement import SHARDS, find_holders, find_shards
+from holdfast.net import peer_stream
+from holdfast.net.peer_identity import PeerIdentity
+from holdfast.servers import SGD, Adagrad, LazyAdam, RowOptimizer, RowWiseAdagrad
+from holdfast.servers import server_wire as wire
+from holdfast.servers.row_client import RowClient
+from holdfast.servers.row_optimizers import TableOptimizer
+from holdfast.servers.row_values import fill_rows
+from holdfast.servers.server_group import RowUpdate
+from holdfast.servers.server_rows import ServerTable, TableShape
+from holdfast.servers.serving import RowServer
+from holdfast.servers.table_store import TableStore
+from holdfast.store.checkpoints import Checkpoints
+from holdfast.store.files import FileStorage
+from holdfast.train.script.row_updates import ServerAccess
+from support import until
+
+RULES = [SGD(lr=0.1, momentum=0.9), Adagrad(lr=0.1), RowWiseAdagrad(lr=0.1), LazyAdam(lr=0.01)]
+IDENTITY = PeerIdentity(key=b"k" * 32)
+ROWS, DIM, STEPS = 75, 5, 6
+
+
+def shape(name: str, count: int = ROWS, dim: int = DIM) -> TableShape:
+    return TableShape(name=name, count=count, dim=dim, seed=7, limits=(-1.0, 1.0), padding=3)
+
+
+def group(rule: RowOptimizer, *names: str, dim: int = DIM) -> wire.TableGroup:
+    name, settings = wire.describe_rule(rule)
+    tables = tuple(shape(each, dim=dim) for each in names)
+    return wire.TableGroup(name="+".join(names), tables=tables, rule=name, settings=settings)
+
+
+def ids(step: int, seed: int) -> torch.Tensor:
+    dice = torch.Generator().manual_seed(1000 * step + seed)
+    return torch.randint(0, ROWS, (20,), generator=dice).unique()
+
+
+def update(step: int, tables: int) -> RowUpdate:
+    keys = [ids(step, i) for i in range(tables)]
+    dice = torch.Generator().manual_seed(step)
+    grads = [torch.randn(len(each), DIM, generator=dice) for each in keys]
+    return RowUpdate(keys=keys, grads=grads, steps=[step] * tables, rates=[0.1] * tables)
+
+
+class Servers:
+    """Starts servers in this process; `addresses` are theirs."""
+
+    def __init__(self, count: int, replicas: int = 1, store: Path | None = None) -> None:
+        self.lost: list[str] = []
+        self.count, self.replicas = count, replicas
+        self.log: list[str] = []
+        kept = TableStore(Checkpoints(FileStorage(store))) if store is not None else None
+        self.servers = [RowServer(IDENTITY, self.log.append, kept) for _ in range(count)]
+        self.addresses = [server.listen("127.0.0.1") for server in self.servers]
+
+    def client(self, described: wire.TableGroup) -> RowClient:
+        def lose(why: str) -> None:
+            raise UserError(why)
+
+        access = ServerAccess(
+            servers=self.count,
+            replicas=self.replicas,
+            identity=IDENTITY,
+            find_address=lambda number: self.addresses[number],
+            find_part=lambda: (0, 1),
+            lose=lose,
+            tell=self.log.append,
+        )
+        return RowClient(described, access)
+
+
+def everything(client: RowClient, version: int, tables: int) -> list[torch.Tensor]:
+    return client.read(version, [torch.arange(ROWS)] * tables)
+
+
+def expected(rule: RowOptimizer, steps: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the rows and slots of a worker's own table after some updates."""
+    weight = torch.nn.Parameter(torch.empty(ROWS, DIM))
+    with torch.no_grad():
+        keys = torch.arange(ROWS).numpy().astype("uint64")
+        fill_rows(weight, keys, 7, -1.0, 1.0)
+        weight[3] = 0.0
+    optimizer = TableOptimizer([weight], rule)
+    optimizer.param_groups[0]["lr"] = 0.1
+    for step in range(1, steps + 1):
+        given = update(step, 1)
+        weight.grad = torch.sparse_coo_tensor(given.keys[0][None], given.grads[0], weight.shape)
+        optimizer.step()
+    state = {n: v for n, v in optimizer.state[weight].items() if n in rule.slots(DIM)}
+    return weight.detach(), state
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+@pytest.mark.parametrize(("servers", "replicas"), [(1, 1), (3, 2)])
+def test_rows_have_the_bits_of_a_workers_own(
+    rule: RowOptimizer, servers: int, replicas: int
+) -> None:
+    client = Servers(servers, replicas).client(group(rule, "items"))
+    for step in range(STEPS + 1):
+        assert torch.equal(everything(client, step, 1)[0], expected(rule, step)[0])
+        client.push(step + 1, update(step + 1, 1))
+
+
+def test_rows_can_be_read_as_of_an_earlier_update() -> None:
+    client = Servers(2).client(group(RULES[1], "items"))
+    for step in range(1, STEPS + 1):
+        client.push(step, update(step, 1))
+    for step in reversed(range(STEPS + 1)):
+        assert torch.equal(everything(client, step, 1)[0], expected(RULES[1], step)[0])
+
+
+def test_what_undoes_updates_is_kept_for_a_while_only() -> None:
+    table = ServerTable(shape("items"), range(SHARDS), RULES[1])
+    for step in range(1, STEPS + 1):
+        given = update(step, 1)
+        table.update(given.keys[0], given.grads[0], 0.1, step, step)
+    table.forget_undos(STEPS)
+    now, _ = expected(RULES[1], STEPS)
+    assert torch.equal(table.read(torch.arange(ROWS), 0), now)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+@pytest.mark.parametrize("servers", [1, 5])
+def test_what_three_servers_have_saved_any_number_loads(
+    rule: RowOptimizer, servers: int, tmp_path: Path
+) -> None:
+    described = group(rule, "items", "users")
+    three = Servers(3, 2, tmp_path).client(described)
+    for step in range(1, STEPS + 1):
+        three.push(step, update(step, 2))
+    everything(three, STEPS, 2)
+    store = Checkpoints(FileStorage(tmp_path))
+    three.save(STEPS, 40, "token", 1, (0, 1))
+    # Updates go on while rows are saved.
+    three.push(STEPS + 1, update(STEPS + 1, 2))
+    first = store.begin(40, "token", 0)
+    first.commit([first.write([], 0), *first.gather(4, 30.0)], {})
+    assert store.verify(40) == []
+
+    others = Servers(servers, 1, tmp_path)
+    client = others.client(described)
+    client.stored = (STEPS, 40)
+    found = everything(client, STEPS, 2)
+    wanted, slots = expected(rule, STEPS)
+    assert torch.equal(found[0], wanted)
+    arrays = [[] for _ in slots]
+    for number, server in enumerate(others.servers):
+        held = server._groups["items+users"]
+        for shard in find_shards(number, find_holders(servers, 1)):
+            _, parts = held.copy(shard)
+            for i in range(len(slots)):
+                arrays[i].append((shard, parts[1 + i]))
+    for name, parts in zip(slots, arrays, strict=True):
+        for shard, part in parts:
+            rows = torch.arange(shard, ROWS, SHARDS)
+            assert torch.equal(part[: len(rows)], slots[name][rows])
+
+
+def test_a_checkpoint_of_other_tables_is_not_loaded(tmp_path: Path) -> None:
+    three = Servers(1, 1, tmp_path).client(group(RULES[1], "items"))
+    three.push(1, update(1, 1))
+    everything(three, 1, 1)
+    store = Checkpoints(FileStorage(tmp_path))
+    three.save(1, 40, "token", 1, (0, 1))
+    first = store.begin(40, "token", 0)
+    first.commit([first.write([], 0), *first.gather(2, 30.0)], {})
+    others = Servers(1, 1, tmp_path)
+    loads = others.servers[0]
+    channel = peer_stream.connect(others.addresses[0], IDENTITY, wire.MAGIC, (0, 0, 0), 20.0)
+    described = group(RULES[1], "users")
+    peer_stream.send_message(channel, wire.BeginGroup(described, tuple(range(SHARDS))))
+    assert not peer_stream.receive_message(channel, wire.Answer).problem
+    peer_stream.send_message(channel, wire.LoadShards("users", 40, (0, 1)))
+    peer_stream.receive_message(channel, wire.Answer)
+    until(lambda: others.log, "a line in the log")
+    assert "rows of users of step 40 cannot be loaded" in others.log[0]
+    assert not loads._groups["users"].is_copying([0, 1])
+
+
+def test_workers_that_describe_tables_differently_are_told() -> None:
+    servers = Servers(1)
+    everything(servers.client(group(RULES[1], "items")), 0, 1)
+    with pytest.raises(UserError, match="table items: two workers describe it differently"):
+        servers.client(group(RULES[1], "items", dim=8)).read(0, [torch.arange(2)])
+    with pytest.raises(UserError, match="another optimizer under this name"):
+        everything(servers.client(group(RULES[0], "items")), 0, 1)
+
+
+def test_rows_that_nobody_has_are_given_up() -> None:
+    client = Servers(2).client(group(RULES[1], "items"))
+    with pytest.raises(UserError, match=r"rows of items are lost: .* as they were after 9 updates"):
+        everything(client, 9, 1)
+
+
+@pytest.mark.parametrize(
+    ("request_", "follows"),
+    [
+        (wire.ReadRows("items", 0, (0,), (1,)), torch.tensor([-16])),
+        (wire.ReadRows("items", 0, (0,), (1,)), torch.tensor([80])),
+        (wire.ReadRows("items", 0, (0,), (1,)), torch.tensor([1])),
+        (wire.ReadRows("items", 0, (99,), (0,)), torch.empty(0, dtype=torch.int64)),
+        (wire.ReadRows("items", 0, (0,), (1, 1)), torch.tensor([0, 0])),
+        (wire.ReadRows("items", 0, (0,), (-1,)), torch.empty(0)),
+        (wire.ReadRows("items", 0, (0,), (1 << 60,)), torch.empty(0)),
+        (wire.GiveUpdate("others", 1, (0,), (1,), (1,), (0.1,)), torch.tensor([0])),
+        (wire.GiveUpdate("items", 1, (0,), (1,), (), (0.1,)), torch.tensor([0])),
+        (wire.CopyShard("items", 99), torch.empty(0)),
+    ],
+)
+def test_a_request_that_no_worker_sends_ends_its_connection_only(
+    request_: wire.Request, follows: torch.Tensor
+) -> None:
+    servers = Servers(1)
+    client = servers.client(group(RULES[1], "items"))
+    before = everything(client, 0, 1)[0]
+    channel = peer_stream.connect(servers.addresses[0], IDENTITY, wire.MAGIC, (0, 0, 0), 20.0)
+    peer_stream.send_message(channel, request_)
+    wire.send_array(channel, follows)
+    with pytest.raises((WireError, ConnectionError)):
+        peer_stream.receive_message(channel, wire.Answer)
+    assert torch.equal(everything(client, 0, 1)[0], before)
+
+
+def test_a_process_with_another_key_is_not_served() -> None:
+    servers = Servers(1)
+    other = PeerIdentity(key=b"o" * 32)
+    with pytest.raises((WireError, OSError)):
+        peer_stream.connect(servers.addresses[0], other, wire.MAGIC, (0, 0, 0), 20.0)
+
+
+def test_bytes_of_strangers_do_no_harm() -> None:
+    servers = Servers(1)
+    host, _, port = servers.addresses[0].rpartition(":")
+    with socket.create_connection((host, int(port))) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        assert stranger.recv(100) == b""
+    assert len(everything(servers.client(group(RULES[1], "items")), 0, 1)[0]) == ROWS
