@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from conftest import computed_twice, finish
 from holdfast.core.errors import UserError
 from holdfast.servers import (
     SGD,
@@ -20,11 +22,18 @@ from holdfast.servers import (
     RowOptimizer,
     RowWiseAdagrad,
 )
+from holdfast.testing.local_run import LocalRun
+from holdfast.train.exchange.layout import Layout
+from holdfast.train.exchange.seam import AloneTransport
 from holdfast.train.job import Job
+from holdfast.train.optimizer_sharding.sharded_optimizers import ShardedOptimizers
 from loop_kit import digest, everywhere, net, results
+from test_examples import ARGS, EXAMPLES
+from test_memory_tier import recalls
 from thread_cluster import ThreadWorker
 
 ROWS, DIM, BAG = 40, 4, 3
+FIRST = {"initial_accumulator_value": 0.5}
 
 
 def clicks(count: int = 70) -> TensorDataset:
@@ -74,7 +83,12 @@ def trained(job: Job, ranker: Ranker, *, rates: bool = False) -> str:
 
 @pytest.mark.parametrize(
     "rule",
-    [SGD(lr=0.1, momentum=0.9), Adagrad(lr=0.1), RowWiseAdagrad(lr=0.1), LazyAdam(lr=0.01)],
+    [
+        pytest.param(SGD(lr=0.1, momentum=0.9), marks=pytest.mark.slow),
+        pytest.param(Adagrad(lr=0.1), marks=pytest.mark.slow),
+        pytest.param(RowWiseAdagrad(lr=0.1), marks=pytest.mark.slow),  # below, with its rate
+        LazyAdam(lr=0.01),
+    ],
     ids=lambda rule: type(rule).__name__,
 )
 def test_tables_are_the_same_on_any_number_of_workers_and_after_deaths(rule: RowOptimizer) -> None:
@@ -134,3 +148,60 @@ def test_an_optimizer_that_has_the_rows_as_well_is_refused() -> None:
             job.protect(ranker=ranker, optimizer=optimizer)
 
     results(script, 1)
+
+
+def test_rows_are_updated_by_whoever_has_come_to_own_them() -> None:
+    """Shares may change before a state is loaded, and each change drops the states of others."""
+
+    def updated(*layouts: Layout) -> list[torch.Tensor]:
+        table = Embedding(ROWS, DIM, name="items", seed=7, optimizer=Adagrad(lr=0.1, **FIRST))
+        rows = table.row_optimizer
+        sharding = ShardedOptimizers({"table": table, "rows": rows}, lambda: None)
+        for layout in layouts:
+            sharding.enter(layout, AloneTransport())
+        table(torch.tensor([[1, 5], [5, 9]])).square().sum().backward()
+        rows.step()
+        return [table.weight.detach(), rows.state[table.weight]["sum"]]
+
+    owned_by_another = Layout(1, 2, 2, ((0,), (1,)), ((), ()), (0, 1))
+    alone = Layout(0, 1, 1, ((0, 1),), ((),), (0,))
+    for before, after in zip(updated(alone), updated(owned_by_another, alone), strict=True):
+        assert torch.equal(before, after)
+
+
+# ---------------------------------------------------------------- processes
+
+HOSTS = ("--virtual", "4", "--no-rebalance", "--speculation-budget", "0")
+MEMORY = ("--redundancy", "replicate:1", "--protect-every", "4")
+BOTH = "worker 0 step 6 kill\nworker 1 step 6 kill\n"
+TURNS = "worker 0 step 5 kill\nworker 1 step 8 kill\n"  # one of these may be the spare
+STEPS = 12
+
+
+@pytest.mark.parametrize(
+    ("options", "deaths", "lost", "begun"),
+    [
+        (("--shard-optimizer", *MEMORY), "worker 1 step 6 kill\n", (1,), 1),
+        pytest.param(("--shard-optimizer", *MEMORY), BOTH, (2,), 1, marks=pytest.mark.slow),
+        pytest.param(MEMORY, BOTH, (2,), 1, marks=pytest.mark.slow),
+        pytest.param(("--spares", "1", "--hot-spares"), TURNS, (1, 2), 0, marks=pytest.mark.slow),
+    ],
+    ids=["shares", "all_shares", "memory", "hot_spare"],
+)
+def test_rows_go_on_with_what_their_optimizer_kept(
+    options: tuple[str, ...], deaths: str, lost: tuple[int, ...], begun: int, tmp_path: Path
+) -> None:
+    """Score, model and rows are those of the undisturbed run, whichever worker is lost."""
+    (tmp_path / "faults").write_text(deaths)
+    script = [str(EXAMPLES / "recommender.py"), *ARGS["recommender.py"], "--steps", f"{STEPS}"]
+    last = []
+    for count, more in (("1", ()), ("2", (*options, "--faults", str(tmp_path / "faults")))):
+        flags = ["--nproc", count, *HOSTS, *more]
+        with LocalRun(tmp_path / count, flags, script) as run:
+            finish(run)
+        last.append(run.out[-2:])
+    assert last[0][0].startswith("AUC ")
+    assert last[0] == last[1]
+    assert len(run.events("lost")) in lost
+    assert len(recalls(run)) == begun
+    assert computed_twice(run) == []

@@ -163,10 +163,6 @@ class TableOptimizer(torch.optim.Optimizer):
     def __init__(self, params: Sequence[torch.Tensor], rule: RowOptimizer) -> None:
         super().__init__(params, {"lr": rule.lr})
         self._rule = rule
-        for param in params:
-            self.state[param] = {"step": torch.zeros((), dtype=torch.int64)}
-            for name, (width, first) in rule.slots(param.shape[1]).items():
-                self.state[param][name] = param.new_full((len(param), width), first)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -177,7 +173,8 @@ class TableOptimizer(torch.optim.Optimizer):
                     self._update(param, group["lr"])
 
     def _update(self, param: torch.Tensor, lr: float) -> None:
-        state, grad = self.state[param], param.grad
+        # Made here, as it is needed: what others own may be dropped before, and come back to us.
+        state, grad = self.state[param] or self._begin(param), param.grad
         assert grad is not None, "a table without a gradient"
         state["step"] += 1
         names = self._rule.slots(param.shape[1])
@@ -192,3 +189,11 @@ class TableOptimizer(torch.optim.Optimizer):
         param.index_copy_(0, places, rows)
         for name, each in slots.items():
             state[name].index_copy_(0, places, each)
+
+    def _begin(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Make the state of a table that has not been updated yet, and return it."""
+        state = {"step": torch.zeros((), dtype=torch.int64)}
+        for name, (width, first) in self._rule.slots(param.shape[1]).items():
+            state[name] = param.new_full((len(param), width), first)
+        self.state[param] = state
+        return state
