@@ -209,10 +209,8 @@ def test_a_worker_that_stands_still_for_long_is_suspended_and_catches_up(
     assert run.events("lost") == []
 
 
-@pytest.mark.parametrize(
-    "point",
-    ["vote", *(pytest.param(p, marks=pytest.mark.slow) for p in ("gather", "voted"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["vote", "gather", "voted"])
 def test_a_death_when_it_is_settled_who_counts(point: str, start: Start, tmp_path: Path) -> None:
     """Either all commit the step as it was settled, or it is settled anew."""
     script = (*SCRIPT, "--all", "--fault", f"SIGKILL:{point}:5:0")

@@ -351,7 +351,8 @@ def with_a_store(
     return run, digest
 
 
-@pytest.mark.parametrize("what", ["parameter", pytest.param("optimizer", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["parameter", "optimizer"])
 def test_a_state_that_has_become_another_is_found_without_audits_and_the_job_goes_back(
     what: str, start: Start, reference: Reference, tmp_path: Path
 ) -> None:

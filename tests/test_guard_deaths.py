@@ -16,7 +16,11 @@ from thread_cluster import ThreadWorker
 STEPS = 30
 # Exchanges of the first steps: deaths in a step, while states are compared, and while what
 # differs is found out.
-DEATHS = [3, 5, 7, 9, *(pytest.param(death, marks=pytest.mark.slow) for death in range(10, 34))]
+BRIEF = (3, 7)
+DEATHS = [
+    pytest.param(death, marks=[] if death in BRIEF else pytest.mark.slow)
+    for death in (3, 5, 7, 9, *range(10, 34))
+]
 
 
 def sets_values_apart(job: Job, me: ThreadWorker) -> None:

@@ -66,7 +66,7 @@ def test_a_hidden_state_that_is_kept_from_batch_to_batch_is_named() -> None:
     refused_everywhere(script, "came to another gradient each time", "carries hidden from one")
 
 
-@pytest.mark.parametrize("weight", [0.9, 0.999])
+@pytest.mark.parametrize("weight", [pytest.param(0.9, marks=pytest.mark.slow), 0.999])
 def test_a_running_average_that_settles_at_once_is_named(weight: float) -> None:
     def script(job: Job, me: ThreadWorker) -> None:
         model, optimizer = protected(job)

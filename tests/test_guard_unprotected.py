@@ -143,7 +143,7 @@ def test_what_is_not_in_scratch_is_looked_at() -> None:
 @pytest.mark.parametrize(
     ("average", "update", "told"),
     [
-        ("", "", ""),
+        pytest.param("", "", "", marks=pytest.mark.slow),
         pytest.param(
             "ema = torch.optim.swa_utils.AveragedModel(model)",
             "ema.update_parameters(model)",

@@ -178,7 +178,7 @@ def test_a_mirror_heals(options: dict[str, Any], index: Path) -> None:
     assert run(script, 2) == [plain] * 2
 
 
-@pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize("rounds", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_bad_records_are_left_out_by_all_alike(rounds: int, index: Path, tmp_path: Path) -> None:
     """They are bad on all copies: what comes out does not depend on the workers."""
     script = train(lambda me: Decaying(BAD), index, rounds=rounds, **QUARANTINED)

@@ -82,7 +82,9 @@ def through_parts_of_the_model(job: Job, me: ThreadWorker) -> Any:
     return digest(first, second)
 
 
-@pytest.mark.parametrize("script", [in_parts, through_parts_of_the_model])
+@pytest.mark.parametrize(
+    "script", [pytest.param(in_parts, marks=pytest.mark.slow), through_parts_of_the_model]
+)
 def test_a_batch_may_have_several_backward_passes(script: Script) -> None:
     everywhere(script)
 
@@ -290,7 +292,9 @@ def keeps_the_iterator(job: Job, me: ThreadWorker) -> Any:
     return digest(model), found
 
 
-@pytest.mark.parametrize("script", [breaks, keeps_the_iterator])
+@pytest.mark.parametrize(
+    "script", [pytest.param(breaks, marks=pytest.mark.slow), keeps_the_iterator]
+)
 def test_a_loop_may_be_left_by_break(script: Script) -> None:
     everywhere(script)
 

@@ -91,7 +91,7 @@ def recalls(run: LocalRun) -> list[int]:
     [
         pytest.param("replicate:1", 1, 3, marks=pytest.mark.slow),
         ("replicate:2", 2, 2),
-        ("rs:2+1", 3, 1),
+        pytest.param("rs:2+1", 3, 1, marks=pytest.mark.slow),
     ],
 )
 def test_every_worker_is_killed_and_no_step_is_lost(
@@ -122,6 +122,7 @@ def test_pieces_are_encrypted_and_recovered(tmp_path: Path, reference: Reference
     assert step >= LATER
 
 
+@pytest.mark.slow
 def test_nodes_are_lost_with_their_memory_while_all_workers_are_killed(
     tmp_path: Path, reference: Reference
 ) -> None:

@@ -506,11 +506,13 @@ FOUND = (Violation.__name__, InvariantError.__name__)  # any other error is not 
 # It takes many seeds, or long ones, until these are noticed.
 SLOW = {
     "a_part_with_too_few_pieces_counts",
+    "a_refused_joiner_is_the_scripts_doing_the_second_time",
     "one_shard_stands_for_all",
     "views_follow_each_other_for_no_reason",
     "stale_reports_are_believed",
     "what_died_with_a_member_is_taken_for_kept",
     "who_has_promised_still_leads",
+    "who_is_behind_is_believed_about_assignments",
     "what_is_missed_is_counted_from_the_next_step",
 }
 

@@ -113,6 +113,7 @@ def leaves_a_frozen_peer(member: GroupMember) -> None:
     os.kill(member.addresses["frozen pid"], signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_peer_that_freezes_in_the_handshake_is_left_in_time(ours: Path) -> None:
     assert run_contract(leaves_a_frozen_peer, partial(of_rank, ours, ours), size=2) == []
 

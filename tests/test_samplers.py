@@ -108,7 +108,7 @@ def by_hand(kind: str) -> tuple[nn.Module, list[tuple[int, int]]]:
     return model, steps
 
 
-@pytest.mark.parametrize("kind", ["weighted", "buckets"])
+@pytest.mark.parametrize("kind", ["weighted", pytest.param("buckets", marks=pytest.mark.slow)])
 def test_each_virtual_rank_takes_the_next_batch_of_a_sampler(kind: str) -> None:
     _, (_, *last), orders = everywhere(lambda job, me: trained(job, me, kind))
     assert tuple(last) == by_hand(kind)[1][-1]

@@ -54,7 +54,7 @@ def quiet(tmp_path_factory: pytest.TempPathFactory) -> Quiet:
 @pytest.mark.parametrize(
     ("workers", "faults", "rejoins", "lost"),
     [
-        (2, "-", "-", 0),
+        pytest.param(2, "-", "-", 0, marks=pytest.mark.slow),
         (2, "task:1.1:4", "5", 1),
         pytest.param(4, "-", "-", 0, marks=pytest.mark.slow),
         # One of a worker's processes, which the others are waiting for; then that of shard 0.
@@ -101,7 +101,10 @@ def test_what_else_a_job_can_do(options: tuple[str, ...], tmp_path: Path, quiet:
     ("faults", "option", "told"),
     [
         ("flip gradient", "--audit", "computed virtual rank"),
-        ("flip received", "--audit", "summed a part of step 5 wrongly"),
+        pytest.param(
+            *("flip received", "--audit", "summed a part of step 5 wrongly"),
+            marks=pytest.mark.slow,
+        ),
         pytest.param("flip parameter", "--fingerprint-steps", "", marks=pytest.mark.slow),
         pytest.param("flip optimizer", "--fingerprint-steps", "", marks=pytest.mark.slow),
     ],
