@@ -29,7 +29,7 @@ from holdfast.train.job import Job
 from holdfast.train.optimizer_sharding.sharded_optimizers import ShardedOptimizers
 from loop_kit import digest, everywhere, net, results
 from test_examples import ARGS, EXAMPLES
-from test_memory_tier import recalls
+from test_memory_tier import kill_workers, recalls, until_step
 from thread_cluster import ThreadWorker
 
 ROWS, DIM, BAG = 40, 4, 3
@@ -173,35 +173,55 @@ def test_rows_are_updated_by_whoever_has_come_to_own_them() -> None:
 
 HOSTS = ("--virtual", "4", "--no-rebalance", "--speculation-budget", "0")
 MEMORY = ("--redundancy", "replicate:1", "--protect-every", "4")
-BOTH = "worker 0 step 6 kill\nworker 1 step 6 kill\n"
 TURNS = "worker 0 step 5 kill\nworker 1 step 8 kill\n"  # one of these may be the spare
 STEPS = 12
+MANY = 150
+
+
+def recommender(path: Path, workers: int, *options: str, steps: int = STEPS) -> LocalRun:
+    script = [str(EXAMPLES / "recommender.py"), *ARGS["recommender.py"], "--steps", f"{steps}"]
+    return LocalRun(path, ["--nproc", str(workers), *HOSTS, *options], script)
+
+
+def score(run: LocalRun) -> list[str]:
+    """Return what a job that ends well prints at its end: how good the model is, and a digest."""
+    finish(run)
+    assert run.out[-2].startswith("AUC ")
+    return run.out[-2:]
 
 
 @pytest.mark.parametrize(
-    ("options", "deaths", "lost", "begun"),
+    ("options", "deaths", "lost", "recalled"),
     [
         (("--shard-optimizer", *MEMORY), "worker 1 step 6 kill\n", (1,), 1),
-        pytest.param(("--shard-optimizer", *MEMORY), BOTH, (2,), 1, marks=pytest.mark.slow),
-        pytest.param(MEMORY, BOTH, (2,), 1, marks=pytest.mark.slow),
         pytest.param(("--spares", "1", "--hot-spares"), TURNS, (1, 2), 0, marks=pytest.mark.slow),
     ],
-    ids=["shares", "all_shares", "memory", "hot_spare"],
+    ids=["shares", "hot_spare"],
 )
 def test_rows_go_on_with_what_their_optimizer_kept(
-    options: tuple[str, ...], deaths: str, lost: tuple[int, ...], begun: int, tmp_path: Path
+    options: tuple[str, ...], deaths: str, lost: tuple[int, ...], recalled: int, tmp_path: Path
 ) -> None:
     """Score, model and rows are those of the undisturbed run, whichever worker is lost."""
     (tmp_path / "faults").write_text(deaths)
-    script = [str(EXAMPLES / "recommender.py"), *ARGS["recommender.py"], "--steps", f"{STEPS}"]
-    last = []
-    for count, more in (("1", ()), ("2", (*options, "--faults", str(tmp_path / "faults")))):
-        flags = ["--nproc", count, *HOSTS, *more]
-        with LocalRun(tmp_path / count, flags, script) as run:
-            finish(run)
-        last.append(run.out[-2:])
-    assert last[0][0].startswith("AUC ")
-    assert last[0] == last[1]
+    with recommender(tmp_path / "1", 1) as run:
+        expected = score(run)
+    with recommender(tmp_path / "2", 2, *options, "--faults", str(tmp_path / "faults")) as run:
+        assert score(run) == expected
     assert len(run.events("lost")) in lost
-    assert len(recalls(run)) == begun
+    assert len(recalls(run)) == recalled
+    assert computed_twice(run) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shares", [True, False])
+def test_rows_go_on_with_what_the_memory_of_their_node_has(shares: bool, tmp_path: Path) -> None:
+    options = (*MEMORY, "--shard-optimizer") if shares else MEMORY
+    with recommender(tmp_path / "1", 1, steps=MANY) as run:
+        expected = score(run)
+    with recommender(tmp_path / "2", 2, *options, steps=MANY) as run:
+        run.until_members(2)
+        until_step(run, 6)
+        kill_workers(run)
+        assert score(run) == expected
+    assert len(recalls(run)) == 1
     assert computed_twice(run) == []
