@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from holdfast.core.step import effects as ef
-from holdfast.core.step.audit import FICKLE, Alike, Audit, Court, Ruling, Sentence
+from holdfast.core.step.audit import FICKLE, SUBSTITUTED, Alike, Audit, Court, Ruling, Sentence
 from holdfast.core.step.audits import Audits
 from holdfast.core.step.early_audits import EARLY_STEPS, PAIRS_MAX, plan_early
 from holdfast.core.step.events import Purpose, TaskDone
@@ -139,6 +139,17 @@ def test_one_worker_that_contradicts_itself_is_a_machines_fault() -> None:
     assert (three.sentence, three.wrong) == (Sentence.LEAVE, ((W1, 0),))
     two = ruled("aa", DIFFER, {0: 3, 1: FICKLE}, {0: 3, 1: FICKLE})
     assert (two.sentence, two.wrong) == (Sentence.LEAVE, ((W1, 0),))
+
+
+def test_a_task_that_left_out_a_record_on_one_worker_is_not_compared() -> None:
+    assert ruled("ab", {0: SUBSTITUTED, 1: 4}).sentence is Sentence.USE
+    assert ruled("ab", {0: 3, 1: SUBSTITUTED}).sentence is Sentence.USE
+    later = ruled("abc", DIFFER, {0: 3, 1: SUBSTITUTED, 2: 4})  # it could be read at first
+    assert (later.sentence, later.wrong) == (Sentence.USE, ())
+    view, audits = on_nodes("a", "b", "c"), [Audit(v, W0, (W1,)) for v in (0, 1)]
+    said = {0: {W0: SUBSTITUTED, W1: 4}, 1: {W0: 5, W1: 6}}
+    ruling = Court(view=view).rule(said, audits, (W0, W0), view.workers)
+    assert (ruling.sentence, ruling.disputed) == (Sentence.AGAIN, (1,))  # the other one is
 
 
 @pytest.mark.parametrize(("exact", "kinds"), [(True, (5, 5)), (False, (5, 5)), (True, (5, 6))])

@@ -208,7 +208,6 @@ def only_on(worker: int) -> Copy:
     return lambda me: Decaying(BAD if (me.worker, me.incarnation) == (worker, 1) else {})
 
 
-@pytest.mark.slow
 def test_what_is_bad_on_one_worker_is_left_out_by_all(index: Path, tmp_path: Path) -> None:
     """Which is proved by the ledger, also if the worker dies before or after it has told.
 

@@ -14,7 +14,7 @@ import pytest
 from holdfast.core.replica.ends import SinkKind, SourceKind
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
-from holdfast.core.step.audit import FICKLE
+from holdfast.core.step.audit import FICKLE, SUBSTITUTED
 from holdfast.core.step.shards import ShardEvents, is_shared
 from holdfast.core.step.sum_trial import SumTrial, SumVerdict
 from holdfast.core.types import Tick, ViewNumber, WorkerId
@@ -103,6 +103,9 @@ def test_a_worker_contradicts_itself_if_one_of_its_processes_does() -> None:
     digests = (11, FICKLE, 12)
     (told,) = hear_all(3, [dataclasses.replace(TASK, digest=digest) for digest in digests])
     assert told == dataclasses.replace(TASK, digest=FICKLE)
+    digests = (SUBSTITUTED, FICKLE, 12)  # they read other records, so nothing can be said of it
+    (told,) = hear_all(3, [dataclasses.replace(TASK, digest=digest) for digest in digests])
+    assert told == dataclasses.replace(TASK, digest=SUBSTITUTED)
     assert hear_all(2, [ev.LoopEntered(True), ev.LoopEntered(False)]) == [ev.LoopEntered(False)]
 
 

@@ -20,6 +20,7 @@ ATTEMPTS_MAX = 3  # at a step
 SHARE = 0.25  # more of a job's workers are never on wrong machines at about the same time
 RUNS_DISPUTED = 12  # runs of a task on each worker if workers disagree about its result
 FICKLE = -1  # stands for the digest of a task that had several on one worker
+SUBSTITUTED = -2  # stands for a digest if a task has left out records that cannot be read
 
 Digests = Mapping[int, Mapping[WorkerId, int]]  # of tasks, by virtual rank, as each worker has them
 Sketch = Sequence[float]  # of a gradient: its norm, and sums over parts of it with random signs
@@ -200,7 +201,11 @@ class Court:
         owners: Sequence[WorkerId],
         workers: Sequence[WorkerId],
     ) -> Ruling:
-        """Rule on the next attempt at the step; `digests` are of what was audited in it."""
+        """Rule on the next attempt at the step; `digests` are of what was audited in it.
+
+        A task that had to leave out a record on one worker may rightly differ on another.
+        """
+        digests = {v: each for v, each in digests.items() if SUBSTITUTED not in each.values()}
         self._heard.append(digests)
         attempts = len(self._heard)
         differing = [v for v, each in digests.items() if len(set(each.values())) > 1]

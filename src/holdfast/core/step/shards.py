@@ -15,7 +15,7 @@ from collections.abc import Hashable, Sequence
 
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
-from holdfast.core.step.audit import FICKLE
+from holdfast.core.step.audit import FICKLE, SUBSTITUTED
 from holdfast.core.types import Tick, WorkerId
 
 # Whoever notices it first is heard at once; it may be told again by others.
@@ -173,7 +173,8 @@ def _digest(digests: Sequence[ev.Digest | None]) -> ev.Digest | None:
     if any(isinstance(each, tuple) for each in digests):
         return tuple(word for each in digests if isinstance(each, tuple) for word in each)
     words = [each for each in digests if isinstance(each, int)]
-    return FICKLE if FICKLE in words else _mixed(words)
+    said = next((word for word in (SUBSTITUTED, FICKLE) if word in words), None)
+    return _mixed(words) if said is None else said
 
 
 def _mixed(words: Sequence[int]) -> int:

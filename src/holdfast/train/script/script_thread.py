@@ -18,7 +18,7 @@ from holdfast.core import tree
 from holdfast.core.errors import InvariantError, UserError
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
-from holdfast.core.step.audit import FICKLE, Sketch
+from holdfast.core.step.audit import FICKLE, SUBSTITUTED, Sketch
 from holdfast.core.step.events import Digest, Purpose, StepKind
 from holdfast.observe.ledger import Place, Uses
 from holdfast.train.data.quarantine import over_budget
@@ -113,6 +113,8 @@ class TaskRunner:
             elif task.purpose is Purpose.SPECULATIVE:
                 data.speculative.keep(vrank, finished)
             digest = finished.gradient if task.digest or finished.gradient == FICKLE else None
+            if finished.report.bad and isinstance(digest, int):
+                digest = SUBSTITUTED
             driver.post(ev.TaskDone(task.step, vrank, task.purpose, finished.count, digest))
 
     def means(
