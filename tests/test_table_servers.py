@@ -91,6 +91,7 @@ def test_a_server_is_lost_and_another_one_serves_its_rows(
     assert not run.events("back")
 
 
+@pytest.mark.slow
 def test_servers_are_lost_one_after_the_other(start: Start, digest: Digest) -> None:
     run = paced(start, 150, 2, flags(2, 2))
     with run:
@@ -105,6 +106,7 @@ def test_servers_are_lost_one_after_the_other(start: Start, digest: Digest) -> N
     assert not run.events("back")
 
 
+@pytest.mark.slow
 def test_a_worker_and_a_server_are_lost_together(start: Start, digest: Digest) -> None:
     run = paced(start, STEPS, 2, flags(2, 2))
     with run:
@@ -116,6 +118,7 @@ def test_a_worker_and_a_server_are_lost_together(start: Start, digest: Digest) -
     assert not run.events("back")
 
 
+@pytest.mark.slow
 def test_rows_that_are_lost_everywhere_are_computed_again(start: Start, digest: Digest) -> None:
     run = paced(start, STEPS, 2, flags(2))
     with run:
@@ -185,6 +188,7 @@ def test_random_losses_change_nothing(seed: int, start: Start, digest: Digest) -
     workers, servers = dice.randint(2, 4), dice.randint(2, 3)
     run = paced(start, 200, workers, flags(servers, 2))
     with run:
+        servers_of(run, servers)
         at = 0
         for _ in range(4):
             at += dice.randint(10, 40)
