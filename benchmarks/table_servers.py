@@ -73,6 +73,7 @@ class Cluster:
         access = ServerAccess(
             servers=servers,
             replicas=replicas,
+            staleness=0,
             identity=PeerIdentity(key=KEY),
             find_address=lambda number: self.servers[number].address,
             find_part=lambda: (0, 1),

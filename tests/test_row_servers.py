@@ -71,6 +71,7 @@ class Servers:
         access = ServerAccess(
             servers=self.count,
             replicas=self.replicas,
+            staleness=0,
             identity=IDENTITY,
             find_address=lambda number: self.addresses[number],
             find_part=lambda: (0, 1),

@@ -181,6 +181,23 @@ def test_a_job_whose_every_process_was_killed_goes_on_with_its_rows(
     assert "from the checkpoint of step" in again.events("view")[-1]["text"]
 
 
+@pytest.mark.parametrize("staleness", [1, pytest.param(8, marks=pytest.mark.slow)])
+def test_stale_reads_are_the_same_on_any_servers_and_after_losses(
+    staleness: int, start: Start, digest: Digest
+) -> None:
+    late = ("--staleness", str(staleness))
+    with start(nproc=1, script="tables.py", options=(*flags(1), *late)) as run:
+        found = finish(run)
+    assert found != digest(STEPS)
+    run = paced(start, STEPS, 2, (*flags(3, 2), *late))
+    with run:
+        pids = servers_of(run, 3)
+        until_step(run, 10)
+        assert strike(pids[0])
+        assert strike(run.members()[1])
+        assert finish(run) == found
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
 def test_random_losses_change_nothing(seed: int, start: Start, digest: Digest) -> None:

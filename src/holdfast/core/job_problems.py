@@ -152,13 +152,19 @@ def _optimizer_conflicts(spec: JobSpec, say: Callable[[str], str]) -> Iterator[s
 def _server_conflicts(spec: JobSpec, say: Callable[[str], str]) -> Iterator[str]:
     count = spec.servers.count
     if not count:
-        if spec.servers.replicas > 1:
-            yield f"{say('servers.replicas')} needs servers: say how many with --servers"
+        for key in ("servers.replicas", "servers.staleness"):
+            if SETTINGS[key].value_in(spec) != SETTINGS[key].default:
+                yield f"{say(key)} needs servers: say how many with --servers"
         return
     if spec.servers.replicas > count:
         yield (
             f"{say('servers.replicas')} is greater than {say('servers.count')}: each row is on so "
             "many of the servers, so use more servers or fewer replicas"
+        )
+    if spec.servers.staleness and spec.checkpoints.store:
+        yield (
+            f"{say('servers.staleness')} and {say('checkpoints.store')} exclude each other: rows "
+            "are saved as they are now, and later steps would read earlier ones"
         )
     for key in ("memory.redundancy", "workers.procs", "stragglers.backup"):
         if SETTINGS[key].value_in(spec) != SETTINGS[key].default:

@@ -23,6 +23,7 @@ PROCESSES_MAX = 1024  # of one kind on a node; more would exhaust it before anyt
 VIRTUAL_MAX = 100_000  # every view names the owner of each virtual rank
 NODES_MAX = 100_000
 SERVERS_MAX = 1024
+STALENESS_MAX = 64  # steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -387,6 +388,15 @@ class ServerSettings:
         metavar="R",
         least=1,
         most=SERVERS_MAX,
+    )
+    staleness: int = setting(
+        0,
+        "let a step read rows without the updates of the last T steps before it, so that it need "
+        "not wait for these; the result depends on T, and on nothing else",
+        flag="--staleness",
+        metavar="T",
+        least=0,
+        most=STALENESS_MAX,
     )
 
 

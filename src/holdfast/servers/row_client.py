@@ -39,7 +39,7 @@ from holdfast.servers import server_wire as wire
 from holdfast.servers.server_group import RowUpdate
 from holdfast.train.script.row_updates import ServerAccess
 
-KEPT = WINDOW  # updates that a worker keeps
+KEPT = WINDOW  # updates that a worker keeps, besides those that reads do not know yet
 PATIENCE_S = 0.5  # with a server that sends nothing
 REACH_S = 0.5  # to connect
 BEGIN_S = 120.0  # for a server to fill all its rows with their first values
@@ -118,9 +118,10 @@ class _Connection:
 
 
 class _Kept:
-    """Keeps a worker's last updates. Safe to use from several threads."""
+    """Keeps a worker's last updates, `most` of them. Safe to use from several threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
+        self._most = most
         self._updates: dict[int, RowUpdate] = {}
         self._lock = threading.Lock()
 
@@ -129,7 +130,7 @@ class _Kept:
             if number - 1 not in self._updates:
                 self._updates.clear()  # the state was received in between
             self._updates[number] = update
-            self._updates.pop(number - KEPT, None)
+            self._updates.pop(number - self._most, None)
 
     def after(self, version: int) -> int:
         """Return the number after which all updates up to `version` are kept."""
@@ -150,7 +151,7 @@ class RowClient:
     def __init__(self, group: wire.TableGroup, access: ServerAccess) -> None:
         self._group, self._access = group, access
         self.holders = find_holders(access.servers, access.replicas)
-        self._kept = _Kept()
+        self._kept = _Kept(KEPT + access.staleness)
         numbers = range(access.servers)
         self._held = {n: find_shards(n, self.holders) for n in numbers}
         self._reads = {n: _Connection(access, n, self._held[n], group) for n in numbers}

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 
 from holdfast.core.errors import UserError
@@ -76,6 +77,7 @@ class ServedOptimizer(torch.optim.Optimizer):
         super().__init__(params, {"lr": rule.lr})
         self._order = list(params)
         self._client: RowClient | None = None
+        self._staleness = 0
         name, settings = describe_rule(rule)
         group = "+".join(shape.name for shape in shapes)
         self._group = TableGroup(name=group, tables=tuple(shapes), rule=name, settings=settings)
@@ -84,7 +86,9 @@ class ServedOptimizer(torch.optim.Optimizer):
 
     def connect(self, access: ServerAccess) -> None:
         """Use the job's servers from now on."""
-        self._client = RowClient(self._group, access)
+        self._staleness = access.staleness
+        group = msgspec.structs.replace(self._group, staleness=access.staleness)
+        self._client = RowClient(group, access)
 
     def save(self, step: int, token: str, first: int, place: int, members: int) -> None:
         """Have some servers save the rows as they are now, as shares from number `first` on.
@@ -100,15 +104,19 @@ class ServedOptimizer(torch.optim.Optimizer):
         if self._client is not None:
             self._client.stored = (self.param_groups[0]["updates"], step)
 
-    def find_rows(self, ids: Sequence[torch.Tensor]) -> list[FoundRows]:
-        """Return the rows of each table's ids, as the committed updates have left them."""
+    def find_rows(self, ids: Sequence[torch.Tensor], *, newest: bool = False) -> list[FoundRows]:
+        """Return the rows of each table's ids as this step reads them.
+
+        `newest`: as all committed updates have left them, whatever the job's staleness.
+        """
         if self._client is None:
             raise UserError(
                 f"tables {self._group.name} were looked up before the job's first step: call "
                 "job.protect(...) first, and look rows up within job.steps or job.evaluate"
             )
         pairs = [torch.unique(each.detach().cpu(), return_inverse=True) for each in ids]
-        found = self._client.read(self.param_groups[0]["updates"], [keys for keys, _ in pairs])
+        version = self.param_groups[0]["updates"] - (0 if newest else self._staleness)
+        found = self._client.read(max(version, 0), [keys for keys, _ in pairs])
         return [
             FoundRows(index.to(given.device), rows.to(given.device), keys.to(given.device))
             for given, rows, (keys, index) in zip(ids, found, pairs, strict=True)
@@ -120,7 +128,7 @@ class ServedOptimizer(torch.optim.Optimizer):
         for block in ids.split(READ_AT_ONCE):
             none = [ids.new_empty(0) for _ in self._group.tables]
             place = self._group.tables.index(table)
-            found = self.find_rows([*none[:place], block, *none[place + 1 :]])[place]
+            found = self.find_rows([*none[:place], block, *none[place + 1 :]], newest=True)[place]
             blocks.append(found.rows[found.index])
         return torch.cat(blocks) if blocks else torch.empty(0, table.dim)
 

@@ -15,6 +15,7 @@ import torch
 
 from holdfast.core.errors import UserError, WireError, assert_never
 from holdfast.core.servers.holdings import (
+    WINDOW,
     AdoptCopy,
     ApplyUpdate,
     CopyArrived,
@@ -51,7 +52,7 @@ class ServerGroup:
         self.group = group
         self.shards = tuple(shards)
         self._tables: list[ServerTable] = []
-        self._holdings = Holdings(shards)
+        self._holdings = Holdings(shards, WINDOW + group.staleness)
         self._updates: dict[int, RowUpdate] = {}  # early updates by token
         self._copies: dict[int, list[list[torch.Tensor]]] = {}  # by shard: arrays of each table
         self._tokens = 0

@@ -33,6 +33,7 @@ class TableGroup(msgspec.Struct, frozen=True, array_like=True):
     tables: tuple[TableShape, ...]
     rule: str
     settings: tuple[tuple[str, tuple[float, ...]], ...]  # the fields of the rule
+    staleness: int = 0  # updates that reads do not know yet
 
     def make_rule(self) -> RowOptimizer:
         """Return the optimizer. UserError, WireError."""

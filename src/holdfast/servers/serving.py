@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from holdfast.core.errors import UserError, WireError, WorldError, assert_never
+from holdfast.core.job_spec import STALENESS_MAX
 from holdfast.core.servers.holdings import (
     CopyArrived,
     CopyBegun,
@@ -104,6 +105,8 @@ class RowServer:
                     raise WireError(f"{GROUPS_MAX} groups of tables are the most")
                 if not all(0 <= shard < SHARDS for shard in request.shards):
                     raise WireError(f"shards {request.shards}, where there are {SHARDS}")
+                if not 0 <= request.group.staleness <= STALENESS_MAX:
+                    raise WireError(f"a staleness of {request.group.staleness} updates")
                 for shape in request.group.tables:
                     wire.check_size((len(request.shards), shape.shard_rows))
                 made = ServerGroup(request.group, sorted(set(request.shards)))

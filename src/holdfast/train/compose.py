@@ -415,6 +415,7 @@ def _connect_servers(control: Control, updates: RowUpdates) -> None:
     access = ServerAccess(
         servers=me.spec.servers.count,
         replicas=me.spec.servers.replicas,
+        staleness=me.spec.servers.staleness,
         identity=me.identity(),
         find_address=find_address,
         find_part=find_part,

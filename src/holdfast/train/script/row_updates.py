@@ -24,14 +24,15 @@ ATTRIBUTE = "row_optimizer"
 class ServerAccess:
     """Describes how a worker reaches the servers that hold rows.
 
-    `find_address`: returns where a server listens, empty while that is not known. `find_part`:
-    returns this worker's place among the members and their number, or None if it is none now.
-    `lose`: gives this worker's state up, since rows are lost, and does not return. `tell`: adds
-    a line to the job's events.
+    `staleness`: how many of the last updates a read leaves out. `find_address`: returns where a
+    server listens, empty while that is not known. `find_part`: returns this worker's place among
+    the members and their number, or None if it is none now. `lose`: gives this worker's state up,
+    since rows are lost, and does not return. `tell`: adds a line to the job's events.
     """
 
     servers: int
     replicas: int
+    staleness: int
     identity: PeerIdentity
     find_address: Callable[[int], str]
     find_part: Callable[[], tuple[int, int] | None]
