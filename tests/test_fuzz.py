@@ -40,6 +40,10 @@ def changed(data: bytes, how: list[tuple[int, int, bytes]]) -> bytes:
     return data
 
 
+def test_every_message_of_the_corpus_fits() -> None:
+    assert max(len(encode(message)) for message in targets.MESSAGES) <= targets.FIRST_BYTES_MAX
+
+
 @settings(max_examples=500)
 @given(data=st.binary(min_size=1, max_size=400))
 @example(data=b"\x09" + b"\x81\xa6reason\xa3\xed\xa0\x80")  # half of a surrogate pair

@@ -116,7 +116,7 @@ RECORD = JobRecord(
     slots=(Slot(worker=WorkerId(3), agent=AgentId("a"), incarnation=Incarnation(2)),),
 )
 PIECES_MAX = 16
-FIRST_BYTES_MAX, BYTES_MAX = 700, 1000  # every message of MESSAGES fits
+FIRST_BYTES_MAX, BYTES_MAX = 900, 1200  # every message of MESSAGES fits
 
 
 def pieces(data: bytes, cuts: bytes) -> Iterator[bytes]:
